@@ -1,0 +1,1 @@
+"""Environments an episode can run in."""

@@ -1,0 +1,126 @@
+"""AgentGym's environment servers: one ``/create`` an episode, and request keys that differ between environments."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import ClassVar
+
+from pydantic import Field, JsonValue
+
+from openhands_rl_plugin.errors import BadEnvironmentError, ConfigError
+from openhands_rl_plugin.types import Frozen, JsonObject, Task
+
+from .http import BaseEnvClient, HttpEnvironmentOptions, ServerAnswer, episode_index
+from .opening import action_language
+from .transport import EndpointMissingError, excerpt
+
+
+class AgentGymDialect(Frozen):
+    """How one server words its requests.
+
+    ``id_key`` names the episode in every request and ``index_key`` the task in ``/reset``; ``reset_extra`` is added
+    there. ``reward_is_level`` marks servers whose ``reward`` is the progress so far instead of what the step earned.
+    """
+
+    id_key: str
+    index_key: str
+    reset_extra: JsonObject = Field(default_factory=dict)
+    reward_is_level: bool = False
+
+
+DIALECTS = {
+    "webshop": AgentGymDialect(id_key="env_idx", index_key="session_id"),
+    "textcraft": AgentGymDialect(id_key="id", index_key="data_idx"),
+    "sciworld": AgentGymDialect(id_key="id", index_key="data_idx"),
+    "babyai": AgentGymDialect(id_key="id", index_key="data_idx", reward_is_level=True),
+    "alfworld": AgentGymDialect(id_key="id", index_key="game", reset_extra={"world_type": "Text"}),
+}
+
+
+class AgentGymOptions(HttpEnvironmentOptions):
+    """``preset`` names one of ``DIALECTS`` and ``dialect`` spells one out. With neither, the last part of the task's
+    environment (``agentgym/babyai``) is tried as a preset; then the answer to ``/create`` tells the keys."""
+
+    preset: str | None = None
+    dialect: AgentGymDialect | None = None
+    create_body: JsonObject = Field(default_factory=dict)
+
+
+class AgentGymClient(BaseEnvClient):
+    """``/create``, ``/reset``, ``/step`` and, where the server has it, ``/close``. Every client owns its episode."""
+
+    Options: ClassVar[type[HttpEnvironmentOptions]] = AgentGymOptions
+
+    def __init__(self, options: AgentGymOptions | None = None) -> None:
+        options = options or AgentGymOptions()
+        super().__init__(options)
+        self._create_body = options.create_body
+        self._preset = options.preset
+        self._dialect = options.dialect
+        self._episode: int | str | None = None
+        self._level = 0.0
+        if self._preset is not None and self._preset not in DIALECTS:
+            raise ConfigError(f"unknown AgentGym preset '{self._preset}'; available: {', '.join(sorted(DIALECTS))}")
+
+    async def open_episode(self, task: Task) -> ServerAnswer:
+        """``POST /create`` (once) and ``POST /reset``."""
+        index = episode_index(task)
+        preset = DIALECTS.get(self._preset or task.environment.rsplit("/", 1)[-1])
+        if self._episode is None:
+            self._episode, told = _read_created(await self.post("/create", self._create_body))
+            self._dialect = self._dialect or preset or told
+        dialect = self._known_dialect()
+        body: JsonObject = {**self._key(), dialect.index_key: index, **dialect.reset_extra}
+        return ServerAnswer.parse(_opening_answer(await self.post("/reset", body)), "/reset")
+
+    async def act(self, action: str) -> ServerAnswer:
+        """``POST /step``."""
+        answer = ServerAnswer.parse(await self.post("/step", {**self._key(), "action": action}), "/step")
+        if not self._known_dialect().reward_is_level:
+            return answer
+        gained, self._level = answer.reward - self._level, answer.reward
+        return answer.model_copy(update={"reward": gained})
+
+    async def release(self) -> None:
+        """``POST /close``; AgentGym's WebShop server has none."""
+        if self._episode is not None:
+            with suppress(EndpointMissingError):
+                await self.post("/close", self._key())
+
+    def actions(self, task: Task) -> str:
+        """The preset's action language, or that of the task's environment."""
+        return action_language(self._preset or task.environment)
+
+    def _known_dialect(self) -> AgentGymDialect:
+        if self._dialect is None:
+            raise RuntimeError("the dialect is known only after /create")
+        return self._dialect
+
+    def _key(self) -> JsonObject:
+        return {self._known_dialect().id_key: self._episode}
+
+
+def _read_created(answer: JsonValue) -> tuple[int | str, AgentGymDialect]:
+    """The episode's id, and the dialect that the form of the answer stands for."""
+    if isinstance(answer, dict) and answer.get("error"):
+        raise BadEnvironmentError(f"/create answered an error: {excerpt(str(answer['error']))}")
+    candidates = [(answer, DIALECTS["webshop"])]
+    if isinstance(answer, dict):
+        candidates = [(answer.get("env_idx"), DIALECTS["webshop"]), (answer.get("id"), DIALECTS["textcraft"])]
+    for episode, dialect in candidates:
+        if isinstance(episode, int | str) and not isinstance(episode, bool):
+            return episode, dialect
+    raise BadEnvironmentError(f"/create answered {excerpt(str(answer))}, which holds no 'id' or 'env_idx'")
+
+
+def _opening_answer(answer: JsonValue) -> JsonValue:
+    """Bring the forms of ``/reset`` answers into that of ``/step``: ``[state, info]``, a task description of its
+    own (ScienceWorld), a list of possible actions (ALFWorld)."""
+    if isinstance(answer, list) and answer and isinstance(answer[0], str):
+        return {"state": answer[0], "info": answer[1] if len(answer) > 1 else None}
+    if not isinstance(answer, dict) or not isinstance(answer.get("observation"), str):
+        return answer
+    parts = [answer.get("task_description"), answer["observation"]]
+    if isinstance(possible := answer.get("available_actions"), list):
+        parts.append("AVAILABLE ACTIONS: " + ",".join(str(action) for action in possible))
+    return {**answer, "observation": "\n".join(str(part) for part in parts if part), "reward": 0.0}

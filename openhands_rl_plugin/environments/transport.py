@@ -1,0 +1,151 @@
+"""JSON over HTTP to an environment server, with every way in which that goes wrong as a typed error.
+
+A server that is away, slow or broken raises ``InfrastructureError``; one that answers what its protocol does not
+allow raises ``BadEnvironmentError``. A request is sent once: whether it may be repeated is the caller's knowledge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+from typing import NoReturn
+
+import httpx
+from pydantic import JsonValue
+
+from openhands_rl_plugin.errors import BadEnvironmentError, InfrastructureError
+from openhands_rl_plugin.types import JsonObject
+
+_EXCERPT_CHARACTERS = 200
+_OVERLOADED = frozenset({408, 425, 429})
+_NOT_OFFERED = frozenset({404, 405})
+
+
+class EndpointMissingError(BadEnvironmentError):
+    """The server has no such path (404 or 405)."""
+
+
+class UnavailableError(InfrastructureError):
+    """The request was certainly not executed: nothing answers there, or the server says that it is busy (503)."""
+
+
+class JsonTransport:
+    """POSTs JSON to one server and returns the JSON of the answer.
+
+    Args:
+        base_url: where the server listens, without a path.
+        timeout: seconds for one request, from the connection to the last byte.
+        max_bytes: longest answer that is read.
+    """
+
+    def __init__(self, base_url: str, *, timeout: float, max_bytes: int) -> None:
+        self._base_url = base_url
+        self._timeout = timeout
+        self._max_bytes = max_bytes
+        url = httpx.URL(base_url)
+        self._client = httpx.AsyncClient(
+            base_url=base_url,
+            timeout=timeout,
+            follow_redirects=False,
+            # A proxy from the environment must not come between this process and its own machine, and a TLS context
+            # takes longer to make than an episode's first request.
+            trust_env=not _is_loopback(url.host),
+            verify=url.scheme == "https",
+            headers={"accept": "application/json", "accept-encoding": "identity"},
+        )
+
+    async def post(self, path: str, body: JsonObject) -> JsonValue:
+        """Send ``body`` to ``path`` once. Raises ``InfrastructureError`` or ``BadEnvironmentError``."""
+        try:
+            async with asyncio.timeout(self._timeout), self._client.stream("POST", path, json=body) as response:
+                content = await self._read(response, path)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise UnavailableError(
+                f"nothing answers at {self._base_url}: start the server with `openhands-rl env webshop`"
+                " or set env_server_base and env_port"
+            ) from error
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise InfrastructureError(
+                f"{self._base_url}{path} did not answer within {self._timeout:g} s: see what the server is busy with"
+                " or raise the time limit"
+            ) from error
+        except httpx.TransportError as error:
+            raise InfrastructureError(
+                f"the connection to {self._base_url} broke during {path} ({type(error).__name__}):"
+                " see whether the server died"
+            ) from error
+        self._check_status(response, path, content)
+        return self._decode(path, content)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def _read(self, response: httpx.Response, path: str) -> bytes:
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise BadEnvironmentError(
+                f"{self._base_url}{path} answered compressed, which was not asked for: switch compression off there"
+            )
+        content = bytearray()
+        async for chunk in response.aiter_raw():
+            content += chunk
+            if len(content) > self._max_bytes:
+                raise BadEnvironmentError(
+                    f"{self._base_url}{path} answered more than {self._max_bytes} bytes:"
+                    " make its observations shorter or raise max_response_bytes"
+                )
+        return bytes(content)
+
+    def _check_status(self, response: httpx.Response, path: str, content: bytes) -> None:
+        status = response.status_code
+        if status < 300:
+            return
+        said = f"{self._base_url}{path} answered {status}: {excerpt(content)}"
+        if status == 503:
+            raise UnavailableError(said)
+        if status in _NOT_OFFERED:
+            raise EndpointMissingError(f"{said} (is this the address of an environment server?)")
+        if status in _OVERLOADED or status >= 500:
+            raise InfrastructureError(said)
+        if status < 400:
+            target = response.headers.get("location", "elsewhere")[:_EXCERPT_CHARACTERS]
+            raise BadEnvironmentError(
+                f"{self._base_url}{path} redirects to {target}, which is not followed: set the server's own address"
+            )
+        raise BadEnvironmentError(said)
+
+    def _decode(self, path: str, content: bytes) -> JsonValue:
+        try:
+            answer = json.loads(content, parse_constant=_refuse_constant)
+            if b"\\u" in content:
+                json.dumps(answer, ensure_ascii=False).encode()  # half a surrogate pair could never be stored
+            return answer
+        except (ValueError, RecursionError) as error:
+            reason = str(error) if isinstance(error, _ConstantError) else "something that is not valid JSON"
+            raise BadEnvironmentError(
+                f"{self._base_url}{path} answered {reason}: {excerpt(content)} (is this an environment server?)"
+            ) from error
+
+
+class _ConstantError(ValueError):
+    pass
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise _ConstantError(f"{name}, which is neither JSON nor a reward")
+
+
+def excerpt(content: bytes | str) -> str:
+    """The first 200 characters on one line."""
+    text = content[: 4 * _EXCERPT_CHARACTERS]
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", errors="replace")
+    return " ".join(text.split())[:_EXCERPT_CHARACTERS] or "(empty)"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

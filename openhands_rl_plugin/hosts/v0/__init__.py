@@ -1,0 +1,1 @@
+"""OpenHands V0 (``openhands-ai`` 1.6). Importing this package loads nothing of OpenHands."""

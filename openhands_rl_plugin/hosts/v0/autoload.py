@@ -1,0 +1,73 @@
+"""Registers ``RLAgent`` as soon as somebody imports OpenHands' agents.
+
+A ``.pth`` file imports this module in every Python process, so it costs next to nothing: one entry on
+``sys.meta_path`` that waits for ``openhands.agenthub`` and then removes itself. ``OPENHANDS_RL_AUTOLOAD=0`` switches it
+off.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+AWAITED = "openhands.agenthub"
+SWITCH = "OPENHANDS_RL_AUTOLOAD"
+
+
+class AgentHubWatch:
+    """A meta-path finder that finds nothing itself; it adds one step after the import of OpenHands' agents."""
+
+    @classmethod
+    def find_spec(
+        cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The real spec of ``openhands.agenthub``, whose execution is followed by the registration."""
+        if name != AWAITED:
+            return None
+        sys.meta_path.remove(cls)
+        from importlib.machinery import PathFinder
+
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_register(module: ModuleType) -> None:
+                load(module)
+                _register()
+
+            # The loader object belongs to this one spec, so nothing else sees the replacement.
+            spec.loader.exec_module = load_and_register
+        return spec
+
+
+def _register() -> None:
+    try:
+        from openhands_rl_plugin.hosts.v0.registration import register
+
+        register()
+    # Outermost line of a guest in somebody else's process: whatever is broken here must not break the host.
+    except Exception as error:
+        import logging
+
+        logging.getLogger("openhands").warning(
+            "openhands_rl_plugin could not register RLAgent (%s: %s); OpenHands goes on without it. Set %s=0 to switch "
+            "the plugin off.",
+            type(error).__name__,
+            error,
+            SWITCH,
+        )
+
+
+def install() -> None:
+    """Start waiting, unless switched off, already waiting, or too late (``openhands.agenthub`` is imported)."""
+    if os.environ.get(SWITCH) != "0" and AgentHubWatch not in sys.meta_path and AWAITED not in sys.modules:
+        sys.meta_path.insert(0, AgentHubWatch)
+
+
+install()

@@ -1,0 +1,49 @@
+"""Runs coroutines for code that is synchronous but stands inside somebody else's running event loop.
+
+OpenHands calls ``agent.step`` synchronously from a thread whose own loop is running, so a strategy's coroutine needs a
+loop of its own: one for the process, in a daemon thread, made when it is first needed (also after a fork).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+# Every completion in flight holds a thread, because OpenHands' LLM is synchronous. Threads are made on demand.
+MAX_COMPLETIONS_IN_FLIGHT = 256
+
+
+class Background:
+    """An event loop in a thread, and threads for blocking calls made from it."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._threads = ThreadPoolExecutor(MAX_COMPLETIONS_IN_FLIGHT, thread_name_prefix="rl-completion")
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="rl-strategies", daemon=True).start()
+
+    def wait_for[T](self, work: Coroutine[Any, Any, T]) -> T:
+        """Run ``work`` to its end and return its result. Blocks the calling thread; raises what ``work`` raises."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def blocking[T](self, call: Callable[[], T]) -> T:
+        """Run ``call`` in a thread of its own, with the caller's context variables."""
+        return await self._loop.run_in_executor(self._threads, contextvars.copy_context().run, call)
+
+
+_lock = threading.Lock()
+_current: Background | None = None
+
+
+def background() -> Background:
+    """The one of this process."""
+    global _current
+    with _lock:
+        if _current is None or _current.pid != os.getpid():
+            _current = Background()
+        return _current

@@ -1,0 +1,321 @@
+"""The first process of a session's sandbox: starts one fresh bash a command, and ends everything with itself.
+
+This file is run by its text (``python -I -S -c <text>``), inside the sandbox, so it may use the standard library only.
+It talks JSON lines: the first line on stdin is the set-up, every other one a request; every request gets one answer.
+
+* Set-up: ``{"bash", "env", "cwd", "state", "output_bytes", "limits": {name: bytes or count}, "subreaper"}``.
+* Request: ``{"command", "timeout", "cwd", "keep"}``; ``timeout`` in seconds or null; ``cwd`` and ``keep`` are for a
+  command that runs aside: elsewhere, and without changing the shell's state.
+* Answer: ``{"output", "earlier", "exit_code", "timed_out", "cwd"}``; ``earlier`` is what background processes of
+  earlier commands wrote since the last answer.
+
+A command's own output is complete when its shell has ended, because all that it wrote is in the pipe by then; what it
+left running in the background never delays an answer. The end of stdin ends the supervisor and all it started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import selectors
+import signal
+import sys
+import time
+
+# State is saved by an EXIT trap and read by the next shell, so that a shell which is killed, replaced by `exec` or
+# ended by `exit` leaves the state of the command before. The command comes from a file: an argument is limited to
+# 128 KiB. Its own `eval` keeps a syntax error in it from ending the script before the trap is set.
+SCRIPT = r"""
+shopt -s expand_aliases
+[[ -r $1 ]] && . "$1" 2>/dev/null
+cd -- "$3" 2>/dev/null || { cd -- "$4" && echo "bash: $3 is gone; the working directory is $4 now" >&2; }
+__rl_state=$5
+[[ -n $5 ]] && trap '{ declare -p; declare -f; alias -p; umask -p; echo "#complete"; } >| "$__rl_state" 2>/dev/null
+printf %s "$PWD" >| "$__rl_state.cwd" 2>/dev/null' EXIT
+eval "set --
+$(<"$2")"
+"""
+
+POLL_AFTER_KILL = 0.01
+KILL_PATIENCE = 5.0
+CHUNK = 65536
+
+
+class Output:
+    """The first and the last bytes of a stream; what does not fit in between is counted and dropped."""
+
+    def __init__(self, bound: int) -> None:
+        self.half = bound // 2
+        self.head = bytearray()
+        self.tail = bytearray()
+        self.cut = 0
+
+    def add(self, data: bytes) -> None:
+        room = self.half - len(self.head)
+        self.head += data[:room]
+        self.tail += data[room:] if room > 0 else data
+        if (excess := len(self.tail) - self.half) > 0:
+            self.cut += excess
+            del self.tail[:excess]
+
+    def text(self) -> str:
+        if not self.cut:
+            return bytes(self.head + self.tail).decode("utf-8", "replace")
+        # A character that the cut went through is dropped rather than shown broken.
+        head = bytes(self.head).decode("utf-8", "ignore")
+        tail = bytes(self.tail).decode("utf-8", "ignore")
+        return f"{head}\n[... {self.cut} bytes of output cut ...]\n{tail}"
+
+
+class Supervisor:
+    """One command at a time; background processes live on until the end of stdin."""
+
+    def __init__(self, setup: dict, requests: int) -> None:
+        self.requests = requests
+        self.setup = setup
+        self.state = setup["state"]
+        self.cwd = setup["cwd"]
+        self.selector = selectors.DefaultSelector()
+        self.background = Output(setup["output_bytes"])
+        self.pipe = -1
+        self.output = Output(0)
+        self.shell = 0
+        self.status: int | None = None
+        self.watch_children()
+
+    def watch_children(self) -> None:
+        wake, wakened = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(wakened, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.selector.register(wake, selectors.EVENT_READ, self.reap)
+        for name, bound in self.setup["limits"].items():
+            kind = getattr(resource, name)
+            hard = resource.getrlimit(kind)[1]
+            least = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
+            resource.setrlimit(kind, (least, least))
+
+    def reap(self, wake: int) -> None:
+        os.read(wake, CHUNK)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self.shell:
+                self.status = status
+
+    def run(self, request: dict) -> dict:
+        """Execute one request and say what came of it."""
+        self.selector.register(self.requests, selectors.EVENT_READ, self.host_gone)
+        try:
+            return self.execute(request)
+        finally:
+            self.selector.unregister(self.requests)
+
+    def host_gone(self, _: int) -> None:
+        # The host waits for an answer before it sends more, so that anything but the end of stdin is a broken host.
+        raise SystemExit(1)
+
+    def execute(self, request: dict) -> dict:
+        keep = request["keep"]
+        self.start(request["command"], request["cwd"] or self.cwd, keep)
+        timeout = request["timeout"]
+        deadline = None if timeout is None else time.monotonic() + timeout
+        timed_out = False
+        while self.status is None:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                timed_out = True
+                self.kill_command()
+                break
+            self.serve(left)
+        self.finish()
+        if keep and self.status is not None and not timed_out:
+            self.keep_state()
+        earlier, self.background = self.background.text(), Output(self.setup["output_bytes"])
+        return {
+            "output": self.output.text(),
+            "earlier": earlier,
+            "exit_code": None if timed_out or self.status is None else exit_code(self.status),
+            "timed_out": timed_out,
+            "cwd": self.cwd,
+        }
+
+    def start(self, command: str, cwd: str, keep: bool) -> None:
+        script = self.state + ".command"
+        with open(script, "w", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(command)
+        self.pipe, write_end = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self.pipe, False)
+        self.output, self.status = Output(self.setup["output_bytes"]), None
+        known = os.path.exists(self.state)
+        save_to = self.state + ".new" if keep else ""
+        self.shell = os.posix_spawn(
+            self.setup["bash"],
+            ["bash", "-c", SCRIPT, "bash", self.state, script, cwd, self.setup["cwd"], save_to],
+            {} if known else self.setup["env"],
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_DUP2, write_end, 1),
+                (os.POSIX_SPAWN_DUP2, write_end, 2),
+            ],
+            setsid=True,
+            setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
+        )
+        os.close(write_end)
+        self.selector.register(self.pipe, selectors.EVENT_READ, self.collect)
+
+    def serve(self, timeout: float | None) -> None:
+        for key, _ in self.selector.select(timeout):
+            key.data(key.fd)
+
+    def collect(self, pipe: int) -> bool:
+        """Read what is there; false when there is no more for now."""
+        sink = self.output if pipe == self.pipe else self.background
+        try:
+            data = os.read(pipe, CHUNK)
+        except BlockingIOError:
+            return False
+        if data:
+            sink.add(data)
+            return True
+        self.selector.unregister(pipe)
+        os.close(pipe)
+        if pipe == self.pipe:
+            self.pipe = -1
+        return False
+
+    def finish(self) -> None:
+        """Take all that the ended shell wrote; what it left running writes to the background from now on."""
+        while self.pipe >= 0 and self.collect(self.pipe):
+            pass
+        self.pipe, self.shell = -1, 0
+
+    def kill_command(self) -> None:
+        deadline = time.monotonic() + KILL_PATIENCE
+        while self.status is None and time.monotonic() < deadline:
+            kill_all({self.shell, *family(self.shell)})
+            self.serve(POLL_AFTER_KILL)
+
+    def keep_state(self) -> None:
+        new = self.state + ".new"
+        try:
+            with open(new, "rb") as file:
+                file.seek(-len(b"#complete\n"), os.SEEK_END)
+                complete = file.read() == b"#complete\n"
+            with open(new + ".cwd", encoding="utf-8", errors="surrogateescape") as file:
+                cwd = file.read()
+        except OSError:
+            return
+        if complete and cwd:
+            os.replace(new, self.state)
+            self.cwd = cwd
+
+    def wait_for_request(self) -> None:
+        """Between requests: reap, and keep background writers from blocking."""
+        self.selector.register(self.requests, selectors.EVENT_READ, None)
+        try:
+            while True:
+                ready = self.selector.select()
+                for key, _ in ready:
+                    if key.data is not None:
+                        key.data(key.fd)
+                if any(key.fd == self.requests for key, _ in ready):
+                    return
+        finally:
+            self.selector.unregister(self.requests)
+
+
+def exit_code(status: int) -> int:
+    """As a shell reports it: 128 + the signal's number for a killed process."""
+    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def processes() -> dict[int, tuple[int, int]]:
+    """``pid -> (parent, session)`` of every process that can be seen."""
+    found = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    fields = file.read().rpartition(b")")[2].split()
+            except OSError:
+                continue
+            found[int(name)] = (int(fields[1]), int(fields[3]))
+    return found
+
+
+def family(root: int) -> set[int]:
+    """All descendants of ``root``, and all processes of a session that ``root`` leads."""
+    table = processes()
+    members = {pid for pid, (_, session) in table.items() if session == root}
+    growing = True
+    while growing:
+        more = {pid for pid, (parent, _) in table.items() if parent == root or parent in members} - members
+        members |= more
+        growing = bool(more)
+    return members - {root, os.getpid()}
+
+
+def kill_all(pids: set[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def adopt_orphans() -> None:
+    """Without a pid namespace: processes whose parent ends become ours, so that ``end_everything`` finds them."""
+    import ctypes
+
+    pr_set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
+
+
+def end_everything() -> None:
+    deadline = time.monotonic() + KILL_PATIENCE
+    while (mine := family(os.getpid())) and time.monotonic() < deadline:
+        kill_all(mine)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(POLL_AFTER_KILL)
+
+
+def main() -> None:
+    requests = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    setup = json.loads(requests.readline())
+    if setup["subreaper"]:
+        adopt_orphans()
+    os.makedirs(os.path.dirname(setup["state"]), mode=0o700, exist_ok=True)
+    os.makedirs(setup["env"]["HOME"], exist_ok=True)
+    supervisor = Supervisor(setup, requests.fileno())
+    answers.write(b'{"ready": true}\n')
+    try:
+        while True:
+            supervisor.wait_for_request()
+            line = requests.readline()
+            if not line:
+                break
+            answer = json.dumps(supervisor.run(json.loads(line))).encode()
+            view = memoryview(answer + b"\n")
+            while view:
+                view = view[answers.write(view) :]
+    finally:
+        end_everything()
+
+
+if __name__ == "__main__":
+    # A supervisor whose host went away has nobody to tell.
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    try:
+        main()
+    except (BrokenPipeError, KeyboardInterrupt):
+        sys.exit(1)

@@ -1,0 +1,119 @@
+"""The seams. Anything that has these methods fits; nothing needs to be inherited."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from openhands_rl_plugin.types import (
+    Completion,
+    EpisodeRequest,
+    JsonObject,
+    Message,
+    Observation,
+    SamplingParams,
+    Score,
+    Task,
+    Trajectory,
+    TrajectoryFilter,
+)
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.tree import EpisodeTree
+
+
+class LLMEngine(Protocol):
+    """A source of completions."""
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[JsonObject] = (),
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+    ) -> list[Completion]:
+        """Sample ``n`` answers. Raises ``InfrastructureError`` or ``ModelError``."""
+        ...
+
+
+class Environment(Protocol):
+    """One episode of one task. Single use: reset once, close once."""
+
+    async def reset(self, task: Task) -> Observation:
+        """Start the episode; the messages of the first observation open the conversation."""
+        ...
+
+    async def step(self, action: Message) -> Observation:
+        """Execute one answer of the policy. A malformed action is answered, not raised."""
+        ...
+
+    async def evidence(self) -> JsonObject:
+        """All that a reward will need, gathered before ``close``."""
+        ...
+
+    async def close(self) -> None:
+        """Release the episode. Safe to call after a failure and more than once."""
+        ...
+
+
+@runtime_checkable
+class Forkable(Protocol):
+    """An environment that can be copied in mid-episode. A capability, not a flag."""
+
+    async def fork(self) -> Environment:
+        """An independent copy of the episode as it stands."""
+        ...
+
+
+class Strategy(Protocol):
+    """Decides one turn; someone else executes it."""
+
+    async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
+        """Add candidates below ``tree.head`` and return the index of the sampled node to commit."""
+        ...
+
+
+class TrajectoryStorage(Protocol):
+    """Where trajectories live."""
+
+    async def add(self, trajectory: Trajectory) -> None:
+        """Store durably; a second call with the same id changes nothing. Raises ``StorageError``."""
+        ...
+
+    async def add_scores(self, scores: Sequence[Score]) -> None:
+        """Append judgements beside what is stored."""
+        ...
+
+    def find(self, where: TrajectoryFilter | None = None) -> AsyncIterator[tuple[Trajectory, tuple[Score, ...]]]:
+        """Stream what matches, oldest first."""
+        ...
+
+    async def close(self) -> None:
+        """Flush and release."""
+        ...
+
+
+class Reward(Protocol):
+    """A pure function over a stored trajectory."""
+
+    @property
+    def version(self) -> str:
+        """Changes whenever the same trajectory could get another score."""
+        ...
+
+    async def __call__(self, trajectory: Trajectory) -> Score:
+        """Judge. Raises ``GraderError`` when it cannot; never invents a 0.0."""
+        ...
+
+
+class EpisodeRunner(Protocol):
+    """Plays whole episodes: in-process sessions, or OpenHands' controller."""
+
+    async def run(self, request: EpisodeRequest) -> Trajectory:
+        """Play one episode. A failed one is returned with ``failure`` set, not raised."""
+        ...
+
+    async def close(self) -> None:
+        """Release workers and connections."""
+        ...

@@ -1,0 +1,1 @@
+"""Rewards: pure functions over stored trajectories."""

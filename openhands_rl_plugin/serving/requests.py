@@ -1,0 +1,206 @@
+"""Bodies that the server accepts: OpenAI's fields and vLLM's extensions. Unknown fields are ignored, as vLLM does."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+
+MAX_CHOICES = 64
+MAX_TOP_LOGPROBS = 20
+MAX_STOPS = 16
+
+
+class Body(BaseModel):
+    """Base of all request bodies."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class StreamOptions(Body):
+    """Options of a streamed answer."""
+
+    include_usage: bool = False
+
+
+class FunctionCall(Body):
+    """A call in an assistant message of the history; `arguments` is JSON text."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class MessageToolCall(Body):
+    """A tool call in an assistant message of the history."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ContentPart(Body):
+    """A part of a message; text is the only kind a text model can read."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Body):
+    """One message of the conversation."""
+
+    role: str
+    content: str | tuple[ContentPart, ...] | None = None
+    name: str | None = None
+    tool_calls: tuple[MessageToolCall, ...] | None = None
+    tool_call_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The content as one text; parts are joined by line ends, as vLLM does for plain-text templates."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "\n".join(part.text for part in self.content)
+
+
+class FunctionDefinition(Body):
+    """What the model is told of a tool."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+
+
+class Tool(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
+class Sampling(Body):
+    """Sampling fields that chat and text completions share."""
+
+    model: str | None = None
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, description="0 and -1 are off.")
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = Field(None, ge=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: str | tuple[str, ...] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    ignore_eos: bool = False
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_p: float | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: dict[str, JsonValue] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings as a tuple."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else self.stop
+
+    @model_validator(mode="after")
+    def _refuse_what_would_be_ignored(self) -> "Sampling":
+        neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0}
+        for name, value in neutral.items():
+            if getattr(self, name) not in (None, value):
+                raise ValueError(f"{name} is not supported by this server")
+        if self.logit_bias:
+            raise ValueError("logit_bias is not supported by this server")
+        if self.response_format and self.response_format.get("type") != "text":
+            raise ValueError("response_format other than text is not supported by this server")
+        if len(self.stops) > MAX_STOPS or not all(self.stops):
+            raise ValueError(f"stop must be at most {MAX_STOPS} strings, none of them empty")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("`prompt_logprobs` are not available when `stream=True`.")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("Stream options can only be defined when `stream=True`.")
+        return self
+
+
+class ChatRequest(Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: tuple[ChatMessage, ...] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: tuple[Tool, ...] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, JsonValue] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("when using `top_logprobs`, `logprobs` must be set to true.")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise ValueError("only tool_choice 'none' and 'auto' are supported by this server")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
+        return self
+
+
+class CompletionRequest(Sampling):
+    """POST /v1/completions. `prompt`: one text, several texts, one list of token ids or several."""
+
+    prompt: str | tuple[int, ...] | tuple[str, ...] | tuple[tuple[int, ...], ...]
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool | None = False
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> "CompletionRequest":
+        if self.echo:
+            raise ValueError("echo is not supported by this server; use prompt_logprobs")
+        return self
+
+    @property
+    def prompts(self) -> tuple[str | tuple[int, ...], ...]:
+        """The prompts, one element each."""
+        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
+            return (self.prompt,)  # type: ignore[return-value]
+        return self.prompt  # type: ignore[return-value]
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize, with a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: tuple[ChatMessage, ...] | None = None
+    tools: tuple[Tool, ...] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (not self.messages):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class LoadAdapterRequest(Body):
+    """POST /v1/load_lora_adapter."""
+
+    lora_name: str = ""
+    lora_path: str = ""
+
+
+class UnloadAdapterRequest(Body):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: str = ""

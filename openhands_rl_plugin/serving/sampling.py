@@ -1,0 +1,145 @@
+"""Choose the next token of every row of a batch, each with its own parameters and random numbers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Candidates looked at first when top_p or top_k restricts a row; all of them only if these do not suffice.
+_FIRST_CANDIDATES = 256
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one sequence is sampled.
+
+    `temperature` 0 is greedy. `top_k` 0 is off. `top_logprobs`: how many alternatives to report per token, None
+    for none. `seed` fixes the sequence whatever else is in the batch (up to floating-point ties). `stop`: texts
+    that end the answer and are cut from it. `prompt_logprobs`: alternatives to report per prompt token, None for none.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 16
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def restricted(self) -> bool:
+        """Whether some tokens are excluded from sampling."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+
+
+TopTokens = tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One chosen token. `logprob` and `top` (most likely first) are of the model's own distribution."""
+
+    token: int
+    logprob: float
+    top: TopTokens
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One given token's place in the model's distribution; `rank` 1 is the most likely token."""
+
+    token: int
+    logprob: float
+    rank: int
+    top: TopTokens
+
+
+def new_random(seed: int | None) -> torch.Generator:
+    """The random numbers of one sequence; from the system's entropy when no seed is given."""
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed % 2**63)
+    return generator
+
+
+def sample(logits: Tensor, params: Sequence[SamplingParams], randoms: Sequence[torch.Generator]) -> list[Sampled]:
+    """logits: float32 [rows, vocabulary], one row per element of `params`.
+
+    The reported logprobs are `log_softmax(logits)`: temperature 1, before top_p and top_k, whatever was sampled
+    with (vLLM's default, `raw_logprobs`). One uniform number is drawn per sampled token.
+    """
+    normaliser = logits.logsumexp(-1)
+    chosen = logits.argmax(-1)
+    warm = [i for i, p in enumerate(params) if p.temperature > 0]
+    if warm:
+        uniform = torch.cat([torch.rand(1, generator=randoms[i]) for i in warm]).to(logits.device)
+        temperature = torch.tensor([params[i].temperature for i in warm], device=logits.device)
+        scaled = (logits if len(warm) == len(params) else logits[warm]) / temperature[:, None]
+        picked = _draw(scaled, uniform)
+        restricted = [j for j, i in enumerate(warm) if params[i].restricted]
+        if restricted:
+            picked[restricted] = _draw_restricted(
+                scaled[restricted], [params[warm[j]] for j in restricted], uniform[restricted]
+            )
+        chosen[warm] = picked
+    logprobs = (logits.gather(-1, chosen[:, None])[:, 0] - normaliser).tolist()
+    tops = _tops(logits, normaliser, [p.top_logprobs for p in params])
+    return [Sampled(*row) for row in zip(chosen.tolist(), logprobs, tops, strict=True)]
+
+
+def observe(logits: Tensor, tokens: Sequence[int], count: int) -> list[Observed]:
+    """logits: float32 [rows, vocabulary]; where each row's given token stands, with `count` alternatives."""
+    normaliser = logits.logsumexp(-1)
+    given = logits.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])
+    ranks = ((logits > given).sum(-1) + 1).tolist()
+    logprobs = (given[:, 0] - normaliser).tolist()
+    tops = _tops(logits, normaliser, [count] * len(tokens))
+    return [Observed(*row) for row in zip(tokens, logprobs, ranks, tops, strict=True)]
+
+
+def _draw(scaled: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse of the cumulative distribution at `uniform` [rows], for logits `scaled` [rows, vocabulary]."""
+    cumulative = torch.softmax(scaled, -1).cumsum(-1)
+    target = uniform[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=scaled.shape[-1] - 1)
+
+
+def _draw_restricted(scaled: Tensor, params: Sequence[SamplingParams], uniform: Tensor) -> Tensor:
+    vocabulary = scaled.shape[-1]
+    top_k = torch.tensor([p.top_k or vocabulary for p in params], device=scaled.device)[:, None]
+    top_p = torch.tensor([p.top_p for p in params], device=scaled.device)[:, None]
+    normaliser = scaled.logsumexp(-1, keepdim=True)
+    for width in (min(_FIRST_CANDIDATES, vocabulary), vocabulary):
+        values, tokens = scaled.topk(width, -1)
+        probabilities = (values - normaliser).exp()
+        inside = torch.arange(width, device=scaled.device) < top_k
+        # top_p is a share of what top_k left; that share's whole is known once top_k fits into the candidates.
+        whole = torch.where(top_k <= width, (probabilities * inside).sum(-1, keepdim=True), 1.0)
+        cumulative = probabilities.cumsum(-1)
+        enough = (top_k <= width) | (cumulative[:, -1:] >= top_p * whole)
+        if width == vocabulary or bool(enough.all()):
+            break
+    keep = inside & (cumulative - probabilities < top_p * whole)
+    keep[:, 0] = True
+    cumulative = (probabilities * keep).cumsum(-1)
+    index = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
+    last = keep.sum(-1, keepdim=True) - 1
+    return tokens.gather(-1, torch.minimum(index, last))[:, 0]
+
+
+def _tops(logits: Tensor, normaliser: Tensor, counts: Sequence[int | None]) -> list[TopTokens]:
+    rows = [i for i, count in enumerate(counts) if count]
+    tops: list[TopTokens] = [()] * len(counts)
+    if rows:
+        widest = min(max(counts[i] or 0 for i in rows), logits.shape[-1])
+        values, tokens = logits[rows].topk(widest, -1)
+        logprobs = (values - normaliser[rows][:, None]).tolist()
+        for i, row_tokens, row_logprobs in zip(rows, tokens.tolist(), logprobs, strict=True):
+            tops[i] = tuple(zip(row_tokens, row_logprobs, strict=True))[: counts[i]]
+    return tops

@@ -1,0 +1,240 @@
+"""The settings of the ``[rl]`` section as frozen models.
+
+Every model refuses unknown keys and values of another type. A wrong setting raises ``ConfigError`` with one line a
+field, each naming the section, the key and the remedy; secrets are referred to by environment-variable name only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit, urlunsplit
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from pydantic import ModelWrapValidatorHandler as Handler
+
+from openhands_rl_plugin import registry
+from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.types import Limits, SamplingParams
+
+Location = tuple[str, ...]
+Locate = Callable[[Location], str]
+"""Names the section (and file) that a setting was read from."""
+
+_SECRET_KEY = re.compile(r"(^|_)(api_?key|password|passwd|secret|token|credentials?)\Z", re.IGNORECASE)
+_URL_WITH_PASSWORD = re.compile(r"\w://[^/@\s]*:[^/@\s]*@")
+
+
+def _variable_name(value: str) -> str:
+    if value and re.fullmatch(r"[A-Za-z_]\w*", value) is None:
+        raise ValueError("must be the NAME of an environment variable, not the secret itself")
+    return value
+
+
+def _http_url(value: str) -> str:
+    parts = urlsplit(value)
+    if value and (parts.scheme not in ("http", "https") or not parts.hostname):
+        raise ValueError('must be an http:// or https:// URL, for example "http://127.0.0.1:8100/v1"')
+    return value.rstrip("/")
+
+
+def _safe_name(value: str) -> str:
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) is None or ".." in value:
+        raise ValueError("may hold letters, digits, '.', '_' and '-' only, and no '..'")
+    return value
+
+
+def _registered(kind: registry.Kind) -> AfterValidator:
+    def check(value: str) -> str:
+        try:
+            registry.check(kind, value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return value
+
+    return AfterValidator(check)
+
+
+VariableName = Annotated[str, AfterValidator(_variable_name)]
+HttpUrl = Annotated[str, AfterValidator(_http_url)]
+SafeName = Annotated[str, AfterValidator(_safe_name)]
+
+
+class Settings(BaseModel):
+    """Base of the sections: frozen, strict about types (TOML has its own), no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class StorageSettings(Settings):
+    """``[rl.storage]``: where trajectories go. ``durable``: a record is acknowledged only when it is on the disk."""
+
+    path: str = Field(default="~/.openhands/rl_trajectories", min_length=1)
+    durable: bool = True
+
+    @property
+    def directory(self) -> Path:
+        """``path`` with ``~`` expanded."""
+        return Path(self.path).expanduser()
+
+
+class SamplingSettings(Settings):
+    """``[rl.sampling]``: how rollouts sample. ``seed`` is the run's; every episode derives its own from it."""
+
+    temperature: float = Field(default=1.0, ge=0, le=10)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    seed: int = Field(default=0, ge=0)
+
+
+class TrainingSettings(Settings):
+    """``[rl.training]``: the algorithm and its optimiser. ``batch_size`` is in trajectories an optimiser step."""
+
+    algorithm: Literal["sft", "reinforce++-baseline"] = "reinforce++-baseline"
+    learning_rate: float = Field(default=1e-5, gt=0, le=1)
+    num_epochs: int = Field(default=3, ge=1)
+    batch_size: int = Field(default=8, ge=1)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    lora_rank: int = Field(default=16, ge=1, le=1024)
+    lora_alpha: int = Field(default=32, ge=1)
+    target_modules: tuple[str, ...] = Field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        min_length=1,
+        strict=False,
+    )
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float = Field(default=0.28, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    max_tokens_per_pass: int = Field(default=4096, ge=1)
+    seed: int = Field(default=0, ge=0)
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+
+class ServingSettings(Settings):
+    """``[rl.serving]``: the OpenAI-compatible server of the policy, and where its adapters lie.
+
+    ``model`` is the name by which the server knows the base model; ``request_timeout`` is in seconds.
+    """
+
+    base_url: HttpUrl = ""
+    model: str = ""
+    adapter: SafeName = "policy"
+    adapters_path: str = Field(default="~/.openhands/rl_adapters", min_length=1)
+    api_key_env: VariableName = ""
+    max_adapters: int = Field(default=2, ge=1, le=64)
+    request_timeout: float = Field(default=120.0, gt=0)
+
+    @property
+    def adapters_directory(self) -> Path:
+        """``adapters_path`` with ``~`` expanded."""
+        return Path(self.adapters_path).expanduser()
+
+    def api_key(self, environ: Mapping[str, str] | None = None) -> str | None:
+        """The key that ``api_key_env`` names, ``None`` when no key is used; raises ``ConfigError`` if it is not set."""
+        if not self.api_key_env:
+            return None
+        if key := (os.environ if environ is None else environ).get(self.api_key_env):
+            return key
+        raise ConfigError(
+            f"[rl.serving] api_key_env: the environment variable {self.api_key_env} is not set; "
+            f"export {self.api_key_env}=... or remove the line"
+        )
+
+
+class RLSettings(Settings):
+    """The ``[rl]`` section. The lengths are in tokens; ``max_workers`` is the number of episodes played at a time."""
+
+    max_turns: int = Field(default=10, ge=1)
+    max_prompt_length: int = Field(default=2048, ge=1)
+    max_response_length: int = Field(default=512, ge=1)
+    max_obs_length: int = Field(default=1024, ge=1)
+    react_format: bool = True
+    env_name: str = Field(default="webshop", min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")
+    env_port: int = Field(default=8000, ge=1, le=65535)
+    env_server_base: HttpUrl = Field(default="http://127.0.0.1", min_length=1)
+    rollout_strategy: Annotated[str, _registered("strategies")] = "StandardReAct"
+    storage_backend: Annotated[str, _registered("storages")] = "file"
+    max_workers: int = Field(default=10, ge=1, le=4096)
+    storage: StorageSettings = StorageSettings()
+    sampling: SamplingSettings = SamplingSettings()
+    training: TrainingSettings = TrainingSettings()
+    serving: ServingSettings = ServingSettings()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explain(cls, data: Any, handler: Handler[Self], info: ValidationInfo) -> Self:
+        locate: Locate = (info.context or {}).get("locate", section_of)
+        if lines := [*_secrets(data, locate)]:
+            raise ConfigError("\n".join(lines))
+        try:
+            return handler(data)
+        except ValidationError as error:
+            raise ConfigError("\n".join(_problem(cls, one, locate) for one in error.errors())) from error
+
+    @property
+    def environment_url(self) -> str:
+        """``env_server_base`` with ``env_port``, unless the base names a port itself."""
+        parts = urlsplit(self.env_server_base)
+        address = parts.netloc if parts.port is not None else f"{parts.netloc}:{self.env_port}"
+        return urlunsplit(parts._replace(netloc=address))
+
+    def limits(self) -> Limits:
+        """The bounds of one episode."""
+        return Limits(
+            max_turns=self.max_turns,
+            max_prompt_length=self.max_prompt_length,
+            max_response_length=self.max_response_length,
+            max_obs_length=self.max_obs_length,
+        )
+
+    def sampling_params(self, seed: int | None = None) -> SamplingParams:
+        """How a rollout samples; ``seed`` is the episode's own."""
+        return SamplingParams(
+            temperature=self.sampling.temperature,
+            top_p=self.sampling.top_p,
+            max_tokens=self.max_response_length,
+            seed=seed,
+        )
+
+
+def section_of(location: Location) -> str:
+    """``("training", "seed")`` -> ``"[rl.training]"``."""
+    return f"[{'.'.join(('rl', *location[:-1]))}]"
+
+
+def _secrets(data: object, locate: Locate, prefix: Location = ()) -> Iterator[str]:
+    for key, value in data.items() if isinstance(data, Mapping) else ():
+        location = (*prefix, str(key))
+        if isinstance(value, Mapping):
+            yield from _secrets(value, locate, location)
+        elif _SECRET_KEY.search(str(key)):
+            yield (
+                f"{locate(location)} {key}: secrets are not read from configuration; put it into an environment "
+                'variable and name that one: api_key_env = "NAME" in [rl.serving]'
+            )
+        elif isinstance(value, str) and _URL_WITH_PASSWORD.search(value):
+            yield f"{locate(location)} {key}: the URL holds a password; remove it and use an environment variable"
+
+
+def _problem(model: type[BaseModel], error: Any, locate: Locate) -> str:
+    # Indices of list items are not keys, so they are no part of the location.
+    location = tuple(part for part in error["loc"] if isinstance(part, str))
+    key, where = (location[-1] if location else ""), locate(location)
+    if error["type"] == "extra_forbidden":
+        known = _model_at(model, location[:-1]).model_fields
+        return f"{where} {registry.unknown_name('key', key, known)}"
+    message = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    given = "" if error["type"] == "value_error" else f", got {error['input']!r:.80}"
+    return f"{where} {key}: {message}{given}"
+
+
+def _model_at(model: type[BaseModel], location: Location) -> type[BaseModel]:
+    for key in location:
+        annotation = model.model_fields[key].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            break
+        model = annotation
+    return model

@@ -1,0 +1,142 @@
+"""Recorded trajectories -> training sequences -> micro-batches. Ids are used as they were recorded, never re-made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from openhands_rl_plugin.errors import TrainingError
+from openhands_rl_plugin.training.layout import MIN_SHARED, common_prefix
+from openhands_rl_plugin.types import Node, PolicyRef, Sample, Trajectory
+
+
+def samples_of(
+    trajectory: Trajectory, advantage: float = 1.0, leaf: int | None = None, *, need_logprobs: bool = True
+) -> list[Sample]:
+    """The training sequences of one path (default: the path that was acted on), in order.
+
+    Turns are merged as long as every prompt extends the tokens before it; a prompt that does not (a condensed or
+    rewritten history) starts a new sequence. Raises ``TrainingError`` when a sampled node has no tokens, or, with
+    ``need_logprobs`` (reinforcement learning needs them, fine-tuning does not), no logprobs or non-finite ones.
+    """
+    at = trajectory.head if leaf is None else leaf
+    return [] if at is None else list(_segments(trajectory, at, advantage, set(), need_logprobs))
+
+
+def samples_of_leaves(
+    trajectory: Trajectory, advantages: Mapping[int, float], *, need_logprobs: bool = True
+) -> list[Sample]:
+    """The training sequences of several leaves of a search tree, as ``leaf -> advantage``.
+
+    The sampled tokens of a node that lies on several of the paths are trained once, with the leaf that comes first.
+    Raises ``TrainingError`` as ``samples_of`` does.
+    """
+    trained: set[int] = set()
+    samples: list[Sample] = []
+    for leaf, advantage in advantages.items():
+        samples.extend(_segments(trajectory, leaf, advantage, trained, need_logprobs))
+    return samples
+
+
+def pack(samples: Sequence[Sample], max_tokens_per_pass: int) -> list[list[Sample]]:
+    """Group samples so that each group takes at most ``max_tokens_per_pass`` rows when laid out.
+
+    Sequences are laid out end to end without padding, so instead of similar lengths it is similar beginnings that are
+    put together: a prefix that neighbours share is computed once. A sample that is longer than the limit gets a group
+    of its own. Every sample is in exactly one group; the result does not depend on the order of ``samples``, except
+    for the order of equal ones.
+    """
+    groups: list[list[Sample]] = []
+    rows = 0
+    for sample in sorted(samples, key=lambda sample: sample.input_ids):
+        length = len(sample.input_ids)
+        if groups:
+            # The layout may leave up to MIN_SHARED tokens of a common prefix unshared, so this is an upper bound.
+            shared = max(0, common_prefix(groups[-1][-1].input_ids, sample.input_ids) - MIN_SHARED)
+            if rows + length - shared <= max_tokens_per_pass:
+                groups[-1].append(sample)
+                rows += length - shared
+                continue
+        groups.append([sample])
+        rows = length
+    return groups
+
+
+class _Segment:
+    """A sequence under construction."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.mask: list[bool] = []
+        self.logprobs: list[float] = []
+        self.policy: PolicyRef | None = None
+
+    def add_context(self, ids: Sequence[int]) -> None:
+        self.ids.extend(ids)
+        self.mask.extend([False] * len(ids))
+        self.logprobs.extend([0.0] * len(ids))
+
+    def add_sampled(self, ids: Sequence[int], logprobs: Sequence[float], policy: PolicyRef | None) -> None:
+        self.ids.extend(ids)
+        self.mask.extend([True] * len(ids))
+        self.logprobs.extend(logprobs or [0.0] * len(ids))
+        self.policy = self.policy or policy
+
+    def sample(self, trajectory_id: str, leaf: int, advantage: float) -> Sample | None:
+        """The finished sequence up to its last trained token, ``None`` when nothing in it is trained."""
+        if True not in self.mask:
+            return None
+        end = len(self.mask) - self.mask[::-1].index(True)
+        return Sample(
+            trajectory_id=trajectory_id,
+            leaf=leaf,
+            input_ids=tuple(self.ids[:end]),
+            mask=tuple(self.mask[:end]),
+            logprobs=tuple(self.logprobs[:end]),
+            advantage=advantage,
+            policy=self.policy,
+        )
+
+
+def _segments(
+    trajectory: Trajectory, leaf: int, advantage: float, trained: set[int], need_logprobs: bool
+) -> Iterator[Sample]:
+    segment = _Segment()
+    for index in trajectory.path(leaf):
+        node = trajectory.nodes[index]
+        if not node.sampled:
+            continue
+        _check(trajectory.id, index, node, need_logprobs)
+        tokens = node.tokens
+        assert tokens is not None
+        if not tokens.extends:
+            if (sample := segment.sample(trajectory.id, leaf, advantage)) is not None:
+                yield sample
+            segment = _Segment()
+        segment.add_context(tokens.prompt_ids)
+        if index in trained:
+            segment.add_context(tokens.sampled_ids)
+        else:
+            segment.add_sampled(tokens.sampled_ids, tokens.logprobs, node.policy)
+            trained.add(index)
+    if (sample := segment.sample(trajectory.id, leaf, advantage)) is not None:
+        yield sample
+
+
+def _check(trajectory_id: str, index: int, node: Node, need_logprobs: bool) -> None:
+    where = f"trajectory {trajectory_id}, node {index}"
+    tokens = node.tokens
+    if tokens is None or not tokens.sampled_ids:
+        raise TrainingError(
+            f"{where}: no token ids were recorded; use a server that returns them (vLLM or `openhands-rl serve`, "
+            "return_token_ids) and roll out again"
+        )
+    if not need_logprobs:
+        return
+    if len(tokens.logprobs) != len(tokens.sampled_ids):
+        raise TrainingError(
+            f"{where}: {len(tokens.logprobs)} logprobs for {len(tokens.sampled_ids)} sampled tokens; reinforcement "
+            "learning needs all of them: use a server that returns logprobs, or train with algorithm = \"sft\""
+        )
+    if not all(math.isfinite(logprob) for logprob in tokens.logprobs):
+        raise TrainingError(f"{where}: a recorded logprob is not finite; drop this trajectory or check the server")

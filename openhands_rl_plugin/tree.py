@@ -1,0 +1,183 @@
+"""The mutable builder of one episode: observe, propose, commit, and in the end freeze.
+
+It is the only mutable thing on a task's way from the environment to the store. Strategies add candidates to it, the
+session (or a host) commits one of them and adds what the environment answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from openhands_rl_plugin.types import (
+    Completion,
+    EpisodeRequest,
+    Failure,
+    JsonObject,
+    Message,
+    Node,
+    Observation,
+    PolicyRef,
+    SamplingParams,
+    StopReason,
+    StrategySpec,
+    Times,
+    Tokens,
+    Trajectory,
+    Usage,
+)
+
+
+@dataclass
+class DraftNode:
+    """A node that search may still change (``value``, ``visits``, ``reward``)."""
+
+    parent: int | None
+    message: Message
+    sampled: bool = False
+    tokens: Tokens | None = None
+    policy: PolicyRef | None = None
+    sampling: SamplingParams | None = None
+    finish_reason: str | None = None
+    reward: float | None = None
+    value: float | None = None
+    visits: int = 0
+    metadata: JsonObject = field(default_factory=dict)
+
+
+class EpisodeTree:
+    """All that was said in one episode, as nodes with integer parents; ``head`` is where the episode stands."""
+
+    def __init__(self, *, tools: Sequence[JsonObject] = ()) -> None:
+        self.tools = tuple(tools)
+        self.nodes: list[DraftNode] = []
+        self.head: int | None = None
+        self.terminated = False
+        self.truncated = False
+        self.usage = Usage()
+        self._last_context: tuple[int | None, tuple[int, ...]] = (None, ())
+
+    def observe(self, observation: Observation) -> None:
+        """Append what the environment said below ``head``; its reward belongs to the action that caused it."""
+        if self.head is not None and self.nodes[self.head].sampled:
+            action = self.nodes[self.head]
+            action.reward = (action.reward or 0.0) + observation.reward
+            self.usage += Usage(steps=1)
+        for message in observation.messages:
+            self.head = self.append(message)
+        self.terminated |= observation.terminated
+        self.truncated |= observation.truncated
+
+    def append(self, message: Message, *, parent: int | None = None) -> int:
+        """Add a message that nobody sampled below ``parent`` (default ``head``); does not move ``head``."""
+        self.nodes.append(DraftNode(parent=self.head if parent is None else parent, message=message))
+        return len(self.nodes) - 1
+
+    def propose(self, completion: Completion, *, parent: int | None = None) -> int:
+        """Add a sampled candidate below ``parent`` (default ``head``); only the new prompt tokens are kept."""
+        at = self.head if parent is None else parent
+        self.usage += completion.usage
+        self.nodes.append(
+            DraftNode(
+                parent=at,
+                message=completion.message,
+                sampled=True,
+                tokens=self._delta(at, completion.tokens),
+                policy=completion.policy,
+                sampling=completion.sampling,
+                finish_reason=completion.finish_reason,
+                metadata=completion.metadata,
+            )
+        )
+        index = len(self.nodes) - 1
+        if completion.tokens is not None:
+            self._last_context = (index, completion.tokens.prompt_ids + completion.tokens.sampled_ids)
+        return index
+
+    def commit(self, index: int) -> None:
+        """Make a proposed node the next action."""
+        if not self.nodes[index].sampled:
+            raise ValueError(f"node {index} was not sampled, so it cannot be an action")
+        self.head = index
+
+    @property
+    def action(self) -> Message:
+        """The committed answer that is to be executed."""
+        if self.head is None or not self.nodes[self.head].sampled:
+            raise ValueError("no action is committed")
+        return self.nodes[self.head].message
+
+    def path(self, leaf: int | None = None) -> list[int]:
+        """Node indices from the root to ``leaf`` (default: ``head``)."""
+        indices: list[int] = []
+        at = self.head if leaf is None else leaf
+        while at is not None:
+            indices.append(at)
+            at = self.nodes[at].parent
+        return indices[::-1]
+
+    def messages(self, leaf: int | None = None) -> tuple[Message, ...]:
+        """The conversation that a model answers at ``leaf`` (default: ``head``)."""
+        return tuple(self.nodes[index].message for index in self.path(leaf))
+
+    @property
+    def turns(self) -> int:
+        """Number of sampled nodes on the acted path. Malformed answers count: a step is a step."""
+        return sum(self.nodes[index].sampled for index in self.path())
+
+    def context_ids(self, node: int | None) -> tuple[int, ...]:
+        """All token ids from the start of the segment to the end of the last sampled node at or above ``node``."""
+        if node is not None and self._last_context[0] == node:
+            return self._last_context[1]
+        ids: tuple[int, ...] = ()
+        for index in self.path(node) if node is not None else ():
+            tokens = self.nodes[index].tokens
+            if tokens is not None:
+                ids = (ids if tokens.extends else ()) + tokens.prompt_ids + tokens.sampled_ids
+        return ids
+
+    def freeze(
+        self,
+        request: EpisodeRequest,
+        *,
+        trajectory_id: str,
+        strategy: StrategySpec,
+        policy: PolicyRef,
+        stop: StopReason,
+        times: Times,
+        evidence: JsonObject | None = None,
+        failure: Failure | None = None,
+    ) -> Trajectory:
+        """The finished episode as one immutable value."""
+        nodes = tuple(Node(**vars(node)) for node in self.nodes)
+        return Trajectory(
+            id=trajectory_id,
+            run_id=request.run_id,
+            group_id=request.group_id,
+            task=request.task,
+            strategy=strategy,
+            policy=next((node.policy for node in nodes if node.policy is not None), policy),
+            nodes=nodes,
+            head=self.head,
+            stop=stop,
+            tools=self.tools,
+            evidence=evidence or {},
+            failure=failure,
+            usage=self.usage,
+            times=times,
+        )
+
+    def _delta(self, parent: int | None, tokens: Tokens | None) -> Tokens | None:
+        if tokens is None or tokens.extends:
+            return tokens
+        previous = self._nearest_sampled(parent)
+        context = self.context_ids(previous)
+        if not context or tokens.prompt_ids[: len(context)] != context:
+            return tokens
+        delta = tokens.prompt_ids[len(context) :]
+        return tokens.model_copy(update={"extends": True, "prompt_ids": delta})
+
+    def _nearest_sampled(self, node: int | None) -> int | None:
+        while node is not None and not (self.nodes[node].sampled and self.nodes[node].tokens):
+            node = self.nodes[node].parent
+        return node

@@ -1,0 +1,347 @@
+"""Every value that crosses a boundary. All of them are frozen; all of them can be written as JSON and read back.
+
+Only ``data``, ``evidence``, ``metadata``, ``options`` and ``detail`` are open JSON, and each is owned by one party:
+the task's author, the environment, the recorder, the strategy and the reward.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+SCHEMA_VERSION = 1
+
+JsonObject = dict[str, JsonValue]
+
+
+class Frozen(BaseModel):
+    """Base of all values: immutable, and a misspelt field is an error instead of a silent loss."""
+
+    # JSON has no NaN; written as a string it is read back as the same float, and not as a missing value.
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+class Limits(Frozen):
+    """Bounds of one episode. ``None`` means unbounded.
+
+    The lengths are in tokens; ``max_obs_length`` (of one observation) is counted as four characters a token, because
+    the server's tokenizer is not known. ``timeout`` is in seconds of wall time for the whole episode.
+    """
+
+    max_turns: int = Field(default=10, ge=1)
+    max_prompt_length: int | None = Field(default=None, ge=1)
+    max_response_length: int = Field(default=512, ge=1)
+    max_obs_length: int | None = Field(default=None, ge=1)
+    timeout: float | None = Field(default=None, gt=0)
+
+
+class Task(Frozen):
+    """Something to do in an environment. ``data`` is what the environment's ``reset`` needs."""
+
+    id: str
+    environment: str
+    instruction: str = ""
+    data: JsonObject = Field(default_factory=dict)
+    split: str = ""
+    limits: Limits | None = None
+
+
+class ToolCall(Frozen):
+    """A call exactly as the model emitted it: ``arguments`` is the raw text, never re-serialised."""
+
+    id: str = ""
+    name: str
+    arguments: str = "{}"
+
+
+class Message(Frozen):
+    """One chat message in the OpenAI sense, with plain text content."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class Tokens(Frozen):
+    """Token ids and logprobs as the server reported them.
+
+    ``prompt_ids`` is the *delta* since the end of the previous sampled node on the path when ``extends`` is true, else
+    the whole prompt. ``logprobs`` has one natural-log probability for each of ``sampled_ids`` or is empty when the
+    server gave none.
+    """
+
+    extends: bool = False
+    prompt_ids: tuple[int, ...] = ()
+    sampled_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+
+
+_VERSIONED = re.compile(r"(?P<name>.+)-v(?P<version>\d{6,})\Z")
+
+
+class PolicyRef(Frozen):
+    """Which weights sampled something: a base model and, when one was active, a versioned adapter."""
+
+    base_model: str
+    adapter: str | None = None
+    version: int | None = None
+
+    @classmethod
+    def from_served_name(cls, base_model: str, served: str) -> Self:
+        """Read ``<adapter>-v000007`` as an adapter version and any other name as the base model."""
+        if (match := _VERSIONED.match(served)) is None:
+            return cls(base_model=base_model)
+        return cls(base_model=base_model, adapter=match["name"], version=int(match["version"]))
+
+    @property
+    def served_name(self) -> str:
+        """The model name a server knows these weights by."""
+        return self.base_model if self.adapter is None else versioned_name(self.adapter, self.version or 0)
+
+
+def versioned_name(adapter: str, version: int) -> str:
+    """``("shop", 7)`` -> ``"shop-v000007"``: a name is used for one set of weights only, ever."""
+    return f"{adapter}-v{version:06d}"
+
+
+class Usage(Frozen):
+    """Tokens billed and calls made. Addition adds every field."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    calls: int = 0
+    steps: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(**{name: getattr(self, name) + getattr(other, name) for name in type(self).model_fields})
+
+
+class SamplingParams(Frozen):
+    """How a completion was asked for. ``None`` leaves the choice to the server."""
+
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+
+class Completion(Frozen):
+    """One answer of an engine. ``tokens`` holds the *whole* prompt here (``extends`` false)."""
+
+    message: Message
+    tokens: Tokens | None = None
+    finish_reason: str | None = None
+    usage: Usage = Usage()
+    policy: PolicyRef | None = None
+    sampling: SamplingParams | None = None
+    metadata: JsonObject = Field(default_factory=dict)
+
+
+class Observation(Frozen):
+    """What an environment answered. ``terminated``: the task ended; ``truncated``: a limit cut it short."""
+
+    messages: tuple[Message, ...] = ()
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+
+
+class Node(Frozen):
+    """One message of an episode's tree.
+
+    ``reward`` is that of the step which a sampled node caused (``None`` until it was executed). ``metadata`` belongs to
+    the recorder (sampling attempts, the raw response without its token arrays).
+    """
+
+    parent: int | None
+    message: Message
+    sampled: bool = False
+    tokens: Tokens | None = None
+    policy: PolicyRef | None = None
+    sampling: SamplingParams | None = None
+    finish_reason: str | None = None
+    reward: float | None = None
+    value: float | None = None
+    visits: int = 0
+    metadata: JsonObject = Field(default_factory=dict)
+
+
+class StopReason(StrEnum):
+    """Why an episode ended."""
+
+    TERMINATED = "terminated"
+    TRUNCATED = "truncated"
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"
+    TIMEOUT = "timeout"
+    NO_ACTION = "no_action"
+    ERROR = "error"
+
+
+class FailureKind(StrEnum):
+    """Whose fault a failure was; only infrastructure failures are worth a retry."""
+
+    INFRASTRUCTURE = "infrastructure"
+    ENVIRONMENT = "environment"
+    MODEL = "model"
+    GRADER = "grader"
+
+
+class Failure(Frozen):
+    """An error as a value. ``boundary`` names the place where it was caught."""
+
+    kind: FailureKind
+    message: str
+    boundary: str
+
+
+class StrategySpec(Frozen):
+    """The strategy of an episode and its options, enough to build it again."""
+
+    name: str
+    options: JsonObject = Field(default_factory=dict)
+
+
+class Times(Frozen):
+    """Unix timestamps, in seconds."""
+
+    started: float
+    finished: float
+
+
+class Trajectory(Frozen):
+    """One episode, frozen. ReAct is a tree with one path, so every strategy has this shape.
+
+    ``head`` is the last node of the path that was acted on. ``failure`` is set when the episode is not a valid sample
+    of the policy's behaviour; such an episode never counts as one with zero reward.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    id: str
+    run_id: str
+    group_id: str
+    task: Task
+    strategy: StrategySpec
+    policy: PolicyRef
+    nodes: tuple[Node, ...]
+    head: int | None
+    stop: StopReason
+    tools: tuple[JsonObject, ...] = ()
+    evidence: JsonObject = Field(default_factory=dict)
+    failure: Failure | None = None
+    usage: Usage = Usage()
+    times: Times
+
+    def path(self, leaf: int | None = None) -> tuple[int, ...]:
+        """Node indices from the root to ``leaf`` (default: ``head``)."""
+        indices: list[int] = []
+        at = self.head if leaf is None else leaf
+        while at is not None:
+            indices.append(at)
+            at = self.nodes[at].parent
+        return tuple(reversed(indices))
+
+    def leaves(self) -> tuple[int, ...]:
+        """Indices of the nodes that have no children, in order."""
+        parents = {node.parent for node in self.nodes}
+        return tuple(index for index in range(len(self.nodes)) if index not in parents)
+
+    def messages(self, leaf: int | None = None) -> tuple[Message, ...]:
+        """The conversation from the root to ``leaf`` (default: ``head``)."""
+        return tuple(self.nodes[index].message for index in self.path(leaf))
+
+    def sampled(self, leaf: int | None = None) -> Iterator[Node]:
+        """The nodes that the policy sampled, from the root to ``leaf``."""
+        return (self.nodes[index] for index in self.path(leaf) if self.nodes[index].sampled)
+
+    @property
+    def episode_return(self) -> float:
+        """Undiscounted sum of the step rewards on the acted path."""
+        return sum(self.nodes[index].reward or 0.0 for index in self.path())
+
+
+class Score(Frozen):
+    """A judgement of one trajectory. Scores are appended, never rewritten; unscored is ``reward=None``, never 0.0."""
+
+    trajectory_id: str
+    reward: float | None
+    value: float | None = None
+    weight: float = 1.0
+    detail: JsonObject = Field(default_factory=dict)
+    reward_version: str
+
+
+class Sample(Frozen):
+    """One training sequence: a run of turns in which every prompt extends the one before.
+
+    ``input_ids``, ``mask`` (true where the policy sampled the token) and ``logprobs`` (0.0 where it did not) all have
+    length T. ``advantage`` weighs every sampled token.
+    """
+
+    trajectory_id: str
+    leaf: int
+    input_ids: tuple[int, ...]
+    mask: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    advantage: float = 1.0
+    policy: PolicyRef | None = None
+
+
+class Adapter(Frozen):
+    """A LoRA adapter on disk. ``name`` is the versioned name; ``sha256`` is that of the weights file."""
+
+    name: str
+    version: int
+    parent: str | None
+    path: str
+    base_model: str
+    sha256: str
+    step: int
+    metrics: dict[str, float] = Field(default_factory=dict)
+
+
+class EpisodeRequest(Frozen):
+    """What a runner needs to play one episode. The same request gives the same trajectory id.
+
+    ``sample`` counts the episodes of one task in its group; ``attempt`` counts the replacements of one that failed.
+    """
+
+    task: Task
+    run_id: str
+    group_id: str
+    sample: int = 0
+    attempt: int = 0
+    seed: int = 0
+    served_model: str | None = None
+    sampling: SamplingParams = SamplingParams()
+
+
+class TrajectoryFilter(Frozen):
+    """Which stored trajectories to stream. Every field that is set must match; the bounds are inclusive.
+
+    ``reward_*`` look at the newest score's reward, or at the return of the episode when nothing scored it yet.
+    """
+
+    ids: tuple[str, ...] | None = None
+    run_id: str | None = None
+    group_id: str | None = None
+    task_id: str | None = None
+    environment: str | None = None
+    split: str | None = None
+    strategy: str | None = None
+    policy_version: int | None = None
+    stop: StopReason | None = None
+    failed: bool | None = None
+    reward_at_least: float | None = None
+    reward_at_most: float | None = None
+    since: float | None = None
+    until: float | None = None
+    limit: int | None = Field(default=None, ge=0)
