@@ -14,13 +14,13 @@ from pathlib import Path
 
 from openhands_rl_plugin.errors import ConfigError
 from openhands_rl_plugin.settings import (
-    Location,
     RLSettings,
     SamplingSettings,
     ServingSettings,
     StorageSettings,
     TrainingSettings,
 )
+from openhands_rl_plugin.validation import Location
 
 __all__ = [
     "SECTIONS",

@@ -8,14 +8,17 @@ Plugins are known as strings only, so asking for one imports that one and nothin
 
 from __future__ import annotations
 
-import difflib
 import importlib
+import inspect
 import re
-from collections.abc import Iterable, Mapping
-from importlib.metadata import EntryPoint, entry_points
-from typing import Literal
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any, Literal, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from openhands_rl_plugin.errors import ConfigError, describe
+from openhands_rl_plugin.validation import problems, unknown_name
 
 Kind = Literal["strategies", "environments", "engines", "storages", "rewards"]
 
@@ -50,12 +53,16 @@ def check(kind: Kind, name: str) -> None:
     _target(kind, name)
 
 
-def load(kind: Kind, name: str) -> type:
-    """The class behind ``name``. Raises ``ConfigError`` for an unknown name or a target that cannot be imported."""
+def load(kind: Kind, name: str) -> type[Any]:
+    """The class behind ``name``. Raises ``ConfigError`` for an unknown name or one that cannot be imported.
+
+    An environment's name may go on after a slash, as in ``agentgym/babyai``; every environment that has no class of its
+    own is taken for a server of the simple ``/reset`` and ``/step`` protocol.
+    """
     target = _target(kind, name)
-    module_name, _, attribute = target.partition(":")
+    module, _, attribute = target.partition(":")
     try:
-        found = getattr(importlib.import_module(module_name), attribute)
+        found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{_singular(kind)} {name!r} cannot be loaded from {target}: {describe(error)}") from error
     if not isinstance(found, type):
@@ -63,26 +70,53 @@ def load(kind: Kind, name: str) -> type:
     return found
 
 
-def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
-    """``unknown <what> 'nmae'; did you mean 'name'? available: ...``"""
-    available = sorted(known)
-    nearest = difflib.get_close_matches(name, available, n=1, cutoff=0.5)
-    hint = f" did you mean {nearest[0]!r}?" if nearest else ""
-    return f"unknown {what} {name!r};{hint} available: {', '.join(available)}"
+def build(kind: Kind, name: str, options: Mapping[str, object] | None = None) -> Any:
+    """An instance of ``name`` with checked options.
+
+    The class's ``Options`` model says which there are, and is handed over as the only argument; a class without one is
+    called with keywords, checked against its constructor. Raises ``ConfigError`` that names the wrong field.
+    """
+    plugin = load(kind, name)
+    model: type[BaseModel] | None = getattr(plugin, "Options", None)
+    accepted = model or _options_of_constructor(plugin)
+    try:
+        checked = accepted.model_validate(dict(options or {}))
+    except ValidationError as error:
+        lines = (f"{_singular(kind)} {name!r}: {'.'.join(at)}: {what}" for at, what in problems(error, accepted))
+        raise ConfigError("\n".join(lines)) from error
+    if model is not None:
+        return plugin(checked)
+    return plugin(**{field: getattr(checked, field) for field in checked.model_fields_set})
 
 
 def _target(kind: Kind, name: str) -> str:
-    if (builtin := BUILTINS[kind].get(name)) is not None:
-        return builtin
-    if (guest := _guests(kind).get(name)) is not None:
-        return guest.value
+    found = BUILTINS[kind].get(name) or _guests(kind).get(name)
+    if found is not None:
+        return found
     if _TARGET.match(name):
         return name
+    if kind == "environments" and ":" not in name:
+        return BUILTINS[kind].get(name.partition("/")[0], BUILTINS[kind]["web"])
     raise ConfigError(unknown_name(_singular(kind), name, names(kind)) + ', or "module:Class"')
 
 
-def _guests(kind: Kind) -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=f"openhands_rl_plugin.{kind}")}
+def _guests(kind: Kind) -> dict[str, str]:
+    return {point.name: point.value for point in entry_points(group=f"openhands_rl_plugin.{kind}")}
+
+
+def _options_of_constructor(plugin: type[Any]) -> type[BaseModel]:
+    hints = get_type_hints(plugin.__init__)
+    parameters = inspect.signature(plugin).parameters.values()
+    fields: dict[str, Any] = {
+        parameter.name: (
+            hints.get(parameter.name, Any),
+            ... if parameter.default is parameter.empty else parameter.default,
+        )
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
+    return create_model(f"{plugin.__name__}Options", __config__=config, **fields)
 
 
 def _singular(kind: Kind) -> str:

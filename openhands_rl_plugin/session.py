@@ -32,8 +32,10 @@ _IDS = uuid.UUID("7d4de1c0-6f0b-4b5e-9a6e-5b8a2f3d9c11")
 
 
 def trajectory_id(request: EpisodeRequest) -> str:
-    """The id of the request's trajectory: equal for equal (run, group, task, sample, attempt), so that a resumed run can tell
-    what it already has."""
+    """The id of the request's trajectory, so that a resumed run can tell what it already has.
+
+    Equal requests give equal ids; run, group, task, sample and attempt tell requests apart.
+    """
     key = "\0".join((request.run_id, request.group_id, request.task.id, str(request.sample), str(request.attempt)))
     return str(uuid.uuid5(_IDS, key))
 

@@ -19,8 +19,8 @@ from pydantic import ModelWrapValidatorHandler as Handler
 from openhands_rl_plugin import registry
 from openhands_rl_plugin.errors import ConfigError
 from openhands_rl_plugin.types import Limits, SamplingParams
+from openhands_rl_plugin.validation import Location, problems
 
-Location = tuple[str, ...]
 Locate = Callable[[Location], str]
 """Names the section (and file) that a setting was read from."""
 
@@ -172,7 +172,8 @@ class RLSettings(Settings):
         try:
             return handler(data)
         except ValidationError as error:
-            raise ConfigError("\n".join(_problem(cls, one, locate) for one in error.errors())) from error
+            lines = [f"{locate(at)} {at[-1] if at else ''}: {what}" for at, what in problems(error, cls)]
+            raise ConfigError("\n".join(lines)) from error
 
     @property
     def environment_url(self) -> str:
@@ -217,24 +218,3 @@ def _secrets(data: object, locate: Locate, prefix: Location = ()) -> Iterator[st
             )
         elif isinstance(value, str) and _URL_WITH_PASSWORD.search(value):
             yield f"{locate(location)} {key}: the URL holds a password; remove it and use an environment variable"
-
-
-def _problem(model: type[BaseModel], error: Any, locate: Locate) -> str:
-    # Indices of list items are not keys, so they are no part of the location.
-    location = tuple(part for part in error["loc"] if isinstance(part, str))
-    key, where = (location[-1] if location else ""), locate(location)
-    if error["type"] == "extra_forbidden":
-        known = _model_at(model, location[:-1]).model_fields
-        return f"{where} {registry.unknown_name('key', key, known)}"
-    message = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    given = "" if error["type"] == "value_error" else f", got {error['input']!r:.80}"
-    return f"{where} {key}: {message}{given}"
-
-
-def _model_at(model: type[BaseModel], location: Location) -> type[BaseModel]:
-    for key in location:
-        annotation = model.model_fields[key].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            break
-        model = annotation
-    return model

@@ -308,6 +308,17 @@ class Adapter(Frozen):
     metrics: dict[str, float] = Field(default_factory=dict)
 
 
+class Probe(Frozen):
+    """Fixed token ids and the trainer's logprobs of ids 1 .. T-1, to be compared with those of a server.
+
+    ``max_difference`` bounds the mean absolute difference, in nats.
+    """
+
+    token_ids: tuple[int, ...] = Field(min_length=2)
+    logprobs: tuple[float, ...]
+    max_difference: float = Field(gt=0)
+
+
 class EpisodeRequest(Frozen):
     """What a runner needs to play one episode. The same request gives the same trajectory id.
 

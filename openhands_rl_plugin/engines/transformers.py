@@ -7,10 +7,8 @@ left as it is (it may be in the middle of a training) and sampled with a plain l
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +17,7 @@ from openhands_rl_plugin.serving.threads import prepare_threads
 prepare_threads()
 
 import torch  # noqa: E402  (the thread settings are read when torch loads)
-from jinja2 import TemplateError  # noqa: E402
+from pydantic import ValidationError  # noqa: E402
 from torch import Tensor  # noqa: E402
 from transformers import PreTrainedModel, PreTrainedTokenizerFast  # noqa: E402
 
@@ -27,10 +25,13 @@ from openhands_rl_plugin.errors import ConfigError, InfrastructureError, ModelEr
 from openhands_rl_plugin.serving.config import GeneratorConfig  # noqa: E402
 from openhands_rl_plugin.serving.failures import Overloaded, ServingError  # noqa: E402
 from openhands_rl_plugin.serving.generator import Generator  # noqa: E402
+from openhands_rl_plugin.serving.prompts import Prompts  # noqa: E402
+from openhands_rl_plugin.serving.requests import ChatRequest  # noqa: E402
 from openhands_rl_plugin.serving.sampling import Sampled, new_random, sample  # noqa: E402
 from openhands_rl_plugin.serving.sampling import SamplingParams as CoreParams  # noqa: E402
 from openhands_rl_plugin.serving.sequence import Cancelled, FinishReason, Generation  # noqa: E402
 from openhands_rl_plugin.serving.text import AnswerText  # noqa: E402
+from openhands_rl_plugin.serving.toolcalls import ParsedText, parse_tool_calls  # noqa: E402
 from openhands_rl_plugin.types import (  # noqa: E402
     Completion,
     JsonObject,
@@ -38,22 +39,27 @@ from openhands_rl_plugin.types import (  # noqa: E402
     PolicyRef,
     SamplingParams,
     Tokens,
+    ToolCall,
     Usage,
 )
 
 from .defaults import merge_sampling  # noqa: E402
+from .openai_wire import request_body  # noqa: E402
 
 DEFAULT_MAX_TOKENS = 512
+_UNBOUNDED = 2**31
 
 
 class _Core(Protocol):
+    max_len: int
+
     async def generate(self, prompt_ids: tuple[int, ...], params: Sequence[CoreParams]) -> list[Generation]: ...
 
     def close(self) -> None: ...
 
 
 class TransformersEngine:
-    """``protocols.LLMEngine`` on a model in this process.
+    """``protocols.LLMEngine`` on a model in this process. Prompts and tool calls are those of the embedded server.
 
     Args:
         model: a directory (or cached hub name), a running ``Generator`` (shared: ``aclose`` leaves it running), or a
@@ -76,18 +82,16 @@ class TransformersEngine:
         base_model: str | None = None,
         sampling: SamplingParams | None = None,
     ) -> None:
-        if isinstance(model, str | Path):
-            self._core: _Core = _ServedCore(Generator(GeneratorConfig(model=str(model))), adapter, owned=True)
-            name = str(model)
-        elif isinstance(model, Generator):
-            self._core = _ServedCore(model, adapter, owned=False)
-            name = model.config.model
+        if isinstance(model, str | Path | Generator):
+            owned = not isinstance(model, Generator)
+            generator = _started(model) if owned else model
+            self._core: _Core = _ServedCore(generator, adapter, owned=owned)
+            self.tokenizer, name = tokenizer or generator.tokenizer, generator.config.model
         else:
-            self._core = _ObjectCore(model, _fast(tokenizer))
-            name = model.name_or_path or type(model).__name__
-        served = self._core.generator if isinstance(self._core, _ServedCore) else None
-        self.tokenizer = _fast(tokenizer if tokenizer is not None or served is None else served.tokenizer)
+            self.tokenizer = _fast(tokenizer)
+            self._core, name = _ObjectCore(model, self.tokenizer), model.name_or_path or type(model).__name__
         self.policy = PolicyRef.from_served_name(base_model or name, adapter or name)
+        self._prompts = Prompts(self.tokenizer, self._core.max_len, None)
         self._sampling = sampling or SamplingParams()
 
     async def complete(
@@ -98,29 +102,50 @@ class TransformersEngine:
         n: int = 1,
         sampling: SamplingParams | None = None,
     ) -> list[Completion]:
-        """Sample ``n`` answers as text. Raises ``InfrastructureError`` or ``ModelError``."""
+        """Sample ``n`` answers. Raises ``InfrastructureError`` or ``ModelError``."""
         wanted = merge_sampling(sampling, self._sampling)
-        prompt_ids = render(self.tokenizer, messages, tools)
-        params = [_core_params(wanted, at) for at in range(n)]
         try:
+            prompt_ids, params = self._request(messages, tools, n, wanted)
             answers = await self._core.generate(prompt_ids, params)
         except (Overloaded, Cancelled) as error:
             raise InfrastructureError(str(error)) from error
-        except ServingError as error:
-            raise ModelError(str(error)) from error
-        return [self._completion(prompt_ids, answer, wanted) for answer in answers]
+        except (ServingError, ValidationError) as error:
+            raise ModelError(f"the model cannot take this request: {error}") from error
+        turn = len(messages)
+        return [self._completion(answer, wanted, turn, called=bool(tools)) for answer in answers]
 
     async def aclose(self) -> None:
         """Stop the generation core, if this engine started it."""
         await asyncio.to_thread(self._core.close)
 
-    def _completion(self, prompt_ids: tuple[int, ...], answer: Generation, wanted: SamplingParams) -> Completion:
+    def _request(
+        self, messages: Sequence[Message], tools: Sequence[JsonObject], n: int, wanted: SamplingParams
+    ) -> tuple[tuple[int, ...], list[CoreParams]]:
+        """Prompt ids, and one set of parameters an answer, each with its own seed."""
+        body = request_body(self.policy.served_name, messages, tools=tools, n=1, sampling=wanted)
+        request = ChatRequest.model_validate(body)
+        ids = self._prompts.chat(request)
+        room = self._core.max_len - len(ids)
+        if room < 1:
+            raise ModelError(
+                f"the prompt has {len(ids)} tokens and the model takes {self._core.max_len}: lower max_prompt_length"
+            )
+        limit = min(wanted.max_tokens or DEFAULT_MAX_TOKENS, room)
+        params = self._prompts.params(request, prompt_len=len(ids), max_tokens=limit, top_logprobs=None)
+        return ids, [params.with_seed(None if wanted.seed is None else wanted.seed + at) for at in range(n)]
+
+    def _completion(self, answer: Generation, wanted: SamplingParams, turn: int, *, called: bool) -> Completion:
+        parsed = parse_tool_calls(answer.text) if called else ParsedText(answer.text, ())
+        calls = tuple(
+            ToolCall(id=f"call_{turn}_{at}", name=call.name, arguments=call.arguments)
+            for at, call in enumerate(parsed.calls)
+        )
         return Completion(
-            message=Message(role="assistant", content=answer.text),
-            tokens=Tokens(prompt_ids=prompt_ids, sampled_ids=answer.token_ids, logprobs=answer.logprobs),
-            finish_reason=answer.finish_reason.value,
+            message=Message(role="assistant", content=parsed.content, tool_calls=calls),
+            tokens=Tokens(prompt_ids=answer.prompt_ids, sampled_ids=answer.token_ids, logprobs=answer.logprobs),
+            finish_reason="tool_calls" if calls else answer.finish_reason.value,
             usage=Usage(
-                prompt_tokens=len(prompt_ids),
+                prompt_tokens=len(answer.prompt_ids),
                 cached_tokens=answer.cached_tokens,
                 completion_tokens=len(answer.sampled),
                 calls=1,
@@ -130,33 +155,17 @@ class TransformersEngine:
         )
 
 
-def render(
-    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], tools: Sequence[JsonObject] = ()
-) -> tuple[int, ...]:
-    """The token ids that the chat template makes of a conversation, up to where the assistant speaks.
-
-    Raises ``ModelError`` when the tokenizer has no template or the template refuses the conversation.
-    """
-    conversation = [_template_message(message) for message in messages]
-    try:
-        text = tokenizer.apply_chat_template(
-            conversation, tools=list(tools) or None, add_generation_prompt=True, tokenize=False
-        )
-    except (TemplateError, ValueError, TypeError) as error:
-        raise ModelError(f"the chat template cannot render this conversation: {error}") from error
-    return tuple(tokenizer(str(text), add_special_tokens=False)["input_ids"])
-
-
 class _ServedCore:
     """The embedded server's generation core."""
 
     def __init__(self, generator: Generator, adapter: str | None, *, owned: bool) -> None:
-        self.generator = generator
+        self.max_len = generator.max_len
+        self._generator = generator
         self._adapter = adapter
         self._owned = owned
 
     async def generate(self, prompt_ids: tuple[int, ...], params: Sequence[CoreParams]) -> list[Generation]:
-        tickets = [self.generator.submit(prompt_ids, each, adapter=self._adapter) for each in params]
+        tickets = [self._generator.submit(prompt_ids, each, adapter=self._adapter) for each in params]
         futures = [asyncio.wrap_future(ticket.future) for ticket in tickets]
         try:
             # Shielded, because the core settles its futures itself: an answer given up is one it was told to cancel.
@@ -168,7 +177,7 @@ class _ServedCore:
 
     def close(self) -> None:
         if self._owned:
-            self.generator.close()
+            self._generator.close()
 
 
 class _ObjectCore:
@@ -179,6 +188,7 @@ class _ObjectCore:
         self._tokenizer = tokenizer
         self._one_call = threading.Lock()
         self._eos_ids = _eos_ids(model, tokenizer)
+        self.max_len = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or _UNBOUNDED)
 
     async def generate(self, prompt_ids: tuple[int, ...], params: Sequence[CoreParams]) -> list[Generation]:
         given_up = threading.Event()
@@ -205,7 +215,6 @@ class _ObjectCore:
 
     def _sample(self, prompt_ids: tuple[int, ...], answers: Sequence[_Answer], given_up: threading.Event) -> None:
         """Grow all answers by a token a step, sharing one pass over the prompt."""
-        limit = self._room(len(prompt_ids))
         ids = torch.tensor([prompt_ids], device=self._model.device)
         output = self._model(input_ids=ids, use_cache=True, logits_to_keep=1)
         past, logits = output.past_key_values, output.logits[:, -1].float().expand(len(answers), -1)
@@ -213,7 +222,7 @@ class _ObjectCore:
         while not given_up.is_set():
             chosen = sample(logits, [a.params for a in answers], [a.random for a in answers])
             for answer, token in zip(answers, chosen, strict=True):
-                answer.add(token, limit)
+                answer.add(token)
             if all(answer.finish is not None for answer in answers):
                 return
             logits, past = self._next_logits([token.token for token in chosen], past)
@@ -223,16 +232,6 @@ class _ObjectCore:
         ids = torch.tensor(tokens, device=self._model.device)[:, None]
         output = self._model(input_ids=ids, past_key_values=past, use_cache=True)
         return output.logits[:, -1].float(), output.past_key_values
-
-    def _room(self, prompt_length: int) -> int:
-        longest = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        if longest is None:
-            return 2**31
-        if prompt_length >= longest:
-            raise ModelError(
-                f"the prompt has {prompt_length} tokens and the model takes {longest}: lower max_prompt_length"
-            )
-        return int(longest) - prompt_length
 
 
 class _Answer:
@@ -254,14 +253,14 @@ class _Answer:
         self._text = AnswerText(tokenizer, params.stop)
         self._sampled: list[Sampled] = []
 
-    def add(self, token: Sampled, limit: int) -> None:
-        """Take the next token; ``limit`` is what fits the model after the prompt."""
+    def add(self, token: Sampled) -> None:
+        """Take the next token, unless the answer has ended."""
         if self.finish is not None:
             return
         self._sampled.append(token)
         if token.token in self._eos_ids or self._text.add(token.token):
             self.finish = FinishReason.STOP
-        elif len(self._sampled) >= min(self.params.max_tokens, limit):
+        elif len(self._sampled) >= self.params.max_tokens:
             self.finish = FinishReason.LENGTH
 
     def result(self) -> Generation:
@@ -280,6 +279,10 @@ class _Answer:
         )
 
 
+def _started(model: str | Path) -> Generator:
+    return Generator(GeneratorConfig.model_validate({"model": str(model)}))
+
+
 def _fast(tokenizer: object) -> PreTrainedTokenizerFast:
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError("TransformersEngine needs a fast tokenizer beside a model object: pass tokenizer=...")
@@ -290,40 +293,6 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> froz
     configured = model.generation_config.eos_token_id if model.generation_config else None
     ids = configured if isinstance(configured, list) else [configured]
     return frozenset(token for token in (*ids, tokenizer.eos_token_id) if isinstance(token, int))
-
-
-def _core_params(wanted: SamplingParams, at: int) -> CoreParams:
-    """The core's parameters for the ``at``-th of several answers, each with its own seed."""
-    params = CoreParams(max_tokens=wanted.max_tokens or DEFAULT_MAX_TOKENS, stop=wanted.stop)
-    return replace(
-        params,
-        temperature=params.temperature if wanted.temperature is None else wanted.temperature,
-        top_p=params.top_p if wanted.top_p is None else wanted.top_p,
-        seed=None if wanted.seed is None else wanted.seed + at,
-    )
-
-
-def _template_message(message: Message) -> JsonObject:
-    """A message as chat templates expect it: a tool call's arguments as an object where they are one."""
-    wire: JsonObject = {"role": message.role, "content": message.content or ""}
-    if message.tool_calls:
-        wire["tool_calls"] = [
-            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": _object(call.arguments)}}
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        wire["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        wire["name"] = message.name
-    return wire
-
-
-def _object(arguments: str) -> JsonObject | str:
-    try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return parsed if isinstance(parsed, dict) else arguments
 
 
 def _look_at(future: asyncio.Future[Generation]) -> None:

@@ -61,7 +61,7 @@ def parse_react(text: str | None) -> ParsedAction:
 
 def parse_plain(text: str | None) -> ParsedAction:
     """Take the whole answer as the action, without code fences and trailing stop tokens."""
-    lines = [line for line in _lines(text) if not _FENCE.fullmatch(line.strip())]
+    lines = [line for line in _lines(_without_stop_tokens(text or "")) if not _FENCE.fullmatch(line.strip())]
     return _bounded(_clean("\n".join(lines)), _EMPTY_ANSWER, "")
 
 
@@ -79,14 +79,19 @@ def _lines(text: str | None) -> list[str]:
 
 def _clean(text: str) -> str:
     """Strip white space, stop tokens and a fence or backticks around the action."""
-    text = text.strip()
-    while (stop := next((token for token in _STOP_TOKENS if text.endswith(token)), None)) is not None:
-        text = text[: -len(stop)].rstrip()
+    text = _without_stop_tokens(text)
     if text.startswith("```"):
         text = text.removeprefix("```").removesuffix("```") if text.count("```") > 1 else _FENCE.sub("", text, count=1)
     if len(text) > 1 and text[0] == text[-1] == "`":
         text = text.strip("`")
     return text.strip()
+
+
+def _without_stop_tokens(text: str) -> str:
+    text = text.strip()
+    while (stop := next((token for token in _STOP_TOKENS if text.endswith(token)), None)) is not None:
+        text = text[: -len(stop)].rstrip()
+    return text
 
 
 def _without_label(thought: str) -> str:

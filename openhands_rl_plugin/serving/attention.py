@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -145,7 +146,7 @@ def attend(
     """
     if softcap is not None or s_aux is not None:
         raise NotImplementedError("attention with score caps or sinks")
-    keys, values = plan.store.data[module.layer_idx]
+    keys, values = plan.store.data[cast(int, module.layer_idx)]
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if plan.decoding:

@@ -88,6 +88,17 @@ class Generator:
         return self.submit(prompt_ids, params, adapter=adapter).future.result()
 
     @property
+    def healthy(self) -> bool:
+        """Whether requests are still taken."""
+        return not self._closing and self._broken is None
+
+    @property
+    def in_flight(self) -> int:
+        """Requests queued or under way."""
+        with self._lock:
+            return self._in_flight.total()
+
+    @property
     def adapters(self) -> tuple[Adapter, ...]:
         """The loaded adapters, oldest first."""
         with self._lock:

@@ -101,6 +101,7 @@ class SharedProjection:
         if self._input is not x or self._output is None:
             self._input, self._output, self._left = x, self.projection(x), self._members
         output = self._output
+        assert output is not None
         self._left -= 1
         if self._left == 0:
             self._input = self._output = None

@@ -148,8 +148,8 @@ def _check_shapes(name: str, module: str, a: Tensor, b: Tensor, projection: Proj
 
 def _scaling(config: LoraConfig, module: str) -> float:
     rank_pattern, alpha_pattern = config.rank_pattern or {}, config.alpha_pattern or {}
-    rank = rank_pattern.get(get_pattern_key(rank_pattern.keys(), module), config.r)
-    alpha = alpha_pattern.get(get_pattern_key(alpha_pattern.keys(), module), config.lora_alpha)
+    rank = rank_pattern.get(get_pattern_key(list(rank_pattern), module), config.r)
+    alpha = alpha_pattern.get(get_pattern_key(list(alpha_pattern), module), config.lora_alpha)
     return alpha / rank**0.5 if config.use_rslora else alpha / rank
 
 

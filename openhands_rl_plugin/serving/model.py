@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ class ServedModel:
         self.dtype = _pick_dtype(config.dtype, self.device)
         self.tokenizer, self.model = _load(config.model, self.dtype, self.device)
         self.eos_ids = _eos_ids(self.model, self.tokenizer)
-        self.vocabulary = self.model.get_input_embeddings().num_embeddings
+        self.vocabulary = cast(Tensor, self.model.get_input_embeddings().weight).shape[0]
         text_config = self.model.config.get_text_config()
         longest = int(getattr(text_config, "max_position_embeddings", 0) or config.max_model_len or 2048)
         self.max_len = min(config.max_model_len or longest, longest)
@@ -120,9 +121,7 @@ class ServedModel:
             raise StartError(f"{self.name}: this architecture cannot be served: {_first_line(error)}") from error
         difference = float((actual - expected).norm() / expected.norm())
         if not difference <= _SELF_CHECK_TOLERANCE:
-            raise StartError(
-                f"{self.name}: this architecture cannot be served: logits differ by {difference:.0%} from the original's"
-            )
+            raise StartError(f"{self.name}: this architecture cannot be served: its logits differ by {difference:.0%}")
 
 
 def _segments(rows: Sequence[StepRow]) -> tuple[Segment, ...]:
@@ -158,7 +157,7 @@ def _load(name: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrain
         AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, attn_implementation="sdpa", use_safetensors=True
+            name, dtype=dtype, use_safetensors=True
         )
     except (OSError, ValueError, ImportError) as error:
         raise StartError(
@@ -170,7 +169,9 @@ def _load(name: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrain
     # A tokenizer.json may carry the truncation it was trained with; a prompt must never be cut silently.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
-    return tokenizer, model.to(device).eval().requires_grad_(False)
+    torch.nn.Module.to(model, device)
+    model.eval().requires_grad_(False)
+    return tokenizer, model
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:

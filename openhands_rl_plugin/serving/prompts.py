@@ -2,8 +2,9 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 from jinja2 import TemplateError
 from pydantic import JsonValue
@@ -44,20 +45,21 @@ class Prompts:
             raise ServingError("This model has no chat template; start the server with one, or use /v1/completions.")
         assert request.messages is not None
         self._warn_if_ignored(request.tools)
-        options: dict[str, JsonValue] = dict(request.chat_template_kwargs or {})
+        # Its keywords are whatever the template knows.
+        render = cast(Callable[..., str], self._tokenizer.apply_chat_template)
         try:
-            text = self._tokenizer.apply_chat_template(
+            text = render(
                 [self._message(message) for message in request.messages],
                 tools=[tool.model_dump(exclude_none=True) for tool in request.tools or ()] or None,
                 chat_template=self._template,
                 add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=request.continue_final_message,
                 tokenize=False,
-                **options,
+                **(request.chat_template_kwargs or {}),
             )
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise ServingError(f"The chat template refused the messages: {error}", param="messages") from error
-        return self.text(str(text), special=False)
+        return self.text(text, special=False)
 
     def text(self, text: str, *, special: bool) -> tuple[int, ...]:
         """The token ids of a text, with or without the tokenizer's own leading and trailing tokens."""

@@ -4,7 +4,7 @@ import time
 import uuid
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 
 class Answer(BaseModel):
@@ -141,6 +141,11 @@ class ChatChunkChoice(Answer):
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
 
+    @model_serializer(mode="wrap")
+    def _keep_finish_reason(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Empty fields are left out of events, but readers expect this one in each."""
+        return {"finish_reason": None} | handler(self)
+
 
 class ChatChunk(Answer):
     """One event of a streamed chat answer."""
@@ -174,6 +179,11 @@ class TextChoice(Answer):
     prompt_logprobs: PromptLogprobs | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+
+    @model_serializer(mode="wrap")
+    def _keep_finish_reason(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Empty fields are left out of events, but readers expect this one in each."""
+        return {"finish_reason": None} | handler(self)
 
 
 class TextAnswer(Answer):

@@ -1,7 +1,7 @@
 """Choose the next token of every row of a batch, each with its own parameters and random numbers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +34,10 @@ class SamplingParams:
     def restricted(self) -> bool:
         """Whether some tokens are excluded from sampling."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+
+    def with_seed(self, seed: int | None) -> "SamplingParams":
+        """The same parameters with another seed."""
+        return replace(self, seed=seed)
 
 
 TopTokens = tuple[tuple[int, float], ...]

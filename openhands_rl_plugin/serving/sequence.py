@@ -30,7 +30,7 @@ class Generation:
     `token_ids` are exactly the sampled ids, the end-of-sequence token included; `sampled[i]` gives the logprob of
     `token_ids[i]` under the model's own distribution (temperature 1, nothing excluded). `text` has special tokens and
     stop strings removed. `prompt`: per prompt token where it stood, None for the first; only when asked for.
-    `cached_tokens`: prompt tokens whose keys and values were re-used. `adapter`: the version sampled from, None for base.
+    `cached_tokens`: prompt tokens whose keys and values were re-used. `adapter`: the version sampled from.
     """
 
     prompt_ids: tuple[int, ...]
@@ -136,7 +136,8 @@ class Sequence:
         elif len(self._sampled) >= self._limit:
             self._finish = FinishReason.LENGTH
         if self._finish is not None:
-            self._text.finish(self._tokenizer.decode([s.token for s in self._sampled], skip_special_tokens=True))
+            whole = self._tokenizer.decode([s.token for s in self._sampled], skip_special_tokens=True)
+            self._text.finish(str(whole))
         if self._on_delta is not None:
             self._on_delta(Delta((sampled,), self._text.text[self._shown :]))
             self._shown = len(self._text.text)

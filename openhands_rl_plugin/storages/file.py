@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,13 +29,6 @@ Record = tuple[str, bytes]
 _READ_AHEAD = 16
 
 
-class FileStorageOptions(Frozen):
-    """Where the files go (``~`` is the home folder), and whether a record is acknowledged only once it is on disk."""
-
-    path: str = "~/.openhands/rl_trajectories"
-    durable: bool = True
-
-
 class FileTrajectoryStorage:
     """Append-only files below ``path``, which several processes may share.
 
@@ -43,21 +37,15 @@ class FileTrajectoryStorage:
     id that was stored twice, by whichever processes, is read once, as it was stored first.
     """
 
-    Options = FileStorageOptions
-
     def __init__(self, path: str | Path, durable: bool = True) -> None:
         folder = Path(path).expanduser()
         self._trajectories = AppendLog(folder / "trajectories", unique=True, durable=durable)
         self._scores = AppendLog(folder / "scores", unique=False, durable=durable)
+        self._process = os.getpid()
         self._pending: list[_Pending] = []
         self._lock = threading.Lock()
         self._settling = threading.Lock()
         self._writer: ThreadPoolExecutor | None = None
-
-    @classmethod
-    def from_options(cls, options: FileStorageOptions) -> Self:
-        """The storage that ``options`` describe."""
-        return cls(options.path, options.durable)
 
     async def add(self, trajectory: Trajectory) -> None:
         """Store; a second call with the same id changes nothing. Raises ``StorageError``."""
@@ -106,6 +94,8 @@ class FileTrajectoryStorage:
         await self.close()
 
     async def _write(self, item: _Pending) -> None:
+        if os.getpid() != self._process:
+            raise StorageError("a storage cannot be carried over a fork; open it in the process that uses it")
         with self._lock:
             self._pending.append(item)
             if self._writer is None:

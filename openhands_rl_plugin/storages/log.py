@@ -64,7 +64,6 @@ class AppendLog:
         self._unique = unique
         self._durable = durable
         self._segment_bytes = segment_bytes
-        self._process = os.getpid()
         self._lock = threading.RLock()
         self._open: _OpenSegment | None = None
         self._index: dict[str, list[Entry]] = {}
@@ -72,8 +71,6 @@ class AppendLog:
 
     def append(self, records: Sequence[tuple[str, bytes]]) -> None:
         """Write ``(id, JSON document)`` pairs, all or none of them."""
-        if os.getpid() != self._process:
-            raise StorageError("a storage cannot be carried over a fork; open it in the process that uses it")
         with self._lock, _explained(self._folder):
             if self._unique:
                 records = self._unknown(records)
@@ -174,7 +171,7 @@ class AppendLog:
         return None
 
     def _create(self) -> _OpenSegment:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_folder(self._folder)
         while True:
             path = self._folder / f"{time.time_ns():020d}-{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -234,6 +231,14 @@ def _try_lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _make_folder(folder: Path) -> None:
+    """Create ``folder`` and what is missing above it, all of them private, unlike ``mkdir(parents=True)``."""
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _flush_folder(folder.parent)
 
 
 def _flush_folder(folder: Path) -> None:

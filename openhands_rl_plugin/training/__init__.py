@@ -1,1 +1,1 @@
-"""training"""
+"""From recorded trajectories to a trained LoRA adapter."""

@@ -157,8 +157,11 @@ class _ShopRoutes:
 
     async def close(self, request: Request) -> Response:
         reference = await _body(request, _REFERENCE)
-        names_one = reference.key() is not None or reference.idx in self._latest
-        return JSONResponse(names_one and self._sessions.close(self._key(reference)))
+        try:
+            closed = self._sessions.close(self._key(reference))
+        except UnknownSessionError:
+            closed = False
+        return JSONResponse(closed)
 
     async def list_environments(self, request: Request) -> Response:
         numbers = (wire.environment_index(key) for key in self._sessions.held())

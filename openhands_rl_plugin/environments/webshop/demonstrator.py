@@ -21,16 +21,7 @@ class DemonstratorOptions(Frozen):
     products: int = 1000
     seed: int = 0
     results_per_page: int = 10
-
-
-@functools.lru_cache(maxsize=4)
-def _world(options: DemonstratorOptions) -> WebShop:
-    return WebShop(num_products=options.products, seed=options.seed, results_per_page=options.results_per_page)
-
-
-@functools.lru_cache(maxsize=4)
-def _goal_of_instruction(options: DemonstratorOptions) -> dict[str, int]:
-    return {goal.instruction: goal.index for goal in _world(options).goals}
+    separator: str = " [SEP] "
 
 
 class WebShopDemonstrator:
@@ -41,21 +32,31 @@ class WebShopDemonstrator:
     def __init__(self, options: DemonstratorOptions | None = None) -> None:
         self.options = options or DemonstratorOptions()
 
+    @functools.cached_property
+    def _world(self) -> WebShop:
+        chosen = self.options
+        return WebShop(
+            num_products=chosen.products,
+            seed=chosen.seed,
+            results_per_page=chosen.results_per_page,
+            separator=chosen.separator,
+        )
+
+    @functools.cached_property
+    def _goals(self) -> dict[str, int]:
+        return {goal.instruction: goal.index for goal in self._world.goals}
+
     async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
         """Propose the next scripted action. Raises ``BadEnvironmentError`` when the goal is not one of this world."""
-        script = oracle_actions(_world(self.options), self._goal(tree))
+        script = oracle_actions(self._world, self._goal(tree))
         if tree.turns >= len(script):
             raise BadEnvironmentError("the oracle's script is over but the episode goes on: is it the same world?")
         message = Message(role="assistant", content=script[tree.turns])
         return tree.propose(Completion(message=message, finish_reason="stop", policy=ORACLE))
 
     def _goal(self, tree: EpisodeTree) -> int:
-        separator = _world(self.options).separator
-        goals = _goal_of_instruction(self.options)
         for message in tree.messages():
-            for part in (message.content or "").split(separator) if message.role == "user" else ():
-                if part in goals:
-                    return goals[part]
-        raise BadEnvironmentError(
-            "no goal of the oracle's world is on the page: start the server with the same options"
-        )
+            for part in (message.content or "").split(self.options.separator) if message.role == "user" else ():
+                if part in self._goals:
+                    return self._goals[part]
+        raise BadEnvironmentError("no goal of the oracle's world is on the page: start the server with the same options")

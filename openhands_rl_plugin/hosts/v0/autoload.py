@@ -48,9 +48,7 @@ class AgentHubWatch:
 
 def _register() -> None:
     try:
-        from openhands_rl_plugin.hosts.v0.registration import register
-
-        register()
+        import openhands_rl_plugin.hosts.v0.agent  # noqa: F401 - the module registers its class, as OpenHands' own do
     # Outermost line of a guest in somebody else's process: whatever is broken here must not break the host.
     except Exception as error:
         import logging

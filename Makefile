@@ -1,0 +1,43 @@
+# `make demo` and `make test` make their own environment the first time (.ci/setup) and start at once the next time.
+# Options go into ARGS:  make demo ARGS=--tiny    make test ARGS="-k storage"    A Python of your choice: make PYTHON=...
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow lint format clean
+.DELETE_ON_ERROR:
+
+unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
+# LiteLLM asks for a price list on the network otherwise.
+export LITELLM_LOCAL_MODEL_COST_MAP := True
+
+BIN := .venv/bin
+READY := .venv/.ready
+
+help: ## This list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+setup: $(READY) ## Make the environment
+
+demo: $(READY) ## Train a small model in the embedded shop and show the report
+	$(BIN)/openhands-rl demo $(ARGS)
+
+test: lint ## Check the style and the types, run the fast tests
+	$(BIN)/pytest $(ARGS)
+
+test-slow: $(READY) ## Run the tests that need more than ten seconds each
+	$(BIN)/pytest -m slow $(ARGS)
+
+# Pyright runs on Node.js; without one the check is left to continuous integration.
+lint: $(READY) ## Check the style and the types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	@if command -v node >/dev/null; then $(BIN)/pyright; else echo "pyright skipped: no node on PATH"; fi
+
+format: $(READY) ## Format the code
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean: ## Remove the environment
+	rm -rf .venv .uv
+
+$(READY): pyproject.toml uv.lock .ci/setup
+	@PYTHON="$(PYTHON)" .ci/setup
+	@touch $@

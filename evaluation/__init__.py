@@ -1,0 +1,1 @@
+"""Measuring the package from outside: it imports public names only."""

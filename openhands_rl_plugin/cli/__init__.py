@@ -1,0 +1,87 @@
+"""The command line, ``openhands-rl``. One module a command; only the one that is run is imported."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.metadata import version
+from types import ModuleType
+
+from openhands_rl_plugin.errors import RLError, describe
+
+COMMANDS: Mapping[str, str] = {
+    "config": "openhands_rl_plugin.cli.config",
+    "demo": "openhands_rl_plugin.cli.demo",
+    "env": "openhands_rl_plugin.cli.env",
+    "serve": "openhands_rl_plugin.cli.serve",
+}
+"""Command -> module with ``HELP``, ``add_arguments(parser)`` and ``run(args) -> int``; it may have ``EPILOG`` (its
+examples) and ``RESUME`` (what to do after Ctrl-C). Its own imports must be light."""
+
+DEBUG = "OPENHANDS_RL_DEBUG"
+FAILED, INTERRUPTED = 1, 130
+
+_EPILOG = """examples:
+  openhands-rl demo --tiny
+  openhands-rl config check config.toml
+  openhands-rl env webshop --port 8000
+  openhands-rl serve --model ./SmolLM2-135M-Instruct --port 8100
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code: 0, 1 for an error, 2 for wrong usage, 130 after Ctrl-C."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = next((word for word in words if not word.startswith("-")), None)
+    commands = {each: import_module(module) for each, module in COMMANDS.items() if name in (each, None)}
+    try:
+        args = _parser(commands).parse_args(words)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else FAILED
+    return _run(commands[args.command], args)
+
+
+def _run(command: ModuleType, args: argparse.Namespace) -> int:
+    try:
+        return command.run(args)
+    except KeyboardInterrupt:
+        return _say("interrupted" + (f"; {command.RESUME}" if hasattr(command, "RESUME") else ""), INTERRUPTED)
+    except RLError as error:
+        return _say("\n".join(f"error: {line}" for line in str(error).splitlines()), FAILED)
+    except Exception as error:
+        if os.environ.get(DEBUG):
+            traceback.print_exc()
+        return _say(f"error: {describe(error)} (set {DEBUG}=1 to see where)", FAILED)
+
+
+def _parser(commands: Mapping[str, ModuleType]) -> argparse.ArgumentParser:
+    """All commands, of which those in ``commands`` have their arguments."""
+    parser = argparse.ArgumentParser(
+        prog="openhands-rl",
+        description="Reinforcement learning for OpenHands agents.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=version("openhands_rl_plugin"))
+    chosen = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in COMMANDS:
+        module = commands.get(name)
+        subparser = chosen.add_parser(
+            name,
+            help=module and module.HELP,
+            description=module and module.HELP,
+            epilog=getattr(module, "EPILOG", None),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if module is not None:
+            module.add_arguments(subparser)
+    return parser
+
+
+def _say(message: str, code: int) -> int:
+    print(message, file=sys.stderr)
+    return code

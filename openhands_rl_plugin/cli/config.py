@@ -1,0 +1,37 @@
+"""``openhands-rl config check FILE``: the settings that a configuration file gives."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from openhands_rl_plugin.config import load_settings
+
+HELP = "check a configuration file and show the settings that it gives"
+EPILOG = """examples:
+  openhands-rl config check config.toml
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """``check FILE``."""
+    parser.add_argument("action", choices=["check"])
+    parser.add_argument("file", type=Path, help="a config.toml, with [rl], [extended.rl] or [agent.RLAgent.rl]")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the effective settings as TOML. Raises ``ConfigError``."""
+    print("\n".join(_toml("rl", load_settings(args.file).model_dump(mode="json"))))
+    return 0
+
+
+def _toml(section: str, table: Mapping[str, object]) -> Iterator[str]:
+    # JSON and TOML write strings, numbers, booleans and lists of strings alike.
+    yield f"[{section}]"
+    yield from (f"{key} = {json.dumps(value)}" for key, value in table.items() if not isinstance(value, Mapping))
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield ""
+            yield from _toml(f"{section}.{key}", value)

@@ -1,0 +1,79 @@
+"""``openhands-rl demo``: the whole loop on one machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.demo.options import DemoOptions
+
+HELP = "watch a small model learn to shop inside OpenHands: roll out, train, reload, evaluate"
+EPILOG = """examples:
+  openhands-rl demo                      the whole demo, about a quarter of an hour on two cores
+  openhands-rl demo --tiny               the same path in under two minutes
+  openhands-rl demo --seed 1 --run-dir runs/seed-1
+  openhands-rl demo --fresh              start over instead of resuming
+
+Interrupt it when you like: the same command goes on where it stopped.
+"""
+RESUME = "the same command goes on where it stopped"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where the run lies and how large it is."""
+    parser.add_argument("--run-dir", type=Path, help="default: runs/demo, or runs/demo-tiny with --tiny")
+    parser.add_argument("--seed", type=int, default=0, help="of training tasks, sampling and weights (default: 0)")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a few goals and one iteration: shows the path, learns little"
+    )
+    parser.add_argument("--fresh", action="store_true", help="delete what the run directory holds of an earlier run")
+    parser.add_argument("--iterations", type=int, help="of roll out, train and reload")
+    parser.add_argument("--held-out", type=int, metavar="GOALS", help="goals of each evaluation")
+    parser.add_argument("--model", type=Path, help="directory of another Hugging Face chat model to start from")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run or resume the demo, then print the table and where the report lies."""
+    # The host fetches a price list from the network at import unless it is told not to.
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from openhands_rl_plugin.demo.options import DemoOptions
+
+    directory = (args.run_dir or Path("runs") / ("demo-tiny" if args.tiny else "demo")).absolute()
+    if args.fresh:
+        _forget(directory)
+    options = DemoOptions(run_directory=directory, model_directory=args.model, seed=args.seed)
+    options = options.shortened() if args.tiny else options
+    given = {"iterations": args.iterations, "held_out": args.held_out}
+    options = DemoOptions.model_validate(
+        options.model_dump() | {name: value for name, value in given.items() if value is not None}
+    )
+    return _play(options)
+
+
+def _play(options: DemoOptions) -> int:
+    from openhands_rl_plugin.demo.progress import ProgressListener, final_table
+    from openhands_rl_plugin.demo.story import run_demo
+
+    started = time.monotonic()
+    with ProgressListener(options.stages) as listener:
+        result = run_demo(options, listener)
+    listener.console.print(final_table(result.state))
+    for line in result.comparisons:
+        listener.console.print(line, highlight=False)
+    minutes = (time.monotonic() - started) / 60
+    listener.console.print(f"{minutes:.1f} minutes; report: {result.report}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _forget(directory: Path) -> None:
+    # Only what a run wrote is deleted: the directory may be somebody's.
+    for name in ("trajectories", "adapters", "trainer", "logs"):
+        shutil.rmtree(directory / name, ignore_errors=True)
+    for name in ("state.json", "options.json", "report.html"):
+        (directory / name).unlink(missing_ok=True)

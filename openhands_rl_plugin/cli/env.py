@@ -1,0 +1,50 @@
+"""``openhands-rl env webshop``: serve the embedded environment."""
+
+from __future__ import annotations
+
+import argparse
+
+from openhands_rl_plugin.cli.foreground import wait_until_stopped
+from openhands_rl_plugin.errors import ConfigError
+
+HELP = "serve an environment over HTTP (/reset and /step, and AgentGym's /create ... /close)"
+EPILOG = """examples:
+  openhands-rl env webshop
+  openhands-rl env webshop --port 0 --products 200 --seed 7
+"""
+SEPARATORS = {"sep": " [SEP] ", "newline": "\n"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The environment's name and what its world is made of."""
+    parser.add_argument("environment", choices=["webshop"])
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine)")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    parser.add_argument("--products", type=int, default=1000, help="size of the catalogue (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of catalogue and goals (default: %(default)s)")
+    parser.add_argument("--results-per-page", type=int, default=10, help="of a search (default: %(default)s)")
+    parser.add_argument(
+        "--separator",
+        choices=sorted(SEPARATORS),
+        default="sep",
+        help="what parts a page's texts: WebShop's ' [SEP] ', or a newline, which costs fewer tokens (default: sep)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until stopped. Raises ``RLError`` when the world or the port is impossible."""
+    from openhands_rl_plugin.environments.webshop import WebShop, running_webshop
+
+    try:
+        world = WebShop(
+            args.products,
+            args.seed,
+            results_per_page=args.results_per_page,
+            separator=SEPARATORS[args.separator],
+        )
+    except ValueError as error:
+        raise ConfigError(f"no such shop: {error}") from error
+    with running_webshop(world, host=args.host, port=args.port) as url:
+        print(f"webshop at {url}: {args.products} products, {len(world.goals)} goals; Ctrl-C ends it", flush=True)
+        wait_until_stopped()
+    return 0

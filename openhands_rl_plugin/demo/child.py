@@ -1,0 +1,82 @@
+"""A command of ``openhands-rl`` as a child that cannot outlive its parent.
+
+The parent holds the child's standard input open and writes nothing; the end of that stream, which also comes when the
+parent is killed, ends the child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import httpx
+
+from openhands_rl_plugin.errors import InfrastructureError
+
+
+@contextlib.contextmanager
+def running_command(arguments: Sequence[str], port: int, log: Path, *, timeout: float = 180.0) -> Iterator[str]:
+    """Run ``openhands-rl ARGUMENTS --port PORT`` until the block ends; yields its URL once ``/health`` answers.
+
+    Raises ``InfrastructureError`` with the last line of the log when it does not come up within ``timeout`` seconds.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", __name__, *arguments, "--port", str(port)]
+    with open(log, "ab") as output:
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _await_health(child, url, log, time.monotonic() + timeout)
+        yield url
+    finally:
+        child.terminate()
+        try:
+            child.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        if child.stdin is not None:
+            child.stdin.close()
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _await_health(child: subprocess.Popen[bytes], url: str, log: Path, deadline: float) -> None:
+    while time.monotonic() < deadline:
+        if child.poll() is not None:
+            break
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health", timeout=5).is_success:
+                return
+        time.sleep(0.1)
+    lines = log.read_text(errors="replace").strip().splitlines()
+    raise InfrastructureError(f"{url} did not come up: {lines[-1] if lines else 'no output'} (log: {log})")
+
+
+def _exit_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+def main() -> int:
+    """Run one ``openhands-rl`` command that ends with the parent."""
+    from openhands_rl_plugin.cli import main as run
+
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    return run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

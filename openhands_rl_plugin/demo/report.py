@@ -1,0 +1,156 @@
+"""One self-contained HTML page: curves, lineage of the adapters, and what the agent did before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from openhands_rl_plugin.demo.charts import Point, Series, line_chart
+from openhands_rl_plugin.demo.summary import comparison_sentence, evaluations, success_difference
+from openhands_rl_plugin.serving.adapters import AdapterStore
+from openhands_rl_plugin.storages.file import FileTrajectoryStorage
+from openhands_rl_plugin.training.plan import LoopState, StageRecord
+from openhands_rl_plugin.types import Adapter, Trajectory, TrajectoryFilter
+
+_TURN = {"assistant": "sampled"}
+STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;max-width:900px;margin:2rem auto;padding:0 1rem;color:#1c2430}
+h1{font-size:1.6rem} h2{font-size:1.2rem;margin-top:2.2rem}
+table{border-collapse:collapse;width:100%} td,th{padding:.3rem .6rem;border-bottom:1px solid #dde3ea;text-align:right}
+td:first-child,th:first-child{text-align:left} code{font-size:.85em}
+.grid{stroke:#e4e9ef} .tick{font-size:11px;fill:#5a6775}
+.pair{display:grid;grid-template-columns:1fr 1fr;gap:1rem} .turns{background:#f6f8fa;padding:.6rem;border-radius:6px}
+.turn{margin:.3rem 0;overflow-wrap:anywhere;white-space:pre-line}
+.sampled{color:#0b5fae;font-weight:600} .page{color:#5a6775;font-size:.8rem}
+"""
+
+
+async def write_report(
+    path: Path, state: LoopState, storage: FileTrajectoryStorage, adapters: AdapterStore, run_id: str
+) -> Path:
+    """Write the page for the finished stages of a run and return its path."""
+    before = await _stage_episodes(storage, f"{run_id}/evaluate-base")
+    after = await _stage_episodes(storage, f"{run_id}/evaluate-final")
+    lineage = [adapters.get(record.adapter) for record in _publications(state) if record.adapter]
+    body = [
+        "<h1>A small model learns to shop</h1>",
+        *(f"<p>{escape(sentence)}</p>" for sentence in await comparisons(storage, run_id)),
+        "<h2>Held-out success and reward</h2>",
+        _curves(state),
+        _evaluation_table(state),
+        "<h2>Adapters</h2>",
+        _lineage_table(lineage),
+        "<h2>Before and after</h2>",
+        *(_pair(*pair) for pair in _examples(before, after)),
+    ]
+    page = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>openhands-rl demo</title>'
+        f"<style>{STYLE}</style></head><body>{''.join(body)}</body></html>"
+    )
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+async def comparisons(storage: FileTrajectoryStorage, run_id: str) -> tuple[str, ...]:
+    """What the warm start and the reinforcement changed, each in a sentence with its interval."""
+    base, warm, final = [
+        await _stage_episodes(storage, f"{run_id}/evaluate-{stage}") for stage in ("base", "warm-start", "final")
+    ]
+    return (
+        comparison_sentence("After SFT against the base model", success_difference(base, warm)),
+        comparison_sentence("After RL against SFT", success_difference(warm, final)),
+    )
+
+
+async def _stage_episodes(storage: FileTrajectoryStorage, run_id: str) -> list[Trajectory]:
+    return [trajectory async for trajectory, _ in storage.find(TrajectoryFilter(run_id=run_id, failed=False))]
+
+
+def _publications(state: LoopState) -> list[StageRecord]:
+    seen: dict[str, StageRecord] = {}
+    for record in state.records:
+        if record.adapter is not None:
+            seen.setdefault(record.adapter, record)
+    return list(seen.values())
+
+
+def _curves(state: LoopState) -> str:
+    shown = [record for record in state.records if "success" in record.metrics and record.name != "demonstrate"]
+    held_out = [(slot, record) for slot, record in enumerate(shown) if record.name.startswith("evaluate")]
+    rollouts = [(slot, record) for slot, record in enumerate(shown) if record.name.startswith("iteration")]
+    estimates = {one.stage: one.success for one in evaluations(state)}
+    success = tuple(
+        Point(slot=slot, value=estimate.mean, low=estimate.low, high=estimate.high)
+        for slot, record in held_out
+        for estimate in (estimates[record.name],)
+    )
+    return line_chart(
+        (
+            Series(name="held-out success (95% interval)", colour="#0b5fae", points=success),
+            Series(name="held-out mean reward", colour="#c25e00", points=_points(held_out, "reward")),
+            Series(name="rollout mean reward", colour="#5b8c3e", points=_points(rollouts, "reward"), dashed=True),
+        ),
+        [_short(record.name) for record in shown],
+        "success, reward",
+    )
+
+
+def _points(records: Sequence[tuple[int, StageRecord]], metric: str) -> tuple[Point, ...]:
+    return tuple(Point(slot=slot, value=record.metrics[metric]) for slot, record in records)
+
+
+def _short(stage: str) -> str:
+    return {"evaluate-base": "base", "evaluate-warm-start": "SFT", "evaluate-final": "RL"}.get(
+        stage, stage.removeprefix("iteration-").lstrip("0") or "0"
+    )
+
+
+def _evaluation_table(state: LoopState) -> str:
+    rows = "".join(
+        f"<tr><td>{escape(one.stage)}</td><td>{one.success.mean:.3f}</td>"
+        f"<td>{one.success.low:.3f} to {one.success.high:.3f}</td><td>{one.reward:.3f}</td>"
+        f"<td>{one.turns:.1f}</td><td>{one.success.n}</td></tr>"
+        for one in evaluations(state)
+    )
+    return (
+        "<table><tr><th>stage</th><th>success</th><th>95% interval</th><th>mean reward</th><th>turns</th>"
+        f"<th>goals</th></tr>{rows}</table>"
+    )
+
+
+def _lineage_table(lineage: Sequence[Adapter]) -> str:
+    rows = "".join(
+        f"<tr><td><code>{escape(adapter.name)}</code></td>"
+        f"<td><code>{escape(adapter.parent or 'base model')}</code></td>"
+        f"<td>{adapter.step}</td><td><code>{adapter.sha256[:12]}</code></td></tr>"
+        for adapter in lineage
+    )
+    return f"<table><tr><th>version</th><th>parent</th><th>step</th><th>sha256</th></tr>{rows}</table>"
+
+
+def _examples(before: Sequence[Trajectory], after: Sequence[Trajectory]) -> list[tuple[Trajectory, Trajectory]]:
+    """Three goals played both times; those whose return rose the most come first."""
+    later = {trajectory.task.id: trajectory for trajectory in after}
+    pairs = [(first, later[first.task.id]) for first in before if first.task.id in later]
+    pairs.sort(key=lambda pair: (pair[0].episode_return - pair[1].episode_return, pair[0].task.id))
+    return pairs[:3]
+
+
+def _pair(before: Trajectory, after: Trajectory) -> str:
+    return (
+        f"<h3>{escape(before.task.id)}</h3><div class='pair'>{_conversation('base model', before)}"
+        f"{_conversation(after.policy.served_name, after)}</div>"
+    )
+
+
+def _conversation(title: str, trajectory: Trajectory) -> str:
+    turns = "".join(
+        f"<div class='turn {_TURN.get(message.role, 'page')}'>{escape(message.content or '')}</div>"
+        for message in trajectory.messages()
+        if message.role != "system"
+    )
+    return (
+        f"<div class='turns'><b>{escape(title)}</b>, return {trajectory.episode_return:.2f}, "
+        f"{escape(trajectory.stop.value)}{turns}</div>"
+    )

@@ -1,0 +1,252 @@
+"""``RLAgent`` inside OpenHands' controller: the CodeAct agent, with a strategy deciding and everything recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from litellm.exceptions import ContextWindowExceededError
+from litellm.types.utils import ModelResponse
+from openhands.agenthub.codeact_agent.codeact_agent import CodeActAgent
+from openhands.controller.state.state import State
+from openhands.core.config import AgentConfig
+from openhands.core.exceptions import FunctionCallConversionError, FunctionCallValidationError
+from openhands.events.action import Action, AgentFinishAction
+from openhands.events.action.message import SystemMessageAction
+from openhands.llm.fn_call_converter import convert_fncall_messages_to_non_fncall_messages
+from openhands.llm.llm_registry import LLMRegistry
+from openhands.llm.llm_utils import check_tools
+from openhands.llm.router import RouterLLM
+from openhands.memory.condenser.condenser import Condensation
+from openhands.memory.condenser.impl.no_op_condenser import NoOpCondenser
+
+from openhands_rl_plugin.errors import CaughtFailure, ConfigError, boundary, describe
+from openhands_rl_plugin.hosts.v0.alignment import HostConversation, WireMessage
+from openhands_rl_plugin.hosts.v0.background import background
+from openhands_rl_plugin.hosts.v0.dialogue import EnvironmentDialogue
+from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostTurn
+from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode, controller_end, current_episode
+from openhands_rl_plugin.hosts.v0.recorder import split_provider
+from openhands_rl_plugin.hosts.v0.registration import register
+from openhands_rl_plugin.hosts.v0.settings import RLAgentHostConfig, host_settings, watch_for_rl_section
+from openhands_rl_plugin.hosts.v0.standalone import StandaloneKeeper, standalone_episode
+from openhands_rl_plugin.session import CHARACTERS_PER_TOKEN
+from openhands_rl_plugin.types import FailureKind, StopReason
+
+ENVIRONMENT_RUNTIME = "EnvironmentRuntime"
+WORKSPACE_RUNTIME = "WorkspaceRuntime"
+
+# Model names for which OpenHands leaves out its worked example of a tool call.
+_WITHOUT_EXAMPLE = ("openhands-lm", "devstral")
+_TOOLS_OF_OTHER_RUNTIMES = frozenset({"browser", "execute_ipython_cell"})
+
+
+@dataclass
+class _Play:
+    """What belongs to one episode. ``keeper`` is there when nobody but the agent would store it."""
+
+    episode: ControllerEpisode
+    engine: ControllerEngine
+    conversation: HostConversation
+    dialogue: EnvironmentDialogue
+    keeper: StandaloneKeeper | None
+
+
+class RLAgent(CodeActAgent):
+    """CodeAct whose every turn a strategy decides. It plays the bound episode, or its own, which it stores itself.
+
+    In workspace mode the model gets CodeAct's prompt and tools. In environment mode it gets only what the environment
+    says, and its answers go to the environment, which stands behind OpenHands' runtime.
+    """
+
+    config_model = RLAgentHostConfig
+
+    _state: State | None = None
+    _play: _Play | None = None
+
+    def __init__(self, config: AgentConfig, llm_registry: LLMRegistry) -> None:
+        bound = current_episode()
+        self._runtime = (config.runtime or "").rpartition(".")[2]
+        self._environment_mode = bound.environment_mode if bound else self._runtime == ENVIRONMENT_RUNTIME
+        super().__init__(config, llm_registry)
+        if isinstance(self.llm, RouterLLM):
+            raise ConfigError("RLAgent needs one model for a whole episode; remove [model_routing] from config.toml")
+        self._settings = bound.settings if bound else host_settings(config, llm_registry.config)
+        if bound is not None:
+            self._play = self._begin(bound)
+
+    def step(self, state: State) -> Action:
+        """The next action: one that is pending, or the first of a newly decided answer.
+
+        Raises OpenHands' own exceptions: for an answer that it cannot read, and for a model server that fails.
+        """
+        self._state = state
+        if self.pending_actions:
+            return self._hand_over(self.pending_actions.popleft())
+        if self._play is None:
+            self._play = self._begin_own(state)
+        step = self._step_in_environment if self._environment_mode else self._step_in_workspace
+        return step(self._play, state)
+
+    def reset(self) -> None:
+        """Called by the controller when it stops or fails: no step will follow, so an own episode is stored."""
+        super().reset()
+        if self._play is not None and self._play.keeper is not None and self._state is not None:
+            stop, failure = controller_end(self._state.agent_state.value, self._state.last_error)
+            self._play.keeper.keep(stop=stop, failure=failure)
+            self._play = None
+
+    def get_system_message(self) -> SystemMessageAction | None:
+        """CodeAct's, or none in environment mode: the environment opens the conversation itself."""
+        return None if self._environment_mode else super().get_system_message()
+
+    def _get_tools(self) -> list[Any]:
+        tools = super()._get_tools()
+        if self._runtime != WORKSPACE_RUNTIME:
+            return tools
+        return [tool for tool in tools if tool["function"]["name"] not in _TOOLS_OF_OTHER_RUNTIMES]
+
+    def _begin_own(self, state: State) -> _Play:
+        episode = standalone_episode(
+            self._settings,
+            session=state.session_id,
+            instruction=self._get_initial_user_message(state.history).content,
+            base_model=self._settings.serving.model or split_provider(self.llm.config.model)[1],
+            environment_mode=self._environment_mode,
+        )
+        return self._begin(episode, StandaloneKeeper(episode))
+
+    def _begin(self, episode: ControllerEpisode, keeper: StandaloneKeeper | None = None) -> _Play:
+        if (longest := episode.limits.max_obs_length) is not None:
+            # OpenHands cuts observations by this key; the configuration object is this LLM's own copy.
+            config = self.llm.config
+            config.max_message_chars = min(config.max_message_chars, longest * CHARACTERS_PER_TOKEN)
+        return _Play(
+            episode=episode,
+            engine=ControllerEngine(self.llm, episode, None if self._environment_mode else self._read_actions),
+            conversation=HostConversation(episode.tree),
+            dialogue=EnvironmentDialogue(),
+            keeper=keeper,
+        )
+
+    def _step_in_workspace(self, play: _Play, state: State) -> Action:
+        latest = state.get_last_user_message()
+        if latest is not None and latest.content.strip() == "/exit":
+            return self._finish(play, StopReason.NO_ACTION)
+        view = self.condenser.condensed_history(state)
+        if isinstance(view, Condensation):
+            return view.action
+        turn = self._workspace_turn(play, state, view.events, view.forgotten_event_ids)
+        if (stop := play.episode.limit_reached()) is not None:
+            return self._finish(play, stop)
+        return self._decide(play, turn)
+
+    def _workspace_turn(self, play: _Play, state: State, events: list[Any], forgotten: set[int]) -> HostTurn:
+        """What OpenHands would send now; afterwards the tree's head is the end of it."""
+        messages = self._get_messages(events, self._get_initial_user_message(state.history), forgotten)
+        prompt = self.llm.format_messages_for_llm(messages)
+        tools: list[Any] = check_tools(self.tools, self.llm.config)
+        tree, native = play.episode.tree, self.llm.is_function_calling_active()
+        wire = prompt if native else self._described_in_prompt(prompt, tools)
+        rewritten = play.conversation.follow(wire)
+        tree.tools = tree.tools or (tuple(tools) if native else ())
+        return HostTurn(
+            session=state.session_id,
+            step=state.iteration_flag.current_value,
+            path=tree.messages(),
+            prompt=prompt,
+            wire=wire,
+            tools=tools,
+            rewritten=rewritten,
+            model_metadata=state.to_llm_metadata(model_name=self.llm.config.model, agent_name=self.name),
+        )
+
+    def _described_in_prompt(self, prompt: list[dict[str, Any]], tools: list[Any]) -> Sequence[WireMessage]:
+        """The prompt as OpenHands sends it to a model without native tool calls."""
+        example = not any(name in self.llm.config.model for name in _WITHOUT_EXAMPLE)
+        return convert_fncall_messages_to_non_fncall_messages(prompt, tools, add_in_context_learning_example=example)
+
+    def _step_in_environment(self, play: _Play, state: State) -> Action:
+        if not play.dialogue.opened:
+            return play.dialogue.reset()
+        play.episode.observe(play.dialogue.reply(state.history))
+        if play.episode.failure is not None:
+            return self._finish(play, StopReason.ERROR)
+        if (stop := play.episode.limit_reached()) is not None:
+            return self._finish(play, stop)
+        return self._decide(play, HostTurn(session=state.session_id, step=state.iteration_flag.current_value))
+
+    def _decide(self, play: _Play, turn: HostTurn) -> Action:
+        episode = play.episode
+        play.engine.open(turn)
+        episode.failure = None
+        try:
+            with boundary(FailureKind.MODEL, "strategy.decide"):
+                chosen = background().wait_for(episode.strategy.decide(episode.tree, play.engine, None))
+        except CaughtFailure as caught:
+            return self._undecided(play, caught)
+        episode.turns += 1
+        node = episode.tree.nodes[chosen]
+        if self._environment_mode:
+            episode.tree.commit(chosen)
+            return play.dialogue.act(node.message)
+        outcome = play.engine.outcome(node.metadata)
+        if outcome.error is not None:
+            # The answer stays beside the acted path: OpenHands tells the model what was wrong, but never replays it.
+            raise outcome.error
+        play.conversation.acted(chosen)
+        self.pending_actions.extend(outcome.actions)
+        return self._hand_over(self.pending_actions.popleft())
+
+    def _undecided(self, play: _Play, caught: CaughtFailure) -> Action:
+        """Give OpenHands its own exception back, which it knows how to handle; without a condenser a full context
+        window is an end."""
+        play.episode.failure = caught.failure
+        error = caught.__cause__
+        host_error = (error and error.__cause__) or error
+        assert isinstance(host_error, Exception)
+        stuck = self._environment_mode or isinstance(self.condenser, NoOpCondenser)
+        if isinstance(host_error, ContextWindowExceededError) and stuck:
+            play.episode.failure = None
+            return self._finish(play, StopReason.MAX_TOKENS)
+        raise host_error
+
+    def _read_actions(self, response: ModelResponse) -> Sequence[Action]:
+        try:
+            actions = self.response_to_actions(response)
+        except FunctionCallConversionError as error:
+            raise FunctionCallValidationError(str(error)) from error
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            # Arguments that are JSON, but not an object of the right types, trip OpenHands' reading of them.
+            raise FunctionCallValidationError(f"The tool call's arguments cannot be used: {describe(error)}") from error
+        for action in actions:
+            _check_texts(action)
+        return actions
+
+    def _hand_over(self, action: Action) -> Action:
+        if isinstance(action, AgentFinishAction) and self._play is not None:
+            self._end(self._play, StopReason.TERMINATED)
+        return action
+
+    def _finish(self, play: _Play, stop: StopReason) -> Action:
+        self._end(play, stop)
+        return AgentFinishAction(final_thought=f"The episode is over: {stop.value}.")
+
+    def _end(self, play: _Play, stop: StopReason) -> None:
+        play.episode.stop = stop
+        if play.keeper is not None:
+            play.keeper.keep()
+            self._play = None
+
+
+def _check_texts(action: Action) -> None:
+    """OpenHands puts a call's arguments into actions unchecked; a number for a command would fail in the runtime."""
+    for field in fields(action):
+        value = getattr(action, field.name)
+        if field.type in (str, "str") and not isinstance(value, str):
+            raise FunctionCallValidationError(f"The argument {field.name!r} must be text, got {value!r:.80}")
+
+
+register("RLAgent", RLAgent)
+watch_for_rl_section()

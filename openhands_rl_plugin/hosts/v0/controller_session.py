@@ -1,0 +1,226 @@
+"""One session of OpenHands' ``AgentController``, played to its end for one episode.
+
+It does what ``openhands.core.main.run_controller`` does, less what keeps many sessions from sharing a process: no
+signal handlers, no polling for the end, no state on disk. A failure in any of the session's threads ends it; the stock
+loop would wait for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import openhands.agenthub  # noqa: F401  # registers the stock agents
+from openhands.controller import AgentController
+from openhands.core.config import OpenHandsConfig
+from openhands.core.main import auto_continue_response
+from openhands.core.schema import AgentState
+from openhands.core.setup import create_agent
+from openhands.events import EventSource, EventStream, EventStreamSubscriber
+from openhands.events.action import MessageAction, NullAction
+from openhands.events.event import Event
+from openhands.llm.llm_registry import LLMRegistry
+from openhands.memory.memory import Memory
+from openhands.runtime import get_runtime_cls
+from openhands.runtime.base import Runtime
+from openhands.runtime.runtime_status import RuntimeStatus
+from openhands.server.services.conversation_stats import ConversationStats
+from openhands.storage.memory import InMemoryFileStore
+
+from openhands_rl_plugin.errors import CaughtFailure, RLError, boundary
+from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode, bind_episode, controller_end
+from openhands_rl_plugin.types import Failure, FailureKind, JsonObject, StopReason, Trajectory
+
+_ENDS = frozenset(
+    {AgentState.FINISHED, AgentState.REJECTED, AgentState.ERROR, AgentState.STOPPED, AgentState.PAUSED}
+)
+
+
+@runtime_checkable
+class EpisodeRuntime(Protocol):
+    """A runtime that hands over what rewards will need before it is closed."""
+
+    def conclude(self) -> tuple[JsonObject | None, Failure | None]:
+        """The evidence, if there is any, and the environment's failure. Blocks; a second call repeats the answer."""
+        ...
+
+
+@dataclass
+class _End:
+    """Why the session ended: the first reason counts."""
+
+    state: AgentState | None = None
+    failure: Failure | None = None
+    error: RLError | None = None
+
+
+class ControllerSession:
+    """Plays one episode. ``open``, ``conclude`` and ``close`` block and belong on a thread; ``ended`` is awaited."""
+
+    def __init__(self, config: OpenHandsConfig, episode: ControllerEpisode, sid: str) -> None:
+        self._config = config
+        self._episode = episode
+        self._sid = sid
+        self._loop = asyncio.get_running_loop()
+        self._ended = asyncio.Event()
+        self._end = _End()
+        self._lock = threading.Lock()
+        self._stream: SessionEventStream | None = None
+        self._runtime: Runtime | None = None
+        self._controller: SessionController | None = None
+
+    def open(self) -> None:
+        """Make agent, runtime, memory and controller, and give the controller its task."""
+        with boundary(FailureKind.INFRASTRUCTURE, "openhands.start"), bind_episode(self._episode):
+            llms = LLMRegistry(self._config)
+            stats = ConversationStats(None, self._sid, None)
+            llms.subscribe(stats.register_llm)
+            agent = create_agent(self._config, llms)
+            stream = self._stream = SessionEventStream(self._sid, self._fail)
+            runtime = self._runtime = get_runtime_cls(self._config.runtime)(
+                config=self._config, event_stream=stream, llm_registry=llms, sid=self._sid, headless_mode=True
+            )
+            runtime.status_callback = self._on_runtime_status
+            asyncio.run(runtime.connect())
+            memory = SessionMemory(stream, self._sid, self._fail)
+            memory.set_conversation_instructions(None)
+            memory.set_runtime_info(runtime, {}, str(runtime.workspace_root))
+            memory.load_user_workspace_microagents(runtime.get_microagents_from_selected_repo(None))
+            self._controller = SessionController(
+                agent=agent,
+                conversation_stats=stats,
+                iteration_delta=self._config.max_iterations,
+                event_stream=stream,
+                on_state=self._on_state,
+            )
+            task = self._episode.request.task
+            stream.add_event(MessageAction(content=task.instruction or task.id), EventSource.USER)
+
+    async def ended(self) -> None:
+        """Wait until the controller, or anything it needs, has come to an end."""
+        await self._ended.wait()
+
+    def conclude(self, *, timed_out: bool = False, failure: Failure | None = None) -> Trajectory:
+        """The episode's trajectory. Raises an ``RLError`` that must stop the run, if one ended the session."""
+        if self._end.error is not None:
+            raise self._end.error
+        stop, failure = self._reason(timed_out, failure)
+        evidence = None
+        if isinstance(self._runtime, EpisodeRuntime):
+            evidence, broken = self._runtime.conclude()
+            failure = failure or broken
+        return self._episode.freeze(stop=stop, failure=failure, evidence=evidence)
+
+    def close(self) -> None:
+        """Release the runtime, then wait for the session's threads (as long as a call that they are in takes)."""
+        if self._runtime is not None:
+            self._runtime.close()
+        if self._stream is not None:
+            self._stream.close()
+
+    def _reason(self, timed_out: bool, failure: Failure | None) -> tuple[StopReason | None, Failure | None]:
+        if timed_out:
+            return StopReason.TIMEOUT, None
+        if (failure := failure or self._end.failure) is not None:
+            return StopReason.ERROR, failure
+        state, controller = self._end.state, self._controller
+        if state in (AgentState.FINISHED, AgentState.REJECTED) or state is None or controller is None:
+            return None, None
+        if state is AgentState.AWAITING_USER_INPUT:
+            return StopReason.NO_ACTION, None
+        return controller_end(state.value, controller.state.last_error)
+
+    def _on_state(self, state: AgentState) -> None:
+        if state in _ENDS:
+            self._finish(_End(state=state))
+        elif state is AgentState.AWAITING_USER_INPUT:
+            if self._episode.environment_mode or self._controller is None:
+                self._finish(_End(state=state))
+            else:
+                text = auto_continue_response(self._controller.get_state())
+                self._controller.event_stream.add_event(MessageAction(content=text), EventSource.USER)
+
+    def _on_runtime_status(self, level: str, status: RuntimeStatus, message: str) -> None:
+        if level == "error":
+            what = f"{status.value}: {message}" if message else status.value
+            self._fail(Failure(kind=FailureKind.INFRASTRUCTURE, message=what[:500], boundary="openhands.runtime"))
+
+    def _fail(self, reason: Failure | RLError) -> None:
+        self._finish(_End(error=reason) if isinstance(reason, RLError) else _End(failure=reason))
+
+    def _finish(self, end: _End) -> None:
+        with self._lock:
+            if self._end != _End():
+                return
+            self._end = end
+        self._loop.call_soon_threadsafe(self._ended.set)
+
+
+OnFailure = Callable[[Failure | RLError], None]
+
+
+class SessionEventStream(EventStream):
+    """An event stream in memory that reports what its subscribers raise, and that can be closed while they work."""
+
+    def __init__(self, sid: str, on_failure: OnFailure) -> None:
+        super().__init__(sid, InMemoryFileStore())
+        self._on_failure = on_failure
+
+    def subscribe(
+        self, subscriber_id: EventStreamSubscriber, callback: Callable[[Event], None], callback_id: str
+    ) -> None:
+        """As the stock one; an exception of the callback ends the session instead of being logged."""
+
+        def guarded(event: Event) -> None:
+            try:
+                with boundary(FailureKind.INFRASTRUCTURE, f"openhands.{subscriber_id.value}"):
+                    callback(event)
+            except CaughtFailure as caught:
+                self._on_failure(caught.failure)
+            except RLError as error:
+                self._on_failure(error)
+
+        super().subscribe(subscriber_id, guarded, callback_id)
+
+    def close(self) -> None:
+        """Deliver nothing more, wait for the subscribers to finish what they are at, then end their threads."""
+        self._stop_flag.set()
+        self._queue.put(NullAction())  # wakes the queue's thread, which would notice the flag a tenth of a second later
+        self._queue_thread.join()
+        for pools in self._thread_pools.values():
+            for pool in pools.values():
+                # Without this the stock method would stop a subscriber's event loop under it.
+                pool.shutdown(wait=True)
+        super().close()
+
+
+class SessionMemory(Memory):
+    """Memory without the microagents of the user's home, which are no part of a task."""
+
+    def __init__(self, stream: EventStream, sid: str, on_failure: OnFailure) -> None:
+        super().__init__(event_stream=stream, sid=sid)
+        self._on_failure = on_failure
+
+    def set_runtime_status(self, status: RuntimeStatus, message: str) -> None:
+        """End the session: the controller would wait for an answer that does not come."""
+        what = f"{status.value}: {message}"
+        self._on_failure(Failure(kind=FailureKind.INFRASTRUCTURE, message=what, boundary="openhands.memory"))
+
+    def _load_user_microagents(self) -> None:
+        return None
+
+
+class SessionController(AgentController):
+    """The stock controller; ``on_state`` hears of every state it enters, in the controller's thread."""
+
+    def __init__(self, *, on_state: Callable[[AgentState], None], **kwargs) -> None:
+        self._on_state = on_state
+        super().__init__(**kwargs)
+
+    async def set_agent_state_to(self, new_state: AgentState) -> None:
+        """Enter the state, then tell."""
+        await super().set_agent_state_to(new_state)
+        self._on_state(self.get_agent_state())

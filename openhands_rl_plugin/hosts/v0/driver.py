@@ -1,0 +1,146 @@
+"""Plays episodes with OpenHands' own controller: many sessions in one process.
+
+Importing this imports no OpenHands (seconds and hundreds of megabytes); making a ``ControllerRunner`` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import os
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from openhands_rl_plugin import registry
+from openhands_rl_plugin.errors import CaughtFailure, ConfigError
+from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode
+from openhands_rl_plugin.settings import RLSettings
+from openhands_rl_plugin.types import EpisodeRequest, Frozen, JsonObject, StrategySpec, Trajectory
+
+if TYPE_CHECKING:
+    from openhands.core.config import OpenHandsConfig
+
+    from openhands_rl_plugin.hosts.v0.controller_session import ControllerSession
+
+ENVIRONMENT_RUNTIME = "openhands_rl_plugin.hosts.v0.environment_runtime.EnvironmentRuntime"
+WORKSPACE_RUNTIME = "openhands_rl_plugin.hosts.v0.runtime.WorkspaceRuntime"
+
+# A session's threads end at once unless a model call is under way; then they are left to end by themselves.
+_CLOSE_PATIENCE = 5.0
+
+
+class ControllerOptions(Frozen):
+    """What a runner needs beside ``[rl]``.
+
+    ``runtime`` is a class path; ``environment_mode`` says whether the model sees only what an environment says, or
+    works in a workspace with OpenHands' own tools. ``sessions`` bounds the sessions at a time (default:
+    ``[rl] max_workers``), ``command_timeout`` is in seconds, ``strategy_options`` go to the strategy.
+    """
+
+    runtime: str = ENVIRONMENT_RUNTIME
+    environment_mode: bool = True
+    sessions: int | None = None
+    command_timeout: int = 60
+    native_tool_calling: bool = True
+    strategy_options: JsonObject = {}
+
+
+class ControllerRunner:
+    """An ``EpisodeRunner`` over real OpenHands sessions in this process.
+
+    Raises ``ConfigError`` when ``[rl.serving]`` names no server or model, or the strategy cannot be made.
+    """
+
+    def __init__(self, settings: RLSettings, options: ControllerOptions | None = None) -> None:
+        _require_server(settings)
+        _quieten()
+        self._settings = settings
+        self._options = options or ControllerOptions()
+        self._strategy = registry.load("strategies", settings.rollout_strategy)
+        self._strategy_options = self._strategy.Options(**self._options.strategy_options)
+        self._spec = StrategySpec(name=settings.rollout_strategy, options=self._options.strategy_options)
+        sessions = self._options.sessions or settings.max_workers
+        self._gate = asyncio.Semaphore(sessions)
+        # Opening and closing block; twice the sessions, because some may still be closing.
+        self._threads = ThreadPoolExecutor(2 * sessions, thread_name_prefix="rl-session")
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def run(self, request: EpisodeRequest) -> Trajectory:
+        """Play one episode. A failed one is returned with ``failure`` set; errors that must stop a run are raised."""
+        async with self._gate:
+            return await self._play(request)
+
+    async def close(self) -> None:
+        """Wait for the sessions that are still closing, and end the threads."""
+        await asyncio.gather(*self._closing)
+        await asyncio.to_thread(self._threads.shutdown)
+
+    async def _play(self, request: EpisodeRequest) -> Trajectory:
+        from openhands_rl_plugin.hosts.v0.controller_session import ControllerSession
+
+        episode = self._episode(request)
+        session = ControllerSession(self._config(episode), episode, f"rl-{uuid.uuid4().hex[:24]}")
+        timed_out, failure = False, None
+        try:
+            async with asyncio.timeout(episode.limits.timeout):
+                await self._in_thread(session.open)
+                await session.ended()
+        except TimeoutError:
+            timed_out = True
+        except CaughtFailure as caught:
+            failure = caught.failure
+        try:
+            return await self._in_thread(lambda: session.conclude(timed_out=timed_out, failure=failure))
+        finally:
+            await self._release(session)
+
+    def _episode(self, request: EpisodeRequest) -> ControllerEpisode:
+        return ControllerEpisode(
+            request,
+            self._settings,
+            strategy=self._strategy(self._strategy_options),
+            strategy_spec=self._spec,
+            base_model=self._settings.serving.model,
+            environment_mode=self._options.environment_mode,
+        )
+
+    def _config(self, episode: ControllerEpisode) -> OpenHandsConfig:
+        from openhands_rl_plugin.hosts.v0.controller_config import controller_config
+
+        return controller_config(
+            self._settings,
+            runtime=self._options.runtime,
+            limits=episode.limits,
+            native_tool_calling=self._options.native_tool_calling,
+            command_timeout=self._options.command_timeout,
+        )
+
+    async def _release(self, session: ControllerSession) -> None:
+        closing = asyncio.create_task(self._in_thread(session.close))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        await asyncio.wait({closing}, timeout=_CLOSE_PATIENCE)
+
+    async def _in_thread[T](self, call: Callable[[], T]) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, contextvars.copy_context().run, call)
+
+
+def _require_server(settings: RLSettings) -> None:
+    for key in ("base_url", "model"):
+        if not getattr(settings.serving, key):
+            raise ConfigError(f"[rl.serving] {key}: OpenHands' controller needs a policy server; set it")
+
+
+def _quieten() -> None:
+    """Keep OpenHands from looking up model prices on the network and from a log line for every step."""
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    from openhands.core.logger import openhands_logger
+
+    import openhands_rl_plugin.hosts.v0.agent  # noqa: F401  # registers RLAgent
+
+    if "LOG_LEVEL" not in os.environ:
+        openhands_logger.setLevel(logging.ERROR)

@@ -1,0 +1,211 @@
+"""The language model of a controller's session, as an ``LLMEngine`` over the agent's own OpenHands ``LLM``."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from litellm.types.utils import ModelResponse
+from openai import OpenAIError
+from openhands.core.exceptions import (
+    FunctionCallConversionError,
+    FunctionCallNotExistsError,
+    FunctionCallValidationError,
+    LLMMalformedActionError,
+    LLMNoActionError,
+    LLMNoResponseError,
+    LLMResponseError,
+)
+from openhands.events.action import Action
+from openhands.llm.llm import LLM
+
+from openhands_rl_plugin.errors import EpisodeError, InfrastructureError, ModelError, describe
+from openhands_rl_plugin.hosts.v0.alignment import WireMessage, to_wire
+from openhands_rl_plugin.hosts.v0.background import background
+from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode
+from openhands_rl_plugin.hosts.v0.recorder import CallLog, record_completions, recording, split_provider
+from openhands_rl_plugin.types import Completion, JsonObject, Message, SamplingParams
+
+ReadActions = Callable[[ModelResponse], Sequence[Action]]
+
+MALFORMED = (
+    FunctionCallConversionError,
+    FunctionCallNotExistsError,
+    FunctionCallValidationError,
+    LLMMalformedActionError,
+    LLMNoActionError,
+    LLMResponseError,
+)
+"""What OpenHands raises when it cannot read an answer of the model."""
+
+_WORTH_A_RETRY = frozenset({408, 409, 425, 429})
+
+
+@dataclass(frozen=True)
+class HostTurn:
+    """What OpenHands would send now.
+
+    ``path`` is the conversation as the strategy sees it (the tree's). ``prompt`` is the same as OpenHands gives it to
+    its LLM, and ``wire`` as that sends it: they differ where tools are described in the prompt. ``rewritten``: it does
+    not go on from what was said before. ``model_metadata`` is what OpenHands tells a litellm proxy.
+    """
+
+    session: str
+    step: int
+    path: tuple[Message, ...] = ()
+    prompt: Sequence[WireMessage] = ()
+    wire: Sequence[WireMessage] = ()
+    tools: Sequence[JsonObject] = ()
+    rewritten: bool = False
+    model_metadata: JsonObject = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HostOutcome:
+    """What OpenHands made of an answer: actions, or the error that it answers the model with."""
+
+    actions: tuple[Action, ...] = ()
+    error: Exception | None = None
+
+
+class ControllerEngine:
+    """An ``LLMEngine`` whose completions go through OpenHands' ``LLM``: its retries, metrics and tool formats.
+
+    Every completion is recorded. An answer that OpenHands cannot read is a completion all the same; ``outcome`` tells.
+    """
+
+    def __init__(self, llm: LLM, episode: ControllerEpisode, read_actions: ReadActions | None = None) -> None:
+        self._llm = llm
+        self._episode = episode
+        self._read_actions = read_actions
+        self._calls = itertools.count()
+        self._turn = HostTurn(session="", step=0)
+        self._outcomes: dict[int, HostOutcome] = {}
+        record_completions(llm)
+
+    def open(self, turn: HostTurn) -> None:
+        """Begin a turn; the outcomes of the one before are forgotten."""
+        self._turn = turn
+        self._outcomes.clear()
+
+    def outcome(self, completion: JsonObject) -> HostOutcome:
+        """The outcome of a completion of this turn, by the metadata of its node."""
+        call = completion["call"]
+        assert isinstance(call, int)
+        return self._outcomes[call]
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[JsonObject] = (),
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+    ) -> list[Completion]:
+        """Sample ``n`` answers side by side. A conversation that goes on from the host's is sent in the host's form.
+
+        Raises ``InfrastructureError`` or ``ModelError``, with OpenHands' own exception as the cause.
+        """
+        turn = self._turn
+        goes_on = tuple(messages[: len(turn.path)]) == turn.path
+        prompt = list(turn.prompt) if goes_on else []
+        prompt += [to_wire(message) for message in messages[len(turn.path) if goes_on else 0 :]]
+        described_in_prompt = goes_on and not self._llm.is_function_calling_active()
+        offered = turn.tools if tools or described_in_prompt else ()
+        calls = (
+            background().blocking(partial(self._ask, call, prompt, offered, sampling))
+            for call in itertools.islice(self._calls, n)
+        )
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        completions = [answer for answer in answers if isinstance(answer, Completion)]
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return completions
+
+    def _ask(
+        self, call: int, prompt: Sequence[WireMessage], tools: Sequence[JsonObject], sampling: SamplingParams | None
+    ) -> Completion:
+        turn = self._turn
+        # litellm may change what it is given, and several calls share the prompt.
+        arguments = self._arguments(call, [dict(message) for message in prompt], tools, sampling)
+        with recording(CallLog(turn.session, turn.step, self._episode.base_model)) as log:
+            outcome = self._outcome(arguments, log)
+        attempt = log.attempts[-1]
+        if (completion := attempt.completion) is None:
+            raise ModelError("OpenHands cannot read the model's answer") from outcome.error
+        self._outcomes[call] = outcome
+        metadata: JsonObject = {
+            "session": turn.session,
+            "step": turn.step,
+            "call": call,
+            "attempts": [attempt.summary() for attempt in log.attempts],
+            **completion.metadata,
+        }
+        if turn.rewritten:
+            metadata["history_rewritten"] = True
+        if outcome.error is not None:
+            metadata["malformed"] = describe(outcome.error)
+        if len(prompt) == len(turn.wire) and list(attempt.messages) != list(turn.wire):
+            metadata["wire_messages"] = [dict(message) for message in attempt.messages]
+        return completion.model_copy(update={"metadata": metadata})
+
+    def _outcome(self, arguments: dict[str, Any], log: CallLog) -> HostOutcome:
+        try:
+            response = self._llm.completion(**arguments)
+            return HostOutcome(actions=tuple(self._read_actions(response)) if self._read_actions else ())
+        except MALFORMED as error:
+            if not log.attempts:
+                raise ModelError(f"OpenHands cannot write the prompt: {describe(error)}") from error
+            return HostOutcome(error=error)
+        except (OpenAIError, LLMNoResponseError) as error:
+            self._note_failed(log)
+            raise _typed(error) from error
+
+    def _arguments(
+        self,
+        call: int,
+        prompt: list[dict[str, Any]],
+        tools: Sequence[JsonObject],
+        sampling: SamplingParams | None,
+    ) -> dict[str, Any]:
+        wanted = self._episode.sampling_for(sampling, call)
+        config, request = self._llm.config, self._episode.request
+        longest = min(filter(None, (wanted.max_tokens, config.max_output_tokens)))
+        arguments: dict[str, Any] = {
+            "messages": prompt,
+            # Given with the call although OpenHands has values of its own: its retry of an empty answer changes the
+            # temperature when the call does not name one.
+            "temperature": wanted.temperature,
+            "top_p": wanted.top_p,
+            "seed": wanted.seed,
+            "max_completion_tokens": longest,
+            "extra_body": {"metadata": self._turn.model_metadata},
+        }
+        if wanted.stop:
+            arguments["stop"] = list(wanted.stop)
+        if tools:
+            arguments["tools"] = list(tools)
+        if request.served_model is not None:
+            provider, _ = split_provider(config.model)
+            arguments["model"] = f"{provider}/{request.served_model}" if provider else request.served_model
+        return arguments
+
+    def _note_failed(self, log: CallLog) -> None:
+        """Keep the attempts of a call that gave no completion, beside the prompt they were made for."""
+        tree = self._episode.tree
+        if tree.head is not None:
+            metadata = tree.nodes[tree.head].metadata
+            earlier = metadata.get("failed_attempts")
+            assert earlier is None or isinstance(earlier, list)
+            metadata["failed_attempts"] = [*(earlier or ()), *(attempt.summary() for attempt in log.attempts)]
+
+
+def _typed(error: Exception) -> EpisodeError:
+    status = getattr(error, "status_code", None)
+    refused = isinstance(status, int) and 400 <= status < 500 and status not in _WORTH_A_RETRY
+    return (ModelError if refused else InfrastructureError)(describe(error))

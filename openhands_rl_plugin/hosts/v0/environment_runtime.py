@@ -1,0 +1,226 @@
+"""The environment runtime: puts an ``Environment`` behind OpenHands' ``Runtime``.
+
+Chosen by class path, ``runtime = "openhands_rl_plugin.hosts.v0.environment_runtime.EnvironmentRuntime"``. The agent
+sends ``MCPAction``s named ``RESET_TOOL`` and ``STEP_TOOL`` and gets ``EnvironmentReply`` JSON; every failure of the
+environment is such a reply too, because an exception here would leave the controller waiting for an answer.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from openhands.core.config.mcp_config import MCPConfig, MCPStdioServerConfig
+from openhands.events.action import (
+    BrowseInteractiveAction,
+    BrowseURLAction,
+    CmdRunAction,
+    FileEditAction,
+    FileReadAction,
+    FileWriteAction,
+    IPythonRunCellAction,
+)
+from openhands.events.action.mcp import MCPAction
+from openhands.events.observation import ErrorObservation, Observation
+from openhands.events.observation.mcp import MCPObservation
+from openhands.microagent import BaseMicroagent
+from openhands.runtime.base import Runtime
+from openhands.runtime.runtime_status import RuntimeStatus
+
+from openhands_rl_plugin import registry
+from openhands_rl_plugin.errors import BadEnvironmentError, CaughtFailure, ConfigError, boundary
+from openhands_rl_plugin.hosts.v0.background import background
+from openhands_rl_plugin.hosts.v0.episode import current_episode
+from openhands_rl_plugin.hosts.v0.sandbox import INSIDE
+from openhands_rl_plugin.hosts.v0.settings import host_settings
+from openhands_rl_plugin.hosts.v0.wire import RESET_TOOL, STEP_TOOL, EnvironmentReply
+from openhands_rl_plugin.protocols import Environment
+from openhands_rl_plugin.settings import RLSettings
+from openhands_rl_plugin.types import Failure, FailureKind, JsonObject, Message, Observation as Answer, Task
+
+TASK_INDEX_VARIABLE = "OPENHANDS_RL_TASK_INDEX"
+"""Which task ``python -m openhands.core.main`` plays, as a number that the environment understands; default 0."""
+
+
+class EnvironmentPlay:
+    """One episode of one environment as replies that never raise, with its evidence gathered before it is closed."""
+
+    def __init__(self, environment: Environment, task: Task) -> None:
+        self._environment = environment
+        self._task = task
+        self._opened = False
+        self._closed = False
+        self.evidence: JsonObject | None = None
+        self.failure: Failure | None = None
+
+    async def reply_to(self, action: MCPAction) -> EnvironmentReply:
+        """Execute one action. A failure is the reply's and is remembered in ``failure``."""
+        try:
+            with boundary(FailureKind.ENVIRONMENT, f"environment.{action.name.removeprefix('environment_')}"):
+                answer = await self._execute(action)
+            if answer.terminated or answer.truncated:
+                await self._gather()
+        except CaughtFailure as caught:
+            self.failure = caught.failure
+            return EnvironmentReply(failure=caught.failure)
+        return EnvironmentReply(
+            messages=answer.messages,
+            reward=answer.reward,
+            terminated=answer.terminated,
+            truncated=answer.truncated,
+            evidence=self.evidence,
+        )
+
+    async def conclude(self) -> None:
+        """Gather the evidence of an episode that did not end by itself, then close. A second call does nothing.
+
+        A failed close leaks a server-side episode but does not spoil the one that was played.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._opened and self.evidence is None and self.failure is None:
+                await self._gather()
+        except CaughtFailure as caught:
+            self.failure = caught.failure
+        finally:
+            with suppress(CaughtFailure), boundary(FailureKind.INFRASTRUCTURE, "environment.close"):
+                await self._environment.close()
+
+    async def _execute(self, action: MCPAction) -> Answer:
+        if action.name == RESET_TOOL:
+            answer = await self._environment.reset(self._task)
+            self._opened = True
+            return answer
+        content = action.arguments.get("content")
+        if not isinstance(content, str):
+            raise BadEnvironmentError(f"{STEP_TOOL} needs the policy's answer as text in 'content'")
+        return await self._environment.step(Message(role="assistant", content=content))
+
+    async def _gather(self) -> None:
+        with boundary(FailureKind.ENVIRONMENT, "environment.evidence"):
+            self.evidence = await self._environment.evidence()
+
+
+class EnvironmentRuntime(Runtime):
+    """One episode behind OpenHands' runtime interface. The task is the bound episode's; without one it is that of
+    ``[rl] env_name`` with the number in ``OPENHANDS_RL_TASK_INDEX``. Raises ``ConfigError`` from the constructor."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        episode = current_episode()
+        if episode is None:
+            settings = host_settings(self.config.get_agent_config("RLAgent"), self.config)
+            task = task_from_environment_variable(settings)
+        else:
+            settings, task = episode.settings, episode.request.task
+        self.play = EnvironmentPlay(self.make_environment(settings, task), task)
+
+    def make_environment(self, settings: RLSettings, task: Task) -> Environment:
+        """The environment of the task. Override to put another one behind OpenHands."""
+        return make_environment(settings)
+
+    async def connect(self) -> None:
+        """Nothing to start: the episode begins with the agent's first action."""
+        self._runtime_initialized = True
+        self.set_runtime_status(RuntimeStatus.RUNTIME_STARTED)
+
+    def conclude(self) -> tuple[JsonObject | None, Failure | None]:
+        """Evidence (``None`` when the episode never began) and failure, if any; closes the environment. Blocks."""
+        background().wait_for(self.play.conclude())
+        return self.play.evidence, self.play.failure
+
+    def close(self) -> None:
+        """Close the environment, once. Blocks."""
+        atexit.unregister(self.close)
+        self._runtime_initialized = False
+        self.conclude()
+        super().close()
+
+    async def call_tool_mcp(self, action: MCPAction) -> Observation:
+        """Reset or step the environment."""
+        if action.name not in (RESET_TOOL, STEP_TOOL):
+            return ErrorObservation(f"There is no tool {action.name!r}; the environment has {RESET_TOOL}, {STEP_TOOL}.")
+        # Connections belong to one event loop, and OpenHands ends the one that this runs in before it closes a runtime.
+        # This thread serves this session alone, so that it may wait.
+        reply = background().wait_for(self.play.reply_to(action))
+        return MCPObservation(content=reply.model_dump_json(), name=action.name, arguments=action.arguments)
+
+    def get_mcp_config(self, extra_stdio_servers: list[MCPStdioServerConfig] | None = None) -> MCPConfig:
+        """No servers: the environment's actions are not offered as tools."""
+        return MCPConfig()
+
+    def get_microagents_from_selected_repo(self, selected_repository: str | None) -> list[BaseMicroagent]:
+        """None: an environment has no files."""
+        return []
+
+    @property
+    def workspace_root(self) -> Path:
+        """A name that OpenHands wants; there is no workspace."""
+        return Path(INSIDE)
+
+    def run(self, action: CmdRunAction) -> Observation:
+        """Refused."""
+        return _refusal("shell")
+
+    def run_ipython(self, action: IPythonRunCellAction) -> Observation:
+        """Refused."""
+        return _refusal("Jupyter")
+
+    def read(self, action: FileReadAction) -> Observation:
+        """Refused."""
+        return _refusal("files")
+
+    def write(self, action: FileWriteAction) -> Observation:
+        """Refused."""
+        return _refusal("files")
+
+    def edit(self, action: FileEditAction) -> Observation:
+        """Refused."""
+        return _refusal("files")
+
+    def browse(self, action: BrowseURLAction) -> Observation:
+        """Refused."""
+        return _refusal("browser")
+
+    def browse_interactive(self, action: BrowseInteractiveAction) -> Observation:
+        """Refused."""
+        return _refusal("browser")
+
+    def copy_to(self, host_src: str, sandbox_dest: str, recursive: bool = False) -> None:
+        """Refused with ``NotImplementedError``."""
+        raise NotImplementedError("an environment has no files to copy to")
+
+    def copy_from(self, path: str) -> Path:
+        """Refused with ``NotImplementedError``."""
+        raise NotImplementedError("an environment has no files to copy from")
+
+    def list_files(self, path: str | None = None) -> list[str]:
+        """Nothing: an environment has no files."""
+        return []
+
+
+def make_environment(settings: RLSettings) -> Environment:
+    """The environment that ``[rl] env_name`` names, at the configured address. Raises ``ConfigError``.
+
+    A guest's ``Options`` get what they declare of ``base_url`` and ``react_format``.
+    """
+    environment = registry.load("environments", settings.env_name)
+    known = {"base_url": settings.environment_url, "react_format": settings.react_format}
+    options = environment.Options
+    return environment(options(**{name: known[name] for name in known if name in options.model_fields}))
+
+
+def task_from_environment_variable(settings: RLSettings) -> Task:
+    """The task for a plain OpenHands run. Raises ``ConfigError`` when the variable is no whole number."""
+    text = os.environ.get(TASK_INDEX_VARIABLE, "0")
+    if not text.isdecimal():
+        raise ConfigError(f"{TASK_INDEX_VARIABLE} must be a whole number from 0, not {text!r}")
+    return Task(id=f"{settings.env_name}/{int(text)}", environment=settings.env_name, data={"idx": int(text)})
+
+
+def _refusal(what: str) -> ErrorObservation:
+    return ErrorObservation(f"This runtime is an environment and has no {what}: only {RESET_TOOL} and {STEP_TOOL} work.")

@@ -1,0 +1,173 @@
+"""One episode that OpenHands' controller plays: its tree, its limits, and how it ended.
+
+A runner binds one for the agent that is made next; without one the agent makes its own. Nothing here imports OpenHands.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from openhands_rl_plugin.protocols import Strategy
+from openhands_rl_plugin.session import clip, context_tokens, reached, trajectory_id
+from openhands_rl_plugin.settings import RLSettings
+from openhands_rl_plugin.tree import EpisodeTree
+from openhands_rl_plugin.types import (
+    EpisodeRequest,
+    Failure,
+    FailureKind,
+    JsonObject,
+    Limits,
+    Observation,
+    PolicyRef,
+    SamplingParams,
+    StopReason,
+    StrategySpec,
+    Times,
+    Trajectory,
+)
+
+from .wire import EnvironmentReply
+
+_SEED_STEP = 1_000_003
+_SEEDS = 2**31
+
+
+class ControllerEpisode:
+    """The state that ``RLAgent`` and its runner share. Written by one session, frozen when that has ended.
+
+    ``environment_mode``: the model sees only what the environment says; else it works in a workspace with the tools
+    of OpenHands' CodeAct agent. ``base_model`` is the served name of the weights below any adapter.
+    """
+
+    def __init__(
+        self,
+        request: EpisodeRequest,
+        settings: RLSettings,
+        *,
+        strategy: Strategy,
+        strategy_spec: StrategySpec,
+        base_model: str,
+        environment_mode: bool,
+    ) -> None:
+        self.request = request
+        self.settings = settings
+        self.strategy = strategy
+        self.strategy_spec = strategy_spec
+        self.base_model = base_model
+        self.environment_mode = environment_mode
+        self.limits = request.task.limits or _limits_of(settings, environment_mode)
+        # The length of an answer is bounded by the limits, which may be the task's own.
+        self.sampling = overlay(settings.sampling_params().model_copy(update={"max_tokens": None}), request.sampling)
+        self.tree = EpisodeTree()
+        self.turns = 0
+        self.stop: StopReason | None = None
+        self.failure: Failure | None = None
+        self.evidence: JsonObject | None = None
+        self.started = time.time()
+
+    def observe(self, reply: EnvironmentReply) -> None:
+        """Add an environment's reply, cut to ``max_obs_length``."""
+        answer = Observation(
+            messages=reply.messages, reward=reply.reward, terminated=reply.terminated, truncated=reply.truncated
+        )
+        self.tree.observe(clip(answer, self.limits))
+        if reply.evidence is not None:
+            self.evidence = reply.evidence
+        if reply.failure is not None:
+            self.failure = reply.failure
+
+    def limit_reached(self) -> StopReason | None:
+        """The reason to ask for no further completion, or ``None``. Answers that did not parse count as turns."""
+        if (stop := reached(self.tree, self.limits.model_copy(update={"max_prompt_length": None}))) is not None:
+            return stop
+        if self.turns >= self.limits.max_turns:
+            return StopReason.MAX_TURNS
+        longest = self.limits.max_prompt_length
+        if longest is not None and context_tokens(self.tree) > longest:
+            return StopReason.MAX_TOKENS
+        if self.limits.timeout is not None and time.time() - self.started > self.limits.timeout:
+            return StopReason.TIMEOUT
+        return None
+
+    def sampling_for(self, asked: SamplingParams | None, call: int) -> SamplingParams:
+        """How the ``call``-th completion is sampled: the strategy's wishes over the request's over the settings'.
+
+        Every call has a seed of its own, which depends on nothing but the episode's.
+        """
+        wanted = overlay(self.sampling, asked or SamplingParams())
+        seed = self.request.seed if wanted.seed is None else wanted.seed
+        longest = min(wanted.max_tokens or self.limits.max_response_length, self.limits.max_response_length)
+        return wanted.model_copy(update={"max_tokens": longest, "seed": (seed + call * _SEED_STEP) % _SEEDS})
+
+    def freeze(
+        self,
+        *,
+        stop: StopReason | None = None,
+        failure: Failure | None = None,
+        evidence: JsonObject | None = None,
+    ) -> Trajectory:
+        """The episode as a value. A failure makes it an error; the agent's own wins, because it came first and knows
+        more than what the controller made of it. ``stop`` and ``evidence`` win over what the agent noted."""
+        failure = self.failure or failure
+        served = self.request.served_model or self.base_model
+        return self.tree.freeze(
+            self.request,
+            trajectory_id=trajectory_id(self.request),
+            strategy=self.strategy_spec,
+            policy=PolicyRef.from_served_name(self.base_model, served),
+            stop=StopReason.ERROR if failure else stop or self.stop or StopReason.NO_ACTION,
+            times=Times(started=self.started, finished=time.time()),
+            evidence=self.evidence if evidence is None else evidence,
+            failure=failure,
+        )
+
+
+_BOUND: ContextVar[ControllerEpisode | None] = ContextVar("rl_controller_episode", default=None)
+
+
+@contextmanager
+def bind_episode(episode: ControllerEpisode) -> Iterator[ControllerEpisode]:
+    """The ``RLAgent`` that is made in this context plays ``episode``."""
+    token = _BOUND.set(episode)
+    try:
+        yield episode
+    finally:
+        _BOUND.reset(token)
+
+
+def current_episode() -> ControllerEpisode | None:
+    """The episode bound in this context."""
+    return _BOUND.get()
+
+
+def controller_end(agent_state: str, last_error: str) -> tuple[StopReason, Failure | None]:
+    """Why a controller stopped without the agent finishing, from its state ("error", "stopped") and last error.
+
+    Hitting one of OpenHands' own limits is a regular end of an episode; anything else makes it no valid sample.
+    """
+    error = last_error.lower()
+    if "maximum iteration" in error:
+        return StopReason.MAX_TURNS, None
+    if "maximum budget" in error or "stuckinloop" in error:
+        return StopReason.TRUNCATED, None
+    message = last_error or f"the controller ended in the state {agent_state!r}"
+    return StopReason.ERROR, Failure(
+        kind=FailureKind.INFRASTRUCTURE, message=message[:500], boundary="openhands.controller"
+    )
+
+
+def overlay(below: SamplingParams, above: SamplingParams) -> SamplingParams:
+    """``above``, with what it leaves open taken from ``below``."""
+    given = {name: value for name, value in above if value not in (None, ())}
+    return below.model_copy(update=given)
+
+
+def _limits_of(settings: RLSettings, environment_mode: bool) -> Limits:
+    limits = settings.limits()
+    if environment_mode or "max_prompt_length" in settings.model_fields_set:
+        return limits
+    # The default is made for short conversations; the CodeAct agent's own instructions are longer than that.
+    return limits.model_copy(update={"max_prompt_length": None})

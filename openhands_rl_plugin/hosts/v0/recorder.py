@@ -1,0 +1,262 @@
+"""Records every completion of one OpenHands ``LLM``: what was really sent and what the server really answered.
+
+It stands where OpenHands calls litellm (``LLM._completion_unwrapped``): after retries were decided, messages formatted
+and tools turned into a prompt, and before an answer is parsed. So it sees the wire form, every attempt, and answers
+whose tool call does not parse.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import litellm
+from litellm.types.utils import Choices, ModelResponse
+from openhands.llm.llm import LLM
+from pydantic import JsonValue
+
+from openhands_rl_plugin.errors import describe
+from openhands_rl_plugin.hosts.v0.alignment import WireMessage, text_of
+from openhands_rl_plugin.types import (
+    Completion,
+    JsonObject,
+    Message,
+    PolicyRef,
+    SamplingParams,
+    Tokens,
+    ToolCall,
+    Usage,
+)
+
+# Named one by one, because the call also carries keys and headers, which must not be recorded.
+_RECORDED_PARAMETERS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_completion_tokens",
+    "max_tokens",
+    "stop",
+    "seed",
+    "n",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "reasoning_effort",
+    "response_format",
+    "tool_choice",
+    "chat_template_kwargs",
+)
+_OPENAI_COMPATIBLE = frozenset({"openai", "custom_openai", "hosted_vllm", "litellm_proxy"})
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One request and its outcome. ``latency`` is in seconds; ``completion`` is absent when there was no answer."""
+
+    messages: Sequence[WireMessage]
+    tools: Sequence[JsonObject]
+    parameters: JsonObject
+    model: str
+    latency: float
+    completion: Completion | None
+    error: str | None
+
+    def summary(self) -> JsonObject:
+        """The attempt without what the tree keeps elsewhere."""
+        return {"model": self.model, "parameters": self.parameters, "latency": self.latency, "error": self.error}
+
+
+@dataclass(slots=True)
+class CallLog:
+    """The attempts of one call, in order. ``session`` and ``step`` are OpenHands' own."""
+
+    session: str
+    step: int
+    base_model: str
+    attempts: list[Attempt] = field(default_factory=list)
+
+
+_LOG: ContextVar[CallLog | None] = ContextVar("rl_call_log", default=None)
+
+
+@contextmanager
+def recording(log: CallLog) -> Iterator[CallLog]:
+    """Attempts made in this context go to ``log``."""
+    token = _LOG.set(log)
+    try:
+        yield log
+    finally:
+        _LOG.reset(token)
+
+
+def record_completions(llm: LLM) -> None:
+    """Put the recorder into ``llm``; a second call changes nothing."""
+    # OpenHands declares a functools.partial here; it only ever calls it.
+    holder: Any = llm
+    if not isinstance(holder._completion_unwrapped, RecordedCompletion):
+        holder._completion_unwrapped = RecordedCompletion(holder._completion_unwrapped)
+
+
+class RecordedCompletion:
+    """litellm's ``completion`` as OpenHands bound it, with every call noted in the current ``CallLog``.
+
+    Outside ``recording`` it does nothing of its own. Inside, it asks an OpenAI-compatible server for token ids and
+    logprobs, and takes them out of the response, which OpenHands would else copy and store with every event.
+    """
+
+    def __init__(self, send: Callable[..., ModelResponse]) -> None:
+        self._send = send
+        self._bound: Mapping[str, Any] = getattr(send, "keywords", {})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> ModelResponse:
+        log = _LOG.get()
+        if log is None:
+            return self._send(*args, **kwargs)
+        asked = {**self._bound, **kwargs}
+        asked.update(_token_request(asked))
+        started = time.perf_counter()
+        try:
+            response = self._send(*args, **{**kwargs, **{key: asked[key] for key in _ASKED if key in asked}})
+        except BaseException as error:
+            log.attempts.append(_attempt(asked, time.perf_counter() - started, error=describe(error)))
+            raise
+        latency = time.perf_counter() - started
+        completion = _completion(asked, response, log.base_model)
+        error = None if completion else "the server answered without a choice"
+        log.attempts.append(_attempt(asked, latency, completion, error))
+        return response
+
+
+_ASKED = ("logprobs", "extra_body")
+
+
+def _token_request(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What to add so that the answer has token ids and logprobs; what the user set himself wins."""
+    if not _knows_token_ids(asked):
+        return {}
+    return {
+        "logprobs": asked.get("logprobs", True),
+        "extra_body": {"return_token_ids": True, **(asked.get("extra_body") or {})},
+    }
+
+
+def _knows_token_ids(asked: Mapping[str, Any]) -> bool:
+    """Only servers of one's own: OpenAI itself and other vendors answer an unknown parameter with an error."""
+    base_url = asked.get("base_url") or asked.get("api_base")
+    if not base_url or (urlsplit(base_url).hostname or "").endswith("openai.com"):
+        return False
+    provider = asked.get("custom_llm_provider") or split_provider(asked.get("model") or "")[0]
+    return provider in _OPENAI_COMPATIBLE
+
+
+def split_provider(model: str) -> tuple[str, str]:
+    """``"openai/Qwen/Qwen3-8B"`` -> ``("openai", "Qwen/Qwen3-8B")``; no known provider gives an empty one."""
+    provider, slash, name = model.partition("/")
+    return (provider, name) if slash and provider in litellm.provider_list else ("", model)
+
+
+def _attempt(
+    asked: Mapping[str, Any], latency: float, completion: Completion | None = None, error: str | None = None
+) -> Attempt:
+    return Attempt(
+        messages=asked.get("messages") or (),
+        tools=asked.get("tools") or (),
+        parameters=_parameters(asked),
+        model=str(asked.get("model")),
+        latency=latency,
+        completion=completion,
+        error=error,
+    )
+
+
+def _parameters(asked: Mapping[str, Any]) -> JsonObject:
+    given = {**(asked.get("extra_body") or {}), **asked}
+    return {name: given[name] for name in _RECORDED_PARAMETERS if given.get(name) is not None}
+
+
+def _completion(asked: Mapping[str, Any], response: ModelResponse, base_model: str) -> Completion | None:
+    if not response.choices:
+        return None
+    choice = response.choices[0]
+    if not isinstance(choice, Choices):
+        return None
+    tokens = _take_tokens(response, choice)
+    # Read after the token arrays are gone, which would make it many times as large.
+    raw: dict[str, JsonValue] = response.model_dump(mode="json")
+    served = split_provider(response.model or str(asked.get("model")))[1]
+    return Completion.model_construct(
+        message=_message(choice),
+        tokens=tokens,
+        finish_reason=choice.finish_reason,
+        usage=_usage(response),
+        policy=PolicyRef.from_served_name(base_model, served),
+        sampling=_sampling(asked),
+        metadata={"response": raw},
+    )
+
+
+def _message(choice: Choices) -> Message:
+    message = choice.message
+    return Message(
+        role="assistant",
+        content=text_of(message.content),
+        tool_calls=tuple(
+            ToolCall(id=call.id or "", name=call.function.name or "", arguments=call.function.arguments or "")
+            for call in message.tool_calls or ()
+        ),
+    )
+
+
+def _take_tokens(response: ModelResponse, choice: Choices) -> Tokens | None:
+    """Move the token arrays from the response into a value; without both kinds of ids there is none."""
+    logprobs, choice.logprobs = getattr(choice, "logprobs", None), None
+    prompt_ids = (response.model_extra or {}).pop("prompt_token_ids", None)
+    sampled_ids = (getattr(choice, "provider_specific_fields", None) or {}).pop("token_ids", None)
+    if not (_are_ids(prompt_ids) and _are_ids(sampled_ids)):
+        return None
+    content = getattr(logprobs, "content", None) or ()
+    values = tuple(float(entry.logprob) for entry in content)
+    # The ids were checked; letting pydantic look at each of 35,000 again would cost most of a millisecond.
+    return Tokens.model_construct(
+        prompt_ids=tuple(prompt_ids),
+        sampled_ids=tuple(sampled_ids),
+        logprobs=values if len(values) == len(sampled_ids) else (),
+    )
+
+
+def _are_ids(values: object) -> bool:
+    """Whether this is a list of whole numbers. A sum is the fastest look at every element."""
+    if not isinstance(values, list):
+        return False
+    try:
+        return type(sum(values)) is int
+    except TypeError:
+        return False
+
+
+def _usage(response: ModelResponse) -> Usage:
+    usage = (response.model_extra or {}).get("usage")
+    details = getattr(usage, "prompt_tokens_details", None)
+    return Usage(
+        prompt_tokens=getattr(usage, "prompt_tokens", 0) or 0,
+        completion_tokens=getattr(usage, "completion_tokens", 0) or 0,
+        cached_tokens=getattr(details, "cached_tokens", 0) or 0,
+        calls=1,
+    )
+
+
+def _sampling(asked: Mapping[str, Any]) -> SamplingParams:
+    stop = asked.get("stop") or ()
+    return SamplingParams.model_construct(
+        temperature=asked.get("temperature"),
+        top_p=asked.get("top_p"),
+        max_tokens=asked.get("max_completion_tokens") or asked.get("max_tokens"),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        seed=asked.get("seed"),
+    )

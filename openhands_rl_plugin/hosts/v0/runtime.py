@@ -1,0 +1,290 @@
+"""The workspace runtime: an OpenHands ``Runtime`` whose sessions lose no output and do not meet in one process.
+
+Chosen by class path, ``runtime = "openhands_rl_plugin.hosts.v0.runtime.WorkspaceRuntime"``. ``workspace_base`` is used
+as it is, without a copy; without one, a session has a fresh temporary directory that ends with it. A session has a
+network only with ``[sandbox] use_host_network = true``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import shutil
+import tempfile
+import zipfile
+from pathlib import Path
+
+from openhands.core.config.mcp_config import MCPConfig, MCPStdioServerConfig
+from openhands.core.logger import openhands_logger
+from openhands.events.action import (
+    BrowseInteractiveAction,
+    BrowseURLAction,
+    CmdRunAction,
+    FileEditAction,
+    FileReadAction,
+    FileWriteAction,
+    IPythonRunCellAction,
+)
+from openhands.events.action.mcp import MCPAction
+from openhands.events.event import FileEditSource, FileReadSource
+from openhands.events.observation import (
+    CmdOutputObservation,
+    ErrorObservation,
+    FileEditObservation,
+    FileReadObservation,
+    FileWriteObservation,
+    Observation,
+)
+from openhands.runtime.base import Runtime
+from openhands.runtime.runtime_status import RuntimeStatus
+from openhands_aci.utils.diff import get_diff
+
+from openhands_rl_plugin.hosts.v0.editor import EditRequest, WorkspaceEditor
+from openhands_rl_plugin.hosts.v0.sandbox import (
+    INSIDE,
+    BubblewrapSandbox,
+    CommandResult,
+    Sandbox,
+    SandboxEndedError,
+    SandboxLimits,
+    Shell,
+    SubprocessSandbox,
+    check_bubblewrap,
+)
+from openhands_rl_plugin.hosts.v0.workspace import Workspace
+
+_START_TIMEOUT = 14.0
+_ENDED = "[The sandbox ended and a new one is started: background processes and the shell's state are lost.]"
+
+
+class WorkspaceRuntime(Runtime):
+    """Runs a session's commands and file actions; in bubblewrap when ``bwrap`` is installed, else as subprocesses.
+
+    Raises ``ConfigError`` from the constructor when ``bwrap`` is there but cannot be used: isolation is never dropped
+    silently.
+    """
+
+    limits = SandboxLimits()
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        base = self.config.workspace_base
+        self._private = Path(tempfile.mkdtemp(prefix="openhands-rl-")).resolve()
+        root = Path(base).expanduser().resolve() if base else self._private / "workspace"
+        root.mkdir(parents=True, exist_ok=True)
+        self.files = Workspace(root)
+        self._editor: WorkspaceEditor | None = None
+        self._shell = Shell(self.make_sandbox(root, self._private), self._variables(), self.limits)
+
+    def make_sandbox(self, root: Path, private: Path) -> Sandbox:
+        """Where commands run; ``private`` is a directory of the session beside its workspace."""
+        if shutil.which("bwrap") is None:
+            openhands_logger.warning("bubblewrap is not installed: commands run on this host without isolation")
+            return SubprocessSandbox(root, private)
+        return _bubblewrap(root, self.config.sandbox.use_host_network, self.limits)
+
+    async def connect(self) -> None:
+        """Start the sandbox. Raises ``InfrastructureError`` when it does not start."""
+        self.set_runtime_status(RuntimeStatus.STARTING_RUNTIME)
+        await asyncio.to_thread(self._shell.run, ":", timeout=_START_TIMEOUT)
+        self._runtime_initialized = True
+        self.set_runtime_status(RuntimeStatus.RUNTIME_STARTED)
+
+    def close(self) -> None:
+        """End the sandbox and all processes in it, and remove what this runtime made."""
+        atexit.unregister(self.close)
+        self._runtime_initialized = False
+        self._shell.close()
+        shutil.rmtree(self._private, ignore_errors=True)
+        super().close()
+
+    @property
+    def workspace_root(self) -> Path:
+        """``/workspace``, as the session sees it."""
+        return Path(INSIDE)
+
+    def run(self, action: CmdRunAction) -> Observation:
+        """Run a command for at most the action's time limit; what it leaves in the background lives on."""
+        if action.is_input:
+            return ErrorObservation(
+                f"No command is waiting for input, so {action.command!r} was not sent: commands run without a terminal,"
+                " with an empty standard input, and are ended at their time limit."
+            )
+        if "\0" in action.command:
+            return ErrorObservation("A command cannot hold a null character.")
+        timeout = self.config.sandbox.timeout if action.timeout is None else action.timeout
+        aside = action.cwd is not None or action.is_static
+        try:
+            result = self._shell.run(action.command, timeout=timeout, cwd=action.cwd, keep=not aside)
+        except SandboxEndedError:
+            return _observation(action, CommandResult(output="", exit_code=None, cwd=INSIDE), _ENDED)
+        suffix = f"[The command timed out after {timeout:.1f} seconds and was ended.]" if result.timed_out else ""
+        return _observation(action, result, suffix)
+
+    def read(self, action: FileReadAction) -> Observation:
+        """Read a text file, or view it with line numbers when the editor's tool asks."""
+        if action.impl_source == FileReadSource.OH_ACI:
+            return self._view(action)
+        try:
+            data = self.files.read(action.path)
+        except PermissionError:
+            raise
+        except OSError as error:
+            return ErrorObservation(f"{action.path} cannot be read: {error.strerror}")
+        if b"\0" in data:
+            return ErrorObservation("ERROR_BINARY_FILE")
+        lines = data.decode("utf-8", "replace").splitlines(keepends=True)
+        end = None if action.end == -1 else action.end
+        return FileReadObservation(content="".join(lines[action.start : end]), path=action.path)
+
+    def write(self, action: FileWriteAction) -> Observation:
+        """Replace the whole file, making it and the directories above it when needed."""
+        try:
+            self.files.write(action.path, action.content.encode("utf-8", "surrogateescape"))
+        except PermissionError:
+            raise
+        except OSError as error:
+            return ErrorObservation(f"{action.path} cannot be written: {error.strerror}")
+        return FileWriteObservation(content="", path=action.path)
+
+    def edit(self, action: FileEditAction) -> Observation:
+        """Execute a command of ``str_replace_editor``."""
+        if action.impl_source != FileEditSource.OH_ACI:
+            return ErrorObservation("This runtime edits files by str_replace_editor only; disable enable_llm_editor.")
+        request = EditRequest(
+            command=action.command,
+            path=action.path,
+            file_text=action.file_text,
+            old_str=action.old_str,
+            new_str=action.new_str,
+            insert_line=action.insert_line,
+        )
+        try:
+            result = self.editor.edit(request)
+        except PermissionError:
+            raise
+        except OSError as error:
+            return ErrorObservation(f"{action.path} cannot be edited: {error.strerror}")
+        return FileEditObservation(
+            content=result.text,
+            path=action.path,
+            old_content=action.old_str,
+            new_content=action.new_str,
+            impl_source=FileEditSource.OH_ACI,
+            diff=get_diff(result.old_content or "", result.new_content or "", action.path),
+        )
+
+    @property
+    def editor(self) -> WorkspaceEditor:
+        """The session's editor with its undo history; made when first needed, as most sessions never do."""
+        if self._editor is None:
+            self._editor = WorkspaceEditor(self.files, self._private / "scratch")
+        return self._editor
+
+    def run_ipython(self, action: IPythonRunCellAction) -> Observation:
+        """Refused: there is no Jupyter here."""
+        return ErrorObservation("This runtime has no Jupyter: run Python with a shell command (enable_jupyter = false).")
+
+    def browse(self, action: BrowseURLAction) -> Observation:
+        """Refused: there is no browser here."""
+        return ErrorObservation("This runtime has no browser (enable_browsing = false).")
+
+    def browse_interactive(self, action: BrowseInteractiveAction) -> Observation:
+        """Refused: there is no browser here."""
+        return ErrorObservation("This runtime has no browser (enable_browsing = false).")
+
+    async def call_tool_mcp(self, action: MCPAction) -> Observation:
+        """Refused: there are no MCP servers here."""
+        return ErrorObservation(f"This runtime has no MCP servers, so the tool {action.name!r} cannot be called.")
+
+    def get_mcp_config(self, extra_stdio_servers: list[MCPStdioServerConfig] | None = None) -> MCPConfig:
+        """No servers: a session reaches nothing but its workspace."""
+        return MCPConfig()
+
+    def copy_to(self, host_src: str, sandbox_dest: str, recursive: bool = False) -> None:
+        """Copy a file, or with ``recursive`` a directory, into the directory ``sandbox_dest`` (or to that file name
+        when the destination does not end with ``/`` and is no directory)."""
+        source = Path(host_src)
+        if source.is_dir():
+            if not recursive:
+                raise IsADirectoryError(f"{host_src} is a directory: copy it with recursive=True")
+            for path in sorted(source.rglob("*")):
+                target = f"{sandbox_dest}/{source.name}/{path.relative_to(source)}"
+                if path.is_dir() and not path.is_symlink():
+                    self.files.make_directory(target)
+                elif path.is_file():
+                    self.files.write(target, path.read_bytes(), mode=path.stat().st_mode & 0o777)
+            return
+        into = sandbox_dest.endswith("/") or self.files.kind(sandbox_dest) == "directory"
+        target = f"{sandbox_dest}/{source.name}" if into else sandbox_dest
+        self.files.write(target, source.read_bytes(), mode=source.stat().st_mode & 0o777)
+
+    def copy_from(self, path: str) -> Path:
+        """A zip of a file or directory, in a temporary file that belongs to the caller."""
+        with tempfile.NamedTemporaryFile(suffix=".zip", delete=False) as file, zipfile.ZipFile(file, "w") as archive:
+            if self.files.kind(path) == "directory":
+                for name in self.files.files(path):
+                    archive.writestr(name, self.files.read(f"{path}/{name}"))
+            else:
+                archive.writestr(Path(path).name, self.files.read(path))
+        return Path(file.name)
+
+    def list_files(self, path: str | None = None) -> list[str]:
+        """Paths of what a directory holds; nothing when there is none."""
+        directory = path or INSIDE
+        if self.files.kind(directory) != "directory":
+            return []
+        return [f"{directory.rstrip('/')}/{name}" for name, _ in self.files.entries(directory)]
+
+    def _view(self, action: FileReadAction) -> Observation:
+        request = EditRequest(command="view", path=action.path, view_range=action.view_range)
+        try:
+            text = self.editor.edit(request).text
+        except PermissionError:
+            raise
+        except OSError as error:
+            return ErrorObservation(f"{action.path} cannot be read: {error.strerror}")
+        return FileReadObservation(content=text, path=action.path, impl_source=FileReadSource.OH_ACI)
+
+    def _variables(self) -> dict[str, str]:
+        name, email = self.config.git_user_name, self.config.git_user_email
+        git = {f"GIT_{who}_{what}": value for who in ("AUTHOR", "COMMITTER") for what, value in (("NAME", name), ("EMAIL", email))}
+        return {**git, **self.initial_env_vars, **self.config.sandbox.runtime_startup_env_vars}
+
+
+class BubblewrapRuntime(WorkspaceRuntime):
+    """The workspace runtime that refuses to work without bubblewrap."""
+
+    def make_sandbox(self, root: Path, private: Path) -> Sandbox:
+        """A bubblewrap sandbox; raises ``ConfigError`` where that is impossible."""
+        return _bubblewrap(root, self.config.sandbox.use_host_network, self.limits)
+
+
+class SubprocessRuntime(WorkspaceRuntime):
+    """The workspace runtime without isolation, even where bubblewrap is installed."""
+
+    def make_sandbox(self, root: Path, private: Path) -> Sandbox:
+        """Plain subprocesses."""
+        return SubprocessSandbox(root, private)
+
+
+def _bubblewrap(root: Path, network: bool, limits: SandboxLimits) -> Sandbox:
+    check_bubblewrap()
+    return BubblewrapSandbox(root, network=network, temporary=limits.temporary)
+
+
+def _observation(action: CmdRunAction, result: CommandResult, suffix: str) -> CmdOutputObservation:
+    prefix = ""
+    if result.earlier:
+        prefix = f"[Output of background processes since the last command.]\n{result.earlier}\n[Output of this command.]\n"
+    return CmdOutputObservation(
+        content=result.output.rstrip("\n"),
+        command=action.command,
+        hidden=action.hidden,
+        metadata={
+            "exit_code": -1 if result.exit_code is None else result.exit_code,
+            "working_dir": result.cwd,
+            "prefix": prefix,
+            "suffix": f"\n{suffix}" if suffix and result.output else suffix,
+        },
+    )

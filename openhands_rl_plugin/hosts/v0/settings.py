@@ -1,0 +1,83 @@
+"""Where the settings of an OpenHands process come from.
+
+OpenHands keeps ``[extended]`` and the agent's own section, but drops a top-level ``[rl]`` with a warning that names the
+file. A filter on OpenHands' logger takes that warning as the news which file to read; it is installed when the plugin
+is imported, which is before the check, with autoload as well as with a ``classpath`` line.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from pathlib import Path
+
+from openhands.core.config import AgentConfig, OpenHandsConfig
+from openhands.core.config.arg_utils import get_headless_parser
+from openhands.core.logger import openhands_logger
+from pydantic import Field
+
+from openhands_rl_plugin.config import load_settings, settings_from_sections
+from openhands_rl_plugin.settings import RLSettings
+from openhands_rl_plugin.types import JsonObject
+
+_UNKNOWN_RL = re.compile(r"Unknown section \[rl\] in (?P<file>.+)")
+_HEADLESS_MAIN = "openhands.core.main"
+
+
+class RLAgentHostConfig(AgentConfig):
+    """``[agent.RLAgent]`` with an ``[agent.RLAgent.rl]`` table in it.
+
+    The table is checked when the agent is made: OpenHands would answer an error here by skipping the whole section.
+    """
+
+    rl: JsonObject = Field(default_factory=dict)
+
+
+class RLSectionFilter(logging.Filter):
+    """Holds back OpenHands' warning about ``[rl]`` and remembers which file has the section."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.file: Path | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """False for that one warning."""
+        if record.levelno != logging.WARNING or (match := _UNKNOWN_RL.fullmatch(record.getMessage())) is None:
+            return True
+        # Absolute at once: some runtimes change the working directory of the process.
+        self.file = Path(match["file"]).absolute()
+        return False
+
+
+_seen = RLSectionFilter()
+
+
+def watch_for_rl_section() -> None:
+    """Install the filter; a second call changes nothing."""
+    openhands_logger.addFilter(_seen)
+
+
+def host_settings(agent_config: AgentConfig, config: OpenHandsConfig) -> RLSettings:
+    """The settings of this process: ``[rl]``, overridden by ``[extended.rl]``, overridden by ``[agent.RLAgent.rl]``.
+
+    All three are read from the file when it is known, else the latter two from OpenHands' configuration objects.
+    Raises ``ConfigError``.
+    """
+    if (file := _seen.file or _file_of_headless_main()) is not None:
+        return load_settings(file)
+    own = agent_config.rl if isinstance(agent_config, RLAgentHostConfig) else {}
+    return settings_from_sections({"extended": config.extended.model_dump(), "agent": {"RLAgent": {"rl": own}}})
+
+
+def _file_of_headless_main() -> Path | None:
+    """The configuration file of ``python -m openhands.core.main``.
+
+    Needed where ``LOG_LEVEL=ERROR`` keeps OpenHands from warning at all, so that there is nothing to filter.
+    """
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is None or spec.name != _HEADLESS_MAIN:
+        return None
+    arguments, _ = get_headless_parser().parse_known_args()
+    file = Path(arguments.config_file).absolute()
+    return file if file.is_file() else None

@@ -1,0 +1,81 @@
+"""Rewards that look at how an episode ended."""
+
+from __future__ import annotations
+
+import math
+
+from pydantic import Field
+
+from openhands_rl_plugin.errors import GraderError
+from openhands_rl_plugin.types import Frozen, Score, Trajectory
+
+# Sums of step rewards such as 10 x 0.1 must not miss a threshold by a rounding error.
+_ROUNDING = 1e-9
+
+
+class ReturnOptions(Frozen):
+    """Nothing to choose: the return is what the environment gave."""
+
+
+class ReturnReward:
+    """The environment's return: the undiscounted sum of the step rewards on the acted path."""
+
+    Options = ReturnOptions
+    version = "return-1"
+
+    def __init__(self, options: ReturnOptions | None = None) -> None:
+        self.options = options or ReturnOptions()
+
+    async def __call__(self, trajectory: Trajectory) -> Score:
+        """Score the episode. Raises ``GraderError`` when it has no valid return."""
+        total, steps = environment_return(trajectory)
+        return Score(trajectory_id=trajectory.id, reward=total, detail={"steps": steps}, reward_version=self.version)
+
+
+class SuccessOptions(Frozen):
+    """``threshold``: the least return that counts as success."""
+
+    threshold: float = Field(default=1.0, allow_inf_nan=False)
+
+
+class SuccessReward:
+    """1.0 when the return reaches the threshold, else 0.0."""
+
+    Options = SuccessOptions
+
+    def __init__(self, options: SuccessOptions | None = None) -> None:
+        self.options = options or SuccessOptions()
+
+    @property
+    def version(self) -> str:
+        """Names the threshold, because another one gives other scores."""
+        return f"success-1@{self.options.threshold:g}"
+
+    async def __call__(self, trajectory: Trajectory) -> Score:
+        """Score the episode. Raises ``GraderError`` when it has no valid return."""
+        total, steps = environment_return(trajectory)
+        return Score(
+            trajectory_id=trajectory.id,
+            reward=1.0 if total >= self.options.threshold - _ROUNDING else 0.0,
+            detail={"return": total, "steps": steps},
+            reward_version=self.version,
+        )
+
+
+def environment_return(trajectory: Trajectory) -> tuple[float, int]:
+    """The return and the number of executed steps.
+
+    Raises ``GraderError`` for a failed episode, for one in which nothing was executed, and for one whose last action
+    got no answer (time ran out on it), because its effect is unknown.
+    """
+    if trajectory.failure is not None:
+        raise GraderError(f"{trajectory.id} failed ({trajectory.failure.kind}): {trajectory.failure.message}")
+    rewards = [node.reward for node in trajectory.sampled()]
+    if not rewards:
+        raise GraderError(f"{trajectory.id} has no executed action ({trajectory.stop}), so no return")
+    answered = [reward for reward in rewards if reward is not None]
+    if len(answered) < len(rewards):
+        raise GraderError(f"{trajectory.id} holds an action that got no answer ({trajectory.stop})")
+    if not math.isfinite(total := math.fsum(answered)):
+        raise GraderError(f"{trajectory.id} has a return that is not finite")
+    return total, len(answered)

@@ -1,0 +1,158 @@
+"""The model under training: a frozen base in the compute dtype, a LoRA adapter in float32, packed forward passes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from openhands_rl_plugin.errors import TrainingError, describe
+from openhands_rl_plugin.settings import TrainingSettings
+from openhands_rl_plugin.training.layout import Layout, lay_out
+from openhands_rl_plugin.training.lora import CUSTOM_LAYERS
+from openhands_rl_plugin.training.loss import token_logprobs
+from openhands_rl_plugin.training.packed import ATTENTION_NAME, RunTensors, hidden_states
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+
+# Packing and fused layers reorder sums only; an architecture that they do not fit is off by far more than that.
+_SELF_CHECK_TOLERANCE = {torch.bfloat16: 0.1, torch.float32: 1e-3}
+
+
+class TrainablePolicy:
+    """A causal language model with one LoRA adapter. Raises ``TrainingError`` when the model cannot be trained."""
+
+    def __init__(self, model_path: str | Path, settings: TrainingSettings) -> None:
+        self.model_path = str(model_path)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._base = _load(self.model_path, getattr(torch, settings.dtype)).to(self.device)
+        self._limit = self._base.config.max_position_embeddings
+        expected = self._plain_logprobs()
+        config = LoraConfig(
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=self.model_path,
+            r=settings.lora_rank,
+            lora_alpha=settings.lora_alpha,
+            lora_dropout=0.0,
+            target_modules=list(settings.target_modules),
+        )
+        config._register_custom_module(CUSTOM_LAYERS)
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(settings.seed)
+            self._peft = _wrap(self._base, config, self.model_path)
+        self._check_packed(expected)
+        self.parameters = {name: p for name, p in self._peft.named_parameters() if p.requires_grad}
+
+    def logprobs(self, layout: Layout, wanted: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies ([K] float32) of tokens ``t`` of sequences ``s``, ``wanted`` as pairs ``(s, t)``.
+
+        Gradient flows to the adapter's weights when it is enabled.
+        """
+        longest = max(map(len, layout.rows))
+        if longest > self._limit:
+            raise TrainingError(
+                f"a sample has {longest} tokens, but {self.model_path} is made for {self._limit}; lower "
+                "max_prompt_length or max_turns"
+            )
+        rows = [layout.rows[s][t - 1] for s, t in wanted]
+        targets = [layout.ids[layout.rows[s][t]] for s, t in wanted]
+        hidden = hidden_states(self._base, RunTensors(layout, self.device))
+        head = self._base.get_output_embeddings()
+        return token_logprobs(
+            hidden[torch.tensor(rows, device=self.device)],
+            torch.tensor(targets, device=self.device),
+            head.weight,
+            getattr(head, "bias", None),
+        )
+
+    def sequence_logprobs(self, token_ids: tuple[int, ...]) -> list[float]:
+        """Logprobs of tokens 1 .. T-1 given the ones before."""
+        with torch.no_grad():
+            values, _ = self.logprobs(lay_out([token_ids]), [(0, t) for t in range(1, len(token_ids))])
+        return values.tolist()
+
+    def save(self, directory: Path) -> None:
+        """Write the adapter in PEFT's format into an existing directory."""
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.weights().items()}
+        save_file(weights, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+        config = self._peft.peft_config["default"]
+        inference = {**config.to_dict(), "inference_mode": True}
+        text = json.dumps({k: sorted(v) if isinstance(v, set) else v for k, v in inference.items()}, indent=2)
+        (directory / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+
+    def weights(self) -> dict[str, Tensor]:
+        """The adapter's tensors under PEFT's file names."""
+        return get_peft_model_state_dict(self._peft)
+
+    def load(self, directory: Path) -> None:
+        """Take over the weights of an adapter directory. Raises ``TrainingError`` when they do not fit."""
+        try:
+            tensors = load_file(directory / WEIGHTS_FILE)
+        except (OSError, SafetensorError) as error:
+            raise TrainingError(f"cannot read the adapter in {directory}: {describe(error)}") from error
+        self.set_weights(tensors, str(directory))
+
+    def set_weights(self, tensors: dict[str, Tensor], source: str) -> None:
+        """Take over adapter tensors. Raises ``TrainingError`` when names or shapes differ."""
+        mine = {name: tuple(tensor.shape) for name, tensor in self.weights().items()}
+        theirs = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if mine != theirs:
+            raise TrainingError(
+                f"{source} does not fit {self.model_path} with the current lora_rank and target_modules; use the "
+                "settings and the base model it was trained with, or start a new adapter"
+            )
+        set_peft_model_state_dict(self._peft, tensors)
+
+    @torch.no_grad()
+    def _plain_logprobs(self) -> Tensor:
+        ids = torch.tensor([_SELF_CHECK_IDS], device=self.device) % self._base.config.vocab_size
+        logits = self._base(ids, use_cache=False).logits[0, :-1].float()
+        return torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+
+    def _check_packed(self, expected: Tensor) -> None:
+        """Compare with the original model: two sequences with a common beginning, packed, must agree with it."""
+        ids = tuple(token % self._base.config.vocab_size for token in _SELF_CHECK_IDS)
+        other = (*ids[: len(ids) // 2], *ids[: len(ids) // 2])
+        wanted = [(0, t) for t in range(1, len(ids))]
+        try:
+            self._base.set_attn_implementation(ATTENTION_NAME)
+            with torch.no_grad():
+                actual, _ = self.logprobs(lay_out([ids, other]), wanted)
+        except (NotImplementedError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+            raise TrainingError(f"{self.model_path}: this architecture cannot be trained: {describe(error)}") from error
+        difference = (actual - expected).abs().mean().item()
+        if not difference <= _SELF_CHECK_TOLERANCE[self._base.dtype]:
+            raise TrainingError(
+                f"{self.model_path}: this architecture cannot be trained: packed logprobs differ from the model's by "
+                f"{difference:.3g} on average"
+            )
+
+
+_SELF_CHECK_IDS = tuple((11 * i + 3) % 97 for i in range(48))
+
+
+def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="sdpa", use_safetensors=True, local_files_only=True
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise TrainingError(
+            f"cannot load the model {path}: {describe(error)} (give a directory with config.json and *.safetensors)"
+        ) from error
+    return model.eval().requires_grad_(False)
+
+
+def _wrap(base: PreTrainedModel, config: LoraConfig, path: str):
+    try:
+        return get_peft_model(base, config)
+    except ValueError as error:
+        raise TrainingError(f"cannot add LoRA to {path}: {describe(error)}; check [rl.training] target_modules") from error

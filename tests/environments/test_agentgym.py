@@ -1,0 +1,192 @@
+"""AgentGym's forms, as its webshop, textcraft, sciworld, babyai and alfworld servers word them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from raw_server import raw_server, respond
+
+from openhands_rl_plugin.environments.agentgym import AgentGymClient, AgentGymDialect, AgentGymOptions
+from openhands_rl_plugin.environments.webshop import WebShop, running_webshop
+from openhands_rl_plugin.errors import BadEnvironmentError, ConfigError, InfrastructureError
+from openhands_rl_plugin.testing import check_environment
+from openhands_rl_plugin.types import Message, Observation, Task
+
+
+def task(environment: str = "agentgym", idx: int = 3) -> Task:
+    return Task(id="t", environment=environment, instruction="craft a boat", data={"idx": idx})
+
+
+def client(url: str, **options: Any) -> AgentGymClient:
+    return AgentGymClient(AgentGymOptions.model_validate({"base_url": url, "timeout": 5, "backoff": 0.01, **options}))
+
+
+async def play(player: AgentGymClient, of: Task, steps: int = 1) -> list[Observation]:
+    seen = [await player.reset(of)]
+    seen += [await player.step(Message(role="assistant", content=f"Action: act {at}")) for at in range(steps)]
+    await player.close()
+    return seen
+
+
+async def test_webshop_keys_list_answer_and_no_close():
+    def handler(path: str, body: Any) -> bytes:
+        if path == "/create":
+            return respond(41157437)
+        if path == "/reset":
+            return respond(["WebShop [SEP] Instruction:", None])
+        if path == "/step":
+            return respond({"state": "Thank you", "reward": 1.0, "done": True, "info": None})
+        return respond("Method Not Allowed", status="405 Method Not Allowed")
+
+    async with raw_server(handler) as server:
+        opening, last = await play(client(server.url), task("webshop"))
+    assert opening.messages[1].content == "WebShop [SEP] Instruction:"
+    assert "search[keywords]" in (opening.messages[0].content or "")
+    assert (last.reward, last.terminated) == (1.0, True)
+    assert server.requests == [
+        ("/create", {}),
+        ("/reset", {"env_idx": 41157437, "session_id": 3}),
+        ("/step", {"env_idx": 41157437, "action": "act 0"}),
+        ("/close", {"env_idx": 41157437}),
+    ]
+
+
+async def test_textcraft_keys_are_told_by_the_answer_to_create():
+    def handler(path: str, body: Any) -> bytes:
+        if path == "/create":
+            return respond({"id": 0, "observation": "hello", "done": False, "reward": 0})
+        return respond(True if path == "/close" else {"observation": f"after {path}", "reward": 0, "done": False})
+
+    async with raw_server(handler) as server:
+        opening, _ = await play(client(server.url, create_body={"goal": "boat"}), task("my own server"))
+    assert opening.messages[1].content == "after /reset"
+    assert server.requests == [
+        ("/create", {"goal": "boat"}),
+        ("/reset", {"id": 0, "data_idx": 3}),
+        ("/step", {"id": 0, "action": "act 0"}),
+        ("/close", {"id": 0}),
+    ]
+
+
+async def test_sciworld_tells_its_task_with_the_first_observation():
+    def handler(path: str, body: Any) -> bytes:
+        if path == "/create":
+            return respond({"id": 5})
+        opening = {"task_description": "Boil water.", "observation": "A room.", "reward": 7, "score": 7, "done": False}
+        return respond(opening if path == "/reset" else {"observation": "o", "reward": 3, "score": 10, "done": False})
+
+    async with raw_server(handler) as server:
+        opening, step = await play(client(server.url), task("agentgym/sciworld"))
+    assert opening.messages[1].content == "Boil water.\nA room."
+    assert (opening.reward, step.reward) == (0.0, 3.0)
+
+
+async def test_babyai_rewards_are_levels_and_become_gains():
+    levels = iter([0.0, 0.5, 0.5, 1.0])
+
+    def handler(path: str, body: Any) -> bytes:
+        if path == "/create":
+            return respond({"id": 1})
+        level = next(levels) if path == "/step" else 0.0
+        return respond({"observation": "o", "reward": level, "score": 0, "done": level == 1.0})
+
+    async with raw_server(handler) as server:
+        player = client(server.url, preset="babyai")
+        seen = await play(player, task(), steps=4)
+    assert [observation.reward for observation in seen[1:]] == [0.0, 0.5, 0.0, 0.5]
+    assert (await player.evidence())["return"] == 1.0
+
+
+async def test_alfworld_keys_and_possible_actions():
+    def handler(path: str, body: Any) -> bytes:
+        if path == "/create":
+            return respond({"id": 2})
+        return respond({"id": 2, "observation": "A kitchen.", "available_actions": ["look", "go to fridge 1"]})
+
+    async with raw_server(handler) as server:
+        opening = (await play(client(server.url, preset="alfworld"), task(), steps=0))[0]
+    assert server.requests[1] == ("/reset", {"id": 2, "game": 3, "world_type": "Text"})
+    assert opening.messages[1].content == "A kitchen.\nAVAILABLE ACTIONS: look,go to fridge 1"
+
+
+async def test_a_dialect_can_be_spelled_out():
+    async with raw_server(lambda path, body: respond('"e1"' if path == "/create" else {"state": "s"})) as server:
+        dialect = AgentGymDialect(id_key="episode", index_key="level", reset_extra={"mode": "easy"})
+        await play(client(server.url, dialect=dialect), task("webshop"), steps=0)
+    assert server.requests[1] == ("/reset", {"episode": "e1", "level": 3, "mode": "easy"})
+
+
+async def test_terminated_and_truncated_keys():
+    def handler(path: str, body: Any) -> bytes:
+        return respond(9 if path == "/create" else {"state": "s", "terminated": False, "truncated": path == "/step"})
+
+    async with raw_server(handler) as server:
+        _, last = await play(client(server.url), task())
+    assert (last.terminated, last.truncated) == (False, True)
+
+
+@pytest.mark.parametrize("at", ["/create", "/reset", "/step"])
+async def test_an_error_in_a_200_is_an_error(at: str):
+    def handler(path: str, body: Any) -> bytes:
+        if path == at:
+            return respond({"error": "The id 77 is not valid."})
+        return respond({"id": 77} if path == "/create" else {"observation": "o"})
+
+    async with raw_server(handler) as server:
+        player = client(server.url)
+        with pytest.raises(BadEnvironmentError, match=f"{at} answered an error: The id 77 is not valid"):
+            await play(player, task())
+        await player.close()
+        assert ("/close" in server.paths()) == (at != "/create")
+
+
+@pytest.mark.parametrize("created", [None, True, {}, {"id": None}, {"id": [1]}, [5], 1.5])
+async def test_a_create_without_an_id_is_refused(created: Any):
+    async with raw_server(lambda path, body: respond(created)) as server:
+        player = client(server.url)
+        with pytest.raises(BadEnvironmentError, match="/create answered"):
+            await player.reset(task())
+        await player.close()
+    assert server.paths() == ["/create"]
+
+
+async def test_a_busy_reset_does_not_create_a_second_episode():
+    busy = [True, True]
+
+    def handler(path: str, body: Any) -> bytes:
+        if path == "/reset" and busy:
+            busy.pop()
+            return respond("", status="503 Busy")
+        return respond({"id": 4} if path == "/create" else {"observation": "o"})
+
+    async with raw_server(handler) as server:
+        await play(client(server.url), task(), steps=0)
+    assert server.paths() == ["/create", "/reset", "/reset", "/reset", "/close"]
+
+
+async def test_webshop_s_500_for_an_unknown_episode_is_typed():
+    def handler(path: str, body: Any) -> bytes:
+        return respond(1) if path == "/create" else respond("Internal Server Error", status="500 Internal Server Error")
+
+    async with raw_server(handler) as server:
+        player = client(server.url)
+        with pytest.raises(InfrastructureError, match="500"):
+            await player.reset(task())
+        with pytest.raises(InfrastructureError):
+            await player.close()
+        await player.close()
+
+
+def test_an_unknown_preset_is_refused():
+    with pytest.raises(ConfigError, match="unknown AgentGym preset 'webshp'; available: alfworld"):
+        AgentGymClient(AgentGymOptions(preset="webshp"))
+
+
+async def test_the_embedded_webshop_speaks_agentgym_to_twenty_clients():
+    with running_webshop(WebShop(num_products=60, seed=1, num_goals=30)) as url:
+        actions = ["Action: search[lamp]", "Action: click[nothing]"]
+        await check_environment(lambda: client(url), task("webshop"), actions=actions)
+        openings = await asyncio.gather(*(play(client(url), task("webshop", idx), steps=2) for idx in range(20)))
+    assert len({opening[0].messages[1].content for opening in openings}) == 20

@@ -1,0 +1,143 @@
+"""A real HTTP server that speaks OpenAI's chat protocol and answers what a test told it to.
+
+Its tokens are bytes, so that ids are what a real server would give: a message is its role's marker, its text and an
+end marker, a prompt is the messages and the assistant's marker, and a later prompt really extends an earlier one when
+nothing was rewritten. Every sampled token has the logprob ``-0.5``.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+MARKERS = {"system": 256, "user": 257, "assistant": 258, "tool": 259}
+END = 260
+LOGPROB = -0.5
+
+
+def call(name: str, arguments: object, id: str = "call-1") -> dict[str, Any]:
+    """A tool call; arguments that are text are sent as they are."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def says(text: str | None = None, *calls: dict[str, Any]) -> dict[str, Any]:
+    """An assistant message."""
+    return {"role": "assistant", "content": text, **({"tool_calls": list(calls)} if calls else {})}
+
+
+EMPTY: dict[str, Any] = {"choices": "none"}
+
+
+def refusal(status: int, message: str) -> dict[str, Any]:
+    """An HTTP error instead of an answer."""
+    return {"status": status, "message": message}
+
+
+class ScriptedModel:
+    """Answers a model's requests with its script, in order; ``requests`` holds what was sent."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.scripts: dict[str, deque[dict[str, Any]]] = defaultdict(deque)
+        self.requests: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        self.delay = 0.0
+        self.at_once = 0
+        self.most_at_once = 0
+        self._count = 0
+
+    def script(self, model: str, answers: Iterable[dict[str, Any]]) -> None:
+        """Add answers for the requests that name ``model``."""
+        self.scripts[model].extend(answers)
+
+    async def answer(self, request: Request) -> JSONResponse:
+        """The route."""
+        import asyncio
+
+        body = await request.json()
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        await asyncio.sleep(self.delay)
+        self.at_once -= 1
+        model = body["model"]
+        self.requests[model].append(body)
+        if not self.scripts[model]:
+            return JSONResponse({"error": {"message": f"no more script for {model}"}}, status_code=400)
+        answer = self.scripts[model].popleft()
+        if "status" in answer:
+            return JSONResponse({"error": {"message": answer["message"]}}, status_code=answer["status"])
+        self._count += 1
+        return JSONResponse(completion(body, answer, f"chatcmpl-{self._count}"))
+
+
+def completion(body: dict[str, Any], answer: dict[str, Any], id: str) -> dict[str, Any]:
+    """The response document, with token ids and logprobs where the request asks for them."""
+    prompt, sampled = prompt_ids(body["messages"]), message_ids(answer) if "role" in answer else []
+    choice: dict[str, Any] = {"index": 0, "finish_reason": "stop", "message": answer}
+    if body.get("return_token_ids"):
+        choice["token_ids"] = sampled
+    if body.get("logprobs"):
+        entry = {"token": "x", "logprob": LOGPROB, "bytes": None, "top_logprobs": []}
+        choice["logprobs"] = {"content": [entry] * len(sampled)}
+    return {
+        "id": id,
+        "object": "chat.completion",
+        "created": 1,
+        "model": body["model"],
+        "choices": [] if answer is EMPTY else [choice],
+        "usage": {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": len(sampled),
+            "total_tokens": len(prompt) + len(sampled),
+            "prompt_tokens_details": {"cached_tokens": 7},
+        },
+        **({"prompt_token_ids": prompt} if body.get("return_token_ids") else {}),
+    }
+
+
+def prompt_ids(messages: list[dict[str, Any]]) -> list[int]:
+    """Every message, then the marker after which the assistant goes on."""
+    ids: list[int] = []
+    for message in messages:
+        ids += [MARKERS[message["role"]], *message_ids(message)]
+    return [*ids, MARKERS["assistant"]]
+
+
+def message_ids(message: dict[str, Any]) -> list[int]:
+    """Text and tool calls as bytes, then the end marker."""
+    content = message.get("content") or ""
+    text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    for one in message.get("tool_calls") or ():
+        text += f"<{one['function']['name']}>{one['function']['arguments']}"
+    return [*text.encode(), END]
+
+
+@contextmanager
+def serve() -> Iterator[ScriptedModel]:
+    """The server on a free loopback port, in a thread."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    model = ScriptedModel(f"http://127.0.0.1:{listener.getsockname()[1]}/v1")
+    app = Starlette(routes=[Route("/v1/chat/completions", model.answer, methods=["POST"])])
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    try:
+        yield model
+    finally:
+        server.should_exit = True
+        thread.join()

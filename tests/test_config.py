@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from openhands_rl_plugin import RLAgentConfig
+from openhands_rl_plugin.config import RLSettings, load_settings, settings_from_mapping
+from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.types import Limits, SamplingParams
+
+EXAMPLE = Path(__file__).parents[1] / "config.toml.example"
+
+
+def load(tmp_path: Path, text: str, environ: dict[str, str] | None = None) -> RLSettings:
+    file = tmp_path / "config.toml"
+    file.write_text(text)
+    return load_settings(file, environ or {})
+
+
+def refusal(tmp_path: Path, text: str, environ: dict[str, str] | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        load(tmp_path, text, environ)
+    lines = str(raised.value).splitlines()
+    assert all(line.startswith(f"{tmp_path / 'config.toml'}: ") for line in lines)
+    return [line.removeprefix(f"{tmp_path / 'config.toml'}: ") for line in lines]
+
+
+def test_the_original_eleven_keys_keep_their_defaults() -> None:
+    assert RLAgentConfig is RLSettings
+    original = {
+        "max_turns": 10,
+        "max_prompt_length": 2048,
+        "max_response_length": 512,
+        "max_obs_length": 1024,
+        "react_format": True,
+        "env_name": "webshop",
+        "env_port": 8000,
+        "env_server_base": "http://127.0.0.1",
+        "rollout_strategy": "StandardReAct",
+        "storage_backend": "file",
+        "max_workers": 10,
+    }
+    assert RLAgentConfig().model_dump(include=set(original)) == original
+
+
+def test_the_example_lists_every_key_with_its_default() -> None:
+    assert load_settings(EXAMPLE) == RLSettings()
+    assert _keys(tomllib.loads(EXAMPLE.read_text())["rl"]) == _keys(RLSettings().model_dump())
+
+
+def _keys(table: dict[str, object]) -> dict[str, object]:
+    return {key: _keys(value) if isinstance(value, dict) else None for key, value in table.items()}
+
+
+def test_later_sections_override_earlier_ones_key_by_key(tmp_path: Path) -> None:
+    settings = load(
+        tmp_path,
+        """
+        [rl]
+        max_turns = 1
+        max_workers = 1
+        env_port = 1
+        [rl.training]
+        num_epochs = 1
+        batch_size = 1
+        [extended.rl]
+        max_turns = 2
+        max_workers = 2
+        [extended.rl.training]
+        num_epochs = 2
+        [agent.RLAgent.rl]
+        max_turns = 3
+        """,
+    )
+    assert (settings.max_turns, settings.max_workers, settings.env_port) == (3, 2, 1)
+    assert (settings.training.num_epochs, settings.training.batch_size) == (2, 1)
+
+
+def test_a_file_about_other_things_gives_the_defaults(tmp_path: Path) -> None:
+    text = '[core]\nworkspace_base = "."\n[llm]\nmodel = "x"\n[agent.CodeActAgent]\nenable_browsing = false\n'
+    assert load(tmp_path, text) == RLSettings()
+
+
+def test_settings_become_limits_sampling_and_an_address() -> None:
+    settings = settings_from_mapping(
+        {"max_turns": 3, "max_prompt_length": 100, "max_response_length": 20, "max_obs_length": 30, "env_port": 36001}
+    )
+    assert settings.limits() == Limits(
+        max_turns=3, max_prompt_length=100, max_response_length=20, max_obs_length=30, timeout=None
+    )
+    assert settings.sampling_params(7) == SamplingParams(temperature=1.0, top_p=1.0, max_tokens=20, seed=7)
+    assert settings.environment_url == "http://127.0.0.1:36001"
+
+
+@pytest.mark.parametrize(
+    ("base", "url"),
+    [
+        ("http://shop.example", "http://shop.example:8000"),
+        ("http://shop.example/", "http://shop.example:8000"),
+        ("https://shop.example:9000", "https://shop.example:9000"),
+        ("http://shop.example/prefix", "http://shop.example:8000/prefix"),
+        ("http://[::1]", "http://[::1]:8000"),
+    ],
+)
+def test_the_port_is_added_unless_the_address_has_one(base: str, url: str) -> None:
+    assert RLSettings(env_server_base=base).environment_url == url
+
+
+@pytest.mark.parametrize("name", ["webshop", "agentgym/babyai", "my own server"])
+def test_any_environment_name_is_accepted(name: str) -> None:
+    assert RLSettings(env_name=name).env_name == name
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_name_and_its_section(tmp_path: Path) -> None:
+    (line,) = refusal(tmp_path, "[rl]\nmax_turn = 3\n")
+    assert line.startswith("[rl] max_turn: unknown key; did you mean 'max_turns'? available: env_name, ")
+    (line,) = refusal(tmp_path, "[rl]\nmax_turns = 3\n[extended.rl.training]\nlearning_rat = 1.0\n")
+    assert line.startswith("[extended.rl.training] learning_rat: unknown key; did you mean 'learning_rate'?")
+
+
+WRONG = [
+    ("[rl]\nmax_turns = 0", "[rl] max_turns: must be greater than or equal to 1, got 0"),
+    ('[rl]\nmax_turns = "3"', "[rl] max_turns: must be a valid integer, got '3'"),
+    ("[rl]\nreact_format = 1", "[rl] react_format: must be a valid boolean, got 1"),
+    ("[rl]\nenv_port = 70000", "[rl] env_port: must be less than or equal to 65535, got 70000"),
+    ('[rl]\nenv_name = "a\\u0000b"', "[rl] env_name: "),
+    ('[rl]\nenv_server_base = "127.0.0.1"', "[rl] env_server_base: must be an http:// or https:// URL"),
+    ('[rl]\nrollout_strategy = "ToT"', "[rl] rollout_strategy: unknown strategy 'ToT'; available: StandardReAct"),
+    ('[rl]\nstorage_backend = "fil"', "[rl] storage_backend: unknown storage 'fil'; did you mean 'file'?"),
+    ("[rl]\nstorage = 3", "[rl] storage: "),
+    ("[extended]\nrl = 3", "[extended.rl] must be a table, got 3"),
+    ('[rl.training]\nalgorithm = "ppo"', "[rl.training] algorithm: must be 'sft' or 'reinforce++-baseline', got 'ppo'"),
+    ("[rl.training]\nlearning_rate = nan", "[rl.training] learning_rate: "),
+    ("[agent.RLAgent.rl.sampling]\ntop_p = 0", "[agent.RLAgent.rl.sampling] top_p: must be greater than 0, got 0"),
+    ('[rl.serving]\nadapter = "../evil"', "[rl.serving] adapter: may hold letters, digits"),
+    ('[rl.serving]\nbase_url = "localhost:8100"', "[rl.serving] base_url: must be an http:// or https:// URL"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), WRONG, ids=[text.replace("\n", " ") for text, _ in WRONG])
+def test_a_wrong_value_gives_one_line(tmp_path: Path, text: str, expected: str) -> None:
+    (line,) = refusal(tmp_path, text)
+    assert line.startswith(expected)
+
+
+def test_every_wrong_value_is_reported_with_the_section_that_holds_it(tmp_path: Path) -> None:
+    lines = refusal(tmp_path, "[rl]\nmax_turns = 0\nmax_workers = 0\n[agent.RLAgent.rl]\nmax_workers = -1\n")
+    assert [line.partition(": ")[0] for line in lines] == ["[rl] max_turns", "[agent.RLAgent.rl] max_workers"]
+
+
+SECRETS = [
+    '[rl.serving]\napi_key = "sk-very-secret"',
+    '[rl]\npassword = "sk-very-secret"',
+    '[rl.storage]\nmongodb_token = "sk-very-secret"',
+    '[rl.storage]\nmongodb_uri = "mongodb://me:sk-very-secret@host/"',
+    '[rl.serving]\nbase_url = "http://me:sk-very-secret@host/v1"',
+    '[rl.serving]\napi_key_env = "sk-very-secret"',
+]
+
+
+@pytest.mark.parametrize("text", SECRETS, ids=[text.replace("\n", " ") for text in SECRETS])
+def test_secrets_are_refused_with_the_remedy_and_not_repeated(tmp_path: Path, text: str) -> None:
+    (line,) = refusal(tmp_path, text)
+    assert "environment variable" in line
+    assert "sk-very-secret" not in line
+
+
+def test_a_key_is_read_from_the_variable_that_is_named(tmp_path: Path) -> None:
+    text = '[rl.serving]\napi_key_env = "SHOP_KEY"\n'
+    settings = load(tmp_path, text, {"SHOP_KEY": "sk-1"})
+    assert settings.serving.api_key({"SHOP_KEY": "sk-1"}) == "sk-1"
+    assert "sk-1" not in settings.model_dump_json()
+    (line,) = refusal(tmp_path, text)
+    assert line == (
+        "[rl.serving] api_key_env: the environment variable SHOP_KEY is not set; export SHOP_KEY=... or remove the line"
+    )
+    assert RLSettings().serving.api_key({}) is None
+
+
+def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing.toml: there is no such file; copy config.toml.example"):
+        load_settings(tmp_path / "missing.toml")
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load_settings(tmp_path)
+    assert refusal(tmp_path, "[rl")[0].startswith("is not valid TOML: ")
+    (tmp_path / "config.toml").write_bytes(b"[rl]\nenv_name = '\xff'")
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        load_settings(tmp_path / "config.toml")
+
+
+def test_the_python_api_gives_the_same_errors() -> None:
+    with pytest.raises(ConfigError, match=r"\[rl\] max_turnz: unknown key; did you mean 'max_turns'"):
+        RLAgentConfig(max_turnz=5)  # pyright: ignore[reportCallIssue]
+
+
+def test_settings_survive_json() -> None:
+    settings = RLSettings(max_turns=5, training={"target_modules": ["q_proj"]})  # pyright: ignore[reportArgumentType]
+    assert RLSettings.model_validate_json(settings.model_dump_json()) == settings
+    assert settings.training.target_modules == ("q_proj",)
+
+
+def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert RLSettings().storage.directory == tmp_path / ".openhands" / "rl_trajectories"
+    assert RLSettings().serving.adapters_directory == tmp_path / ".openhands" / "rl_adapters"
