@@ -5,8 +5,10 @@ Importing the package loads nothing else; a public name is imported when it is f
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+# Every Python process of an installation imports this package (see hosts/v0/autoload.py), so not even typing is loaded.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 _EXPORTS = {
     "AgentSession": "session",
@@ -30,8 +32,9 @@ _EXPORTS = {
     "WebEnvClient": "environments.http",
     "load_settings": "config",
 }
-"""Public name -> module, with ``:name`` where it is called otherwise there."""
+"""Public name -> module, with ``:name`` where it is called otherwise there. ``__init__.pyi`` tells editors the same."""
 
+# pyright: reportUnsupportedDunderAll=false
 __all__ = ["__version__", *sorted(_EXPORTS)]
 
 
@@ -42,6 +45,8 @@ def __getattr__(name: str) -> Any:
         return version(__name__)
     if (target := _EXPORTS.get(name)) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
     module, _, attribute = target.partition(":")
     value = getattr(import_module(f"{__name__}.{module}"), attribute or name)
     globals()[name] = value

@@ -13,6 +13,7 @@ from openhands_rl_plugin.protocols import Environment, Forkable, LLMEngine, Stra
 from openhands_rl_plugin.tree import EpisodeTree
 from openhands_rl_plugin.types import (
     EpisodeRequest,
+    Failure,
     FailureKind,
     JsonObject,
     Limits,
@@ -67,21 +68,12 @@ class AgentSession:
         """Play until a limit is reached. Failures are part of the result; storage is the caller's concern."""
         limits = request.task.limits or self._limits
         started = time.time()
-        stop, failure, evidence = StopReason.ERROR, None, None
         try:
-            async with asyncio.timeout(limits.timeout):
-                stop = await self._play(request, limits)
-        except TimeoutError:
-            stop = StopReason.TIMEOUT
-        except CaughtFailure as caught:
-            failure = caught.failure
-        try:
-            with boundary(FailureKind.ENVIRONMENT, "environment.evidence"):
-                evidence = await self._environment.evidence()
-        except CaughtFailure as caught:
-            failure = failure or caught.failure
+            stop, failure = await self._play_until_stopped(request, limits)
+            evidence, lost = await self._gather_evidence()
         finally:
             await self._close()
+        failure = failure or lost
         return self.tree.freeze(
             request,
             trajectory_id=trajectory_id(request),
@@ -92,6 +84,22 @@ class AgentSession:
             evidence=evidence,
             failure=failure,
         )
+
+    async def _play_until_stopped(self, request: EpisodeRequest, limits: Limits) -> tuple[StopReason, Failure | None]:
+        try:
+            async with asyncio.timeout(limits.timeout):
+                return await self._play(request, limits), None
+        except TimeoutError:
+            return StopReason.TIMEOUT, None
+        except CaughtFailure as caught:
+            return StopReason.ERROR, caught.failure
+
+    async def _gather_evidence(self) -> tuple[JsonObject | None, Failure | None]:
+        try:
+            with boundary(FailureKind.ENVIRONMENT, "environment.evidence"):
+                return await self._environment.evidence(), None
+        except CaughtFailure as caught:
+            return None, caught.failure
 
     async def _play(self, request: EpisodeRequest, limits: Limits) -> StopReason:
         with boundary(FailureKind.ENVIRONMENT, "environment.reset"):

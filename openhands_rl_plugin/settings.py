@@ -66,7 +66,7 @@ SafeName = Annotated[str, AfterValidator(_safe_name)]
 class Settings(BaseModel):
     """Base of the sections: frozen, strict about types (TOML has its own), no unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class StorageSettings(Settings):

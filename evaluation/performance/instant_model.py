@@ -74,14 +74,14 @@ def completion(request: JsonObject) -> JsonObject:
     """The body of an answer, with token ids that extend from turn to turn (one for every four bytes)."""
     messages = request["messages"]
     assert isinstance(messages, list)
-    whole = json.dumps(messages)
     replies = _replies(messages)
     turn = sum(isinstance(message, dict) and message.get("role") == "assistant" for message in messages)
     message = _message(replies[min(turn, len(replies) - 1)], turn)
-    sampled = list(json.dumps(message).encode()[::4])
-    prompt = [token for one in messages for token in json.dumps(one).encode()[::4]]
+    _, *sampled = _token_ids(message)
+    prompt = [*(token for one in messages for token in _token_ids(one)), ord("a")]
     logprobs = {"content": [{"token": "x", "logprob": _LOGPROB, "bytes": None, "top_logprobs": []} for _ in sampled]}
-    usage = {"prompt_tokens": len(whole) // 4, "completion_tokens": len(sampled), "total_tokens": len(whole) // 4}
+    usage: JsonObject = {"prompt_tokens": len(prompt), "completion_tokens": len(sampled)}
+    usage["total_tokens"] = len(prompt) + len(sampled)
     choice = {
         "index": 0,
         "message": message,
@@ -100,13 +100,22 @@ def completion(request: JsonObject) -> JsonObject:
     }
 
 
+def _token_ids(message: dict) -> list[int]:
+    """The role, one token for every four bytes of text and tool calls, and an end."""
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    text = _text(message) + "".join(call["name"] + call["arguments"] for call in calls)
+    return [ord(message["role"][0]), *text.encode()[::4], 0]
+
+
+def _text(message: dict) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
 def _replies(messages: list) -> list[dict[str, str]]:
     for message in messages:
-        content = message.get("content") or ""
-        parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
-        for part in parts:
-            if (found := _SCRIPT.search(part)) is not None:
-                return json.loads(found[1])
+        if (found := _SCRIPT.search(_text(message))) is not None:
+            return json.loads(found[1])
     return [{"text": "There is no script in the prompt."}]
 
 

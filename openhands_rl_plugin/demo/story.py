@@ -21,7 +21,8 @@ from openhands_rl_plugin.errors import ConfigError
 from openhands_rl_plugin.hosts.v0.workers import WorkerPoolRunner
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.runners import SessionRunner
-from openhands_rl_plugin.serving.adapters import AdapterPublisher, AdapterStore
+from openhands_rl_plugin.serving.adapters import AdapterStore
+from openhands_rl_plugin.serving.publisher import AdapterPublisher
 from openhands_rl_plugin.settings import RLSettings
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
 from openhands_rl_plugin.testing import ScriptedEngine

@@ -57,7 +57,7 @@ class StepPlan:
     _masks: dict[tuple[int, int, int | None], Tensor | None] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        device = self.store.data.device
+        device = self.store.device
         single = [row for row in self.rows if row.count == 1]
         self.decoding = len(single)
         by_slot = sorted(range(len(single)), key=lambda i: single[i].slot)
@@ -87,10 +87,10 @@ class StepPlan:
         key = (row.slot, row.start, window)
         if key not in self._masks:
             total = row.start + row.count
-            query = torch.arange(row.start, total, device=self.store.data.device)[:, None]
-            at = torch.arange(total, device=self.store.data.device)[None]
+            query = torch.arange(row.start, total, device=self.store.device)[:, None]
+            at = torch.arange(total, device=self.store.device)[None]
             hidden = at > query if window is None else (at > query) | (at <= query - window)
-            self._masks[key] = self._additive(hidden)
+            self._masks[key] = self._additive(hidden, self.store.dtype)
         mask = self._masks[key]
         assert mask is not None
         return mask
@@ -99,14 +99,14 @@ class StepPlan:
         clipped = window is not None and group.longest > window
         if len(set(group.lengths)) == 1 and not clipped:
             return None
-        lengths = torch.tensor(group.lengths, device=self.store.data.device)[:, None]
-        at = torch.arange(group.longest, device=self.store.data.device)[None]
+        lengths = torch.tensor(group.lengths, device=self.store.device)[:, None]
+        at = torch.arange(group.longest, device=self.store.device)[None]
         hidden = at >= lengths if window is None else (at >= lengths) | (at < lengths - window)
-        return self._additive(hidden)[:, None, None]
+        return self._additive(hidden, self.store.keys.dtype)[:, None, None]
 
-    def _additive(self, hidden: Tensor) -> Tensor:
-        zeros = torch.zeros(hidden.shape, dtype=self.store.data.dtype, device=hidden.device)
-        return zeros.masked_fill_(hidden, float("-inf"))
+    @staticmethod
+    def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
 def _group(rows: Sequence[Row]) -> tuple[_Group, ...]:
@@ -146,11 +146,12 @@ def attend(
     """
     if softcap is not None or s_aux is not None:
         raise NotImplementedError("attention with score caps or sinks")
-    keys, values = plan.store.data[cast(int, module.layer_idx)]
+    layer = cast(int, module.layer_idx)
+    keys, values = plan.store.keys[layer], plan.store.values[layer]
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if plan.decoding:
-        keys[plan.slots, :, plan.positions] = k[: plan.decoding]
+        keys[plan.slots, :, plan.positions] = k[: plan.decoding].to(keys.dtype)
         values[plan.slots, :, plan.positions] = v[: plan.decoding]
         _attend_decoding(plan, q, out, keys, values, scaling, sliding_window)
     for offset, row in plan.chunks:
@@ -170,11 +171,12 @@ def _attend_decoding(
     q = q[: plan.decoding].reshape(plan.decoding, kv_heads, heads // kv_heads, dim)
     if plan.order is not None:
         q = q.index_select(0, plan.order)
+    attention = _attend_wide if plan.store.wide_keys else F.scaled_dot_product_attention
     parts = []
     for group in plan.groups:
         slots = slice(group.slot, group.slot + len(group.lengths))
         parts.append(
-            F.scaled_dot_product_attention(
+            attention(
                 q[group.first : group.last],
                 keys[slots, :, : group.longest],
                 values[slots, :, : group.longest],
@@ -188,6 +190,15 @@ def _attend_decoding(
     out[: plan.decoding] = result.reshape(plan.decoding, heads, dim)
 
 
+def _attend_wide(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None, scale: float | None) -> Tensor:
+    """Attention with float32 keys and scores and bfloat16 queries and values; shapes as in the fused function."""
+    wide = query.float().mul_(query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = torch.matmul(wide, key.transpose(-1, -2))
+    if attn_mask is not None:
+        scores += attn_mask
+    return torch.matmul(scores.softmax(-1).to(value.dtype), value)
+
+
 def _attend_chunk(
     plan: StepPlan, row: Row, q: Tensor, keys: Tensor, values: Tensor, scale: float | None, window: int | None
 ) -> Tensor:
@@ -199,7 +210,7 @@ def _attend_chunk(
     causal = row.start == 0 and (window is None or total <= window)
     result = F.scaled_dot_product_attention(
         q.transpose(0, 1).reshape(kv_heads, heads // kv_heads, count, dim),
-        keys[row.slot, :, :total].unsqueeze(1).expand(shape),
+        keys[row.slot, :, :total].to(values.dtype).unsqueeze(1).expand(shape),
         values[row.slot, :, :total].unsqueeze(1).expand(shape),
         attn_mask=None if causal else plan.chunk_mask(row, window),
         is_causal=causal,

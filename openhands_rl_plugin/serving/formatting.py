@@ -102,9 +102,7 @@ class Formatter:
             token: PromptLogprob(logprob=logprob, rank=rank, decoded_token=self._decode(token))
             for rank, (token, logprob) in enumerate(one.top, 1)
         }
-        entry[one.token] = PromptLogprob(
-            logprob=one.logprob, rank=one.rank, decoded_token=self._decode(one.token)
-        )
+        entry[one.token] = PromptLogprob(logprob=one.logprob, rank=one.rank, decoded_token=self._decode(one.token))
         return entry
 
     def _token(self, token: int, logprob: float) -> TokenLogprob:

@@ -156,9 +156,7 @@ def _load(name: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrain
     try:
         AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, use_safetensors=True
-        )
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True)
     except (OSError, ValueError, ImportError) as error:
         raise StartError(
             f"cannot load the model {name}: {_first_line(error)} "

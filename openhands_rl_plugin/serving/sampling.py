@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# Candidates looked at first when top_p or top_k restricts a row; all of them only if these do not suffice.
-_FIRST_CANDIDATES = 256
+# Candidates looked at when top_p or top_k restricts a row: more, up to all, only for rows that need them.
+_CANDIDATES = (256, 4096)
 
 
 @dataclass(frozen=True)
@@ -115,26 +115,32 @@ def _draw(scaled: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _draw_restricted(scaled: Tensor, params: Sequence[SamplingParams], uniform: Tensor) -> Tensor:
+    """`_draw` among the tokens that top_k and top_p leave; looks at few candidates first."""
     vocabulary = scaled.shape[-1]
     top_k = torch.tensor([p.top_k or vocabulary for p in params], device=scaled.device)[:, None]
     top_p = torch.tensor([p.top_p for p in params], device=scaled.device)[:, None]
     normaliser = scaled.logsumexp(-1, keepdim=True)
-    for width in (min(_FIRST_CANDIDATES, vocabulary), vocabulary):
-        values, tokens = scaled.topk(width, -1)
-        probabilities = (values - normaliser).exp()
-        inside = torch.arange(width, device=scaled.device) < top_k
+    drawn = torch.empty(len(params), dtype=torch.long, device=scaled.device)
+    rows = torch.arange(len(params), device=scaled.device)
+    for width in (*(w for w in _CANDIDATES if w < vocabulary), vocabulary):
+        values, tokens = scaled[rows].topk(width, -1)
+        probabilities = (values - normaliser[rows]).exp()
+        k, share = top_k[rows], top_p[rows]
+        inside = torch.arange(width, device=scaled.device) < k
         # top_p is a share of what top_k left; that share's whole is known once top_k fits into the candidates.
-        whole = torch.where(top_k <= width, (probabilities * inside).sum(-1, keepdim=True), 1.0)
+        whole = torch.where(k <= width, (probabilities * inside).sum(-1, keepdim=True), 1.0)
         cumulative = probabilities.cumsum(-1)
-        enough = (top_k <= width) | (cumulative[:, -1:] >= top_p * whole)
-        if width == vocabulary or bool(enough.all()):
+        keep = inside & (cumulative - probabilities < share * whole)
+        keep[:, 0] = True
+        kept = (probabilities * keep).cumsum(-1)
+        index = torch.searchsorted(kept, uniform[rows, None] * kept[:, -1:], right=True)
+        index = torch.minimum(index, keep.sum(-1, keepdim=True) - 1)
+        drawn[rows] = tokens.gather(-1, index)[:, 0]
+        enough = (k <= width) | (cumulative[:, -1:] >= share * whole)
+        rows = rows[~enough[:, 0]]
+        if not len(rows):
             break
-    keep = inside & (cumulative - probabilities < top_p * whole)
-    keep[:, 0] = True
-    cumulative = (probabilities * keep).cumsum(-1)
-    index = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
-    last = keep.sum(-1, keepdim=True) - 1
-    return tokens.gather(-1, torch.minimum(index, last))[:, 0]
+    return drawn
 
 
 def _tops(logits: Tensor, normaliser: Tensor, counts: Sequence[int | None]) -> list[TopTokens]:

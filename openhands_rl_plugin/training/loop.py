@@ -25,7 +25,8 @@ from openhands_rl_plugin.training.plan import LoopPlan, LoopState, StageRecord, 
 from openhands_rl_plugin.types import Adapter, Sample, SamplingParams, Task, Trajectory, TrajectoryFilter
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.serving.adapters import AdapterPublisher, AdapterStore
+    from openhands_rl_plugin.serving.adapters import AdapterStore
+    from openhands_rl_plugin.serving.publisher import AdapterPublisher
     from openhands_rl_plugin.settings import TrainingSettings
     from openhands_rl_plugin.training.metrics import TrainProgress
     from openhands_rl_plugin.training.trainer import LoraTrainer

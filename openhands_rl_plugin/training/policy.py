@@ -17,7 +17,7 @@ from openhands_rl_plugin.settings import TrainingSettings
 from openhands_rl_plugin.training.layout import Layout, lay_out
 from openhands_rl_plugin.training.lora import CUSTOM_LAYERS
 from openhands_rl_plugin.training.loss import token_logprobs
-from openhands_rl_plugin.training.packed import ATTENTION_NAME, RunTensors, hidden_states
+from openhands_rl_plugin.training.packed import ATTENTION_NAME, PackedRows, hidden_states
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -64,7 +64,7 @@ class TrainablePolicy:
             )
         rows = [layout.rows[s][t - 1] for s, t in wanted]
         targets = [layout.ids[layout.rows[s][t]] for s, t in wanted]
-        hidden = hidden_states(self._base, RunTensors(layout, self.device))
+        hidden = hidden_states(self._base, PackedRows(layout, self.device))
         head = self._base.get_output_embeddings()
         return token_logprobs(
             hidden[torch.tensor(rows, device=self.device)],

@@ -44,7 +44,10 @@ def test_load_use_unload(http: httpx.Client, adapter_a: Path) -> None:
     assert again.status_code == 400 and "has already been loaded" in again.json()["error"]["message"]
     body = {"model": "policy-v000001", "prompt": "one two", "max_tokens": 5, "temperature": 0}
     used = http.post("/v1/completions", json=body).json()
-    assert used["choices"][0]["text"] == http.post("/v1/completions", json=body | {"model": "a"}).json()["choices"][0]["text"]
+    assert (
+        used["choices"][0]["text"]
+        == http.post("/v1/completions", json=body | {"model": "a"}).json()["choices"][0]["text"]
+    )
     answer = unload(http, "policy-v000001")
     assert answer.text == "Success: LoRA adapter 'policy-v000001' removed successfully."
     gone = http.post("/v1/completions", json=body)
@@ -79,7 +82,11 @@ def test_unfit_adapters_are_refused_with_one_line(http: httpx.Client, adapter_a:
     cases = [
         (tmp_path / "nothing", 404, "No adapter found"),
         (write_adapter(tmp_path / "wrong-shape", other, seed=1), 400, "trained on"),
-        (edited_config(tmp_path / "shape", tmp_path / "wrong-shape", base_model_name_or_path=base), 400, "in the model"),
+        (
+            edited_config(tmp_path / "shape", tmp_path / "wrong-shape", base_model_name_or_path=base),
+            400,
+            "in the model",
+        ),
         (edited_config(tmp_path / "dora", adapter_a, use_dora=True), 400, "use_dora is not supported"),
         (edited_config(tmp_path / "kind", adapter_a, peft_type="IA3"), 400, "not that of a LoRA"),
         (pickled, 400, "pickled weights are not loaded"),

@@ -23,7 +23,9 @@ def prompt(length: int, salt: int = 0) -> list[int]:
 
 
 @torch.inference_mode()
-def reference(model: Path, ids: Sequence[int], count: int, adapter: Path | None = None) -> tuple[list[int], list[float]]:
+def reference(
+    model: Path, ids: Sequence[int], count: int, adapter: Path | None = None
+) -> tuple[list[int], list[float]]:
     """Greedy tokens and their logprobs from plain transformers and PEFT, the whole text each time."""
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
     plain = PeftModel.from_pretrained(plain, adapter).eval() if adapter else plain

@@ -195,7 +195,9 @@ def test_disconnect_frees_the_slot(server: str, generator: Generator) -> None:
     body = {"messages": MESSAGES, "max_tokens": 400, "ignore_eos": True}
     for stream in (False, True):
         with pytest.raises(httpx.ReadTimeout):
-            with httpx.stream("POST", f"{server}/v1/chat/completions", json=body | {"stream": stream}, timeout=0.05) as r:
+            with httpx.stream(
+                "POST", f"{server}/v1/chat/completions", json=body | {"stream": stream}, timeout=0.05
+            ) as r:
                 for _ in r.iter_lines():
                     time.sleep(0.02)
                     raise httpx.ReadTimeout("gone")

@@ -131,7 +131,9 @@ class ControllerSession:
             return None, None
         if state is AgentState.AWAITING_USER_INPUT:
             return StopReason.NO_ACTION, None
-        return controller_end(state.value, controller.state.last_error)
+        stop, failure = controller_end(state.value, controller.state.last_error)
+        # The agent knows whose fault it was; OpenHands keeps one line.
+        return stop, failure and (self._episode.failure or failure)
 
     def _on_state(self, state: AgentState) -> None:
         if state in _ENDS:

@@ -35,7 +35,7 @@ def standalone_episode(
     return ControllerEpisode(
         request,
         settings,
-        strategy=registry.load("strategies", settings.rollout_strategy)(),
+        strategy=registry.build("strategies", settings.rollout_strategy),
         strategy_spec=StrategySpec(name=settings.rollout_strategy),
         base_model=base_model,
         environment_mode=environment_mode,
@@ -76,7 +76,5 @@ class StandaloneKeeper:
 
     def _storage(self) -> TrajectoryStorage:
         settings = self._episode.settings
-        storage = registry.load("storages", settings.storage_backend)
-        return storage.from_options(
-            storage.Options(path=str(settings.storage.directory), durable=settings.storage.durable)
-        )
+        options = {"path": str(settings.storage.directory), "durable": settings.storage.durable}
+        return registry.build("storages", settings.storage_backend, options)

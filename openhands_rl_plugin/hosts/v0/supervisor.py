@@ -22,6 +22,7 @@ import selectors
 import signal
 import sys
 import time
+from collections.abc import Iterable
 
 # State is saved by an EXIT trap and read by the next shell, so that a shell which is killed, replaced by `exec` or
 # ended by `exit` leaves the state of the command before. The command comes from a file: an argument is limited to
@@ -197,7 +198,8 @@ class Supervisor:
     def kill_command(self) -> None:
         deadline = time.monotonic() + KILL_PATIENCE
         while self.status is None and time.monotonic() < deadline:
-            kill_all({self.shell, *family(self.shell)})
+            # The shell first: it would report the death of the others.
+            kill_all([self.shell, *family(self.shell)])
             self.serve(POLL_AFTER_KILL)
 
     def keep_state(self) -> None:
@@ -260,7 +262,7 @@ def family(root: int) -> set[int]:
     return members - {root, os.getpid()}
 
 
-def kill_all(pids: set[int]) -> None:
+def kill_all(pids: Iterable[int]) -> None:
     for pid in pids:
         try:
             os.kill(pid, signal.SIGKILL)

@@ -14,9 +14,7 @@ Handler = Callable[[str, Any], Answer | Awaitable[Answer]]
 """(path, JSON body) -> the raw bytes of the response; ``None`` drops the connection without a word."""
 
 
-def respond(
-    body: object, status: str = "200 OK", content_type: str = "application/json", extra: str = ""
-) -> bytes:
+def respond(body: object, status: str = "200 OK", content_type: str = "application/json", extra: str = "") -> bytes:
     """The bytes of a response; a body that is neither text nor bytes is written as JSON."""
     content = body if isinstance(body, bytes) else (body if isinstance(body, str) else json.dumps(body)).encode()
     head = f"HTTP/1.1 {status}\r\ncontent-type: {content_type}\r\ncontent-length: {len(content)}\r\n{extra}\r\n"

@@ -1,0 +1,131 @@
+"""The episodes behind ``RLAgent.run``: how they are set up from the settings, and how they are shown to the caller."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Literal, TypedDict
+
+from openhands_rl_plugin import registry
+from openhands_rl_plugin.engines.defaults import merge_sampling
+from openhands_rl_plugin.protocols import Environment, LLMEngine
+from openhands_rl_plugin.runners import SessionRunner
+from openhands_rl_plugin.settings import RLSettings
+from openhands_rl_plugin.types import (
+    Completion,
+    EpisodeRequest,
+    Failure,
+    JsonObject,
+    Limits,
+    Message,
+    SamplingParams,
+    Score,
+    StrategySpec,
+    Trajectory,
+)
+
+# Larger than any number of answers to one call, whose seeds are consecutive.
+_SEED_STEP = 1_000_003
+_SEEDS = 2**31
+
+ConversationMessage = TypedDict(
+    "ConversationMessage", {"from": Literal["human", "gpt"], "value": str, "loss": bool | None}
+)
+"""A message in AgentGym's form; ``loss`` is true for what the model sampled and ``None`` for what it was told."""
+
+
+class EpisodeResult(TypedDict):
+    """One episode of ``RLAgent.run``.
+
+    ``reward`` is the return, or ``None`` when there is no valid one; then ``failure`` says why. ``text`` is the whole
+    conversation. ``trajectory_id`` finds the episode in the storage.
+    """
+
+    conversation: list[ConversationMessage]
+    reward: float | None
+    text: str
+    trajectory_id: str
+    task_id: str
+    stop: str
+    failure: str | None
+
+
+class SeededEngine:
+    """An engine for one episode: the run's sampling parameters, and a seed of its own for every call.
+
+    The seeds depend on the episode's seed only, so that an episode can be sampled again whatever is played beside it.
+    """
+
+    def __init__(self, engine: LLMEngine, sampling: SamplingParams, seed: int) -> None:
+        self._engine = engine
+        self._sampling = sampling
+        self._seed = seed
+        self._calls = 0
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[JsonObject] = (),
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+    ) -> list[Completion]:
+        """Sample ``n`` answers. Raises ``InfrastructureError`` or ``ModelError``."""
+        seed = (self._seed + self._calls * _SEED_STEP) % _SEEDS
+        self._calls += 1
+        wanted = merge_sampling(sampling, self._sampling.model_copy(update={"seed": seed}))
+        return await self._engine.complete(messages, tools=tools, n=n, sampling=wanted)
+
+
+def make_environment(settings: RLSettings) -> Environment:
+    """The environment that ``env_name`` names, at the configured address. Raises ``ConfigError``.
+
+    A plugin's ``Options`` get what they declare of ``base_url`` and ``react_format``.
+    """
+    plugin = registry.load("environments", settings.env_name)
+    known = {"base_url": settings.environment_url, "react_format": settings.react_format}
+    declared = plugin.Options.model_fields if hasattr(plugin, "Options") else {}
+    options = {name: value for name, value in known.items() if name in declared}
+    return registry.build("environments", settings.env_name, options)
+
+
+def session_runner(
+    settings: RLSettings, engine: LLMEngine, *, base_model: str, limits: Limits, seed: str
+) -> SessionRunner:
+    """Plays the episodes of one run over one engine, each with its own environment, strategy and random numbers."""
+
+    def engine_for(request: EpisodeRequest) -> SeededEngine:
+        # Not the request's own seed: that one depends on the run's id, which is never the same twice.
+        key = f"{seed}/{request.task.id}/{request.sample}/{request.attempt}"
+        return SeededEngine(engine, settings.sampling_params(), random.Random(key).randrange(_SEEDS))
+
+    return SessionRunner(
+        make_environment=lambda request: make_environment(settings),
+        make_strategy=lambda request: registry.build("strategies", settings.rollout_strategy),
+        make_engine=engine_for,
+        strategy_spec=StrategySpec(name=settings.rollout_strategy),
+        base_model=base_model,
+        limits=limits,
+    )
+
+
+def result_of(trajectory: Trajectory, outcome: Score | Failure) -> EpisodeResult:
+    """An episode and its judgement in the caller's form."""
+    conversation = [_message(trajectory, index) for index in trajectory.path()]
+    speakers = {"human": "Human", "gpt": "Assistant"}
+    return EpisodeResult(
+        conversation=conversation,
+        reward=outcome.reward if isinstance(outcome, Score) else None,
+        text="".join(f"\n{speakers[message['from']]}: {message['value']}" for message in conversation),
+        trajectory_id=trajectory.id,
+        task_id=trajectory.task.id,
+        stop=trajectory.stop.value,
+        failure=f"{outcome.kind.value}: {outcome.message}" if isinstance(outcome, Failure) else None,
+    )
+
+
+def _message(trajectory: Trajectory, index: int) -> ConversationMessage:
+    node = trajectory.nodes[index]
+    speaker = "gpt" if node.message.role == "assistant" else "human"
+    loss = node.sampled if speaker == "gpt" else None
+    return {"from": speaker, "value": node.message.content or "", "loss": loss}

@@ -1,0 +1,7 @@
+"""``python -m openhands_rl_plugin.cli``: the same as ``openhands-rl``."""
+
+import sys
+
+from openhands_rl_plugin.cli import main
+
+sys.exit(main())

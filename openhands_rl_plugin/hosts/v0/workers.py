@@ -1,0 +1,238 @@
+"""Plays episodes with OpenHands' controller in several worker processes, each with many sessions.
+
+One process is limited by its interpreter lock. Workers are new Python processes, so nothing is inherited by accident;
+they get the settings as JSON and their secrets by the names of environment variables.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections import deque
+
+from openhands_rl_plugin.errors import InfrastructureError, describe
+from openhands_rl_plugin.hosts.v0.driver import ControllerOptions
+from openhands_rl_plugin.hosts.v0.worker_messages import (
+    FROM_WORKER,
+    MAX_LINE_BYTES,
+    Play,
+    Played,
+    Ready,
+    Refused,
+    Start,
+    from_line,
+    to_line,
+)
+from openhands_rl_plugin.session import trajectory_id
+from openhands_rl_plugin.settings import RLSettings
+from openhands_rl_plugin.tree import EpisodeTree
+from openhands_rl_plugin.types import (
+    EpisodeRequest,
+    Failure,
+    FailureKind,
+    PolicyRef,
+    StopReason,
+    StrategySpec,
+    Times,
+    Trajectory,
+)
+
+_MODULE = "openhands_rl_plugin.hosts.v0.worker"
+_CLOSE_PATIENCE = 10.0
+_OVERTIME = 60.0
+_LONGEST_PAUSE = 30.0
+_WORDS_KEPT = 20
+
+
+class WorkerPoolRunner:
+    """An ``EpisodeRunner`` over ``workers`` processes.
+
+    ``options.sessions`` bounds the sessions of each process (default: ``[rl] max_workers`` shared out). The episodes of
+    a worker that dies come back as infrastructure failures, and the worker is replaced.
+    """
+
+    def __init__(self, settings: RLSettings, options: ControllerOptions | None = None, *, workers: int = 2) -> None:
+        if workers < 1:
+            raise ValueError("a pool needs at least one worker")
+        options = options or ControllerOptions()
+        sessions = options.sessions or max(1, settings.max_workers // workers)
+        self._settings = settings
+        self._options = options.model_copy(update={"sessions": sessions})
+        self._gate = asyncio.Semaphore(workers * sessions)
+        self._slots: list[_Worker | None] = [None] * workers
+        self._failed_starts = 0
+        self._starting = asyncio.Lock()
+
+    async def run(self, request: EpisodeRequest) -> Trajectory:
+        """Play one episode. A failed one is returned with ``failure`` set; errors that must stop a run are raised."""
+        async with self._gate:
+            started = time.time()
+            try:
+                worker = await self._least_busy()
+                return await worker.play(request, self._overtime(request))
+            except InfrastructureError as error:
+                return self._failed(request, error, started)
+
+    async def close(self) -> None:
+        """End the workers; episodes that are being played are given up."""
+        workers = [worker for worker in self._slots if worker is not None]
+        await asyncio.gather(*(worker.close() for worker in workers))
+        self._slots = [None] * len(self._slots)
+
+    async def _least_busy(self) -> _Worker:
+        async with self._starting:
+            for index, worker in enumerate(self._slots):
+                if worker is not None and worker.alive:
+                    continue
+                if worker is not None:
+                    await worker.close()
+                    await self._pause_after(worker)
+                self._slots[index] = await _Worker.start(self._settings, self._options)
+        # One that died since then answers with its failure.
+        return min((worker for worker in self._slots if worker is not None), key=lambda worker: worker.load)
+
+    async def _pause_after(self, dead: _Worker) -> None:
+        self._failed_starts = 0 if dead.was_ready else self._failed_starts + 1
+        if self._failed_starts:
+            await asyncio.sleep(min(2.0**self._failed_starts, _LONGEST_PAUSE))
+
+    def _overtime(self, request: EpisodeRequest) -> float | None:
+        limits = request.task.limits or self._settings.limits()
+        return None if limits.timeout is None else limits.timeout + _OVERTIME
+
+    def _failed(self, request: EpisodeRequest, error: InfrastructureError, started: float) -> Trajectory:
+        model = self._settings.serving.model
+        return EpisodeTree().freeze(
+            request,
+            trajectory_id=trajectory_id(request),
+            strategy=StrategySpec(name=self._settings.rollout_strategy, options=self._options.strategy_options),
+            policy=PolicyRef.from_served_name(model, request.served_model or model),
+            stop=StopReason.ERROR,
+            times=Times(started=started, finished=time.time()),
+            failure=Failure(kind=FailureKind.INFRASTRUCTURE, message=describe(error), boundary="controller.worker"),
+        )
+
+
+class _Worker:
+    """One process, and the episodes that it is playing."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._numbers = 0
+        self._playing: dict[int, asyncio.Future[Trajectory]] = {}
+        self._refusal: Refused | None = None
+        self._last_words: deque[str] = deque(maxlen=_WORDS_KEPT)
+        self._listeners = [asyncio.create_task(self._listen_to_errors()), asyncio.create_task(self._listen())]
+        self.was_ready = False
+        self.alive = True
+
+    @classmethod
+    async def start(cls, settings: RLSettings, options: ControllerOptions) -> _Worker:
+        """A new process, which may be given episodes at once. Raises ``InfrastructureError``."""
+        environment = {"LOG_LEVEL": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True", **os.environ}
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", _MODULE),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                limit=MAX_LINE_BYTES,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise InfrastructureError(f"no worker process could be started: {error}") from error
+        worker = cls(process)
+        await worker._send(Start(settings=settings, options=options))
+        return worker
+
+    @property
+    def load(self) -> int:
+        """Episodes that it is playing."""
+        return len(self._playing)
+
+    async def play(self, request: EpisodeRequest, longest: float | None) -> Trajectory:
+        """Play an episode. Raises ``InfrastructureError`` when the process dies, or is killed for not answering within
+        ``longest`` seconds, and what must stop the run."""
+        if self._refusal is not None:
+            raise self._refusal.as_error()
+        self._numbers += 1
+        number = self._numbers
+        answer = self._playing[number] = asyncio.get_running_loop().create_future()
+        try:
+            if not self.alive:
+                raise InfrastructureError(self._obituary())
+            await self._send(Play(number=number, request=request))
+            async with asyncio.timeout(longest):
+                return await answer
+        except TimeoutError as error:
+            self._kill()
+            raise InfrastructureError(f"a worker did not answer within {longest:g} s and was ended") from error
+        finally:
+            del self._playing[number]
+
+    async def close(self) -> None:
+        """Close its stdin, which ends it; kill it if it does not end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            async with asyncio.timeout(_CLOSE_PATIENCE):
+                await self._process.wait()
+        except TimeoutError:
+            self._kill()
+            await self._process.wait()
+        await asyncio.gather(*self._listeners)
+
+    async def _send(self, message: Start | Play) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(to_line(message))
+            await self._process.stdin.drain()
+        except (BrokenPipeError, ConnectionResetError):
+            # The process is gone; the listener says so to everybody who waits for it.
+            await asyncio.wait(self._listeners)
+
+    async def _listen(self) -> None:
+        assert self._process.stdout is not None
+        try:
+            while line := await self._process.stdout.readline():
+                self._take(from_line(FROM_WORKER, line))
+        except (InfrastructureError, ValueError) as error:
+            self._last_words.append(describe(error))
+            self._kill()
+        self.alive = False
+        await self._process.wait()
+        await self._listeners[0]
+        error = self._refusal.as_error() if self._refusal else InfrastructureError(self._obituary())
+        for answer in self._playing.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+    def _take(self, message: Ready | Played | Refused) -> None:
+        if isinstance(message, Ready):
+            self.was_ready = True
+        elif message.number is None:
+            self._refusal = message
+        elif (answer := self._playing.get(message.number)) is not None and not answer.done():
+            if isinstance(message, Played):
+                answer.set_result(message.trajectory)
+            else:
+                answer.set_exception(message.as_error())
+
+    async def _listen_to_errors(self) -> None:
+        assert self._process.stderr is not None
+        while chunk := await self._process.stderr.read(65536):
+            self._last_words.extend(line for line in chunk.decode("utf-8", "replace").splitlines() if line.strip())
+
+    def _kill(self) -> None:
+        self.alive = False
+        if self._process.returncode is None:
+            self._process.kill()
+
+    def _obituary(self) -> str:
+        status = self._process.returncode
+        if status is None or status < 0 or not self._last_words:
+            return f"a worker process was ended by signal {-status}" if status else "a worker process ended"
+        return f"a worker process ended with status {status}, saying {self._last_words[-1][:300]!r}"

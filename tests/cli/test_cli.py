@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def command_that(monkeypatch: pytest.MonkeyPatch, run: Callable[[argparse.Namespace], int], **extra: Any) -> None:
+    """Make ``openhands-rl try`` do ``run``."""
+    module = SimpleNamespace(HELP="try", add_arguments=lambda parser: None, run=run, **extra)
+    monkeypatch.setitem(sys.modules, "tried_command", module)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(cli, "COMMANDS", {**cli.COMMANDS, "try": "tried_command"})
+
+
+def test_help_lists_the_commands_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"\n    {name} " in printed for name in cli.COMMANDS)
+    assert "examples:" in printed
+
+
+@pytest.mark.parametrize("command", list(cli.COMMANDS))
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "--help"]) == 0
+    assert "examples:" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == version("openhands_rl_plugin")
+
+
+@pytest.mark.parametrize("words", [[], ["no-such-command"], ["config"], ["config", "check"], ["env", "atari"]])
+def test_wrong_usage_is_exit_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err.startswith("usage: openhands-rl")
+
+
+def test_an_error_is_one_line_and_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "check", str(tmp_path / "none.toml")]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert (
+        captured.err == f"error: {tmp_path}/none.toml: there is no such file; copy config.toml.example to start one\n"
+    )
+
+
+def test_several_errors_are_a_line_each(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise ConfigError("one\ntwo")
+
+    command_that(monkeypatch, run)
+    assert cli.main(["try"]) == 1
+    assert capsys.readouterr().err == "error: one\nerror: two\n"
+
+
+def test_an_unforeseen_error_is_one_line_unless_the_place_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise ZeroDivisionError("oh\nno")
+
+    command_that(monkeypatch, run)
+    monkeypatch.delenv(cli.DEBUG, raising=False)
+    assert cli.main(["try"]) == 1
+    assert capsys.readouterr().err == "error: ZeroDivisionError: oh (set OPENHANDS_RL_DEBUG=1 to see where)\n"
+    monkeypatch.setenv(cli.DEBUG, "1")
+    assert cli.main(["try"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_exit_code_130_and_says_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    command_that(monkeypatch, run, RESUME="run the same command again to go on")
+    assert cli.main(["try"]) == 130
+    assert capsys.readouterr().err == "interrupted; run the same command again to go on\n"
+
+
+def test_config_check_prints_what_it_read_as_toml(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "check", str(ROOT / "config.toml.example")]) == 0
+    example = tomllib.loads((ROOT / "config.toml.example").read_text())
+    assert tomllib.loads(capsys.readouterr().out) == {"rl": example["rl"]}
+
+
+def test_serve_names_the_option_that_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--model", "x", "--port", "99999"]) == 1
+    assert capsys.readouterr().err == "error: --port: must be less than or equal to 65535, got '99999'\n"
+    assert cli.main(["serve"]) == 2
+
+
+@pytest.mark.parametrize("words", [["--products", "0"], ["--port", "70000"], ["--results-per-page", "0"]])
+def test_an_impossible_shop_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["env", "webshop", *words]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_shop_serves_until_it_is_stopped(number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "openhands_rl_plugin.cli", "env", "webshop", "--port", "0", "--products", "50"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as server:
+        assert server.stdout is not None and server.stderr is not None
+        line = server.stdout.readline()
+        assert line.startswith("webshop at http://127.0.0.1:")
+        url = line.split()[2].removesuffix(":")
+        answer = httpx.post(f"{url}/reset", json={"idx": 0}, trust_env=False).json()
+        assert {"state", "reward", "done"} <= answer.keys()
+        server.send_signal(number)
+        assert server.wait(timeout=20) == 0
+        assert server.stderr.read() == ""

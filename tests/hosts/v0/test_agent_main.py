@@ -1,0 +1,313 @@
+"""``python -m openhands.core.main -c RLAgent`` with a plain config.toml: three runs, started side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from scripted_model import EMPTY, LOGPROB, ScriptedModel, call, message_ids, prompt_ids, says, serve
+
+from openhands_rl_plugin import FileTrajectoryStorage, Trajectory
+from openhands_rl_plugin.types import FailureKind, StopReason
+
+TASK = "Write hello into greeting.txt"
+RUNTIME = "openhands_rl_plugin.hosts.v0.runtime.WorkspaceRuntime"
+
+COMMON = """
+[core]
+runtime = "{runtime}"
+workspace_base = "{folder}/workspace"
+file_store = "memory"
+cache_dir = "{folder}/cache"
+max_iterations = {max_iterations}
+enable_browser = false
+
+[llm]
+model = "openai/{model}"
+base_url = "{url}"
+api_key = "sk-very-secret"
+native_tool_calling = {native}
+num_retries = 3
+retry_min_wait = 0
+retry_max_wait = 0
+
+[agent]
+enable_mcp = false
+{agent}
+"""
+
+PLAIN = """
+[rl]
+max_turns = 9
+max_response_length = 321
+max_obs_length = 50
+storage = {{ path = "{folder}/trajectories" }}
+sampling = {{ temperature = 0.7, top_p = 0.9 }}
+"""
+
+LAYERED = """
+[agent.RLAgent]
+classpath = "openhands_rl_plugin.hosts.v0.agent.RLAgent"
+[agent.RLAgent.rl]
+max_turns = 2
+[agent.RLAgent.condenser]
+type = "noop"
+
+[rl]
+max_turns = 7
+max_response_length = 111
+rollout_strategy = "StandardReAct"
+[rl.storage]
+path = "{folder}/wrong"
+[extended.rl]
+max_turns = 5
+max_response_length = 222
+[extended.rl.storage]
+path = "{folder}/trajectories"
+"""
+
+
+@dataclass
+class Run:
+    """One finished process, and what it left."""
+
+    folder: Path
+    output: str
+    requests: list[dict]
+
+    def trajectories(self) -> list[Trajectory]:
+        async def read() -> list[Trajectory]:
+            async with FileTrajectoryStorage(self.folder / "trajectories") as storage:
+                return [trajectory async for trajectory, _ in storage.find()]
+
+        return asyncio.run(read())
+
+    @property
+    def trajectory(self) -> Trajectory:
+        (only,) = self.trajectories()
+        return only
+
+
+def start(folder: Path, server: ScriptedModel, model: str, sections: str, **values: object) -> subprocess.Popen[str]:
+    (folder / "workspace").mkdir(parents=True)
+    (folder / "home").mkdir()
+    given = {"native": "true", "max_iterations": 30, "agent": "", **values}
+    text = (COMMON + sections).format(folder=folder, url=server.url, model=model, runtime=RUNTIME, **given)
+    (folder / "config.toml").write_text(text)
+    environ = {
+        "PATH": os.environ["PATH"],
+        "HOME": f"{folder}/home",
+        "TMPDIR": str(folder),
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "HF_HUB_OFFLINE": "1",
+        "NO_COLOR": "1",
+    }
+    command = [sys.executable, "-m", "openhands.core.main", "--config-file", "config.toml", "-c", "RLAgent", "-t", TASK]
+    with (folder / "output.txt").open("w") as output:
+        return subprocess.Popen(command, cwd=folder, env=environ, stdout=output, stderr=subprocess.STDOUT, text=True)
+
+
+BASH = "execute_bash"
+NATIVE = [
+    says("I look first.", call(BASH, {"command": "seq 1 400", "security_risk": "LOW"})),
+    says(None, call(BASH, '{"command": "broken')),
+    EMPTY,
+    says(
+        None,
+        call(BASH, {"command": "echo hello > greeting.txt"}, "a"),
+        call(BASH, {"command": "cat greeting.txt"}, "b"),
+    ),
+    says("Done.", call("finish", {"message": "It is written."})),
+]
+IN_PROMPT = [
+    says(
+        "Looking.\n<function=execute_bash>\n<parameter=command>echo one</parameter>\n"
+        "<parameter=security_risk>LOW</parameter>\n"
+    ),
+    says("<function=no_such_tool>\n<parameter=x>1</parameter>\n"),
+]
+REFUSED = [says(None, call(BASH, {"command": "echo once"}))]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Iterator[dict[str, Run]]:
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("plain", "layered", "refused")}
+    with serve() as server:
+        server.script("policy-v000003", NATIVE)
+        server.script("tiny", IN_PROMPT)
+        server.script("shaky", REFUSED)
+        processes = {
+            "plain": start(folders["plain"], server, "policy-v000003", PLAIN),
+            "layered": start(folders["layered"], server, "tiny", LAYERED, native="false"),
+            "refused": start(folders["refused"], server, "shaky", PLAIN),
+        }
+        for process in processes.values():
+            process.wait(timeout=110)
+        models = {"plain": "policy-v000003", "layered": "tiny", "refused": "shaky"}
+        yield {
+            name: Run(folder, (folder / "output.txt").read_text(), server.requests[models[name]])
+            for name, folder in folders.items()
+        }
+
+
+def sampled(trajectory: Trajectory) -> list[int]:
+    return [index for index, node in enumerate(trajectory.nodes) if node.sampled]
+
+
+@pytest.mark.timeout(180)
+def test_openhands_neither_warns_nor_complains(runs):
+    for name in ("plain", "layered"):
+        output = runs[name].output
+        assert "Unknown section" not in output, name
+        assert "already registered" not in output, name
+        assert "Invalid agent configuration" not in output, name
+        assert "could not register" not in output, name
+        errors = [line for line in output.splitlines() if "ERROR" in line]
+        # The empty answer, which OpenHands retries, is the one thing that goes wrong here.
+        assert all("choices is less than 1" in line for line in errors), (name, errors)
+
+
+def test_plain_run_does_the_task_and_stores_one_trajectory(runs):
+    run = runs["plain"]
+    assert (run.folder / "workspace/greeting.txt").read_text() == "hello\n"
+    assert run.trajectory.stop is StopReason.TERMINATED
+    assert run.trajectory.failure is None
+    assert run.trajectory.task.instruction == TASK
+    assert run.trajectory.task.environment == "workspace"
+
+
+def test_settings_reach_every_request(runs):
+    for request in runs["plain"].requests:
+        assert request["max_completion_tokens"] == 321
+        assert (request["temperature"], request["top_p"]) == (0.7, 0.9)
+        assert request["return_token_ids"] is True and request["logprobs"] is True
+    seeds = [request["seed"] for request in runs["plain"].requests]
+    # Request 2 is answered without a choice, and the retry repeats it as it was.
+    assert seeds[2] == seeds[3] and len(set(seeds)) == len(seeds) - 1
+
+
+def test_later_sections_override_earlier_ones(runs):
+    run = runs["layered"]
+    assert len(run.requests) == 2, "[agent.RLAgent.rl] max_turns wins"
+    assert all(request["max_completion_tokens"] == 222 for request in run.requests), "[extended.rl] over [rl]"
+    assert not (run.folder / "wrong").exists()
+    assert run.trajectory.stop is StopReason.MAX_TURNS
+
+
+def test_observations_are_cut(runs):
+    observation = next(node.message for node in runs["plain"].trajectory.nodes if node.message.role == "tool")
+    assert "truncated" in (observation.content or "")
+    assert len(observation.content or "") < 400
+
+
+def test_conversation_on_record_is_the_one_on_the_wire(runs):
+    trajectory, requests = runs["plain"].trajectory, runs["plain"].requests
+    last = [
+        (message["role"], text(message), [one["function"]["arguments"] for one in message.get("tool_calls") or ()])
+        for message in requests[-1]["messages"]
+    ]
+    recorded = [
+        (message.role, message.content or "", [one.arguments for one in message.tool_calls])
+        for message in trajectory.messages()[:-1]
+    ]
+    assert recorded == last
+    assert list(trajectory.tools) == requests[0]["tools"]
+    assert "execute_ipython_cell" not in json.dumps(trajectory.tools)
+
+
+def test_tokens_are_recorded_as_deltas(runs):
+    trajectory, requests = runs["plain"].trajectory, runs["plain"].requests
+    ids: list[int] = []
+    for turn, (index, request) in enumerate(
+        zip((i for i in trajectory.path() if trajectory.nodes[i].sampled), [requests[0], *requests[3:]], strict=True)
+    ):
+        tokens = trajectory.nodes[index].tokens
+        assert tokens is not None
+        assert tokens.extends is (turn > 0)
+        ids = [*(ids if tokens.extends else []), *tokens.prompt_ids]
+        assert ids == prompt_ids(request["messages"])
+        assert set(tokens.logprobs) == {LOGPROB} and len(tokens.logprobs) == len(tokens.sampled_ids)
+        ids += tokens.sampled_ids
+    assert trajectory.usage.calls == 4 and trajectory.usage.cached_tokens == 28
+
+
+def test_two_tool_calls_are_one_answer_and_a_malformed_one_stays_beside_the_path(runs):
+    trajectory = runs["plain"].trajectory
+    path = set(trajectory.path())
+    answers = sampled(trajectory)
+    assert [index in path for index in answers] == [True, False, True, True]
+    malformed = trajectory.nodes[answers[1]]
+    assert malformed.message.tool_calls[0].arguments == '{"command": "broken'
+    assert "FunctionCallValidationError" in str(malformed.metadata["malformed"])
+    assert malformed.tokens is not None and malformed.tokens.sampled_ids
+    told = trajectory.nodes[answers[1] + 1]
+    assert told.parent == malformed.parent and "Failed to parse tool call arguments" in (told.message.content or "")
+    both = trajectory.nodes[answers[2]]
+    assert [one.id for one in both.message.tool_calls] == ["a", "b"]
+    assert [message.role for message in trajectory.messages(answers[3])[-4:]] == [
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+    ]
+
+
+def test_every_attempt_is_on_record_with_session_and_step_and_without_secrets(runs):
+    trajectory = runs["plain"].trajectory
+    nodes = [trajectory.nodes[index] for index in sampled(trajectory)]
+    assert len({node.metadata["session"] for node in nodes}) == 1
+    assert [node.metadata["step"] for node in nodes] == sorted({node.metadata["step"] for node in nodes})
+    attempts = nodes[2].metadata["attempts"]
+    assert [attempt["error"] for attempt in attempts] == ["the server answered without a choice", None]
+    assert all(attempt["parameters"]["temperature"] == 0.7 and attempt["latency"] > 0 for attempt in attempts)
+    response = nodes[0].metadata["response"]
+    assert response["choices"][0]["message"]["content"] == "I look first."
+    assert "prompt_token_ids" not in response and "token_ids" not in json.dumps(response)
+    assert "sk-very-secret" not in trajectory.model_dump_json()
+
+
+def test_policy_version_is_read_from_the_served_name(runs):
+    for index in sampled(runs["plain"].trajectory):
+        policy = runs["plain"].trajectory.nodes[index].policy
+        assert policy is not None and (policy.adapter, policy.version) == ("policy", 3)
+
+
+def test_answers_with_calls_in_their_text_are_recorded_as_sampled(runs):
+    trajectory, requests = runs["layered"].trajectory, runs["layered"].requests
+    first, second = sampled(trajectory)
+    assert "tools" not in requests[0] and trajectory.tools == ()
+    assert trajectory.nodes[first].message.content == IN_PROMPT[0]["content"]
+    assert not trajectory.nodes[first].message.tool_calls
+    replay = trajectory.nodes[first].metadata["replayed_as"]
+    assert isinstance(replay, dict) and str(replay["content"]).endswith("</function>")
+    assert [message["role"] for message in requests[1]["messages"]] == ["system", "user", "assistant", "user"]
+    assert text(requests[1]["messages"][2]) == replay["content"]
+    assert "wire_messages" not in trajectory.nodes[first].metadata
+    tokens = trajectory.nodes[second].tokens
+    assert tokens is not None and not tokens.extends, "the replay is no true continuation"
+    assert list(tokens.prompt_ids) == prompt_ids(requests[1]["messages"])
+    assert list(tokens.sampled_ids) == message_ids(IN_PROMPT[1])
+    assert "no_such_tool" in str(trajectory.nodes[second].metadata["malformed"])
+    assert second not in trajectory.path()
+
+
+def test_refused_request_ends_the_session_as_the_models_failure(runs):
+    trajectory = runs["refused"].trajectory
+    assert trajectory.stop is StopReason.ERROR
+    assert trajectory.failure is not None and trajectory.failure.kind is FailureKind.MODEL
+    assert "no more script" in trajectory.failure.message
+    assert len(sampled(trajectory)) == 1
+    failed = trajectory.nodes[trajectory.head or 0].metadata["failed_attempts"]
+    assert isinstance(failed, list) and len(failed) == 1
+
+
+def text(message: dict) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)

