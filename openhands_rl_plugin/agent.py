@@ -27,7 +27,7 @@ from openhands_rl_plugin.agent_episodes import (
 from openhands_rl_plugin.agent_lesson import ExcludedEpisodes, Lesson, TrainReport, collected_episodes, make_lesson
 from openhands_rl_plugin.agent_policies import open_policy
 from openhands_rl_plugin.agent_thread import LoopThread
-from openhands_rl_plugin.errors import CaughtFailure, ConfigError, MissingExtraError, RLError, boundary
+from openhands_rl_plugin.errors import CaughtFailure, ConfigError, MissingExtraError, boundary
 from openhands_rl_plugin.protocols import TrajectoryStorage
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.rollout import RolloutPlan, roll_out
@@ -40,7 +40,6 @@ from openhands_rl_plugin.types import (
     PolicyRef,
     Score,
     Task,
-    Trajectory,
     TrajectoryFilter,
 )
 from openhands_rl_plugin.validation import problems
@@ -60,8 +59,8 @@ class RLAgent:
 
     Args:
         model: a transformers model object; a model's directory (or cached hub name); or the URL of an OpenAI-compatible
-            endpoint (``"http://127.0.0.1:8100/v1"``). An object is written once below ``[rl.serving] adapters_path`` and
-            served and trained from there: an adapter is bound to exact weights, and the caller may change the object.
+            endpoint (``"http://127.0.0.1:8100/v1"``). An object is written once below ``[rl.serving] adapters_path``,
+            and served and trained from there: an adapter is bound to exact weights, and an object may change.
         tokenizer: needed with a model object. With an endpoint: the directory of the model's weights, to train where
             the server does not tell one.
         config: what ``[rl]`` in ``config.toml`` says; the defaults when it is left out.
@@ -80,7 +79,7 @@ class RLAgent:
         self._storage = _open_storage(self.config)
         self._policy = open_policy(model, tokenizer, self.config)
         self._thread = LoopThread("rl-agent")
-        self._one_call = threading.RLock()
+        self._one_call = threading.Lock()
         self._closed = False
         self._runs = 0
         try:
@@ -240,7 +239,7 @@ class RLAgent:
         seed = f"{self.config.sampling.seed}/{self._runs}"
         try:
             runner = session_runner(self.config, engine, base_model=self._policy.base_model, limits=limits, seed=seed)
-            played = await _rolled_out(plan, runner, self._storage)
+            played = await roll_out(plan, runner, self._storage)
         finally:
             await engine.aclose()
         reward = ReturnReward()
@@ -290,7 +289,7 @@ class RLAgent:
             step=trainer.step + (parent.step if parent is not None else 0),
             metrics=metrics | {"episodes_used": float(lesson.used)},
         )
-        probe = trainer.probe(lesson.samples[0].input_ids[:_PROBE_TOKENS])
+        probe = trainer.probe(lesson.samples[0].input_ids[-_PROBE_TOKENS:])
         self._thread.wait_for(self._policy.adopt(adapter, probe))
         return adapter
 
@@ -298,20 +297,6 @@ class RLAgent:
 def task_id_of(environment: str, index: int) -> str:
     """``("webshop", 3)`` -> ``"webshop-3"``."""
     return f"{environment}-{index}"
-
-
-async def _rolled_out(plan: RolloutPlan, runner, storage: TrajectoryStorage) -> tuple[Trajectory, ...]:
-    """``roll_out``, with the first error of a group of tasks instead of the group."""
-    try:
-        return await roll_out(plan, runner, storage)
-    except BaseExceptionGroup as group:
-        errors = group.subgroup(RLError)
-        if errors is None:
-            raise
-        first: BaseException = errors
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        raise first from group
 
 
 def _open_storage(settings: RLSettings) -> TrajectoryStorage:

@@ -10,7 +10,7 @@ import asyncio
 import math
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from openhands_rl_plugin.agent_server import local_weights, normalised_url, served_base
 from openhands_rl_plugin.agent_snapshot import Savable, snapshot
@@ -23,9 +23,6 @@ from openhands_rl_plugin.serving.failures import ServingError
 from openhands_rl_plugin.serving.publisher import AdapterPublisher
 from openhands_rl_plugin.settings import RLSettings
 from openhands_rl_plugin.types import Adapter, Probe
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 _MAX_BATCH = 256
 _MIN_QUEUE = 512
@@ -42,7 +39,7 @@ class ClosableEngine(LLMEngine, Protocol):
 class Policy(ABC):
     """A base model and the version of its adapter that is in use.
 
-    ``base_model`` is its name in trajectories and manifests. ``adapter`` is ``None`` while the base is sampled as it is.
+    ``base_model`` is its name in trajectories and manifests; ``adapter`` is ``None`` while it is sampled as it is.
     """
 
     def __init__(self, base_model: str, settings: RLSettings) -> None:
@@ -99,23 +96,22 @@ class InProcessPolicy(Policy):
     Raises ``ServingError`` for a model that cannot be served, ``MissingExtraError`` without torch.
     """
 
-    def __init__(self, model: str, tokenizer: PreTrainedTokenizerFast | None, settings: RLSettings) -> None:
+    def __init__(self, model: str, tokenizer: Any, settings: RLSettings) -> None:
         super().__init__(model, settings)
         try:
             from openhands_rl_plugin.serving.generator import Generator
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or "torch", "train") from error
         self._tokenizer = tokenizer
-        self._generator = Generator(
-            GeneratorConfig(
-                model=model,
-                # With "auto" a processor that has no bfloat16 is not made to emulate it token by token.
-                dtype="float32" if settings.training.dtype == "float32" else "auto",
-                max_batch=min(settings.max_workers, _MAX_BATCH),
-                max_queue=max(settings.max_workers, _MIN_QUEUE),
-                max_adapters=self.kept + 1,
-            )
-        )
+        config = {
+            "model": model,
+            # With "auto" a processor that has no bfloat16 is not made to emulate it token by token.
+            "dtype": "float32" if settings.training.dtype == "float32" else "auto",
+            "max_batch": min(settings.max_workers, _MAX_BATCH),
+            "max_queue": max(settings.max_workers, _MIN_QUEUE),
+            "max_adapters": self.kept + 1,
+        }
+        self._generator = Generator(GeneratorConfig.model_validate(config))
 
     def engine(self) -> ClosableEngine:
         """Shares the generation core, which keeps running when the engine is closed."""
@@ -150,8 +146,8 @@ class InProcessPolicy(Policy):
         if probe is not None and not difference <= probe.max_difference:
             self._generator.unload_adapter(adapter.name).result()
             raise PublishError(
-                f"{adapter.name} was refused: its served logprobs differ from the trainer's by {difference:.4f} nats on "
-                f"average, the bound is {probe.max_difference:.4f}; the version in use stays"
+                f"{adapter.name} was refused: its served logprobs differ from the trainer's by {difference:.4f} nats "
+                f"on average, the bound is {probe.max_difference:.4f}; the version in use stays"
             )
 
     def _difference(self, adapter: Adapter, probe: Probe) -> float:
@@ -237,13 +233,7 @@ def _weights_of_endpoint(tokenizer: object) -> Path | None:
     return weights
 
 
-def _fast(tokenizer: object) -> PreTrainedTokenizerFast | None:
-    if tokenizer is None:
-        return None
-    try:
-        from transformers import PreTrainedTokenizerFast
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(error.name or "transformers", "train") from error
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+def _fast(tokenizer: Any) -> Any:
+    if tokenizer is not None and not getattr(tokenizer, "is_fast", False):
         raise ConfigError(f"a fast tokenizer is needed (AutoTokenizer.from_pretrained), not {type(tokenizer).__name__}")
     return tokenizer

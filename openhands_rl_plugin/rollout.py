@@ -78,8 +78,12 @@ async def roll_out(
             on_finished(trajectory)
         return trajectory
 
-    async with asyncio.TaskGroup() as group:
-        episodes = [group.create_task(play(request)) for request in plan.requests()]
+    try:
+        async with asyncio.TaskGroup() as group:
+            episodes = [group.create_task(play(request)) for request in plan.requests()]
+    except ExceptionGroup as errors:
+        # What stops a run (a full disk, say) stops every episode in the same way: one of them tells it all.
+        raise errors.exceptions[0] from errors
     return tuple(episode.result() for episode in episodes)
 
 

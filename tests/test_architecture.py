@@ -19,7 +19,9 @@ LONGEST_FUNCTION = 70
 VALUES = {"types", "errors"}
 CORE = VALUES | {"protocols", "tree", "validation"}
 PLUGINS = {"strategies", "environments", "engines", "templates", "storages", "rewards"}
-COMPOSERS = {"agent", "agent_episodes", "agent_thread", "cli", "demo"}
+# ``agent_*`` are the files of ``agent``.
+AGENT = {"agent", "agent_episodes", "agent_lesson", "agent_policies", "agent_server", "agent_snapshot", "agent_thread"}
+COMPOSERS = AGENT | {"cli", "demo"}
 
 # Part of the package -> the parts that it may import beside itself. A part is a module or a folder at the top.
 ARROWS: dict[str, set[str]] = {

@@ -18,8 +18,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from openhands_rl_plugin.types import JsonObject
+Body = dict[str, Any]
+"""A part of OpenAI's wire format."""
 
 _SCRIPT = re.compile(r"SCRIPT(\[.*?\])TPIRCS", re.DOTALL)
 _LOGPROB = -0.6931471805599453
@@ -70,17 +72,16 @@ class InstantModel:
             writer.close()
 
 
-def completion(request: JsonObject) -> JsonObject:
+def completion(request: Body) -> Body:
     """The body of an answer, with token ids that extend from turn to turn (one for every four bytes)."""
     messages = request["messages"]
-    assert isinstance(messages, list)
     replies = _replies(messages)
-    turn = sum(isinstance(message, dict) and message.get("role") == "assistant" for message in messages)
+    turn = sum(message["role"] == "assistant" for message in messages)
     message = _message(replies[min(turn, len(replies) - 1)], turn)
     _, *sampled = _token_ids(message)
     prompt = [*(token for one in messages for token in _token_ids(one)), ord("a")]
     logprobs = {"content": [{"token": "x", "logprob": _LOGPROB, "bytes": None, "top_logprobs": []} for _ in sampled]}
-    usage: JsonObject = {"prompt_tokens": len(prompt), "completion_tokens": len(sampled)}
+    usage: Body = {"prompt_tokens": len(prompt), "completion_tokens": len(sampled)}
     usage["total_tokens"] = len(prompt) + len(sampled)
     choice = {
         "index": 0,
@@ -100,32 +101,32 @@ def completion(request: JsonObject) -> JsonObject:
     }
 
 
-def _token_ids(message: dict) -> list[int]:
+def _token_ids(message: Body) -> list[int]:
     """The role, one token for every four bytes of text and tool calls, and an end."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     text = _text(message) + "".join(call["name"] + call["arguments"] for call in calls)
     return [ord(message["role"][0]), *text.encode()[::4], 0]
 
 
-def _text(message: dict) -> str:
+def _text(message: Body) -> str:
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
-def _replies(messages: list) -> list[dict[str, str]]:
+def _replies(messages: list[Body]) -> list[dict[str, str]]:
     for message in messages:
         if (found := _SCRIPT.search(_text(message))) is not None:
             return json.loads(found[1])
     return [{"text": "There is no script in the prompt."}]
 
 
-def _message(reply: dict[str, str], turn: int) -> JsonObject:
+def _message(reply: dict[str, str], turn: int) -> Body:
     tools = {"bash": ("execute_bash", "command"), "finish": ("finish", "message")}
     for kind, (tool, argument) in tools.items():
         if kind in reply:
             arguments = {argument: reply[kind]} | ({"security_risk": "LOW"} if kind == "bash" else {})
-            function: JsonObject = {"name": tool, "arguments": json.dumps(arguments)}
-            call: JsonObject = {"id": f"call_{turn}", "type": "function", "function": function}
+            function: Body = {"name": tool, "arguments": json.dumps(arguments)}
+            call: Body = {"id": f"call_{turn}", "type": "function", "function": function}
             return {"role": "assistant", "content": None, "tool_calls": [call]}
     return {"role": "assistant", "content": reply["text"], "tool_calls": None}
 

@@ -19,6 +19,7 @@ from openhands_rl_plugin.training.plan import LoopPlan
 from openhands_rl_plugin.types import Frozen, SamplingParams, Task
 
 ADAPTER = "webshop"
+ANSWER_TOKENS = 24
 SEPARATOR = "\n"  # a page costs a third fewer tokens than with WebShop's " [SEP] "
 HELD_OUT_ORDER = 20_240  # fixed, so that every seed of the demo is measured on the same goals
 
@@ -39,7 +40,7 @@ class DemoOptions(Frozen):
     max_turns: int = 8
     warm_start_epochs: int = 2
     warm_start_rate: float = 1e-3
-    reinforcement_rate: float = 4e-4
+    reinforcement_rate: float = 5e-4
 
     def shortened(self) -> DemoOptions:
         """The same path in under two minutes."""
@@ -68,7 +69,7 @@ class DemoOptions(Frozen):
         """The ``[rl]`` section that this run stands for."""
         return RLSettings(
             max_turns=self.max_turns,
-            max_response_length=32,
+            max_response_length=ANSWER_TOKENS,
             react_format=False,
             env_name="webshop",
             env_server_base=shop_url,
@@ -88,7 +89,7 @@ class DemoOptions(Frozen):
         """The run over the shop's goals: disjoint demonstrations, training tasks and held-out tasks."""
         train = _shuffled(shop.goal_indices("train"), self.seed)
         held_out = _shuffled(shop.goal_indices("heldout"), HELD_OUT_ORDER)[: self.held_out]
-        sampled = SamplingParams(temperature=1.0, max_tokens=32)
+        sampled = SamplingParams(temperature=1.0, max_tokens=ANSWER_TOKENS)
         return LoopPlan(
             run_id=f"demo-{self.seed}",
             base_model=base_model,
@@ -110,11 +111,17 @@ class DemoOptions(Frozen):
 
     def _warm_start(self) -> TrainingSettings:
         return TrainingSettings(
-            algorithm="sft", learning_rate=self.warm_start_rate, num_epochs=self.warm_start_epochs, seed=self.seed
+            algorithm="sft",
+            learning_rate=self.warm_start_rate,
+            num_epochs=self.warm_start_epochs,
+            max_tokens_per_pass=2048,
+            seed=self.seed,
         )
 
     def _reinforcement(self) -> TrainingSettings:
-        return TrainingSettings(learning_rate=self.reinforcement_rate, num_epochs=1, batch_size=32, seed=self.seed)
+        return TrainingSettings(
+            learning_rate=self.reinforcement_rate, num_epochs=1, batch_size=16, max_tokens_per_pass=2048, seed=self.seed
+        )
 
 
 def _shuffled(goals: tuple[int, ...] | range | list[int], seed: int) -> list[int]:

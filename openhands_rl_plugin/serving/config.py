@@ -20,9 +20,14 @@ class GeneratorConfig(BaseModel):
     max_model_len: int | None = Field(None, ge=16, description="Longest prompt + answer, tokens; None: the model's.")
     max_batch: int = Field(16, ge=1, le=256, description="Sequences generated at once.")
     max_queue: int = Field(512, ge=1, description="Requests that may wait; one more is refused.")
-    prefill_tokens: int = Field(512, ge=16, description="Prompt tokens computed per step beside the decoding ones.")
+    prefill_tokens: int | None = Field(
+        None, ge=16, description="Prompt tokens computed per step beside the decoding ones; None: 256, on a GPU 2048."
+    )
     max_adapters: int = Field(8, ge=1, description="LoRA adapters held at once.")
     cache_bytes: int = Field(GIB, ge=0, description="Bound of the prefix cache; 0 turns it off.")
+    kv_bytes: int = Field(
+        8 * GIB, ge=1024**2, description="Bound of the sequences' keys and values; shortens max_model_len to fit."
+    )
     threads: int | None = Field(None, ge=1, description="torch threads; None: torch's own choice.")
 
 

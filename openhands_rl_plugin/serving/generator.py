@@ -39,7 +39,7 @@ class Generator:
         self._scheduler = Scheduler(
             self.model,
             max_batch=config.max_batch,
-            prefill_tokens=config.prefill_tokens,
+            prefill_tokens=config.prefill_tokens or (256 if self.model.device.type == "cpu" else 2048),
             cache_bytes=config.cache_bytes,
         )
         self._lock = threading.Lock()

@@ -1,5 +1,6 @@
 """A Hugging Face causal LM rebuilt for serving: slot attention, fused layers, several LoRA adapters at once."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from openhands_rl_plugin.serving.failures import StartError
 from openhands_rl_plugin.serving.linear import Routing, Segment, replace_linears
 from openhands_rl_plugin.serving.lora import Adapter, read_adapter
 from openhands_rl_plugin.serving.slots import SlotStore
+
+log = logging.getLogger(__name__)
 
 # Relative difference of the logits that the rebuilt model may show against the original one.
 _SELF_CHECK_TOLERANCE = 0.05
@@ -54,8 +57,6 @@ class ServedModel:
         self.eos_ids = _eos_ids(self.model, self.tokenizer)
         self.vocabulary = cast(Tensor, self.model.get_input_embeddings().weight).shape[0]
         text_config = self.model.config.get_text_config()
-        longest = int(getattr(text_config, "max_position_embeddings", 0) or config.max_model_len or 2048)
-        self.max_len = min(config.max_model_len or longest, longest)
         heads = text_config.num_attention_heads
         self.slots = SlotStore(
             layers=text_config.num_hidden_layers,
@@ -65,8 +66,22 @@ class ServedModel:
             dtype=self.dtype,
             device=self.device,
         )
+        self.max_len = self._longest(config)
         self._routing = Routing()
         self._rebuild()
+
+    def _longest(self, config: GeneratorConfig) -> int:
+        """Tokens that a sequence may have: what the model, the caller and the memory for the slots allow."""
+        trained = int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 0))
+        wanted = min(config.max_model_len or trained or 2048, trained or config.max_model_len or 2048)
+        fitting = config.kv_bytes // self.slots.bytes_per_token
+        if fitting < wanted:
+            log.warning("max_model_len is %d instead of %d, so that max_batch fits into kv_bytes", fitting, wanted)
+        if fitting < 16:
+            raise StartError(
+                f"kv_bytes={config.kv_bytes} holds no {config.max_batch} sequences of this model; raise it"
+            )
+        return min(wanted, fitting)
 
     def read_adapter(self, name: str, path: Path) -> Adapter:
         """Load an adapter for this model. Safe to call from another thread while steps are computed."""

@@ -69,7 +69,11 @@ class AdapterPublisher:
         parts = urlsplit(base_url)
         root = parts._replace(path=parts.path.rstrip("/").removesuffix("/v1")).geturl().rstrip("/")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = httpx.AsyncClient(base_url=root, headers=headers, timeout=timeout)
+        # A plain-text server is on this machine or its network: no proxy, and no time spent on certificates.
+        secure = parts.scheme == "https"
+        self._client = httpx.AsyncClient(
+            base_url=root, headers=headers, timeout=timeout, verify=secure, trust_env=secure
+        )
         self._root = root
         self._store = store
         self._keep = keep
@@ -143,7 +147,7 @@ class AdapterPublisher:
         loaded = await self._loaded()
         mine = [version.name for version in self._store.versions(name) if version.name in loaded]
         others = [each for each in mine if each != adapter.name]
-        stale = others[: len(others) - (self._keep - 1)]
+        stale = others[: max(0, len(others) - (self._keep - 1))]
         for each in stale:
             await self.retire(each)
         return tuple(stale)

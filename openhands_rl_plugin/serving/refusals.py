@@ -50,6 +50,11 @@ async def on_defect(_: Request, error: Exception) -> Response:
     return _answer(500, f"{type(error).__name__} in the server; see its log", "InternalServerError", None)
 
 
+def error_body(status: int, message: str, kind: str, param: str | None = None) -> ErrorAnswer:
+    """The body of a refusal."""
+    return ErrorAnswer(error=ErrorInfo(message=message, type=kind, param=param, code=status))
+
+
 def _answer(status: int, message: str, kind: str, param: str | None) -> Response:
-    body = ErrorAnswer(error=ErrorInfo(message=message, type=kind, param=param, code=status))
+    body = error_body(status, message, kind, param)
     return Response(body.model_dump_json(), status, media_type="application/json")

@@ -31,6 +31,12 @@ class SlotStore:
         """Tokens that fit into each slot now."""
         return self.values.shape[3]
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one more token of capacity takes, in all slots and layers together."""
+        layers, slots, heads, dim = self._shape
+        return layers * slots * heads * dim * (self.keys.element_size() + self.values.element_size())
+
     def ensure(self, tokens: int) -> None:
         """Grow every slot to hold at least `tokens` tokens; what is stored stays."""
         if tokens > self.capacity:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel
 
 from openhands_rl_plugin.serving.formatting import Formatter, answered_calls, usage
+from openhands_rl_plugin.serving.refusals import error_body
 from openhands_rl_plugin.serving.requests import ChatRequest, CompletionRequest
 from openhands_rl_plugin.serving.responses import (
     ChatChunk,
@@ -19,7 +20,7 @@ from openhands_rl_plugin.serving.responses import (
     new_id,
     now,
 )
-from openhands_rl_plugin.serving.sequence import Delta, DeltaSink, Generation, Ticket
+from openhands_rl_plugin.serving.sequence import Cancelled, Delta, DeltaSink, Generation, Ticket
 from openhands_rl_plugin.serving.toolcalls import parse_tool_calls, safe_length
 
 Event = tuple[int, Delta | Generation | BaseException]
@@ -180,9 +181,11 @@ def _event(body: BaseModel) -> str:
 
 
 async def cancelling(events: AsyncIterator[str], cancel: Callable[[], None]) -> AsyncIterator[str]:
-    """`events`, with `cancel` called when the reader goes away or an event fails."""
+    """`events`, with `cancel` called when the reader goes away; ends with an error event when the server stops."""
     try:
         async for event in events:
             yield event
+    except Cancelled:
+        yield _event(error_body(503, "The server is stopping.", "ServiceUnavailableError"))
     finally:
         cancel()

@@ -136,7 +136,7 @@ def _check(trajectory_id: str, index: int, node: Node, need_logprobs: bool) -> N
     if len(tokens.logprobs) != len(tokens.sampled_ids):
         raise TrainingError(
             f"{where}: {len(tokens.logprobs)} logprobs for {len(tokens.sampled_ids)} sampled tokens; reinforcement "
-            "learning needs all of them: use a server that returns logprobs, or train with algorithm = \"sft\""
+            'learning needs all of them: use a server that returns logprobs, or train with algorithm = "sft"'
         )
     if not all(math.isfinite(logprob) for logprob in tokens.logprobs):
         raise TrainingError(f"{where}: a recorded logprob is not finite; drop this trajectory or check the server")

@@ -31,7 +31,9 @@ def save_checkpoint(directory: Path, tensors: dict[str, Tensor], counters: dict[
             partial.unlink(missing_ok=True)
         sync_directory(directory)
     except OSError as error:
-        raise StorageError(f"cannot write {target}: {describe(error)}; free some space or choose another path") from error
+        raise StorageError(
+            f"cannot write {target}: {describe(error)}; free some space or choose another path"
+        ) from error
 
 
 def load_checkpoint(directory: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from peft.tuners import lora
@@ -21,9 +23,7 @@ class TrainableLinear(lora.Linear):
         (name,) = self.active_adapters
         down, up = self.lora_A[name].weight, self.lora_B[name].weight
         base = self.get_base_layer()
-        y = _LoraLinear.apply(
-            x.reshape(-1, x.shape[-1]), base.weight, base.bias, down, up, float(self.scaling[name])
-        )
+        y = _LoraLinear.apply(x.reshape(-1, x.shape[-1]), base.weight, base.bias, down, up, float(self.scaling[name]))
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -32,7 +32,7 @@ class _LoraLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
+        ctx: Any,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -49,9 +49,7 @@ class _LoraLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, grad: Tensor
-    ) -> tuple[Tensor | None, None, None, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor, Tensor, None]:
         x, weight, low_down, low_up, inner = ctx.saved_tensors
         grad_inner = grad @ low_up
         grad_x = None

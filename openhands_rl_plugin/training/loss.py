@@ -7,6 +7,7 @@ the result does not depend on how the batch was cut into passes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,9 @@ def diagnose(
     )
 
 
-def token_logprobs(hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies of next tokens, in float32.
 
     hidden: [K, width], the states that predict; targets: [K] token ids; weight: [vocabulary, width] and bias of the
@@ -93,7 +96,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any, hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         wanted = ctx.needs_input_grad[0]
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
@@ -113,8 +116,6 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, grad_logprobs: Tensor, _grad_entropies: Tensor
-    ) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_logprobs: Tensor, _grad_entropies: Tensor) -> tuple[Tensor, None, None, None]:
         (slopes,) = ctx.saved_tensors
         return (slopes * grad_logprobs[:, None]).to(slopes.dtype), None, None, None

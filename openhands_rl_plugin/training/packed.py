@@ -88,7 +88,9 @@ def attend(
     # Heads that share keys become neighbouring rows of one matrix product, so that no key is copied.
     grouped = query[0].view(kv_heads, heads // kv_heads, count, dim).transpose(1, 2)
     scale = dim**-0.5 if scaling is None else scaling
-    output = _PackedAttention.apply(grouped.contiguous(), key[0].contiguous(), value[0].contiguous(), rows, scale, sliding_window)
+    output = _PackedAttention.apply(
+        grouped.contiguous(), key[0].contiguous(), value[0].contiguous(), rows, scale, sliding_window
+    )
     return output.transpose(0, 1).reshape(1, count, heads, dim), None
 
 
@@ -144,7 +146,7 @@ class _PackedAttention(torch.autograd.Function):
         output = torch.empty_like(query)
         kept: list[Tensor] = []
         for run, slices in zip(rows.layout.runs, rows.key_slices, strict=True):
-            scaled_keys, values = _gather(key, slices).to(SCORE or key.dtype) * scale, _gather(value, slices)
+            scaled_keys, values = _gather(key, slices).to(torch.float32) * scale, _gather(value, slices)
             for block in _blocks(run):
                 bias = rows.bias(block, heads, window, scaled_keys.dtype)
                 weights = _weights(_rows(query, block), scaled_keys, block, bias)
@@ -173,12 +175,12 @@ class _PackedAttention(torch.autograd.Function):
                 if block.keys <= KEEP_KEYS:
                     weights = next(remaining)
                 else:
-                    keys = gathered.to(SCORE or key.dtype) * scale
+                    keys = gathered.to(torch.float32) * scale
                     bias = rows.bias(block, query.shape[2], ctx.window, keys.dtype)
                     weights = _weights(queries, keys, block, bias)
                 run_grad_value[:, seen] += torch.bmm(weights.transpose(1, 2), outer)
                 grad_weights = torch.bmm(outer, values[:, seen].transpose(1, 2))
-                grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
+                grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
                 grad_query[:, own] = torch.bmm(grad_scores, scaled[:, seen]).view(grad_query[:, own].shape)
                 run_grad_key[:, seen] += torch.bmm(grad_scores.transpose(1, 2), queries)
             _scatter_add(grad_key, slices, run_grad_key)
@@ -192,5 +194,3 @@ def _rows(tensor: Tensor, block: _Block) -> Tensor:
 
 
 AttentionInterface.register(ATTENTION_NAME, attend)
-import os
-SCORE = torch.float32 if not os.environ.get("S16") else None

@@ -29,6 +29,8 @@ OnProgress = Callable[[TrainProgress], None]
 PROBE_TOLERANCE = {"bfloat16": 0.15, "float32": 0.01}
 """Mean absolute difference, in nats, between two sound implementations that sum in another order."""
 
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
 
 @dataclass(frozen=True)
 class _Tokens:
@@ -140,26 +142,30 @@ class LoraTrainer:
         """
         tensors = {f"weights.{name}": tensor for name, tensor in self._policy.weights().items()}
         for name, parameter in self._policy.parameters.items():
-            for key, value in self._optimizer.state.get(parameter, {}).items():
-                tensors[f"optimizer.{key}.{name}"] = value
+            for key, moment in self._optimizer.state.get(parameter, {}).items():
+                tensors[f"{key}.{name}"] = moment
         save_checkpoint(directory, tensors, {"step": str(self.step), "seed": str(self.settings.seed)})
 
     def load_state(self, directory: Path) -> None:
         """Continue from ``save_state`` exactly where it was. Raises ``TrainingError`` when it does not fit."""
         tensors, counters = load_checkpoint(directory)
-        self._policy.set_weights(
-            {name.removeprefix("weights."): t for name, t in tensors.items() if name.startswith("weights.")},
-            str(directory),
-        )
+        groups: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            group, _, rest = name.partition(".")
+            groups.setdefault(group, {})[rest] = tensor
+        try:
+            step = int(counters["step"])
+            moments = {name: {key: groups[key][name] for key in _MOMENTS} for name in groups.get("exp_avg", {})}
+            parameters = {name: self._policy.parameters[name] for name in moments}
+        except (KeyError, ValueError) as error:
+            raise TrainingError(f"{directory} does not hold a training state of this adapter") from error
+        self._policy.set_weights(groups.get("weights", {}), str(directory))
         self._optimizer.state.clear()
-        for name, parameter in self._policy.parameters.items():
-            moments = {key: tensors[f"optimizer.{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")
-                       if f"optimizer.{key}.{name}" in tensors}
-            if moments:
-                self._optimizer.state[parameter] = {
-                    key: value if key == "step" else value.to(parameter.device) for key, value in moments.items()
-                }
-        self.step = int(counters.get("step", 0))
+        for name, parameter in parameters.items():
+            self._optimizer.state[parameter] = {
+                key: moment if key == "step" else moment.to(parameter.device) for key, moment in moments[name].items()
+            }
+        self.step = step
 
     def _train(
         self,
@@ -168,20 +174,36 @@ class LoraTrainer:
         counts: Callable[[Sample], bool],
         on_progress: OnProgress | None,
     ) -> TrainMetrics:
-        if not samples:
-            raise TrainingError("there is nothing to train on: no samples were given")
+        self._check(samples)
         batches = self._batches(samples)
         tally = _Tally()
         for done, batch in enumerate(batches, start=1):
             live = [sample for sample in batch if counts(sample)]
             tally.skipped_samples += len(batch) - len(live)
-            if not live:
+            if live:
+                self._optimiser_step(live, sum(sum(sample.mask) for sample in batch), token_losses, tally)
+            else:
                 tally.skipped_steps += 1
-                continue
-            self._optimiser_step(live, sum(sum(sample.mask) for sample in batch), token_losses, tally)
             if on_progress is not None:
-                on_progress(TrainProgress(done, len(batches), tally.losses[-1], tally.norms[-1]))
+                loss, norm = (tally.losses[-1], tally.norms[-1]) if live else (0.0, 0.0)
+                on_progress(TrainProgress(done, len(batches), loss, norm))
         return tally.metrics(len(samples))
+
+    def _check(self, samples: Sequence[Sample]) -> None:
+        if not samples:
+            raise TrainingError("there is nothing to train on: no samples were given")
+        for sample in samples:
+            where, length = f"trajectory {sample.trajectory_id}", len(sample.input_ids)
+            if not (length == len(sample.mask) == len(sample.logprobs)) or True not in sample.mask[1:]:
+                raise TrainingError(f"{where}: a sample needs a mask and a logprob for each token, and a sampled token")
+            if sample.mask[0]:
+                raise TrainingError(f"{where}: the first token has no context, so it cannot have been sampled")
+            if length > self._policy.longest:
+                raise TrainingError(
+                    f"{where}: {length} tokens, but the model is made for {self._policy.longest}; lower max_prompt_length"
+                )
+            if not (0 <= min(sample.input_ids) and max(sample.input_ids) < self._policy.vocabulary):
+                raise TrainingError(f"{where}: a token id is not in the model's vocabulary; was it another model's?")
 
     def _batches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         """Optimiser batches of all epochs: ``batch_size`` trajectories each, in a new order every epoch."""

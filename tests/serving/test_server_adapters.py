@@ -43,11 +43,8 @@ def test_load_use_unload(http: httpx.Client, adapter_a: Path) -> None:
     again = load(http, "policy-v000001", adapter_a)
     assert again.status_code == 400 and "has already been loaded" in again.json()["error"]["message"]
     body = {"model": "policy-v000001", "prompt": "one two", "max_tokens": 5, "temperature": 0}
-    used = http.post("/v1/completions", json=body).json()
-    assert (
-        used["choices"][0]["text"]
-        == http.post("/v1/completions", json=body | {"model": "a"}).json()["choices"][0]["text"]
-    )
+    used, expected = (http.post("/v1/completions", json=body | {"model": m}).json() for m in (body["model"], "a"))
+    assert used["choices"][0]["text"] == expected["choices"][0]["text"]
     answer = unload(http, "policy-v000001")
     assert answer.text == "Success: LoRA adapter 'policy-v000001' removed successfully."
     gone = http.post("/v1/completions", json=body)
@@ -78,15 +75,13 @@ def test_unfit_adapters_are_refused_with_one_line(http: httpx.Client, adapter_a:
     shutil.copytree(adapter_a, infinite)
     weights = load_file(infinite / "adapter_model.safetensors")
     save_file({key: weight * float("inf") for key, weight in weights.items()}, infinite / "adapter_model.safetensors")
+    wrong_shape = write_adapter(tmp_path / "wrong-shape", other, seed=1)
     base = json.loads((adapter_a / "adapter_config.json").read_text())["base_model_name_or_path"]
+    claimed = edited_config(tmp_path / "claimed", wrong_shape, base_model_name_or_path=base)
     cases = [
         (tmp_path / "nothing", 404, "No adapter found"),
-        (write_adapter(tmp_path / "wrong-shape", other, seed=1), 400, "trained on"),
-        (
-            edited_config(tmp_path / "shape", tmp_path / "wrong-shape", base_model_name_or_path=base),
-            400,
-            "in the model",
-        ),
+        (wrong_shape, 400, "trained on"),
+        (claimed, 400, "in the model"),
         (edited_config(tmp_path / "dora", adapter_a, use_dora=True), 400, "use_dora is not supported"),
         (edited_config(tmp_path / "kind", adapter_a, peft_type="IA3"), 400, "not that of a LoRA"),
         (pickled, 400, "pickled weights are not loaded"),

@@ -200,3 +200,12 @@ def test_bfloat16_stays_near_float32(tiny_model: Path, generator: Generator) -> 
     with Generator(GeneratorConfig(model=str(tiny_model), dtype="bfloat16", threads=1)) as half:
         one, other = half.generate(prompt(60), params), generator.generate(prompt(60), params)
     assert one.logprobs == pytest.approx(other.logprobs, abs=0.3)
+
+
+def test_the_memory_of_the_slots_bounds_the_context(tiny_model: Path) -> None:
+    # 2 layers x 256 slots x 2 heads x 16 x (4 + 4) bytes = 128 KiB for each token of all slots.
+    config = GeneratorConfig(model=str(tiny_model), dtype="float32", threads=1, max_batch=256, kv_bytes=16 * 2**20)
+    with Generator(config) as generator:
+        assert generator.max_len == 128
+    with pytest.raises(StartError, match="raise it"):
+        Generator(config.model_copy(update={"kv_bytes": 2**20}))

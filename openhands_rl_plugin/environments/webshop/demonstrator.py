@@ -19,6 +19,7 @@ class DemonstratorOptions(Frozen):
     """The world that the server was started with; the oracle rebuilds it to know where a script leads."""
 
     products: int = 1000
+    goals: int = 1500
     seed: int = 0
     results_per_page: int = 10
     separator: str = " [SEP] "
@@ -37,6 +38,7 @@ class WebShopDemonstrator:
         chosen = self.options
         return WebShop(
             num_products=chosen.products,
+            num_goals=chosen.goals,
             seed=chosen.seed,
             results_per_page=chosen.results_per_page,
             separator=chosen.separator,
@@ -59,4 +61,6 @@ class WebShopDemonstrator:
             for part in (message.content or "").split(self.options.separator) if message.role == "user" else ():
                 if part in self._goals:
                     return self._goals[part]
-        raise BadEnvironmentError("no goal of the oracle's world is on the page: start the server with the same options")
+        raise BadEnvironmentError(
+            "no goal of the oracle's world is on the page: start the server with the same options"
+        )

@@ -30,7 +30,7 @@ def controller_config(
 
     ``model``, ``base_url`` and ``api_key`` default to those of ``[rl.serving]``; ``command_timeout`` is in seconds.
     The iteration limit is a net below the episode's own limit of turns. Prompts keep being prefixes of later ones (no
-    condenser), the model's answers are asked for with token ids and logprobs, and OpenHands retries nothing silently.
+    condenser), answers are asked for with token ids and logprobs, and a failed request is repeated once.
     """
     serving = settings.serving
     turns = (limits or settings.limits()).max_turns

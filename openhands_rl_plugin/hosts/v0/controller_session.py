@@ -34,9 +34,7 @@ from openhands_rl_plugin.errors import CaughtFailure, RLError, boundary
 from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode, bind_episode, controller_end
 from openhands_rl_plugin.types import Failure, FailureKind, JsonObject, StopReason, Trajectory
 
-_ENDS = frozenset(
-    {AgentState.FINISHED, AgentState.REJECTED, AgentState.ERROR, AgentState.STOPPED, AgentState.PAUSED}
-)
+_ENDS = frozenset({AgentState.FINISHED, AgentState.REJECTED, AgentState.ERROR, AgentState.STOPPED, AgentState.PAUSED})
 
 
 @runtime_checkable
@@ -68,13 +66,15 @@ class ControllerSession:
         self._ended = asyncio.Event()
         self._end = _End()
         self._lock = threading.Lock()
+        # A session that is given up while it opens is closed when it has opened.
+        self._opening = threading.Lock()
         self._stream: SessionEventStream | None = None
         self._runtime: Runtime | None = None
         self._controller: SessionController | None = None
 
     def open(self) -> None:
         """Make agent, runtime, memory and controller, and give the controller its task."""
-        with boundary(FailureKind.INFRASTRUCTURE, "openhands.start"), bind_episode(self._episode):
+        with self._opening, boundary(FailureKind.INFRASTRUCTURE, "openhands.start"), bind_episode(self._episode):
             llms = LLMRegistry(self._config)
             stats = ConversationStats(None, self._sid, None)
             llms.subscribe(stats.register_llm)
@@ -116,10 +116,11 @@ class ControllerSession:
 
     def close(self) -> None:
         """Release the runtime, then wait for the session's threads (as long as a call that they are in takes)."""
-        if self._runtime is not None:
-            self._runtime.close()
-        if self._stream is not None:
-            self._stream.close()
+        with self._opening:
+            if self._runtime is not None:
+                self._runtime.close()
+            if self._stream is not None:
+                self._stream.close()
 
     def _reason(self, timed_out: bool, failure: Failure | None) -> tuple[StopReason | None, Failure | None]:
         if timed_out:

@@ -14,9 +14,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from pydantic import Field
+
 from openhands_rl_plugin import registry
 from openhands_rl_plugin.errors import CaughtFailure, ConfigError
 from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode
+from openhands_rl_plugin.protocols import Strategy
 from openhands_rl_plugin.settings import RLSettings
 from openhands_rl_plugin.types import EpisodeRequest, Frozen, JsonObject, StrategySpec, Trajectory
 
@@ -45,7 +48,7 @@ class ControllerOptions(Frozen):
     sessions: int | None = None
     command_timeout: int = 60
     native_tool_calling: bool = True
-    strategy_options: JsonObject = {}
+    strategy_options: JsonObject = Field(default_factory=dict)
 
 
 class ControllerRunner:
@@ -59,8 +62,7 @@ class ControllerRunner:
         _quieten()
         self._settings = settings
         self._options = options or ControllerOptions()
-        self._strategy = registry.load("strategies", settings.rollout_strategy)
-        self._strategy_options = self._strategy.Options(**self._options.strategy_options)
+        self._make_strategy()
         self._spec = StrategySpec(name=settings.rollout_strategy, options=self._options.strategy_options)
         sessions = self._options.sessions or settings.max_workers
         self._gate = asyncio.Semaphore(sessions)
@@ -83,25 +85,31 @@ class ControllerRunner:
 
         episode = self._episode(request)
         session = ControllerSession(self._config(episode), episode, f"rl-{uuid.uuid4().hex[:24]}")
+        try:
+            return await self._play_out(session, episode.limits.timeout)
+        finally:
+            await self._release(session)
+
+    async def _play_out(self, session: ControllerSession, timeout: float | None) -> Trajectory:
         timed_out, failure = False, None
         try:
-            async with asyncio.timeout(episode.limits.timeout):
+            async with asyncio.timeout(timeout):
                 await self._in_thread(session.open)
                 await session.ended()
         except TimeoutError:
             timed_out = True
         except CaughtFailure as caught:
             failure = caught.failure
-        try:
-            return await self._in_thread(lambda: session.conclude(timed_out=timed_out, failure=failure))
-        finally:
-            await self._release(session)
+        return await self._in_thread(lambda: session.conclude(timed_out=timed_out, failure=failure))
+
+    def _make_strategy(self) -> Strategy:
+        return registry.build("strategies", self._settings.rollout_strategy, self._options.strategy_options)
 
     def _episode(self, request: EpisodeRequest) -> ControllerEpisode:
         return ControllerEpisode(
             request,
             self._settings,
-            strategy=self._strategy(self._strategy_options),
+            strategy=self._make_strategy(),
             strategy_spec=self._spec,
             base_model=self._settings.serving.model,
             environment_mode=self._options.environment_mode,

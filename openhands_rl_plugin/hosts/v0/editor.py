@@ -68,7 +68,9 @@ class WorkspaceEditor:
         when the file cannot be read or written; a wrong request is answered in the text."""
         if not request.path.startswith("/"):
             hint = f"{INSIDE}/{request.path}"
-            return EditResult(f"ERROR:\nThe path should be an absolute path, starting with `/`. Maybe you meant {hint}?")
+            return EditResult(
+                f"ERROR:\nThe path should be an absolute path, starting with `/`. Maybe you meant {hint}?"
+            )
         path = self._workspace.name_inside(request.path)
         kind = self._workspace.kind(path)
         if kind == "directory" and request.command == "view" and not request.view_range:

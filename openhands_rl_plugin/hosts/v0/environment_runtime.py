@@ -12,7 +12,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from openhands.core.config import OpenHandsConfig
 from openhands.core.config.mcp_config import MCPConfig, MCPStdioServerConfig
+from openhands.events import EventSource
 from openhands.events.action import (
     BrowseInteractiveAction,
     BrowseURLAction,
@@ -21,8 +23,10 @@ from openhands.events.action import (
     FileReadAction,
     FileWriteAction,
     IPythonRunCellAction,
+    MessageAction,
 )
 from openhands.events.action.mcp import MCPAction
+from openhands.events.event import Event
 from openhands.events.observation import ErrorObservation, Observation
 from openhands.events.observation.mcp import MCPObservation
 from openhands.microagent import BaseMicroagent
@@ -38,7 +42,8 @@ from openhands_rl_plugin.hosts.v0.settings import host_settings
 from openhands_rl_plugin.hosts.v0.wire import RESET_TOOL, STEP_TOOL, EnvironmentReply
 from openhands_rl_plugin.protocols import Environment
 from openhands_rl_plugin.settings import RLSettings
-from openhands_rl_plugin.types import Failure, FailureKind, JsonObject, Message, Observation as Answer, Task
+from openhands_rl_plugin.types import Failure, FailureKind, JsonObject, Message, Task
+from openhands_rl_plugin.types import Observation as Answer
 
 TASK_INDEX_VARIABLE = "OPENHANDS_RL_TASK_INDEX"
 """Which task ``python -m openhands.core.main`` plays, as a number that the environment understands; default 0."""
@@ -54,6 +59,11 @@ class EnvironmentPlay:
         self._closed = False
         self.evidence: JsonObject | None = None
         self.failure: Failure | None = None
+
+    def instruct(self, instruction: str) -> None:
+        """Give the task its words, unless it has some or is being played."""
+        if not self._opened and not self._task.instruction:
+            self._task = self._task.model_copy(update={"instruction": instruction})
 
     async def reply_to(self, action: MCPAction) -> EnvironmentReply:
         """Execute one action. A failure is the reply's and is remembered in ``failure``."""
@@ -109,19 +119,27 @@ class EnvironmentRuntime(Runtime):
     """One episode behind OpenHands' runtime interface. The task is the bound episode's; without one it is that of
     ``[rl] env_name`` with the number in ``OPENHANDS_RL_TASK_INDEX``. Raises ``ConfigError`` from the constructor."""
 
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: OpenHandsConfig, *args, **kwargs) -> None:
         episode = current_episode()
         if episode is None:
-            settings = host_settings(self.config.get_agent_config("RLAgent"), self.config)
+            settings = host_settings(config.get_agent_config("RLAgent"), config)
             task = task_from_environment_variable(settings)
         else:
             settings, task = episode.settings, episode.request.task
+        self._instructed_by_user = episode is None
+        # Before the host's constructor, which leaves threads and an exit handler behind if anything fails after it.
         self.play = EnvironmentPlay(self.make_environment(settings, task), task)
+        super().__init__(config, *args, **kwargs)
 
     def make_environment(self, settings: RLSettings, task: Task) -> Environment:
         """The environment of the task. Override to put another one behind OpenHands."""
         return make_environment(settings)
+
+    def on_event(self, event: Event) -> None:
+        """Also takes the user's first message (``-t``) as the words of a task that no runner gave."""
+        if self._instructed_by_user and isinstance(event, MessageAction) and event.source == EventSource.USER:
+            self.play.instruct(event.content)
+        super().on_event(event)
 
     async def connect(self) -> None:
         """Nothing to start: the episode begins with the agent's first action."""
@@ -208,10 +226,12 @@ def make_environment(settings: RLSettings) -> Environment:
 
     A guest's ``Options`` get what they declare of ``base_url`` and ``react_format``.
     """
-    environment = registry.load("environments", settings.env_name)
+    options = getattr(registry.load("environments", settings.env_name), "Options", None)
     known = {"base_url": settings.environment_url, "react_format": settings.react_format}
-    options = environment.Options
-    return environment(options(**{name: known[name] for name in known if name in options.model_fields}))
+    declared = options.model_fields if options is not None else {}
+    return registry.build(
+        "environments", settings.env_name, {name: value for name, value in known.items() if name in declared}
+    )
 
 
 def task_from_environment_variable(settings: RLSettings) -> Task:
@@ -223,4 +243,6 @@ def task_from_environment_variable(settings: RLSettings) -> Task:
 
 
 def _refusal(what: str) -> ErrorObservation:
-    return ErrorObservation(f"This runtime is an environment and has no {what}: only {RESET_TOOL} and {STEP_TOOL} work.")
+    return ErrorObservation(
+        f"This runtime is an environment and has no {what}: only {RESET_TOOL} and {STEP_TOOL} work."
+    )

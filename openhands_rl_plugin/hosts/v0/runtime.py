@@ -14,6 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from openhands.core.config import OpenHandsConfig
 from openhands.core.config.mcp_config import MCPConfig, MCPStdioServerConfig
 from openhands.core.logger import openhands_logger
 from openhands.events.action import (
@@ -39,6 +40,7 @@ from openhands.runtime.base import Runtime
 from openhands.runtime.runtime_status import RuntimeStatus
 from openhands_aci.utils.diff import get_diff
 
+from openhands_rl_plugin.errors import ConfigError
 from openhands_rl_plugin.hosts.v0.editor import EditRequest, WorkspaceEditor
 from openhands_rl_plugin.hosts.v0.sandbox import (
     INSIDE,
@@ -66,22 +68,28 @@ class WorkspaceRuntime(Runtime):
 
     limits = SandboxLimits()
 
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        base = self.config.workspace_base
+    def __init__(self, config: OpenHandsConfig, *args, **kwargs) -> None:
+        # Before the host's constructor, which leaves threads and an exit handler behind if anything fails after it.
         self._private = Path(tempfile.mkdtemp(prefix="openhands-rl-")).resolve()
+        base = config.workspace_base
         root = Path(base).expanduser().resolve() if base else self._private / "workspace"
-        root.mkdir(parents=True, exist_ok=True)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            sandbox = self.make_sandbox(config, root)
+        except (ConfigError, OSError):
+            shutil.rmtree(self._private)
+            raise
+        super().__init__(config, *args, **kwargs)
         self.files = Workspace(root)
         self._editor: WorkspaceEditor | None = None
-        self._shell = Shell(self.make_sandbox(root, self._private), self._variables(), self.limits)
+        self._shell = Shell(sandbox, self._variables(), self.limits)
 
-    def make_sandbox(self, root: Path, private: Path) -> Sandbox:
-        """Where commands run; ``private`` is a directory of the session beside its workspace."""
+    def make_sandbox(self, config: OpenHandsConfig, root: Path) -> Sandbox:
+        """Where the commands of the workspace at ``root`` run."""
         if shutil.which("bwrap") is None:
             openhands_logger.warning("bubblewrap is not installed: commands run on this host without isolation")
-            return SubprocessSandbox(root, private)
-        return _bubblewrap(root, self.config.sandbox.use_host_network, self.limits)
+            return SubprocessSandbox(root, self._private)
+        return _bubblewrap(config, root, self.limits)
 
     async def connect(self) -> None:
         """Start the sandbox. Raises ``InfrastructureError`` when it does not start."""
@@ -183,7 +191,9 @@ class WorkspaceRuntime(Runtime):
 
     def run_ipython(self, action: IPythonRunCellAction) -> Observation:
         """Refused: there is no Jupyter here."""
-        return ErrorObservation("This runtime has no Jupyter: run Python with a shell command (enable_jupyter = false).")
+        return ErrorObservation(
+            "This runtime has no Jupyter: run Python with a shell command (enable_jupyter = false)."
+        )
 
     def browse(self, action: BrowseURLAction) -> Observation:
         """Refused: there is no browser here."""
@@ -248,35 +258,41 @@ class WorkspaceRuntime(Runtime):
 
     def _variables(self) -> dict[str, str]:
         name, email = self.config.git_user_name, self.config.git_user_email
-        git = {f"GIT_{who}_{what}": value for who in ("AUTHOR", "COMMITTER") for what, value in (("NAME", name), ("EMAIL", email))}
+        git = {
+            f"GIT_{who}_{what}": value
+            for who in ("AUTHOR", "COMMITTER")
+            for what, value in (("NAME", name), ("EMAIL", email))
+        }
         return {**git, **self.initial_env_vars, **self.config.sandbox.runtime_startup_env_vars}
 
 
 class BubblewrapRuntime(WorkspaceRuntime):
     """The workspace runtime that refuses to work without bubblewrap."""
 
-    def make_sandbox(self, root: Path, private: Path) -> Sandbox:
+    def make_sandbox(self, config: OpenHandsConfig, root: Path) -> Sandbox:
         """A bubblewrap sandbox; raises ``ConfigError`` where that is impossible."""
-        return _bubblewrap(root, self.config.sandbox.use_host_network, self.limits)
+        return _bubblewrap(config, root, self.limits)
 
 
 class SubprocessRuntime(WorkspaceRuntime):
     """The workspace runtime without isolation, even where bubblewrap is installed."""
 
-    def make_sandbox(self, root: Path, private: Path) -> Sandbox:
+    def make_sandbox(self, config: OpenHandsConfig, root: Path) -> Sandbox:
         """Plain subprocesses."""
-        return SubprocessSandbox(root, private)
+        return SubprocessSandbox(root, self._private)
 
 
-def _bubblewrap(root: Path, network: bool, limits: SandboxLimits) -> Sandbox:
+def _bubblewrap(config: OpenHandsConfig, root: Path, limits: SandboxLimits) -> Sandbox:
     check_bubblewrap()
-    return BubblewrapSandbox(root, network=network, temporary=limits.temporary)
+    return BubblewrapSandbox(root, network=config.sandbox.use_host_network, temporary=limits.temporary)
 
 
 def _observation(action: CmdRunAction, result: CommandResult, suffix: str) -> CmdOutputObservation:
     prefix = ""
     if result.earlier:
-        prefix = f"[Output of background processes since the last command.]\n{result.earlier}\n[Output of this command.]\n"
+        prefix = (
+            f"[Output of background processes since the last command.]\n{result.earlier}\n[Output of this command.]\n"
+        )
     return CmdOutputObservation(
         content=result.output.rstrip("\n"),
         command=action.command,

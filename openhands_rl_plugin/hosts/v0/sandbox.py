@@ -10,7 +10,6 @@ import functools
 import json
 import os
 import re
-import resource
 import select
 import shlex
 import shutil
@@ -109,7 +108,9 @@ class SubprocessSandbox:
 
     def __init__(self, root: Path, private: Path) -> None:
         if shlex.quote(str(root)) != str(root):
-            raise ConfigError(f"the workspace {str(root)!r} cannot be used without bubblewrap: rename it, without blanks")
+            raise ConfigError(
+                f"the workspace {str(root)!r} cannot be used without bubblewrap: rename it, without blanks"
+            )
         self.workspace = str(root)
         self.home = str(private / "home")
         self.state = str(private / "state" / "shell")

@@ -1,6 +1,6 @@
 """A worker process: plays episodes with a ``ControllerRunner`` for a ``WorkerPoolRunner``.
 
-    python -m openhands_rl_plugin.hosts.v0.worker       # messages on stdin and stdout; ends with its stdin
+python -m openhands_rl_plugin.hosts.v0.worker       # messages on stdin and stdout; ends with its stdin
 """
 
 from __future__ import annotations

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 
 import pytest
 from openhands.core.config import OpenHandsConfig
-from openhands.events.action import CmdRunAction, FileReadAction
+from openhands.events import EventSource
+from openhands.events.action import CmdRunAction, FileReadAction, MessageAction
 from openhands.events.action.mcp import MCPAction
 from openhands.events.observation import ErrorObservation
 from openhands.events.observation.mcp import MCPObservation
@@ -17,11 +19,13 @@ from openhands.storage.memory import InMemoryFileStore
 
 from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.hosts.v0 import environment_runtime
 from openhands_rl_plugin.hosts.v0.environment_runtime import (
     TASK_INDEX_VARIABLE,
     EnvironmentPlay,
     EnvironmentRuntime,
     make_environment,
+    task_from_environment_variable,
 )
 from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode, bind_episode
 from openhands_rl_plugin.hosts.v0.wire import RESET_TOOL, STEP_TOOL, EnvironmentReply
@@ -54,7 +58,9 @@ def make_runtime(settings: RLSettings | None, task: Task | None = None) -> Envir
 
     def make() -> EnvironmentRuntime:
         stream = EventStream("session", InMemoryFileStore())
-        return EnvironmentRuntime(config=config, event_stream=stream, llm_registry=LLMRegistry(config), headless_mode=True)
+        return EnvironmentRuntime(
+            config=config, event_stream=stream, llm_registry=LLMRegistry(config), headless_mode=True
+        )
 
     if settings is None or task is None:
         return make()
@@ -134,7 +140,9 @@ def test_a_server_that_is_away_is_an_infrastructure_failure(free_port: int):
     settings = RLSettings(env_port=free_port)
     runtime = make_runtime(settings, Task(id="t", environment="webshop", data={"idx": 0}))
     failure = send(runtime, RESET_TOOL).failure
-    assert failure is not None and failure.kind is FailureKind.INFRASTRUCTURE and failure.boundary == "environment.reset"
+    assert (
+        failure is not None and failure.kind is FailureKind.INFRASTRUCTURE and failure.boundary == "environment.reset"
+    )
     assert runtime.conclude() == (None, failure)
     runtime.close()
     runtime.event_stream.close()
@@ -168,7 +176,22 @@ def test_plain_openhands_runs_take_their_task_from_the_environment(monkeypatch: 
     runtime.event_stream.close()
     monkeypatch.setenv(TASK_INDEX_VARIABLE, "twelve")
     with pytest.raises(ConfigError, match="whole number"):
-        make_runtime(None)
+        task_from_environment_variable(RLSettings())
+
+
+def test_the_users_words_reach_the_model_in_a_plain_run(shop: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(environment_runtime, "host_settings", lambda agent_config, config: settings_for(shop))
+    runtime = make_runtime(None)
+    runtime.event_stream.add_event(MessageAction("buy something soft"), EventSource.USER)
+    runtime.event_stream.add_event(MCPAction(name=RESET_TOOL), EventSource.AGENT)
+    deadline = time.monotonic() + 10
+    while not isinstance(last := runtime.event_stream.get_latest_event(), MCPObservation):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    opening = EnvironmentReply.model_validate_json(last.content)
+    assert "Task: buy something soft" in (opening.messages[0].content or "")
+    runtime.close()
+    runtime.event_stream.close()
 
 
 def test_settings_reach_the_environment():
@@ -218,7 +241,7 @@ async def test_evidence_once_and_close_once():
     environment = Counting()
     played, replies = await play(environment, "go", "end")
     assert environment.calls == ["reset", "step", "step", "evidence", "close"]
-    assert replies[-1].evidence == played.evidence == {"seen": 4}
+    assert replies[-1].evidence == played.evidence == {"seen": 3}
 
 
 @pytest.mark.parametrize("broken", ["reset", "step", "evidence"])

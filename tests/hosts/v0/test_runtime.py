@@ -22,7 +22,7 @@ from openhands.events.action import (
     IPythonRunCellAction,
 )
 from openhands.events.action.mcp import MCPAction
-from openhands.events.event import Event, FileEditSource, FileReadSource
+from openhands.events.event import FileEditSource, FileReadSource
 from openhands.events.observation import CmdOutputObservation, ErrorObservation, Observation
 from openhands.events.stream import EventStream
 from openhands.llm.llm_registry import LLMRegistry
@@ -30,7 +30,7 @@ from openhands.runtime import get_runtime_cls
 from openhands.storage.memory import InMemoryFileStore
 
 from openhands_rl_plugin.hosts.v0 import runtime as runtimes
-from openhands_rl_plugin.hosts.v0.runtime import SubprocessRuntime, WorkspaceRuntime
+from openhands_rl_plugin.hosts.v0.runtime import WorkspaceRuntime
 
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 Make = Callable[..., WorkspaceRuntime]
@@ -79,9 +79,7 @@ def command(runtime: WorkspaceRuntime, text: str, timeout: float | None = 20) ->
 
 
 def edit(runtime: WorkspaceRuntime, name: str, path: str, **arguments) -> Observation:
-    return runtime.run_action(
-        FileEditAction(path=path, command=name, impl_source=FileEditSource.OH_ACI, **arguments)
-    )
+    return runtime.run_action(FileEditAction(path=path, command=name, impl_source=FileEditSource.OH_ACI, **arguments))
 
 
 def view(runtime: WorkspaceRuntime, path: str, **arguments) -> Observation:
@@ -202,7 +200,12 @@ def test_files(runtime: WorkspaceRuntime):
 
 def test_what_is_not_offered_is_said(make: Make):
     runtime = make()
-    actions = [IPythonRunCellAction("1"), BrowseURLAction("http://x"), CmdRunAction("C-c", is_input=True), CmdRunAction("a\0b")]
+    actions = [
+        IPythonRunCellAction("1"),
+        BrowseURLAction("http://x"),
+        CmdRunAction("C-c", is_input=True),
+        CmdRunAction("a\0b"),
+    ]
     for action in actions:
         assert isinstance(runtime.run_action(action), ErrorObservation)
     assert isinstance(asyncio.run(runtime.call_tool_mcp(MCPAction(name="tool"))), ErrorObservation)
@@ -250,7 +253,7 @@ def test_through_the_event_stream(make: Make):
         stream.add_event(CmdRunAction(f"echo {turn}"), EventSource.AGENT)
     stream.add_event(FileReadAction("/etc/passwd"), EventSource.AGENT)
 
-    def observations() -> list[Event]:
+    def observations() -> list[Observation]:
         return [event for event in seen if isinstance(event, Observation)]
 
     deadline = time.monotonic() + 20
@@ -258,5 +261,3 @@ def test_through_the_event_stream(make: Make):
         time.sleep(0.02)
     contents = [event.content for event in observations()]
     assert contents[:20] == [str(turn) for turn in range(20)] and "outside of /workspace" in contents[20]
-
-

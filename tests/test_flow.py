@@ -1,0 +1,178 @@
+"""ONE task through everything: real controller, real shop, real server, real training, and the adapter in service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from shopper_model import GOAL, INSTRUCTION, SHOP, write_shopper
+from transformers import AutoTokenizer
+
+from openhands_rl_plugin.demo.report import write_report
+from openhands_rl_plugin.environments.http import HttpEnvironmentOptions, WebEnvClient
+from openhands_rl_plugin.environments.webshop import running_webshop
+from openhands_rl_plugin.environments.webshop.demonstrator import DemonstratorOptions, WebShopDemonstrator
+from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
+from openhands_rl_plugin.rewards.outcome import ReturnReward
+from openhands_rl_plugin.runners import SessionRunner
+from openhands_rl_plugin.serving.adapters import AdapterStore
+from openhands_rl_plugin.serving.config import ServerConfig
+from openhands_rl_plugin.serving.publisher import AdapterPublisher
+from openhands_rl_plugin.serving.server import running_server
+from openhands_rl_plugin.settings import RLSettings, ServingSettings, StorageSettings, TrainingSettings
+from openhands_rl_plugin.storages.file import FileTrajectoryStorage
+from openhands_rl_plugin.testing import ScriptedEngine
+from openhands_rl_plugin.training.loop import ClosedLoop, LoopListener, LoopParts
+from openhands_rl_plugin.training.plan import LoopPlan, LoopState, StageRecord
+from openhands_rl_plugin.training.trainer import LoraTrainer
+from openhands_rl_plugin.types import SamplingParams, StrategySpec, Task, TrajectoryFilter
+
+MODEL = "shopper"
+STAGES = ["evaluate-base", "demonstrate", "warm-start", "evaluate-warm-start", "iteration-000", "evaluate-final"]
+TASK = Task(id=f"webshop-{GOAL}", environment="webshop", instruction=INSTRUCTION, data={"idx": GOAL})
+
+
+class Killed(Exception):
+    """Stands for a power cut between two stages."""
+
+
+class KillAfter(LoopListener):
+    def __init__(self, stage: str) -> None:
+        self.stage = stage
+
+    def stage_finished(self, record: StageRecord) -> None:
+        if record.name == self.stage:
+            raise Killed
+
+
+class Collector(LoopListener):
+    def __init__(self) -> None:
+        self.played: list[str] = []
+
+    def stage_started(self, name: str) -> None:
+        self.played.append(name)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shopper(tmp_path_factory.mktemp("flow") / "model")
+
+
+@pytest.fixture
+def settings(model: Path, tmp_path: Path) -> Iterator[RLSettings]:
+    server = ServerConfig(model=str(model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8)
+    with running_webshop(SHOP) as shop, running_server(server) as url:
+        yield RLSettings(
+            max_turns=4,
+            max_response_length=48,
+            react_format=False,
+            env_server_base=shop,
+            max_workers=8,
+            storage=StorageSettings(path=str(tmp_path / "trajectories")),
+            serving=ServingSettings(base_url=f"{url}/v1", model=MODEL, adapter="flow"),
+        )
+
+
+def plan(model: Path) -> LoopPlan:
+    training = {"batch_size": 8, "num_epochs": 1, "dtype": "float32", "lora_rank": 4, "lora_alpha": 8}
+    sampled = SamplingParams(temperature=1.0, max_tokens=48)
+    return LoopPlan(
+        run_id="flow",
+        base_model=MODEL,
+        adapter="flow",
+        demonstrations=(TASK,),
+        training=(TASK,),
+        held_out=(TASK,),
+        iterations=1,
+        tasks_per_iteration=1,
+        samples_per_task=8,
+        warm_start=TrainingSettings(algorithm="sft", learning_rate=1e-4, **training),
+        reinforcement=TrainingSettings(learning_rate=1e-2, **training),
+        sampling=sampled,
+        evaluation=sampled,
+        concurrency=8,
+        probe_ids=tuple(range(2, 30)),
+    )
+
+
+def parts(settings: RLSettings, model: Path, directory: Path) -> LoopParts:
+    adapters = AdapterStore(directory / "adapters")
+    shop = HttpEnvironmentOptions(base_url=settings.environment_url, react_format=False)
+    world = DemonstratorOptions(products=60, goals=20, results_per_page=2, separator="\n")
+    return LoopParts(
+        runner=ControllerRunner(settings),
+        demonstrator=SessionRunner(
+            make_environment=lambda request: WebEnvClient(shop),
+            make_strategy=lambda request: WebShopDemonstrator(world),
+            make_engine=lambda request: ScriptedEngine([]),
+            strategy_spec=StrategySpec(name="oracle"),
+            base_model="oracle",
+        ),
+        storage=FileTrajectoryStorage(settings.storage.directory),
+        reward=ReturnReward(),
+        adapters=adapters,
+        publisher=AdapterPublisher(settings.serving.base_url, adapters),
+        tokenizer=AutoTokenizer.from_pretrained(model),
+        make_trainer=lambda chosen, adapter: LoraTrainer(model, chosen, adapter=adapter),
+        state_file=directory / "state.json",
+    )
+
+
+async def finish(loop_parts: LoopParts) -> None:
+    await loop_parts.runner.close()
+    await loop_parts.storage.close()
+    await loop_parts.publisher.aclose()
+
+
+@pytest.mark.timeout(240)
+async def test_one_task_through_everything(settings: RLSettings, model: Path, tmp_path: Path) -> None:
+    """Stopped after the warm start and begun again, the loop ends with the adapter that it trained in service."""
+    first = parts(settings, model, tmp_path)
+    with pytest.raises(Killed):
+        await ClosedLoop(plan(model), first, KillAfter("warm-start")).run()
+    await finish(first)
+
+    again, seen = parts(settings, model, tmp_path), Collector()
+    state = await ClosedLoop(plan(model), again, seen).run()
+    assert seen.played == STAGES[3:]
+    assert [record.name for record in state.records] == STAGES
+
+    await check_trajectories(again, state)
+    await check_service(settings, again, state)
+    report = await write_report(tmp_path / "report.html", state, again.storage, again.adapters, "flow")
+    page = report.read_text()
+    assert "flow-v000002" in page and "<svg" in page and "click[Buy Now]" in page
+    await finish(again)
+
+
+async def check_trajectories(loop_parts: LoopParts, state: LoopState) -> None:
+    where = TrajectoryFilter(run_id="flow/iteration-000")
+    played = [found async for found in loop_parts.storage.find(where)]
+    assert len(played) == 8
+    for trajectory, scores in played:
+        assert trajectory.failure is None
+        assert trajectory.task == TASK
+        assert scores[-1].reward == pytest.approx(trajectory.episode_return)
+        sampled = list(trajectory.sampled())
+        assert {node.policy.version for node in sampled if node.policy} == {1}
+        assert all(node.tokens and len(node.tokens.logprobs) == len(node.tokens.sampled_ids) for node in sampled)
+        assert all(node.tokens and node.tokens.extends for node in sampled[1:])
+    rewards = {trajectory.episode_return for trajectory, _ in played}
+    assert len(rewards) > 1, "a group without differing rewards would have nothing to reinforce"
+    record = state.record("iteration-000")
+    assert record is not None and record.metrics["episodes_used"] == 8
+
+
+async def check_service(settings: RLSettings, loop_parts: LoopParts, state: LoopState) -> None:
+    trained = loop_parts.adapters.get("flow-v000002")
+    assert trained.parent == "flow-v000001"
+    assert loop_parts.adapters.current("flow") == trained
+    assert state.adapter == trained.name
+    loop_parts.adapters.verify(trained)
+    async with httpx.AsyncClient() as client:
+        listed = (await client.get(f"{settings.serving.base_url}/models")).json()
+    assert trained.name in {model["id"] for model in listed["data"]}
+    final = [t async for t, _ in loop_parts.storage.find(TrajectoryFilter(run_id="flow/evaluate-final"))]
+    assert {trajectory.policy.served_name for trajectory in final} == {trained.name}
