@@ -6,6 +6,7 @@ import argparse
 import os
 import shutil
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run or resume the demo, then print the table and where the report lies."""
-    # The host fetches a price list from the network at import unless it is told not to.
-    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    _quieten()
     from openhands_rl_plugin.demo.options import DemoOptions
 
     directory = (args.run_dir or Path("runs") / ("demo-tiny" if args.tiny else "demo")).absolute()
@@ -56,6 +55,14 @@ def run(args: argparse.Namespace) -> int:
     return _play(options)
 
 
+def _quieten() -> None:
+    # OpenHands' LLM library fetches a price list at import, transformers asks a hub and draws bars of its own.
+    quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    for name, value in quiet.items():
+        os.environ.setdefault(name, value)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+
+
 def _play(options: DemoOptions) -> int:
     from openhands_rl_plugin.demo.progress import ProgressListener, final_table
     from openhands_rl_plugin.demo.story import run_demo
@@ -65,7 +72,7 @@ def _play(options: DemoOptions) -> int:
         result = run_demo(options, listener)
     listener.console.print(final_table(result.state))
     for line in result.comparisons:
-        listener.console.print(line, highlight=False)
+        listener.console.print(line, highlight=False, soft_wrap=True)
     minutes = (time.monotonic() - started) / 60
     listener.console.print(f"{minutes:.1f} minutes; report: {result.report}", highlight=False, soft_wrap=True)
     return 0

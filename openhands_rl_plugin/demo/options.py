@@ -37,7 +37,7 @@ class DemoOptions(Frozen):
     samples_per_task: int = Field(default=8, ge=2)
     concurrency: int = Field(default=32, ge=1)
     results_per_page: int = 4
-    max_turns: int = 8
+    max_turns: int = 6
     warm_start_epochs: int = 2
     warm_start_rate: float = 1e-3
     reinforcement_rate: float = 5e-4

@@ -47,7 +47,7 @@ class ProgressListener(LoopListener):
     def stage_finished(self, record: StageRecord) -> None:
         """Move the upper bar and leave one line behind."""
         self._progress.advance(self._run)
-        self.console.print(stage_line(record), highlight=False)
+        self.console.print(stage_line(record), highlight=False, soft_wrap=True)
 
     def _show(self, description: str, done: int, total: int | None) -> None:
         if description != self._shown:

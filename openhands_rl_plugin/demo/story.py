@@ -31,6 +31,7 @@ from openhands_rl_plugin.training.plan import LoopState
 from openhands_rl_plugin.training.trainer import LoraTrainer
 from openhands_rl_plugin.types import Frozen, StrategySpec
 
+CACHE_BYTES = 256 * 1024**2
 PROBE = "Instruction: [SEP] Find me soft cotton socks with color: blue [SEP] Back to Search [SEP] Buy Now"
 
 
@@ -107,7 +108,8 @@ def _demonstrator(stage: _Stage) -> SessionRunner:
 def _servers(options: DemoOptions, model: Path) -> Iterator[RLSettings]:
     logs = options.run_directory / "logs"
     shop = ["env", "webshop", "--results-per-page", str(options.results_per_page), "--separator", "newline"]
-    policy = ["serve", "--model", str(model), "--served-model-name", NAME, "--max-batch", str(options.concurrency)]
+    policy = ["serve", "--model", str(model), "--served-model-name", NAME]
+    policy += ["--max-batch", str(options.concurrency), "--max-model-len", "2048", "--cache-bytes", str(CACHE_BYTES)]
     with (
         running_command(shop, free_port(), logs / "webshop.log") as shop_url,
         running_command(policy, free_port(), logs / "serve.log") as model_url,

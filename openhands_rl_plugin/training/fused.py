@@ -35,7 +35,7 @@ class FusedNorm(nn.Module):
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        self.weight = original.weight
+        self.weight = original.get_parameter("weight")
         self.eps = float(original.variance_epsilon)  # pyright: ignore[reportArgumentType]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,7 +48,9 @@ class FusedGate(nn.Module):
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = original.gate_proj, original.up_proj, original.down_proj
+        self.gate_proj = original.get_submodule("gate_proj")
+        self.up_proj = original.get_submodule("up_proj")
+        self.down_proj = original.get_submodule("down_proj")
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., width] -> the same shape."""

@@ -155,8 +155,8 @@ def _load(path: str, dtype: torch.dtype, device: torch.device) -> PreTrainedMode
         ) from error
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise TrainingError(f"{path}: this architecture cannot be trained: its output layer is not linear")
-    # The device goes by keyword: transformers wraps `to` in a way that hides its signature from type checkers.
-    return nn.Module.to(model, device).eval().requires_grad_(False)
+    nn.Module.to(model, device)  # transformers' own `to` hides its signature from type checkers
+    return model.eval().requires_grad_(False)
 
 
 def _wrap(base: PreTrainedModel, config: LoraConfig, path: str):

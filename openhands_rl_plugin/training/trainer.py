@@ -200,9 +200,10 @@ class LoraTrainer:
                 raise TrainingError(f"{where}: the first token has no context, so it cannot have been sampled")
             if length > self._policy.longest:
                 raise TrainingError(
-                    f"{where}: {length} tokens, but the model is made for {self._policy.longest}; lower max_prompt_length"
+                    f"{where}: {length} tokens, but the model is made for {self._policy.longest}; lower "
+                    "max_prompt_length"
                 )
-            if not (0 <= min(sample.input_ids) and max(sample.input_ids) < self._policy.vocabulary):
+            if min(sample.input_ids) < 0 or max(sample.input_ids) >= self._policy.vocabulary:
                 raise TrainingError(f"{where}: a token id is not in the model's vocabulary; was it another model's?")
 
     def _batches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
