@@ -155,7 +155,9 @@ async def test_max_prompt_length():
     turns = len(list(limited.sampled()))
     assert 0 < turns < 50
     prompts = [prompt_ids(unlimited.messages(at)[:-1]) for at, node in enumerate(unlimited.nodes) if node.sampled]
-    assert len(prompts[turns - 1]) <= 200 < len(prompts[turns]) + 16
+    newest = len(prompts[1]) - len(prompts[0])  # only the newest observation has no ids yet and is estimated
+    assert len(prompts[turns - 1]) <= 200 + newest
+    assert len(prompts[turns]) > 200
 
 
 async def test_an_opening_that_is_too_long_ends_before_the_first_completion():

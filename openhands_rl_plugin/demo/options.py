@@ -20,6 +20,8 @@ from openhands_rl_plugin.types import Frozen, SamplingParams, Task
 
 ADAPTER = "webshop"
 ANSWER_TOKENS = 24
+CONTEXT_TOKENS = 1280  # six turns fit; the server keeps room for that many tokens of every episode in flight
+PASS_TOKENS = 1024  # of a training pass; its activations are the trainer's largest piece of memory
 SEPARATOR = "\n"  # a page costs a third fewer tokens than with WebShop's " [SEP] "
 HELD_OUT_ORDER = 20_240  # fixed, so that every seed of the demo is measured on the same goals
 
@@ -69,6 +71,7 @@ class DemoOptions(Frozen):
         """The ``[rl]`` section that this run stands for."""
         return RLSettings(
             max_turns=self.max_turns,
+            max_prompt_length=CONTEXT_TOKENS - ANSWER_TOKENS,
             max_response_length=ANSWER_TOKENS,
             react_format=False,
             env_name="webshop",
@@ -114,13 +117,17 @@ class DemoOptions(Frozen):
             algorithm="sft",
             learning_rate=self.warm_start_rate,
             num_epochs=self.warm_start_epochs,
-            max_tokens_per_pass=2048,
+            max_tokens_per_pass=PASS_TOKENS,
             seed=self.seed,
         )
 
     def _reinforcement(self) -> TrainingSettings:
         return TrainingSettings(
-            learning_rate=self.reinforcement_rate, num_epochs=1, batch_size=16, max_tokens_per_pass=2048, seed=self.seed
+            learning_rate=self.reinforcement_rate,
+            num_epochs=1,
+            batch_size=16,
+            max_tokens_per_pass=PASS_TOKENS,
+            seed=self.seed,
         )
 
 

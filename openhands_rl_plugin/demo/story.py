@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from openhands_rl_plugin.demo.child import free_port, running_command
 from openhands_rl_plugin.demo.model import NAME, ensure_model
-from openhands_rl_plugin.demo.options import SEPARATOR, DemoOptions
+from openhands_rl_plugin.demo.options import CONTEXT_TOKENS, SEPARATOR, DemoOptions
 from openhands_rl_plugin.demo.report import comparisons, write_report
 from openhands_rl_plugin.environments.http import HttpEnvironmentOptions, WebEnvClient
 from openhands_rl_plugin.environments.webshop import WebShop
@@ -31,7 +31,7 @@ from openhands_rl_plugin.training.plan import LoopState
 from openhands_rl_plugin.training.trainer import LoraTrainer
 from openhands_rl_plugin.types import Frozen, StrategySpec
 
-CACHE_BYTES = 256 * 1024**2
+CACHE_BYTES = 128 * 1024**2
 PROBE = "Instruction: [SEP] Find me soft cotton socks with color: blue [SEP] Back to Search [SEP] Buy Now"
 
 
@@ -108,8 +108,9 @@ def _demonstrator(stage: _Stage) -> SessionRunner:
 def _servers(options: DemoOptions, model: Path) -> Iterator[RLSettings]:
     logs = options.run_directory / "logs"
     shop = ["env", "webshop", "--results-per-page", str(options.results_per_page), "--separator", "newline"]
+    sizes = {"max-batch": options.concurrency, "max-model-len": CONTEXT_TOKENS, "cache-bytes": CACHE_BYTES}
     policy = ["serve", "--model", str(model), "--served-model-name", NAME]
-    policy += ["--max-batch", str(options.concurrency), "--max-model-len", "2048", "--cache-bytes", str(CACHE_BYTES)]
+    policy += [f"--{name}={size}" for name, size in sizes.items()]
     with (
         running_command(shop, free_port(), logs / "webshop.log") as shop_url,
         running_command(policy, free_port(), logs / "serve.log") as model_url,

@@ -188,7 +188,7 @@ def _completion(asked: Mapping[str, Any], response: ModelResponse, base_model: s
         return None
     tokens = _take_tokens(response, choice)
     # Read after the token arrays are gone, which would make it many times as large.
-    raw: dict[str, JsonValue] = response.model_dump(mode="json")
+    raw: dict[str, JsonValue] = response.model_dump(mode="json", warnings=False)
     served = split_provider(response.model or str(asked.get("model")))[1]
     return Completion.model_construct(
         message=_message(choice),

@@ -287,8 +287,9 @@ def test_answers_with_calls_in_their_text_are_recorded_as_sampled(runs):
     assert not trajectory.nodes[first].message.tool_calls
     replay = trajectory.nodes[first].metadata["replayed_as"]
     assert isinstance(replay, dict) and str(replay["content"]).endswith("</function>")
-    assert [message["role"] for message in requests[1]["messages"]] == ["system", "user", "assistant", "user"]
-    assert text(requests[1]["messages"][2]) == replay["content"]
+    roles = [message["role"] for message in requests[1]["messages"]]
+    assert roles == ["system", "user", "user", "assistant", "user"]
+    assert text(requests[1]["messages"][3]) == replay["content"]
     assert "wire_messages" not in trajectory.nodes[first].metadata
     tokens = trajectory.nodes[second].tokens
     assert tokens is not None and not tokens.extends, "the replay is no true continuation"

@@ -1,0 +1,127 @@
+"""The recorder in OpenHands' real ``LLM``, over a real server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from openhands.core.config import LLMConfig
+from openhands.core.exceptions import LLMNoResponseError
+from openhands.llm.llm import LLM
+from pydantic import SecretStr
+from scripted_model import EMPTY, LOGPROB, ScriptedModel, message_ids, prompt_ids, refusal, says, serve
+
+from openhands_rl_plugin.hosts.v0.recorder import CallLog, RecordedCompletion, record_completions, recording
+
+MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ScriptedModel]:
+    with serve() as model:
+        yield model
+
+
+def llm_for(server: ScriptedModel, model: str, provider: str = "openai", **config) -> LLM:
+    settings = {"num_retries": 3, "retry_min_wait": 0, "retry_max_wait": 0, "native_tool_calling": True, **config}
+    llm = LLM(
+        LLMConfig(model=f"{provider}/{model}", base_url=server.url, api_key=SecretStr("sk-hidden"), **settings),
+        service_id="agent",
+    )
+    record_completions(llm)
+    return llm
+
+
+def ask(llm: LLM, **arguments) -> tuple[object, CallLog]:
+    with recording(CallLog(session="s", step=4, base_model="base")) as log:
+        response = llm.completion(messages=MESSAGES, **arguments)
+    return response, log
+
+
+def test_answer_with_its_tokens_policy_and_parameters(server):
+    server.script("shop-v000012", [says("Hello.")])
+    response, log = ask(llm_for(server, "base"), model="openai/shop-v000012", temperature=0.25, seed=9, stop=["x"])
+    (attempt,) = log.attempts
+    completion = attempt.completion
+    assert completion is not None and completion.tokens is not None and completion.policy is not None
+    assert completion.message.content == "Hello."
+    assert list(completion.tokens.prompt_ids) == prompt_ids(MESSAGES)
+    assert list(completion.tokens.sampled_ids) == message_ids(says("Hello."))
+    assert completion.tokens.logprobs == (LOGPROB,) * len(completion.tokens.sampled_ids)
+    assert completion.policy.model_dump() == {"base_model": "base", "adapter": "shop", "version": 12}
+    assert completion.usage.cached_tokens == 7
+    assert attempt.parameters == {"temperature": 0.25, "top_p": 1.0, "seed": 9, "stop": ["x"]}
+    assert list(attempt.messages) == MESSAGES
+    assert "sk-hidden" not in repr(log)
+    # The host gets the answer without the arrays that it would copy into every event.
+    assert response.choices[0].message.content == "Hello."
+    assert not hasattr(response, "prompt_token_ids")
+    assert completion.metadata["response"]["choices"][0]["logprobs"] is None
+
+
+def test_outside_a_call_nothing_is_asked_for_or_changed(server):
+    server.script("plain", [says("Hello.")])
+    response = llm_for(server, "plain").completion(messages=MESSAGES)
+    assert "return_token_ids" not in server.requests["plain"][0]
+    assert response.choices[0].message.content == "Hello."
+
+
+def test_installing_twice_records_once(server):
+    server.script("twice", [says("Hello.")])
+    llm = llm_for(server, "twice")
+    record_completions(llm)
+    _, log = ask(llm)
+    assert len(log.attempts) == 1
+    assert isinstance(llm._completion_unwrapped, RecordedCompletion)
+
+
+def test_every_attempt_with_the_temperature_it_really_had(server):
+    server.script("silent", [EMPTY, says("At last.")])
+    _, log = ask(llm_for(server, "silent", temperature=0.0))
+    assert [attempt.error for attempt in log.attempts] == ["the server answered without a choice", None]
+    # OpenHands raises the temperature of the retry by itself.
+    assert [attempt.parameters["temperature"] for attempt in log.attempts] == [0.0, 1.0]
+
+
+def test_attempts_without_any_answer(server):
+    server.script("gone", [refusal(500, "broken"), EMPTY, refusal(503, "busy")])
+    log = CallLog(session="s", step=0, base_model="base")
+    with pytest.raises(Exception, match="busy"), recording(log):
+        llm_for(server, "gone").completion(messages=MESSAGES)
+    assert [attempt.completion for attempt in log.attempts] == [None] * 3
+    assert "broken" in str(log.attempts[0].error) and "busy" in str(log.attempts[2].error)
+
+
+def test_no_choice_at_all_is_openhands_own_error(server):
+    server.script("mute", [EMPTY])
+    with pytest.raises(LLMNoResponseError):
+        ask(llm_for(server, "mute", num_retries=1))
+
+
+def test_what_the_user_set_himself_is_kept(server):
+    server.script("frugal", [says("Hello.")])
+    own = {"logprobs": False, "extra_body": {"return_token_ids": False, "top_k": 5}}
+    _, log = ask(llm_for(server, "frugal", completion_kwargs=own))
+    (request,) = server.requests["frugal"]
+    assert (request["logprobs"], request["return_token_ids"], request["top_k"]) == (False, False, 5)
+    assert log.attempts[0].completion is not None and log.attempts[0].completion.tokens is None
+    assert log.attempts[0].parameters["top_k"] == 5
+
+
+def test_vendors_are_not_asked_for_what_they_refuse(server):
+    server.script("vendor", [says("Hello.")])
+    _, log = ask(llm_for(server, "vendor", provider="mistral"))
+    (request,) = server.requests["vendor"]
+    assert "return_token_ids" not in request and "logprobs" not in request
+    assert log.attempts[0].completion is not None and log.attempts[0].completion.tokens is None
+
+
+@pytest.mark.parametrize("ids", [["1", "2"], [1.5, 2], "12", None, {"a": 1}])
+def test_ids_that_are_no_numbers_are_not_taken(server, ids, monkeypatch):
+    import scripted_model
+
+    monkeypatch.setattr(scripted_model, "prompt_ids", lambda messages: ids)
+    monkeypatch.setattr(scripted_model, "len", lambda value: 1, raising=False)
+    server.script("odd", [says("Hello.")])
+    _, log = ask(llm_for(server, "odd"))
+    assert log.attempts[0].completion is not None and log.attempts[0].completion.tokens is None

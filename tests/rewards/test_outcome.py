@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from openhands_rl_plugin.errors import GraderError
+from openhands_rl_plugin.rewards.outcome import ReturnReward, SuccessOptions, SuccessReward
+from openhands_rl_plugin.testing import check_reward, example_trajectory
+from openhands_rl_plugin.types import Node, StopReason, Trajectory
+
+
+def with_rewards(*rewards: float | None, stop: StopReason = StopReason.MAX_TURNS) -> Trajectory:
+    """The example with its executed actions' rewards replaced (and as many of them as rewards are given)."""
+    example = example_trajectory(1)
+    opening, action, state = example.nodes[0], example.nodes[1], example.nodes[2]
+    nodes: list[Node] = [opening]
+    for reward in rewards:
+        nodes.append(action.model_copy(update={"parent": len(nodes) - 1, "reward": reward}))
+        if reward is not None:
+            nodes.append(state.model_copy(update={"parent": len(nodes) - 1}))
+    return example.model_copy(update={"nodes": tuple(nodes), "head": len(nodes) - 1, "stop": stop})
+
+
+@pytest.mark.parametrize("reward", [ReturnReward(), SuccessReward(), SuccessReward(SuccessOptions(threshold=0.5))])
+async def test_they_keep_the_rules_of_rewards(reward: ReturnReward | SuccessReward):
+    await check_reward(reward, [example_trajectory(at) for at in range(3)])
+
+
+async def test_the_return_is_the_sum_of_all_steps():
+    score = await ReturnReward()(with_rewards(0.25, 0.0, 0.5, -0.25))
+    assert (score.reward, score.detail, score.reward_version) == (0.5, {"steps": 4}, "return-1")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "threshold", "expected"),
+    [((0.99,), 1.0, 0.0), ((1.0,), 1.0, 1.0), ((0.1,) * 10, 1.0, 1.0), ((0.4, 0.1), 0.5, 1.0), ((-1.0,), 0.0, 0.0)],
+)
+async def test_success_is_reaching_the_threshold(rewards: tuple[float, ...], threshold: float, expected: float):
+    score = await SuccessReward(SuccessOptions(threshold=threshold))(with_rewards(*rewards))
+    assert score.reward == expected
+
+
+def test_another_threshold_is_another_version():
+    assert SuccessReward().version == "success-1@1"
+    assert SuccessReward(SuccessOptions(threshold=0.5)).version == "success-1@0.5"
+    with pytest.raises(ValidationError):
+        SuccessOptions(threshold=float("nan"))
+
+
+@pytest.mark.parametrize("reward", [ReturnReward(), SuccessReward(SuccessOptions(threshold=0.0))])
+@pytest.mark.parametrize(
+    ("trajectory", "reason"),
+    [
+        (example_trajectory(3), "failed .infrastructure.: the server went away"),
+        (with_rewards(stop=StopReason.TIMEOUT), "no executed action .timeout."),
+        (with_rewards(0.5, None, stop=StopReason.TIMEOUT), "an action that got no answer .timeout."),
+        (with_rewards(float("inf")), "not finite"),
+        (with_rewards(float("nan")), "not finite"),
+    ],
+    ids=["failed", "nothing executed", "no answer", "infinite", "not a number"],
+)
+async def test_what_cannot_be_judged_gets_no_number(
+    reward: ReturnReward | SuccessReward, trajectory: Trajectory, reason: str
+):
+    with pytest.raises(GraderError, match=reason):
+        await reward(trajectory)
