@@ -301,9 +301,10 @@ async def check_storage(make: Callable[[], TrajectoryStorage]) -> None:
 
 
 async def _scores_of(storage: TrajectoryStorage, trajectory_id: str) -> tuple[Score, ...]:
-    async for _, scores in storage.find(TrajectoryFilter(ids=(trajectory_id,))):
-        return scores
-    _broken(f"find(ids=({trajectory_id!r},)) found nothing")
+    found = [pair async for pair in storage.find(TrajectoryFilter(ids=(trajectory_id,)))]
+    if [trajectory.id for trajectory, _ in found] != [trajectory_id]:
+        _broken(f"find(ids=({trajectory_id!r},)) must find that one only, not {len(found)}")
+    return found[0][1]
 
 
 def _filters(samples: Sequence[Trajectory]) -> Iterator[tuple[TrajectoryFilter, Sequence[Trajectory]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -161,6 +161,7 @@ def test_what_is_frozen_does_not_change_any_more():
 IDS = st.lists(st.integers(0, 3), max_size=4).map(tuple)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), IDS, IDS), min_size=1, max_size=8))
 def test_prompts_come_back_on_one_path(turns: list[tuple[bool, tuple[int, ...], tuple[int, ...]]]):
     """With few different ids, prompts that extend by chance are frequent; they too must come back equal."""
@@ -174,6 +175,7 @@ def test_prompts_come_back_on_one_path(turns: list[tuple[bool, tuple[int, ...], 
     assert {at: rebuilt_prompt(trajectory, at) for at in prompts} == prompts
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(max_size=8), min_size=1, max_size=8))
 def test_a_chat_that_only_grows_is_stored_once(texts: list[str]):
     tree = EpisodeTree()
@@ -227,3 +229,4 @@ class SearchTree(RuleBasedStateMachine):
 
 
 TestSearchTree = SearchTree.TestCase
+TestSearchTree.settings = settings(deadline=None, max_examples=40, stateful_step_count=25)

@@ -76,6 +76,6 @@ def environment_return(trajectory: Trajectory) -> tuple[float, int]:
     answered = [reward for reward in rewards if reward is not None]
     if len(answered) < len(rewards):
         raise GraderError(f"{trajectory.id} holds an action that got no answer ({trajectory.stop})")
-    if not math.isfinite(total := math.fsum(answered)):
+    if not math.isfinite(total := sum(answered)):
         raise GraderError(f"{trajectory.id} has a return that is not finite")
     return total, len(answered)

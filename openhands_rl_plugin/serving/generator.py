@@ -142,6 +142,7 @@ class Generator:
             self._closing = True
             self._inbox.put(None)
         self._thread.join()
+        self.model.close()
 
     def __enter__(self) -> "Generator":
         return self

@@ -21,6 +21,7 @@ from openhands_rl_plugin.serving.config import GeneratorConfig
 from openhands_rl_plugin.serving.failures import StartError
 from openhands_rl_plugin.serving.linear import Routing, Segment, replace_linears
 from openhands_rl_plugin.serving.lora import Adapter, read_adapter
+from openhands_rl_plugin.serving.pace import Pace
 from openhands_rl_plugin.serving.slots import SlotStore
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class ServedModel:
         """Load, rebuild and check the model. Raises StartError with one line when it cannot be served."""
         if config.threads:
             torch.set_num_threads(config.threads)
+        self._pace = Pace()
         self.name = config.model
         self.device = torch.device(_pick_device(config.device))
         self.dtype = _pick_dtype(config.dtype, self.device)
@@ -108,8 +110,13 @@ class ServedModel:
             positions.extend(range(rows[i].start, rows[i].start + len(rows[i].ids)))
         wanted = [offsets[i] + index for i, row in enumerate(rows) for index in row.wanted]
         self._routing.segments = _segments([rows[i] for i in order])
-        return self._forward(ids, positions, wanted, plan)
+        return self._pace.run(len(ids), lambda: self._forward(ids, positions, wanted, plan))
 
+    def close(self) -> None:
+        """End the model's helper threads."""
+        self._pace.close()
+
+    @torch.inference_mode()
     def _forward(self, ids: list[int], positions: list[int], wanted: list[int], plan: StepPlan) -> Tensor:
         tensor = torch.tensor([ids, positions], device=self.device)
         output = self.model(

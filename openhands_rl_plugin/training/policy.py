@@ -146,9 +146,7 @@ class TrainablePolicy:
 
 def _load(path: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation="sdpa", use_safetensors=True, local_files_only=True
-        )
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, local_files_only=True)
     except (OSError, ValueError, ImportError) as error:
         raise TrainingError(
             f"cannot load the model {path}: {describe(error)} (give a directory with config.json and *.safetensors)"

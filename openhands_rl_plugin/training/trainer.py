@@ -90,6 +90,8 @@ class LoraTrainer:
         self.step = 0
         """Optimiser steps so far, over all calls."""
         self._policy = TrainablePolicy(model_path, settings)
+        self.parameters = self._policy.parameters
+        """The adapter's float32 weights by name."""
         if adapter is not None:
             _check_file(adapter)
             self._policy.load(Path(adapter.path))

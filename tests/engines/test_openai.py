@@ -22,7 +22,14 @@ KEY = "sk-very-secret"
 def choice(text: str | None = "hello", **changes: Any) -> dict[str, Any]:
     message = {"role": "assistant", "content": text}
     logprobs = {"content": [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -1.5}]}
-    return {"index": 0, "message": message, "finish_reason": "stop", "logprobs": logprobs, "token_ids": [8, 9], **changes}
+    return {
+        "index": 0,
+        "message": message,
+        "finish_reason": "stop",
+        "logprobs": logprobs,
+        "token_ids": [8, 9],
+        **changes,
+    }
 
 
 def answer(*choices: dict[str, Any], **changes: Any) -> dict[str, Any]:

@@ -61,7 +61,9 @@ def tokens_of(completion: Completion) -> Tokens:
 
 
 async def test_tokens_and_logprobs_are_the_model_s_own(engine: TransformersEngine, model: Any, tokenizer: Any):
-    completion = (await engine.complete(ASK, sampling=SamplingParams(temperature=0.7, top_p=0.9, max_tokens=8, seed=1)))[0]
+    completion = (
+        await engine.complete(ASK, sampling=SamplingParams(temperature=0.7, top_p=0.9, max_tokens=8, seed=1))
+    )[0]
     tokens = tokens_of(completion)
     rendered = tokenizer.apply_chat_template(
         [message.model_dump(include={"role", "content"}) for message in ASK], tokenize=False, add_generation_prompt=True

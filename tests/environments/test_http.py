@@ -157,7 +157,12 @@ async def test_the_task_and_the_actions_reach_the_model():
 
 @pytest.mark.parametrize(
     ("react_format", "text", "complaint"),
-    [(True, "I would search.", "'Action:'"), (True, "Action:  ", "empty"), (True, None, "'Action:'"), (False, " ", "empty")],
+    [
+        (True, "I would search.", "'Action:'"),
+        (True, "Action:  ", "empty"),
+        (True, None, "'Action:'"),
+        (False, " ", "empty"),
+    ],
 )
 async def test_a_malformed_action_is_answered_here_and_counts(react_format: bool, text: str | None, complaint: str):
     async with raw_server(CountingServer(sessions=True)) as server:
@@ -230,7 +235,9 @@ async def test_a_task_without_an_index_is_refused(idx: Any):
     await client.close()
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://127.0.0.1", "http://", "http://me:secret@127.0.0.1", "http://h:x"])
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "ftp://127.0.0.1", "http://", "http://me:secret@127.0.0.1", "http://h:x"]
+)
 def test_a_wrong_address_is_refused_when_it_is_set(url: str):
     with pytest.raises(ValidationError) as refused:
         HttpEnvironmentOptions(base_url=url)

@@ -1,4 +1,4 @@
-"""Servers that misbehave, each on a real socket: the trajectory carries a typed failure, never a zero-reward episode."""
+"""Servers that misbehave, each on a real socket: the trajectory gets a typed failure, never a zero reward."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def test_dies_in_mid_episode(after: int):
 
 
 async def test_dies_in_mid_answer():
-    async with raw_server(on_step(b"HTTP/1.1 200 OK\r\ncontent-length: 500\r\n\r\n{\"state\"")) as server:
+    async with raw_server(on_step(b'HTTP/1.1 200 OK\r\ncontent-length: 500\r\n\r\n{"state"')) as server:
         # The rest never comes, because the next read of the connection is what the client waits for.
         await assert_failed(await play(server.url, timeout=0.3), INFRASTRUCTURE, "did not answer")
 

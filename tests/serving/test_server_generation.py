@@ -209,3 +209,9 @@ def test_the_memory_of_the_slots_bounds_the_context(tiny_model: Path) -> None:
         assert generator.max_len == 128
     with pytest.raises(StartError, match="raise it"):
         Generator(config.model_copy(update={"kv_bytes": 2**20}))
+
+
+def test_the_number_of_threads_changes_nothing_but_the_pace(tiny_model: Path, generator: Generator) -> None:
+    with Generator(GeneratorConfig(model=str(tiny_model), dtype="float32", threads=2)) as other:
+        params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        same(other.generate(prompt(33), params), generator.generate(prompt(33), params))

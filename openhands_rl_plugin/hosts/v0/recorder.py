@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 from urllib.parse import urlsplit
 
 import litellm
@@ -181,12 +181,11 @@ def _parameters(asked: Mapping[str, Any]) -> JsonObject:
 
 
 def _completion(asked: Mapping[str, Any], response: ModelResponse, base_model: str) -> Completion | None:
-    if not response.choices:
-        return None
-    choice = response.choices[0]
+    prompt_ids = (response.model_extra or {}).pop("prompt_token_ids", None)
+    choice = response.choices[0] if response.choices else None
     if not isinstance(choice, Choices):
         return None
-    tokens = _take_tokens(response, choice)
+    tokens = _take_tokens(prompt_ids, choice)
     # Read after the token arrays are gone, which would make it many times as large.
     raw: dict[str, JsonValue] = response.model_dump(mode="json", warnings=False)
     served = split_provider(response.model or str(asked.get("model")))[1]
@@ -213,10 +212,9 @@ def _message(choice: Choices) -> Message:
     )
 
 
-def _take_tokens(response: ModelResponse, choice: Choices) -> Tokens | None:
-    """Move the token arrays from the response into a value; without both kinds of ids there is none."""
+def _take_tokens(prompt_ids: object, choice: Choices) -> Tokens | None:
+    """Move the token arrays from the choice into a value; without both kinds of ids there is none."""
     logprobs, choice.logprobs = getattr(choice, "logprobs", None), None
-    prompt_ids = (response.model_extra or {}).pop("prompt_token_ids", None)
     sampled_ids = (getattr(choice, "provider_specific_fields", None) or {}).pop("token_ids", None)
     if not (_are_ids(prompt_ids) and _are_ids(sampled_ids)):
         return None
@@ -230,7 +228,7 @@ def _take_tokens(response: ModelResponse, choice: Choices) -> Tokens | None:
     )
 
 
-def _are_ids(values: object) -> bool:
+def _are_ids(values: object) -> TypeGuard[list[int]]:
     """Whether this is a list of whole numbers. A sum is the fastest look at every element."""
     if not isinstance(values, list):
         return False

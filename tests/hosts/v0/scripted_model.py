@@ -7,6 +7,7 @@ nothing was rewritten. Every sampled token has the logprob ``-0.5``.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -41,6 +42,11 @@ def says(text: str | None = None, *calls: dict[str, Any]) -> dict[str, Any]:
 EMPTY: dict[str, Any] = {"choices": "none"}
 
 
+def with_prompt_ids(answer: dict[str, Any], ids: object) -> dict[str, Any]:
+    """The answer, with other prompt ids than the true ones."""
+    return {**answer, "prompt_token_ids": ids}
+
+
 def refusal(status: int, message: str) -> dict[str, Any]:
     """An HTTP error instead of an answer."""
     return {"status": status, "message": message}
@@ -64,8 +70,6 @@ class ScriptedModel:
 
     async def answer(self, request: Request) -> JSONResponse:
         """The route."""
-        import asyncio
-
         body = await request.json()
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
@@ -85,7 +89,8 @@ class ScriptedModel:
 def completion(body: dict[str, Any], answer: dict[str, Any], id: str) -> dict[str, Any]:
     """The response document, with token ids and logprobs where the request asks for them."""
     prompt, sampled = prompt_ids(body["messages"]), message_ids(answer) if "role" in answer else []
-    choice: dict[str, Any] = {"index": 0, "finish_reason": "stop", "message": answer}
+    message = {key: value for key, value in answer.items() if key != "prompt_token_ids"}
+    choice: dict[str, Any] = {"index": 0, "finish_reason": "stop", "message": message}
     if body.get("return_token_ids"):
         choice["token_ids"] = sampled
     if body.get("logprobs"):
@@ -103,7 +108,7 @@ def completion(body: dict[str, Any], answer: dict[str, Any], id: str) -> dict[st
             "total_tokens": len(prompt) + len(sampled),
             "prompt_tokens_details": {"cached_tokens": 7},
         },
-        **({"prompt_token_ids": prompt} if body.get("return_token_ids") else {}),
+        **({"prompt_token_ids": answer.get("prompt_token_ids", prompt)} if body.get("return_token_ids") else {}),
     }
 
 

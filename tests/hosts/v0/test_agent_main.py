@@ -15,10 +15,12 @@ import pytest
 from scripted_model import EMPTY, LOGPROB, ScriptedModel, call, message_ids, prompt_ids, says, serve
 
 from openhands_rl_plugin import FileTrajectoryStorage, Trajectory
+from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.types import FailureKind, StopReason
 
 TASK = "Write hello into greeting.txt"
-RUNTIME = "openhands_rl_plugin.hosts.v0.runtime.WorkspaceRuntime"
+WORKSPACE = "openhands_rl_plugin.hosts.v0.runtime.WorkspaceRuntime"
+ENVIRONMENT = "openhands_rl_plugin.hosts.v0.environment_runtime.EnvironmentRuntime"
 
 COMMON = """
 [core]
@@ -26,7 +28,7 @@ runtime = "{runtime}"
 workspace_base = "{folder}/workspace"
 file_store = "memory"
 cache_dir = "{folder}/cache"
-max_iterations = {max_iterations}
+max_iterations = 30
 enable_browser = false
 
 [llm]
@@ -40,7 +42,6 @@ retry_max_wait = 0
 
 [agent]
 enable_mcp = false
-{agent}
 """
 
 PLAIN = """
@@ -48,6 +49,7 @@ PLAIN = """
 max_turns = 9
 max_response_length = 321
 max_obs_length = 50
+env_server_base = "{shop}"
 storage = {{ path = "{folder}/trajectories" }}
 sampling = {{ temperature = 0.7, top_p = 0.9 }}
 """
@@ -98,8 +100,8 @@ class Run:
 def start(folder: Path, server: ScriptedModel, model: str, sections: str, **values: object) -> subprocess.Popen[str]:
     (folder / "workspace").mkdir(parents=True)
     (folder / "home").mkdir()
-    given = {"native": "true", "max_iterations": 30, "agent": "", **values}
-    text = (COMMON + sections).format(folder=folder, url=server.url, model=model, runtime=RUNTIME, **given)
+    given = {"native": "true", "runtime": WORKSPACE, "shop": "http://127.0.0.1:1", **values}
+    text = (COMMON + sections).format(folder=folder, url=server.url, model=model, **given)
     (folder / "config.toml").write_text(text)
     environ = {
         "PATH": os.environ["PATH"],
@@ -133,24 +135,24 @@ IN_PROMPT = [
     ),
     says("<function=no_such_tool>\n<parameter=x>1</parameter>\n"),
 ]
-REFUSED = [says(None, call(BASH, {"command": "echo once"}))]
+SHOPPING = [says("Thought: I look for shoes.\nAction: search[shoes]")]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Iterator[dict[str, Run]]:
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("plain", "layered", "refused")}
-    with serve() as server:
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("plain", "layered", "shopping")}
+    with serve() as server, running_webshop() as shop:
         server.script("policy-v000003", NATIVE)
         server.script("tiny", IN_PROMPT)
-        server.script("shaky", REFUSED)
+        server.script("shopper", SHOPPING)
         processes = {
             "plain": start(folders["plain"], server, "policy-v000003", PLAIN),
             "layered": start(folders["layered"], server, "tiny", LAYERED, native="false"),
-            "refused": start(folders["refused"], server, "shaky", PLAIN),
+            "shopping": start(folders["shopping"], server, "shopper", PLAIN, runtime=ENVIRONMENT, shop=shop),
         }
         for process in processes.values():
             process.wait(timeout=110)
-        models = {"plain": "policy-v000003", "layered": "tiny", "refused": "shaky"}
+        models = {"plain": "policy-v000003", "layered": "tiny", "shopping": "shopper"}
         yield {
             name: Run(folder, (folder / "output.txt").read_text(), server.requests[models[name]])
             for name, folder in folders.items()
@@ -299,8 +301,20 @@ def test_answers_with_calls_in_their_text_are_recorded_as_sampled(runs):
     assert second not in trajectory.path()
 
 
+def test_environment_runtime_makes_it_an_episode_of_the_environment(runs):
+    trajectory, (first, second) = runs["shopping"].trajectory, runs["shopping"].requests
+    assert trajectory.task.environment == "webshop"
+    assert [message["role"] for message in first["messages"]] == ["system", "user"]
+    assert "search[keywords]" in text(first["messages"][0]) and "OpenHands" not in text(first["messages"][0])
+    assert second["messages"][:2] == first["messages"] and second["messages"][2]["content"] == SHOPPING[0]["content"]
+    assert "tools" not in first and trajectory.tools == ()
+    assert all(len(text(message)) < 250 for message in second["messages"][1:]), "cut to max_obs_length"
+    answer = trajectory.nodes[sampled(trajectory)[0]]
+    assert answer.reward == 0.0 and trajectory.usage.steps == 1
+
+
 def test_refused_request_ends_the_session_as_the_models_failure(runs):
-    trajectory = runs["refused"].trajectory
+    trajectory = runs["shopping"].trajectory
     assert trajectory.stop is StopReason.ERROR
     assert trajectory.failure is not None and trajectory.failure.kind is FailureKind.MODEL
     assert "no more script" in trajectory.failure.message

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from litellm.exceptions import BadRequestError
 from openhands.core.config import LLMConfig
 from openhands.core.exceptions import LLMNoResponseError
 from openhands.llm.llm import LLM
 from pydantic import SecretStr
-from scripted_model import EMPTY, LOGPROB, ScriptedModel, message_ids, prompt_ids, refusal, says, serve
+from scripted_model import EMPTY, LOGPROB, ScriptedModel, message_ids, prompt_ids, refusal, says, serve, with_prompt_ids
 
 from openhands_rl_plugin.hosts.v0.recorder import CallLog, RecordedCompletion, record_completions, recording
 
@@ -84,12 +85,12 @@ def test_every_attempt_with_the_temperature_it_really_had(server):
 
 
 def test_attempts_without_any_answer(server):
-    server.script("gone", [refusal(500, "broken"), EMPTY, refusal(503, "busy")])
+    server.script("gone", [EMPTY, refusal(400, "too long")])
     log = CallLog(session="s", step=0, base_model="base")
-    with pytest.raises(Exception, match="busy"), recording(log):
+    with pytest.raises(BadRequestError, match="too long"), recording(log):
         llm_for(server, "gone").completion(messages=MESSAGES)
-    assert [attempt.completion for attempt in log.attempts] == [None] * 3
-    assert "broken" in str(log.attempts[0].error) and "busy" in str(log.attempts[2].error)
+    assert [attempt.completion for attempt in log.attempts] == [None, None]
+    assert "without a choice" in str(log.attempts[0].error) and "too long" in str(log.attempts[1].error)
 
 
 def test_no_choice_at_all_is_openhands_own_error(server):
@@ -117,11 +118,7 @@ def test_vendors_are_not_asked_for_what_they_refuse(server):
 
 
 @pytest.mark.parametrize("ids", [["1", "2"], [1.5, 2], "12", None, {"a": 1}])
-def test_ids_that_are_no_numbers_are_not_taken(server, ids, monkeypatch):
-    import scripted_model
-
-    monkeypatch.setattr(scripted_model, "prompt_ids", lambda messages: ids)
-    monkeypatch.setattr(scripted_model, "len", lambda value: 1, raising=False)
-    server.script("odd", [says("Hello.")])
+def test_ids_that_are_no_numbers_are_not_taken(server, ids):
+    server.script("odd", [with_prompt_ids(says("Hello."), ids)])
     _, log = ask(llm_for(server, "odd"))
     assert log.attempts[0].completion is not None and log.attempts[0].completion.tokens is None

@@ -1,0 +1,148 @@
+"""``RLAgent`` in OpenHands' real controller, playing bound episodes in one process: limits, versions, candidates."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from scripted_model import ScriptedModel, call, refusal, says, serve
+
+from openhands_rl_plugin.hosts.v0.driver import WORKSPACE_RUNTIME, ControllerOptions, ControllerRunner
+from openhands_rl_plugin.protocols import Forkable, LLMEngine
+from openhands_rl_plugin.settings import RLSettings, ServingSettings
+from openhands_rl_plugin.strategies.react import StandardReActStrategy
+from openhands_rl_plugin.tree import EpisodeTree
+from openhands_rl_plugin.types import (
+    EpisodeRequest,
+    FailureKind,
+    Limits,
+    Message,
+    SamplingParams,
+    StopReason,
+    Task,
+    Trajectory,
+)
+
+THINK = says(None, call("think", {"thought": "hm"}))
+
+
+class FirstThatParses(StandardReActStrategy):
+    """Takes the first of three candidates that OpenHands can read, and asks itself about them in between."""
+
+    async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
+        answers = await engine.complete(tree.messages(), tools=tree.tools, n=3)
+        nodes = [tree.propose(answer) for answer in answers]
+        await engine.complete([*tree.messages(), Message(role="user", content="Which is best?")])
+        await engine.complete([Message(role="user", content="Judge.")], sampling=SamplingParams(temperature=0.0))
+        return next(node for node in nodes if "malformed" not in tree.nodes[node].metadata)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ScriptedModel]:
+    with serve() as model:
+        yield model
+
+
+async def play(
+    server: ScriptedModel, model: str, *, strategy: str = "StandardReAct", settings: dict | None = None, **request
+) -> Trajectory:
+    own = RLSettings(
+        serving=ServingSettings(base_url=server.url, model=model, request_timeout=20.0),
+        rollout_strategy=strategy,
+        **(settings or {}),
+    )
+    runner = ControllerRunner(own, ControllerOptions(runtime=WORKSPACE_RUNTIME, environment_mode=False))
+    limits = request.pop("limits", None)
+    task = Task(id="t", environment="workspace", instruction="Think.", limits=limits)
+    try:
+        return await runner.run(EpisodeRequest(task=task, run_id="r", group_id="g", **request))
+    finally:
+        await runner.close()
+
+
+@pytest.fixture
+async def finished(server) -> AsyncIterator[ScriptedModel]:
+    yield server
+    for model, script in server.scripts.items():
+        assert not script, f"{model} was asked less often than expected"
+
+
+async def test_candidates_are_sampled_side_by_side_and_a_broken_one_is_passed_over(finished):
+    broken = says(None, call("execute_bash", '{"command": 5}'))
+    finished.script("many", [broken, broken, THINK, says("The last."), says("1"), *[THINK] * 3, says("x"), says("y")])
+    finished.delay, finished.most_at_once = 0.2, 0
+    trajectory = await play(
+        finished,
+        "many",
+        strategy="test_agent_episodes:FirstThatParses",
+        limits=Limits(max_turns=2, max_response_length=77),
+        seed=5,
+    )
+    finished.delay = 0.0
+    assert finished.most_at_once == 3
+    assert trajectory.stop is StopReason.MAX_TURNS
+    candidates = [node for node in trajectory.nodes if node.sampled]
+    assert len(candidates) == 6
+    malformed = [node.metadata.get("malformed") for node in candidates[:3]]
+    assert sorted(error is None for error in malformed) == [False, False, True]
+    assert "'command' must be text, got 5" in str(next(filter(None, malformed)))
+    requests = finished.requests["many"]
+    assert {request["max_completion_tokens"] for request in requests} == {77}
+    assert len({request["seed"] for request in requests}) == len(requests)
+    asked, judged = requests[3], requests[4]
+    assert asked["messages"][:-1] == requests[0]["messages"] and asked["messages"][-1]["content"] == "Which is best?"
+    assert judged["messages"] == [{"role": "user", "content": "Judge."}] and "tools" not in judged
+    assert judged["temperature"] == 0.0 and requests[0]["temperature"] == 1.0
+
+
+async def test_the_served_adapter_is_asked_for_and_recorded(finished):
+    finished.script("shop-v000007", [says(None, call("finish", {"message": "done"}))])
+    trajectory = await play(
+        finished, "base", served_model="shop-v000007", sampling=SamplingParams(temperature=0.0, top_p=0.5), seed=3
+    )
+    (request,) = finished.requests["shop-v000007"]
+    assert (request["temperature"], request["top_p"], request["seed"]) == (0.0, 0.5, 3)
+    assert trajectory.policy.model_dump() == {"base_model": "base", "adapter": "shop", "version": 7}
+    sampled = next(node for node in trajectory.nodes if node.sampled)
+    assert sampled.policy == trajectory.policy
+    assert sampled.sampling is not None and sampled.sampling.temperature == 0.0
+    assert trajectory.stop is StopReason.TERMINATED
+
+
+async def test_it_finishes_before_the_prompt_grows_too_long(finished):
+    finished.script("long", [THINK])
+    trajectory = await play(finished, "long", settings={"max_prompt_length": 2000})
+    assert trajectory.stop is StopReason.MAX_TOKENS, "already the first prompt is longer"
+    assert not any(node.sampled for node in trajectory.nodes)
+    finished.scripts["long"].clear()
+
+
+async def test_the_default_prompt_length_does_not_bind_a_workspace(finished):
+    finished.script("free", [THINK, says(None, call("finish", {"message": "done"}))])
+    assert (await play(finished, "free")).stop is StopReason.TERMINATED
+
+
+async def test_a_full_context_window_ends_the_episode_as_a_limit_does(finished):
+    message = "This model's maximum context length is 100 tokens. Please reduce the length of the messages."
+    finished.script("full", [THINK, refusal(400, message)])
+    trajectory = await play(finished, "full")
+    assert trajectory.stop is StopReason.MAX_TOKENS and trajectory.failure is None
+    assert "maximum context length" in str(trajectory.nodes[trajectory.head or 0].metadata["failed_attempts"])
+
+
+async def test_a_refusal_is_the_models_failure(finished):
+    finished.script("strict", [refusal(422, "unknown parameter")])
+    trajectory = await play(finished, "strict")
+    assert trajectory.failure is not None and trajectory.failure.kind is FailureKind.MODEL
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["[]", "5", "null", '"ls"', '{"command": null}', '{"command": ["ls"]}', "{", '{"command": "ls", "timeout": [1]}'],
+)
+async def test_arguments_of_any_kind_are_answered_and_cost_a_turn(finished, arguments):
+    finished.script("clumsy", [says("Hm.", call("execute_bash", arguments))] * 2)
+    trajectory = await play(finished, "clumsy", limits=Limits(max_turns=2))
+    assert trajectory.stop is StopReason.MAX_TURNS and trajectory.failure is None
+    assert [node.message.role for node in trajectory.nodes if not node.sampled][-2:] == ["user", "user"]
+    assert all("malformed" in node.metadata for node in trajectory.nodes if node.sampled)

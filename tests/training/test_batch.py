@@ -1,0 +1,135 @@
+"""From nodes to training sequences: what is merged, what is masked, what is refused, and how passes are filled."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openhands_rl_plugin.errors import TrainingError
+from openhands_rl_plugin.testing import example_trajectory
+from openhands_rl_plugin.training.batch import pack, samples_of, samples_of_leaves
+from openhands_rl_plugin.training.layout import lay_out
+from openhands_rl_plugin.types import Message, Node, PolicyRef, Sample, Tokens, Trajectory
+
+POLICY = PolicyRef(base_model="base", adapter="shop", version=3)
+
+
+def asked(parent: int | None) -> Node:
+    return Node(parent=parent, message=Message(role="user", content="?"))
+
+
+def answered(parent: int, tokens: Tokens | None) -> Node:
+    return Node(
+        parent=parent, message=Message(role="assistant", content="!"), sampled=True, tokens=tokens, policy=POLICY
+    )
+
+
+def turn(*prompt: int, extends: bool, sampled: tuple[int, ...], logprob: float = -0.5) -> Tokens:
+    return Tokens(extends=extends, prompt_ids=prompt, sampled_ids=sampled, logprobs=(logprob,) * len(sampled))
+
+
+def episode(*nodes: Node, head: int | None = None) -> Trajectory:
+    return example_trajectory().model_copy(
+        update={"id": "t", "nodes": nodes, "head": len(nodes) - 1 if head is None else head}
+    )
+
+
+def test_turns_that_extend_are_one_sequence() -> None:
+    played = episode(
+        asked(None),
+        answered(0, turn(1, 2, extends=False, sampled=(3, 4), logprob=-0.1)),
+        asked(1),
+        answered(2, turn(5, extends=True, sampled=(6,), logprob=-0.2)),
+        asked(3),
+    )
+    (sample,) = samples_of(played, 0.5)
+    assert sample.input_ids == (1, 2, 3, 4, 5, 6)
+    assert sample.mask == (False, False, True, True, False, True)
+    assert sample.logprobs == (0.0, 0.0, -0.1, -0.1, 0.0, -0.2)
+    assert (sample.trajectory_id, sample.leaf, sample.advantage, sample.policy) == ("t", 4, 0.5, POLICY)
+
+
+def test_a_rewritten_history_starts_a_new_sequence() -> None:
+    played = episode(
+        asked(None),
+        answered(0, turn(1, 2, extends=False, sampled=(3,))),
+        answered(1, turn(1, 9, extends=False, sampled=(4,))),
+        answered(2, turn(7, extends=True, sampled=(8,))),
+    )
+    assert [sample.input_ids for sample in samples_of(played)] == [(1, 2, 3), (1, 9, 4, 7, 8)]
+
+
+def test_a_node_of_several_leaves_is_trained_once() -> None:
+    played = episode(
+        asked(None),
+        answered(0, turn(1, extends=False, sampled=(2, 3))),
+        answered(1, turn(4, extends=True, sampled=(5,))),
+        answered(1, turn(6, extends=True, sampled=(7,))),
+    )
+    first, second = samples_of_leaves(played, {2: 1.0, 3: -1.0})
+    assert (first.input_ids, first.mask) == ((1, 2, 3, 4, 5), (False, True, True, False, True))
+    assert (second.input_ids, second.mask) == ((1, 2, 3, 6, 7), (False, False, False, False, True))
+    assert (first.advantage, second.advantage) == (1.0, -1.0)
+    assert samples_of_leaves(played, {2: 1.0, 1: 1.0}) == [first], "nothing is left to train above the first leaf"
+
+
+def test_an_episode_that_never_began_has_no_samples() -> None:
+    assert samples_of(example_trajectory().model_copy(update={"nodes": (), "head": None})) == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        (None, "no token ids"),
+        (Tokens(prompt_ids=(1,)), "no token ids"),
+        (Tokens(prompt_ids=(1,), sampled_ids=(2, 3), logprobs=(-1.0,)), "1 logprobs for 2"),
+        (Tokens(prompt_ids=(1,), sampled_ids=(2,)), "returns logprobs"),
+        (Tokens(prompt_ids=(1,), sampled_ids=(2,), logprobs=(-math.inf,)), "not finite"),
+    ],
+)
+def test_missing_records_are_named(tokens: Tokens | None, says: str) -> None:
+    with pytest.raises(TrainingError, match=says) as caught:
+        samples_of(episode(asked(None), answered(0, tokens)))
+    assert "trajectory t, node 1" in str(caught.value)
+
+
+def test_fine_tuning_needs_no_logprobs() -> None:
+    played = episode(asked(None), answered(0, Tokens(prompt_ids=(1,), sampled_ids=(2, 3))))
+    (sample,) = samples_of(played, need_logprobs=False)
+    assert (sample.mask, sample.logprobs) == ((False, True, True), (0.0, 0.0, 0.0))
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> list[tuple[int, ...]]:
+    """Sequences over two ids, many of which begin like an earlier one."""
+    made: list[tuple[int, ...]] = []
+    for _ in range(draw(st.integers(1, 8))):
+        begin = draw(st.sampled_from(made))[: draw(st.integers(0, 80))] if made and draw(st.booleans()) else ()
+        end = tuple(draw(st.lists(st.integers(0, 1), min_size=1, max_size=50)))
+        made.append((*begin, *end))
+    return made
+
+
+def plain(at: int, ids: tuple[int, ...]) -> Sample:
+    return Sample(trajectory_id=str(at), leaf=0, input_ids=ids, mask=(True,) * len(ids), logprobs=(0.0,) * len(ids))
+
+
+@given(sequences(), st.integers(1, 200))
+def test_passes_hold_every_sample_once_and_keep_their_limit(made: list[tuple[int, ...]], limit: int) -> None:
+    samples = [plain(at, ids) for at, ids in enumerate(made)]
+    groups = pack(samples, limit)
+    packed = [sample.trajectory_id for group in groups for sample in group]
+    assert sorted(packed, key=int) == [sample.trajectory_id for sample in samples]
+    for group in groups:
+        rows = len(lay_out([sample.input_ids for sample in group]).ids)
+        assert rows <= limit or len(group) == 1
+
+
+def test_passes_put_shared_beginnings_together() -> None:
+    prompts = [tuple(range(100)), tuple(range(200, 300))]
+    samples = [plain(at, (*prompts[at % 2], at)) for at in range(8)]
+    groups = pack(samples, 170)
+    assert [{int(sample.trajectory_id) % 2 for sample in group} for group in groups] == [{0}, {1}]
