@@ -2,7 +2,8 @@
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
@@ -19,6 +20,7 @@ from openhands_rl_plugin.serving.failures import InvalidUserInput, NotFound, Ove
 from openhands_rl_plugin.serving.formatting import Formatter, usage
 from openhands_rl_plugin.serving.generator import Generator
 from openhands_rl_plugin.serving.guards import LimitBody, RequireKey
+from openhands_rl_plugin.serving.lora import Adapter
 from openhands_rl_plugin.serving.prompts import Prompts
 from openhands_rl_plugin.serving.refusals import (
     on_cancelled,
@@ -45,6 +47,9 @@ from openhands_rl_plugin.serving.responses import (
 from openhands_rl_plugin.serving.sampling import SamplingParams
 from openhands_rl_plugin.serving.sequence import Cancelled, Generation, Ticket
 from openhands_rl_plugin.serving.streaming import Feed, cancelling, chat_events, text_events
+
+# Seconds that an adapter keeps taking requests after it was asked to be unloaded.
+_UNLOAD_GRACE = 0.25
 
 Job = tuple[tuple[int, ...], SamplingParams]
 
@@ -86,18 +91,18 @@ class Endpoints:
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         body = await _read(request, ChatRequest)
-        adapter, model = self._model(body.model)
-        ids = await run_in_threadpool(self._prompts.chat, body)
-        top = (body.top_logprobs or 0) if body.logprobs else None
-        limit = body.max_completion_tokens or body.max_tokens
-        params = self._prompts.params(body, prompt_len=len(ids), max_tokens=limit, top_logprobs=top)
-        jobs = _samples(ids, params, body.n or 1)
-        formatter = self._formatter(body.return_tokens_as_token_ids)
-        if body.stream:
-            feed = Feed()
+        feed = Feed() if body.stream else None
+        with self._model(body.model) as (adapter, model):
+            ids = await run_in_threadpool(self._prompts.chat, body)
+            top = (body.top_logprobs or 0) if body.logprobs else None
+            limit = body.max_completion_tokens or body.max_tokens
+            params = self._prompts.params(body, prompt_len=len(ids), max_tokens=limit, top_logprobs=top)
+            jobs = _samples(ids, params, body.n or 1)
             tickets = self._submit(jobs, adapter, feed)
+        formatter = self._formatter(body.return_tokens_as_token_ids)
+        if feed:
             return _stream(chat_events(feed, body, model, ids, formatter, len(jobs)), tickets)
-        answers = await self._answers(request, self._submit(jobs, adapter, None))
+        answers = await self._answers(request, tickets)
         tools = bool(body.tools) and body.tool_choice != "none"
         return _json(
             ChatAnswer(
@@ -122,33 +127,33 @@ class Endpoints:
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
         body = await _read(request, CompletionRequest)
-        adapter, model = self._model(body.model)
-        prompts = await run_in_threadpool(self._prompts.completion, body)
-        if not prompts:
-            raise ServingError("The prompt is empty.", param="prompt")
-        jobs: list[Job] = []
-        for ids in prompts:
-            params = self._prompts.params(
-                body, prompt_len=len(ids), max_tokens=body.max_tokens or 16, top_logprobs=body.logprobs
-            )
-            jobs.extend(_samples(ids, params, body.n or 1))
-        formatter = self._formatter(body.return_tokens_as_token_ids)
-        if body.stream:
-            feed = Feed()
+        feed = Feed() if body.stream else None
+        with self._model(body.model) as (adapter, model):
+            prompts = await run_in_threadpool(self._prompts.completion, body)
+            if not prompts:
+                raise ServingError("The prompt is empty.", param="prompt")
+            jobs: list[Job] = []
+            for ids in prompts:
+                params = self._prompts.params(
+                    body, prompt_len=len(ids), max_tokens=body.max_tokens or 16, top_logprobs=body.logprobs
+                )
+                jobs.extend(_samples(ids, params, body.n or 1))
             tickets = self._submit(jobs, adapter, feed)
+        formatter = self._formatter(body.return_tokens_as_token_ids)
+        if feed:
             return _stream(text_events(feed, body, model, prompts, formatter, len(jobs)), tickets)
-        answers = await self._answers(request, self._submit(jobs, adapter, None))
+        answers = await self._answers(request, tickets)
         choices = [formatter.text_choice(index, answer, body) for index, answer in enumerate(answers)]
         return _json(TextAnswer(id=new_id("cmpl"), model=model, choices=choices, usage=usage(answers, body.n or 1)))
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
         body = await _read(request, TokenizeRequest)
-        self._model(body.model)
-        if body.prompt is None:
-            ids = await run_in_threadpool(self._prompts.chat, body)
-        else:
-            ids = self._prompts.text(body.prompt, special=body.add_special_tokens is not False)
+        with self._model(body.model):
+            if body.prompt is None:
+                ids = await run_in_threadpool(self._prompts.chat, body)
+            else:
+                ids = self._prompts.text(body.prompt, special=body.add_special_tokens is not False)
         return _json(TokenizeAnswer(count=len(ids), max_model_len=self._generator.max_len, tokens=list(ids)))
 
     async def models(self, _: Request) -> Response:
@@ -169,10 +174,16 @@ class Endpoints:
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload_adapter(self, request: Request) -> Response:
-        """POST /v1/unload_lora_adapter; answers when the adapter's last request in flight has ended."""
+        """POST /v1/unload_lora_adapter; answers when the adapter's last request in flight has ended.
+
+        Requests that were sent before this one, but are still on their way through other connections, are served.
+        """
         body = await _read(request, UnloadAdapterRequest)
         if not body.lora_name:
             raise InvalidUserInput("'lora_name' needs to be provided to unload a LoRA adapter.")
+        if all(adapter.name != body.lora_name for adapter in self._generator.adapters):
+            raise NotFound(f"The lora adapter '{body.lora_name}' cannot be found.", param="lora_name")
+        await asyncio.sleep(_UNLOAD_GRACE)
         await asyncio.wrap_future(self._generator.unload_adapter(body.lora_name))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
@@ -182,19 +193,20 @@ class Endpoints:
             raise Overloaded("The generator has stopped.")
         return Response()
 
-    def _model(self, name: str | None) -> tuple[str | None, str]:
-        """(adapter or None for the base model, name to answer with)."""
+    @contextmanager
+    def _model(self, name: str | None) -> Iterator[tuple[Adapter | None, str]]:
+        """(adapter or None for the base model, name to answer with); the adapter stays loaded meanwhile."""
         base = self._config.base_name
         if not name or name == base:
-            return None, base
-        if not any(adapter.name == name for adapter in self._generator.adapters):
-            raise NotFound(f"The model `{name}` does not exist.", param="model")
-        return name, name
+            yield None, base
+        else:
+            with self._generator.hold(name) as adapter:
+                yield adapter, name
 
     def _formatter(self, as_ids: bool | None) -> Formatter:
         return Formatter(self._generator.tokenizer, as_ids=bool(as_ids))
 
-    def _submit(self, jobs: Sequence[Job], adapter: str | None, feed: Feed | None) -> list[Ticket]:
+    def _submit(self, jobs: Sequence[Job], adapter: Adapter | None, feed: Feed | None) -> list[Ticket]:
         """Submit all or none."""
         tickets: list[Ticket] = []
         try:

@@ -11,8 +11,10 @@ import queue
 import re
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from collections.abc import Sequence as Ids
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -46,8 +48,9 @@ class Generator:
         self._loading = threading.Lock()
         self._adapters: dict[str, Adapter] = {}
         self._in_flight: Counter[Adapter | None] = Counter()
+        self._held: Counter[Adapter] = Counter()
         self._draining: dict[Adapter, Future[None]] = {}
-        self._inbox: queue.SimpleQueue[Sequence | Adapter | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
         self._closing = False
         self._broken: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
@@ -58,13 +61,13 @@ class Generator:
         prompt_ids: Ids[int],
         params: SamplingParams,
         *,
-        adapter: str | None = None,
+        adapter: str | Adapter | None = None,
         on_delta: DeltaSink | None = None,
     ) -> Ticket:
         """Queue one prompt; the answer comes through the ticket's future as a `Generation`.
 
-        `adapter` names a loaded adapter, None is the base model; the request finishes on the version it started
-        with whatever is loaded or unloaded meanwhile. `on_delta` is called in the generator's thread for every
+        `adapter` names a loaded adapter (or is one that `hold` gave), None is the base model; the request finishes on
+        the version it started with whatever is loaded or unloaded meanwhile. `on_delta` is called in the generator's thread for every
         token and must return at once. Raises NotFound for an unknown adapter, ServingError for a prompt that is
         empty, too long or not of this vocabulary, Overloaded when the queue is full.
         """
@@ -73,9 +76,7 @@ class Generator:
         limit = min(params.max_tokens, self.max_len - len(ids))
         with self._lock:
             self._check_open()
-            version = self._adapters.get(adapter) if adapter is not None else None
-            if adapter is not None and version is None:
-                raise NotFound(f"The model `{adapter}` does not exist.", param="model")
+            version = self._find(adapter) if isinstance(adapter, str) else adapter
             if self._in_flight.total() >= self.config.max_queue + self.config.max_batch:
                 raise Overloaded("The server is overloaded: its queue is full; retry later.")
             sequence = Sequence(ids, params, version, self.tokenizer, limit, on_delta)
@@ -86,6 +87,19 @@ class Generator:
     def generate(self, prompt_ids: Ids[int], params: SamplingParams, *, adapter: str | None = None) -> Generation:
         """`submit` and wait."""
         return self.submit(prompt_ids, params, adapter=adapter).future.result()
+
+    @contextmanager
+    def hold(self, name: str) -> Iterator[Adapter]:
+        """Keep an adapter from being unloaded while a request for it is prepared. Raises NotFound."""
+        with self._lock:
+            adapter = self._find(name)
+            self._held[adapter] += 1
+        try:
+            yield adapter
+        finally:
+            with self._lock:
+                self._held[adapter] -= 1
+                self._inbox.put(None)
 
     @property
     def healthy(self) -> bool:
@@ -126,14 +140,14 @@ class Generator:
     def unload_adapter(self, name: str) -> "Future[None]":
         """Take an adapter out of service; the future is done when its last request in flight is.
 
-        New requests for the name fail at once. Raises NotFound for a name that is not loaded.
+        New requests for the name fail at once; requests that `hold` it count as in flight. Raises NotFound for a name that is not loaded.
         """
         with self._lock:
             adapter = self._adapters.pop(name, None)
             if adapter is None:
                 raise NotFound(f"The lora adapter '{name}' cannot be found.", param="lora_name")
             drained = self._draining[adapter] = Future()
-            self._inbox.put(adapter)
+            self._inbox.put(None)
         return drained
 
     def close(self) -> None:
@@ -151,6 +165,12 @@ class Generator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _find(self, name: str) -> Adapter:
+        adapter = self._adapters.get(name)
+        if adapter is None:
+            raise NotFound(f"The model `{name}` does not exist.", param="model")
+        return adapter
 
     def _check_open(self) -> None:
         if self._broken is not None:
@@ -207,8 +227,9 @@ class Generator:
         self._settle(())
         return not self._closing
 
-    def _take(self, item: Sequence | Adapter | None) -> None:
-        if isinstance(item, Sequence):
+    def _take(self, item: Sequence | None) -> None:
+        """None only wakes the thread up."""
+        if item is not None:
             self._scheduler.add(item)
 
     def _settle(self, left: Ids[Sequence]) -> None:
@@ -216,10 +237,10 @@ class Generator:
         with self._lock:
             for sequence in left:
                 self._in_flight[sequence.adapter] -= 1
-            done = [adapter for adapter in self._draining if not self._in_flight[adapter]]
+            done = [a for a in self._draining if not self._in_flight[a] and not self._held[a]]
             futures = [self._draining.pop(adapter) for adapter in done]
             for adapter in done:
-                del self._in_flight[adapter]
+                del self._in_flight[adapter], self._held[adapter]
         for adapter, drained in zip(done, futures, strict=True):
             self._scheduler.cache.drop(adapter)
             drained.set_result(None)

@@ -18,6 +18,10 @@ from openhands_rl_plugin import FileTrajectoryStorage, Trajectory
 from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.types import FailureKind, StopReason
 
+# A run takes about ten seconds of processor time, nearly all of it to import OpenHands.
+PATIENCE = 240
+pytestmark = pytest.mark.timeout(PATIENCE + 60)
+
 TASK = "Write hello into greeting.txt"
 WORKSPACE = "openhands_rl_plugin.hosts.v0.runtime.WorkspaceRuntime"
 ENVIRONMENT = "openhands_rl_plugin.hosts.v0.environment_runtime.EnvironmentRuntime"
@@ -150,8 +154,13 @@ def runs(tmp_path_factory) -> Iterator[dict[str, Run]]:
             "layered": start(folders["layered"], server, "tiny", LAYERED, native="false"),
             "shopping": start(folders["shopping"], server, "shopper", PLAIN, runtime=ENVIRONMENT, shop=shop),
         }
-        for process in processes.values():
-            process.wait(timeout=110)
+        try:
+            for process in processes.values():
+                process.wait(timeout=PATIENCE)
+        finally:
+            for process in processes.values():
+                process.kill()
+                process.wait()
         models = {"plain": "policy-v000003", "layered": "tiny", "shopping": "shopper"}
         yield {
             name: Run(folder, (folder / "output.txt").read_text(), server.requests[models[name]])
@@ -163,7 +172,6 @@ def sampled(trajectory: Trajectory) -> list[int]:
     return [index for index, node in enumerate(trajectory.nodes) if node.sampled]
 
 
-@pytest.mark.timeout(180)
 def test_openhands_neither_warns_nor_complains(runs):
     for name in ("plain", "layered"):
         output = runs[name].output
