@@ -37,6 +37,7 @@ BUILTINS: Mapping[Kind, Mapping[str, str]] = {
     "rewards": {
         "return": "openhands_rl_plugin.rewards.outcome:ReturnReward",
         "success": "openhands_rl_plugin.rewards.outcome:SuccessReward",
+        "success-bonus": "openhands_rl_plugin.rewards.outcome:SuccessBonusReward",
     },
 }
 

@@ -112,6 +112,7 @@ def parts(settings: RLSettings, model: Path, directory: Path) -> LoopParts:
         ),
         storage=FileTrajectoryStorage(settings.storage.directory),
         reward=ReturnReward(),
+        objective=ReturnReward(),
         adapters=adapters,
         publisher=AdapterPublisher(settings.serving.base_url, adapters),
         tokenizer=AutoTokenizer.from_pretrained(model),

@@ -42,7 +42,7 @@ class DemoOptions(Frozen):
     max_turns: int = 6
     warm_start_epochs: int = 2
     warm_start_rate: float = 1e-3
-    reinforcement_rate: float = 5e-4
+    reinforcement_rate: float = 1e-3
 
     def shortened(self) -> DemoOptions:
         """The same path in under two minutes."""
@@ -125,6 +125,7 @@ class DemoOptions(Frozen):
         return TrainingSettings(
             learning_rate=self.reinforcement_rate,
             num_epochs=1,
+            warmup_steps=4,
             batch_size=16,
             max_tokens_per_pass=PASS_TOKENS,
             seed=self.seed,

@@ -62,6 +62,38 @@ class SuccessReward:
         )
 
 
+class BonusOptions(Frozen):
+    """``threshold``: the least return that counts as success; ``share`` in [0, 1]: the weight of success."""
+
+    threshold: float = Field(default=1.0, allow_inf_nan=False)
+    share: float = Field(default=0.5, ge=0, le=1)
+
+
+class SuccessBonusReward:
+    """``(1 - share) * return + share * success``: partial credit still guides, but nearly right is not nearly enough."""
+
+    Options = BonusOptions
+
+    def __init__(self, options: BonusOptions | None = None) -> None:
+        self.options = options or BonusOptions()
+
+    @property
+    def version(self) -> str:
+        """Names the options, because others give other scores."""
+        return f"success-bonus-1@{self.options.threshold:g}/{self.options.share:g}"
+
+    async def __call__(self, trajectory: Trajectory) -> Score:
+        """Score the episode. Raises ``GraderError`` when it has no valid return."""
+        total, steps = environment_return(trajectory)
+        success, share = float(total >= self.options.threshold - _ROUNDING), self.options.share
+        return Score(
+            trajectory_id=trajectory.id,
+            reward=(1 - share) * total + share * success,
+            detail={"return": total, "success": success, "steps": steps},
+            reward_version=self.version,
+        )
+
+
 def environment_return(trajectory: Trajectory) -> tuple[float, int]:
     """The return and the number of executed steps.
 

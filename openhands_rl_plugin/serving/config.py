@@ -14,35 +14,43 @@ class GeneratorConfig(BaseModel):
 
     model: str = Field(min_length=1, description="Directory (or cached hub name) of a Hugging Face causal LM.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto", description="auto: bfloat16 where the processor multiplies it natively, else float32."
+        default="auto", description="auto: bfloat16 where the processor multiplies it natively, else float32."
     )
-    device: str = Field("auto", description="auto: cuda when there is one, else cpu.")
-    max_model_len: int | None = Field(None, ge=16, description="Longest prompt + answer, tokens; None: the model's.")
-    max_batch: int = Field(16, ge=1, le=256, description="Sequences generated at once.")
-    max_queue: int = Field(512, ge=1, description="Requests that may wait; one more is refused.")
+    device: str = Field(default="auto", description="auto: cuda when there is one, else cpu.")
+    max_model_len: int | None = Field(
+        default=None, ge=16, description="Longest prompt + answer, tokens; None: the model's."
+    )
+    max_batch: int = Field(default=16, ge=1, le=256, description="Sequences generated at once.")
+    max_queue: int = Field(default=512, ge=1, description="Requests that may wait; one more is refused.")
     prefill_tokens: int | None = Field(
-        None, ge=16, description="Prompt tokens computed per step beside the decoding ones; None: 256, on a GPU 2048."
+        default=None,
+        ge=16,
+        description="Prompt tokens computed per step beside the decoding ones; None: 256, on a GPU 2048.",
     )
-    max_adapters: int = Field(8, ge=1, description="LoRA adapters held at once.")
-    cache_bytes: int = Field(GIB, ge=0, description="Bound of the prefix cache; 0 turns it off.")
+    max_adapters: int = Field(default=8, ge=1, description="LoRA adapters held at once.")
+    cache_bytes: int = Field(default=GIB, ge=0, description="Bound of the prefix cache; 0 turns it off.")
     kv_bytes: int = Field(
-        8 * GIB, ge=1024**2, description="Bound of the sequences' keys and values; shortens max_model_len to fit."
+        default=8 * GIB,
+        ge=1024**2,
+        description="Bound of the sequences' keys and values; shortens max_model_len to fit.",
     )
-    threads: int | None = Field(None, ge=1, description="torch threads; None: torch's own choice.")
+    threads: int | None = Field(default=None, ge=1, description="torch threads; None: torch's own choice.")
 
 
 class ServerConfig(GeneratorConfig):
     """The generation core behind HTTP."""
 
     host: str = "127.0.0.1"
-    port: int = Field(8000, ge=0, le=65535, description="0 takes a free port.")
-    served_model_name: str | None = Field(None, description="Name of the base model; None: `model` as given.")
+    port: int = Field(default=8000, ge=0, le=65535, description="0 takes a free port.")
+    served_model_name: str | None = Field(default=None, description="Name of the base model; None: `model` as given.")
     api_key_env: str = Field(
-        "OPENHANDS_RL_API_KEY",
+        default="OPENHANDS_RL_API_KEY",
         description="Environment variable with the key; no key is asked for when it is unset or empty.",
     )
-    chat_template: str | None = Field(None, description="File with a Jinja chat template; None: the model's own.")
-    max_body_bytes: int = Field(16 * 1024**2, ge=1024)
+    chat_template: str | None = Field(
+        default=None, description="File with a Jinja chat template; None: the model's own."
+    )
+    max_body_bytes: int = Field(default=16 * 1024**2, ge=1024)
 
     @property
     def base_name(self) -> str:

@@ -67,9 +67,9 @@ class Generator:
         """Queue one prompt; the answer comes through the ticket's future as a `Generation`.
 
         `adapter` names a loaded adapter (or is one that `hold` gave), None is the base model; the request finishes on
-        the version it started with whatever is loaded or unloaded meanwhile. `on_delta` is called in the generator's thread for every
-        token and must return at once. Raises NotFound for an unknown adapter, ServingError for a prompt that is
-        empty, too long or not of this vocabulary, Overloaded when the queue is full.
+        the version it started with whatever is loaded or unloaded meanwhile. `on_delta` is called in the generator's
+        thread for every token and must return at once. Raises NotFound for an unknown adapter, ServingError for a
+        prompt that is empty, too long or not of this vocabulary, Overloaded when the queue is full.
         """
         ids = tuple(prompt_ids)
         self._check_prompt(ids, params)
@@ -140,14 +140,19 @@ class Generator:
     def unload_adapter(self, name: str) -> "Future[None]":
         """Take an adapter out of service; the future is done when its last request in flight is.
 
-        New requests for the name fail at once; requests that `hold` it count as in flight. Raises NotFound for a name that is not loaded.
+        New requests for the name fail at once; requests that `hold` it count as in flight. Raises NotFound for a name
+        that is not loaded.
         """
         with self._lock:
             adapter = self._adapters.pop(name, None)
             if adapter is None:
                 raise NotFound(f"The lora adapter '{name}' cannot be found.", param="lora_name")
-            drained = self._draining[adapter] = Future()
-            self._inbox.put(None)
+            drained: Future[None] = Future()
+            if self._closing:
+                drained.set_result(None)
+            else:
+                self._draining[adapter] = drained
+                self._inbox.put(None)
         return drained
 
     def close(self) -> None:

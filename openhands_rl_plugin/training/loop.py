@@ -49,12 +49,16 @@ class LoopListener:
 
 @dataclass(frozen=True)
 class LoopParts:
-    """What the loop composes. ``demonstrator`` plays the demonstrations, ``runner`` everything else."""
+    """What the loop composes. ``demonstrator`` plays the demonstrations, ``runner`` everything else.
+
+    ``reward`` is what is measured and reported; ``objective`` is what reinforcement maximises.
+    """
 
     runner: EpisodeRunner
     demonstrator: EpisodeRunner
     storage: TrajectoryStorage
     reward: Reward
+    objective: Reward
     adapters: AdapterStore
     publisher: AdapterPublisher
     tokenizer: ChatTokenizer
@@ -128,6 +132,7 @@ class ClosedLoop:
         played = await self._roll_out(stage, tasks, self._plan.samples_per_task, self._plan.sampling)
         rolled_out = time.time()
         metrics = await self._judge(stage, played)
+        await score_stored(self._parts.storage, self._parts.objective, TrajectoryFilter(run_id=self._run_id(stage)))
         baseline, samples = await self._training_samples(played)
         metrics |= baseline.as_floats() | {"rollout_seconds": rolled_out - started}
         if not samples:
@@ -140,7 +145,7 @@ class ClosedLoop:
         return self._record(stage, started, metrics, adapter)
 
     async def _training_samples(self, played: Sequence[Trajectory]) -> tuple[GroupBaseline, list[Sample]]:
-        rewards = await scored_rewards(self._parts.reward, played)
+        rewards = await scored_rewards(self._parts.objective, played)
         baseline = group_advantages(played, rewards)
         samples = [
             sample

@@ -226,7 +226,7 @@ def test_the_learning_rate_warms_up(model: Path, tmp_path: Path) -> None:
 
 def test_the_saved_adapter_is_peft_s_and_bfloat16_is_close(model: Path, tmp_path: Path) -> None:
     for dtype, bound in (("float32", 1e-4), ("bfloat16", 0.2)):
-        trainer = LoraTrainer(model, TrainingSettings(dtype=dtype, learning_rate=1e-2, num_epochs=4, seed=3))
+        trainer = LoraTrainer(model, EXACT.model_copy(update={"dtype": dtype, "num_epochs": 4, "seed": 3}))
         trainer.sft(make_samples(2))
         trainer.save_adapter(tmp_path / dtype)
         config = json.loads((tmp_path / dtype / "adapter_config.json").read_text())
