@@ -70,7 +70,7 @@ class BonusOptions(Frozen):
 
 
 class SuccessBonusReward:
-    """``(1 - share) * return + share * success``: partial credit still guides, but nearly right is not nearly enough."""
+    """``(1 - share) * return + share * success``: partial credit guides, but nearly right is far from enough."""
 
     Options = BonusOptions
 
