@@ -66,7 +66,9 @@ def _await_health(child: subprocess.Popen[bytes], url: str, log: Path, deadline:
 
 
 def _exit_with_parent() -> None:
-    sys.stdin.buffer.read()
+    # Not sys.stdin: a thread that waits inside its lock makes the interpreter's own shutdown fail.
+    while os.read(0, 4096):
+        pass
     os._exit(0)
 
 

@@ -28,7 +28,8 @@ _HEADLESS_MAIN = "openhands.core.main"
 class RLAgentHostConfig(AgentConfig):
     """``[agent.RLAgent]`` with an ``[agent.RLAgent.rl]`` table in it.
 
-    The table is checked when the agent is made: OpenHands would answer an error here by skipping the whole section.
+    OpenHands uses this model only where the section has a ``classpath`` line; without one it refuses the table. The
+    table is checked when the agent is made: OpenHands would answer an error here by skipping the whole section.
     """
 
     rl: JsonObject = Field(default_factory=dict)

@@ -104,6 +104,7 @@ class Run:
 def start(folder: Path, server: ScriptedModel, model: str, sections: str, **values: object) -> subprocess.Popen[str]:
     (folder / "workspace").mkdir(parents=True)
     (folder / "home").mkdir()
+    log_level = values.pop("log_level", "INFO")
     given = {"native": "true", "runtime": WORKSPACE, "shop": "http://127.0.0.1:1", **values}
     text = (COMMON + sections).format(folder=folder, url=server.url, model=model, **given)
     (folder / "config.toml").write_text(text)
@@ -113,7 +114,7 @@ def start(folder: Path, server: ScriptedModel, model: str, sections: str, **valu
         "TMPDIR": str(folder),
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "HF_HUB_OFFLINE": "1",
-        "NO_COLOR": "1",
+        "LOG_LEVEL": str(log_level),
     }
     command = [sys.executable, "-m", "openhands.core.main", "--config-file", "config.toml", "-c", "RLAgent", "-t", TASK]
     with (folder / "output.txt").open("w") as output:
@@ -151,7 +152,7 @@ def runs(tmp_path_factory) -> Iterator[dict[str, Run]]:
         server.script("shopper", SHOPPING)
         processes = {
             "plain": start(folders["plain"], server, "policy-v000003", PLAIN),
-            "layered": start(folders["layered"], server, "tiny", LAYERED, native="false"),
+            "layered": start(folders["layered"], server, "tiny", LAYERED, native="false", log_level="ERROR"),
             "shopping": start(folders["shopping"], server, "shopper", PLAIN, runtime=ENVIRONMENT, shop=shop),
         }
         try:
@@ -203,7 +204,7 @@ def test_settings_reach_every_request(runs):
     assert seeds[2] == seeds[3] and len(set(seeds)) == len(seeds) - 1
 
 
-def test_later_sections_override_earlier_ones(runs):
+def test_later_sections_override_earlier_ones_even_where_openhands_is_too_quiet_to_warn(runs):
     run = runs["layered"]
     assert len(run.requests) == 2, "[agent.RLAgent.rl] max_turns wins"
     assert all(request["max_completion_tokens"] == 222 for request in run.requests), "[extended.rl] over [rl]"
@@ -228,6 +229,7 @@ def test_conversation_on_record_is_the_one_on_the_wire(runs):
         for message in trajectory.messages()[:-1]
     ]
     assert recorded == last
+    assert not any("wire_messages" in node.metadata for node in trajectory.nodes)
     assert list(trajectory.tools) == requests[0]["tools"]
     assert "execute_ipython_cell" not in json.dumps(trajectory.tools)
 
