@@ -42,7 +42,7 @@ class DemoOptions(Frozen):
     max_turns: int = 6
     warm_start_epochs: int = 2
     warm_start_rate: float = 1e-3
-    reinforcement_rate: float = 1e-3
+    reinforcement_rate: float = 5e-4
 
     def shortened(self) -> DemoOptions:
         """The same path in under two minutes."""
