@@ -10,6 +10,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from openhands_rl_plugin.serving.threads import prepare_threads
+
 if TYPE_CHECKING:
     from openhands_rl_plugin.demo.options import DemoOptions
 
@@ -41,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run or resume the demo, then print the table and where the report lies."""
     _quieten()
+    prepare_threads()
     from openhands_rl_plugin.demo.options import DemoOptions
 
     directory = (args.run_dir or Path("runs") / ("demo-tiny" if args.tiny else "demo")).absolute()
