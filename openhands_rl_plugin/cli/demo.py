@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 HELP = "watch a small model learn to shop inside OpenHands: roll out, train, reload, evaluate"
 EPILOG = """examples:
-  openhands-rl demo                      the whole demo, about a quarter of an hour on two cores
+  openhands-rl demo                      the whole demo, about twenty minutes on two free cores
   openhands-rl demo --tiny               the same path in under two minutes
   openhands-rl demo --seed 1 --run-dir runs/seed-1
   openhands-rl demo --fresh              start over instead of resuming
