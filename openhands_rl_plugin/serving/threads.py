@@ -1,8 +1,9 @@
-"""Thread settings that must be in the environment before torch is first imported."""
+"""Settings of torch's libraries that must be in the environment before torch is first imported."""
 
 import os
 
 SPIN_COUNT = "4000"
+KERNELS_KEPT = "128"
 
 
 def prepare_threads() -> None:
@@ -15,3 +16,6 @@ def prepare_threads() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    # oneDNN compiles a kernel for every number of rows and keeps 1,024 (measured: 352 MB more after 500 sizes of
+    # one layer, 213 MB with 16 kept). Packed batches seldom have a size twice, so few are worth keeping.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KERNELS_KEPT)

@@ -118,25 +118,29 @@ def text_of(content: object) -> str | None:
     """Content as plain text; a part that is no text (an image) is named in brackets."""
     if content is None or isinstance(content, str):
         return content
-    if not isinstance(content, Sequence):
+    if not isinstance(content, list):
         return str(content)
+    if len(content) == 1 and content[0].get("type") == "text":
+        return content[0]["text"]
     return "\n".join(part["text"] if part.get("type") == "text" else f"[{part.get('type')}]" for part in content)
 
 
 def says(wire: WireMessage, message: Message) -> bool:
     """Whether both say the same. Hot: called for every message of every prompt, so it builds nothing."""
+    if (
+        wire["role"] != message.role
+        or wire.get("tool_call_id") != message.tool_call_id
+        or (text_of(wire.get("content")) or "") != (message.content or "")
+    ):
+        return False
     calls = wire.get("tool_calls") or ()
-    return (
-        wire["role"] == message.role
-        and (text_of(wire.get("content")) or "") == (message.content or "")
-        and wire.get("tool_call_id") == message.tool_call_id
-        and len(calls) == len(message.tool_calls)
-        and all(
-            (call.get("id") or "") == own.id
-            and call["function"]["name"] == own.name
-            and call["function"]["arguments"] == own.arguments
-            for call, own in zip(calls, message.tool_calls, strict=True)
-        )
+    if not calls and not message.tool_calls:
+        return True
+    return len(calls) == len(message.tool_calls) and all(
+        (call.get("id") or "") == own.id
+        and call["function"]["name"] == own.name
+        and call["function"]["arguments"] == own.arguments
+        for call, own in zip(calls, message.tool_calls, strict=True)
     )
 
 
