@@ -118,7 +118,7 @@ def serve(turns: int) -> None:
         answers = session.with_ids if body.get("return_token_ids") else session.bare
         return Response(answers[body["seed"]], media_type="application/json")
 
-    listener = socket.socket()
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # else asyncio leaves Nagle on
     listener.bind(("127.0.0.1", 0))
     print(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", flush=True)
     app = Starlette(routes=[Route("/v1/chat/completions", answer, methods=["POST"])])

@@ -22,52 +22,54 @@ class HostConversation:
 
     def __init__(self, tree: EpisodeTree) -> None:
         self._tree = tree
-        self._replays: dict[int, Message | None] = {}
+        # How the host says a node; absent for an answer that was acted on and not replayed yet, and for one that the
+        # host will never replay.
+        self._forms: dict[int, Message] = {}
+        self._acted: set[int] = set()
 
     def acted(self, node: int) -> None:
         """Commit ``node``: the host executes it, and will replay it in its own form from now on."""
         self._tree.commit(node)
-        self._replays[node] = None
+        self._acted.add(node)
 
     def follow(self, prompt: Sequence[WireMessage]) -> bool:
         """Make the path to the head equal to ``prompt``; true when the host rewrote what was said before."""
-        tree, path = self._tree, self._tree.path()
-        at: int | None = None
-        known = 0
-        for known, message in enumerate(prompt):
-            expected = path[known] if known < len(path) else None
-            if (child := self._child(at, message, expected)) is None:
-                break
-            at = child
-        else:
-            known = len(prompt)
+        tree = self._tree
+        at, known = self._match(prompt)
         new = tuple(to_message(message) for message in prompt[known:])
-        if at == tree.head:
-            tree.observe(Observation(messages=new))
-            return False
-        # The last action was executed all the same, so it gets its step before the head moves to the branch.
+        rewritten = at != tree.head
+        # The last action was executed even if it is no part of the prompt any more, so it gets its step all the same.
         tree.observe(Observation())
         tree.head = at
         for message in new:
             tree.head = tree.append(message)
-        return True
+            self._forms[tree.head] = message
+        return rewritten
 
-    def _child(self, parent: int | None, message: WireMessage, expected: int | None) -> int | None:
+    def _match(self, prompt: Sequence[WireMessage]) -> tuple[int | None, int]:
+        """The last node that the prompt has in common with the tree, and the number of messages up to it."""
+        path, forms = self._tree.path(), self._forms
+        at: int | None = None
+        on_path = True
+        for known, message in enumerate(prompt):
+            if on_path and known < len(path) and (form := forms.get(path[known])) is not None and says(message, form):
+                at = path[known]
+            elif (child := self._child(at, message)) is not None:
+                at = child
+                on_path = known < len(path) and path[known] == child
+            else:
+                return at, known
+        return at, len(prompt)
+
+    def _child(self, parent: int | None, message: WireMessage) -> int | None:
         nodes = self._tree.nodes
-        if expected is not None and nodes[expected].parent == parent and self._is(expected, message):
-            return expected
-        siblings = (index for index in reversed(range(len(nodes))) if nodes[index].parent == parent)
-        return next((index for index in siblings if index != expected and self._is(index, message)), None)
+        children = (index for index in reversed(range(len(nodes))) if nodes[index].parent == parent)
+        return next((index for index in children if self._is(index, message)), None)
 
     def _is(self, index: int, message: WireMessage) -> bool:
-        node = self._tree.nodes[index]
-        if not node.sampled:
-            return says(message, node.message)
-        if index not in self._replays:
-            return False
-        if (replay := self._replays[index]) is not None:
-            return says(message, replay)
-        return self._first_replay(index, message)
+        if (form := self._forms.get(index)) is not None:
+            return says(message, form)
+        return index in self._acted and self._first_replay(index, message)
 
     def _first_replay(self, index: int, message: WireMessage) -> bool:
         """Take the host's form of an answer it just executed; it may differ in white space and closing tags."""
@@ -75,7 +77,7 @@ class HostConversation:
         replay = to_message(message)
         if replay.role != "assistant" or (node.message.tool_calls and not _same_calls(replay, node.message)):
             return False
-        self._replays[index] = replay
+        self._forms[index] = replay
         if not says(message, node.message):
             node.metadata["replayed_as"] = replay.model_dump(mode="json", exclude_defaults=True)
         return True

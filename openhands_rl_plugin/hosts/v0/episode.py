@@ -26,6 +26,7 @@ from openhands_rl_plugin.types import (
     StopReason,
     StrategySpec,
     Times,
+    Tokens,
     Trajectory,
 )
 
@@ -111,7 +112,8 @@ class ControllerEpisode:
     ) -> Trajectory:
         """The episode as a value. A failure makes it an error; the agent's own wins, because it came first and knows
         more than what the controller made of it. ``stop`` and ``evidence`` win over what the agent noted."""
-        failure = self.failure or failure
+        wrong_tokens = _drop_wrong_tokens(self.tree)
+        failure = self.failure = self.failure or failure or wrong_tokens
         served = self.request.served_model or self.base_model
         return self.tree.freeze(
             self.request,
@@ -163,6 +165,20 @@ def overlay(below: SamplingParams, above: SamplingParams) -> SamplingParams:
     """``above``, with what it leaves open taken from ``below``."""
     given = {name: value for name, value in above if value not in (None, ())}
     return below.model_copy(update=given)
+
+
+def _drop_wrong_tokens(tree: EpisodeTree) -> Failure | None:
+    """Without ids that are whole numbers no part of the episode can be trained on, since each builds on the others."""
+    if all(_whole_numbers(node.tokens) for node in tree.nodes if node.tokens is not None):
+        return None
+    for node in tree.nodes:
+        node.tokens = None
+    message = "the model server's token ids are not whole numbers"
+    return Failure(kind=FailureKind.MODEL, message=message, boundary="openhands.recorder")
+
+
+def _whole_numbers(tokens: Tokens) -> bool:
+    return all(type(id) is int and id >= 0 for id in (*tokens.prompt_ids, *tokens.sampled_ids))
 
 
 def _limits_of(settings: RLSettings, environment_mode: bool) -> Limits:

@@ -132,7 +132,7 @@ def message_ids(message: dict[str, Any]) -> list[int]:
 @contextmanager
 def serve() -> Iterator[ScriptedModel]:
     """The server on a free loopback port, in a thread."""
-    listener = socket.socket()
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # else asyncio leaves Nagle on
     listener.bind(("127.0.0.1", 0))
     model = ScriptedModel(f"http://127.0.0.1:{listener.getsockname()[1]}/v1")
     app = Starlette(routes=[Route("/v1/chat/completions", model.answer, methods=["POST"])])

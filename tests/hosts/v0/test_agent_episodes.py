@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from scripted_model import ScriptedModel, call, refusal, says, serve
+from scripted_model import ScriptedModel, call, refusal, says, serve, with_prompt_ids
 
 from openhands_rl_plugin.hosts.v0.driver import WORKSPACE_RUNTIME, ControllerOptions, ControllerRunner
 from openhands_rl_plugin.protocols import Forkable, LLMEngine
@@ -134,6 +134,16 @@ async def test_a_refusal_is_the_models_failure(finished):
     finished.script("strict", [refusal(422, "unknown parameter")])
     trajectory = await play(finished, "strict")
     assert trajectory.failure is not None and trajectory.failure.kind is FailureKind.MODEL
+
+
+@pytest.mark.parametrize("ids", [["1", "2"], [1.5, 2], [-1]])
+async def test_token_ids_that_are_no_whole_numbers_are_the_servers_failure(finished, ids):
+    finished.script("odd", [with_prompt_ids(THINK, ids), THINK])
+    trajectory = await play(finished, "odd", limits=Limits(max_turns=2))
+    assert trajectory.failure is not None and trajectory.failure.kind is FailureKind.MODEL
+    assert "whole numbers" in trajectory.failure.message
+    assert not any(node.tokens for node in trajectory.nodes)
+    assert Trajectory.model_validate_json(trajectory.model_dump_json()) == trajectory
 
 
 @pytest.mark.parametrize(

@@ -117,8 +117,8 @@ def test_vendors_are_not_asked_for_what_they_refuse(server):
     assert log.attempts[0].completion is not None and log.attempts[0].completion.tokens is None
 
 
-@pytest.mark.parametrize("ids", [["1", "2"], [1.5, 2], "12", None, {"a": 1}])
-def test_ids_that_are_no_numbers_are_not_taken(server, ids):
+@pytest.mark.parametrize("ids", ["12", None, {"a": 1}])
+def test_ids_that_are_no_list_are_not_taken(server, ids):
     server.script("odd", [with_prompt_ids(says("Hello."), ids)])
     _, log = ask(llm_for(server, "odd"))
     assert log.attempts[0].completion is not None and log.attempts[0].completion.tokens is None
