@@ -125,7 +125,6 @@ class DemoOptions(Frozen):
         return TrainingSettings(
             learning_rate=self.reinforcement_rate,
             num_epochs=1,
-            warmup_steps=4,
             batch_size=16,
             max_tokens_per_pass=PASS_TOKENS,
             seed=self.seed,

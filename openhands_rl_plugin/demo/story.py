@@ -19,7 +19,7 @@ from openhands_rl_plugin.environments.webshop import WebShop
 from openhands_rl_plugin.environments.webshop.demonstrator import ORACLE, DemonstratorOptions, WebShopDemonstrator
 from openhands_rl_plugin.errors import ConfigError
 from openhands_rl_plugin.hosts.v0.workers import WorkerPoolRunner
-from openhands_rl_plugin.rewards.outcome import ReturnReward, SuccessBonusReward
+from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.runners import SessionRunner
 from openhands_rl_plugin.serving.adapters import AdapterStore
 from openhands_rl_plugin.serving.publisher import AdapterPublisher
@@ -75,7 +75,7 @@ async def _play(stage: _Stage, listener: LoopListener | None) -> DemoResult:
             demonstrator=_demonstrator(stage),
             storage=storage,
             reward=ReturnReward(),
-            objective=SuccessBonusReward(),
+            objective=ReturnReward(),
             adapters=adapters,
             publisher=AdapterPublisher(stage.settings.serving.base_url, adapters),
             tokenizer=tokenizer,

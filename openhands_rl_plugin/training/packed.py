@@ -17,7 +17,7 @@ ATTENTION_NAME = "openhands_rl_packed"
 BLOCK = 128
 """Queries taken at a time; later keys than a block's last are left out, which saves nearly half of a causal product."""
 
-KEEP_KEYS = 1024
+KEEP_KEYS = 256
 """Attention weights over at most so many keys are kept for the backward pass; longer ones are computed again."""
 
 

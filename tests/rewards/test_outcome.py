@@ -4,7 +4,13 @@ import pytest
 from pydantic import ValidationError
 
 from openhands_rl_plugin.errors import GraderError
-from openhands_rl_plugin.rewards.outcome import ReturnReward, SuccessOptions, SuccessReward
+from openhands_rl_plugin.rewards.outcome import (
+    BonusOptions,
+    ReturnReward,
+    SuccessBonusReward,
+    SuccessOptions,
+    SuccessReward,
+)
 from openhands_rl_plugin.testing import check_reward, example_trajectory
 from openhands_rl_plugin.types import Node, StopReason, Trajectory
 
@@ -64,3 +70,14 @@ async def test_what_cannot_be_judged_gets_no_number(
 ):
     with pytest.raises(GraderError, match=reason):
         await reward(trajectory)
+
+
+async def test_the_success_bonus_lifts_only_what_reaches_the_threshold() -> None:
+    trajectory = example_trajectory().model_copy(update={"failure": None})
+    total = (await ReturnReward()(trajectory)).reward
+    assert total is not None
+    reached = await SuccessBonusReward(BonusOptions(threshold=total, share=0.25))(trajectory)
+    missed = await SuccessBonusReward(BonusOptions(threshold=total + 1, share=0.25))(trajectory)
+    assert reached.reward == pytest.approx(0.75 * total + 0.25)
+    assert missed.reward == pytest.approx(0.75 * total)
+    assert reached.reward_version != missed.reward_version
