@@ -17,7 +17,7 @@ from openhands_rl_plugin.demo.report import comparisons, write_report
 from openhands_rl_plugin.environments.http import HttpEnvironmentOptions, WebEnvClient
 from openhands_rl_plugin.environments.webshop import WebShop
 from openhands_rl_plugin.environments.webshop.demonstrator import ORACLE, DemonstratorOptions, WebShopDemonstrator
-from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.errors import ConfigError, describe
 from openhands_rl_plugin.hosts.v0.workers import WorkerPoolRunner
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.runners import SessionRunner
@@ -121,7 +121,12 @@ def _servers(options: DemoOptions, model: Path) -> Iterator[RLSettings]:
 
 def _claim(options: DemoOptions) -> None:
     """Bind the directory to these options, so that a run is never continued as another one."""
-    options.run_directory.mkdir(parents=True, exist_ok=True)
+    try:
+        options.run_directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{options.run_directory} cannot be made ({describe(error)}): choose another --run-dir"
+        ) from error
     noted = options.run_directory / "options.json"
     mine = options.model_dump_json(exclude={"run_directory", "model_directory"}, indent=1)
     if not noted.exists():
