@@ -111,8 +111,9 @@ async def test_a_client_that_is_dropped_does_not_block_its_index():
     async with raw_server(CountingServer(sessions=False)) as server:
         await WebEnvClient(options(server.url)).reset(task(5))
         successor = WebEnvClient(options(server.url))
-        await successor.reset(task(5))
+        assert (await successor.reset(task(5))).messages
         await successor.close()
+        assert server.paths().count("/reset") == 2
 
 
 @pytest.mark.parametrize("indices", [[1] * 20, list(range(20))], ids=["one task", "many tasks"])
