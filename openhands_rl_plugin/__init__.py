@@ -28,7 +28,7 @@ _EXPORTS = {
     "StandardReActStrategy": "strategies.react",
     "Task": "types",
     "Trajectory": "types",
-    "TrajectoryFilter": "types",
+    "TrajectoryFilter": "records",
     "WebEnvClient": "environments.http",
     "load_settings": "config",
 }

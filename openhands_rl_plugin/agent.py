@@ -29,19 +29,12 @@ from openhands_rl_plugin.agent_policies import open_policy
 from openhands_rl_plugin.agent_thread import LoopThread
 from openhands_rl_plugin.errors import CaughtFailure, ConfigError, MissingExtraError, boundary
 from openhands_rl_plugin.protocols import TrajectoryStorage
+from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.rollout import RolloutPlan, roll_out
 from openhands_rl_plugin.scoring import judge
 from openhands_rl_plugin.settings import RLSettings, TrainingSettings
-from openhands_rl_plugin.types import (
-    Adapter,
-    FailureKind,
-    Limits,
-    PolicyRef,
-    Score,
-    Task,
-    TrajectoryFilter,
-)
+from openhands_rl_plugin.types import Adapter, FailureKind, Limits, PolicyRef, Score, Task
 from openhands_rl_plugin.validation import problems
 
 if TYPE_CHECKING:

@@ -8,11 +8,12 @@ from typing import Literal
 
 from openhands_rl_plugin.errors import TrainingError
 from openhands_rl_plugin.protocols import TrajectoryStorage
+from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.scoring import scored_rewards
 from openhands_rl_plugin.training.advantages import group_advantages
 from openhands_rl_plugin.training.batch import samples_of
-from openhands_rl_plugin.types import Adapter, Frozen, PolicyRef, Sample, Trajectory, TrajectoryFilter
+from openhands_rl_plugin.types import Adapter, Frozen, PolicyRef, Sample, Trajectory
 
 Algorithm = Literal["sft", "reinforce++-baseline"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from openhands_rl_plugin.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, TrajectoryFilter, TrajectorySummary
 from openhands_rl_plugin.types import (
     Completion,
     EpisodeRequest,
@@ -15,7 +16,6 @@ from openhands_rl_plugin.types import (
     Score,
     Task,
     Trajectory,
-    TrajectoryFilter,
 )
 
 if TYPE_CHECKING:
@@ -75,10 +75,30 @@ class Strategy(Protocol):
 
 
 class TrajectoryStorage(Protocol):
-    """Where trajectories live."""
+    """Where trajectories live. What a call acknowledged survives a crash; every method may raise ``StorageError``.
+
+    An episode is stored at once by ``add``, or as it is played by ``begin``, ``grow`` and ``end``. All of them may be
+    repeated: what is known already is not stored again.
+    """
 
     async def add(self, trajectory: Trajectory) -> None:
-        """Store durably; a second call with the same id changes nothing. Raises ``StorageError``."""
+        """Store a finished episode; it takes the place of an unfinished one of the same id."""
+        ...
+
+    async def begin(self, start: EpisodeStart) -> None:
+        """Open an episode. Does nothing when its id is known."""
+        ...
+
+    async def grow(self, growth: EpisodeGrowth) -> None:
+        """Append to an open episode. Nodes that are stored already are skipped; a gap before them is an error."""
+        ...
+
+    async def end(self, end: EpisodeEnd) -> None:
+        """Close an open episode: from now on it is a finished trajectory and nothing changes it any more."""
+        ...
+
+    async def drop(self, trajectory_ids: Sequence[str]) -> int:
+        """Forget unfinished episodes and return how many; finished and unknown ones are left alone."""
         ...
 
     async def add_scores(self, scores: Sequence[Score]) -> None:
@@ -86,7 +106,15 @@ class TrajectoryStorage(Protocol):
         ...
 
     def find(self, where: TrajectoryFilter | None = None) -> AsyncIterator[tuple[Trajectory, tuple[Score, ...]]]:
-        """Stream what matches, oldest first."""
+        """Stream what matches with its scores, oldest score first. What is added meanwhile is not part of it."""
+        ...
+
+    def summaries(self, where: TrajectoryFilter | None = None) -> AsyncIterator[TrajectorySummary]:
+        """Like ``find``, without reading any node."""
+        ...
+
+    async def count(self, where: TrajectoryFilter | None = None) -> int:
+        """How many match, ``offset`` and ``limit`` aside."""
         ...
 
     async def close(self) -> None:

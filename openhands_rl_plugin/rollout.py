@@ -9,16 +9,9 @@ from collections.abc import Callable, Sequence
 from pydantic import Field
 
 from openhands_rl_plugin.protocols import EpisodeRunner, TrajectoryStorage
+from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.session import trajectory_id
-from openhands_rl_plugin.types import (
-    EpisodeRequest,
-    FailureKind,
-    Frozen,
-    SamplingParams,
-    Task,
-    Trajectory,
-    TrajectoryFilter,
-)
+from openhands_rl_plugin.types import EpisodeRequest, FailureKind, Frozen, SamplingParams, Task, Trajectory
 
 OnFinished = Callable[[Trajectory], None]
 

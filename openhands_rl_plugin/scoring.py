@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from openhands_rl_plugin.errors import CaughtFailure, boundary
 from openhands_rl_plugin.protocols import Reward, TrajectoryStorage
-from openhands_rl_plugin.types import Failure, FailureKind, Frozen, Score, Trajectory, TrajectoryFilter
+from openhands_rl_plugin.records import TrajectoryFilter
+from openhands_rl_plugin.types import Failure, FailureKind, Frozen, Score, Trajectory
 
 
 class ScoreReport(Frozen):

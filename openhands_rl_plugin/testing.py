@@ -18,6 +18,7 @@ from typing import ClassVar, NoReturn
 
 from openhands_rl_plugin.errors import GraderError, ModelError
 from openhands_rl_plugin.protocols import Environment, Forkable, LLMEngine, Reward, Strategy, TrajectoryStorage
+from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.tree import EpisodeTree
 from openhands_rl_plugin.types import (
     Completion,
@@ -36,7 +37,6 @@ from openhands_rl_plugin.types import (
     Times,
     Tokens,
     Trajectory,
-    TrajectoryFilter,
     Usage,
 )
 

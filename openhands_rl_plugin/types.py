@@ -13,7 +13,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""1: whole trajectories. 2: an episode may be unfinished."""
 
 JsonObject = dict[str, JsonValue]
 
@@ -184,6 +185,7 @@ class StopReason(StrEnum):
     TIMEOUT = "timeout"
     NO_ACTION = "no_action"
     ERROR = "error"
+    UNFINISHED = "unfinished"  # not ended yet, or the process that played it is gone
 
 
 class FailureKind(StrEnum):
@@ -211,7 +213,7 @@ class StrategySpec(Frozen):
 
 
 class Times(Frozen):
-    """Unix timestamps, in seconds."""
+    """Unix timestamps, in seconds. ``finished`` of an unfinished episode is when it last grew."""
 
     started: float
     finished: float
@@ -333,26 +335,3 @@ class EpisodeRequest(Frozen):
     seed: int = 0
     served_model: str | None = None
     sampling: SamplingParams = SamplingParams()
-
-
-class TrajectoryFilter(Frozen):
-    """Which stored trajectories to stream. Every field that is set must match; the bounds are inclusive.
-
-    ``reward_*`` look at the newest score's reward, or at the return of the episode when nothing scored it yet.
-    """
-
-    ids: tuple[str, ...] | None = None
-    run_id: str | None = None
-    group_id: str | None = None
-    task_id: str | None = None
-    environment: str | None = None
-    split: str | None = None
-    strategy: str | None = None
-    policy_version: int | None = None
-    stop: StopReason | None = None
-    failed: bool | None = None
-    reward_at_least: float | None = None
-    reward_at_most: float | None = None
-    since: float | None = None
-    until: float | None = None
-    limit: int | None = Field(default=None, ge=0)

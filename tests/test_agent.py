@@ -33,12 +33,13 @@ from openhands_rl_plugin.errors import (
     TrainingError,
 )
 from openhands_rl_plugin.protocols import Forkable, LLMEngine
+from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.serving.config import ServerConfig
 from openhands_rl_plugin.serving.generator import Generator
 from openhands_rl_plugin.serving.server import running_server
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
 from openhands_rl_plugin.tree import EpisodeTree
-from openhands_rl_plugin.types import Completion, Message, PolicyRef, Score, Trajectory, TrajectoryFilter
+from openhands_rl_plugin.types import Completion, Message, PolicyRef, Score, Trajectory
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -17,7 +17,7 @@ LONGEST_FILE = 400
 LONGEST_FUNCTION = 70
 
 VALUES = {"types", "errors"}
-CORE = VALUES | {"protocols", "tree", "validation"}
+CORE = VALUES | {"records", "protocols", "tree", "validation", "messages", "conversation"}
 PLUGINS = {"strategies", "environments", "engines", "templates", "storages", "rewards"}
 # ``agent_*`` are the files of ``agent``.
 AGENT = {"agent", "agent_episodes", "agent_lesson", "agent_policies", "agent_server", "agent_snapshot", "agent_thread"}
@@ -29,8 +29,11 @@ ARROWS: dict[str, set[str]] = {
     "types": set(),
     "validation": set(),
     "errors": {"types"},
-    "protocols": {"types", "tree"},
+    "records": {"types"},
+    "protocols": {"types", "records", "tree"},
     "tree": {"types"},
+    "messages": {"types"},
+    "conversation": {"messages", "tree", "types"},
     **{plugin: CORE for plugin in PLUGINS},
     "registry": {"errors", "types", "validation"},
     "settings": {"errors", "types", "validation", "registry"},
@@ -38,6 +41,7 @@ ARROWS: dict[str, set[str]] = {
     "session": CORE,
     "scoring": CORE,
     "statistics": {"types"},
+    "journal": CORE,
     "runners": CORE | {"session"},
     "rollout": CORE | {"session", "runners", "scoring"},
     "testing": CORE | {"session"},

@@ -15,6 +15,7 @@ from openhands_rl_plugin.environments.http import HttpEnvironmentOptions, WebEnv
 from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.environments.webshop.demonstrator import DemonstratorOptions, WebShopDemonstrator
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
+from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.runners import SessionRunner
 from openhands_rl_plugin.serving.adapters import AdapterStore
@@ -27,7 +28,7 @@ from openhands_rl_plugin.testing import ScriptedEngine
 from openhands_rl_plugin.training.loop import ClosedLoop, LoopListener, LoopParts
 from openhands_rl_plugin.training.plan import LoopPlan, LoopState, StageRecord
 from openhands_rl_plugin.training.trainer import LoraTrainer
-from openhands_rl_plugin.types import SamplingParams, StrategySpec, Task, TrajectoryFilter
+from openhands_rl_plugin.types import SamplingParams, StrategySpec, Task
 
 MODEL = "shopper"
 STAGES = ["evaluate-base", "demonstrate", "warm-start", "evaluate-warm-start", "iteration-000", "evaluate-final"]

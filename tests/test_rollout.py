@@ -6,6 +6,7 @@ from pathlib import Path
 
 from openhands_rl_plugin.errors import GraderError, InfrastructureError
 from openhands_rl_plugin.protocols import Environment
+from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.rollout import RolloutPlan, group_by_task, roll_out
 from openhands_rl_plugin.runners import SessionRunner
@@ -13,16 +14,7 @@ from openhands_rl_plugin.scoring import score_stored
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
 from openhands_rl_plugin.strategies.react import StandardReActStrategy
 from openhands_rl_plugin.testing import GridEnvironment, ScriptedEngine
-from openhands_rl_plugin.types import (
-    EpisodeRequest,
-    Limits,
-    Observation,
-    Score,
-    StrategySpec,
-    Task,
-    Trajectory,
-    TrajectoryFilter,
-)
+from openhands_rl_plugin.types import EpisodeRequest, Limits, Observation, Score, StrategySpec, Task, Trajectory
 
 TASKS = tuple(Task(id=f"grid-{number}", environment="grid", limits=Limits(max_turns=3)) for number in range(3))
 

@@ -11,6 +11,7 @@ import pytest
 
 from openhands_rl_plugin.errors import ModelError
 from openhands_rl_plugin.protocols import Forkable, LLMEngine
+from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
 from openhands_rl_plugin.strategies.react import StandardReActStrategy
@@ -25,16 +26,7 @@ from openhands_rl_plugin.testing import (
     prompt_ids,
 )
 from openhands_rl_plugin.tree import EpisodeTree
-from openhands_rl_plugin.types import (
-    JsonObject,
-    Message,
-    Observation,
-    Score,
-    StopReason,
-    Task,
-    Trajectory,
-    TrajectoryFilter,
-)
+from openhands_rl_plugin.types import JsonObject, Message, Observation, Score, StopReason, Task, Trajectory
 
 TASK = Task(id="walk", environment="grid")
 MOVES = ["right", "right", "down"]

@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from evaluation.performance.scripted_session import FIRST_PROMPT, LAST_PROMPT, Session, session_server
-from openhands_rl_plugin.hosts.v0.alignment import HostConversation
+from openhands_rl_plugin.conversation import HostConversation
 from openhands_rl_plugin.hosts.v0.background import background
 from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostTurn
 from openhands_rl_plugin.hosts.v0.recorder import CallLog, record_completions, recording

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from openhands_rl_plugin.demo.charts import Point, Series, line_chart
 from openhands_rl_plugin.demo.summary import comparison_sentence, evaluations, success_difference
+from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.serving.adapters import AdapterStore
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
 from openhands_rl_plugin.training.plan import LoopState, StageRecord
-from openhands_rl_plugin.types import Adapter, Trajectory, TrajectoryFilter
+from openhands_rl_plugin.types import Adapter, Trajectory
 
 _TURN = {"assistant": "sampled"}
 STYLE = """

@@ -10,6 +10,7 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from openhands_rl_plugin.errors import ModelError
+from openhands_rl_plugin.messages import to_wire
 from openhands_rl_plugin.types import (
     Completion,
     JsonObject,
@@ -26,7 +27,7 @@ def request_body(
     model: str, messages: Sequence[Message], *, tools: Sequence[JsonObject], n: int, sampling: SamplingParams
 ) -> JsonObject:
     """The body of ``POST /chat/completions``; what ``sampling`` leaves open is left out."""
-    body: JsonObject = {"model": model, "messages": [wire_message(message) for message in messages]}
+    body: JsonObject = {"model": model, "messages": [to_wire(message) for message in messages]}
     if n != 1:
         body["n"] = n
     if tools:
@@ -37,21 +38,6 @@ def request_body(
     if sampling.stop:
         body["stop"] = list(sampling.stop)
     return body
-
-
-def wire_message(message: Message) -> JsonObject:
-    """One message as the protocol has it; ``content`` is always there, the other fields only where they are set."""
-    wire: JsonObject = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        wire["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        wire["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        wire["name"] = message.name
-    return wire
 
 
 def _whole_characters(value: object) -> object:

@@ -18,9 +18,10 @@ from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
 
 from openhands_rl_plugin.errors import StorageError, describe
+from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.storages.log import AppendLog, Entry
 from openhands_rl_plugin.storages.matching import matches, may_match
-from openhands_rl_plugin.types import SCHEMA_VERSION, Frozen, Score, Trajectory, TrajectoryFilter
+from openhands_rl_plugin.types import SCHEMA_VERSION, Frozen, Score, Trajectory
 
 Found = tuple[Trajectory, tuple[Score, ...]]
 Record = tuple[str, bytes]

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from pydantic_core import to_json
 
-from openhands_rl_plugin.types import Score, Trajectory, TrajectoryFilter
+from openhands_rl_plugin.records import TrajectoryFilter
+from openhands_rl_plugin.types import Score, Trajectory
 
 
 def matches(where: TrajectoryFilter, trajectory: Trajectory, scores: Sequence[Score]) -> bool:

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.errors import TrainingError
 from openhands_rl_plugin.protocols import EpisodeRunner, Reward, TrajectoryStorage
+from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.rollout import RolloutPlan, roll_out
 from openhands_rl_plugin.scoring import score_stored, scored_rewards
 from openhands_rl_plugin.training.advantages import GroupBaseline, group_advantages
 from openhands_rl_plugin.training.batch import samples_of
 from openhands_rl_plugin.training.demonstrations import ChatTokenizer, demonstration_sample
 from openhands_rl_plugin.training.plan import LoopPlan, LoopState, StageRecord, success_metrics
-from openhands_rl_plugin.types import Adapter, Sample, SamplingParams, Task, Trajectory, TrajectoryFilter
+from openhands_rl_plugin.types import Adapter, Sample, SamplingParams, Task, Trajectory
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.serving.adapters import AdapterStore

@@ -10,9 +10,10 @@ import pytest
 from stored_samples import trajectory
 
 from openhands_rl_plugin.errors import StorageError
+from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
 from openhands_rl_plugin.storages.log import AppendLog
-from openhands_rl_plugin.types import Failure, FailureKind, Score, StopReason, Trajectory, TrajectoryFilter
+from openhands_rl_plugin.types import Failure, FailureKind, Score, StopReason, Trajectory
 
 GOLDEN = Path(__file__).with_name("golden")
 

@@ -21,8 +21,8 @@ from openhands.llm.router import RouterLLM
 from openhands.memory.condenser.condenser import Condensation
 from openhands.memory.condenser.impl.no_op_condenser import NoOpCondenser
 
+from openhands_rl_plugin.conversation import HostConversation
 from openhands_rl_plugin.errors import CaughtFailure, ConfigError, boundary, describe
-from openhands_rl_plugin.hosts.v0.alignment import HostConversation, WireMessage
 from openhands_rl_plugin.hosts.v0.background import background
 from openhands_rl_plugin.hosts.v0.dialogue import EnvironmentDialogue
 from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostTurn
@@ -31,6 +31,7 @@ from openhands_rl_plugin.hosts.v0.recorder import split_provider
 from openhands_rl_plugin.hosts.v0.registration import register
 from openhands_rl_plugin.hosts.v0.settings import RLAgentHostConfig, host_settings, watch_for_rl_section
 from openhands_rl_plugin.hosts.v0.standalone import StandaloneKeeper, standalone_episode
+from openhands_rl_plugin.messages import WireMessage
 from openhands_rl_plugin.session import CHARACTERS_PER_TOKEN
 from openhands_rl_plugin.types import FailureKind, StopReason
 

@@ -24,10 +24,10 @@ from openhands.events.action import Action
 from openhands.llm.llm import LLM
 
 from openhands_rl_plugin.errors import EpisodeError, InfrastructureError, ModelError, describe
-from openhands_rl_plugin.hosts.v0.alignment import WireMessage, to_wire
 from openhands_rl_plugin.hosts.v0.background import background
 from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode
 from openhands_rl_plugin.hosts.v0.recorder import CallLog, record_completions, recording, split_provider
+from openhands_rl_plugin.messages import WireMessage, to_wire
 from openhands_rl_plugin.types import Completion, JsonObject, Message, SamplingParams
 
 ReadActions = Callable[[ModelResponse], Sequence[Action]]

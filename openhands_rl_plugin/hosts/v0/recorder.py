@@ -21,7 +21,7 @@ from openhands.llm.llm import LLM
 from pydantic import JsonValue
 
 from openhands_rl_plugin.errors import describe
-from openhands_rl_plugin.hosts.v0.alignment import WireMessage, text_of
+from openhands_rl_plugin.messages import WireMessage, text_of
 from openhands_rl_plugin.types import (
     Completion,
     JsonObject,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from openhands_rl_plugin.hosts.v0.alignment import HostConversation, to_message, to_wire
+from openhands_rl_plugin.conversation import HostConversation
+from openhands_rl_plugin.messages import to_message, to_wire
 from openhands_rl_plugin.tree import EpisodeTree
 from openhands_rl_plugin.types import Completion, Message, ToolCall
 
