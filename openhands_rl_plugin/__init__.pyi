@@ -3,6 +3,7 @@ from .config import load_settings as load_settings
 from .environments.http import WebEnvClient as WebEnvClient
 from .errors import ConfigError as ConfigError
 from .errors import RLError as RLError
+from .records import TrajectoryFilter as TrajectoryFilter
 from .session import AgentSession as AgentSession
 from .settings import RLSettings as RLSettings
 from .storages.file import FileTrajectoryStorage as FileTrajectoryStorage
@@ -16,7 +17,6 @@ from .types import SamplingParams as SamplingParams
 from .types import Score as Score
 from .types import Task as Task
 from .types import Trajectory as Trajectory
-from .types import TrajectoryFilter as TrajectoryFilter
 
 RLAgentConfig = RLSettings
 
