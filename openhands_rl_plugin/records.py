@@ -41,6 +41,7 @@ class NodeMark(Frozen):
 
     index: int
     reward: float | None = None
+    simulated: bool = False
     value: float | None = None
     visits: int = 0
 

@@ -30,7 +30,7 @@ from openhands_rl_plugin.types import (
 
 @dataclass
 class DraftNode:
-    """A node that search may still change (``value``, ``visits``, ``reward``)."""
+    """A node that search may still change (``value``, ``visits``, ``reward``, ``simulated``)."""
 
     parent: int | None
     message: Message
@@ -40,6 +40,7 @@ class DraftNode:
     sampling: SamplingParams | None = None
     finish_reason: str | None = None
     reward: float | None = None
+    simulated: bool = False
     value: float | None = None
     visits: int = 0
     metadata: JsonObject = field(default_factory=dict)
@@ -55,29 +56,34 @@ class EpisodeTree:
         self.terminated = False
         self.truncated = False
         self.usage = Usage()
+        self._children: dict[int | None, list[int]] = {}
         self._last_context: tuple[int | None, tuple[int, ...]] = (None, ())
 
     def observe(self, observation: Observation) -> None:
-        """Append what the environment said below ``head``; its reward belongs to the action that caused it."""
+        """Add what the environment said below ``head``; its reward belongs to the action that caused it.
+
+        Where a simulation was answered the same, its nodes become the real ones, with all that search knows below them.
+        """
         if self.head is not None and self.nodes[self.head].sampled:
             action = self.nodes[self.head]
-            action.reward = (action.reward or 0.0) + observation.reward
+            action.reward = (0.0 if action.simulated else action.reward or 0.0) + observation.reward
+            action.simulated = False
             self.usage += Usage(steps=1)
         for message in observation.messages:
-            self.head = self.append(message)
+            known = self._answer(self.head, message)
+            self.head = self.append(message) if known is None else known
         self.terminated |= observation.terminated
         self.truncated |= observation.truncated
 
     def append(self, message: Message, *, parent: int | None = None) -> int:
         """Add a message that nobody sampled below ``parent`` (default ``head``); does not move ``head``."""
-        self.nodes.append(DraftNode(parent=self.head if parent is None else parent, message=message))
-        return len(self.nodes) - 1
+        return self._add(DraftNode(parent=self.head if parent is None else parent, message=message))
 
     def propose(self, completion: Completion, *, parent: int | None = None) -> int:
         """Add a sampled candidate below ``parent`` (default ``head``); only the new prompt tokens are kept."""
         at = self.head if parent is None else parent
         self.usage += completion.usage
-        self.nodes.append(
+        index = self._add(
             DraftNode(
                 parent=at,
                 message=completion.message,
@@ -89,7 +95,6 @@ class EpisodeTree:
                 metadata=completion.metadata,
             )
         )
-        index = len(self.nodes) - 1
         if completion.tokens is not None:
             self._last_context = (index, completion.tokens.prompt_ids + completion.tokens.sampled_ids)
         return index
@@ -119,6 +124,10 @@ class EpisodeTree:
     def messages(self, leaf: int | None = None) -> tuple[Message, ...]:
         """The conversation that a model answers at ``leaf`` (default: ``head``)."""
         return tuple(self.nodes[index].message for index in self.path(leaf))
+
+    def children(self, node: int | None) -> tuple[int, ...]:
+        """Indices of the nodes directly below ``node``, in the order in which they were added."""
+        return tuple(self._children.get(node, ()))
 
     @property
     def turns(self) -> int:
@@ -165,6 +174,19 @@ class EpisodeTree:
             failure=failure,
             usage=self.usage,
             times=times,
+        )
+
+    def _add(self, node: DraftNode) -> int:
+        self.nodes.append(node)
+        index = len(self.nodes) - 1
+        self._children.setdefault(node.parent, []).append(index)
+        return index
+
+    def _answer(self, parent: int | None, message: Message) -> int | None:
+        """The node below ``parent`` in which an environment has already said ``message``."""
+        return next(
+            (at for at in self.children(parent) if not self.nodes[at].sampled and self.nodes[at].message == message),
+            None,
         )
 
     def _delta(self, parent: int | None, tokens: Tokens | None) -> Tokens | None:

@@ -158,8 +158,9 @@ class Observation(Frozen):
 class Node(Frozen):
     """One message of an episode's tree.
 
-    ``reward`` is that of the step which a sampled node caused (``None`` until it was executed). ``metadata`` belongs to
-    the recorder (sampling attempts, the raw response without its token arrays).
+    ``reward`` is that of the step which a sampled node caused (``None`` until it was executed). ``simulated``: that step
+    was taken in a fork of the environment only. ``metadata`` belongs to the recorder (sampling attempts, the raw
+    response without its token arrays) and, under ``"search"``, to the strategy.
     """
 
     parent: int | None
@@ -170,6 +171,7 @@ class Node(Frozen):
     sampling: SamplingParams | None = None
     finish_reason: str | None = None
     reward: float | None = None
+    simulated: bool = False
     value: float | None = None
     visits: int = 0
     metadata: JsonObject = Field(default_factory=dict)
