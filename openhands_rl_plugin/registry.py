@@ -20,10 +20,15 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from openhands_rl_plugin.errors import ConfigError, describe
 from openhands_rl_plugin.validation import problems, unknown_name
 
-Kind = Literal["strategies", "environments", "engines", "storages", "rewards"]
+Kind = Literal["strategies", "environments", "engines", "storages", "rewards", "values"]
 
 BUILTINS: Mapping[Kind, Mapping[str, str]] = {
-    "strategies": {"StandardReAct": "openhands_rl_plugin.strategies.react:StandardReActStrategy"},
+    "strategies": {
+        "BestOfN": "openhands_rl_plugin.strategies.best_of_n:BestOfNStrategy",
+        "MCTS": "openhands_rl_plugin.strategies.mcts:MCTSStrategy",
+        "StandardReAct": "openhands_rl_plugin.strategies.react:StandardReActStrategy",
+        "ToT": "openhands_rl_plugin.strategies.tot:ToTStrategy",
+    },
     "environments": {
         "agentgym": "openhands_rl_plugin.environments.agentgym:AgentGymClient",
         "web": "openhands_rl_plugin.environments.http:WebEnvClient",
@@ -38,6 +43,12 @@ BUILTINS: Mapping[Kind, Mapping[str, str]] = {
         "return": "openhands_rl_plugin.rewards.outcome:ReturnReward",
         "success": "openhands_rl_plugin.rewards.outcome:SuccessReward",
         "success-bonus": "openhands_rl_plugin.rewards.outcome:SuccessBonusReward",
+    },
+    "values": {
+        "model": "openhands_rl_plugin.strategies.value:ModelValue",
+        "none": "openhands_rl_plugin.strategies.value:NoValue",
+        "reward": "openhands_rl_plugin.strategies.value:RewardValue",
+        "rollout": "openhands_rl_plugin.strategies.value:RolloutValue",
     },
 }
 
@@ -75,7 +86,9 @@ def build(kind: Kind, name: str, options: Mapping[str, object] | None = None) ->
     """An instance of ``name`` with checked options.
 
     The class's ``Options`` model says which there are, and is handed over as the only argument; a class without one is
-    called with keywords, checked against its constructor. Raises ``ConfigError`` that names the wrong field.
+    called with keywords, checked against its constructor. ``Parts`` of a class says which options name other plugins
+    (option -> kind); they are built from the option and ``<option>_options`` and handed over as keywords. Raises
+    ``ConfigError`` that names the wrong field.
     """
     plugin = load(kind, name)
     model: type[BaseModel] | None = getattr(plugin, "Options", None)
@@ -86,8 +99,13 @@ def build(kind: Kind, name: str, options: Mapping[str, object] | None = None) ->
         lines = (f"{_singular(kind)} {name!r}: {'.'.join(at)}: {what}" for at, what in problems(error, accepted))
         raise ConfigError("\n".join(lines)) from error
     if model is not None:
-        return plugin(checked)
+        parts: Mapping[str, Kind] = getattr(plugin, "Parts", {})
+        return plugin(checked, **{option: _part(checked, option, part) for option, part in parts.items()})
     return plugin(**{field: getattr(checked, field) for field in checked.model_fields_set})
+
+
+def _part(options: BaseModel, option: str, kind: Kind) -> Any:
+    return build(kind, getattr(options, option), getattr(options, f"{option}_options", None))
 
 
 def _target(kind: Kind, name: str) -> str:
