@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 import httpx
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
 
-from openhands_rl_plugin.errors import BadEnvironmentError, InfrastructureError
+from openhands_rl_plugin.errors import BadEnvironmentError, EpisodeError, InfrastructureError
 from openhands_rl_plugin.types import Frozen, JsonObject, Message, Observation, Task
 
 from .episode_ledger import Claim, EpisodeLedger
@@ -81,6 +81,11 @@ class ServerAnswer(BaseModel):
             field = ".".join(str(part) for part in first["loc"][:3])
             raise BadEnvironmentError(f"{path} answered a wrong '{field}': {first['msg']}") from invalid
 
+    def same_as(self, other: ServerAnswer | None) -> bool:
+        """Whether both tell a player the same; ``info`` and session names may differ."""
+        mine = (self.state, self.reward, self.done, self.terminated, self.truncated)
+        return other is not None and mine == (other.state, other.reward, other.done, other.terminated, other.truncated)
+
     @property
     def ended(self) -> bool:
         """The task itself ended; a limit of the server that cut it short is ``truncated`` instead."""
@@ -89,10 +94,15 @@ class ServerAnswer(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class EpisodeStep:
-    """One executed action, or a malformed one (``action`` is ``None``) that was answered without the server."""
+    """One executed action with its answer, or a malformed one, which was answered without the server."""
 
     action: str | None
-    reward: float
+    answer: ServerAnswer | None = None
+
+    @property
+    def reward(self) -> float:
+        """What the step earned."""
+        return self.answer.reward if self.answer is not None else 0.0
 
 
 class BaseEnvClient(ABC):
@@ -109,6 +119,7 @@ class BaseEnvClient(ABC):
         self.steps: list[EpisodeStep] = []
         self._task: Task | None = None
         self._transport: JsonTransport | None = None
+        self._opening: ServerAnswer | None = None
         self._last: ServerAnswer | None = None
         self._closed = False
 
@@ -122,6 +133,10 @@ class BaseEnvClient(ABC):
 
     async def release(self) -> None:  # noqa: B027 - having nothing to release is a sound default
         """Tell the server that the episode is over. Called once, also when opening it failed."""
+
+    async def fork_episode(self, twin: Self) -> bool:
+        """Have the server copy the episode for ``twin``; false when it cannot, and the episode is played again."""
+        return False
 
     def actions(self, task: Task) -> str:
         """The action language that the model is told, when the options do not give one."""
@@ -140,7 +155,7 @@ class BaseEnvClient(ABC):
         self._task = task
         options = self.options
         self._transport = JsonTransport(options.base_url, timeout=options.timeout, max_bytes=options.max_response_bytes)
-        answer = self._last = await self._open_with_retries(task)
+        answer = self._opening = self._last = await self._open_with_retries(task)
         messages = opening_messages(
             task,
             answer.state,
@@ -158,16 +173,37 @@ class BaseEnvClient(ABC):
             raise RuntimeError("the episode has ended")
         parsed = self._parse(action)
         if parsed.action is None:
-            self.steps.append(EpisodeStep(None, 0.0))
+            self.steps.append(EpisodeStep(None))
             return Observation(messages=(Message(role="user", content=parsed.error),))
         answer = self._last = await self.act(parsed.action)
-        self.steps.append(EpisodeStep(parsed.action, answer.reward))
+        self.steps.append(EpisodeStep(parsed.action, answer))
         return Observation(
             messages=(Message(role="user", content=answer.state),),
             reward=answer.reward,
             terminated=answer.ended,
             truncated=answer.truncated,
         )
+
+    async def fork(self) -> Self:
+        """An independent copy of the open episode as it stands: made by the server where it can, else by replay.
+
+        A replay plays the actions so far in a new episode. Raises ``BadEnvironmentError`` when that is not answered as
+        the first time, because a search in such copies would be about another episode.
+        """
+        if self._task is None or self._transport is None or self._opening is None:
+            raise RuntimeError("only an open episode can be forked")
+        twin = type(self)(self.options)
+        twin._task, twin._opening = self._task, self._opening
+        twin._transport = self._transport.share()
+        try:
+            if not await self.fork_episode(twin):
+                await self._replay_in(twin, self._opening)
+        except BaseException:
+            with suppress(EpisodeError):
+                await twin.close()
+            raise
+        twin.steps, twin._last = list(self.steps), self._last
+        return twin
 
     async def evidence(self) -> JsonObject:
         """Final state, return, per-step rewards and how the episode ended; empty when it never began."""
@@ -200,6 +236,17 @@ class BaseEnvClient(ABC):
 
     def _parse(self, action: Message) -> ParsedAction:
         return parse_react(action.content) if self.options.react_format else parse_plain(action.content)
+
+    async def _replay_in(self, twin: Self, opening: ServerAnswer) -> None:
+        assert self._task is not None
+        same = (await twin._open_with_retries(self._task)).same_as(opening)
+        for step in (step for step in list(self.steps) if step.action is not None):
+            same = same and (await twin.act(step.action or "")).same_as(step.answer)
+        if not same:
+            raise BadEnvironmentError(
+                f"{self.options.base_url} cannot be forked: it answered the same actions differently the second time; "
+                'use a strategy that needs no forks (StandardReAct, ToT or BestOfN with value = "model")'
+            )
 
     async def _open_with_retries(self, task: Task) -> ServerAnswer:
         for attempt in range(self.options.retries):
@@ -237,6 +284,7 @@ class WebEnvClient(BaseEnvClient):
         super().__init__(options)
         self._index = -1
         self._session: str | int | None = None
+        self._server_forks = True
 
     async def open_episode(self, task: Task) -> ServerAnswer:
         """``POST /reset``."""
@@ -260,6 +308,21 @@ class WebEnvClient(BaseEnvClient):
     async def act(self, action: str) -> ServerAnswer:
         """``POST /step``."""
         return ServerAnswer.parse(await self.post("/step", {"action": action, **self._key()}), "/step")
+
+    async def fork_episode(self, twin: Self) -> bool:
+        """``POST /fork`` where the server keeps sessions and has it, answered with a new ``session``."""
+        if self._session is None or not self._server_forks:
+            return False
+        try:
+            answer = await self.post("/fork", self._key())
+        except EndpointMissingError:
+            self._server_forks = False
+            return False
+        session = answer.get("session") if isinstance(answer, dict) else None
+        if not isinstance(session, str | int) or session == self._session:
+            raise BadEnvironmentError(f"/fork answered {excerpt(str(answer))}, which holds no new 'session'")
+        twin._index, twin._session = self._index, session
+        return True
 
     async def release(self) -> None:
         """``POST /close`` where the server gave a session; gives the index back otherwise."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import httpx
 from pydantic import JsonValue
@@ -40,6 +40,7 @@ class JsonTransport:
     """
 
     def __init__(self, base_url: str, *, timeout: float, max_bytes: int) -> None:
+        self._users = 1
         self._base_url = base_url
         self._timeout = timeout
         self._max_bytes = max_bytes
@@ -78,9 +79,16 @@ class JsonTransport:
         self._check_status(response, path, content)
         return self._decode(path, content)
 
+    def share(self) -> Self:
+        """This transport for one more user, who closes it too."""
+        self._users += 1
+        return self
+
     async def close(self) -> None:
-        """Close the connections."""
-        await self._client.aclose()
+        """Close the connections when the last user is done."""
+        self._users -= 1
+        if self._users == 0:
+            await self._client.aclose()
 
     async def _read(self, response: httpx.Response, path: str) -> bytes:
         if response.headers.get("content-encoding", "identity") != "identity":

@@ -60,6 +60,7 @@ def create_app(
         Route("/create", shop.create, methods=["POST"]),
         Route("/reset", shop.reset, methods=["POST"]),
         Route("/step", shop.step, methods=["POST"]),
+        Route("/fork", shop.fork, methods=["POST"]),
         Route("/close", shop.close, methods=["POST"]),
         Route("/list_envs", shop.list_environments),
         Route("/observation", shop.observation),
@@ -104,12 +105,27 @@ class _ShopRoutes:
         return JSONResponse({"count": len(indices), "indices": indices})
 
     async def create(self, request: Request) -> Response:
-        env_idx = secrets.randbelow(_ENVIRONMENT_NUMBERS)
-        while wire.environment_key(env_idx) in self._sessions:
-            env_idx = secrets.randbelow(_ENVIRONMENT_NUMBERS)
+        env_idx = self._new_environment()
         goal_index = env_idx % len(self._world.goals)
         self._sessions.put(wire.environment_key(env_idx), self._world.session(goal_index))
         return JSONResponse(env_idx)
+
+    def _new_environment(self) -> int:
+        env_idx = secrets.randbelow(_ENVIRONMENT_NUMBERS)
+        while wire.environment_key(env_idx) in self._sessions:
+            env_idx = secrets.randbelow(_ENVIRONMENT_NUMBERS)
+        return env_idx
+
+    async def fork(self, request: Request) -> Response:
+        body = await _body(request, _REFERENCE)
+        twin = self._sessions.get(self._key(body)).fork()
+        if body.speaks_agentgym:
+            env_idx = self._new_environment()
+            self._sessions.put(wire.environment_key(env_idx), twin)
+            return JSONResponse(env_idx)
+        key = secrets.token_hex(_SESSION_NAME_BYTES)
+        self._sessions.put(key, twin)
+        return JSONResponse({"session": key})
 
     async def reset(self, request: Request) -> Response:
         body = await _body(request, _RESET)

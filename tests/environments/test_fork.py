@@ -1,0 +1,107 @@
+"""Copies of an episode in mid-play: made by the server, or by playing the same actions again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from raw_server import raw_server, respond
+from test_http import CountingServer, options, said, task
+
+from openhands_rl_plugin.environments.http import WebEnvClient
+from openhands_rl_plugin.environments.webshop import running_webshop
+from openhands_rl_plugin.errors import BadEnvironmentError, InfrastructureError
+from openhands_rl_plugin.protocols import Forkable
+
+
+def react(action: str) -> Any:
+    return said(f"Thought: go on\nAction: {action}")
+
+
+async def test_the_webshop_copies_an_episode_itself_and_the_copies_go_their_own_ways():
+    with running_webshop() as url:
+        shopper = WebEnvClient(options(url))
+        assert isinstance(shopper, Forkable)
+        await shopper.reset(task(3))
+        await shopper.step(react("search[red lamp]"))
+        before = await shopper.evidence()
+        twins = [await shopper.fork() for _ in range(8)]
+        pages = [(await twin.step(react("click[Next >]"))).messages for twin in twins[:4]]
+        assert all(page == pages[0] for page in pages)
+        await twins[5].step(react("click[Back to Search]"))
+        assert await shopper.evidence() == before
+        assert [len(twin.steps) for twin in twins] == [2, 2, 2, 2, 1, 2, 1, 1]
+        for twin in twins:
+            await twin.close()
+        assert (await shopper.step(react("click[Next >]"))).messages == pages[0]
+        await shopper.close()
+
+
+async def test_a_copy_may_outlive_its_original():
+    with running_webshop() as url:
+        shopper = WebEnvClient(options(url))
+        await shopper.reset(task(3))
+        twin = await shopper.fork()
+        await shopper.close()
+        assert (await twin.step(react("search[red lamp]"))).messages
+        await twin.close()
+
+
+async def test_a_server_that_cannot_copy_gets_the_same_actions_again():
+    async with raw_server(CountingServer(sessions=True)) as server:
+        client = WebEnvClient(options(server.url))
+        await client.reset(task(7))
+        await client.step(react("one"))
+        await client.step(said("nothing to act on in here"))
+        twin = await client.fork()
+        assert server.paths() == ["/reset", "/step", "/fork", "/reset", "/step"]
+        assert (await twin.step(react("two"))).messages[0].content == "count 2"
+        assert (await client.step(react("two"))).messages[0].content == "count 2"
+        another = await client.fork()
+        assert server.paths().count("/fork") == 1, "a server without /fork is asked once"
+        for each in (client, twin, another):
+            await each.close()
+
+
+async def test_a_server_that_answers_otherwise_the_second_time_is_refused():
+    class Moody(CountingServer):
+        async def __call__(self, path: str, body: Any) -> bytes:
+            if path == "/step":
+                return respond({"state": f"mood {sum(self.counts.values())} {len(self.counts)}"})
+            return await super().__call__(path, body)
+
+    async with raw_server(Moody(sessions=True)) as server:
+        client = WebEnvClient(options(server.url))
+        await client.reset(task(7))
+        await client.step(react("one"))
+        with pytest.raises(BadEnvironmentError, match="cannot be forked: it answered the same actions differently"):
+            await client.fork()
+        assert (await client.step(react("two"))).messages, "the original plays on"
+        await client.close()
+
+
+async def test_a_server_without_sessions_has_room_for_one_episode_only():
+    async with raw_server(CountingServer(sessions=False)) as server:
+        client = WebEnvClient(options(server.url))
+        await client.reset(task(7))
+        with pytest.raises(InfrastructureError, match="keeps no sessions"):
+            await client.fork()
+        assert (await client.step(react("one"))).messages[0].content == "count 1"
+        await client.close()
+
+
+async def test_a_fork_that_is_no_new_session_is_refused():
+    async def forgetful(path: str, body: Any) -> bytes:
+        return respond({"state": "here", "session": "s0"})
+
+    async with raw_server(forgetful) as server:
+        client = WebEnvClient(options(server.url))
+        await client.reset(task(7))
+        with pytest.raises(BadEnvironmentError, match="holds no new 'session'"):
+            await client.fork()
+        await client.close()
+
+
+async def test_only_an_open_episode_can_be_copied():
+    with pytest.raises(RuntimeError, match="open episode"):
+        await WebEnvClient(options("http://127.0.0.1:9")).fork()
