@@ -1,0 +1,194 @@
+"""MCTS against worlds whose best return is known, and against an independent UCT."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+from search_worlds import EveryWayEngine, SeededEngine, opened, planning, played, report
+
+from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.strategies.mcts import MCTSOptions, MCTSStrategy
+from openhands_rl_plugin.strategies.uct import Arm, best_arm, priors, width
+from openhands_rl_plugin.testing import GridEnvironment, ScriptedEngine, check_strategy
+from openhands_rl_plugin.testing_planning import PlanningEnvironment
+
+PLANNER = MCTSOptions(
+    num_simulations=40,
+    exploration_weight=0.3,
+    use_priors=False,
+    first_branches=4,
+    num_branches=4,
+    value="rollout",
+)
+
+
+async def test_it_keeps_the_rules_of_strategies():
+    turns = iter(["down", "right"] * 1000)
+    await check_strategy(MCTSStrategy(num_simulations=8), engine=ScriptedEngine(lambda messages: next(turns)))
+
+
+async def test_it_comes_near_the_optimum_with_a_part_of_the_steps_of_looking_at_everything():
+    shares, steps = [], []
+    for seed in range(40):
+        world = planning(seed)
+        tree = await played(MCTSStrategy(PLANNER), world, SeededEngine(seed=seed))
+        episode = report(tree, next(at for at in reversed(tree.path()) if tree.nodes[at].sampled))["episode"]
+        assert isinstance(episode, dict) and isinstance(episode["steps"], int)
+        shares.append(world.earned / world.optimum)
+        steps.append((episode["steps"] + world.steps_taken) / world.exhaustive_steps)
+    assert statistics.mean(shares) >= 0.95
+    assert max(steps) <= 0.6
+
+
+class ReferenceUCT:
+    """UCT as the textbook has it, over the drawn rewards themselves: no tree of messages, no forks, no engine."""
+
+    def __init__(self, world: PlanningEnvironment, weight: float) -> None:
+        self.world, self.weight = world, weight
+        self.visits: dict[tuple[int, ...], int] = {}
+        self.sums: dict[tuple[int, ...], float] = {}
+
+    def simulate(self) -> None:
+        path: tuple[int, ...] = ()
+        while len(path) < self.world.options.depth:
+            ways = [(*path, way) for way in range(self.world.options.branching)]
+            total = sum(self.visits.get(way, 0) for way in ways)
+            path = max(ways, key=lambda way: self._score(way, total))
+            if path not in self.visits:
+                break
+        gain = 0.0
+        for length in range(len(path), 0, -1):
+            at = path[:length]
+            gain += self.world.worth(at)
+            self.visits[at] = self.visits.get(at, 0) + 1
+            self.sums[at] = self.sums.get(at, 0.0) + gain
+
+    def _score(self, way: tuple[int, ...], total: int) -> float:
+        seen = self.visits.get(way, 0)
+        if seen == 0:
+            return math.inf
+        return self.sums[way] / seen + self.weight * math.sqrt(math.log(total) / seen)
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_visits_and_values_agree_with_an_independent_uct(seed: int):
+    world = planning(seed, depth=3, branching=3)
+    options = MCTSOptions(
+        num_simulations=60,
+        exploration_weight=0.5,
+        use_priors=False,
+        first_branches=3,
+        num_branches=3,
+        widening=0.0,
+        value="none",
+    )
+    tree = await opened(world)
+    chosen = await MCTSStrategy(options).decide(tree, EveryWayEngine(), world)
+    reference = ReferenceUCT(world, 0.5)
+    for _ in range(60):
+        reference.simulate()
+    for at, node in enumerate(tree.nodes):
+        if node.sampled:
+            way = tuple(int(tree.nodes[up].message.content or "") for up in tree.path(at) if tree.nodes[up].sampled)
+            assert node.visits == reference.visits.get(way, 0), way
+            assert node.visits == 0 or node.value == pytest.approx(reference.sums[way] / node.visits)
+    assert tree.nodes[chosen].visits == max(reference.visits[(way,)] for way in range(3))
+
+
+async def test_the_live_world_is_stepped_by_nobody_but_the_session():
+    world = planning()
+    tree = await opened(world)
+    strategy = MCTSStrategy(PLANNER)
+    engine = SeededEngine()
+    for turn in range(1, 4):
+        chosen = await strategy.decide(tree, engine, world)
+        assert world.steps_taken == turn - 1
+        tree.commit(chosen)
+        tree.observe(await world.step(tree.action))
+        assert world.steps_taken == turn
+
+
+async def test_the_subtree_below_the_committed_move_is_used_again():
+    world = planning()
+    tree = await opened(world)
+    strategy = MCTSStrategy(PLANNER)
+    engine = SeededEngine()
+    chosen = await strategy.decide(tree, engine, world)
+    state = tree.nodes[chosen].metadata["search"]
+    assert isinstance(state, dict)
+    below = [tree.nodes[at].visits for at in tree.children(int(str(state["state"])))]
+    known = len(tree.nodes)
+    assert sum(below) > 0
+    tree.commit(chosen)
+    tree.observe(await world.step(tree.action))
+    assert tree.head == state["state"] and len(tree.nodes) == known, "what was simulated became real"
+    assert not tree.nodes[chosen].simulated and tree.nodes[chosen].reward == world.earned
+    second = await strategy.decide(tree, engine, world)
+    assert tree.nodes[second].visits > max(below) - 1
+    assert [tree.nodes[at].visits for at in tree.children(tree.head)][: len(below)] >= below
+
+
+@pytest.mark.parametrize("parallel", [1, 8])
+async def test_a_search_with_a_seed_can_be_repeated(parallel: int):
+    options = PLANNER.model_copy(update={"seed": 7, "parallel": parallel})
+    trees = [await played(MCTSStrategy(options), planning(3), SeededEngine()) for _ in range(2)]
+    first, second = ([(n.parent, n.message, n.visits, n.value) for n in tree.nodes] for tree in trees)
+    assert first == second
+
+
+async def test_forks_that_were_given_up_are_reached_again_by_replay():
+    few = PLANNER.model_copy(update={"seed": 7, "open_worlds": 1})
+    many = PLANNER.model_copy(update={"seed": 7})
+    worlds = [planning(3), planning(3)]
+    trees = [
+        await played(MCTSStrategy(options), world, SeededEngine())
+        for options, world in zip((few, many), worlds, strict=True)
+    ]
+    assert [node.message for node in trees[0].nodes] == [node.message for node in trees[1].nodes]
+    assert worlds[0].earned == worlds[1].earned
+
+
+async def test_a_state_gets_more_actions_with_its_visits():
+    options = MCTSOptions(num_simulations=30, first_branches=1, num_branches=3, widening=0.5, value="none")
+    world = planning(1)
+    tree = await opened(world)
+    await MCTSStrategy(options).decide(tree, SeededEngine(), world)
+    assert 2 <= len(tree.children(tree.head)) <= 3
+
+
+async def test_without_forks_it_refuses_in_one_line():
+    tree = await opened(planning())
+    with pytest.raises(ConfigError, match="MCTS needs an environment that can fork, and this one cannot: use ToT") as e:
+        await MCTSStrategy().decide(tree, SeededEngine(), None)
+    assert "\n" not in str(e.value)
+
+
+async def test_moves_that_end_the_episode_are_not_gone_beyond():
+    world = GridEnvironment()
+    turns = iter(["right", "down"] * 500)
+    tree = await opened(world)
+    options = MCTSOptions(num_simulations=30, value="none", discount=0.9)
+    await MCTSStrategy(options).decide(tree, ScriptedEngine(lambda messages: next(turns)), world)
+    ends = [at for at, node in enumerate(tree.nodes) if node.sampled and node.reward == 1.0]
+    assert ends
+    for at in ends:
+        assert not any(tree.nodes[below].sampled for child in tree.children(at) for below in tree.children(child))
+
+
+def test_selection_by_priors_prefers_what_the_policy_prefers_until_returns_tell_more():
+    assert best_arm([Arm(0, 0.0, 0.2), Arm(0, 0.0, 0.8)], 1.0) == 1
+    assert best_arm([Arm(5, 0.9, 0.2), Arm(5, 0.1, 0.8)], 1.0) == 0
+    assert best_arm([Arm(1, 0.5, 0.5), Arm(0, 0.0, None)], 1.0) == 1, "without all priors it is UCT"
+    assert priors([0.0, math.log(3)]) == pytest.approx([0.25, 0.75])
+    assert [width(visits, 2, 0.5, 6) for visits in (0, 1, 4, 9, 100)] == [2, 2, 4, 6, 6]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_simulations": 0}, {"num_branches": 0}, {"exploration_weight": -1.0}, {"depth": 0}, {"discount": 0.0}],
+)
+def test_senseless_options_are_refused(options: dict[str, float]):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        MCTSStrategy(**options)

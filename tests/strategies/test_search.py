@@ -1,0 +1,270 @@
+"""What all searching strategies keep to: budgets, failures, merging, reports, and nothing but forks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import pytest
+from search_worlds import TASK, EveryWayEngine, FragileWorld, SeededEngine, opened, planning, report
+
+from openhands_rl_plugin import registry
+from openhands_rl_plugin.errors import CaughtFailure, ConfigError
+from openhands_rl_plugin.protocols import Strategy
+from openhands_rl_plugin.session import AgentSession
+from openhands_rl_plugin.strategies.best_of_n import BestOfNOptions, BestOfNStrategy
+from openhands_rl_plugin.strategies.budget import SearchBudget
+from openhands_rl_plugin.strategies.mcts import MCTSOptions, MCTSStrategy
+from openhands_rl_plugin.strategies.search import SearchOptions
+from openhands_rl_plugin.strategies.tot import ToTOptions, ToTStrategy
+from openhands_rl_plugin.strategies.value import ModelValue, NoValue, RewardValue, RolloutValue
+from openhands_rl_plugin.testing import ScriptedEngine, check_strategy
+from openhands_rl_plugin.types import Completion, EpisodeRequest, FailureKind, PolicyRef, StrategySpec, Tokens
+from openhands_rl_plugin.types import Message as Said
+
+Make = Callable[..., Strategy]
+
+
+def best_of_n(**changes: object) -> Strategy:
+    return BestOfNStrategy(BestOfNOptions.model_validate({"value": "rollout", "n": 4, **changes}))
+
+
+def tot(**changes: object) -> Strategy:
+    return ToTStrategy(ToTOptions.model_validate({"value": "none", "num_branches": 4, "depth": 3, **changes}))
+
+
+def mcts(**changes: object) -> Strategy:
+    return MCTSStrategy(MCTSOptions.model_validate({"num_simulations": 30, **changes}))
+
+
+EVERY = pytest.mark.parametrize("make", [best_of_n, tot, mcts], ids=["BestOfN", "ToT", "MCTS"])
+
+
+@EVERY
+async def test_they_keep_the_rules_of_strategies(make: Make):
+    turns = iter(["down", "right", "left"] * 5000)
+    await check_strategy(make(), engine=ScriptedEngine(lambda messages: next(turns)))
+
+
+@EVERY
+@pytest.mark.parametrize(("bound", "amount"), [("calls", 6), ("tokens", 900), ("steps", 5), ("seconds", 1e-9)])
+async def test_every_bound_of_a_turn_is_kept_and_reported(make: Make, bound: str, amount: float):
+    world = planning()
+    tree = await opened(world)
+    before = world.steps_taken
+    chosen = await make(turn_budget=SearchBudget.model_validate({bound: amount})).decide(tree, SeededEngine(), world)
+    told = report(tree, chosen)
+    spent = told["turn"]
+    assert isinstance(spent, dict)
+    assert tree.nodes[chosen].parent == tree.head and world.steps_taken == before
+    match bound:
+        case "calls":
+            assert spent["calls"] <= 6
+        case "steps":
+            # Candidates that were sampled together are stepped together.
+            assert spent["steps"] <= 5 + 4
+        case "tokens":
+            assert isinstance(spent["tokens"], int) and spent["tokens"] < 900 + 8 * 200
+        case "seconds":
+            assert spent["calls"] == 1, "only what a turn needs"
+    assert told["cut_by"] in (bound, None)
+    if make is mcts:
+        assert told["cut_by"] == bound
+
+
+@EVERY
+async def test_a_spent_episode_budget_leaves_plain_turns(make: Make):
+    world = planning()
+    tree = await opened(world)
+    engine = SeededEngine()
+    strategy = make(episode_budget=SearchBudget(calls=5))
+    calls = []
+    while not tree.terminated:
+        before = len(engine.calls)
+        chosen = await strategy.decide(tree, engine, world)
+        calls.append(len(engine.calls) - before)
+        tree.commit(chosen)
+        tree.observe(await world.step(tree.action))
+    assert all(count <= 1 for count in calls[2:])
+    assert report(tree, chosen)["cut_by"] == "episode calls"
+
+
+@EVERY
+async def test_a_branch_that_dies_is_dropped_and_counted(make: Make):
+    world = FragileWorld()
+    world.deadly = frozenset({"1", "2"})
+    tree = await opened(world)
+    chosen = await make().decide(tree, EveryWayEngine(), world)
+    told = report(tree, chosen)
+    assert isinstance(told["dropped"], int) and told["dropped"] >= 1
+    assert tree.nodes[chosen].message.content in ("0", "3")
+    dead = [node for node in tree.nodes if "dropped" in str(node.metadata)]
+    assert all(
+        "the server of this fork is gone" in str(node.metadata) for node in dead if node.sampled and node.reward is None
+    )
+
+
+@EVERY
+async def test_a_branch_that_hangs_is_dropped(make: Make):
+    world = FragileWorld()
+    world.slow = frozenset({"0"})
+    tree = await opened(world)
+    chosen = await make(step_timeout=0.05).decide(tree, EveryWayEngine(), world)
+    assert tree.nodes[chosen].message.content != "0"
+
+
+@EVERY
+async def test_when_all_branches_are_dead_the_episode_has_a_typed_failure(make: Make):
+    world = FragileWorld()
+    world.deadly = frozenset("0123")
+    with pytest.raises(CaughtFailure, match=r"all \d+ branches of the search died; the last: .*is gone") as caught:
+        await make().decide(await opened(world), EveryWayEngine(), world)
+    assert caught.value.failure.kind is FailureKind.INFRASTRUCTURE
+
+    session = AgentSession(
+        environment=world.__class__(),
+        strategy=make(),
+        strategy_spec=StrategySpec(name="search"),
+        engine=EveryWayEngine(),
+        policy=PolicyRef(base_model="scripted"),
+    )
+    FragileWorld.deadly = frozenset("0123")
+    try:
+        trajectory = await session.run(EpisodeRequest(task=TASK, run_id="r", group_id="g"))
+    finally:
+        FragileWorld.deadly = frozenset()
+    assert trajectory.failure is not None and trajectory.failure.kind is FailureKind.INFRASTRUCTURE
+
+
+async def test_equal_actions_become_one_node_and_are_all_paid_for():
+    world = planning()
+    tree = await opened(world)
+    engine = ScriptedEngine(["1", " 1 ", "2", "1"])
+    chosen = await best_of_n(value="none").decide(tree, engine, world)
+    assert [tree.nodes[at].message.content for at in tree.children(tree.head)] == ["1", "2"]
+    assert report(tree, chosen)["merged"] == 2 and tree.usage.calls == 4
+    assert tree.nodes[tree.children(tree.head)[0]].metadata["search"]["merged"] == 2
+
+
+async def test_branches_are_sampled_so_that_they_differ_and_how_is_kept():
+    world = planning()
+    tree = await opened(world)
+    engine = SeededEngine()
+    await mcts(temperature=0.7, seed=3).decide(tree, engine, world)
+    assert {asked.temperature for asked in engine.asked if asked} == {0.7}
+    seeds = [asked.seed for asked in engine.asked if asked]
+    assert len(set(seeds)) == len(seeds)
+    assert all(node.sampling is not None and node.sampling.temperature == 0.7 for node in tree.nodes if node.sampled)
+
+
+async def test_the_tree_is_cut_at_its_limit():
+    world = planning()
+    tree = await opened(world)
+    chosen = await mcts(max_nodes=40, num_simulations=1000).decide(tree, SeededEngine(), world)
+    assert len(tree.nodes) < 40 + 20 and report(tree, chosen)["cut_by"] == "max_nodes"
+
+
+@pytest.mark.parametrize("parallel", [1, 64])
+async def test_branches_side_by_side_do_not_see_each_other(parallel: int):
+    world = planning(2, depth=3, branching=64)
+    tree = await opened(world)
+    options = {"num_simulations": 192, "first_branches": 64, "num_branches": 64, "parallel": parallel, "value": "none"}
+    await mcts(**options).decide(tree, EveryWayEngine(), world)
+    stepped = [at for at, node in enumerate(tree.nodes) if node.sampled and node.reward is not None]
+    assert len(stepped) >= 64
+    for at in stepped:
+        way = tuple(int(tree.nodes[up].message.content or "") for up in tree.path(at) if tree.nodes[up].sampled)
+        assert tree.nodes[at].reward == world.worth(way)
+        assert tree.nodes[tree.children(at)[0]].message.content == f"You came by {'-'.join(map(str, way))}."
+    assert world.path == ()
+
+
+class Sure(ScriptedEngine):
+    """Proposes 0, 1, 2 and judges them; every token it says has a probability of 0.9."""
+
+    VERDICTS: ClassVar = {"0": "No", "1": "Yes", "2": "maybe"}
+
+    def __init__(self) -> None:
+        proposals = iter("012")
+        super().__init__(lambda messages: self._verdict(messages) or next(proposals))
+
+    async def complete(self, messages: Sequence[Said], **asked: Any) -> list[Completion]:
+        completions = await super().complete(messages, **asked)
+        return [each.model_copy(update={"tokens": self._surely(each)}) for each in completions]
+
+    def _verdict(self, messages: Sequence[Said]) -> str | None:
+        asked = "Yes or No" in (messages[-1].content or "")
+        return self.VERDICTS[messages[-2].content or ""] if asked else None
+
+    def _surely(self, completion: Completion) -> Tokens:
+        assert completion.tokens is not None
+        sampled = len(completion.tokens.sampled_ids)
+        return completion.tokens.model_copy(update={"logprobs": (math.log(0.9),) * sampled})
+
+
+@pytest.mark.parametrize("strategy", [BestOfNStrategy(n=3), ToTStrategy(num_branches=3)], ids=["BestOfN", "ToT"])
+async def test_without_forks_the_model_itself_judges(strategy: Strategy):
+    tree = await opened(planning())
+    chosen = await strategy.decide(tree, Sure(), None)
+    assert tree.nodes[chosen].message.content == "1"
+    values = {tree.nodes[at].message.content: tree.nodes[at].value for at in tree.children(tree.head)}
+    assert values == {"0": pytest.approx(0.1), "1": pytest.approx(0.9), "2": pytest.approx(0.5)}
+    assert tree.usage.calls == 6
+
+
+async def test_tot_without_forks_says_that_it_looked_one_action_ahead():
+    tree = await opened(planning())
+    chosen = await ToTStrategy(num_branches=2, depth=3).decide(tree, SeededEngine(), None)
+    assert report(tree, chosen)["depth"] == 1
+
+
+async def test_a_value_that_needs_forks_is_refused_without():
+    tree = await opened(planning())
+    with pytest.raises(ConfigError, match="BestOfN with value = 'rollout' needs an environment that can fork"):
+        await BestOfNStrategy(value=RolloutValue()).decide(tree, SeededEngine(), None)
+
+
+async def test_tot_finds_what_a_greedy_choice_misses():
+    wins = 0
+    for seed in range(20):
+        world = planning(seed, depth=3, branching=3)
+        tree = await opened(world)
+        options = ToTOptions(num_branches=3, depth=3, beam=9, value="none")
+        while not tree.terminated:
+            tree.commit(await ToTStrategy(options).decide(tree, EveryWayEngine(), world))
+            tree.observe(await world.step(tree.action))
+        wins += world.earned == pytest.approx(world.optimum)
+    assert wins == 20, "a beam as wide as the tree is an exhaustive search"
+
+
+async def test_the_registry_makes_strategies_with_their_values():
+    strategy = registry.build("strategies", "MCTS", {"value": "reward", "value_options": {"reward": "return"}})
+    assert isinstance(strategy, MCTSStrategy) and isinstance(strategy._value, RewardValue)
+    world = planning()
+    tree = await opened(world)
+    chosen = await strategy.decide(tree, SeededEngine(), world)
+    assert tree.nodes[chosen].visits > 0
+    assert isinstance(registry.build("strategies", "ToT", {"value": "none"})._value, NoValue)
+    assert isinstance(registry.build("strategies", "BestOfN")._value, ModelValue)
+    with pytest.raises(ConfigError, match=r"unknown value 'rolout'.*rollout"):
+        registry.build("strategies", "MCTS", {"value": "rolout"})
+    with pytest.raises(ConfigError, match=r"'ToT': num_branches"):
+        registry.build("strategies", "ToT", {"num_branches": 0})
+    with pytest.raises(ConfigError, match=r"turn_budget.calls"):
+        registry.build("strategies", "ToT", {"turn_budget": {"calls": 0}})
+
+
+def test_the_probability_of_yes_is_read_from_the_logprob():
+    def answer(word: str, logprob: float) -> Completion:
+        tokens = Tokens(prompt_ids=(1,), sampled_ids=(2,), logprobs=(logprob,))
+        return Completion(message=Said(role="assistant", content=word), tokens=tokens)
+
+    value = ModelValue()
+    assert value._probability(answer("Yes", math.log(0.9))) == pytest.approx(0.9)
+    assert value._probability(answer(" no.", math.log(0.8))) == pytest.approx(0.2)
+    assert value._probability(answer("perhaps", 0.0)) == 0.5
+
+
+def test_options_have_one_documented_base():
+    assert all(issubclass(kind, SearchOptions) for kind in (BestOfNOptions, ToTOptions, MCTSOptions))
