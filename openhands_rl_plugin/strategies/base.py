@@ -49,6 +49,12 @@ class SearchStrategy(ABC):
     async def choose(self, search: Search) -> int | None:
         """The best action that was found, ``None`` when the budget did not allow to look at any."""
 
+    def favourite(self, search: Search) -> int | None:
+        """The best of the actions that are known from earlier turns, without spending anything."""
+        nodes = search.tree.nodes
+        known = search.actions(search.root)
+        return max(known, key=lambda at: (nodes[at].visits, nodes[at].value or 0.0), default=None)
+
     def check_world(self, world: Forkable | None) -> None:
         """Raise ``ConfigError`` when the strategy cannot do without what is missing."""
         if world is None and self._value.needs_world:
@@ -80,9 +86,9 @@ class SearchStrategy(ABC):
 
     async def _without_search(self, search: Search) -> int:
         """What is known already, or one plain completion."""
-        known = search.actions(search.root)
-        if known:
-            return max(known, key=lambda at: (search.tree.nodes[at].visits, search.tree.nodes[at].value or 0.0))
+        known = self.favourite(search)
+        if known is not None:
+            return known
         if search.log.dropped:
             raise CaughtFailure(_all_dead(search))
         return await search.plain()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from typing import Literal
 
 from pydantic import Field
 
 from openhands_rl_plugin.errors import ConfigError
 from openhands_rl_plugin.protocols import Forkable
 from openhands_rl_plugin.strategies.base import SearchStrategy
-from openhands_rl_plugin.strategies.search import Search, SearchOptions, ended
+from openhands_rl_plugin.strategies.search import Search, SearchOptions, ended, note, notes
 from openhands_rl_plugin.strategies.uct import Arm, best_arm, priors, width
 from openhands_rl_plugin.strategies.value import Estimate, ValueFunction
 from openhands_rl_plugin.tree import DraftNode
@@ -22,6 +23,8 @@ class MCTSOptions(SearchOptions):
     ``use_priors``: PUCT where the server gave logprobs, else UCT. A state starts with ``first_branches`` actions and
     gets more with its visits, as ``first_branches * visits ** widening``, up to ``num_branches``. ``depth`` bounds the
     actions below the head, ``parallel`` the simulations at a time (they avoid each other by virtual losses).
+    ``decide_by``: the most ``visits``, the highest mean ``value``, or the ``best`` return that a simulation reached,
+    which suits worlds where the same actions always do the same: what was found once is then played again.
     """
 
     num_simulations: int = Field(default=50, ge=1)
@@ -33,6 +36,7 @@ class MCTSOptions(SearchOptions):
     discount: float = Field(default=1.0, gt=0, le=1)
     depth: int = Field(default=20, ge=1)
     parallel: int = Field(default=1, ge=1)
+    decide_by: Literal["visits", "value", "best"] = "visits"
     value: str = "rollout"
 
 
@@ -67,10 +71,22 @@ class MCTSStrategy(SearchStrategy):
             if not any(fruitful):
                 break
         search.log.extra["simulations"] = done
+        return self.favourite(search)
+
+    def favourite(self, search: Search) -> int | None:
+        """The best of the actions that were visited; equals are told apart by their visits."""
         known = [at for at in search.actions(search.root) if search.tree.nodes[at].visits]
-        if not known:
-            return None
-        return max(known, key=lambda at: (search.tree.nodes[at].visits, search.tree.nodes[at].value or 0.0))
+        return max(known, key=lambda at: self._merit(search.tree.nodes[at]), default=None)
+
+    def _merit(self, node: DraftNode) -> tuple[float, float, float]:
+        value = node.value or 0.0
+        match self.options.decide_by:
+            case "visits":
+                return node.visits, value, 0.0
+            case "value":
+                return value, node.visits, 0.0
+            case "best":
+                return best_return(node), node.visits, value
 
 
 class _Walk:
@@ -155,8 +171,16 @@ class _Walk:
         for at in reversed(path):
             node = self._tree.nodes[at]
             value = (node.reward or 0.0) + self._options.discount * value
+            note(node)["best"] = max(value, best_return(node)) if node.visits else value
             node.visits += 1
             node.value = (node.value or 0.0) + (value - (node.value or 0.0)) / node.visits
+
+
+def best_return(node: DraftNode) -> float:
+    """The highest return that a simulation through this action has reached."""
+    best = notes(node).get("best", 0.0)
+    assert isinstance(best, float)
+    return best
 
 
 def mean_logprob(node: DraftNode) -> float | None:
