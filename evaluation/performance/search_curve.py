@@ -3,7 +3,8 @@
 Plays held-out goals of the embedded webshop with ReAct, best-of-n, Tree of Thoughts and MCTS, each with the same
 budgets of tokens an episode (prompt and sampled, as the server bills them), and with the same value function: what the
 policy itself earns when it plays on in a fork. Give ``--run-dir`` of a finished ``openhands-rl demo`` for its trained
-adapter. Writes a table, ``search_curve.json`` and ``search_curve.svg`` into ``--out``; a stopped run goes on where it was.
+adapter. Writes a table, ``search_curve.json`` and ``search_curve.svg`` into ``--out``; a stopped run goes on where it
+was.
 
     python -m evaluation.performance.search_curve --run-dir runs/demo --goals 100 --seeds 0 1 2 --out runs/curve
 """
