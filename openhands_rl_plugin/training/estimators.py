@@ -1,0 +1,111 @@
+"""Advantage estimators: rewards of whole rollouts -> one advantage a rollout. Pure, no torch.
+
+All take the rewards, a group number for each (rollouts of one task) and the number of sampled tokens of each, and
+return advantages in the same order. Where published implementations disagree, the difference is a named argument:
+
+- ``whiten`` by the *biased* variance of the tokens with a floor of 1e-8 (OpenRLHF, the authors' code) or by the
+  *unbiased* one plus 1e-8 (verl's ``masked_whiten``);
+- GRPO's standard deviation is Bessel-corrected in verl and TRL, which add ``epsilon`` 1e-6 and 1e-4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+Variance = Literal["biased", "unbiased"]
+
+VARIANCE_FLOOR = 1e-8
+
+
+class Rollouts(NamedTuple):
+    """Rollouts of one batch; all three have one entry a rollout. ``lengths`` are in sampled tokens."""
+
+    rewards: Sequence[float]
+    groups: Sequence[int]
+    lengths: Sequence[int]
+
+
+def reinforce_pp(rollouts: Rollouts, *, variance: Variance = "biased") -> list[float]:
+    """REINFORCE++ (Hu 2025, arXiv 2501.03262): the return, whitened over all tokens of the batch; no groups."""
+    return whiten(rollouts.rewards, rollouts.lengths, variance=variance)
+
+
+def reinforce_pp_baseline(rollouts: Rollouts, *, variance: Variance = "biased") -> list[float]:
+    """REINFORCE++ with the group's mean as baseline, then whitened over all tokens of the batch (same paper)."""
+    return whiten(_per_group(rollouts, centre), rollouts.lengths, variance=variance)
+
+
+def rloo(rollouts: Rollouts) -> list[float]:
+    """Leave-one-out baseline (Ahmadian et al. 2024, arXiv 2402.14740): ``(r - mean) n / (n - 1)``; alone it is 0."""
+    return _per_group(rollouts, _leave_one_out)
+
+
+def grpo(rollouts: Rollouts, *, epsilon: float = 1e-6) -> list[float]:
+    """GRPO (Shao et al. 2024, arXiv 2402.03300): ``(r - mean) / (std + epsilon)`` of the group, std with n - 1.
+
+    A rollout alone in its group has no baseline and gets 0 (verl gives it its raw reward).
+    """
+    return _per_group(rollouts, lambda rewards: _standardise(rewards, epsilon))
+
+
+def dr_grpo(rollouts: Rollouts) -> list[float]:
+    """Dr. GRPO (Liu et al. 2025, arXiv 2503.20783): ``r - mean`` of the group, not divided by its deviation."""
+    return _per_group(rollouts, centre)
+
+
+Estimator = Callable[[Rollouts], list[float]]
+
+ESTIMATORS: Mapping[str, Estimator] = {
+    "reinforce++": reinforce_pp,
+    "reinforce++-baseline": reinforce_pp_baseline,
+    "rloo": rloo,
+    "grpo": grpo,
+    "dr-grpo": dr_grpo,
+}
+
+
+def centre(rewards: Sequence[float]) -> list[float]:
+    """Rewards of one group minus their mean."""
+    mean = sum(rewards) / len(rewards)
+    return [reward - mean for reward in rewards]
+
+
+def whiten(values: Sequence[float], lengths: Sequence[int], *, variance: Variance = "biased") -> list[float]:
+    """Zero mean and unit variance over tokens, where ``values[i]`` stands on each of ``lengths[i]`` tokens."""
+    tokens = sum(lengths)
+    if tokens == 0:
+        return list(values)
+    mean = sum(value * length for value, length in zip(values, lengths, strict=True)) / tokens
+    squares = sum(length * (value - mean) ** 2 for value, length in zip(values, lengths, strict=True))
+    if variance == "biased":
+        scale = 1.0 / math.sqrt(max(squares / tokens, VARIANCE_FLOOR))
+    else:
+        scale = 1.0 / math.sqrt(squares / max(tokens - 1, 1) + VARIANCE_FLOOR)
+    return [(value - mean) * scale for value in values]
+
+
+def _leave_one_out(rewards: Sequence[float]) -> list[float]:
+    n = len(rewards)
+    return [value * n / (n - 1) for value in centre(rewards)] if n > 1 else [0.0]
+
+
+def _standardise(rewards: Sequence[float], epsilon: float) -> list[float]:
+    n = len(rewards)
+    if n == 1:
+        return [0.0]
+    centred = centre(rewards)
+    deviation = math.sqrt(sum(value * value for value in centred) / (n - 1))
+    return [value / (deviation + epsilon) for value in centred]
+
+
+def _per_group(rollouts: Rollouts, of_group: Callable[[Sequence[float]], list[float]]) -> list[float]:
+    members: dict[int, list[int]] = {}
+    for index, group in enumerate(rollouts.groups):
+        members.setdefault(group, []).append(index)
+    advantages = [0.0] * len(rollouts.rewards)
+    for indices in members.values():
+        for index, value in zip(indices, of_group([rollouts.rewards[i] for i in indices]), strict=True):
+            advantages[index] = value
+    return advantages
