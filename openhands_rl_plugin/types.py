@@ -158,8 +158,8 @@ class Observation(Frozen):
 class Node(Frozen):
     """One message of an episode's tree.
 
-    ``reward`` is that of the step which a sampled node caused (``None`` until it was executed). ``simulated``: that step
-    was taken in a fork of the environment only. ``metadata`` belongs to the recorder (sampling attempts, the raw
+    ``reward`` is that of the step which a sampled node caused (``None`` until it was executed). ``simulated``: that
+    step was taken in a fork of the environment only. ``metadata`` belongs to the recorder (sampling attempts, the raw
     response without its token arrays) and, under ``"search"``, to the strategy.
     """
 
@@ -287,7 +287,7 @@ class Sample(Frozen):
     """One training sequence: a run of turns in which every prompt extends the one before.
 
     ``input_ids``, ``mask`` (true where the policy sampled the token) and ``logprobs`` (0.0 where it did not) all have
-    length T. ``advantage`` weighs every sampled token.
+    length T. ``advantage`` weighs every sampled token, unless ``token_advantages`` (length T) gives each its own.
     """
 
     trajectory_id: str
@@ -296,7 +296,17 @@ class Sample(Frozen):
     mask: tuple[bool, ...]
     logprobs: tuple[float, ...]
     advantage: float = 1.0
+    token_advantages: tuple[float, ...] = ()
     policy: PolicyRef | None = None
+
+    def advantage_at(self, position: int) -> float:
+        """The weight of the sampled token at ``position``."""
+        return self.token_advantages[position] if self.token_advantages else self.advantage
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether any token's weight is not zero."""
+        return any(self.token_advantages) if self.token_advantages else self.advantage != 0.0
 
 
 class Adapter(Frozen):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from openhands_rl_plugin.errors import TrainingError
 from openhands_rl_plugin.training.layout import MIN_SHARED, common_prefix
-from openhands_rl_plugin.types import Node, PolicyRef, Sample, Trajectory
+from openhands_rl_plugin.types import Node, PolicyRef, Sample, Tokens, Trajectory
 
 
 def samples_of(
@@ -35,6 +35,25 @@ def samples_of_leaves(
     samples: list[Sample] = []
     for leaf, advantage in advantages.items():
         samples.extend(_segments(trajectory, leaf, advantage, trained, need_logprobs))
+    return samples
+
+
+def samples_of_tree(
+    trajectory: Trajectory, advantages: Mapping[int, float], *, need_logprobs: bool = True
+) -> list[Sample]:
+    """The training sequences of a search tree in which every sampled node has an advantage of its own.
+
+    ``advantages`` is ``node -> advantage``; sampled nodes that it does not name are context only. Every node is trained
+    once, however many leaves lie below it. Raises ``TrainingError`` as ``samples_of`` does.
+    """
+    skipped = {at for at, node in enumerate(trajectory.nodes) if node.sampled and at not in advantages}
+    ends = [at for at in trajectory.leaves() if any(up in advantages for up in trajectory.path(at))]
+    # The path that was acted on comes first, so that it stays one sequence.
+    ends.sort(key=lambda leaf: trajectory.head not in trajectory.path(leaf))
+    trained = set(skipped)
+    samples: list[Sample] = []
+    for leaf in ends:
+        samples.extend(_segments(trajectory, leaf, advantages, trained, need_logprobs))
     return samples
 
 
@@ -69,37 +88,44 @@ class _Segment:
         self.ids: list[int] = []
         self.mask: list[bool] = []
         self.logprobs: list[float] = []
+        self.advantages: list[float] = []
         self.policy: PolicyRef | None = None
 
     def add_context(self, ids: Sequence[int]) -> None:
         self.ids.extend(ids)
         self.mask.extend([False] * len(ids))
         self.logprobs.extend([0.0] * len(ids))
+        self.advantages.extend([0.0] * len(ids))
 
-    def add_sampled(self, ids: Sequence[int], logprobs: Sequence[float], policy: PolicyRef | None) -> None:
-        self.ids.extend(ids)
-        self.mask.extend([True] * len(ids))
-        self.logprobs.extend(logprobs or [0.0] * len(ids))
+    def add_sampled(self, tokens: Tokens, advantage: float, policy: PolicyRef | None) -> None:
+        count = len(tokens.sampled_ids)
+        self.ids.extend(tokens.sampled_ids)
+        self.mask.extend([True] * count)
+        self.logprobs.extend(tokens.logprobs or [0.0] * count)
+        self.advantages.extend([advantage] * count)
         self.policy = self.policy or policy
 
-    def sample(self, trajectory_id: str, leaf: int, advantage: float) -> Sample | None:
+    def sample(self, trajectory_id: str, leaf: int) -> Sample | None:
         """The finished sequence up to its last trained token, ``None`` when nothing in it is trained."""
         if True not in self.mask:
             return None
         end = len(self.mask) - self.mask[::-1].index(True)
+        different = {value for value, sampled in zip(self.advantages, self.mask, strict=True) if sampled}
+        alike = len(different) == 1
         return Sample(
             trajectory_id=trajectory_id,
             leaf=leaf,
             input_ids=tuple(self.ids[:end]),
             mask=tuple(self.mask[:end]),
             logprobs=tuple(self.logprobs[:end]),
-            advantage=advantage,
+            advantage=different.pop() if alike else 1.0,
+            token_advantages=() if alike else tuple(self.advantages[:end]),
             policy=self.policy,
         )
 
 
 def _segments(
-    trajectory: Trajectory, leaf: int, advantage: float, trained: set[int], need_logprobs: bool
+    trajectory: Trajectory, leaf: int, advantage: float | Mapping[int, float], trained: set[int], need_logprobs: bool
 ) -> Iterator[Sample]:
     segment = _Segment()
     for index in trajectory.path(leaf):
@@ -110,16 +136,17 @@ def _segments(
         tokens = node.tokens
         assert tokens is not None
         if not tokens.extends:
-            if (sample := segment.sample(trajectory.id, leaf, advantage)) is not None:
+            if (sample := segment.sample(trajectory.id, leaf)) is not None:
                 yield sample
             segment = _Segment()
         segment.add_context(tokens.prompt_ids)
         if index in trained:
             segment.add_context(tokens.sampled_ids)
         else:
-            segment.add_sampled(tokens.sampled_ids, tokens.logprobs, node.policy)
+            own = advantage[index] if isinstance(advantage, Mapping) else advantage
+            segment.add_sampled(tokens, own, node.policy)
             trained.add(index)
-    if (sample := segment.sample(trajectory.id, leaf, advantage)) is not None:
+    if (sample := segment.sample(trajectory.id, leaf)) is not None:
         yield sample
 
 

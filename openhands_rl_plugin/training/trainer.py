@@ -121,7 +121,7 @@ class LoraTrainer:
             of_tokens = policy_losses(tokens.logprobs, tokens.recorded, tokens.advantages, **bounds)
             return of_tokens, diagnose(tokens.logprobs, tokens.recorded, tokens.advantages, tokens.entropies, **bounds)
 
-        return self._train(samples, losses, lambda sample: sample.advantage != 0.0, on_progress)
+        return self._train(samples, losses, lambda sample: sample.has_signal, on_progress)
 
     def probe(self, token_ids: Sequence[int], max_difference: float | None = None) -> Probe:
         """The current adapter's logprobs of fixed ids, to check a server against."""
@@ -246,7 +246,7 @@ class LoraTrainer:
         wanted = [(s, t) for s, sample in enumerate(group) for t, sampled in enumerate(sample.mask) if sampled]
         logprobs, entropies = self._policy.logprobs(lay_out([sample.input_ids for sample in group]), wanted)
         recorded = logprobs.new_tensor([group[s].logprobs[t] for s, t in wanted])
-        advantages = logprobs.new_tensor([group[s].advantage for s, _ in wanted])
+        advantages = logprobs.new_tensor([group[s].advantage_at(t) for s, t in wanted])
         losses, diagnostics = token_losses(_Tokens(logprobs, entropies, recorded, advantages))
         loss = losses.sum() / tokens
         loss.backward()

@@ -1,0 +1,111 @@
+"""What a search tree teaches beyond the path that was acted on."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from openhands_rl_plugin.strategies.mcts import MCTSOptions, MCTSStrategy
+from openhands_rl_plugin.testing import ScriptedEngine
+from openhands_rl_plugin.testing_planning import PlanningEnvironment, PlanningOptions
+from openhands_rl_plugin.training.batch import samples_of, samples_of_tree
+from openhands_rl_plugin.training.tree_advantages import (
+    environment_rewards,
+    search_rewards,
+    sibling_advantages,
+    step_advantages,
+    tree_advantages,
+)
+from openhands_rl_plugin.tree import EpisodeTree
+from openhands_rl_plugin.types import EpisodeRequest, PolicyRef, StopReason, StrategySpec, Task, Times, Trajectory
+
+TASK = Task(id="plan", environment="planning")
+
+
+async def searched(seed: int = 0) -> Trajectory:
+    """An episode of three moves that MCTS has decided."""
+    world = PlanningEnvironment(PlanningOptions(seed=seed, depth=3, branching=3))
+    drawn = random.Random(seed)
+    engine = ScriptedEngine(lambda messages: str(drawn.randrange(3)))
+    strategy = MCTSStrategy(MCTSOptions(num_simulations=20, first_branches=3, num_branches=3, value="none"))
+    tree = EpisodeTree()
+    tree.observe(await world.reset(TASK))
+    while not tree.terminated:
+        tree.commit(await strategy.decide(tree, engine, world))
+        tree.observe(await world.step(tree.action))
+    return tree.freeze(
+        EpisodeRequest(task=TASK, run_id="run", group_id="group"),
+        trajectory_id="searched",
+        strategy=StrategySpec(name="MCTS"),
+        policy=PolicyRef(base_model="scripted"),
+        stop=StopReason.TERMINATED,
+        times=Times(started=0.0, finished=1.0),
+    )
+
+
+async def test_siblings_are_compared_with_what_their_state_was_worth():
+    trajectory = await searched()
+    advantages = sibling_advantages(trajectory)
+    assert len(advantages) > 3
+    for parent in {trajectory.nodes[at].parent for at in advantages}:
+        members = [at for at in advantages if trajectory.nodes[at].parent == parent]
+        weighted = sum(trajectory.nodes[at].visits * advantages[at] for at in members)
+        assert weighted == pytest.approx(0.0, abs=1e-9)
+        best = max(members, key=lambda at: trajectory.nodes[at].value or 0.0)
+        assert advantages[best] == max(advantages[at] for at in members)
+    assert all(trajectory.nodes[at].visits >= 5 for at in sibling_advantages(trajectory, least_visits=5))
+
+
+async def test_the_acted_path_also_gets_the_episodes_advantage():
+    trajectory = await searched()
+    within, both = tree_advantages(trajectory, None), tree_advantages(trajectory, 2.0)
+    acted = {at for at in trajectory.path() if trajectory.nodes[at].sampled}
+    assert all(both[at] == pytest.approx(within.get(at, 0.0) + 2.0) for at in acted)
+    assert all(both[at] == within[at] for at in within if at not in acted)
+    assert tree_advantages(trajectory, 2.0, within=0.0) == {
+        at: 2.0 if at in acted else 0.0 for at in acted | set(within)
+    }
+
+
+async def test_every_node_of_a_tree_is_trained_once_with_its_own_advantage():
+    trajectory = await searched()
+    advantages = tree_advantages(trajectory, 1.0)
+    samples = samples_of_tree(trajectory, advantages)
+    wanted = sum(
+        len(node.tokens.sampled_ids) for at, node in enumerate(trajectory.nodes) if at in advantages and node.tokens
+    )
+    assert sum(sum(sample.mask) for sample in samples) == wanted
+    found = sorted(
+        sample.advantage_at(position) for sample in samples for position, trained in enumerate(sample.mask) if trained
+    )
+    expected = sorted(
+        advantages[at]
+        for at, node in enumerate(trajectory.nodes)
+        if at in advantages and node.tokens
+        for _ in node.tokens.sampled_ids
+    )
+    assert found == pytest.approx(expected)
+    assert any(sample.token_advantages for sample in samples)
+
+
+async def test_a_tree_with_one_advantage_is_the_same_as_its_path():
+    trajectory = await searched()
+    acted = {at: 0.5 for at in trajectory.path() if trajectory.nodes[at].sampled}
+    path, tree = samples_of(trajectory, 0.5), samples_of_tree(trajectory, acted)
+    assert [(s.input_ids, s.mask, s.advantage) for s in tree if True in s.mask] == [
+        (s.input_ids, s.mask, s.advantage) for s in path
+    ]
+
+
+async def test_step_rewards_from_search_add_up_to_the_return():
+    trajectory = await searched()
+    rewards = search_rewards(trajectory)
+    assert sum(rewards.values()) == pytest.approx(trajectory.episode_return)
+    assert rewards != pytest.approx(environment_rewards(trajectory))
+    paid = environment_rewards(trajectory)
+    to_go = step_advantages(trajectory, paid)
+    first = min(to_go)
+    assert to_go[first] == pytest.approx(trajectory.episode_return)
+    halves = step_advantages(trajectory, dict.fromkeys(paid, 1.0), discount=0.5)
+    assert sorted(halves.values()) == pytest.approx([1.0, 1.5, 1.75])
