@@ -13,12 +13,12 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, NoReturn
 
 from openhands_rl_plugin.errors import GraderError, ModelError
-from openhands_rl_plugin.protocols import Environment, Forkable, LLMEngine, Reward, Strategy, TrajectoryStorage
-from openhands_rl_plugin.records import TrajectoryFilter
+from openhands_rl_plugin.protocols import Environment, Forkable, LLMEngine, Reward, Strategy
+from openhands_rl_plugin.testing_storage import check_storage as check_storage
 from openhands_rl_plugin.tree import EpisodeTree
 from openhands_rl_plugin.types import (
     Completion,
@@ -30,7 +30,6 @@ from openhands_rl_plugin.types import (
     Observation,
     PolicyRef,
     SamplingParams,
-    Score,
     StopReason,
     StrategySpec,
     Task,
@@ -267,56 +266,6 @@ async def check_strategy(strategy: Strategy, *, engine: LLMEngine | None = None)
         tree.observe(await world.step(tree.action))
         if tree.terminated:
             break
-
-
-async def check_storage(make: Callable[[], TrajectoryStorage]) -> None:
-    """Write, read, filter, score and reopen. Every ``make()`` must open the same store, which starts empty."""
-    storage = make()
-    samples = [example_trajectory(at) for at in range(4)]
-    if [found async for found in storage.find()]:
-        _broken("the store that make() opens must be empty at the start")
-    for trajectory in (*samples, samples[0]):
-        await storage.add(trajectory)
-    found = [pair async for pair in storage.find()]
-    if [trajectory for trajectory, _ in found] != samples:
-        _broken("find() must return what was added, equal, once and oldest first")
-    scores = [Score(trajectory_id=samples[1].id, reward=reward, reward_version="v1") for reward in (0.25, 0.75)]
-    for score in scores:
-        await storage.add_scores([score])
-    if await _scores_of(storage, samples[1].id) != tuple(scores):
-        _broken("add_scores() must append, in order; nothing may be replaced")
-    if await _scores_of(storage, samples[0].id) != ():
-        _broken("a score showed up at another trajectory")
-    for where, expected in _filters(samples):
-        ids = [trajectory.id async for trajectory, _ in storage.find(where)]
-        if ids != [trajectory.id for trajectory in expected]:
-            _broken(f"find({where.model_dump(exclude_defaults=True)}) returned {len(ids)}, not {len(expected)} matches")
-    await storage.close()
-    reopened = make()
-    if [trajectory async for trajectory, _ in reopened.find()] != samples:
-        _broken("what was added must still be there after close() and a new start")
-    if await _scores_of(reopened, samples[1].id) != tuple(scores):
-        _broken("scores must still be there after close() and a new start")
-    await reopened.close()
-
-
-async def _scores_of(storage: TrajectoryStorage, trajectory_id: str) -> tuple[Score, ...]:
-    found = [pair async for pair in storage.find(TrajectoryFilter(ids=(trajectory_id,)))]
-    if [trajectory.id for trajectory, _ in found] != [trajectory_id]:
-        _broken(f"find(ids=({trajectory_id!r},)) must find that one only, not {len(found)}")
-    return found[0][1]
-
-
-def _filters(samples: Sequence[Trajectory]) -> Iterator[tuple[TrajectoryFilter, Sequence[Trajectory]]]:
-    yield TrajectoryFilter(ids=(samples[2].id,)), samples[2:3]
-    yield TrajectoryFilter(run_id="no such run"), ()
-    yield TrajectoryFilter(task_id=samples[3].task.id), samples[3:]
-    yield TrajectoryFilter(failed=True), [t for t in samples if t.failure is not None]
-    yield TrajectoryFilter(stop=StopReason.TERMINATED), [t for t in samples if t.stop is StopReason.TERMINATED]
-    yield TrajectoryFilter(since=samples[1].times.started, until=samples[2].times.finished), samples[1:3]
-    yield TrajectoryFilter(reward_at_least=0.7, reward_at_most=0.8), samples[1:2]
-    yield TrajectoryFilter(limit=2), samples[:2]
-    yield TrajectoryFilter(limit=0), ()
 
 
 async def check_reward(reward: Reward, trajectories: Sequence[Trajectory]) -> None:

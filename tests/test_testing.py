@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 
 from openhands_rl_plugin.errors import ModelError
 from openhands_rl_plugin.protocols import Forkable, LLMEngine
-from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
 from openhands_rl_plugin.strategies.react import StandardReActStrategy
@@ -179,70 +177,6 @@ class Rewrites(StandardReActStrategy):
 async def test_wrong_strategies_are_found(strategy: type[StandardReActStrategy], complaint: str):
     with pytest.raises(AssertionError, match=complaint):
         await check_strategy(strategy())
-
-
-class InMemory:
-    """A store that keeps the rules, unless told which one to break."""
-
-    def __init__(self, rows: dict[str, tuple[Trajectory, list[Score]]], fault: str = "") -> None:
-        self._rows = rows
-        self._fault = fault
-
-    async def add(self, trajectory: Trajectory) -> None:
-        if self._fault == "adds twice" and trajectory.id in self._rows:
-            self._rows[f"{trajectory.id} again"] = (trajectory, [])
-        self._rows.setdefault(trajectory.id, (trajectory, []))
-
-    async def add_scores(self, scores: Sequence[Score]) -> None:
-        for score in scores:
-            kept = self._rows[score.trajectory_id][1]
-            if self._fault == "replaces scores":
-                kept.clear()
-            kept.append(score)
-
-    async def find(self, where: TrajectoryFilter | None = None) -> AsyncIterator[tuple[Trajectory, tuple[Score, ...]]]:
-        where = where or TrajectoryFilter()
-        found = (pair for pair in self._rows.values() if self._fault == "ignores filters" or _matches(where, *pair))
-        for trajectory, scores in itertools.islice(found, where.limit):
-            yield trajectory, tuple(scores)
-
-    async def close(self) -> None:
-        if self._fault == "forgets":
-            self._rows.clear()
-
-
-def _matches(where: TrajectoryFilter, trajectory: Trajectory, scores: Sequence[Score]) -> bool:
-    reward = scores[-1].reward if scores else trajectory.episode_return
-    return (
-        (where.ids is None or trajectory.id in where.ids)
-        and where.run_id in (None, trajectory.run_id)
-        and where.task_id in (None, trajectory.task.id)
-        and where.failed in (None, trajectory.failure is not None)
-        and where.stop in (None, trajectory.stop)
-        and (where.since is None or trajectory.times.finished >= where.since)
-        and (where.until is None or trajectory.times.finished <= where.until)
-        and (where.reward_at_least is None or (reward is not None and reward >= where.reward_at_least))
-        and (where.reward_at_most is None or (reward is not None and reward <= where.reward_at_most))
-    )
-
-
-@pytest.mark.parametrize(
-    ("fault", "complaint"),
-    [
-        ("", None),
-        ("adds twice", "equal, once and oldest first"),
-        ("replaces scores", "must append"),
-        ("ignores filters", "that one only, not 4"),
-        ("forgets", "after close"),
-    ],
-)
-async def test_wrong_storages_are_found(fault: str, complaint: str | None):
-    rows: dict[str, tuple[Trajectory, list[Score]]] = {}
-    if complaint is None:
-        await check_storage(lambda: InMemory(rows, fault))
-        return
-    with pytest.raises(AssertionError, match=complaint):
-        await check_storage(lambda: InMemory(rows, fault))
 
 
 class Judge(ReturnReward):

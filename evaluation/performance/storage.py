@@ -1,7 +1,18 @@
-"""How fast trajectories are stored and read back: ``python -m evaluation.performance.storage``.
+"""How fast trajectories are stored and found again, beside other projects' stores.
 
-Prints a table, and the same figures as one JSON line. The folder decides what is measured: give one on the disk that
-will hold the trajectories (a folder in memory would make ``fsync`` free).
+    python -m evaluation.performance.storage [--repeats 5] [--peers-python PATH] [--folder DIR] [--json FILE]
+
+- appends: sessions are played from 16 tasks; each ``grow`` brings one turn of 1,300 new tokens with logprobs and its
+  messages, and the mark with the reward of the turn before, and returns when it is on the disk;
+- scan: all of that is read back by a storage that was opened anew;
+- first page: the first 50 that are found among 100,000 small trajectories. Of four queries the slowest counts. "cold"
+  is the first query of a new process (without the time that Python and the imports take), "warm" one of an old process.
+
+The folder decides what is measured: give one on the disk that will hold the trajectories (a folder in memory would
+make the flushing free). Where others use the machine, too, the figures for a CPU second tell more.
+
+``--peers-python`` is a Python with rllm-model-gateway and tinker-cookbook; their stores take turns with this one on a
+part of the sessions, because each of their records holds the whole prompt.
 """
 
 from __future__ import annotations
@@ -9,131 +20,258 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import platform
 import random
+import statistics
+import subprocess
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from openhands_rl_plugin import (
-    EpisodeRequest,
-    EpisodeTree,
-    FileTrajectoryStorage,
-    Message,
-    Observation,
-    Task,
-    Trajectory,
+from evaluation.performance.storage_load import Turn, session
+from evaluation.performance.storage_pages import cold_first_page, fill, first_page, queries
+from openhands_rl_plugin import FileTrajectoryStorage, Message, Task
+from openhands_rl_plugin.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, NodeMark
+from openhands_rl_plugin.types import (
+    Node,
+    PolicyRef,
+    SamplingParams,
+    StopReason,
+    StrategySpec,
+    Tokens,
 )
-from openhands_rl_plugin.types import Completion, PolicyRef, StopReason, StrategySpec, Times, Tokens
 
-VOCABULARY = 49_152
+TURNS = 30
+CONCURRENCY = 16
+PEER_SESSIONS = 8
+PEERS = ("rllm", "tinker")
+OURS = "this"
+
+_POLICY = PolicyRef(base_model="smollm2-135m", adapter="policy", version=1)
+
+Step = EpisodeStart | EpisodeGrowth | EpisodeEnd
 
 
-def episode(identity: str, *, turns: int, prompt_tokens: int, sampled_tokens: int, seed: int) -> Trajectory:
-    """An episode in which every turn adds ``prompt_tokens`` read and ``sampled_tokens`` sampled ones with logprobs.
+@dataclass(frozen=True)
+class Figure:
+    """One line of the result. ``bound`` is what has to be reached, where something has."""
 
-    The text has about four characters a token, and the logprobs the 32-bit precision that servers send.
-    """
-    random_ = random.Random(seed)
-    policy = PolicyRef(base_model="smollm2-135m", adapter="policy", version=1)
-    tree = EpisodeTree()
-    context: tuple[int, ...] = ()
-    for turn in range(turns):
-        tree.observe(Observation(messages=(Message(role="user", content=_text(random_, prompt_tokens)),)))
-        prompt = context + _ids(random_, prompt_tokens)
-        sampled = _ids(random_, sampled_tokens)
-        logprobs = tuple(round(-random_.expovariate(2.0), 7) for _ in sampled)
-        tree.commit(
-            tree.propose(
-                Completion(
-                    message=Message(role="assistant", content=_text(random_, sampled_tokens)),
-                    tokens=Tokens(prompt_ids=prompt, sampled_ids=sampled, logprobs=logprobs),
-                    finish_reason="stop",
-                    policy=policy,
-                )
-            )
+    name: str
+    value: float
+    bound: float | None = None
+    at_most: bool = False
+
+    @property
+    def reached(self) -> bool | None:
+        if self.bound is None:
+            return None
+        return self.value <= self.bound if self.at_most else self.value >= self.bound
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement of one store: records a second, and bytes a record."""
+
+    appends: float
+    bytes: float
+    scan: float | None
+    appends_of_cpu: float | None = None
+    scan_of_cpu: float | None = None
+
+
+def played(identity: str, turns: Sequence[Turn]) -> list[Step]:
+    """A session as its recorder stores it."""
+    steps: list[Step] = [
+        EpisodeStart(
+            id=identity,
+            run_id="benchmark",
+            group_id=identity,
+            task=Task(id=identity, environment="workspace", instruction="Make the tests pass."),
+            strategy=StrategySpec(name="StandardReAct"),
+            policy=_POLICY,
+            started=0.0,
         )
-        tree.observe(Observation(reward=1.0, terminated=turn == turns - 1))
-        context = prompt + sampled
-    return tree.freeze(
-        EpisodeRequest(task=Task(id="goal", environment="webshop"), run_id="benchmark", group_id="group"),
-        trajectory_id=identity,
-        strategy=StrategySpec(name="StandardReAct"),
-        policy=policy,
-        stop=StopReason.TERMINATED,
-        times=Times(started=0.0, finished=1.0),
+    ]
+    for at, turn in enumerate(turns):
+        nodes = (
+            Node(parent=2 * at - 1 if at else None, message=Message(role="user", content=turn.read)),
+            _answer(identity, at, turn),
+        )
+        marks = (NodeMark(index=2 * at - 1, reward=0.0),) if at else ()
+        steps.append(EpisodeGrowth(trajectory_id=identity, first=2 * at, nodes=nodes, head=2 * at + 1, marks=marks))
+    head = 2 * len(turns) - 1
+    end = EpisodeEnd(trajectory_id=identity, head=head, stop=StopReason.TERMINATED, policy=_POLICY, finished=1.0)
+    return [*steps, end]
+
+
+def _answer(identity: str, at: int, turn: Turn) -> Node:
+    return Node(
+        parent=2 * at,
+        message=Message(role="assistant", content=turn.said),
+        sampled=True,
+        tokens=Tokens(extends=at > 0, prompt_ids=turn.read_ids, sampled_ids=turn.said_ids, logprobs=turn.logprobs),
+        policy=_POLICY,
+        sampling=SamplingParams(temperature=1.0, max_tokens=512),
+        finish_reason="stop",
+        metadata={"response_id": f"chatcmpl-{identity}-{at}", "attempts": 1},
     )
 
 
-async def measure(folder: Path, *, count: int, concurrency: int, turns: int) -> dict[str, float]:
-    """Store ``count`` episodes from ``concurrency`` tasks, then read all of them back in a fresh storage."""
-    episodes = [
-        episode(str(number), turns=turns, prompt_tokens=1000, sampled_tokens=300, seed=number)
-        for number in range(count)
-    ]
-    waits: list[float] = []
+async def store_and_scan(folder: Path, sessions: Sequence[Sequence[Turn]]) -> Sample:
+    """Play all sessions from ``CONCURRENCY`` tasks into a new store, then read it."""
+    episodes = [played(str(number), turns) for number, turns in enumerate(sessions)]
     waiting = iter(episodes)
     storage = FileTrajectoryStorage(folder)
 
     async def work() -> None:
-        for one in waiting:
-            started = time.perf_counter()
-            await storage.add(one)
-            waits.append(time.perf_counter() - started)
+        for steps in waiting:
+            for step in steps:
+                if isinstance(step, EpisodeStart):
+                    await storage.begin(step)
+                elif isinstance(step, EpisodeGrowth):
+                    await storage.grow(step)
+                else:
+                    await storage.end(step)
 
-    started = time.perf_counter()
-    await asyncio.gather(*(work() for _ in range(concurrency)))
-    writing = time.perf_counter() - started
+    calls = sum(map(len, sessions))
+    started, worked = time.perf_counter(), time.process_time()
+    await asyncio.gather(*(work() for _ in range(CONCURRENCY)))
+    writing, write_work = time.perf_counter() - started, time.process_time() - worked
     await storage.close()
-    size = sum(path.stat().st_size for path in folder.rglob("*.jsonl"))
-
-    started = time.perf_counter()
-    read = [found.id async for found, _ in FileTrajectoryStorage(folder).find()]
-    reading = time.perf_counter() - started
-    if sorted(read) != sorted(one.id for one in episodes):
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    reader = FileTrajectoryStorage(folder)
+    started, worked = time.perf_counter(), time.process_time()
+    nodes = [len(trajectory.nodes) async for trajectory, _ in reader.find()]
+    reading, read_work = time.perf_counter() - started, time.process_time() - worked
+    await reader.close()
+    if sum(nodes) != 2 * calls:
         raise SystemExit("error: what was read is not what was stored")
-    return {
-        "durable appends a second": count / writing,
-        "median wait for one append, ms": 1000 * sorted(waits)[count // 2],
-        "bytes a turn of 1,300 new tokens": size / (count * turns),
-        "episodes read a second": count / reading,
-        "megabytes read a second": size / reading / 1e6,
-    }
+    return Sample(calls / writing, size / calls, calls / reading, calls / write_work, calls / read_work)
+
+
+def peer(name: str, python: str, folder: Path) -> Sample:
+    """The same with another project's store."""
+    script = Path(__file__).with_name("storage_peer.py")
+    numbers = [str(number) for number in (PEER_SESSIONS, TURNS, CONCURRENCY)]
+    done = subprocess.run(
+        [python, str(script), name, str(folder), *numbers], capture_output=True, text=True, timeout=600
+    )
+    if done.returncode:
+        raise SystemExit(f"error: {name} failed: {done.stderr.strip().splitlines()[-1:]}")
+    return Sample(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def measure(scratch: Path, options: argparse.Namespace) -> dict[str, list[Sample]]:
+    """All stores in changing order, ``--repeats`` times; the first round of this one only fills caches."""
+    sessions = [session(seed, TURNS) for seed in range(options.sessions)]
+    asyncio.run(store_and_scan(scratch / "warm-up", sessions[:CONCURRENCY]))
+    samples: dict[str, list[Sample]] = {}
+    for repeat in range(options.repeats):
+        names = [OURS, *(PEERS if options.peers_python else ())]
+        random.Random(repeat).shuffle(names)
+        for name in names:
+            folder = scratch / f"{name}-{repeat}"
+            folder.mkdir(mode=0o700)
+            if name == OURS:
+                sample = asyncio.run(store_and_scan(folder, sessions))
+            else:
+                sample = peer(name, options.peers_python, folder)
+            samples.setdefault(name, []).append(sample)
+    return samples
+
+
+def first_pages(folder: Path, options: argparse.Namespace) -> list[Figure]:
+    """Of the medians of all queries the slowest."""
+    figures = []
+    for name, ask in (
+        ("cold", cold_first_page),
+        ("warm", lambda folder, where: asyncio.run(first_page(folder, where))),
+    ):
+        medians = {
+            query: _median(ask(folder, where) for _ in range(options.repeats))
+            for query, where in queries(options.trajectories).items()
+        }
+        slowest = max(medians, key=lambda query: medians[query])
+        told = f"seconds to the first page of {options.trajectories:,}, {name} ({slowest})"
+        figures.append(Figure(told, medians[slowest], 1.0, at_most=True))
+    return figures
+
+
+def own_figures(samples: Sequence[Sample], pages: Iterable[Figure]) -> list[Figure]:
+    """The medians of this store, and what they have to reach."""
+    return [
+        Figure("durable appends a second", _median(each.appends for each in samples), 2000.0),
+        Figure("bytes a turn of 1,300 new tokens", _median(each.bytes for each in samples), 6000.0, at_most=True),
+        Figure("turns read a second", _median(each.scan or 0.0 for each in samples), 10_000.0),
+        Figure("appends a CPU second", _median(each.appends_of_cpu or 0.0 for each in samples)),
+        Figure("turns read a CPU second", _median(each.scan_of_cpu or 0.0 for each in samples)),
+        *pages,
+    ]
+
+
+def peer_figures(samples: dict[str, list[Sample]]) -> list[Figure]:
+    """Medians of the others, and the median of the ratios of each round."""
+    figures = []
+    for name in samples.keys() - {OURS}:
+        theirs, ours = samples[name], samples[OURS]
+        figures += [
+            Figure(f"{name}: appends a second", _median(each.appends for each in theirs)),
+            Figure(f"{name}: bytes a call", _median(each.bytes for each in theirs)),
+            Figure(
+                f"times the appends of {name}",
+                _median(a.appends / b.appends for a, b in zip(ours, theirs, strict=True)),
+            ),
+            Figure(f"times smaller than {name}", _median(b.bytes / a.bytes for a, b in zip(ours, theirs, strict=True))),
+        ]
+        if all(each.scan for each in theirs):
+            figures.append(Figure(f"{name}: calls read a second", _median(each.scan or 0.0 for each in theirs)))
+    return sorted(figures, key=lambda figure: figure.name)
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
+    """Measure, print a table and one line of JSON, and write the same JSON to ``--json``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="a scratch folder is made in here (default: .)")
-    parser.add_argument("--episodes", type=int, default=500)
-    parser.add_argument("--turns", type=int, default=5, help="turns an episode (default: 5)")
-    parser.add_argument("--concurrency", type=int, default=16, help="appends that wait at a time (default: 16)")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--sessions", type=int, default=64, help=f"sessions of {TURNS} turns a round (default: 64)")
+    parser.add_argument("--trajectories", type=int, default=100_000, help="among which to find (default: 100,000)")
+    parser.add_argument("--peers-python", help="a Python that has the other projects installed")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args()
+    before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="storage-benchmark-") as scratch:
-        figures = asyncio.run(
-            measure(
-                Path(scratch) / "store",
-                count=options.episodes,
-                concurrency=options.concurrency,
-                turns=options.turns,
-            )
+        samples = measure(Path(scratch), options)
+        many = Path(scratch) / "many"
+        asyncio.run(fill(many, options.trajectories))
+        pages = first_pages(many, options)
+    figures = [*own_figures(samples[OURS], pages), *peer_figures(samples)]
+    table = Table(
+        "figure", "bound", "median", "reached", title=f"{options.repeats} repeats, {CONCURRENCY} appends at a time"
+    )
+    for figure in figures:
+        bound = "" if figure.bound is None else f"{'<=' if figure.at_most else '>='} {figure.bound:,.0f}"
+        table.add_row(
+            figure.name,
+            bound,
+            f"{figure.value:,.3g}" if figure.value < 100 else f"{figure.value:,.0f}",
+            str(figure.reached or ""),
         )
-    title = f"{options.episodes} episodes of {options.turns} turns, {options.concurrency} appends at a time"
-    table = Table("figure", "value", title=title)
-    for name, value in figures.items():
-        table.add_row(name, f"{value:,.1f}")
     Console().print(table)
-    print(json.dumps(figures))
+    machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "load_before": round(before, 2)}
+    report = json.dumps({"machine": machine, "figures": [asdict(figure) for figure in figures]})
+    print(report)
+    if options.json is not None:
+        options.json.write_text(report + "\n", encoding="utf-8")
 
 
-def _ids(random_: random.Random, count: int) -> tuple[int, ...]:
-    return tuple(random_.randrange(VOCABULARY) for _ in range(count))
-
-
-def _text(random_: random.Random, tokens: int) -> str:
-    return " ".join(random_.choice(("red", "mug", "buy", "sea", "the")) for _ in range(tokens))
+def _median(values: Iterable[float]) -> float:
+    return statistics.median(values)
 
 
 if __name__ == "__main__":

@@ -1,90 +1,132 @@
-"""Trajectories and scores in plain files: no server, nothing to set up, readable with ``jq .record``."""
+"""Trajectories and scores in one SQLite file: no server, nothing to set up."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
+import sqlite3
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import batched
+from itertools import batched, groupby
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from pydantic import ValidationError
-from pydantic_core import PydanticSerializationError
 
 from openhands_rl_plugin.errors import StorageError, describe
-from openhands_rl_plugin.records import TrajectoryFilter
-from openhands_rl_plugin.storages.log import AppendLog, Entry
-from openhands_rl_plugin.storages.matching import matches, may_match
-from openhands_rl_plugin.types import SCHEMA_VERSION, Frozen, Score, Trajectory
+from openhands_rl_plugin.records import (
+    EpisodeEnd,
+    EpisodeGrowth,
+    EpisodeStart,
+    TrajectoryFilter,
+    TrajectorySummary,
+)
+from openhands_rl_plugin.storages.database import FILE_NAME, being_made, connect, explained, make_folder
+from openhands_rl_plugin.storages.guard import SecretGuard
+from openhands_rl_plugin.storages.legacy import is_legacy, legacy_scores, legacy_trajectories
+from openhands_rl_plugin.storages.reading import Found, count, load, load_summaries, row_numbers
+from openhands_rl_plugin.storages.writing import (
+    EpisodeWriter,
+    packed_growth,
+    packed_scores,
+    packed_start,
+    packed_trajectory,
+)
+from openhands_rl_plugin.types import Frozen, Score, Trajectory
 
-Found = tuple[Trajectory, tuple[Score, ...]]
-Record = tuple[str, bytes]
-
-# So many trajectories are in memory at a time while a reader streams.
-_READ_AHEAD = 16
+# A reader holds so many trajectories, or summaries, in one batch, and so many batches that are read ahead.
+_BATCH = 8
+_SUMMARIES = 256
+_AHEAD = 2
 
 
 class FileTrajectoryStorage:
-    """Append-only files below ``path``, which several processes may share.
+    """``trajectories.sqlite`` in the folder ``path``, which several processes of one machine may share.
 
-    ``add`` and ``add_scores`` return when the record is on the disk (``durable``); records that arrive while another is
-    being flushed share the next flush. What was acknowledged survives ``kill -9``, and half a record is never read. An
-    id that was stored twice, by whichever processes, is read once, as it was stored first.
+    A call that writes returns when the record is on the disk; calls that wait at the same time share one transaction
+    and one flush. What was acknowledged survives ``kill -9`` and a loss of power, and half a record is never read.
+    With ``durable=False`` nothing is flushed before a call returns: that survives ``kill -9`` too, but a loss of power
+    or a crash of the system loses the last calls (up to about the last thousand pages, all of them from the end).
+
+    A store of JSON Lines, as schema version 1 had it, is taken over when it is first opened; its files stay untouched.
     """
 
     def __init__(self, path: str | Path, durable: bool = True) -> None:
-        folder = Path(path).expanduser()
-        self._trajectories = AppendLog(folder / "trajectories", unique=True, durable=durable)
-        self._scores = AppendLog(folder / "scores", unique=False, durable=durable)
+        self._folder = Path(path).expanduser()
+        self._file = self._folder / FILE_NAME
+        self._durable = durable
         self._process = os.getpid()
+        self._guard = SecretGuard()
         self._pending: list[_Pending] = []
+        self._called = False  # whether the writer has been told that something is pending
+        self._readers: list[sqlite3.Connection] = []
         self._lock = threading.Lock()
         self._settling = threading.Lock()
-        self._writer: ThreadPoolExecutor | None = None
+        self._writer: tuple[sqlite3.Connection, EpisodeWriter] | None = None
+        self._thread: ThreadPoolExecutor | None = None
 
     async def add(self, trajectory: Trajectory) -> None:
-        """Store; a second call with the same id changes nothing. Raises ``StorageError``."""
-        await self._write(_Pending(self._trajectories, (_record(trajectory.id, trajectory),)))
+        """Store a finished episode; one that is finished already stays as it is. Raises ``StorageError``."""
+        await self._write(lambda: packed_trajectory(self._guard.trajectory(trajectory)), EpisodeWriter.add)
+
+    async def begin(self, start: EpisodeStart) -> None:
+        """Open an episode; one whose id is known stays as it is. Raises ``StorageError``."""
+        await self._write(lambda: packed_start(self._guard.start(start)), EpisodeWriter.begin)
+
+    async def grow(self, growth: EpisodeGrowth) -> None:
+        """Append to an open episode; the head and the marks of the last call hold. Raises ``StorageError``."""
+        await self._write(lambda: packed_growth(self._guard.growth(growth)), EpisodeWriter.grow)
+
+    async def end(self, end: EpisodeEnd) -> None:
+        """Close an open episode; a finished one stays as it is. Raises ``StorageError``."""
+        await self._write(lambda: self._guard.end(end), EpisodeWriter.end)
+
+    async def drop(self, trajectory_ids: Sequence[str]) -> int:
+        """Forget unfinished episodes with their scores and return how many. Raises ``StorageError``."""
+        return await self._write(lambda: trajectory_ids, EpisodeWriter.drop) if trajectory_ids else 0
 
     async def add_scores(self, scores: Sequence[Score]) -> None:
         """Append judgements, all or none of them. Raises ``StorageError``."""
         if scores:
-            await self._write(_Pending(self._scores, tuple(_record(score.trajectory_id, score) for score in scores)))
+            await self._write(lambda: packed_scores(self._guard.scores(scores)), EpisodeWriter.add_scores)
 
     async def get(self, trajectory_id: str) -> Found | None:
-        """One trajectory with its scores, oldest first, or ``None``. Raises ``StorageError``."""
-        async for found in self.find(TrajectoryFilter(ids=(trajectory_id,))):
+        """One trajectory, finished or not, with its scores, oldest first, or ``None``. Raises ``StorageError``."""
+        async for found in self.find(TrajectoryFilter(ids=(trajectory_id,), finished=None)):
             return found
         return None
 
     async def find(self, where: TrajectoryFilter | None = None) -> AsyncIterator[Found]:
-        """Stream what matches, with its scores (oldest first), in the order in which it was stored.
+        """Stream what matches, with its scores (oldest first). By default in the order in which it was begun or added.
 
-        A few records are held at a time. What is added while the stream is read is not part of it. Raises
-        ``StorageError`` for a damaged file.
+        A few records are held at a time. What is added while the stream is read is not part of it; an unfinished
+        episode is read as it stands when the stream comes to it. Raises ``StorageError``, also for a damaged record.
         """
-        where = where or TrajectoryFilter()
-        left = where.limit
-        for entries in batched(await asyncio.to_thread(self._candidates, where), _READ_AHEAD):
-            if left == 0:
-                return
-            for found in (await asyncio.to_thread(self._load, entries, where))[:left]:
+        async for batch in self._stream(where, load, _BATCH):
+            for found in batch:
                 yield found
-                left = left - 1 if left is not None else None
+
+    async def summaries(self, where: TrajectoryFilter | None = None) -> AsyncIterator[TrajectorySummary]:
+        """Like ``find``, without reading any node. Raises ``StorageError``."""
+        async for batch in self._stream(where, load_summaries, _SUMMARIES):
+            for summary in batch:
+                yield summary
+
+    async def count(self, where: TrajectoryFilter | None = None) -> int:
+        """How many match, ``offset`` and ``limit`` aside. Raises ``StorageError``."""
+        return await self._read(lambda connection: count(connection, where or TrajectoryFilter()), 0)
 
     async def close(self) -> None:
-        """Flush and release."""
-        if (writer := self._writer) is not None:
-            self._writer = None
-            await asyncio.to_thread(writer.shutdown)
-        self._trajectories.close()
-        self._scores.close()
+        """Flush and release. The storage can be used again; it then opens its file anew."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            await asyncio.to_thread(thread.shutdown)
+        await asyncio.to_thread(self._release)
 
     async def __aenter__(self) -> Self:
         return self
@@ -94,86 +136,196 @@ class FileTrajectoryStorage:
     ) -> None:
         await self.close()
 
-    async def _write(self, item: _Pending) -> None:
-        if os.getpid() != self._process:
-            raise StorageError("a storage cannot be carried over a fork; open it in the process that uses it")
+    async def _stream[Item](
+        self,
+        where: TrajectoryFilter | None,
+        load: Callable[[sqlite3.Connection, Sequence[int]], list[Item]],
+        size: int,
+    ) -> AsyncIterator[list[Item]]:
+        """Batches in order; the next ones are read while one is used."""
+        rows = await self._read(lambda connection: row_numbers(connection, where or TrajectoryFilter()), ())
+        ahead: deque[asyncio.Task[list[Item]]] = deque()
+        try:
+            for batch in batched(rows, size):
+                reading = self._read(lambda connection, batch=batch: load(connection, batch), [])
+                ahead.append(asyncio.create_task(reading))
+                if len(ahead) > _AHEAD:
+                    yield await ahead.popleft()
+            while ahead:
+                yield await ahead.popleft()
+        finally:
+            for task in ahead:
+                task.cancel()
+            await asyncio.gather(*ahead, return_exceptions=True)
+
+    async def _read[Answer](self, ask: Callable[[sqlite3.Connection], Answer], nothing: Answer) -> Answer:
+        """``ask`` in a thread, or ``nothing`` when there is no store yet."""
+        self._check_process()
+        return await asyncio.to_thread(self._ask, ask, nothing)
+
+    def _ask[Answer](self, ask: Callable[[sqlite3.Connection], Answer], nothing: Answer) -> Answer:
+        if not self._file.exists():
+            if not is_legacy(self._folder):
+                return nothing
+            self._make()
+        with explained(self._file):
+            with self._lock:
+                readers = self._readers
+                connection = readers.pop() if readers else None
+            if connection is None:
+                connection = connect(self._file)
+                connection.execute("PRAGMA query_only = ON")
+            try:
+                answer = ask(connection)
+            except BaseException:
+                connection.close()
+                raise
+        with self._lock:
+            if still_open := readers is self._readers:
+                readers.append(connection)
+        if not still_open:
+            connection.close()
+        return answer
+
+    async def _write[Packed, Answer](
+        self, pack: Callable[[], Packed], store: Callable[[EpisodeWriter, Packed], Answer]
+    ) -> Answer:
+        """Both are called in the writer's thread, so that the event loop goes on meanwhile."""
+        self._check_process()
+        item = _Pending(pack, store, asyncio.get_running_loop().create_future())
         with self._lock:
             self._pending.append(item)
-            if self._writer is None:
-                self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trajectory-storage")
-        try:
-            future = self._writer.submit(self._settle, item)
-        except RuntimeError:
-            # No threads are to be had once the interpreter shuts down, which is when a last episode may be saved.
-            self._settle(item)
-        else:
-            await asyncio.wrap_future(future)
+            idle, self._called = not self._called, True
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trajectory-storage")
+            thread = self._thread
+        if idle:
+            try:
+                thread.submit(self._settle)
+            except RuntimeError:
+                # No threads are to be had once the interpreter shuts down, which is when a last episode may be saved.
+                self._settle()
+        return await item.outcome
 
-    def _settle(self, item: _Pending) -> None:
-        """Store all that waits, of which ``item`` is a part unless an earlier call has settled it already."""
+    def _settle(self) -> None:
+        """Store all that waits, and tell those who wait for it."""
         with self._settling:
-            if not item.settled:
-                with self._lock:
-                    waiting = list(self._pending)
-                for log in (self._trajectories, self._scores):
-                    _append(log, [each for each in waiting if each.log is log])
-                with self._lock:
-                    del self._pending[: len(waiting)]
-        if item.error is not None:
-            raise StorageError(str(item.error)) from item.error
+            with self._lock:
+                waiting, self._pending, self._called = self._pending, [], False
+            try:
+                self._store(waiting)
+            finally:
+                for loop, items in groupby(waiting, lambda item: item.outcome.get_loop()):
+                    # A loop that was closed has nobody in it who waits.
+                    with suppress(RuntimeError):
+                        loop.call_soon_threadsafe(_tell, tuple(items))
 
-    def _candidates(self, where: TrajectoryFilter) -> list[Entry]:
-        self._trajectories.refresh()
-        self._scores.refresh()
-        if where.ids is None:
-            return self._trajectories.entries()
-        return sorted(entry for id_ in set(where.ids) for entry in self._trajectories.entries_of(id_)[:1])
+    def _store(self, waiting: Sequence[_Pending]) -> None:
+        try:
+            for item in waiting:
+                _pack(item)
+            with explained(self._file):
+                connection, writer = self._opened()
+                connection.execute("BEGIN IMMEDIATE")
+                for item in waiting:
+                    if item.error is None:
+                        _apply(connection, writer, item)
+                connection.execute("COMMIT")
+        except StorageError as error:
+            self._undo(waiting, error)
+        except BaseException as error:
+            self._undo(waiting, error)
+            raise
 
-    def _load(self, entries: Sequence[Entry], where: TrajectoryFilter) -> list[Found]:
-        documents = zip(entries, self._trajectories.read(entries), strict=True)
-        likely = ((entry, document) for entry, document in documents if may_match(where, document))
-        found = ((_parse(Trajectory, *each), self._scores_of(each[0].id)) for each in likely)
-        return [(trajectory, scores) for trajectory, scores in found if matches(where, trajectory, scores)]
+    def _undo(self, waiting: Sequence[_Pending], error: BaseException) -> None:
+        # Closing the connection undoes what was written; the next call starts afresh.
+        self._disconnect()
+        for item in waiting:
+            item.error = item.error or error
 
-    def _scores_of(self, trajectory_id: str) -> tuple[Score, ...]:
-        entries = self._scores.entries_of(trajectory_id)
-        return tuple(_parse(Score, *each) for each in zip(entries, self._scores.read(entries), strict=True))
+    def _opened(self) -> tuple[sqlite3.Connection, EpisodeWriter]:
+        if self._writer is None:
+            if not self._file.exists():
+                self._make()
+            connection = connect(self._file, durable=self._durable)
+            self._writer = connection, EpisodeWriter(connection)
+        return self._writer
+
+    def _make(self) -> None:
+        make_folder(self._folder)
+        with being_made(self._folder) as connection:
+            if connection is None:
+                return
+            writer = EpisodeWriter(connection)
+            connection.execute("BEGIN")
+            for document in legacy_trajectories(self._folder):
+                writer.add(packed_trajectory(_parsed(Trajectory, document)))
+            for document in legacy_scores(self._folder):
+                score = _parsed(Score, document)
+                writer.add_scores(packed_scores([score]))
+            connection.execute("COMMIT")
+
+    def _release(self) -> None:
+        with self._settling:
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        with self._lock:
+            readers, self._readers = self._readers, []
+        writer, self._writer = self._writer, None
+        for connection in (*readers, *(writer[:1] if writer else ())):
+            connection.close()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise StorageError("a storage cannot be carried over a fork; open it in the process that uses it")
 
 
 @dataclass(eq=False)
 class _Pending:
-    """One call on its way to the disk. ``settled``: it was stored, or ``error`` says why not."""
+    """One call on its way to the disk: ``pack`` and then ``store`` what it made, in the writer's thread."""
 
-    log: AppendLog
-    records: tuple[Record, ...]
-    settled: bool = False
-    error: StorageError | None = None
+    pack: Callable[[], Any]
+    store: Callable[[EpisodeWriter, Any], Any]
+    outcome: asyncio.Future[Any]
+    packed: Any = None
+    answer: Any = None
+    error: BaseException | None = None
 
 
-def _append(log: AppendLog, items: Sequence[_Pending]) -> None:
-    try:
-        log.append([record for item in items for record in item.records])
-    except StorageError as error:
-        for item in items:
-            item.error = error
+def _tell(items: Sequence[_Pending]) -> None:
     for item in items:
-        item.settled = True
+        if item.outcome.done():
+            continue  # nobody waits any more, but it is stored
+        if item.error is None:
+            item.outcome.set_result(item.answer)
+        else:
+            # One of its own for every caller, because tracebacks are added to it.
+            error = StorageError(str(item.error) if isinstance(item.error, StorageError) else describe(item.error))
+            error.__cause__ = item.error
+            item.outcome.set_exception(error)
 
 
-def _record(id_: str, value: Frozen) -> Record:
+def _pack(item: _Pending) -> None:
     try:
-        return id_, value.model_dump_json().encode()
-    except PydanticSerializationError as error:
-        raise StorageError(f"{type(value).__name__} {id_!r} cannot be written as JSON: {describe(error)}") from error
+        item.packed = item.pack()
+    except StorageError as error:
+        item.error = error
 
 
-def _parse[Value: Frozen](kind: type[Value], entry: Entry, document: bytes) -> Value:
+def _apply(connection: sqlite3.Connection, writer: EpisodeWriter, item: _Pending) -> None:
+    """Run one call; what is wrong with it leaves the others of the transaction alone."""
+    connection.execute("SAVEPOINT call")
+    try:
+        item.answer = item.store(writer, item.packed)
+    except (StorageError, OverflowError, UnicodeEncodeError, sqlite3.DataError) as error:
+        connection.execute("ROLLBACK TO call")
+        item.error = error if isinstance(error, StorageError) else StorageError(f"not stored: {describe(error)}")
+    connection.execute("RELEASE call")
+
+
+def _parsed[Value: Frozen](kind: type[Value], document: bytes) -> Value:
     try:
         return kind.model_validate_json(document)
     except ValidationError as error:
-        version = json.loads(document).get("schema_version", SCHEMA_VERSION)
-        if version > SCHEMA_VERSION:
-            cause = f"is of schema version {version}, newer than {SCHEMA_VERSION}; upgrade openhands_rl_plugin"
-        else:
-            cause = f"is not a {kind.__name__}: {describe(error)}"
-        raise StorageError(f"record {entry.id!r} in {entry.segment} {cause}") from error
+        raise StorageError(f"an old record is not a {kind.__name__}: {describe(error)}") from error

@@ -16,6 +16,9 @@ from openhands_rl_plugin.types import Frozen, StopReason, Trajectory
 VARIANCE_FLOOR = 1e-8
 EQUAL = 1e-9
 
+# Ends that say nothing about the policy: the episode would have gone on.
+_NO_SAMPLE = frozenset({StopReason.TIMEOUT, StopReason.UNFINISHED})
+
 
 class GroupBaseline(Frozen):
     """One advantage a trajectory in the order given, ``None`` for those that take no part, and why they do not.
@@ -41,9 +44,10 @@ class GroupBaseline(Frozen):
 def group_advantages(trajectories: Sequence[Trajectory], rewards: Sequence[float | None]) -> GroupBaseline:
     """Advantages of whole episodes; ``rewards[i]`` is that of ``trajectories[i]`` and ``None`` when it was not scored.
 
-    Failed and timed-out episodes, unscored ones and groups without a signal leave the baseline and are counted.
+    Failed, timed-out and unfinished episodes, unscored ones and groups without a signal leave the baseline and are
+    counted.
     """
-    failed = [trajectory.failure is not None or trajectory.stop is StopReason.TIMEOUT for trajectory in trajectories]
+    failed = [trajectory.failure is not None or trajectory.stop in _NO_SAMPLE for trajectory in trajectories]
     groups: dict[str, list[int]] = {}
     for index, (trajectory, reward) in enumerate(zip(trajectories, rewards, strict=True)):
         if reward is not None and not failed[index]:

@@ -1,4 +1,6 @@
-"""A program that stores trajectories until it is killed and prints the id of each one that was acknowledged.
+"""A program that plays episodes until it is killed and prints each call that was acknowledged: an id and a number.
+
+The numbers count the calls of an episode: begin, three times grow, end, and a score as the last one.
 
 Usage: keep_writing.py FOLDER PREFIX [CONCURRENCY]
 """
@@ -7,12 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import sys
 
-from stored_samples import trajectory
+from stored_samples import play
 
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
-from openhands_rl_plugin.types import Score
+from openhands_rl_plugin.testing_samples import sample_episode, sample_score, steps_of
+from openhands_rl_plugin.types import Trajectory
+
+CALLS = 6
+
+
+def episode(identity: str) -> Trajectory:
+    """Always the same for one id, and of another length for each."""
+    random_ = random.Random(identity)
+    return sample_episode(identity, text="".join(random_.choices("0123456789abcdef", k=random_.randrange(20_000))))
 
 
 async def main(folder: str, prefix: str, concurrency: int) -> None:
@@ -22,9 +34,11 @@ async def main(folder: str, prefix: str, concurrency: int) -> None:
     async def work() -> None:
         for number in numbers:
             identity = f"{prefix}-{number}"
-            await storage.add(trajectory(identity, turns=3, new_tokens=400))
-            await storage.add_scores([Score(trajectory_id=identity, reward=1.0, reward_version="test-1")])
-            print(identity, flush=True)
+            for count, step in enumerate(steps_of(episode(identity)), 1):
+                await play(storage, [step])
+                print(identity, count, flush=True)
+            await storage.add_scores([sample_score(identity, 1.0)])
+            print(identity, CALLS, flush=True)
 
     await asyncio.gather(*(work() for _ in range(concurrency)))
 

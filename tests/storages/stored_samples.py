@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from openhands_rl_plugin.protocols import TrajectoryStorage
+from openhands_rl_plugin.records import EpisodeEnd, EpisodeGrowth, EpisodeStart
 from openhands_rl_plugin.tree import EpisodeTree
 from openhands_rl_plugin.types import (
     Completion,
@@ -72,3 +76,14 @@ def trajectory(
         evidence={"bought": "mug-3", "options": {"colour": "red"}},
         failure=failure,
     )
+
+
+async def play(storage: TrajectoryStorage, steps: Iterable[EpisodeStart | EpisodeGrowth | EpisodeEnd]) -> None:
+    """Store an episode, or a part of one, as it is played."""
+    for step in steps:
+        if isinstance(step, EpisodeStart):
+            await storage.begin(step)
+        elif isinstance(step, EpisodeGrowth):
+            await storage.grow(step)
+        else:
+            await storage.end(step)

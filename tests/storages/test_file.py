@@ -1,19 +1,30 @@
+"""What is particular to the file storage; the rules of all storages are in ``test_conformance.py``."""
+
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
+import shutil
+import sqlite3
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
-from stored_samples import trajectory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stored_samples import play, trajectory
 
 from openhands_rl_plugin.errors import StorageError
-from openhands_rl_plugin.records import TrajectoryFilter
+from openhands_rl_plugin.records import EpisodeEnd, EpisodeGrowth, NodeMark, TrajectoryFilter
+from openhands_rl_plugin.storages import file as file_module
+from openhands_rl_plugin.storages.database import FILE_NAME
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
-from openhands_rl_plugin.storages.log import AppendLog
-from openhands_rl_plugin.types import Failure, FailureKind, Score, StopReason, Trajectory
+from openhands_rl_plugin.storages.header import end_of, start_of
+from openhands_rl_plugin.testing_samples import sample_episode, sample_score, steps_of
+from openhands_rl_plugin.types import FailureKind, Message, Node, Score, StopReason, Trajectory
 
 GOLDEN = Path(__file__).with_name("golden")
 
@@ -23,16 +34,15 @@ def storage(tmp_path: Path) -> FileTrajectoryStorage:
     return FileTrajectoryStorage(tmp_path / "store")
 
 
-def score(identity: str, reward: float | None, version: str = "test-1") -> Score:
-    return Score(trajectory_id=identity, reward=reward, reward_version=version, detail={"why": "because"})
-
-
 async def ids(storage: FileTrajectoryStorage, where: TrajectoryFilter | None = None) -> list[str]:
     return [found.id async for found, _ in storage.find(where)]
 
 
-def segments(storage_folder: Path) -> list[Path]:
-    return sorted((storage_folder / "trajectories").iterdir())
+async def closed_store(folder: Path, *identities: str) -> Path:
+    async with FileTrajectoryStorage(folder) as storage:
+        for identity in identities:
+            await storage.add(trajectory(identity))
+    return folder / FILE_NAME
 
 
 async def test_what_was_stored_is_read_back_equal_and_in_order(storage: FileTrajectoryStorage) -> None:
@@ -40,166 +50,307 @@ async def test_what_was_stored_is_read_back_equal_and_in_order(storage: FileTraj
     for one in stored:
         await storage.add(one)
     assert [found async for found, _ in storage.find()] == stored
+    assert await storage.get("7") == (stored[7], ())
 
 
 async def test_an_empty_storage_has_nothing_and_makes_no_folder(tmp_path: Path) -> None:
     storage = FileTrajectoryStorage(tmp_path / "store")
     assert await ids(storage) == []
     assert await storage.get("x") is None
+    assert await storage.count() == 0
+    await storage.close()
     assert not (tmp_path / "store").exists()
 
 
-async def test_adding_twice_changes_nothing(storage: FileTrajectoryStorage, tmp_path: Path) -> None:
-    await asyncio.gather(*(storage.add(trajectory("a", reward=reward)) for reward in (0.1, 0.2, 0.3)))
-    await storage.add(trajectory("a", reward=0.4))
-    await storage.close()
-    again = FileTrajectoryStorage(tmp_path / "store")
-    await again.add(trajectory("a", reward=0.5))
-    assert [found.episode_return async for found, _ in again.find()] == [0.1]
-    assert segments(tmp_path / "store")[0].read_bytes().count(b"\n") == 1
-
-
-async def test_an_id_stored_by_two_writers_is_read_once_as_it_was_first(tmp_path: Path) -> None:
+async def test_an_id_stored_by_two_storages_is_read_as_it_was_first(tmp_path: Path) -> None:
     first, second = FileTrajectoryStorage(tmp_path), FileTrajectoryStorage(tmp_path)
-    await second.add(trajectory("other"))
-    await first.add(trajectory("a", reward=0.1))
-    await second.add(trajectory("a", reward=0.9))
-    assert len(segments(tmp_path)) == 2
-    reader = FileTrajectoryStorage(tmp_path)
-    assert [(found.id, found.episode_return) async for found, _ in reader.find()] == [("other", 0.5), ("a", 0.1)]
-
-
-async def test_scores_are_appended_beside_the_trajectory(storage: FileTrajectoryStorage) -> None:
-    await storage.add(trajectory("a"))
-    await storage.add_scores([score("a", None), score("b", 1.0)])
-    await storage.add_scores([score("a", 0.75, "test-2")])
-    await storage.add_scores([])
-    found = await storage.get("a")
-    assert found is not None
-    assert found[1] == (score("a", None), score("a", 0.75, "test-2"))
+    await asyncio.gather(*(each.add(trajectory("a", reward=0.25)) for each in (first, second, first)))
+    await second.add(trajectory("a", reward=0.875))
+    assert [found.episode_return async for found, _ in FileTrajectoryStorage(tmp_path).find()] == [0.25]
 
 
 async def test_numbers_that_json_does_not_know_come_back_as_they_were(storage: FileTrajectoryStorage) -> None:
     await storage.add(trajectory("a", reward=math.nan))
-    await storage.add_scores([score("a", math.inf)])
-    found = await storage.get("a")
-    assert found is not None
-    assert math.isnan(found[0].episode_return)
-    assert found[1][0].reward == math.inf
+    await storage.add(trajectory("b", reward=-math.inf))
+    await storage.add_scores([sample_score("b", math.inf)])
+    (a, none), (b, scores) = [pair async for pair in storage.find()]
+    assert math.isnan(a.episode_return) and none == ()
+    assert (b.episode_return, scores[0].reward) == (-math.inf, math.inf)
+    listed = [summary async for summary in storage.summaries()]
+    assert math.isnan(listed[0].episode_return)
+    assert (listed[1].episode_return, listed[1].reward) == (-math.inf, math.inf)
+    await storage.add_scores([sample_score("b", math.nan)])
+    assert math.isnan([summary.reward async for summary in storage.summaries()][1] or 0.0)
+    assert await ids(storage, TrajectoryFilter(reward_at_least=-math.inf)) == []
 
 
-FILTERS = [
-    (TrajectoryFilter(run_id="other"), {"run"}),
-    (TrajectoryFilter(group_id="other"), {"group"}),
-    (TrajectoryFilter(task_id="goal-2"), {"task"}),
-    (TrajectoryFilter(environment="../etc/passwd"), {"environment"}),
-    (TrajectoryFilter(split="held-out"), {"split"}),
-    (TrajectoryFilter(strategy="Other"), {"strategy"}),
-    (TrajectoryFilter(policy_version=8), {"version"}),
-    (TrajectoryFilter(stop=StopReason.MAX_TURNS), {"stop"}),
-    (TrajectoryFilter(failed=True), {"failed"}),
-    (TrajectoryFilter(reward_at_least=0.6), {"return", "scored"}),
-    (TrajectoryFilter(reward_at_most=0.4), {"low"}),
-    (TrajectoryFilter(reward_at_least=0.8, reward_at_most=0.8), {"return"}),
-    (TrajectoryFilter(since=1_763_700_003.0), {"late"}),
-    (TrajectoryFilter(until=1_763_700_001.0), {"early"}),
-    (TrajectoryFilter(ids=("late", "run", "nobody", "run")), {"late", "run"}),
-    (TrajectoryFilter(ids=()), set()),
-    (TrajectoryFilter(run_id="run", environment="webshop", limit=2, failed=False), {"group", "task"}),
-    (TrajectoryFilter(limit=0), set()),
-]
+async def test_no_text_is_taken_for_a_query(storage: FileTrajectoryStorage) -> None:
+    odd = "'; DROP TABLE episodes; --\"%_?"
+    await storage.add(trajectory(odd, run_id=odd, environment=odd, task_id=odd, strategy=odd, split=odd, group_id=odd))
+    await storage.add(trajectory("other"))
+    where = TrajectoryFilter(
+        ids=(odd,), run_id=odd, environment=odd, task_id=odd, strategy=odd, split=odd, group_id=odd
+    )
+    assert await ids(storage, where) == [odd]
+    assert await ids(storage, TrajectoryFilter(run_id="%")) == []
+    assert await ids(storage, TrajectoryFilter(ids=(odd, *map(str, range(40_000))))) == [odd]
 
 
-@pytest.mark.parametrize(("where", "expected"), FILTERS, ids=lambda value: str(value) if isinstance(value, set) else "")
-async def test_find_returns_what_matches(
-    storage: FileTrajectoryStorage, where: TrajectoryFilter, expected: set[str]
-) -> None:
-    failure = Failure(kind=FailureKind.INFRASTRUCTURE, message="gone", boundary="environment.step")
-    for one in (
-        trajectory("run", run_id="other"),
-        trajectory("group", group_id="other"),
-        trajectory("task", task_id="goal-2"),
-        trajectory("environment", environment="../etc/passwd"),
-        trajectory("split", split="held-out"),
-        trajectory("strategy", strategy="Other"),
-        trajectory("version", version=8),
-        trajectory("stop", stop=StopReason.MAX_TURNS),
-        trajectory("failed", failure=failure),
-        trajectory("return", reward=0.8),
-        trajectory("scored", reward=0.0),
-        trajectory("low", reward=0.4),
-        trajectory("unknown", reward=0.9),
-        trajectory("late", finished=1_763_700_003.0),
-        trajectory("early", finished=1_763_700_001.0),
-    ):
-        await storage.add(one)
-    await storage.add_scores([score("scored", 0.0), score("unknown", 0.9), score("scored", 1.0)])
-    await storage.add_scores([score("unknown", None, "the newest one could not say")])
-    assert set(await ids(storage, where)) == expected
-
-
-async def test_a_stream_can_be_left_early_and_ignores_later_additions(storage: FileTrajectoryStorage) -> None:
+async def test_a_stream_can_be_left_early(storage: FileTrajectoryStorage) -> None:
     for number in range(50):
         await storage.add(trajectory(str(number)))
     seen = []
     async for found, _ in storage.find():
-        await storage.add(trajectory(f"later-{len(seen)}"))
         seen.append(found.id)
         if len(seen) == 40:
             break
+    await storage.close()
+    assert seen == [str(number) for number in range(40)]
+
+
+async def test_what_is_dropped_while_a_stream_is_read_is_left_out(storage: FileTrajectoryStorage) -> None:
+    for number in range(64):
+        await play(storage, steps_of(sample_episode(str(number)))[:2])
+    stream = storage.find(TrajectoryFilter(finished=False))
+    seen = [(await anext(stream))[0].id]
+    # The stream has read on a little, but not as far as that.
+    assert await storage.drop([str(number) for number in range(40, 64)]) == 24
+    seen += [found.id async for found, _ in stream]
     assert seen == [str(number) for number in range(40)]
 
 
 async def test_files_are_private_and_no_name_becomes_a_path(tmp_path: Path) -> None:
     storage = FileTrajectoryStorage(tmp_path / "deep" / "store")
     await storage.add(trajectory("../../id", environment="../../outside", run_id="/abs", task_id="../task"))
-    await storage.add_scores([score("../../id", 1.0)])
+    await storage.add_scores([sample_score("../../id", 1.0)])
     made = list(tmp_path.rglob("*"))
-    assert {path.relative_to(tmp_path).parts[2] for path in made if path.is_file()} == {"trajectories", "scores"}
+    assert {path.name for path in made if path.is_file()} == {FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"}
     for path in made:
         expected = 0o600 if path.is_file() else 0o700
         assert stat.S_IMODE(path.stat().st_mode) == expected, path
-    assert await ids(storage) == ["../../id"]
+    await storage.close()
+    assert [path.name for path in (tmp_path / "deep" / "store").iterdir()] == [FILE_NAME]
 
 
-async def test_half_a_record_is_not_read_and_is_cut_off_by_the_next_writer(tmp_path: Path) -> None:
-    async with FileTrajectoryStorage(tmp_path) as storage:
-        await storage.add(trajectory("whole"))
-        await storage.add(trajectory("torn"))
-    (segment,) = segments(tmp_path)
-    complete = segment.read_bytes()
-    for missing in (1, 2, 50, 400):
-        segment.write_bytes(complete[:-missing])
-        assert await ids(FileTrajectoryStorage(tmp_path)) == ["whole"]
-        async with FileTrajectoryStorage(tmp_path) as writer:
-            await writer.add(trajectory("next"))
-        assert await ids(FileTrajectoryStorage(tmp_path)) == ["whole", "next"]
-    assert segments(tmp_path) == [segment]
+async def test_a_storage_can_be_used_again_after_close(storage: FileTrajectoryStorage) -> None:
+    await storage.add(trajectory("a"))
+    await storage.close()
+    await storage.add(trajectory("b"))
+    assert await ids(storage) == ["a", "b"]
+    await storage.close()
+    await storage.close()
 
 
-async def test_damage_is_an_error_that_names_the_place(tmp_path: Path) -> None:
-    async with FileTrajectoryStorage(tmp_path) as storage:
-        await storage.add(trajectory("a"))
-        await storage.add(trajectory("b"))
-    (segment,) = segments(tmp_path)
-    segment.write_bytes(segment.read_bytes().replace(b"red mug", b"red mud", 1))
-    with pytest.raises(StorageError, match=r"damaged at byte 0: the checksum"):
-        await ids(FileTrajectoryStorage(tmp_path))
-    with pytest.raises(StorageError, match="damaged"):
-        await FileTrajectoryStorage(tmp_path).add(trajectory("c"))
+@pytest.mark.parametrize(("durable", "level"), [(True, 2), (False, 1)], ids=["full", "normal"])
+async def test_calls_that_wait_together_share_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool, level: int
+) -> None:
+    statements: list[str] = []
+    levels: list[int] = []
+    real = file_module.connect
+
+    def traced(file: Path, *, durable: bool = True) -> sqlite3.Connection:
+        connection = real(file, durable=durable)
+        connection.set_trace_callback(statements.append)
+        levels.append(connection.execute("PRAGMA synchronous").fetchone()[0])
+        return connection
+
+    monkeypatch.setattr(file_module, "connect", traced)
+    storage = FileTrajectoryStorage(tmp_path, durable=durable)
+    await asyncio.gather(*(storage.add(trajectory(str(number))) for number in range(64)))
+    assert levels == [level]  # 2 flushes every commit, 1 does not
+    assert 1 <= statements.count("COMMIT") <= 8
+    assert len(await ids(storage)) == 64
+
+
+async def test_a_call_that_fails_leaves_those_beside_it_alone(storage: FileTrajectoryStorage) -> None:
+    await play(storage, steps_of(sample_episode("open"))[:2])
+    gap = EpisodeGrowth(trajectory_id="open", first=9, nodes=(Node(parent=None, message=Message(role="user")),))
+    huge = trajectory("huge").model_copy(update={"usage": trajectory("huge").usage.model_copy(update={"steps": 2**70})})
+    results = await asyncio.gather(
+        storage.add(trajectory("before")),
+        storage.grow(gap),
+        storage.add(huge),
+        storage.end(EpisodeEnd.model_validate({**steps_of(sample_episode("x"))[-1].model_dump()})),
+        storage.add(trajectory("after")),
+        return_exceptions=True,
+    )
+    assert [type(result) for result in results] == [type(None), StorageError, StorageError, StorageError, type(None)]
+    assert "has 3 nodes and cannot grow from node 9" in str(results[1])
+    assert await ids(storage) == ["before", "after"]
+    assert await storage.add_scores([sample_score("huge", 1.0)]) is None  # nothing of it was stored
+    await storage.add(trajectory("huge"))
+    assert await ids(storage) == ["before", "after", "huge"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"head": 99},
+        {"marks": (NodeMark(index=5, reward=1.0),)},
+        {"nodes": (Node(parent=7, message=Message(role="user")),)},
+    ],
+    ids=["head", "mark", "parent"],
+)
+async def test_a_wrong_growth_changes_nothing(storage: FileTrajectoryStorage, wrong: dict[str, object]) -> None:
+    sample = sample_episode("a")
+    start, first, second, *rest = steps_of(sample)
+    assert isinstance(second, EpisodeGrowth)
+    await play(storage, (start, first))
+    with pytest.raises(StorageError):
+        await storage.grow(EpisodeGrowth.model_validate({"trajectory_id": "a", "first": 3, "head": 1} | wrong))
+    await play(storage, (second, *rest))
+    assert await storage.get("a") == (sample, ())
+
+
+async def test_two_storages_may_take_turns_with_one_episode(tmp_path: Path) -> None:
+    sample = sample_episode("a")
+    storages = [FileTrajectoryStorage(tmp_path), FileTrajectoryStorage(tmp_path)]
+    for at, step in enumerate(steps_of(sample)):
+        await play(storages[at % 2], [step])
+    assert await storages[0].get("a") == (sample, ())
+
+
+async def test_a_growth_may_overlap_what_is_known(storage: FileTrajectoryStorage) -> None:
+    sample = sample_episode("a")
+    start, *_, end = steps_of(sample)
+    await storage.begin(start)
+    for until in (2, 2, 4, 3, 6):
+        await storage.grow(EpisodeGrowth(trajectory_id="a", first=0, nodes=sample.nodes[:until], head=0))
+    await storage.end(end)
+    assert await storage.get("a") == (sample, ())
+
+
+async def test_what_a_cancelled_caller_wrote_is_stored(storage: FileTrajectoryStorage) -> None:
+    await storage.add(trajectory("first"))
+    tasks = [asyncio.create_task(storage.add(trajectory(str(number)))) for number in range(8)]
+    await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await storage.close()
+    assert set(await ids(storage)) == {"first", *map(str, range(8))}
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Trajectory:
+    """Any tree of any depth, with rewards and tokens here and there."""
+    count = draw(st.integers(1, 12))
+    nodes = []
+    for at in range(count):
+        sampled = draw(st.booleans())
+        nodes.append(
+            Node(
+                parent=draw(st.none() | st.integers(0, at - 1)) if at else None,
+                message=Message(role="assistant" if sampled else "user", content=draw(st.none() | st.text(max_size=9))),
+                sampled=sampled,
+                reward=draw(st.none() | st.floats(-1, 1)),
+                visits=draw(st.integers(0, 3)),
+            )
+        )
+    head = draw(st.none() | st.integers(0, count - 1))
+    return sample_episode("a").model_copy(update={"nodes": tuple(nodes), "head": head})
+
+
+@settings(max_examples=40, deadline=None)
+@given(trees(), st.data())
+def test_an_episode_that_is_played_equals_one_that_is_added(tree: Trajectory, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(tree.nodes)), max_size=4)) | {len(tree.nodes)})
+    early = data.draw(st.lists(st.booleans(), min_size=len(tree.nodes), max_size=len(tree.nodes)))
+    start, end = start_of(tree), end_of(tree)
+    growths, first = [], 0
+    for until in cuts:
+        # What is not known early is marked by the next growth, or by one without nodes.
+        nodes = [
+            node if known else node.model_copy(update={"reward": None, "visits": 0})
+            for node, known in zip(tree.nodes[first:until], early[first:until], strict=True)
+        ]
+        growths.append(EpisodeGrowth(trajectory_id="a", first=first, nodes=tuple(nodes), head=until - 1))
+        late = [at for at in range(first, until) if not early[at]]
+        marks = [NodeMark(index=at, reward=tree.nodes[at].reward, visits=tree.nodes[at].visits) for at in late]
+        growths.append(EpisodeGrowth(trajectory_id="a", first=until, head=until - 1, marks=tuple(marks)))
+        first = until
+
+    async def both(folder: Path) -> None:
+        played = FileTrajectoryStorage(folder / "played", durable=False)
+        added = FileTrajectoryStorage(folder / "added", durable=False)
+        await play(played, (start, *growths, end))
+        await added.add(tree)
+        assert await played.get("a") == await added.get("a") == (tree, ())
+        assert [one async for one in played.summaries()] == [one async for one in added.summaries()]
+        await played.close()
+        await added.close()
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(both(Path(folder)))
+
+
+async def test_a_damaged_record_is_an_error_that_names_it(tmp_path: Path) -> None:
+    file = await closed_store(tmp_path, "good", "bad")
+    with sqlite3.connect(file) as connection:
+        (blob,) = connection.execute("SELECT nodes FROM chunks WHERE episode = 2").fetchone()
+        connection.execute("UPDATE chunks SET nodes = ? WHERE episode = 2", (blob[:-9] + bytes(1) + blob[-8:],))
+    storage = FileTrajectoryStorage(tmp_path)
+    assert await storage.get("good") is not None
+    with pytest.raises(StorageError, match=r"'bad'.*damaged.*backup"):
+        await storage.get("bad")
+    with sqlite3.connect(file) as connection:
+        connection.execute("DELETE FROM chunks WHERE episode = 2")
+    with pytest.raises(StorageError, match=r"'bad' has 0 of 3 nodes"):
+        await storage.get("bad")
+
+
+async def test_a_damaged_file_is_an_error_and_stays_as_it_is(tmp_path: Path) -> None:
+    file = await closed_store(tmp_path, *map(str, range(50)))
+    whole = file.read_bytes()
+    for damaged in (
+        b"not a database at all" * 100,
+        whole[:100] + os.urandom(len(whole) - 100),
+        whole[: len(whole) // 2],
+    ):
+        file.write_bytes(damaged)
+        storage = FileTrajectoryStorage(tmp_path)
+        with pytest.raises(StorageError, match=r"damaged or no database.*restore it from a backup"):
+            await ids(storage)
+        with pytest.raises(StorageError, match=r"damaged or no database"):
+            await storage.add(trajectory("new"))
+        await storage.close()
+        assert file.read_bytes() == damaged
+
+
+async def test_a_database_of_something_else_is_refused(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / FILE_NAME) as connection:
+        connection.execute("CREATE TABLE recipes (name TEXT)")
+    for call in (FileTrajectoryStorage(tmp_path).count(), FileTrajectoryStorage(tmp_path).add(trajectory("a"))):
+        with pytest.raises(StorageError, match="database of something else"):
+            await call
 
 
 async def test_a_newer_schema_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    newer = trajectory("a").model_dump_json().replace('"schema_version":1', '"schema_version":2,"new":1')
-    AppendLog(tmp_path / "trajectories", unique=True).append([("a", newer.encode())])
-    with pytest.raises(StorageError, match=r"schema version 2.*upgrade openhands_rl_plugin"):
-        await ids(FileTrajectoryStorage(tmp_path))
+    file = await closed_store(tmp_path, "a")
+    with sqlite3.connect(file) as connection:
+        connection.execute("PRAGMA user_version = 3")
+    for call in (FileTrajectoryStorage(tmp_path).count(), FileTrajectoryStorage(tmp_path).add(trajectory("b"))):
+        with pytest.raises(StorageError, match=r"schema version 3.*upgrade openhands_rl_plugin"):
+            await call
 
 
 async def test_a_folder_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match=r"cannot be used.*\[rl.storage\]"):
         await FileTrajectoryStorage(tmp_path / "file" / "store").add(trajectory("a"))
+    (tmp_path / "store" / FILE_NAME).mkdir(parents=True)
+    with pytest.raises(StorageError, match=r"permissions.*\[rl.storage\]"):
+        await FileTrajectoryStorage(tmp_path / "store").add(trajectory("a"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write everywhere")
+async def test_a_folder_that_may_not_be_written_is_reported(tmp_path: Path) -> None:
+    await closed_store(tmp_path / "store", "a")
+    (tmp_path / "store" / FILE_NAME).chmod(0o400)
+    (tmp_path / "store").chmod(0o500)
+    with pytest.raises(StorageError, match=r"may not be written.*change their permissions"):
+        await FileTrajectoryStorage(tmp_path / "store").add(trajectory("b"))
 
 
 async def test_a_failed_write_does_not_spoil_the_next_one(tmp_path: Path) -> None:
@@ -212,50 +363,57 @@ async def test_a_failed_write_does_not_spoil_the_next_one(tmp_path: Path) -> Non
     assert await ids(storage) == ["b"]
 
 
-async def test_a_removed_segment_is_forgotten(tmp_path: Path) -> None:
-    storage = FileTrajectoryStorage(tmp_path)
-    await storage.add(trajectory("a"))
-    await storage.close()
-    segments(tmp_path)[0].unlink()
-    assert await ids(storage) == []
-    await storage.add(trajectory("a"))
-    assert await ids(storage) == ["a"]
+def copied(version: str, to: Path) -> FileTrajectoryStorage:
+    shutil.copytree(GOLDEN / version, to)
+    return FileTrajectoryStorage(to)
 
 
-def test_segments_are_finished_at_their_size_and_an_unfinished_one_is_taken_up(tmp_path: Path) -> None:
-    document = b'{"text":"%s"}' % (b"x" * 400)
-    for number in range(10):
-        log = AppendLog(tmp_path, unique=True, segment_bytes=1000)
-        log.append([(str(number), document)])
-        log.close()
-    assert [path.read_bytes().count(b"\n") for path in sorted(tmp_path.iterdir())] == [3, 3, 3, 1]
-    log = AppendLog(tmp_path, unique=True)
-    log.refresh()
-    assert [entry.id for entry in log.entries()] == [str(number) for number in range(10)]
-    assert list(log.read(log.entries())) == [document] * 10
-
-
-async def test_appends_that_arrive_together_share_a_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flushes = 0
-    real = os.fdatasync
-
-    def count(descriptor: int) -> None:
-        nonlocal flushes
-        flushes += 1
-        real(descriptor)
-
-    monkeypatch.setattr("openhands_rl_plugin.storages.log._flush_to_disk", count)
-    storage = FileTrajectoryStorage(tmp_path)
-    await asyncio.gather(*(storage.add(trajectory(str(number))) for number in range(64)))
-    assert 1 <= flushes <= 8
-    assert len(await ids(storage)) == 64
-
-
-async def test_the_first_schema_version_can_still_be_read() -> None:
-    storage = FileTrajectoryStorage(GOLDEN / "version-1")
+async def test_the_first_schema_version_is_taken_over_once(tmp_path: Path) -> None:
+    storage = copied("version-1", tmp_path / "store")
     found = [pair async for pair in storage.find()]
     assert [(one.id, one.schema_version, len(scores)) for one, scores in found] == [("react", 1, 2), ("failed", 1, 0)]
-    react, failed = found[0][0], found[1][0]
-    assert isinstance(react, Trajectory) and react == trajectory("react", turns=2)
-    assert failed.failure is not None and failed.failure.kind is FailureKind.INFRASTRUCTURE
+    assert found[0][0] == trajectory("react", turns=2).model_copy(update={"schema_version": 1})
+    assert found[1][0].failure is not None and found[1][0].failure.kind is FailureKind.INFRASTRUCTURE
     assert [one.reward for one in found[0][1]] == [0.5, None]
+    await storage.add(trajectory("new"))
+    await storage.close()
+    assert await ids(FileTrajectoryStorage(tmp_path / "store")) == ["react", "failed", "new"]
+    for old in (GOLDEN / "version-1").rglob("*.jsonl"):
+        assert (tmp_path / "store" / old.relative_to(GOLDEN / "version-1")).read_bytes() == old.read_bytes()
+
+
+async def test_two_that_take_over_an_old_store_at_once_do_it_once(tmp_path: Path) -> None:
+    first = copied("version-1", tmp_path / "store")
+    # What a process has left that was killed while it did the same.
+    (tmp_path / "store" / f"{FILE_NAME}.new").write_bytes(b"half")
+    second = FileTrajectoryStorage(tmp_path / "store")
+    await asyncio.gather(first.add(trajectory("a")), second.add(trajectory("b")), first.count(), second.count())
+    assert sorted(await ids(first)) == ["a", "b", "failed", "react"]
+    assert {path.name for path in (tmp_path / "store").glob("*.new")} == set()
+
+
+async def test_an_old_store_that_is_damaged_is_not_taken_over(tmp_path: Path) -> None:
+    storage = copied("version-1", tmp_path / "store")
+    (segment,) = (tmp_path / "store" / "trajectories").iterdir()
+    whole = segment.read_bytes()
+    segment.write_bytes(whole.replace(b"red mug", b"red mud", 1))
+    for call in (storage.count(), storage.add(trajectory("a"))):
+        with pytest.raises(StorageError, match=r"damaged at byte 0: the checksum"):
+            await call
+    assert {path.name for path in (tmp_path / "store").iterdir()} == {"trajectories", "scores"}
+    # The end of a write that never finished is no damage.
+    segment.write_bytes(whole + whole[:300])
+    assert await ids(storage) == ["react", "failed"]
+
+
+async def test_the_second_schema_version_can_be_read(tmp_path: Path) -> None:
+    storage = copied("version-2", tmp_path / "store")
+    expected = []
+    for line in (GOLDEN / "version-2" / "expected.jsonl").read_text(encoding="utf-8").splitlines():
+        found, scores = json.loads(line)
+        expected.append((Trajectory.model_validate(found), tuple(map(Score.model_validate, scores))))
+    assert [one.stop for one, _ in expected].count(StopReason.UNFINISHED) == 1
+    assert [pair async for pair in storage.find(TrajectoryFilter(finished=None))] == expected
+    # It can be written, too: the unfinished episode goes on.
+    await play(storage, steps_of(sample_episode("unfinished"))[2:])
+    assert await storage.get("unfinished") == (sample_episode("unfinished"), ())

@@ -32,7 +32,7 @@ def test_a_group_without_signal_gets_no_advantage() -> None:
     assert (baseline.used, baseline.flat) == (2, 2)
 
 
-def test_failed_timed_out_and_unscored_episodes_leave_the_baseline() -> None:
+def test_failed_timed_out_unfinished_and_unscored_episodes_leave_the_baseline() -> None:
     failure = Failure(kind=FailureKind.INFRASTRUCTURE, message="away", boundary="test")
     played = [
         episode(0, "a"),
@@ -41,8 +41,9 @@ def test_failed_timed_out_and_unscored_episodes_leave_the_baseline() -> None:
         episode(3, "a", stop=StopReason.TIMEOUT),
         episode(4, "a"),
         episode(5, "b"),
+        episode(6, "a", stop=StopReason.UNFINISHED),
     ]
-    baseline = group_advantages(played, [1.0, 0.0, 0.0, 0.0, None, 1.0])
-    assert baseline.advantages[2:] == (None, None, None, None)
-    assert (baseline.used, baseline.failed, baseline.unscored, baseline.alone) == (2, 2, 1, 1)
+    baseline = group_advantages(played, [1.0, 0.0, 0.0, 0.0, None, 1.0, 1.0])
+    assert baseline.advantages[2:] == (None,) * 5
+    assert (baseline.used, baseline.failed, baseline.unscored, baseline.alone) == (2, 3, 1, 1)
     assert baseline.advantages[0] == pytest.approx(-baseline.advantages[1])

@@ -1,0 +1,243 @@
+"""What of an episode is listed, filtered and sorted by, computed in one place for all storages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Self
+
+from openhands_rl_plugin.errors import StorageError
+from openhands_rl_plugin.records import EpisodeEnd, EpisodeStart, NodeMark, TrajectorySummary
+from openhands_rl_plugin.types import (
+    SCHEMA_VERSION,
+    FailureKind,
+    Node,
+    PolicyRef,
+    Score,
+    StopReason,
+    Times,
+    Trajectory,
+    Usage,
+)
+
+
+class EpisodeHeader(NamedTuple):
+    """One flat row. ``turns`` and ``episode_return`` are those of the acted path; the times are Unix times in seconds.
+
+    An unfinished episode has ``stop`` "unfinished", no usage, and as ``finished`` the time at which it last grew.
+    """
+
+    id: str
+    run_id: str
+    group_id: str
+    task_id: str
+    environment: str
+    split: str
+    strategy: str
+    base_model: str
+    adapter: str | None
+    policy_version: int | None
+    stop: str
+    failure_kind: str | None
+    nodes: int
+    turns: int
+    episode_return: float
+    started: float
+    finished: float
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    calls: int = 0
+    steps: int = 0
+
+    @classmethod
+    def begun(cls, start: EpisodeStart) -> Self:
+        """That of an episode in which nothing was said yet."""
+        policy = start.policy
+        return cls(
+            id=start.id,
+            run_id=start.run_id,
+            group_id=start.group_id,
+            task_id=start.task.id,
+            environment=start.task.environment,
+            split=start.task.split,
+            strategy=start.strategy.name,
+            base_model=policy.base_model,
+            adapter=policy.adapter,
+            policy_version=policy.version,
+            stop=StopReason.UNFINISHED.value,
+            failure_kind=None,
+            nodes=0,
+            turns=0,
+            episode_return=0.0,
+            started=start.started,
+            finished=start.started,
+        )
+
+    def grown(self, spine: Spine, head: int | None, at: float) -> Self:
+        """That of the episode with these nodes, which last grew at the time ``at``."""
+        turns, episode_return = spine.along(head)
+        return self._replace(nodes=len(spine), turns=turns, episode_return=episode_return, finished=at)
+
+    def ended(self, spine: Spine, end: EpisodeEnd) -> Self:
+        """That of the finished episode. Raises ``StorageError`` when it did not end."""
+        if end.stop is StopReason.UNFINISHED:
+            raise StorageError(f"episode {end.trajectory_id!r} is unfinished; store it with begin() and grow()")
+        return self.grown(spine, end.head, end.finished)._replace(
+            base_model=end.policy.base_model,
+            adapter=end.policy.adapter,
+            policy_version=end.policy.version,
+            stop=end.stop.value,
+            failure_kind=None if end.failure is None else end.failure.kind.value,
+            **end.usage.model_dump(),
+        )
+
+    def summary(self, reward: float | None) -> TrajectorySummary:
+        """What a list shows; ``reward`` is that of the newest score."""
+        return TrajectorySummary(
+            id=self.id,
+            run_id=self.run_id,
+            group_id=self.group_id,
+            task_id=self.task_id,
+            environment=self.environment,
+            split=self.split,
+            strategy=self.strategy,
+            policy=PolicyRef(base_model=self.base_model, adapter=self.adapter, version=self.policy_version),
+            stop=StopReason(self.stop),
+            failure=None if self.failure_kind is None else FailureKind(self.failure_kind),
+            nodes=self.nodes,
+            turns=self.turns,
+            episode_return=self.episode_return,
+            reward=reward,
+            usage=Usage(**{name: getattr(self, name) for name in Usage.model_fields}),
+            times=Times(started=self.started, finished=self.finished),
+        )
+
+    def sorting_reward(self, newest: Score | None) -> float | None:
+        """What filters and sorting look at: the newest score's reward, or the return when nothing scored it yet."""
+        return self.episode_return if newest is None else newest.reward
+
+
+class Spine:
+    """The part of an episode's nodes that decides its header: their parents, who said them, and the rewards."""
+
+    def __init__(self, nodes: Iterable[Node] = ()) -> None:
+        self._nodes: list[tuple[int | None, bool, float]] = []
+        self.extend(nodes)
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def extend(self, nodes: Iterable[Node]) -> None:
+        """Append. Raises ``StorageError`` for a node that does not lie below an earlier one."""
+        for node in nodes:
+            at = len(self._nodes)
+            if node.parent is not None and not 0 <= node.parent < at:
+                raise StorageError(f"node {at} cannot be stored: its parent {node.parent} is not an earlier node")
+            self._nodes.append((node.parent, node.sampled, node.reward or 0.0))
+
+    def mark(self, marks: Iterable[NodeMark]) -> None:
+        """Change rewards. Raises ``StorageError`` for a mark of a node that is not there."""
+        for mark in marks:
+            if not 0 <= mark.index < len(self):
+                raise StorageError(f"node {mark.index} cannot be marked: there are {len(self)} nodes")
+            parent, sampled, _ = self._nodes[mark.index]
+            self._nodes[mark.index] = parent, sampled, mark.reward or 0.0
+
+    def along(self, head: int | None) -> tuple[int, float]:
+        """Turns and return of the path to ``head``. Raises ``StorageError`` when that node is not there."""
+        if head is not None and not 0 <= head < len(self):
+            raise StorageError(f"node {head} cannot be the head: there are {len(self)} nodes")
+        turns, rewards = 0, []
+        while head is not None:
+            head, sampled, reward = self._nodes[head]
+            turns += sampled
+            rewards.append(reward)
+        # Summed from the root on, as ``Trajectory.episode_return`` does, to get the same last bit.
+        return turns, float(sum(reversed(rewards)))
+
+
+def header_of(trajectory: Trajectory) -> EpisodeHeader:
+    """The header of a finished trajectory. Raises ``StorageError`` when it is not finished or not a tree."""
+    spine = Spine(trajectory.nodes)
+    return EpisodeHeader.begun(start_of(trajectory)).ended(spine, end_of(trajectory))
+
+
+def start_of(trajectory: Trajectory) -> EpisodeStart:
+    """The part of a trajectory that was known before it was played."""
+    return EpisodeStart(
+        schema_version=trajectory.schema_version,
+        id=trajectory.id,
+        run_id=trajectory.run_id,
+        group_id=trajectory.group_id,
+        task=trajectory.task,
+        strategy=trajectory.strategy,
+        policy=trajectory.policy,
+        tools=trajectory.tools,
+        started=trajectory.times.started,
+    )
+
+
+def end_of(trajectory: Trajectory) -> EpisodeEnd:
+    """The part of a trajectory that was known when it was over."""
+    return EpisodeEnd(
+        trajectory_id=trajectory.id,
+        head=trajectory.head,
+        stop=trajectory.stop,
+        policy=trajectory.policy,
+        tools=trajectory.tools,
+        evidence=trajectory.evidence,
+        failure=trajectory.failure,
+        usage=trajectory.usage,
+        finished=trajectory.times.finished,
+    )
+
+
+def whole(start: EpisodeStart, nodes: Sequence[Node], end: EpisodeEnd) -> Trajectory:
+    """A finished episode put together again."""
+    if start.schema_version > SCHEMA_VERSION:
+        raise newer_schema(start.id, start.schema_version)
+    return Trajectory(
+        schema_version=start.schema_version,
+        id=start.id,
+        run_id=start.run_id,
+        group_id=start.group_id,
+        task=start.task,
+        strategy=start.strategy,
+        policy=end.policy,
+        nodes=tuple(nodes),
+        head=end.head,
+        stop=end.stop,
+        tools=end.tools,
+        evidence=end.evidence,
+        failure=end.failure,
+        usage=end.usage,
+        times=Times(started=start.started, finished=end.finished),
+    )
+
+
+def so_far(start: EpisodeStart, nodes: Sequence[Node], head: int | None, grown: float) -> Trajectory:
+    """An unfinished episode as it stands, ``grown`` last at that time. Its usage and evidence are not known yet."""
+    end = EpisodeEnd(
+        trajectory_id=start.id,
+        head=head,
+        stop=StopReason.UNFINISHED,
+        policy=start.policy,
+        tools=start.tools,
+        finished=grown,
+    )
+    return whole(start, nodes, end)
+
+
+def marked(nodes: Sequence[Node], marks: Iterable[NodeMark]) -> tuple[Node, ...]:
+    """``nodes`` with what became known later; of two marks of one node the later one holds."""
+    changed = list(nodes)
+    for mark in marks:
+        changed[mark.index] = changed[mark.index].model_copy(update=mark.model_dump(exclude={"index"}))
+    return tuple(changed)
+
+
+def newer_schema(identity: str, version: int) -> StorageError:
+    """The error of a record that a later release wrote."""
+    return StorageError(
+        f"record {identity!r} is of schema version {version}, newer than {SCHEMA_VERSION}; upgrade openhands_rl_plugin"
+    )

@@ -1,0 +1,41 @@
+# /// script
+# requires-python = ">=3.13"
+# dependencies = ["mongoeco==4.11.0", "pymongo==4.20.0"]
+# ///
+"""A server of MongoDB's wire protocol that keeps its data in an SQLite file: ``mongoeco_server.py FILE PORT``.
+
+With ``--python`` it prints the interpreter that runs it and ends. It says "ready" when it listens, and ends when its
+standard input does, so that it does not outlive a test session that was killed. ``USER`` and ``PASSWORD`` in
+``MONGOECO_USER`` and ``MONGOECO_PASSWORD`` make it ask for them.
+"""
+
+import asyncio
+import os
+import sys
+import threading
+
+from mongoeco.engines.sqlite import SQLiteEngine
+from mongoeco.wire.auth import WireAuthUser
+from mongoeco.wire.proxy import AsyncMongoEcoProxyServer
+
+
+async def serve(file: str, port: int) -> None:
+    users = ()
+    if user := os.environ.get("MONGOECO_USER"):
+        users = (WireAuthUser(username=user, password=os.environ["MONGOECO_PASSWORD"]),)
+    async with AsyncMongoEcoProxyServer(engine=SQLiteEngine(file), port=port, auth_users=users):
+        print("ready", flush=True)
+        await asyncio.Event().wait()
+
+
+def end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--python":
+        print(sys.executable)
+    else:
+        threading.Thread(target=end_with_parent, daemon=True).start()
+        asyncio.run(serve(sys.argv[1], int(sys.argv[2])))
