@@ -78,12 +78,12 @@ class _Choice:
         return fresh
 
     def rest(self) -> tuple[str, list[DeltaToolCall]]:
-        """What remains at the end: held back text, or the calls that it turned out to be."""
+        """What remains at the end: text that was held back, and the calls that some of it turned out to be."""
         parsed = parse_tool_calls(self.whole) if self.tools else None
         if parsed is None or not parsed.calls:
             return self.whole[self.sent :], []
         calls = answered_calls(parsed.calls)
-        return "", [DeltaToolCall(index=i, **call.model_dump()) for i, call in enumerate(calls)]
+        return parsed.spoken[self.sent :], [DeltaToolCall(index=i, **call.model_dump()) for i, call in enumerate(calls)]
 
 
 async def chat_events(

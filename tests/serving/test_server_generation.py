@@ -1,6 +1,7 @@
 """The generation core against the original model: equal tokens and logprobs, however requests are batched."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from openhands_rl_plugin.serving.config import GeneratorConfig
 from openhands_rl_plugin.serving.failures import StartError
 from openhands_rl_plugin.serving.generator import Generator
 from openhands_rl_plugin.serving.sampling import SamplingParams
-from openhands_rl_plugin.serving.sequence import FinishReason, Generation
+from openhands_rl_plugin.serving.sequence import FinishReason, Generation, Ticket
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -215,3 +216,8 @@ def test_the_number_of_threads_changes_nothing_but_the_pace(tiny_model: Path, ge
     with Generator(GeneratorConfig(model=str(tiny_model), dtype="float32", threads=2)) as other:
         params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
         same(other.generate(prompt(33), params), generator.generate(prompt(33), params))
+
+
+def test_somebody_who_stops_waiting_does_not_cancel_the_future_below_the_scheduler() -> None:
+    ticket = Ticket(Future())
+    assert not ticket.future.cancel() and not ticket.future.cancelled()

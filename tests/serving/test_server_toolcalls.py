@@ -35,6 +35,7 @@ def test_an_unclosed_last_call_counts() -> None:
         '<tool_call>{"name": "f", "arguments": "not json"}</tool_call>',
         '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>oops</tool_call>',
         "<tool_call>",
+        '<think><tool_call>{"name": "f", "arguments": {}}</tool_call></think>',
     ],
 )
 def test_what_is_malformed_stays_text(text: str) -> None:
@@ -47,6 +48,16 @@ def test_arguments_given_as_text() -> None:
     assert call.arguments == '{"x": 1}'
 
 
+def test_slips_with_one_reading_are_read() -> None:
+    text = '<TOOL_CALL>{"name": "f", "arguments": {"x": "a\n</tool_call>",}}</TOOL_CALL>'
+    assert parse_tool_calls(text).calls == (ParsedCall("f", json.dumps({"x": "a\n</tool_call>"})),)
+
+
+def test_text_after_a_call_is_content() -> None:
+    parsed = parse_tool_calls(f"first {render_tool_call('f', '{}')} then\n")
+    assert parsed.content == "first  then" and parsed.spoken == "first  then\n"
+
+
 def test_arguments_that_mention_arguments() -> None:
     raw = '{"arguments": {"arguments": 1}}'
     (call,) = parse_tool_calls(render_tool_call("f", raw)).calls
@@ -56,8 +67,7 @@ def test_arguments_that_mention_arguments() -> None:
 @given(st.text(min_size=1), st.dictionaries(st.text(), st.integers() | st.text() | st.none()))
 def test_rendered_calls_are_read_back(name: str, arguments: dict[str, object]) -> None:
     raw = json.dumps(arguments)
-    if "</tool_call>" not in name + raw:
-        assert parse_tool_calls(render_tool_call(name, raw)).calls == (ParsedCall(name, raw),)
+    assert parse_tool_calls(render_tool_call(name, raw)).calls == (ParsedCall(name, raw),)
 
 
 @given(st.text(alphabet="<tol_ca>x", max_size=40), st.text(alphabet="<tol_ca>x", max_size=40))

@@ -1,0 +1,1 @@
+"""Templates: conversations as text, and calls read out of text."""
