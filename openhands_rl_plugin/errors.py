@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
+from openhands_rl_plugin.redaction import redact_text
 from openhands_rl_plugin.types import Failure, FailureKind
 
 
@@ -97,6 +98,7 @@ def boundary(kind: FailureKind, what: str) -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """``"TypeName: first line of the message"``, at most 500 characters."""
-    text = str(error).strip().splitlines()
+    """``"TypeName: first line of the message"``, at most 500 characters, without secrets."""
+    # Redacted before it is cut: half a key has no known shape.
+    text = redact_text(str(error).strip()[:100_000]).splitlines()
     return f"{type(error).__name__}: {text[0]}"[:500] if text else type(error).__name__

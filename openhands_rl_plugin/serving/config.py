@@ -41,7 +41,7 @@ class ServerConfig(GeneratorConfig):
     """The generation core behind HTTP."""
 
     host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=0, le=65535, description="0 takes a free port.")
+    port: int = Field(default=8100, ge=0, le=65535, description="0 takes a free port.")
     served_model_name: str | None = Field(default=None, description="Name of the base model; None: `model` as given.")
     api_key_env: str = Field(
         default="OPENHANDS_RL_API_KEY",

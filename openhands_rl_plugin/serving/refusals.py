@@ -1,16 +1,15 @@
 """Errors as HTTP answers in vLLM's shape."""
 
-import logging
-
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from openhands_rl_plugin.redaction import redacting_logger
 from openhands_rl_plugin.serving.failures import ServingError
 from openhands_rl_plugin.serving.responses import ErrorAnswer, ErrorInfo
 
-log = logging.getLogger(__name__)
+log = redacting_logger(__name__)
 
 
 def refusal(error: ServingError) -> Response:

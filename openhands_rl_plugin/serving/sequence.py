@@ -71,6 +71,10 @@ class Ticket:
     future: "Future[Generation]"
     _cancelled: list[bool] = field(default_factory=lambda: [False])
 
+    def __post_init__(self) -> None:
+        # The scheduler settles the future; somebody who stops waiting for it must not cancel it under the scheduler.
+        self.future.set_running_or_notify_cancel()
+
     def cancel(self) -> None:
         """Stop generating soon and free the slot; `future` then raises `Cancelled`. No effect when finished."""
         self._cancelled[0] = True

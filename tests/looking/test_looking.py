@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.looking.episode import view_of
+from openhands_rl_plugin.looking.figures import figures_of, mean_of
+from openhands_rl_plugin.looking.tables import short_ids
+from openhands_rl_plugin.looking.terminal import one_line, sparkline, visible
+from openhands_rl_plugin.records import TrajectorySummary
+from openhands_rl_plugin.storages.file import FileTrajectoryStorage
+from openhands_rl_plugin.testing import example_trajectory
+from openhands_rl_plugin.tree import EpisodeTree
+from openhands_rl_plugin.types import (
+    Completion,
+    FailureKind,
+    Message,
+    Node,
+    Observation,
+    PolicyRef,
+    Score,
+    StopReason,
+    Times,
+    Tokens,
+    ToolCall,
+    Trajectory,
+    Usage,
+)
+
+EPISODES = 8
+POLICY = PolicyRef(base_model="m", adapter="shop", version=7)
+
+
+def searched() -> Trajectory:
+    """Two candidates, of which the second is acted on; the next prompt does not extend the first."""
+    tree = EpisodeTree()
+    tree.observe(Observation(messages=(Message(role="user", content="Buy it.\x1b[2J\x9b31m\u202e"),)))
+    call = ToolCall(id="1", name="bash", arguments='{"command": "ls"}')
+    for text, calls in (("aside", ()), ("taken", (call,))):
+        message = Message(role="assistant", content=text, tool_calls=calls)
+        tokens = Tokens(prompt_ids=(1, 2, 3), sampled_ids=(4, 5), logprobs=(-0.5, -0.5))
+        chosen = tree.propose(Completion(message=message, tokens=tokens, policy=POLICY, finish_reason="length"))
+    tree.nodes[chosen].value, tree.nodes[chosen].visits = 0.25, 3
+    tree.commit(chosen)
+    long = "\n".join(f"line {at}" for at in range(100))
+    tree.observe(Observation(messages=(Message(role="tool", content=long, tool_call_id="1"),), reward=0.5))
+    tokens = Tokens(prompt_ids=(9, 9), sampled_ids=(8,), logprobs=(-0.5,))
+    last = Message(role="assistant", content="done")
+    tree.commit(tree.propose(Completion(message=last, tokens=tokens, policy=POLICY)))
+    nodes = tuple(Node(**vars(each)) for each in tree.nodes)
+    return example_trajectory(0).model_copy(update={"id": "searched-episode", "nodes": nodes, "head": tree.head})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    async def fill() -> None:
+        async with FileTrajectoryStorage(tmp_path) as storage:
+            for at in range(EPISODES):
+                await storage.add(example_trajectory(at))
+            await storage.add(searched())
+            await storage.add_scores([Score(trajectory_id="searched-episode", reward=0.75, reward_version="v1")])
+
+    asyncio.run(fill())
+    return tmp_path
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert cli.main([str(word) for word in words]) == 0
+    return capsys.readouterr().out
+
+
+def test_an_episode_is_shown_turn_by_turn(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = shown(capsys, "show", store, "search")
+    assert "#2 assistant turn 1  +3 prompt, 2 sampled of 5 tokens · reward 0.5 · value 0.25 · 3 visits" in printed
+    assert "shop-v000007 · ended by length" in printed
+    assert '  → bash({"command": "ls"})' in printed
+    assert "segment 2: this prompt does not extend" in printed
+    assert "aside" not in printed
+    assert "line 5\n" in printed and "line 50\n" not in printed and "--full shows them" in printed
+    assert "score 0.75 by v1" in printed
+    assert "5 prompt and 3 sampled tokens in 2 segments; 5 nodes" in printed
+    assert "line 50\n" in shown(capsys, "show", store, "search", "--full")
+
+
+def test_what_a_model_wrote_does_not_reach_the_terminal_raw(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for how in ([], ["--tree"], ["--full"], ["--json"]):
+        printed = shown(capsys, "show", store, "search", *how)
+        assert not set(printed) & set("\x1b\x9b\u202e")
+    assert "Buy it.\\x1b[2J\\x9b31m\\u202e" in shown(capsys, "show", store, "search")
+
+
+def test_the_tree_marks_what_was_acted_on(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capsys, "show", store, "search", "--tree").splitlines()
+    aside = next(line for line in lines if line.endswith("aside"))
+    taken = next(line for line in lines if "taken" in line)
+    assert aside.startswith("  ○ #1") and taken.startswith("  ● #2")
+
+
+def test_an_episode_as_json(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads(shown(capsys, "show", store, "search", "--json"))
+    assert [turn["segment"] for turn in document["turns"]] == [None, 1, 1, None, 2]
+    assert document["totals"]["segments"] == 2 and document["scores"][0]["reward"] == 0.75
+
+
+def test_a_longer_beginning_is_asked_for_when_several_fit(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show", str(store), "0000"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {EPISODES} episodes") and example_trajectory(3).id in told
+    assert cli.main(["show", str(store), example_trajectory(3).id]) == 0
+    assert "failed (infrastructure, environment.step): the server went away" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["show", "STORE", "no-such"], ["list", "STORE/none"], ["stats", "EMPTY"]])
+def test_a_wrong_store_or_id_is_one_line(
+    words: Sequence[str], store: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = tmp_path_factory.mktemp("empty")
+    assert cli.main([word.replace("STORE", str(store)).replace("EMPTY", str(empty)) for word in words]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    assert list(empty.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [["--since", "noon"], ["--min-reward", "much"], ["--limit", "0"], ["--stop", "soon"]])
+def test_a_wrong_option_is_wrong_usage(words: list[str], store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", str(store), *words]) == 2
+    assert words[0] in capsys.readouterr().err
+
+
+def test_bounds_that_nothing_is_between_are_told(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", str(store), "--min-reward", "1", "--max-reward", "0"]) == 1
+    assert "--min-reward and --max-reward" in capsys.readouterr().err
+
+
+def ids(printed: str) -> list[str]:
+    return [json.loads(line)["id"] for line in printed.splitlines()]
+
+
+def test_the_list_is_filtered_sorted_and_paged(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    everything = [example_trajectory(at).id for at in range(EPISODES)] + ["searched-episode"]
+    assert ids(shown(capsys, "list", store, "--json")) == everything
+    assert ids(shown(capsys, "list", store, "--json", "--offset", 2, "--limit", 3)) == everything[2:5]
+    best = ids(shown(capsys, "list", store, "--json", "--sort", "reward", "--desc", "--no-failed"))
+    assert best[:5] == [everything[at] for at in (0, 2, 4, 6)] + ["searched-episode"]
+    assert ids(shown(capsys, "list", store, "--json", "--failure", "infrastructure")) == everything[3:8:4]
+    assert ids(shown(capsys, "list", store, "--json", "--since", 1030, "--until", 1040)) == everything[3:4]
+    assert ids(shown(capsys, "list", store, "--json", "--unfinished")) == []
+    table = shown(capsys, "list", store, "--limit", 2)
+    assert "1 to 2 of 9 episodes; --offset shows more" in table and "grid-1" in table
+    assert "none of 0 episodes" in shown(capsys, "list", store, "--run", "other")
+
+
+def test_figures_by_group(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (group,) = json.loads(shown(capsys, "stats", store, "--by", "environment", "--json", "--no-failed"))
+    assert (group["name"], group["episodes"], group["valid"]) == (["grid"], 7, 7)
+    assert group["success"]["mean"] == pytest.approx(4 / 7)
+    assert group["reward"]["mean"] == pytest.approx(4.75 / 7)
+    assert group["reward"]["low"] <= group["reward"]["mean"] <= group["reward"]["high"]
+    (group,) = json.loads(shown(capsys, "stats", store, "--by", "environment", "--json", "--success-at", "0.7"))
+    assert group["success"]["mean"] == pytest.approx(5 / 7)
+    assert group["failures"] == {"infrastructure": 2}
+    printed = shown(capsys, "stats", store)
+    assert "infrastructure 2" in printed and "▁" in printed
+    assert shown(capsys, "stats", store, "--run", "other") == "no episodes match\n"
+    assert cli.main(["stats", str(store), "--by", "enviroment"]) == 1
+    assert "did you mean 'environment'" in capsys.readouterr().err
+
+
+async def summaries(*changes: dict[str, object]) -> AsyncIterator[TrajectorySummary]:
+    for at, change in enumerate(changes):
+        plain = TrajectorySummary(
+            id=str(at),
+            run_id="run",
+            group_id="group",
+            task_id="task",
+            environment="grid",
+            split="",
+            strategy="StandardReAct",
+            policy=POLICY,
+            stop=StopReason.TERMINATED,
+            failure=None,
+            nodes=3,
+            turns=2,
+            episode_return=1.0,
+            reward=None,
+            usage=Usage(prompt_tokens=10, completion_tokens=5, calls=2),
+            times=Times(started=0.0, finished=1.0),
+        )
+        yield plain.model_copy(update=change)
+
+
+async def test_what_is_no_sample_of_the_policy_is_in_no_mean() -> None:
+    (group,) = await figures_of(
+        summaries(
+            {},
+            {"reward": 0.0, "turns": 4},
+            {"failure": FailureKind.MODEL, "stop": StopReason.ERROR, "episode_return": 0.0},
+            {"stop": StopReason.UNFINISHED, "episode_return": 0.0},
+        ),
+        ("version",),
+        1.0,
+    )
+    assert (group.name, group.episodes, group.valid, group.unfinished) == (("shop-v000007",), 4, 2, 1)
+    assert (group.reward.mean, group.success.mean, group.turns) == (0.5, 0.5, 3.0)
+    assert (group.prompt_tokens, group.sampled_tokens, group.calls) == (40, 20, 8)
+    assert group.curve == (1.0, 0.0)
+
+
+def test_the_interval_of_many_is_that_of_few() -> None:
+    few, many = mean_of([0.0, 1.0] * 150), mean_of([0.0, 1.0] * 151)
+    assert few.mean == many.mean == 0.5
+    assert few.low == pytest.approx(many.low, abs=0.01) and few.high == pytest.approx(many.high, abs=0.01)
+
+
+def test_nothing_is_known_of_nothing() -> None:
+    assert mean_of([]).n == 0
+    assert view_of(example_trajectory(0).model_copy(update={"nodes": (), "head": None})).totals.turns == 0
+
+
+def test_texts_for_the_terminal() -> None:
+    assert visible("a\tb\nc\rd\x00\x7f\x85\u2066") == "a\tb\nc\\x0dd\\x00\\x7f\\x85\\u2066"
+    assert one_line("two\n  lines \x1b[0m", 40) == "two lines \\x1b[0m"
+    assert one_line("x" * 50, 10) == "x" * 9 + "…"
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█" and sparkline([]) == "" and sparkline([2.0, 2.0]) == "▅▅"
+    assert short_ids(["abcdefgh-1", "abcdefgh-2"]) == ["abcdefgh-1", "abcdefgh-2"]
+    assert short_ids(["abcdefgh-1", "xbcdefgh-2"]) == ["abcdefgh", "xbcdefgh"]
