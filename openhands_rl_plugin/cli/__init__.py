@@ -14,10 +14,19 @@ from types import ModuleType
 from openhands_rl_plugin.errors import RLError, describe
 
 COMMANDS: Mapping[str, str] = {
+    "agent": "openhands_rl_plugin.cli.agent",
+    "chat": "openhands_rl_plugin.cli.chat",
     "config": "openhands_rl_plugin.cli.config",
     "demo": "openhands_rl_plugin.cli.demo",
+    "doctor": "openhands_rl_plugin.cli.doctor",
     "env": "openhands_rl_plugin.cli.env",
+    "export": "openhands_rl_plugin.cli.export",
+    "gateway": "openhands_rl_plugin.cli.gateway",
+    "import": "openhands_rl_plugin.cli.import_",
+    "list": "openhands_rl_plugin.cli.list_",
     "serve": "openhands_rl_plugin.cli.serve",
+    "show": "openhands_rl_plugin.cli.show",
+    "stats": "openhands_rl_plugin.cli.stats",
 }
 """Command -> module with ``HELP``, ``add_arguments(parser)`` and ``run(args) -> int``; it may have ``EPILOG`` (its
 examples) and ``RESUME`` (what to do after Ctrl-C). Its own imports must be light."""
@@ -30,6 +39,16 @@ _EPILOG = """examples:
   openhands-rl config check config.toml
   openhands-rl env webshop --port 8000
   openhands-rl serve --model ./SmolLM2-135M-Instruct --port 8100
+  openhands-rl chat --base-url http://127.0.0.1:8100/v1 --model policy-v000007 --tools think final
+  openhands-rl agent --base-url http://127.0.0.1:8100/v1 --model policy-v000007 --tools think final
+  openhands-rl gateway --upstream http://127.0.0.1:8100/v1 --store ./trajectories
+  openhands-rl list ~/.openhands/rl_trajectories --sort reward --desc
+  openhands-rl show ~/.openhands/rl_trajectories 3f2a
+  openhands-rl stats ~/.openhands/rl_trajectories --by version
+  openhands-rl doctor
+  openhands-rl doctor drift ~/.openhands/rl_trajectories
+  openhands-rl export ~/.openhands/rl_trajectories --format sft-text --out sft.jsonl --resolved
+  openhands-rl import output.jsonl --format output-jsonl --into ~/.openhands/rl_trajectories
 """
 
 

@@ -1,0 +1,37 @@
+"""``openhands-rl agent``: a policy and its tools behind an OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+import argparse
+
+from openhands_rl_plugin.cli.foreground import wait_until_stopped
+from openhands_rl_plugin.cli.policy_options import add_fields, read_fields
+
+HELP = "serve a policy with its tools: every chat request is played to its final answer"
+EPILOG = """examples:
+  openhands-rl agent --base-url http://127.0.0.1:8100/v1 --model policy-v000007 --tools think final my_tools:Search
+  openhands-rl agent --base-url http://127.0.0.1:8100/v1 --model tiny --record ./trajectories --port 8300
+  OPENHANDS_RL_API_KEY=... openhands-rl agent --base-url http://10.0.0.5:8000/v1 --model m --host 0.0.0.0
+
+  curl http://127.0.0.1:8300/v1/chat/completions -d '{"messages": [{"role": "user", "content": "hi"}]}'
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One option for each field of ``AgentConfig``."""
+    from openhands_rl_plugin.runtime.config import AgentConfig
+
+    add_fields(parser, AgentConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until stopped. Raises ``RLError`` when the options, the port or the store cannot be used."""
+    from openhands_rl_plugin.runtime.config import AgentConfig
+    from openhands_rl_plugin.runtime.server import running_agent
+
+    config = read_fields(args, AgentConfig)
+    with running_agent(config) as url:
+        print(f"{config.model} of {config.base_url} with {', '.join(config.tools) or 'no tools'}", flush=True)
+        print(f"base_url: {url}/v1; Ctrl-C ends it", flush=True)
+        wait_until_stopped()
+    return 0

@@ -1,0 +1,165 @@
+"""``openhands-rl chat``: talk to a policy in the terminal, with the tools that it was trained with."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Iterator
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from openhands_rl_plugin.cli.policy_options import add_fields, read_fields
+from openhands_rl_plugin.types import Message
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.runtime.agent import AgentRuntime
+    from openhands_rl_plugin.runtime.config import PolicyConfig
+    from openhands_rl_plugin.runtime.events import AgentEvent, AgentResult
+
+HELP = "talk to a served policy in the terminal, with tools"
+EPILOG = """examples:
+  openhands-rl chat --base-url http://127.0.0.1:8100/v1 --model policy-v000007
+  openhands-rl chat --base-url http://127.0.0.1:8100/v1 --model tiny --tools final my_tools:Search --record ./talks
+  echo "What is 2 + 2?" | openhands-rl chat --base-url http://127.0.0.1:8100/v1 --model tiny
+
+/reset forgets the conversation, /quit ends it, Ctrl-C stops an answer.
+"""
+
+_PROMPT = "> "
+_SHOWN = 500
+# What a model or a tool says must not steer the terminal.
+_CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One option for each field of ``PolicyConfig``."""
+    from openhands_rl_plugin.runtime.config import PolicyConfig
+
+    add_fields(parser, PolicyConfig)
+    parser.set_defaults(run_id="chat")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Talk until ``/quit`` or the end of the input. Raises ``RLError`` when the options cannot be used."""
+    from openhands_rl_plugin.runtime.config import PolicyConfig
+
+    with asyncio.Runner() as runner:
+        chat = Chat(read_fields(args, PolicyConfig), runner)
+        try:
+            chat.open()
+            for line in _lines():
+                if line == "/quit":
+                    break
+                chat.take(line)
+        finally:
+            chat.close()
+    return 0
+
+
+class Chat:
+    """A conversation. ``runner``: the event loop that all of it lives in."""
+
+    def __init__(self, config: PolicyConfig, runner: asyncio.Runner) -> None:
+        from openhands_rl_plugin.runtime.build import opened_runtime
+
+        self._opened = opened_runtime(config)
+        self._runner = runner
+        self._runtime: AgentRuntime | None = None
+        self._messages: tuple[Message, ...] = ()
+
+    def open(self) -> None:
+        """Get the runtime. Raises ``RLError``."""
+        self._runtime = self._runner.run(self._opened.__aenter__())
+
+    def close(self) -> None:
+        """Let go of it."""
+        if self._runtime is not None:
+            self._runner.run(self._opened.__aexit__(None, None, None))
+
+    def take(self, line: str) -> None:
+        """A question or a command. A question whose answer is stopped is forgotten."""
+        if line == "/reset":
+            self._messages = ()
+            print("(a new conversation)", flush=True)
+        elif line.startswith("/"):
+            print(f"(unknown command {line.split()[0]}; there are /reset and /quit)", flush=True)
+        elif line:
+            asked = (*self._messages, Message(role="user", content=line))
+            try:
+                result = self._runner.run(self._answer(asked))
+            except KeyboardInterrupt:
+                print("\n(stopped)", flush=True)
+            else:
+                if result.failure is None:
+                    self._messages = (*asked, *result.messages)
+
+    async def _answer(self, messages: tuple[Message, ...]) -> AgentResult:
+        from openhands_rl_plugin.runtime.events import Answer, Stopped
+
+        assert self._runtime is not None
+        printer = _Printer()
+        async with aclosing(self._runtime.stream(messages)) as events:  # pyright: ignore[reportArgumentType]
+            async for event in events:
+                printer.show(event)
+                if isinstance(event, Answer | Stopped):
+                    return event.result
+        raise AssertionError("a stream ends with an answer or with why there is none")
+
+
+class _Printer:
+    """Prints one answer. ``_turn``: whose text stands in the unfinished line, 0 for none."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def show(self, event: AgentEvent) -> None:
+        """Print what an event tells."""
+        from openhands_rl_plugin.runtime.events import Answer, Stopped, TextDelta, ToolCallStarted
+
+        match event:
+            case TextDelta():
+                if self._turn != event.turn:
+                    self._end_line()
+                self._turn = event.turn
+                print(_clean(event.text), end="", flush=True)
+            case ToolCallStarted():
+                self._line(f"[{event.name}] {_short(event.arguments)}")
+            case Answer():
+                self._end_line() if event.streamed else self._line(event.text)
+                if event.result.cut:
+                    self._line("(cut off: --max-tokens allows no more)")
+            case Stopped():
+                failure = event.result.failure
+                self._line(f"(no answer: {failure.message if failure else event.reason})")
+            case _:
+                self._line(f"[{event.name}] {'-> ' if event.ok else 'failed: '}{_short(event.content)}")
+
+    def _line(self, text: str) -> None:
+        self._end_line()
+        print(_clean(text), flush=True)
+
+    def _end_line(self) -> None:
+        if self._turn:
+            print(flush=True)
+        self._turn = 0
+
+
+def _lines() -> Iterator[str]:
+    """What is typed, or piped in, line by line."""
+    shown = _PROMPT if sys.stdin.isatty() else ""
+    while True:
+        if shown:
+            print(shown, end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        yield line.strip()
+
+
+def _clean(text: str) -> str:
+    return text.translate(_CONTROLS)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"

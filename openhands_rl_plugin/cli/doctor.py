@@ -1,0 +1,90 @@
+"""``openhands-rl doctor``: the installation, and drift between the turns of stored episodes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from openhands_rl_plugin.cli.stored import add_filters, add_store, filter_of
+from openhands_rl_plugin.cli.stores import open_store
+from openhands_rl_plugin.errors import CaughtFailure, ConfigError, MissingExtraError, boundary
+from openhands_rl_plugin.types import FailureKind
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.doctor.causes import Decode
+
+HELP = "check the installation, or find out why turns do not extend each other"
+EPILOG = """examples:
+  openhands-rl doctor
+  openhands-rl doctor check --config config.toml --probe
+  openhands-rl doctor drift ~/.openhands/rl_trajectories
+  openhands-rl doctor drift ~/.openhands/rl_trajectories --run demo --tokenizer ./Qwen3-0.6B
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """``check`` (the default) and ``drift STORE``."""
+    what = parser.add_subparsers(dest="what", metavar="{check,drift}")
+    check = what.add_parser("check", help="the installation (what `doctor` alone does)")
+    check.add_argument("--config", type=Path, metavar="FILE", help="also what this config.toml names")
+    check.add_argument("--probe", action="store_true", help="ask the model for one token, to see that its ids come")
+    check.add_argument("--quick", action="store_true", help="do not import OpenHands, which takes ten seconds")
+    check.add_argument("--json", action="store_true", help="the findings as JSON")
+    drift = what.add_parser("drift", help="turns that do not extend the one before: the cause, the cost, the setting")
+    add_store(drift)
+    add_filters(drift)
+    drift.add_argument("--tokenizer", type=Path, metavar="DIR", help="folder with tokenizer.json: shows the texts")
+    drift.add_argument("--json", action="store_true", help="the report as JSON")
+    parser.set_defaults(config=None, probe=False, quick=False, json=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was found; 1 when a check failed. Raises ``RLError`` when the store or a filter is wrong."""
+    return asyncio.run(_drift(args) if args.what == "drift" else _check(args))
+
+
+async def _check(args: argparse.Namespace) -> int:
+    from openhands_rl_plugin.doctor.checks import check_all
+    from openhands_rl_plugin.doctor.findings import Level
+    from openhands_rl_plugin.doctor.pages import print_findings
+    from openhands_rl_plugin.looking.terminal import console, print_json
+
+    findings = await check_all(args.config, probe=args.probe, registration=not args.quick)
+    if args.json:
+        print_json(findings)
+    else:
+        print_findings(console(), findings)
+    return int(any(each.level is Level.FAIL for each in findings))
+
+
+async def _drift(args: argparse.Namespace) -> int:
+    from openhands_rl_plugin.doctor.drift import drift_of
+    from openhands_rl_plugin.doctor.pages import print_drift
+    from openhands_rl_plugin.looking.terminal import console, print_json
+
+    decode = _decoder(args.tokenizer) if args.tokenizer is not None else None
+    async with open_store(args.store) as storage:
+        report = await drift_of(storage.find(filter_of(args)), decode)
+    if args.json:
+        print_json(report)
+    else:
+        print_drift(console(), report)
+    return 0
+
+
+def _decoder(folder: Path) -> Decode:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise MissingExtraError("tokenizers", "train") from error
+    file = folder / "tokenizer.json" if folder.is_dir() else folder
+    if not file.is_file():
+        raise ConfigError(f"--tokenizer: there is no {file}; give the folder of a model that has a tokenizer.json")
+    try:
+        with boundary(FailureKind.MODEL, "tokenizer"):
+            tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except CaughtFailure as error:
+        raise ConfigError(f"--tokenizer: {file} cannot be read: {error.failure.message}") from error
+    return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)

@@ -1,0 +1,59 @@
+"""``openhands-rl list STORE``: the stored episodes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+from openhands_rl_plugin.cli.stored import add_filters, add_store, filter_of, natural, positive
+from openhands_rl_plugin.cli.stores import open_store
+from openhands_rl_plugin.records import TrajectoryOrder
+
+HELP = "list stored episodes"
+EPILOG = """examples:
+  openhands-rl list ~/.openhands/rl_trajectories
+  openhands-rl list ~/.openhands/rl_trajectories --run demo --sort reward --desc --limit 10
+  openhands-rl list ~/.openhands/rl_trajectories --failure infrastructure --since 2025-01-31
+"""
+DEFAULT_LIMIT = 50
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """``STORE``, filters, order and page."""
+    add_store(parser)
+    add_filters(parser)
+    parser.add_argument(
+        "--sort",
+        choices=[each.value for each in TrajectoryOrder],
+        default="stored",
+        help="default: as stored",
+    )
+    parser.add_argument("--desc", action="store_true", help="highest or newest first")
+    parser.add_argument("--limit", type=positive, default=DEFAULT_LIMIT, metavar="N", help="default: %(default)s")
+    parser.add_argument("--offset", type=natural, default=0, metavar="N", help="leave out the first N")
+    parser.add_argument("--json", action="store_true", help="an episode a line, as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the list. Raises ``RLError`` when the store or a filter is wrong."""
+    return asyncio.run(_run(args))
+
+
+async def _run(args: argparse.Namespace) -> int:
+    from openhands_rl_plugin.looking.tables import list_table
+    from openhands_rl_plugin.looking.terminal import console
+
+    chosen = filter_of(args)
+    order = {"sort": TrajectoryOrder(args.sort), "descending": args.desc, "limit": args.limit, "offset": args.offset}
+    async with open_store(args.store) as storage:
+        found = [summary async for summary in storage.summaries(chosen.model_copy(update=order))]
+        matching = await storage.count(chosen)
+    if args.json:
+        for summary in found:
+            print(summary.model_dump_json(ensure_ascii=True))
+        return 0
+    if found:
+        console().print(list_table(found))
+    shown = f"{args.offset + 1} to {args.offset + len(found)} of {matching}" if found else f"none of {matching}"
+    print(f"{shown} episodes" + ("; --offset shows more" if args.offset + len(found) < matching else ""))
+    return 0

@@ -1,0 +1,59 @@
+"""``openhands-rl stats STORE``: figures over stored episodes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+from openhands_rl_plugin.cli.stored import add_filters, add_store, filter_of
+from openhands_rl_plugin.cli.stores import open_store
+from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.validation import unknown_name
+
+HELP = "figures over stored episodes: success, reward, turns, tokens, failures"
+EPILOG = """examples:
+  openhands-rl stats ~/.openhands/rl_trajectories
+  openhands-rl stats ~/.openhands/rl_trajectories --by version --success-at 0.5
+  openhands-rl stats ~/.openhands/rl_trajectories --run demo --by task --json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """``STORE``, filters and groups."""
+    add_store(parser)
+    add_filters(parser)
+    parser.add_argument(
+        "--by",
+        default="run,environment,strategy,version",
+        metavar="NAMES",
+        help="group by these, of run, environment, split, strategy, version and task (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--success-at", type=float, default=1.0, metavar="X", help="the reward that is a success (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="the figures as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the figures. Raises ``RLError`` when the store or a filter is wrong."""
+    return asyncio.run(_run(args))
+
+
+async def _run(args: argparse.Namespace) -> int:
+    from openhands_rl_plugin.looking.figures import GROUPINGS, figures_of
+    from openhands_rl_plugin.looking.tables import stats_table
+    from openhands_rl_plugin.looking.terminal import console, print_json
+
+    by = tuple(name.strip() for name in args.by.split(","))
+    for name in by:
+        if name not in GROUPINGS:
+            raise ConfigError(f"--by: {unknown_name('grouping', name, GROUPINGS)}")
+    async with open_store(args.store) as storage:
+        groups = await figures_of(storage.summaries(filter_of(args)), by, args.success_at)
+    if args.json:
+        print_json(groups)
+    elif groups:
+        console().print(stats_table(groups, by))
+    else:
+        print("no episodes match")
+    return 0

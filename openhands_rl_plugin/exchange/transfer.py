@@ -1,0 +1,158 @@
+"""Streams a store into a sink, and a source into a store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from itertools import batched
+
+from openhands_rl_plugin.exchange.episodes import Imported
+from openhands_rl_plugin.exchange.foreign import ExchangeError, LeftOutError
+from openhands_rl_plugin.exchange.formats import Files
+from openhands_rl_plugin.exchange.judgement import resolved
+from openhands_rl_plugin.exchange.reading import Source
+from openhands_rl_plugin.exchange.writing import Sink
+from openhands_rl_plugin.journal import start_of
+from openhands_rl_plugin.protocols import TrajectoryStorage
+from openhands_rl_plugin.records import EpisodeGrowth, TrajectoryFilter
+from openhands_rl_plugin.redaction import redact_trajectory, redact_value
+from openhands_rl_plugin.types import Score, StopReason, Trajectory
+
+# So many episodes are in memory at a time, and share a flush of the store.
+_BATCH = 16
+
+Advanced = Callable[[int], None]
+
+
+@dataclass
+class ExportReport:
+    """What became of the trajectories that were found. ``left_out``: reason -> how many."""
+
+    trajectories: int = 0
+    rows: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class ImportReport:
+    """What became of the records. ``bad`` has the message of each one that was skipped."""
+
+    records: int = 0
+    new: int = 0
+    scores: int = 0
+    bad: list[str] = field(default_factory=list)
+
+
+async def export_store(
+    storage: TrajectoryStorage,
+    where: TrajectoryFilter,
+    rows: Files,
+    sink: Sink,
+    *,
+    wanted: bool | None = None,
+    advanced: Advanced = lambda done: None,
+) -> ExportReport:
+    """Write what matches, without secrets. ``wanted`` keeps the resolved (or unresolved) ones only.
+
+    ``where.limit`` counts what is written. ``advanced`` is told how many trajectories were looked at.
+    """
+    report = ExportReport()
+    looked = 0
+    async with aclosing(_found(storage, where.model_copy(update={"limit": None}))) as found:
+        async for trajectory, scores in found:
+            if report.trajectories == where.limit:
+                break
+            looked += 1
+            if wanted is None or resolved(trajectory, scores) is wanted:
+                _export(trajectory, scores, rows, sink, report)
+            advanced(looked)
+    return report
+
+
+async def _found(
+    storage: TrajectoryStorage, where: TrajectoryFilter
+) -> AsyncGenerator[tuple[Trajectory, tuple[Score, ...]]]:
+    async for pair in storage.find(where):
+        yield pair
+
+
+def _export(trajectory: Trajectory, scores: Sequence[Score], rows: Files, sink: Sink, report: ExportReport) -> None:
+    clean = redact_trajectory(trajectory)
+    judged = tuple(redact_value(score) for score in scores)
+    try:
+        # All rows of an episode or none: one that is left out leaves nothing behind.
+        made = list(rows(clean, judged))
+    except LeftOutError as reason:
+        report.left_out[str(reason)] += 1
+        return
+    for name, row in made:
+        sink.write(name, row)
+        report.rows += 1
+    report.trajectories += 1
+
+
+async def import_source(
+    source: Source, storage: TrajectoryStorage, *, skip_bad: bool = False, advanced: Advanced = lambda done: None
+) -> ImportReport:
+    """Store every record, once. Raises ``ExchangeError`` with its place for the first bad one, unless skipped.
+
+    What was stored before a bad record stays; the same import goes on where it stopped.
+    """
+    report = ImportReport()
+    for batch in batched(_episodes(source, skip_bad, advanced, report), _BATCH):
+        await _store(batch, storage, report)
+    return report
+
+
+def _episodes(source: Source, skip_bad: bool, advanced: Advanced, report: ImportReport) -> Iterator[Imported]:
+    for unit in source.units:
+        try:
+            episode = unit.read()
+        except ExchangeError as error:
+            message = str(error) if str(error).startswith(unit.at) else f"{unit.at}: {error}"
+            if not skip_bad:
+                raise ExchangeError(f"{message}; --skip-bad leaves such records out") from error
+            report.bad.append(message)
+        else:
+            report.records += 1
+            yield episode
+        advanced(unit.done)
+
+
+async def _store(batch: Sequence[Imported], storage: TrajectoryStorage, report: ImportReport) -> None:
+    episodes = {each.trajectory.id: each for each in batch}
+    known = {
+        trajectory.id: (trajectory.stop, scores)
+        async for trajectory, scores in storage.find(TrajectoryFilter(ids=tuple(episodes), finished=None))
+    }
+    fresh = [each for each in episodes.values() if each.trajectory.id not in known]
+    # An episode that ended meanwhile takes the place of what was known of it.
+    ended = [
+        each
+        for each in episodes.values()
+        if each.trajectory.id in known
+        and known[each.trajectory.id][0] is StopReason.UNFINISHED is not each.trajectory.stop
+    ]
+    await asyncio.gather(*(_add(each.trajectory, storage) for each in (*fresh, *ended)))
+    report.new += len(fresh)
+    scores = [
+        score
+        for identity, each in episodes.items()
+        for score in each.scores
+        if identity not in known or score not in known[identity][1]
+    ]
+    await storage.add_scores(scores)
+    report.scores += len(scores)
+
+
+async def _add(trajectory: Trajectory, storage: TrajectoryStorage) -> None:
+    if trajectory.stop is not StopReason.UNFINISHED:
+        await storage.add(trajectory)
+        return
+    await storage.begin(start_of(trajectory))
+    await storage.grow(
+        EpisodeGrowth(trajectory_id=trajectory.id, first=0, nodes=trajectory.nodes, head=trajectory.head)
+    )
