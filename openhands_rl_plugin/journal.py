@@ -3,70 +3,152 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol, Self
 
-from openhands_rl_plugin.protocols import TrajectoryStorage
-from openhands_rl_plugin.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, NodeMark
+from openhands_rl_plugin.protocols import LLMEngine, TrajectoryStorage
+from openhands_rl_plugin.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, NodeMark, TrajectoryFilter
 from openhands_rl_plugin.tree import DraftNode, EpisodeTree
-from openhands_rl_plugin.types import Node, Trajectory
+from openhands_rl_plugin.types import Completion, JsonObject, Message, Node, SamplingParams, Trajectory
 
-_Mark = tuple[float | None, float | None, int]
+
+class EpisodeSink(Protocol):
+    """The part of a ``TrajectoryStorage`` that a journal writes to."""
+
+    async def add(self, trajectory: Trajectory) -> None:
+        """As in ``TrajectoryStorage``."""
+        ...
+
+    async def begin(self, start: EpisodeStart) -> None:
+        """As in ``TrajectoryStorage``."""
+        ...
+
+    async def grow(self, growth: EpisodeGrowth) -> None:
+        """As in ``TrajectoryStorage``."""
+        ...
+
+    async def end(self, end: EpisodeEnd) -> None:
+        """As in ``TrajectoryStorage``."""
+        ...
+
+    async def drop(self, trajectory_ids: Sequence[str]) -> int:
+        """As in ``TrajectoryStorage``."""
+        ...
 
 
 class EpisodeJournal:
-    """Writes what is new in a tree. The episode is opened with the first write; writes of one journal take turns."""
+    """Writes what is new in the tree of one episode. What ``keep`` returned from survives a crash.
 
-    def __init__(self, storage: TrajectoryStorage, start: EpisodeStart) -> None:
+    The episode is opened by the first write, which drops an unfinished one of the same id: what was played before is no
+    part of this one. Writes take turns, and one that has begun is waited for even when its caller is cancelled.
+    """
+
+    def __init__(self, storage: EpisodeSink, start: EpisodeStart) -> None:
         self._storage = storage
         self._start = start
         self._begun = False
+        self._ended = False
         self._head: int | None = None
-        self._marks: list[_Mark] = []
+        self._kept: list[Node] = []
         self._turn = asyncio.Lock()
 
+    @classmethod
+    def resumed(cls, storage: EpisodeSink, unfinished: Trajectory) -> Self:
+        """The journal of an episode that goes on after the nodes that are stored."""
+        journal = cls(storage, start_of(unfinished))
+        journal._begun = True
+        journal._head, journal._kept = unfinished.head, list(unfinished.nodes)
+        return journal
+
     async def keep(self, tree: EpisodeTree) -> None:
-        """Store the nodes and marks that came since the last call. Raises ``StorageError``."""
-        async with self._turn:
-            await self._begin()
-            known = len(self._marks)
-            marks = [_mark_of(node) for node in tree.nodes]
-            changed = tuple(_node_mark(at, mark) for at, mark in enumerate(marks[:known]) if mark != self._marks[at])
-            if len(marks) == known and not changed and tree.head == self._head:
-                return
-            growth = EpisodeGrowth(
-                trajectory_id=self._start.id,
-                first=known,
-                nodes=tuple(Node(**vars(node)) for node in tree.nodes[known:]),
-                head=tree.head,
-                marks=changed,
-            )
-            await self._storage.grow(growth)
-            self._marks, self._head = marks, growth.head
+        """Store the nodes and marks that came since the last call; nothing after ``end``. Raises ``StorageError``."""
+        await _to_the_end(self._keep(tree))
 
     async def end(self, trajectory: Trajectory) -> None:
         """Store what is left of the frozen episode and close it. Raises ``StorageError``."""
+        await _to_the_end(self._close(trajectory))
+
+    async def _keep(self, tree: EpisodeTree) -> None:
         async with self._turn:
-            if not self._begun:
-                await self._storage.add(trajectory)
+            if self._ended:
                 return
-            known = len(self._marks)
-            marks = [(node.reward, node.value, node.visits) for node in trajectory.nodes[:known]]
-            changed = tuple(_node_mark(at, mark) for at, mark in enumerate(marks) if mark != self._marks[at])
-            if changed or len(trajectory.nodes) > known:
-                await self._storage.grow(
-                    EpisodeGrowth(
-                        trajectory_id=trajectory.id,
-                        first=known,
-                        nodes=trajectory.nodes[known:],
-                        head=trajectory.head,
-                        marks=changed,
-                    )
-                )
-            await self._storage.end(_end_of(trajectory))
+            await self._begin()
+            known = len(self._kept)
+            marks = _changed_marks(self._kept, tree.nodes)
+            if len(tree.nodes) == known and not marks and tree.head == self._head:
+                return
+            nodes = tuple(Node(**vars(node)) for node in tree.nodes[known:])
+            head = tree.head
+            await self._storage.grow(
+                EpisodeGrowth(trajectory_id=self._start.id, first=known, nodes=nodes, head=head, marks=marks)
+            )
+            self._remember(nodes, marks, head)
+
+    async def _close(self, trajectory: Trajectory) -> None:
+        async with self._turn:
+            if not self._begun or not self._continued_by(trajectory):
+                await self._storage.add(trajectory)
+            else:
+                await self._grow_to(trajectory)
+                await self._storage.end(_end_of(trajectory))
+            self._ended = True
+
+    async def _grow_to(self, trajectory: Trajectory) -> None:
+        known = len(self._kept)
+        marks, nodes = _changed_marks(self._kept, trajectory.nodes), trajectory.nodes[known:]
+        if marks or nodes:
+            await self._storage.grow(
+                EpisodeGrowth(trajectory_id=trajectory.id, first=known, nodes=nodes, head=trajectory.head, marks=marks)
+            )
 
     async def _begin(self) -> None:
         if not self._begun:
+            await self._storage.drop((self._start.id,))
             await self._storage.begin(self._start)
             self._begun = True
+
+    def _remember(self, nodes: Sequence[Node], marks: Sequence[NodeMark], head: int | None) -> None:
+        for mark in marks:
+            self._kept[mark.index] = _marked_as(self._kept[mark.index], mark)
+        self._kept.extend(nodes)
+        self._head = head
+
+    def _continued_by(self, trajectory: Trajectory) -> bool:
+        """False where something changed that no growth can tell, such as what a host noted on an earlier node.
+
+        Then the episode is written once more as a whole; it is kept as deltas, so that this is little.
+        """
+        kept, final = self._kept, trajectory.nodes
+        return len(kept) <= len(final) and all(
+            one == other or _marked_as(one, other) == other for one, other in zip(kept, final, strict=False)
+        )
+
+
+class JournalledEngine:
+    """An engine that is asked only when all that was said and sampled before is stored."""
+
+    def __init__(self, engine: LLMEngine, journal: EpisodeJournal, tree: EpisodeTree) -> None:
+        self._engine = engine
+        self._journal = journal
+        self._tree = tree
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[JsonObject] = (),
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+    ) -> list[Completion]:
+        """Sample ``n`` answers. Raises what the engine raises, and ``StorageError``."""
+        await self._journal.keep(self._tree)
+        return await self._engine.complete(messages, tools=tools, n=n, sampling=sampling)
+
+
+async def stored_episode(storage: TrajectoryStorage, trajectory_id: str) -> Trajectory | None:
+    """What is stored of an episode, finished or not. Raises ``StorageError``."""
+    where = TrajectoryFilter(ids=(trajectory_id,), finished=None)
+    return next(iter([found async for found, _ in storage.find(where)]), None)
 
 
 def start_of(trajectory: Trajectory) -> EpisodeStart:
@@ -98,10 +180,25 @@ def _end_of(trajectory: Trajectory) -> EpisodeEnd:
     )
 
 
-def _mark_of(node: DraftNode) -> _Mark:
-    return node.reward, node.value, node.visits
+def _changed_marks(kept: Sequence[Node], now: Sequence[Node] | Sequence[DraftNode]) -> tuple[NodeMark, ...]:
+    return tuple(
+        NodeMark(index=at, reward=new.reward, simulated=new.simulated, value=new.value, visits=new.visits)
+        for at, (old, new) in enumerate(zip(kept, now, strict=False))
+        if (old.reward, old.simulated, old.value, old.visits) != (new.reward, new.simulated, new.value, new.visits)
+    )
 
 
-def _node_mark(index: int, mark: _Mark) -> NodeMark:
-    reward, value, visits = mark
-    return NodeMark(index=index, reward=reward, value=value, visits=visits)
+def _marked_as(node: Node, other: Node | NodeMark) -> Node:
+    marks = {"reward": other.reward, "simulated": other.simulated, "value": other.value, "visits": other.visits}
+    return node.model_copy(update=marks)
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Wait for ``work`` even when the caller is cancelled, and raise what it raises before the cancellation."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        task.result()
+        raise

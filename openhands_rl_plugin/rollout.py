@@ -58,7 +58,9 @@ async def roll_out(
 ) -> tuple[Trajectory, ...]:
     """Play what the store does not hold yet; return one trajectory a request, in the order of the plan.
 
-    Each episode is stored as soon as it ends, failed ones too. An episode that failed for want of infrastructure is
+    Each episode is stored as soon as it ends, failed ones too; a runner that has the storage too stores it while it is
+    played, and takes care of what an earlier, killed run left unfinished (resumed, or dropped and played anew). One
+    process at a time may play a run. An episode that failed for want of infrastructure is
     replaced up to ``plan.retries`` times; after that its failed trajectory stands for it.
     """
     stored = {t.id: t async for t, _ in storage.find(TrajectoryFilter(run_id=plan.run_id))}

@@ -7,7 +7,9 @@ session (or a host) commits one of them and adds what the environment answered.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import Self
 
 from openhands_rl_plugin.types import (
     Completion,
@@ -45,6 +47,11 @@ class DraftNode:
     visits: int = 0
     metadata: JsonObject = field(default_factory=dict)
 
+    @property
+    def executed(self) -> bool:
+        """Whether the real environment answered this action; a simulation does not count."""
+        return self.reward is not None and not self.simulated
+
 
 class EpisodeTree:
     """All that was said in one episode, as nodes with integer parents; ``head`` is where the episode stands."""
@@ -58,6 +65,19 @@ class EpisodeTree:
         self.usage = Usage()
         self._children: dict[int | None, list[int]] = {}
         self._last_context: tuple[int | None, tuple[int, ...]] = (None, ())
+
+    @classmethod
+    def thaw(cls, trajectory: Trajectory) -> Self:
+        """The tree that was frozen. An unfinished episode tells no usage; then it is counted from the nodes."""
+        tree = cls(tools=trajectory.tools)
+        for node in trajectory.nodes:
+            tree._add(DraftNode(**{**dict(node), "metadata": deepcopy(node.metadata)}))
+        tree.head = trajectory.head
+        tree.terminated = trajectory.stop is StopReason.TERMINATED
+        tree.truncated = trajectory.stop is StopReason.TRUNCATED
+        unfinished = trajectory.stop is StopReason.UNFINISHED
+        tree.usage = usage_of(trajectory.nodes) if unfinished else trajectory.usage
+        return tree
 
     def observe(self, observation: Observation) -> None:
         """Add what the environment said below ``head``; its reward belongs to the action that caused it.
@@ -203,3 +223,25 @@ class EpisodeTree:
         while node is not None and not (self.nodes[node].sampled and self.nodes[node].tokens):
             node = self.nodes[node].parent
         return node
+
+
+def usage_of(nodes: Sequence[Node]) -> Usage:
+    """What the nodes tell of the tokens and calls that an episode cost.
+
+    Every sampled node counts as one call with its whole prompt. Cached tokens are not known, nor calls whose answers
+    are no part of the tree.
+    """
+    contexts: list[int] = []
+    usage = Usage()
+    for node in nodes:
+        context = contexts[node.parent] if node.parent is not None else 0
+        prompt = sampled = 0
+        if node.tokens is not None:
+            prompt = (context if node.tokens.extends else 0) + len(node.tokens.prompt_ids)
+            sampled = len(node.tokens.sampled_ids)
+            context = prompt + sampled
+        contexts.append(context)
+        if node.sampled:
+            acted = node.reward is not None and not node.simulated
+            usage += Usage(prompt_tokens=prompt, completion_tokens=sampled, calls=1, steps=int(acted))
+    return usage

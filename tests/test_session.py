@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,13 @@ from openhands_rl_plugin.errors import (
     ModelError,
     StorageError,
 )
+from openhands_rl_plugin.journal import stored_episode
 from openhands_rl_plugin.protocols import Environment, Forkable, LLMEngine
+from openhands_rl_plugin.records import EpisodeGrowth
 from openhands_rl_plugin.rewards.outcome import ReturnReward
+from openhands_rl_plugin.runners import SessionRunner
 from openhands_rl_plugin.session import AgentSession, context_tokens, trajectory_id
+from openhands_rl_plugin.storages.file import FileTrajectoryStorage
 from openhands_rl_plugin.strategies.react import StandardReActStrategy
 from openhands_rl_plugin.testing import GridEnvironment, ScriptedEngine, prompt_ids
 from openhands_rl_plugin.tree import EpisodeTree
@@ -332,6 +337,237 @@ async def test_thirty_two_sessions_at_once_are_as_alone():
 
     together = await asyncio.gather(*(one(at) for at in range(32)))
     assert [essence(trajectory) for trajectory in together] == [essence(await one(at)) for at in range(32)]
+
+
+class KilledError(BaseException):
+    """Stands for the end of the process: nothing in a session may catch it."""
+
+
+class Mortal:
+    """One life of a process: its engine and its environments die at the ``last`` of the things that happen."""
+
+    def __init__(self, storage: FileTrajectoryStorage, last: int | None = None, **changes: Any) -> None:
+        self.storage = storage
+        self.left = last
+        self.asked: list[int] = []
+        self.changes = {"make_environment": lambda request: MortalGrid(self), "base_model": "scripted", **changes}
+
+    def live(self) -> None:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise KilledError
+
+    async def play(self, limits: Limits | None = None) -> Trajectory:
+        options: dict[str, Any] = {
+            "make_strategy": lambda request: StandardReActStrategy(),
+            "make_engine": lambda request: MortalEngine(self),
+            "strategy_spec": StrategySpec(name="StandardReAct"),
+            "limits": limits,
+            "storage": self.storage,
+        }
+        return await SessionRunner(**{**options, **self.changes}).run(request(size=4, goal=[2, 1]))
+
+
+class MortalEngine(ScriptedEngine):
+    def __init__(self, life: Mortal) -> None:
+        super().__init__(lambda messages: "right" if len(messages) // 2 % 2 else "down")
+        self._life = life
+
+    async def complete(self, messages: Sequence[Message], **options: Any) -> list[Completion]:
+        self._life.live()
+        self._life.asked.append(len(messages))
+        return await super().complete(messages, **options)
+
+
+class MortalGrid(GridEnvironment):
+    def __init__(self, life: Mortal) -> None:
+        super().__init__()
+        self._life = life
+
+    async def reset(self, task: Task) -> Observation:
+        self._life.live()
+        return await super().reset(task)
+
+    async def step(self, action: Message) -> Observation:
+        self._life.live()
+        answer = await super().step(action)
+        self._life.live()
+        return answer
+
+    async def evidence(self) -> JsonObject:
+        self._life.live()
+        return await super().evidence()
+
+
+@pytest.fixture
+async def storage(tmp_path: Path) -> AsyncIterator[FileTrajectoryStorage]:
+    async with FileTrajectoryStorage(tmp_path, durable=False) as storage:
+        yield storage
+
+
+async def stored(storage: FileTrajectoryStorage) -> Trajectory:
+    found = await stored_episode(storage, trajectory_id(request()))
+    assert found is not None
+    return found
+
+
+def essence(trajectory: Trajectory) -> tuple[Any, ...]:
+    return trajectory.nodes, trajectory.head, trajectory.stop, trajectory.usage, trajectory.evidence, trajectory.policy
+
+
+async def test_what_is_stored_while_it_is_played_is_what_comes_back(storage: FileTrajectoryStorage):
+    trajectory = await Mortal(storage).play()
+    assert [found async for found, _ in storage.find()] == [trajectory]
+    assert trajectory.stop is StopReason.TERMINATED and len(trajectory.nodes) == 8
+
+
+async def test_a_session_goes_on_wherever_it_was_killed(tmp_path: Path):
+    async with FileTrajectoryStorage(tmp_path / "whole") as storage:
+        whole = essence(await (alive := Mortal(storage)).play())
+    assert alive.asked == [2, 4, 6]
+    points = 0
+    while True:
+        async with FileTrajectoryStorage(tmp_path / str(points), durable=False) as storage:
+            try:
+                await (first := Mortal(storage, last=points)).play()
+            except KilledError:
+                points += 1
+            else:
+                break
+            second = Mortal(storage)
+            resumed = await second.play()
+            assert essence(resumed) == whole
+            assert first.asked + second.asked == [2, 4, 6], "no completion is asked for twice"
+            assert [found async for found, _ in storage.find()] == [resumed]
+    assert points == 11
+
+
+async def test_a_session_that_is_killed_while_it_is_resumed_goes_on_all_the_same(storage: FileTrajectoryStorage):
+    asked: list[int] = []
+    for last in (6, 2, 3, 5):
+        with pytest.raises(KilledError):
+            await (life := Mortal(storage, last=last)).play()
+        asked += life.asked
+    resumed = await (life := Mortal(storage)).play()
+    assert (resumed.stop, asked + life.asked) == (StopReason.TERMINATED, [2, 4, 6])
+
+
+async def killed_after_its_second_action(storage: FileTrajectoryStorage) -> Trajectory:
+    with pytest.raises(KilledError):
+        await Mortal(storage, last=7).play()
+    unfinished = await stored(storage)
+    assert (unfinished.stop, len(list(unfinished.sampled()))) == (StopReason.UNFINISHED, 2)
+    return unfinished
+
+
+def elsewhere(**changes: Any) -> Callable[[EpisodeRequest], Environment]:
+    class Elsewhere(GridEnvironment):
+        """A world that is not what it was when the episode began."""
+
+        async def reset(self, task: Task) -> Observation:
+            opening = await super().reset(task)
+            return opening.model_copy(update=changes.get("reset", {}))
+
+        async def step(self, action: Message) -> Observation:
+            return (await super().step(action)).model_copy(update=changes.get("step", {}))
+
+    return lambda request: Elsewhere()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"reset": {"messages": (Message(role="user", content="Another level."),)}},
+        {"reset": {"messages": ()}},
+        {"step": {"messages": (Message(role="user", content="Another answer."),)}},
+        {"step": {"messages": (Message(role="user", content="You are at (1, 0)."),) * 2}},
+        {"step": {"reward": 0.5}},
+        {"step": {"terminated": True}},
+        {"step": {"truncated": True}},
+    ],
+    ids=str,
+)
+async def test_a_world_that_answers_otherwise_is_played_anew(storage: FileTrajectoryStorage, changes: dict[str, Any]):
+    await killed_after_its_second_action(storage)
+    life = Mortal(storage, make_environment=elsewhere(**changes))
+    trajectory = await life.play(Limits(max_turns=2))
+    assert len(life.asked) == len(list(trajectory.sampled())), "every completion of the episode is a new one"
+    assert [found async for found, _ in storage.find()] == [trajectory]
+    assert len(trajectory.nodes) == len(trajectory.path()), "and nothing of the old episode is left"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"base_model": "another"}, {"strategy_spec": StrategySpec(name="StandardReAct", options={"n": 2})}],
+    ids=["policy", "strategy"],
+)
+async def test_an_episode_of_another_policy_or_strategy_is_played_anew(
+    storage: FileTrajectoryStorage, changes: dict[str, Any]
+):
+    await killed_after_its_second_action(storage)
+    life = Mortal(storage, **changes)
+    trajectory = await life.play()
+    assert life.asked == [2, 4, 6]
+    assert [found async for found, _ in storage.find()] == [trajectory]
+
+
+async def test_a_world_that_cannot_be_reached_again_is_a_failure_that_keeps_what_was_sampled(
+    storage: FileTrajectoryStorage,
+):
+    await killed_after_its_second_action(storage)
+    away = Troubled(reset=InfrastructureError("nothing answers"))
+    trajectory = await Mortal(storage, make_environment=lambda request: away).play()
+    assert trajectory.failure is not None and trajectory.failure.kind is FailureKind.INFRASTRUCTURE
+    assert len(list(trajectory.sampled())) == 2
+    assert await stored(storage) == trajectory
+
+
+async def test_candidates_that_nobody_chose_stay_in_the_tree_when_the_decision_is_asked_anew(
+    storage: FileTrajectoryStorage,
+):
+    class Choosy(StandardReActStrategy):
+        """Asks for three answers, one after another, and takes the last."""
+
+        async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
+            while len(tree.children(tree.head)) < 3:
+                tree.propose((await engine.complete(tree.messages()))[0])
+            return tree.children(tree.head)[-1]
+
+    choosy: dict[str, Any] = {"make_strategy": lambda request: Choosy()}
+    with pytest.raises(KilledError):
+        await (first := Mortal(storage, last=3, **choosy)).play()
+    unfinished = await stored(storage)
+    assert ([node.sampled for node in unfinished.nodes], unfinished.head) == ([False, False, True, True], 1)
+    second = Mortal(storage, **choosy)
+    trajectory = await second.play()
+    assert len(first.asked) + len(second.asked) == 9, "what was sampled is not asked for again"
+    assert len([node for node in trajectory.nodes if node.sampled]) == trajectory.usage.calls == 9
+
+
+async def test_a_finished_episode_is_not_played_again(storage: FileTrajectoryStorage):
+    first = await Mortal(storage).play()
+    again = Mortal(storage)
+    assert await again.play() == first
+    assert again.asked == []
+
+
+@pytest.mark.parametrize("writes", [0, 1, 2])
+async def test_a_storage_that_fails_stops_the_run(
+    storage: FileTrajectoryStorage, monkeypatch: pytest.MonkeyPatch, writes: int
+):
+    grow, left = storage.grow, iter([True] * writes)
+
+    async def failing(growth: EpisodeGrowth) -> None:
+        if not next(left, False):
+            raise StorageError("the disk is full")
+        await grow(growth)
+
+    monkeypatch.setattr(storage, "grow", failing)
+    environment = Troubled()
+    with pytest.raises(StorageError, match="the disk is full"):
+        await Mortal(storage, make_environment=lambda request: environment).play()
+    assert environment.closes == 1
 
 
 def test_equal_requests_have_equal_ids():

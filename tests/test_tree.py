@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from openhands_rl_plugin.testing import prompt_ids
-from openhands_rl_plugin.tree import EpisodeTree
+from openhands_rl_plugin.tree import EpisodeTree, usage_of
 from openhands_rl_plugin.types import (
     Completion,
     EpisodeRequest,
@@ -158,6 +158,43 @@ def test_what_is_frozen_does_not_change_any_more():
     assert (len(trajectory.nodes), trajectory.nodes[0].reward) == (1, None)
 
 
+def test_a_thawed_tree_grows_like_the_one_that_was_frozen():
+    tree = EpisodeTree()
+    tree.observe(said("state 0"))
+    tree.commit(tree.propose(completion((5, 6), (7,))))
+    tree.nodes[1].metadata["notes"] = {"seen": [1]}
+    trajectory = frozen(tree)
+    thawed = EpisodeTree.thaw(trajectory)
+    thawed.nodes[1].metadata["notes"]["seen"].append(2)  # type: ignore[index, union-attr]
+    assert trajectory.nodes[1].metadata == {"notes": {"seen": [1]}}, "what is frozen does not change any more"
+    thawed.nodes[1].metadata["notes"] = {"seen": [1]}
+    for grown in (tree, thawed):
+        grown.observe(said("state 1", 0.5))
+        grown.commit(grown.propose(completion((5, 6, 7, 8), (9,))))
+    assert frozen(thawed) == frozen(tree)
+    assert thawed.nodes[3].tokens == Tokens(extends=True, prompt_ids=(8,), sampled_ids=(9,), logprobs=(-0.5,))
+
+
+@pytest.mark.parametrize("stop", [StopReason.TERMINATED, StopReason.TRUNCATED, StopReason.MAX_TURNS])
+def test_a_thawed_tree_knows_whether_it_has_ended(stop: StopReason):
+    thawed = EpisodeTree.thaw(frozen(EpisodeTree()).model_copy(update={"stop": stop}))
+    assert (thawed.terminated, thawed.truncated) == (stop is StopReason.TERMINATED, stop is StopReason.TRUNCATED)
+
+
+def test_the_usage_of_an_unfinished_episode_is_counted_from_its_nodes():
+    tree = EpisodeTree()
+    tree.observe(said("state 0"))
+    tree.propose(completion((5, 6), (1, 1)))
+    tree.commit(tree.propose(completion((5, 6), (7,))))
+    tree.observe(said("state 1"))
+    simulated = tree.propose(completion((5, 6, 7, 8), (9, 9)))
+    tree.nodes[simulated].reward, tree.nodes[simulated].simulated = 1.0, True
+    tree.propose(completion(None))
+    unfinished = frozen(tree).model_copy(update={"stop": StopReason.UNFINISHED, "usage": Usage()})
+    counted = Usage(prompt_tokens=2 + 2 + 4, completion_tokens=2 + 1 + 2, calls=4, steps=1)
+    assert EpisodeTree.thaw(unfinished).usage == usage_of(unfinished.nodes) == counted
+
+
 IDS = st.lists(st.integers(0, 3), max_size=4).map(tuple)
 
 
@@ -220,6 +257,22 @@ class SearchTree(RuleBasedStateMachine):
     def commit(self, data: st.DataObject) -> None:
         sampled = [at for at, node in enumerate(self.tree.nodes) if node.sampled]
         self.tree.commit(data.draw(st.sampled_from(sampled)))
+
+    @precondition(lambda self: any(node.sampled for node in self.tree.nodes))
+    @rule(data=st.data(), reward=st.floats(-1, 1), real=st.booleans())
+    def judge(self, data: st.DataObject, reward: float, real: bool) -> None:
+        node = self.tree.nodes[data.draw(st.sampled_from([at for at, n in enumerate(self.tree.nodes) if n.sampled]))]
+        node.reward, node.simulated, node.value, node.visits = reward, not real, reward / 2, node.visits + 1
+        node.metadata["search"] = {"seen": [node.visits]}
+
+    @invariant()
+    def it_thaws_as_it_was_frozen(self) -> None:
+        trajectory = Trajectory.model_validate_json(frozen(self.tree).model_dump_json())
+        thawed = EpisodeTree.thaw(trajectory)
+        assert frozen(thawed) == trajectory
+        assert (thawed.nodes, thawed.head, thawed.usage) == (self.tree.nodes, self.tree.head, self.tree.usage)
+        assert all(thawed.children(at) == self.tree.children(at) for at in (None, *range(len(thawed.nodes))))
+        assert {at: thawed.context_ids(at) for at in self.contexts} == self.contexts
 
     @invariant()
     def every_prompt_comes_back(self) -> None:

@@ -191,12 +191,15 @@ class RLAgent(CodeActAgent):
         node = episode.tree.nodes[chosen]
         if self._environment_mode:
             episode.tree.commit(chosen)
+            episode.keep()
             return play.dialogue.act(node.message)
         outcome = play.engine.outcome(node.metadata)
         if outcome.error is not None:
             # The answer stays beside the acted path: OpenHands tells the model what was wrong, but never replays it.
+            episode.keep()
             raise outcome.error
         play.conversation.acted(chosen)
+        episode.keep()
         self.pending_actions.extend(outcome.actions)
         return self._hand_over(self.pending_actions.popleft())
 

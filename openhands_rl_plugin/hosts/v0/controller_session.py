@@ -105,8 +105,8 @@ class ControllerSession:
 
     def conclude(self, *, timed_out: bool = False, failure: Failure | None = None) -> Trajectory:
         """The episode's trajectory. Raises an ``RLError`` that must stop the run, if one ended the session."""
-        if self._end.error is not None:
-            raise self._end.error
+        if (error := self._episode.error or self._end.error) is not None:
+            raise error
         stop, failure = self._reason(timed_out, failure)
         evidence = None
         if isinstance(self._runtime, EpisodeRuntime):

@@ -19,6 +19,7 @@ from pydantic import Field
 from openhands_rl_plugin import registry
 from openhands_rl_plugin.errors import CaughtFailure, ConfigError
 from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode
+from openhands_rl_plugin.journal import EpisodeSink
 from openhands_rl_plugin.protocols import Strategy
 from openhands_rl_plugin.settings import RLSettings
 from openhands_rl_plugin.types import EpisodeRequest, Frozen, JsonObject, StrategySpec, Trajectory
@@ -54,14 +55,19 @@ class ControllerOptions(Frozen):
 class ControllerRunner:
     """An ``EpisodeRunner`` over real OpenHands sessions in this process.
 
+    With a ``storage``, which is used on the event loop that ``run`` is called on, episodes are stored as they are
+    played. One that was left unfinished there is dropped and played anew: OpenHands' state cannot be restored exactly.
     Raises ``ConfigError`` when ``[rl.serving]`` names no server or model, or the strategy cannot be made.
     """
 
-    def __init__(self, settings: RLSettings, options: ControllerOptions | None = None) -> None:
+    def __init__(
+        self, settings: RLSettings, options: ControllerOptions | None = None, *, storage: EpisodeSink | None = None
+    ) -> None:
         _require_server(settings)
         _quieten()
         self._settings = settings
         self._options = options or ControllerOptions()
+        self._storage = storage
         self._make_strategy()
         self._spec = StrategySpec(name=settings.rollout_strategy, options=self._options.strategy_options)
         sessions = self._options.sessions or settings.max_workers
@@ -84,9 +90,13 @@ class ControllerRunner:
         from openhands_rl_plugin.hosts.v0.controller_session import ControllerSession
 
         episode = self._episode(request)
+        if self._storage is not None:
+            episode.keep_in(self._storage, asyncio.get_running_loop())
         session = ControllerSession(self._config(episode), episode, f"rl-{uuid.uuid4().hex[:24]}")
         try:
-            return await self._play_out(session, episode.limits.timeout)
+            trajectory = await self._play_out(session, episode.limits.timeout)
+            await episode.end(trajectory)
+            return trajectory
         finally:
             await self._release(session)
 

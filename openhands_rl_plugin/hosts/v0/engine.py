@@ -108,7 +108,8 @@ class ControllerEngine:
     ) -> list[Completion]:
         """Sample ``n`` answers side by side. A conversation that goes on from the host's is sent in the host's form.
 
-        Raises ``InfrastructureError`` or ``ModelError``, with OpenHands' own exception as the cause.
+        Raises ``InfrastructureError`` or ``ModelError``, with OpenHands' own exception as the cause, and
+        ``StorageError`` when what was said and sampled before cannot be stored; that is done meanwhile.
         """
         turn = self._turn
         goes_on = tuple(messages[: len(turn.path)]) == turn.path
@@ -120,7 +121,8 @@ class ControllerEngine:
             background().blocking(partial(self._ask, call, prompt, offered, sampling))
             for call in itertools.islice(self._calls, n)
         )
-        answers = await asyncio.gather(*calls, return_exceptions=True)
+        keeping = (background().blocking(self._episode.keep),) if self._episode.journalled else ()
+        answers = await asyncio.gather(*keeping, *calls, return_exceptions=True)
         completions = [answer for answer in answers if isinstance(answer, Completion)]
         for answer in answers:
             if isinstance(answer, BaseException):

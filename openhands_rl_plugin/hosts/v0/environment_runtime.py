@@ -8,7 +8,6 @@ environment is such a reply too, because an exception here would leave the contr
 from __future__ import annotations
 
 import atexit
-import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,19 +33,17 @@ from openhands.runtime.base import Runtime
 from openhands.runtime.runtime_status import RuntimeStatus
 
 from openhands_rl_plugin import registry
-from openhands_rl_plugin.errors import BadEnvironmentError, CaughtFailure, ConfigError, boundary
+from openhands_rl_plugin.errors import BadEnvironmentError, CaughtFailure, boundary
 from openhands_rl_plugin.hosts.v0.background import background
 from openhands_rl_plugin.hosts.v0.episode import current_episode
 from openhands_rl_plugin.hosts.v0.sandbox import INSIDE
 from openhands_rl_plugin.hosts.v0.settings import host_settings
+from openhands_rl_plugin.hosts.v0.standalone import task_from_environment_variable
 from openhands_rl_plugin.hosts.v0.wire import RESET_TOOL, STEP_TOOL, EnvironmentReply
 from openhands_rl_plugin.protocols import Environment
 from openhands_rl_plugin.settings import RLSettings
 from openhands_rl_plugin.types import Failure, FailureKind, JsonObject, Message, Task
 from openhands_rl_plugin.types import Observation as Answer
-
-TASK_INDEX_VARIABLE = "OPENHANDS_RL_TASK_INDEX"
-"""Which task ``python -m openhands.core.main`` plays, as a number that the environment understands; default 0."""
 
 
 class EnvironmentPlay:
@@ -232,14 +229,6 @@ def make_environment(settings: RLSettings) -> Environment:
     return registry.build(
         "environments", settings.env_name, {name: value for name, value in known.items() if name in declared}
     )
-
-
-def task_from_environment_variable(settings: RLSettings) -> Task:
-    """The task for a plain OpenHands run. Raises ``ConfigError`` when the variable is no whole number."""
-    text = os.environ.get(TASK_INDEX_VARIABLE, "0")
-    if not text.isdecimal():
-        raise ConfigError(f"{TASK_INDEX_VARIABLE} must be a whole number from 0, not {text!r}")
-    return Task(id=f"{settings.env_name}/{int(text)}", environment=settings.env_name, data={"idx": int(text)})
 
 
 def _refusal(what: str) -> ErrorObservation:

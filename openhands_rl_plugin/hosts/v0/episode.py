@@ -5,12 +5,17 @@ A runner binds one for the agent that is made next; without one the agent makes 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from openhands_rl_plugin.errors import StorageError
+from openhands_rl_plugin.hosts.v0.background import wait_on
+from openhands_rl_plugin.journal import EpisodeJournal, EpisodeSink
 from openhands_rl_plugin.protocols import Strategy
+from openhands_rl_plugin.records import EpisodeStart
 from openhands_rl_plugin.session import clip, context_tokens, reached, trajectory_id
 from openhands_rl_plugin.settings import RLSettings
 from openhands_rl_plugin.tree import EpisodeTree
@@ -67,7 +72,47 @@ class ControllerEpisode:
         self.stop: StopReason | None = None
         self.failure: Failure | None = None
         self.evidence: JsonObject | None = None
+        self.error: StorageError | None = None
         self.started = time.time()
+        self._journal: tuple[EpisodeJournal, asyncio.AbstractEventLoop] | None = None
+
+    @property
+    def journalled(self) -> bool:
+        """Whether the episode is stored while it is played."""
+        return self._journal is not None
+
+    def keep_in(self, storage: EpisodeSink, loop: asyncio.AbstractEventLoop) -> None:
+        """Store the episode from now on while it is played. ``storage`` is used on ``loop`` only."""
+        start = EpisodeStart(
+            id=trajectory_id(self.request),
+            run_id=self.request.run_id,
+            group_id=self.request.group_id,
+            task=self.request.task,
+            strategy=self.strategy_spec,
+            policy=self._policy,
+            started=self.started,
+        )
+        self._journal = EpisodeJournal(storage, start), loop
+
+    def keep(self) -> None:
+        """Store what was said and sampled since the last call. Blocks, and is not to be called on the storage's loop.
+
+        Raises ``StorageError``, and leaves it in ``error``: OpenHands' controller takes any exception for one more
+        reason to end a session.
+        """
+        if self._journal is None:
+            return
+        journal, loop = self._journal
+        try:
+            wait_on(loop, lambda: journal.keep(self.tree))
+        except StorageError as error:
+            self.error = error
+            raise
+
+    async def end(self, trajectory: Trajectory) -> None:
+        """Close the episode in the storage, if it is stored while it is played. Raises ``StorageError``."""
+        if self._journal is not None:
+            await self._journal[0].end(trajectory)
 
     def observe(self, reply: EnvironmentReply) -> None:
         """Add an environment's reply, cut to ``max_obs_length``."""
@@ -114,17 +159,20 @@ class ControllerEpisode:
         more than what the controller made of it. ``stop`` and ``evidence`` win over what the agent noted."""
         wrong_tokens = _drop_wrong_tokens(self.tree)
         failure = self.failure = self.failure or failure or wrong_tokens
-        served = self.request.served_model or self.base_model
         return self.tree.freeze(
             self.request,
             trajectory_id=trajectory_id(self.request),
             strategy=self.strategy_spec,
-            policy=PolicyRef.from_served_name(self.base_model, served),
+            policy=self._policy,
             stop=StopReason.ERROR if failure else stop or self.stop or StopReason.NO_ACTION,
             times=Times(started=self.started, finished=time.time()),
             evidence=self.evidence if evidence is None else evidence,
             failure=failure,
         )
+
+    @property
+    def _policy(self) -> PolicyRef:
+        return PolicyRef.from_served_name(self.base_model, self.request.served_model or self.base_model)
 
 
 _BOUND: ContextVar[ControllerEpisode | None] = ContextVar("rl_controller_episode", default=None)

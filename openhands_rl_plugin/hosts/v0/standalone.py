@@ -1,32 +1,44 @@
-"""An episode that nobody drives, as under ``python -m openhands.core.main``: made from ``[rl]`` and stored once."""
+"""An episode that nobody drives, as under ``python -m openhands.core.main``: from ``[rl]``, stored as it is played.
+
+What a killed process leaves can be read as an unfinished episode; ``TrajectoryStorage.drop`` removes it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import os
 import threading
 import uuid
 import zlib
 
 from openhands_rl_plugin import registry
+from openhands_rl_plugin.errors import ConfigError
 from openhands_rl_plugin.hosts.v0.background import background
 from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode
-from openhands_rl_plugin.protocols import TrajectoryStorage
 from openhands_rl_plugin.settings import RLSettings
+from openhands_rl_plugin.storage import open_storage
 from openhands_rl_plugin.types import EpisodeRequest, Failure, StopReason, StrategySpec, Task, Trajectory
 
 WORKSPACE = "workspace"
+
+TASK_INDEX_VARIABLE = "OPENHANDS_RL_TASK_INDEX"
+"""Which task ``python -m openhands.core.main`` plays, as a number that the environment understands; default 0."""
 
 
 def standalone_episode(
     settings: RLSettings, *, session: str, instruction: str, base_model: str, environment_mode: bool
 ) -> ControllerEpisode:
-    """The episode of an OpenHands session. Raises ``ConfigError`` for a strategy that cannot be loaded."""
+    """The episode of an OpenHands session. Raises ``ConfigError`` for a strategy that cannot be loaded.
+
+    In environment mode its task is the environment's, else the session itself.
+    """
+    task = Task(id=session, environment=WORKSPACE, instruction=instruction)
+    if environment_mode:
+        task = task_from_environment_variable(settings).model_copy(update={"instruction": instruction})
     run_id = f"standalone-{uuid.uuid4().hex}"
     request = EpisodeRequest(
-        task=Task(
-            id=session, environment=settings.env_name if environment_mode else WORKSPACE, instruction=instruction
-        ),
+        task=task,
         run_id=run_id,
         group_id=session,
         # Runs differ from each other unless the same seed is wanted for the same run.
@@ -42,24 +54,34 @@ def standalone_episode(
     )
 
 
+def task_from_environment_variable(settings: RLSettings) -> Task:
+    """The task for a plain OpenHands run. Raises ``ConfigError`` when the variable is no whole number."""
+    text = os.environ.get(TASK_INDEX_VARIABLE, "0")
+    if not text.isdecimal():
+        raise ConfigError(f"{TASK_INDEX_VARIABLE} must be a whole number from 0, not {text!r}")
+    return Task(id=f"{settings.env_name}/{int(text)}", environment=settings.env_name, data={"idx": int(text)})
+
+
 class StandaloneKeeper:
-    """Stores an episode when it ends, once; when the process ends first, what there is of it."""
+    """Stores an episode while it is played, and closes it when it ends or the process does. Raises ``ConfigError``."""
 
     def __init__(self, episode: ControllerEpisode) -> None:
         self._episode = episode
+        self._storage = open_storage(episode.settings)
         self._kept = False
         self._lock = threading.Lock()
+        episode.keep_in(self._storage, background().loop)
         atexit.register(self._keep_at_exit)
 
     def keep(self, stop: StopReason | None = None, failure: Failure | None = None) -> None:
-        """Store the episode; later calls do nothing. Raises ``StorageError``."""
+        """Close the episode; later calls do nothing. Raises ``StorageError``."""
         if self._claim():
             background().wait_for(self._store(self._episode.freeze(stop=stop, failure=failure)))
 
     def _keep_at_exit(self) -> None:
         # The interpreter starts no threads any more, so the storage is neither reached through one nor closed.
         if self._episode.tree.nodes and self._claim():
-            asyncio.run(self._storage().add(self._episode.freeze()))
+            asyncio.run(open_storage(self._episode.settings).add(self._episode.freeze()))
 
     def _claim(self) -> bool:
         with self._lock:
@@ -68,13 +90,7 @@ class StandaloneKeeper:
         return not kept
 
     async def _store(self, trajectory: Trajectory) -> None:
-        storage = self._storage()
         try:
-            await storage.add(trajectory)
+            await self._episode.end(trajectory)
         finally:
-            await storage.close()
-
-    def _storage(self) -> TrajectoryStorage:
-        settings = self._episode.settings
-        options = {"path": str(settings.storage.directory), "durable": settings.storage.durable}
-        return registry.build("storages", settings.storage_backend, options)
+            await self._storage.close()

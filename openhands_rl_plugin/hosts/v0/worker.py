@@ -6,24 +6,87 @@ python -m openhands_rl_plugin.hosts.v0.worker       # messages on stdin and stdo
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import sys
-from typing import BinaryIO
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, BinaryIO
 
-from openhands_rl_plugin.errors import RLError
+from openhands_rl_plugin.errors import RLError, StorageError
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 from openhands_rl_plugin.hosts.v0.worker_messages import (
     MAX_LINE_BYTES,
     TO_WORKER,
+    FromWorker,
     Play,
     Played,
     Ready,
     Refused,
     Start,
+    Store,
+    Stored,
     from_line,
     to_line,
 )
+from openhands_rl_plugin.records import EpisodeEnd, EpisodeGrowth, EpisodeStart
+from openhands_rl_plugin.types import Trajectory
+
+
+class PoolStorage:
+    """The pool's storage, as its worker's runner sees it: a call returns when the pool has stored what it was given.
+
+    So one process writes for all workers: their episodes share a flush, and no worker needs the storage's secrets.
+    """
+
+    def __init__(self, say: Callable[[FromWorker], Awaitable[None]]) -> None:
+        self._say = say
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Stored]] = {}
+
+    async def add(self, trajectory: Trajectory) -> None:
+        """As in ``TrajectoryStorage``."""
+        await self._ask(trajectory=trajectory)
+
+    async def begin(self, start: EpisodeStart) -> None:
+        """As in ``TrajectoryStorage``."""
+        await self._ask(start=start)
+
+    async def grow(self, growth: EpisodeGrowth) -> None:
+        """As in ``TrajectoryStorage``."""
+        await self._ask(growth=growth)
+
+    async def end(self, end: EpisodeEnd) -> None:
+        """As in ``TrajectoryStorage``."""
+        await self._ask(end=end)
+
+    async def drop(self, trajectory_ids: Sequence[str]) -> int:
+        """As in ``TrajectoryStorage``."""
+        return (await self._ask(drop=tuple(trajectory_ids))).dropped
+
+    def answered(self, answer: Stored) -> None:
+        """Take the pool's answer to one of the calls."""
+        waiting = self._waiting[answer.number]
+        if waiting.done():
+            return
+        if answer.error:
+            waiting.set_exception(StorageError(answer.error))
+        else:
+            waiting.set_result(answer)
+
+    def give_up(self) -> None:
+        """The pool is gone: fail what waits for an answer."""
+        for number in list(self._waiting):
+            self.answered(Stored(number=number, error="the worker pool is gone"))
+
+    async def _ask(self, **what: Any) -> Stored:
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            await self._say(Store(number=number, **what))
+            return await answer
+        finally:
+            del self._waiting[number]
 
 
 class Worker:
@@ -34,6 +97,7 @@ class Worker:
         self._answers = answers
         self._writing = asyncio.Lock()
         self._playing: set[asyncio.Task[None]] = set()
+        self._storage = PoolStorage(self._say)
 
     async def serve(self) -> None:
         """Make the runner, then play what comes."""
@@ -43,17 +107,21 @@ class Worker:
         start = from_line(TO_WORKER, await reader.readline())
         assert isinstance(start, Start)
         try:
-            runner = ControllerRunner(start.settings, start.options)
+            runner = ControllerRunner(start.settings, start.options, storage=self._storage if start.stores else None)
         except RLError as error:
             await self._say(Refused.of(None, error))
             return
         await self._say(Ready())
         while line := await reader.readline():
-            play = from_line(TO_WORKER, line)
-            assert isinstance(play, Play)
-            task = asyncio.create_task(self._play(runner, play))
+            message = from_line(TO_WORKER, line)
+            if isinstance(message, Stored):
+                self._storage.answered(message)
+                continue
+            assert isinstance(message, Play)
+            task = asyncio.create_task(self._play(runner, message))
             self._playing.add(task)
             task.add_done_callback(self._playing.discard)
+        self._storage.give_up()
         for task in self._playing:
             task.cancel()
         await asyncio.gather(*self._playing, return_exceptions=True)
@@ -65,7 +133,7 @@ class Worker:
             answer = Refused.of(play.number, error)
         await self._say(answer)
 
-    async def _say(self, message: Ready | Played | Refused) -> None:
+    async def _say(self, message: FromWorker) -> None:
         async with self._writing:
             await asyncio.to_thread(self._write, to_line(message))
 

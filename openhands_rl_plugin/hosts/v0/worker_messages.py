@@ -17,6 +17,8 @@ from openhands_rl_plugin.errors import (
     describe,
 )
 from openhands_rl_plugin.hosts.v0.driver import ControllerOptions
+from openhands_rl_plugin.journal import EpisodeSink
+from openhands_rl_plugin.records import EpisodeEnd, EpisodeGrowth, EpisodeStart
 from openhands_rl_plugin.settings import RLSettings
 from openhands_rl_plugin.types import EpisodeRequest, Frozen, Trajectory
 
@@ -24,11 +26,15 @@ MAX_LINE_BYTES = 256 * 1024 * 1024
 
 
 class Start(Frozen):
-    """To a worker, first: what to make its runner of. Secrets are not in it, only names of environment variables."""
+    """To a worker, first: what to make its runner of. Secrets are not in it, only names of environment variables.
+
+    ``stores``: whether the pool has a storage, which gets the episodes as they are played.
+    """
 
     kind: Literal["start"] = "start"
     settings: RLSettings
     options: ControllerOptions
+    stores: bool = False
 
 
 class Play(Frozen):
@@ -37,6 +43,15 @@ class Play(Frozen):
     kind: Literal["play"] = "play"
     number: int
     request: EpisodeRequest
+
+
+class Stored(Frozen):
+    """To a worker: what became of a ``Store``; ``error`` is empty when everything is in the storage."""
+
+    kind: Literal["stored"] = "stored"
+    number: int
+    dropped: int = 0
+    error: str = ""
 
 
 class Ready(Frozen):
@@ -51,6 +66,31 @@ class Played(Frozen):
     kind: Literal["played"] = "played"
     number: int
     trajectory: Trajectory
+
+
+class Store(Frozen):
+    """From a worker: what the pool has to store before the episode goes on; what is there, in the order of fields."""
+
+    kind: Literal["store"] = "store"
+    number: int
+    drop: tuple[str, ...] = ()
+    start: EpisodeStart | None = None
+    growth: EpisodeGrowth | None = None
+    end: EpisodeEnd | None = None
+    trajectory: Trajectory | None = None
+
+    async def into(self, storage: EpisodeSink) -> Stored:
+        """Store it. Raises ``StorageError``."""
+        dropped = await storage.drop(self.drop) if self.drop else 0
+        if self.start is not None:
+            await storage.begin(self.start)
+        if self.growth is not None:
+            await storage.grow(self.growth)
+        if self.end is not None:
+            await storage.end(self.end)
+        if self.trajectory is not None:
+            await storage.add(self.trajectory)
+        return Stored(number=self.number, dropped=dropped)
 
 
 class Refused(Frozen):
@@ -74,13 +114,13 @@ class Refused(Frozen):
 _STOPPING = {error.__name__: error for error in (ConfigError, PublishError, StorageError, TrainingError)}
 _STOPPING[MissingExtraError.__name__] = ConfigError
 
-ToWorker = Annotated[Start | Play, Field(discriminator="kind")]
-FromWorker = Annotated[Ready | Played | Refused, Field(discriminator="kind")]
-TO_WORKER: TypeAdapter[Start | Play] = TypeAdapter(ToWorker)
-FROM_WORKER: TypeAdapter[Ready | Played | Refused] = TypeAdapter(FromWorker)
+ToWorker = Start | Play | Stored
+FromWorker = Ready | Played | Store | Refused
+TO_WORKER: TypeAdapter[ToWorker] = TypeAdapter(Annotated[ToWorker, Field(discriminator="kind")])
+FROM_WORKER: TypeAdapter[FromWorker] = TypeAdapter(Annotated[FromWorker, Field(discriminator="kind")])
 
 
-def to_line(message: Start | Play | Ready | Played | Refused) -> bytes:
+def to_line(message: ToWorker | FromWorker) -> bytes:
     """One line, with its end."""
     return message.model_dump_json().encode() + b"\n"
 

@@ -12,19 +12,25 @@ import sys
 import time
 from collections import deque
 
-from openhands_rl_plugin.errors import InfrastructureError, describe
+from openhands_rl_plugin.errors import InfrastructureError, RLError, boundary, describe
 from openhands_rl_plugin.hosts.v0.driver import ControllerOptions
 from openhands_rl_plugin.hosts.v0.worker_messages import (
     FROM_WORKER,
     MAX_LINE_BYTES,
+    FromWorker,
     Play,
     Played,
     Ready,
     Refused,
     Start,
+    Store,
+    Stored,
+    ToWorker,
     from_line,
     to_line,
 )
+from openhands_rl_plugin.journal import stored_episode
+from openhands_rl_plugin.protocols import TrajectoryStorage
 from openhands_rl_plugin.session import trajectory_id
 from openhands_rl_plugin.settings import RLSettings
 from openhands_rl_plugin.tree import EpisodeTree
@@ -50,16 +56,25 @@ class WorkerPoolRunner:
     """An ``EpisodeRunner`` over ``workers`` processes.
 
     ``options.sessions`` bounds the sessions of each process (default: ``[rl] max_workers`` shared out). The episodes of
-    a worker that dies come back as infrastructure failures, and the worker is replaced.
+    a worker that dies come back as infrastructure failures, and the worker is replaced. With a ``storage`` episodes are
+    stored as they are played, by this process for all workers.
     """
 
-    def __init__(self, settings: RLSettings, options: ControllerOptions | None = None, *, workers: int = 2) -> None:
+    def __init__(
+        self,
+        settings: RLSettings,
+        options: ControllerOptions | None = None,
+        *,
+        workers: int = 2,
+        storage: TrajectoryStorage | None = None,
+    ) -> None:
         if workers < 1:
             raise ValueError("a pool needs at least one worker")
         options = options or ControllerOptions()
         sessions = options.sessions or max(1, settings.max_workers // workers)
         self._settings = settings
         self._options = options.model_copy(update={"sessions": sessions})
+        self._storage = storage
         self._gate = asyncio.Semaphore(workers * sessions)
         self._slots: list[_Worker | None] = [None] * workers
         self._failed_starts = 0
@@ -73,7 +88,7 @@ class WorkerPoolRunner:
                 worker = await self._least_busy()
                 return await worker.play(request, self._overtime(request))
             except InfrastructureError as error:
-                return self._failed(request, error, started)
+                return await self._failed(request, error, started)
 
     async def close(self) -> None:
         """End the workers; episodes that are being played are given up."""
@@ -89,7 +104,7 @@ class WorkerPoolRunner:
                 if worker is not None:
                     await worker.close()
                     await self._pause_after(worker)
-                self._slots[index] = await _Worker.start(self._settings, self._options)
+                self._slots[index] = await _Worker.start(self._settings, self._options, self._storage)
         # One that died since then answers with its failure.
         return min((worker for worker in self._slots if worker is not None), key=lambda worker: worker.load)
 
@@ -102,9 +117,14 @@ class WorkerPoolRunner:
         limits = request.task.limits or self._settings.limits()
         return None if limits.timeout is None else limits.timeout + _OVERTIME
 
-    def _failed(self, request: EpisodeRequest, error: InfrastructureError, started: float) -> Trajectory:
+    async def _failed(self, request: EpisodeRequest, error: InfrastructureError, started: float) -> Trajectory:
+        """The episode of a worker that is gone, with what is stored of it; perhaps that is all of it."""
         model = self._settings.serving.model
-        return EpisodeTree().freeze(
+        stored = await stored_episode(self._storage, trajectory_id(request)) if self._storage is not None else None
+        if stored is not None and stored.stop is not StopReason.UNFINISHED:
+            return stored
+        tree = EpisodeTree() if stored is None else EpisodeTree.thaw(stored)
+        trajectory = tree.freeze(
             request,
             trajectory_id=trajectory_id(request),
             strategy=StrategySpec(name=self._settings.rollout_strategy, options=self._options.strategy_options),
@@ -113,13 +133,18 @@ class WorkerPoolRunner:
             times=Times(started=started, finished=time.time()),
             failure=Failure(kind=FailureKind.INFRASTRUCTURE, message=describe(error), boundary="controller.worker"),
         )
+        if self._storage is not None:
+            await self._storage.add(trajectory)
+        return trajectory
 
 
 class _Worker:
     """One process, and the episodes that it is playing."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, storage: TrajectoryStorage | None) -> None:
         self._process = process
+        self._storage = storage
+        self._storing: set[asyncio.Task[None]] = set()
         self._numbers = 0
         self._playing: dict[int, asyncio.Future[Trajectory]] = {}
         self._refusal: Refused | None = None
@@ -129,7 +154,9 @@ class _Worker:
         self.alive = True
 
     @classmethod
-    async def start(cls, settings: RLSettings, options: ControllerOptions) -> _Worker:
+    async def start(
+        cls, settings: RLSettings, options: ControllerOptions, storage: TrajectoryStorage | None
+    ) -> _Worker:
         """A new process, which may be given episodes at once. Raises ``InfrastructureError``."""
         environment = {"LOG_LEVEL": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True", **os.environ}
         try:
@@ -144,8 +171,8 @@ class _Worker:
             )
         except OSError as error:
             raise InfrastructureError(f"no worker process could be started: {error}") from error
-        worker = cls(process)
-        await worker._send(Start(settings=settings, options=options))
+        worker = cls(process, storage)
+        await worker._send(Start(settings=settings, options=options, stores=storage is not None))
         return worker
 
     @property
@@ -186,13 +213,19 @@ class _Worker:
         await asyncio.gather(*self._listeners)
 
     async def _send(self, message: Start | Play) -> None:
+        if not await self._write(message):
+            # The process is gone; the listener says so to everybody who waits for it.
+            await asyncio.wait(self._listeners)
+
+    async def _write(self, message: ToWorker) -> bool:
+        """Write to the process; false when it is gone."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(to_line(message))
             await self._process.stdin.drain()
         except (BrokenPipeError, ConnectionResetError):
-            # The process is gone; the listener says so to everybody who waits for it.
-            await asyncio.wait(self._listeners)
+            return False
+        return True
 
     async def _listen(self) -> None:
         assert self._process.stdout is not None
@@ -204,15 +237,19 @@ class _Worker:
             self._kill()
         self.alive = False
         await self._process.wait()
-        await self._listeners[0]
+        await asyncio.gather(self._listeners[0], *self._storing)
         error = self._refusal.as_error() if self._refusal else InfrastructureError(self._obituary())
         for answer in self._playing.values():
             if not answer.done():
                 answer.set_exception(error)
 
-    def _take(self, message: Ready | Played | Refused) -> None:
+    def _take(self, message: FromWorker) -> None:
         if isinstance(message, Ready):
             self.was_ready = True
+        elif isinstance(message, Store):
+            storing = asyncio.create_task(self._store(message))
+            self._storing.add(storing)
+            storing.add_done_callback(self._storing.discard)
         elif message.number is None:
             self._refusal = message
         elif (answer := self._playing.get(message.number)) is not None and not answer.done():
@@ -220,6 +257,15 @@ class _Worker:
                 answer.set_result(message.trajectory)
             else:
                 answer.set_exception(message.as_error())
+
+    async def _store(self, message: Store) -> None:
+        assert self._storage is not None
+        try:
+            with boundary(FailureKind.INFRASTRUCTURE, "storage"):
+                answer = await message.into(self._storage)
+        except RLError as error:
+            answer = Stored(number=message.number, error=str(error) or describe(error))
+        await self._write(answer)
 
     async def _listen_to_errors(self) -> None:
         assert self._process.stderr is not None

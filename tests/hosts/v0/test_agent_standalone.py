@@ -1,17 +1,21 @@
-"""Episodes that nobody drives: stored once, whatever ends them. OpenHands itself is not needed for that."""
+"""Episodes that nobody drives: stored as they are played, once, whatever ends them. Only one test needs OpenHands."""
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
+from scripted_model import call, says, serve
 
 from openhands_rl_plugin import FileTrajectoryStorage, Message, RLSettings, Trajectory
-from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.errors import ConfigError, StorageError
 from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode, bind_episode, controller_end, current_episode
-from openhands_rl_plugin.hosts.v0.standalone import StandaloneKeeper, standalone_episode
+from openhands_rl_plugin.hosts.v0.standalone import TASK_INDEX_VARIABLE, StandaloneKeeper, standalone_episode
+from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.settings import StorageSettings
 from openhands_rl_plugin.types import FailureKind, SamplingParams, StopReason
 
@@ -41,7 +45,7 @@ def episode_in(folder) -> ControllerEpisode:
 
 async def stored(folder) -> list[Trajectory]:
     async with FileTrajectoryStorage(folder) as storage:
-        return [trajectory async for trajectory, _ in storage.find()]
+        return [trajectory async for trajectory, _ in storage.find(TrajectoryFilter(finished=None))]
 
 
 async def test_stored_once_however_often_the_end_is_announced(tmp_path):
@@ -69,6 +73,75 @@ async def test_stored_when_the_process_ends_first(tmp_path):
     (trajectory,) = await stored(tmp_path)
     assert trajectory.stop is StopReason.NO_ACTION
     assert [node.message.content for node in trajectory.nodes] == ["Do it."]
+
+
+async def test_stored_while_it_is_played(tmp_path):
+    episode = episode_in(tmp_path)
+    keeper = StandaloneKeeper(episode)
+    episode.keep()
+    (unfinished,) = await stored(tmp_path)
+    assert unfinished.stop is StopReason.UNFINISHED
+    assert [node.message.content for node in unfinished.nodes] == ["Do it."]
+    keeper.keep(StopReason.TERMINATED)
+    (finished,) = await stored(tmp_path)
+    assert (finished.id, finished.stop) == (unfinished.id, StopReason.TERMINATED)
+    episode.tree.head = episode.tree.append(Message(role="user", content="Too late."))
+    episode.keep()
+    assert await stored(tmp_path) == [finished]
+
+
+def test_a_storage_that_fails_is_not_forgotten(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    episode = episode_in(tmp_path / "file")
+    StandaloneKeeper(episode)
+    with pytest.raises(StorageError):
+        episode.keep()
+    assert isinstance(episode.error, StorageError)
+    episode.tree.nodes.clear()  # so that nothing is tried again when the tests end
+
+
+def test_an_episode_of_an_environment_has_the_environments_task(monkeypatch):
+    monkeypatch.setenv(TASK_INDEX_VARIABLE, "12")
+    episode = standalone_episode(
+        RLSettings(env_name="webshop"), session="s", instruction="Buy it.", base_model="m", environment_mode=True
+    )
+    task = episode.request.task
+    assert (task.environment, task.data, task.instruction) == ("webshop", {"idx": 12}, "Buy it.")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_killed_openhands_leaves_every_answered_call(tmp_path):
+    from test_agent_main import PLAIN, start
+
+    with serve() as server:
+        server.script("m", [says(None, call("execute_bash", {"command": f"echo {turn}"})) for turn in range(50)])
+        server.delay = 0.2
+        process = start(tmp_path, server, "m", PLAIN.replace("max_turns = 9", "max_turns = 50"))
+        try:
+            deadline = time.monotonic() + 240
+            while len(server.requests["m"]) < 4:
+                assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "output.txt").read_text()
+                await asyncio.sleep(0.05)
+        finally:
+            process.kill()
+            process.wait()
+        asked = len(server.requests["m"])
+    (trajectory,) = await stored(tmp_path / "trajectories")
+    assert trajectory.stop is StopReason.UNFINISHED
+    answers = list(trajectory.sampled())
+    # The request after an answer is sent when the answer is stored, and the last request may have been answered.
+    assert len(answers) in (asked - 1, asked)
+    assert [answer.message.tool_calls[0].arguments for answer in answers[:3]] == [
+        '{"command": "echo 0"}',
+        '{"command": "echo 1"}',
+        '{"command": "echo 2"}',
+    ]
+    observations = [message.content or "" for message in trajectory.messages() if message.role == "tool"]
+    assert [text.split()[0] for text in observations[:2]] == ["0", "1"]
+    async with FileTrajectoryStorage(tmp_path / "trajectories") as storage:
+        assert await storage.drop([trajectory.id]) == 1
+    assert await stored(tmp_path / "trajectories") == []
 
 
 def test_an_unknown_strategy_is_named():

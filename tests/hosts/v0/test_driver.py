@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,10 +16,14 @@ import pytest
 
 from evaluation.performance.instant_model import instant_model, script
 from openhands_rl_plugin.environments.webshop import running_webshop
-from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.errors import ConfigError, StorageError
 from openhands_rl_plugin.hosts.v0.driver import WORKSPACE_RUNTIME, ControllerOptions, ControllerRunner
 from openhands_rl_plugin.hosts.v0.workers import WorkerPoolRunner
+from openhands_rl_plugin.journal import EpisodeSink, stored_episode
+from openhands_rl_plugin.records import EpisodeGrowth, TrajectoryFilter
+from openhands_rl_plugin.session import trajectory_id
 from openhands_rl_plugin.settings import RLSettings, ServingSettings
+from openhands_rl_plugin.storages.file import FileTrajectoryStorage
 from openhands_rl_plugin.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
 
 IN_A_WORKSPACE = ControllerOptions(runtime=WORKSPACE_RUNTIME, environment_mode=False)
@@ -44,10 +48,30 @@ def settings_for(model: str, shop: str = "http://127.0.0.1:1", **more) -> RLSett
 
 
 @asynccontextmanager
-async def controller(settings: RLSettings, options: ControllerOptions | None = None) -> AsyncIterator[ControllerRunner]:
-    runner = ControllerRunner(settings, options)
+async def controller(
+    settings: RLSettings, options: ControllerOptions | None = None, storage: EpisodeSink | None = None
+) -> AsyncIterator[ControllerRunner]:
+    runner = ControllerRunner(settings, options, storage=storage)
     yield runner
     await runner.close()
+
+
+@pytest.fixture
+async def storage(tmp_path: Path) -> AsyncIterator[FileTrajectoryStorage]:
+    async with FileTrajectoryStorage(tmp_path / "store") as storage:
+        yield storage
+
+
+async def everything(storage: FileTrajectoryStorage) -> list[Trajectory]:
+    return [found async for found, _ in storage.find(TrajectoryFilter(finished=None))]
+
+
+async def until(condition: Callable[[Trajectory], bool], storage: FileTrajectoryStorage, id: str) -> Trajectory:
+    """What is stored of an episode that is being played, as soon as it is so."""
+    async with asyncio.timeout(90):
+        while (found := await stored_episode(storage, id)) is None or not condition(found):
+            await asyncio.sleep(0.02)
+    return found
 
 
 def shopping(number: int, actions: list[str], **limits) -> EpisodeRequest:
@@ -204,6 +228,60 @@ async def test_a_sandbox_that_cannot_start_is_a_failure(model: str, monkeypatch:
     assert trajectory.failure is not None and "no start" in trajectory.failure.message
 
 
+async def test_episodes_are_stored_as_they_are_played(shop: str, storage: FileTrajectoryStorage):
+    request = shopping(1, ["search[shoes]"])
+    with instant_model(delay=0.2) as slow:
+        async with controller(settings_for(slow, shop), storage=storage) as runner:
+            playing = asyncio.create_task(runner.run(request))
+            unfinished = await until(lambda found: len(list(found.sampled())) == 2, storage, trajectory_id(request))
+            played = await playing
+    assert unfinished.stop is StopReason.UNFINISHED
+    assert unfinished.nodes == played.nodes[: len(unfinished.nodes)]
+    assert await everything(storage) == [played]
+
+
+async def test_episodes_in_a_workspace_are_stored_as_they_are_played(model: str, storage: FileTrajectoryStorage):
+    requests = [working(number, ["echo one", "echo two"]) for number in range(3)]
+    async with controller(settings_for(model), IN_A_WORKSPACE, storage) as runner:
+        played = await asyncio.gather(*(runner.run(request) for request in requests))
+    assert sorted(await everything(storage), key=lambda found: found.id) == sorted(played, key=lambda found: found.id)
+    assert {trajectory.stop for trajectory in played} == {StopReason.TERMINATED}
+
+
+async def test_an_episode_that_was_left_unfinished_is_played_anew(
+    model: str, shop: str, storage: FileTrajectoryStorage
+):
+    request = shopping(1, ["search[shoes]"], max_turns=2)
+    with instant_model(delay=0.2) as slow:
+        async with controller(settings_for(slow, shop), storage=storage) as runner:
+            playing = asyncio.create_task(runner.run(request))
+            await until(lambda found: len(list(found.sampled())) == 1, storage, trajectory_id(request))
+            playing.cancel()
+            await asyncio.wait([playing])
+    assert [found.stop for found in await everything(storage)] == [StopReason.UNFINISHED]
+    async with controller(settings_for(model, shop), storage=storage) as runner:
+        played = await runner.run(request)
+    assert played.stop is StopReason.MAX_TURNS and len(list(played.sampled())) == 2
+    assert await everything(storage) == [played]
+
+
+@pytest.mark.parametrize("writes", [0, 2])
+async def test_a_storage_that_fails_stops_a_run(
+    model: str, shop: str, storage: FileTrajectoryStorage, monkeypatch: pytest.MonkeyPatch, writes: int
+):
+    grow, left = storage.grow, iter([True] * writes)
+
+    async def failing(growth: EpisodeGrowth) -> None:
+        if not next(left, False):
+            raise StorageError("the disk is full")
+        await grow(growth)
+
+    monkeypatch.setattr(storage, "grow", failing)
+    async with controller(settings_for(model, shop), storage=storage) as runner:
+        with pytest.raises(StorageError, match="the disk is full"):
+            await runner.run(shopping(1, ["search[shoes]"]))
+
+
 async def test_wrong_settings_stop_a_run():
     with pytest.raises(ConfigError, match="base_url"):
         ControllerRunner(RLSettings())
@@ -250,6 +328,44 @@ class TestWorkerPool:
                 assert "signal 9" in trajectory.failure.message
             assert (await pool.run(shopping(5, ["search[shoes]"], max_turns=1))).stop is StopReason.MAX_TURNS
             await pool.close()
+
+    async def test_what_a_dead_worker_has_sampled_is_kept(self, shop: str, storage: FileTrajectoryStorage):
+        request = shopping(0, ["search[shoes]"])
+        with instant_model(delay=0.3) as model:
+            pool = WorkerPoolRunner(
+                settings_for(model, shop), ControllerOptions(sessions=4), workers=1, storage=storage
+            )
+            playing = asyncio.create_task(pool.run(request))
+            await until(lambda found: len(list(found.sampled())) == 2, storage, trajectory_id(request))
+            worker = pool._slots[0]
+            assert worker is not None
+            worker._process.kill()
+            failed = await playing
+            replaced = await pool.run(request.model_copy(update={"attempt": 1}))
+            await pool.close()
+        assert failed.failure is not None and "signal 9" in failed.failure.message
+        assert len(list(failed.sampled())) == failed.usage.calls >= 2
+        assert replaced.stop is StopReason.MAX_TURNS
+        assert await everything(storage) == [failed, replaced]
+
+    async def test_a_storage_that_fails_stops_a_pool(
+        self, model: str, shop: str, storage: FileTrajectoryStorage, monkeypatch: pytest.MonkeyPatch
+    ):
+        async def failing(growth: EpisodeGrowth) -> None:
+            raise StorageError("the disk is full")
+
+        monkeypatch.setattr(storage, "grow", failing)
+        pool = WorkerPoolRunner(settings_for(model, shop), workers=1, storage=storage)
+        with pytest.raises(StorageError, match="the disk is full"):
+            await pool.run(shopping(1, ["search[shoes]"]))
+        await pool.close()
+
+    async def test_a_pool_stores_as_it_plays(self, model: str, shop: str, storage: FileTrajectoryStorage):
+        pool = WorkerPoolRunner(settings_for(model, shop), workers=2, storage=storage)
+        played = await asyncio.gather(*(pool.run(shopping(n, ["search[shoes]"])) for n in range(8)))
+        await pool.close()
+        stored = await everything(storage)
+        assert sorted(stored, key=lambda found: found.id) == sorted(played, key=lambda found: found.id)
 
     async def test_a_worker_that_cannot_make_its_runner_stops_the_run(self):
         pool = WorkerPoolRunner(RLSettings(), workers=1)

@@ -20,14 +20,9 @@ from openhands.storage.memory import InMemoryFileStore
 from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.errors import ConfigError
 from openhands_rl_plugin.hosts.v0 import environment_runtime
-from openhands_rl_plugin.hosts.v0.environment_runtime import (
-    TASK_INDEX_VARIABLE,
-    EnvironmentPlay,
-    EnvironmentRuntime,
-    make_environment,
-    task_from_environment_variable,
-)
+from openhands_rl_plugin.hosts.v0.environment_runtime import EnvironmentPlay, EnvironmentRuntime, make_environment
 from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode, bind_episode
+from openhands_rl_plugin.hosts.v0.standalone import TASK_INDEX_VARIABLE, task_from_environment_variable
 from openhands_rl_plugin.hosts.v0.wire import RESET_TOOL, STEP_TOOL, EnvironmentReply
 from openhands_rl_plugin.settings import RLSettings
 from openhands_rl_plugin.strategies.react import StandardReActStrategy
