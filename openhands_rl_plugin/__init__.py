@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _EXPORTS = {
+    "AgentRuntime": "runtime.agent",
     "AgentSession": "session",
     "ConfigError": "errors",
     "EpisodeRequest": "types",
@@ -18,6 +19,7 @@ _EXPORTS = {
     "FileTrajectoryStorage": "storages.file",
     "Limits": "types",
     "Message": "types",
+    "MongoDBTrajectoryStorage": "storages.mongodb",
     "Observation": "types",
     "RLAgent": "agent",
     "RLAgentConfig": "settings:RLSettings",
@@ -27,10 +29,13 @@ _EXPORTS = {
     "Score": "types",
     "StandardReActStrategy": "strategies.react",
     "Task": "types",
+    "ToolBase": "environments.tools",
+    "ToolEnvironment": "environments.tools",
     "Trajectory": "types",
     "TrajectoryFilter": "records",
     "WebEnvClient": "environments.http",
     "load_settings": "config",
+    "make_template": "templates.families:template_for",
 }
 """Public name -> module, with ``:name`` where it is called otherwise there. ``__init__.pyi`` tells editors the same."""
 

@@ -1,13 +1,18 @@
 from .agent import RLAgent as RLAgent
 from .config import load_settings as load_settings
 from .environments.http import WebEnvClient as WebEnvClient
+from .environments.tools import ToolBase as ToolBase
+from .environments.tools import ToolEnvironment as ToolEnvironment
 from .errors import ConfigError as ConfigError
 from .errors import RLError as RLError
 from .records import TrajectoryFilter as TrajectoryFilter
+from .runtime.agent import AgentRuntime as AgentRuntime
 from .session import AgentSession as AgentSession
 from .settings import RLSettings as RLSettings
 from .storages.file import FileTrajectoryStorage as FileTrajectoryStorage
+from .storages.mongodb import MongoDBTrajectoryStorage as MongoDBTrajectoryStorage
 from .strategies.react import StandardReActStrategy as StandardReActStrategy
+from .templates.families import template_for as make_template  # noqa: F401
 from .tree import EpisodeTree as EpisodeTree
 from .types import EpisodeRequest as EpisodeRequest
 from .types import Limits as Limits

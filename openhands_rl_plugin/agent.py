@@ -28,12 +28,12 @@ from openhands_rl_plugin.agent_lesson import ExcludedEpisodes, Lesson, TrainRepo
 from openhands_rl_plugin.agent_policies import open_policy
 from openhands_rl_plugin.agent_thread import LoopThread
 from openhands_rl_plugin.errors import CaughtFailure, ConfigError, MissingExtraError, boundary
-from openhands_rl_plugin.protocols import TrajectoryStorage
 from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.rollout import RolloutPlan, roll_out
 from openhands_rl_plugin.scoring import judge
 from openhands_rl_plugin.settings import RLSettings, TrainingSettings
+from openhands_rl_plugin.storage import open_storage
 from openhands_rl_plugin.types import Adapter, FailureKind, Limits, PolicyRef, Score, Task
 from openhands_rl_plugin.validation import problems
 
@@ -69,7 +69,7 @@ class RLAgent:
         self.config = config or RLSettings()
         make_environment(self.config)
         registry.build("strategies", self.config.rollout_strategy)
-        self._storage = _open_storage(self.config)
+        self._storage = open_storage(self.config)
         self._policy = open_policy(model, tokenizer, self.config)
         self._thread = LoopThread("rl-agent")
         self._one_call = threading.Lock()
@@ -290,11 +290,6 @@ class RLAgent:
 def task_id_of(environment: str, index: int) -> str:
     """``("webshop", 3)`` -> ``"webshop-3"``."""
     return f"{environment}-{index}"
-
-
-def _open_storage(settings: RLSettings) -> TrajectoryStorage:
-    options = {"path": str(settings.storage.directory), "durable": settings.storage.durable}
-    return registry.build("storages", settings.storage_backend, options)
 
 
 def _overridden(settings: TrainingSettings, given: Mapping[str, float]) -> TrainingSettings:

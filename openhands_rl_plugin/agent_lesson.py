@@ -1,41 +1,49 @@
-"""What ``RLAgent.train`` learns from: which of the stored episodes, by which algorithm, with what weight."""
+"""What ``RLAgent.train`` and ``openhands-rl train`` learn from: which of the stored episodes, and with what weight."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.errors import TrainingError
-from openhands_rl_plugin.protocols import TrajectoryStorage
+from openhands_rl_plugin.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.rewards.outcome import ReturnReward
-from openhands_rl_plugin.scoring import scored_rewards
-from openhands_rl_plugin.training.advantages import group_advantages
-from openhands_rl_plugin.training.batch import samples_of
-from openhands_rl_plugin.types import Adapter, Frozen, PolicyRef, Sample, Trajectory
+from openhands_rl_plugin.scoring import judge
+from openhands_rl_plugin.settings import AlgorithmName, TrainingSettings
+from openhands_rl_plugin.training.algorithms import algorithm_of, needs_logprobs
+from openhands_rl_plugin.training.batch import is_recorded, samples_of
+from openhands_rl_plugin.training.credit import credited_samples
+from openhands_rl_plugin.training.imitation import Pair, imitated, preference_pairs
+from openhands_rl_plugin.types import Adapter, Failure, Frozen, PolicyRef, Sample, Score, Trajectory
 
-Algorithm = Literal["sft", "reinforce++-baseline"]
+if TYPE_CHECKING:
+    from openhands_rl_plugin.training.metrics import TrainMetrics
+    from openhands_rl_plugin.training.trainer import LoraTrainer, OnProgress
 
 
 class ExcludedEpisodes(Frozen):
     """Stored episodes that were not trained on, by reason.
 
-    ``other_policy``: sampled from another model or another agent's adapter; ``failed``: no valid return;
-    ``no_tokens``: the ids (or, for reinforcement learning, logprobs) were not recorded; ``no_signal``: no other episode
-    of the task with another return, or, for fine-tuning, no success.
+    ``other_policy``: sampled from another model or another agent's adapter; ``failed``: no valid reward;
+    ``no_tokens``: the ids (or, for reinforcement learning, logprobs) were not recorded; ``overlong``: a limit cut them
+    short, where such are to be left out; ``no_signal``: no other episode of the task with another reward, or, for
+    fine-tuning, no success, or not among the best.
     """
 
     other_policy: int = 0
     failed: int = 0
     no_tokens: int = 0
+    overlong: int = 0
     no_signal: int = 0
 
 
 class TrainReport(Frozen):
     """What one call of ``RLAgent.train`` did; ``used`` counts episodes, ``metrics`` are those of the optimiser."""
 
-    algorithm: Algorithm
+    algorithm: AlgorithmName
     adapter: Adapter
     used: int
     excluded: ExcludedEpisodes
@@ -44,7 +52,7 @@ class TrainReport(Frozen):
 
 @dataclass(frozen=True)
 class Episodes:
-    """Valid episodes of one policy with their returns, and how many stored ones were left out on the way."""
+    """Valid episodes of one policy with their rewards, and how many stored ones were left out on the way."""
 
     trajectories: tuple[Trajectory, ...]
     returns: tuple[float, ...]
@@ -53,37 +61,50 @@ class Episodes:
 
 @dataclass(frozen=True)
 class Lesson:
-    """Weighted training sequences and where they come from."""
+    """Weighted training sequences, or pairs of them, and where they come from.
 
-    algorithm: Algorithm
+    ``samples`` are those of the ``pairs`` where the algorithm learns from preferences.
+    """
+
+    algorithm: AlgorithmName
     samples: tuple[Sample, ...]
     used: int
     excluded: ExcludedEpisodes
+    pairs: tuple[Pair, ...] = ()
 
 
 async def collected_episodes(
-    storage: TrajectoryStorage, where: TrajectoryFilter, *, base_model: str, adapter: str
+    storage: TrajectoryStorage,
+    where: TrajectoryFilter,
+    *,
+    base_model: str,
+    adapter: str,
+    reward: Reward | None = None,
 ) -> Episodes:
-    """The stored episodes that ``base_model`` sampled, alone or below any version of ``adapter``."""
-    own: list[Trajectory] = []
+    """The stored episodes that ``base_model`` sampled, alone or below any version of ``adapter``.
+
+    An episode that has no score of the reward yet (default: the return) is judged here, without storing the score.
+    """
+    judged_by = reward or ReturnReward()
+    own: list[tuple[Trajectory, float | None]] = []
     others = 0
-    async for trajectory, _ in storage.find(where):
+    async for trajectory, scores in storage.find(where):
         if _is_own(trajectory.policy, base_model, adapter):
-            own.append(trajectory)
+            own.append((trajectory, await _reward(judged_by, trajectory, scores)))
         else:
             others += 1
-    rewards = await scored_rewards(ReturnReward(), own)
-    valid = [(trajectory, reward) for trajectory, reward in zip(own, rewards, strict=True) if reward is not None]
+    valid = [(trajectory, value) for trajectory, value in own if value is not None]
     return Episodes(
         trajectories=tuple(trajectory for trajectory, _ in valid),
-        returns=tuple(reward for _, reward in valid),
+        returns=tuple(value for _, value in valid),
         excluded=ExcludedEpisodes(other_policy=others, failed=len(own) - len(valid)),
     )
 
 
-def make_lesson(episodes: Episodes, algorithm: Algorithm) -> Lesson:
-    """Reinforcement learning where episodes of one task differ in their returns, else fine-tuning on successes.
+def make_lesson(episodes: Episodes, settings: TrainingSettings | AlgorithmName) -> Lesson:
+    """What an agent learns: by its algorithm (one with default options may be given by name) where that finds anything.
 
+    Where reinforcement and preferences find no two episodes of a task to compare, it is fine-tuning on successes.
     Raises ``TrainingError`` that says what to do when neither is possible.
     """
     if not episodes.trajectories:
@@ -91,9 +112,10 @@ def make_lesson(episodes: Episodes, algorithm: Algorithm) -> Lesson:
             f"there is nothing to train on: no valid episodes of this model are stored ({_counts(episodes.excluded)}); "
             "call run(...) first"
         )
-    lesson = _reinforcement(episodes) if algorithm == "reinforce++-baseline" else None
-    if lesson is None or not lesson.samples:
-        lesson = _fine_tuning(episodes)
+    chosen = settings if isinstance(settings, TrainingSettings) else TrainingSettings(algorithm=settings)
+    lesson = lesson_of(episodes, chosen)
+    if not lesson.samples and algorithm_of(chosen).kind != "imitation":
+        lesson = lesson_of(episodes, chosen.model_copy(update={"algorithm": "sft"}))
     if lesson.samples:
         return lesson
     if lesson.excluded.no_tokens:
@@ -103,45 +125,61 @@ def make_lesson(episodes: Episodes, algorithm: Algorithm) -> Lesson:
         )
     raise TrainingError(
         f"nothing can be learnt from {len(episodes.trajectories)} episodes: no task has episodes with different "
-        "returns, and none succeeded (return > 0). Collect more with run(..., batch_size=8), on easier tasks or at a "
-        "higher [rl.sampling] temperature"
+        f"returns, and none succeeded (return > {chosen.imitate_above:g}). Collect more with "
+        "run(..., batch_size=8), on easier tasks or at a higher [rl.sampling] temperature"
     )
 
 
-def _reinforcement(episodes: Episodes) -> Lesson:
-    trainable = [
-        (_regrouped(trajectory), reward)
-        for trajectory, reward in zip(episodes.trajectories, episodes.returns, strict=True)
-        if _recorded(trajectory, need_logprobs=True)
-    ]
-    baseline = group_advantages([trajectory for trajectory, _ in trainable], [reward for _, reward in trainable])
-    weighted = [
-        (trajectory, advantage)
-        for (trajectory, _), advantage in zip(trainable, baseline.advantages, strict=True)
-        if advantage is not None
-    ]
-    samples = [sample for trajectory, advantage in weighted for sample in samples_of(trajectory, advantage)]
-    return _lesson(episodes, "reinforce++-baseline", samples, used=len(weighted), recorded=len(trainable))
-
-
-def _fine_tuning(episodes: Episodes) -> Lesson:
+def lesson_of(episodes: Episodes, settings: TrainingSettings) -> Lesson:
+    """What the algorithm of ``settings`` learns from the episodes; it may be nothing."""
     recorded = [
-        (trajectory, reward)
-        for trajectory, reward in zip(episodes.trajectories, episodes.returns, strict=True)
-        if _recorded(trajectory, need_logprobs=False)
+        (regrouped(trajectory), value)
+        for trajectory, value in zip(episodes.trajectories, episodes.returns, strict=True)
+        if is_recorded(trajectory, need_logprobs=needs_logprobs(settings))
     ]
-    successes = [trajectory for trajectory, reward in recorded if reward > 0]
-    samples = [sample for trajectory in successes for sample in samples_of(trajectory, need_logprobs=False)]
-    return _lesson(episodes, "sft", samples, used=len(successes), recorded=len(recorded))
+    trajectories = [trajectory for trajectory, _ in recorded]
+    rewards = [value for _, value in recorded]
+    pairs: list[Pair] = []
+    overlong = 0
+    match algorithm_of(settings).kind:
+        case "imitation":
+            good = [trajectories[at] for at in imitated(trajectories, rewards, settings)]
+            samples = [sample for trajectory in good for sample in samples_of(trajectory, need_logprobs=False)]
+        case "preference":
+            pairs = preference_pairs(trajectories, rewards, settings)
+            samples = [sample for pair in pairs for sample in (*pair.chosen, *pair.rejected)]
+        case "reinforcement":
+            credit = credited_samples(trajectories, rewards, settings)
+            samples, overlong = credit.samples, credit.baseline.overlong
+    used = len({sample.trajectory_id for sample in samples})
+    counts = {
+        "no_tokens": len(episodes.trajectories) - len(recorded),
+        "overlong": overlong,
+        "no_signal": len(recorded) - used - overlong,
+    }
+    return Lesson(
+        algorithm=settings.algorithm,
+        samples=tuple(samples),
+        used=used,
+        excluded=episodes.excluded.model_copy(update=counts),
+        pairs=tuple(pairs),
+    )
 
 
-def _lesson(episodes: Episodes, algorithm: Algorithm, samples: Sequence[Sample], *, used: int, recorded: int) -> Lesson:
-    counts = {"no_tokens": len(episodes.trajectories) - recorded, "no_signal": recorded - used}
-    excluded = episodes.excluded.model_copy(update=counts)
-    return Lesson(algorithm=algorithm, samples=tuple(samples), used=used, excluded=excluded)
+def teach(
+    trainer: LoraTrainer, lesson: Lesson, on_progress: OnProgress | None = None, *, run: Path | None = None
+) -> TrainMetrics:
+    """Train what the lesson holds; ``run`` is a directory for metrics and checkpoints. Raises ``TrainingError``."""
+    match algorithm_of(TrainingSettings(algorithm=lesson.algorithm)).kind:
+        case "imitation":
+            return trainer.sft(lesson.samples, on_progress, run=run)
+        case "preference":
+            return trainer.prefer(lesson.pairs, on_progress, run=run)
+        case "reinforcement":
+            return trainer.reinforce(lesson.samples, on_progress, run=run)
 
 
-def _regrouped(trajectory: Trajectory) -> Trajectory:
+def regrouped(trajectory: Trajectory) -> Trajectory:
     """The episode in the group of everything that the same weights did with the same task, in whichever run.
 
     A baseline is the expected return of one policy on one task; episodes of another version would shift it.
@@ -151,11 +189,10 @@ def _regrouped(trajectory: Trajectory) -> Trajectory:
     return trajectory.model_copy(update={"group_id": key})
 
 
-def _recorded(trajectory: Trajectory, *, need_logprobs: bool) -> bool:
-    try:
-        return bool(samples_of(trajectory, need_logprobs=need_logprobs))
-    except TrainingError:
-        return False
+async def _reward(reward: Reward, trajectory: Trajectory, scores: Sequence[Score]) -> float | None:
+    known = [score for score in scores if score.reward_version == reward.version]
+    outcome = known[-1] if known else await judge(reward, trajectory)
+    return None if isinstance(outcome, Failure) or trajectory.failure is not None else outcome.reward
 
 
 def _is_own(policy: PolicyRef, base_model: str, adapter: str) -> bool:

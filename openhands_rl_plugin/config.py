@@ -44,11 +44,14 @@ def load_settings(path: Path, environ: Mapping[str, str] | None = None) -> RLSet
     """Read a TOML file. A file without any of the sections gives the defaults.
 
     Raises ``ConfigError`` with one line for each wrong setting, naming the file, the section and the remedy, and when
-    ``api_key_env`` names a variable that is not in ``environ`` (default: the process's).
+    ``api_key_env`` or ``uri_env`` names a variable that is not in ``environ`` (default: the process's).
     """
     try:
         settings = settings_from_sections(_read(path))
-        settings.serving.api_key(os.environ if environ is None else environ)
+        secrets = os.environ if environ is None else environ
+        settings.serving.api_key(secrets)
+        if settings.storage_backend == "mongodb":
+            settings.storage.connection_string(secrets)
     except ConfigError as error:
         raise ConfigError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from error
     return settings

@@ -37,6 +37,17 @@ class LLMEngine(Protocol):
         ...
 
 
+@runtime_checkable
+class StreamingEngine(Protocol):
+    """An engine that can show an answer while it is sampled. A capability, not a flag."""
+
+    def stream(
+        self, messages: Sequence[Message], *, tools: Sequence[JsonObject] = (), sampling: SamplingParams | None = None
+    ) -> AsyncIterator[str | Completion]:
+        """The answer's text in pieces, then, last, the same completion that ``complete`` would return."""
+        ...
+
+
 class Environment(Protocol):
     """One episode of one task. Single use: reset once, close once."""
 
@@ -63,6 +74,16 @@ class Forkable(Protocol):
 
     async def fork(self) -> Environment:
         """An independent copy of the episode as it stands."""
+        ...
+
+
+@runtime_checkable
+class OffersTools(Protocol):
+    """An environment whose actions are tool calls, which the model server is told of."""
+
+    @property
+    def offered_tools(self) -> Sequence[JsonObject]:
+        """The tools in OpenAI's form."""
         ...
 
 

@@ -31,6 +31,7 @@ BUILTINS: Mapping[Kind, Mapping[str, str]] = {
     },
     "environments": {
         "agentgym": "openhands_rl_plugin.environments.agentgym:AgentGymClient",
+        "tools": "openhands_rl_plugin.environments.tools:ToolEnvironment",
         "web": "openhands_rl_plugin.environments.http:WebEnvClient",
         "webshop": "openhands_rl_plugin.environments.http:WebEnvClient",
     },
@@ -38,8 +39,12 @@ BUILTINS: Mapping[Kind, Mapping[str, str]] = {
         "openai": "openhands_rl_plugin.engines.openai:OpenAIEngine",
         "transformers": "openhands_rl_plugin.engines.transformers:TransformersEngine",
     },
-    "storages": {"file": "openhands_rl_plugin.storages.file:FileTrajectoryStorage"},
+    "storages": {
+        "file": "openhands_rl_plugin.storages.file:FileTrajectoryStorage",
+        "mongodb": "openhands_rl_plugin.storages.mongodb:MongoDBTrajectoryStorage",
+    },
     "rewards": {
+        "matching": "openhands_rl_plugin.rewards.matching:MatchingReward",
         "return": "openhands_rl_plugin.rewards.outcome:ReturnReward",
         "success": "openhands_rl_plugin.rewards.outcome:SuccessReward",
         "success-bonus": "openhands_rl_plugin.rewards.outcome:SuccessBonusReward",

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit, urlunsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic import ModelWrapValidatorHandler as Handler
 
 from openhands_rl_plugin import registry
@@ -47,6 +56,22 @@ def _safe_name(value: str) -> str:
     return value
 
 
+def _database_name(value: str) -> str:
+    if not value or len(value.encode()) > 63 or set(value) & set('/\\. "$*<>:|?\0'):
+        raise ValueError('must be a name of at most 63 bytes without spaces and any of /\\."$*<>:|?')
+    return value
+
+
+def _servable_variant(value: object) -> object:
+    if value == "dora":
+        raise ValueError("DoRA is not trained: neither `openhands-rl serve` nor vLLM can serve it; use lora or rslora")
+    if value in ("full", "qlora"):
+        raise ValueError(
+            f"{value} is not trained here, only adapters of a bfloat16 or float32 model; use lora or rslora"
+        )
+    return value
+
+
 def _registered(kind: registry.Kind) -> AfterValidator:
     def check(value: str) -> str:
         try:
@@ -60,6 +85,7 @@ def _registered(kind: registry.Kind) -> AfterValidator:
 
 VariableName = Annotated[str, AfterValidator(_variable_name)]
 HttpUrl = Annotated[str, AfterValidator(_http_url)]
+DatabaseName = Annotated[str, AfterValidator(_database_name)]
 SafeName = Annotated[str, AfterValidator(_safe_name)]
 
 
@@ -70,15 +96,31 @@ class Settings(BaseModel):
 
 
 class StorageSettings(Settings):
-    """``[rl.storage]``: where trajectories go. ``durable``: a record is acknowledged only when it is on the disk."""
+    """``[rl.storage]``: where trajectories go. ``durable``: a record is acknowledged only when it is on the disk.
+
+    ``path`` is for the file storage, ``uri_env`` and ``database`` are for MongoDB.
+    """
 
     path: str = Field(default="~/.openhands/rl_trajectories", min_length=1)
     durable: bool = True
+    uri_env: VariableName = ""
+    database: DatabaseName = "openhands_rl"
 
     @property
     def directory(self) -> Path:
         """``path`` with ``~`` expanded."""
         return Path(self.path).expanduser()
+
+    def connection_string(self, environ: Mapping[str, str] | None = None) -> str:
+        """What ``uri_env`` names, or a server on this machine; raises ``ConfigError`` if the variable is not set."""
+        if not self.uri_env:
+            return "mongodb://localhost:27017/"
+        if found := (os.environ if environ is None else environ).get(self.uri_env):
+            return found
+        raise ConfigError(
+            f"[rl.storage] uri_env: the environment variable {self.uri_env} is not set; "
+            f"export {self.uri_env}=mongodb://..., or remove the line"
+        )
 
 
 class SamplingSettings(Settings):
@@ -89,28 +131,82 @@ class SamplingSettings(Settings):
     seed: int = Field(default=0, ge=0)
 
 
-class TrainingSettings(Settings):
-    """``[rl.training]``: the algorithm and its optimiser. ``batch_size`` is in trajectories an optimiser step."""
+AlgorithmName = Literal[
+    "sft",
+    "rejection-sampling",
+    "reinforce++",
+    "reinforce++-baseline",
+    "rloo",
+    "grpo",
+    "dr-grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "dpo",
+]
 
-    algorithm: Literal["sft", "reinforce++-baseline"] = "reinforce++-baseline"
+
+class TrainingSettings(Settings):
+    """``[rl.training]``: the algorithm, its options, the adapter and its optimiser.
+
+    ``batch_size`` is in trajectories (of DPO: pairs) an optimiser step. A bound or an aggregation that is left to the
+    algorithm (0, "auto") is that of its paper; see ``training/algorithms.py``.
+    """
+
+    algorithm: AlgorithmName = "reinforce++-baseline"
     learning_rate: float = Field(default=1e-5, gt=0, le=1)
     num_epochs: int = Field(default=3, ge=1)
     batch_size: int = Field(default=8, ge=1)
     max_grad_norm: float = Field(default=1.0, gt=0)
     lora_rank: int = Field(default=16, ge=1, le=1024)
     lora_alpha: int = Field(default=32, ge=1)
+    lora_variant: Annotated[Literal["lora", "rslora"], BeforeValidator(_servable_variant)] = "lora"
     target_modules: tuple[str, ...] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         min_length=1,
         strict=False,
     )
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    clip_high: float = Field(default=0.28, gt=0)
+    clip_low: float = Field(default=0.0, ge=0, lt=1)
+    clip_high: float = Field(default=0.0, ge=0)
+    dual_clip: float = Field(default=0.0, ge=0)
+    cispo_low: float = Field(default=0.2, gt=0, le=1)
+    variance: Literal["biased", "unbiased"] = "biased"
+    std_epsilon: float = Field(default=1e-6, ge=0)
+    aggregation: Literal["auto", "token", "sequence", "fixed", "rollout"] = "auto"
+    fixed_length: int = Field(default=0, ge=0)
+    overlong: Literal["keep", "leave-out"] = "keep"
+    kl: Literal["none", "k1", "k2", "k3"] = "none"
+    kl_coefficient: float = Field(default=0.001, ge=0)
+    kl_in: Literal["loss", "reward"] = "loss"
+    correction: Literal["none", "truncate", "mask"] = "none"
+    correction_level: Literal["token", "sequence"] = "token"
+    correction_low: float = Field(default=0.5, ge=0, le=1)
+    correction_high: float = Field(default=2.0, ge=1)
+    step_rewards: Literal["episode", "environment", "search"] = "episode"
+    discount: float = Field(default=1.0, gt=0, le=1)
+    tree: Literal["path", "branches"] = "path"
+    tree_weight: float = Field(default=1.0, ge=0)
+    tree_visits: int = Field(default=1, ge=1)
+    imitate_above: float = 0.0
+    keep_best: int = Field(default=1, ge=1)
+    dpo_beta: float = Field(default=0.1, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     warmup_steps: int = Field(default=0, ge=0)
     max_tokens_per_pass: int = Field(default=4096, ge=1)
+    gradient_checkpointing: bool = False
+    checkpoint_steps: int = Field(default=20, ge=0)
     seed: int = Field(default=0, ge=0)
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.dual_clip and self.dual_clip <= 1:
+            raise ValueError("dual_clip must be 0 (off) or greater than 1: it bounds the ratio where it is above 1")
+        if self.discount < 1 and self.step_rewards == "episode":
+            raise ValueError(
+                'discount needs rewards of steps: set step_rewards = "environment" or "search", or leave 1'
+            )
+        return self
 
 
 class ServingSettings(Settings):

@@ -66,7 +66,7 @@ def test_a_class_can_be_named_by_its_module() -> None:
 
 
 def test_an_installed_package_joins_by_an_entry_point(guest_package: None) -> None:
-    assert registry.names("strategies") == ("Broken", "Guest", "StandardReAct")
+    assert registry.names("strategies") == ("BestOfN", "Broken", "Guest", "MCTS", "StandardReAct", "ToT")
     assert registry.load("strategies", "Guest").__module__ == "guest_plugin"
     with pytest.raises(ConfigError, match=r"'Broken' cannot be loaded from guest_plugin:Nothing: AttributeError"):
         registry.load("strategies", "Broken")
@@ -89,7 +89,12 @@ def test_an_environment_without_a_class_speaks_the_simple_protocol(name: str, ex
     ("kind", "name", "options", "message"),
     [
         ("strategies", "StandardReact", {}, "unknown strategy 'StandardReact'; did you mean 'StandardReAct'?"),
-        ("strategies", "MCTS", {}, "unknown strategy 'MCTS'; available: StandardReAct, or \"module:Class\""),
+        (
+            "strategies",
+            "Greedy",
+            {},
+            "unknown strategy 'Greedy'; available: BestOfN, MCTS, StandardReAct, ToT, or \"module:Class\"",
+        ),
         ("strategies", "no_such_module:X", {}, "cannot be loaded from no_such_module:X: ModuleNotFoundError"),
         ("rewards", "os:getcwd", {}, "os:getcwd is not a class"),
         ("environments", "module:", {}, "unknown environment 'module:'"),

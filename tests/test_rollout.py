@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from openhands_rl_plugin.errors import GraderError, InfrastructureError
-from openhands_rl_plugin.protocols import Environment
+from openhands_rl_plugin.journal import EpisodeJournal, start_of
+from openhands_rl_plugin.protocols import Environment, TrajectoryStorage
 from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.rollout import RolloutPlan, group_by_task, roll_out
@@ -14,7 +18,17 @@ from openhands_rl_plugin.scoring import score_stored
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
 from openhands_rl_plugin.strategies.react import StandardReActStrategy
 from openhands_rl_plugin.testing import GridEnvironment, ScriptedEngine
-from openhands_rl_plugin.types import EpisodeRequest, Limits, Observation, Score, StrategySpec, Task, Trajectory
+from openhands_rl_plugin.tree import EpisodeTree
+from openhands_rl_plugin.types import (
+    EpisodeRequest,
+    Limits,
+    Observation,
+    PolicyRef,
+    Score,
+    StrategySpec,
+    Task,
+    Trajectory,
+)
 
 TASKS = tuple(Task(id=f"grid-{number}", environment="grid", limits=Limits(max_turns=3)) for number in range(3))
 
@@ -27,21 +41,23 @@ class Unreachable(GridEnvironment):
 class Counting:
     """A runner that counts, and whose server is away for the first ``outages`` episodes."""
 
-    def __init__(self, outages: int = 0) -> None:
+    def __init__(self, outages: int = 0, script: Sequence[str] = ("right", "right", "down")) -> None:
         self.played = 0
         self.outages = outages
+        self.script = script
 
     def environment(self, request: EpisodeRequest) -> Environment:
         self.played += 1
         return Unreachable() if self.played <= self.outages else GridEnvironment()
 
-    def runner(self) -> SessionRunner:
+    def runner(self, storage: TrajectoryStorage | None = None) -> SessionRunner:
         return SessionRunner(
             make_environment=self.environment,
             make_strategy=lambda request: StandardReActStrategy(),
-            make_engine=lambda request: ScriptedEngine(["right", "right", "down"]),
+            make_engine=lambda request: ScriptedEngine(self.script),
             strategy_spec=StrategySpec(name="StandardReAct"),
             base_model="script",
+            storage=storage,
         )
 
 
@@ -65,6 +81,32 @@ async def test_a_second_run_plays_only_what_is_missing(tmp_path: Path) -> None:
         second = await roll_out(plan(samples_per_task=2), counting.runner(), storage)
     assert counting.played == 6
     assert second[::2] == first
+
+
+async def left_unfinished(storage: TrajectoryStorage, folder: Path) -> Trajectory:
+    """The first episode of the plan, as a killed process leaves it after its first action."""
+    async with FileTrajectoryStorage(folder) as elsewhere:
+        whole, *_ = await roll_out(plan(samples_per_task=1), Counting().runner(), elsewhere)
+    tree, begun = EpisodeTree(), EpisodeTree.thaw(whole)
+    # What is known before anything was sampled is the policy that was asked for.
+    start = start_of(whole).model_copy(update={"policy": PolicyRef(base_model="script")})
+    journal = EpisodeJournal(storage, start)
+    tree.nodes, tree.head = begun.nodes[:4], 3
+    await journal.keep(tree)
+    return whole
+
+
+@pytest.mark.parametrize("journalled", [True, False])
+async def test_what_a_killed_run_left_unfinished_is_resumed_or_replaced(tmp_path: Path, journalled: bool) -> None:
+    async with FileTrajectoryStorage(tmp_path / "store") as storage:
+        whole = await left_unfinished(storage, tmp_path / "other")
+        counting = Counting(script=["down", "up", "left"])
+        played = await roll_out(plan(samples_per_task=1), counting.runner(storage if journalled else None), storage)
+        found = [trajectory async for trajectory, _ in storage.find(TrajectoryFilter(finished=None))]
+    assert sorted(found, key=lambda one: one.id) == sorted(played, key=lambda one: one.id)
+    assert (counting.played, played[0].id) == (3, whole.id)
+    answers = [node.message.content for node in played[0].sampled()]
+    assert answers == (["right", "down", "up"] if journalled else ["down", "up", "left"])
 
 
 async def test_infrastructure_failures_are_replaced_and_kept(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import asyncio
 import json
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 import httpx
 
@@ -14,6 +15,7 @@ from openhands_rl_plugin.errors import ConfigError, InfrastructureError, ModelEr
 from openhands_rl_plugin.types import Completion, JsonObject, Message, SamplingParams
 
 from .defaults import merge_sampling
+from .openai_stream import StreamedAnswer
 from .openai_wire import completions_from, request_body
 
 _RETRIED = frozenset({408, 409, 425, 429})
@@ -86,6 +88,31 @@ class OpenAIEngine:
             completions += completions_from(answer, self.base_model, self.model, asked, attempts=attempts)
         return completions[:n]
 
+    async def stream(
+        self, messages: Sequence[Message], *, tools: Sequence[JsonObject] = (), sampling: SamplingParams | None = None
+    ) -> AsyncIterator[str | Completion]:
+        """The answer's text as it is sampled, then the whole answer. Raises as ``complete`` does.
+
+        What is asked for again is only what had not begun to come.
+        """
+        wanted = merge_sampling(sampling, self._sampling)
+        body = request_body(self.model, messages, tools=tools, n=1, sampling=wanted)
+        streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        async with self._opened(streamed) as (response, attempts):
+            try:
+                if "event-stream" not in response.headers.get("content-type", ""):
+                    content = await self._content(response)
+                else:
+                    answer, size = StreamedAnswer(), 0
+                    async for data in response.aiter_bytes():
+                        self._check_size(size := size + len(data))
+                        for text in answer.feed(data):
+                            yield text
+                    content = answer.whole()
+            except (TimeoutError, httpx.TransportError) as error:
+                raise InfrastructureError(self._unreachable(error)) from error
+        yield completions_from(content, self.base_model, self.model, wanted, attempts=attempts)[0]
+
     async def aclose(self) -> None:
         """Close the connections."""
         if self._client is not None:
@@ -96,40 +123,71 @@ class OpenAIEngine:
         """The answer to one request and how many attempts it took."""
         attempt = 0
         while True:
-            asked_for = {key: value for extension in self._extensions.values() for key, value in extension.items()}
             attempt += 1
-            pause, problem = None, ""
             try:
-                status, headers, content = await self._post_once({**body, **asked_for})
+                async with asyncio.timeout(self._timeout), self._request(body) as response:
+                    content = await self._content(response)
             except (TimeoutError, httpx.TransportError) as error:
-                problem = self._unreachable(error)
+                await self._wait(attempt, self._unreachable(error))
             else:
-                if status < 300:
+                if response.is_success:
                     return content, attempt
-                problem = f"{self.base_url} answered {status}: {self._message_of(content)}"
-                if status in (400, 422) and self._drop_refused_extension(problem):
-                    attempt -= 1
-                    continue
-                if status < 500 and status not in _RETRIED:
-                    raise ModelError(problem)
-                pause = _retry_after(headers)
-            if attempt > self._retries:
-                raise InfrastructureError(f"{problem} (after {attempt} attempts)")
-            await asyncio.sleep(pause if pause is not None else self._pause(attempt))
+                attempt = await self._after_refusal(attempt, response, content)
 
-    async def _post_once(self, body: JsonObject) -> tuple[int, httpx.Headers, bytes]:
+    @asynccontextmanager
+    async def _opened(self, body: JsonObject) -> AsyncIterator[tuple[httpx.Response, int]]:
+        """An answer that begins to come, and how many attempts it took."""
+        attempt = 0
+        while True:
+            attempt += 1
+            async with AsyncExitStack() as stack:
+                content = b""
+                try:
+                    async with asyncio.timeout(self._timeout):
+                        response = await stack.enter_async_context(self._request(body))
+                        if not response.is_success:
+                            content = await self._content(response)
+                except (TimeoutError, httpx.TransportError) as error:
+                    await self._wait(attempt, self._unreachable(error))
+                    continue
+                if response.is_success:
+                    yield response, attempt
+                    return
+            attempt = await self._after_refusal(attempt, response, content)
+
+    def _request(self, body: JsonObject) -> AbstractAsyncContextManager[httpx.Response]:
         if self._client is None:
             headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
             secure = self.base_url.startswith("https:")
             self._client = httpx.AsyncClient(timeout=self._timeout, headers=headers, verify=secure, trust_env=secure)
-        url = f"{self.base_url}/chat/completions"
-        async with asyncio.timeout(self._timeout), self._client.stream("POST", url, json=body) as response:
-            content = bytearray()
-            async for chunk in response.aiter_bytes():
-                content += chunk
-                if len(content) > _MAX_RESPONSE_BYTES:
-                    raise ModelError(f"{self.base_url} answered more than {_MAX_RESPONSE_BYTES} bytes")
-        return response.status_code, response.headers, bytes(content)
+        asked_for = {key: value for extension in self._extensions.values() for key, value in extension.items()}
+        return self._client.stream("POST", f"{self.base_url}/chat/completions", json={**body, **asked_for})
+
+    async def _content(self, response: httpx.Response) -> bytes:
+        content = bytearray()
+        async for chunk in response.aiter_bytes():
+            content += chunk
+            self._check_size(len(content))
+        return bytes(content)
+
+    def _check_size(self, size: int) -> None:
+        if size > _MAX_RESPONSE_BYTES:
+            raise ModelError(f"{self.base_url} answered more than {_MAX_RESPONSE_BYTES} bytes")
+
+    async def _after_refusal(self, attempt: int, response: httpx.Response, content: bytes) -> int:
+        """Get ready for the next attempt, and say how many count. Raises where there is no use in one."""
+        problem = f"{self.base_url} answered {response.status_code}: {self._message_of(content)}"
+        if response.status_code in (400, 422) and self._drop_refused_extension(problem):
+            return attempt - 1
+        if response.status_code < 500 and response.status_code not in _RETRIED:
+            raise ModelError(problem)
+        await self._wait(attempt, problem, _retry_after(response.headers))
+        return attempt
+
+    async def _wait(self, attempt: int, problem: str, pause: float | None = None) -> None:
+        if attempt > self._retries:
+            raise InfrastructureError(f"{problem} (after {attempt} attempts)")
+        await asyncio.sleep(pause if pause is not None else self._pause(attempt))
 
     def _unreachable(self, error: TimeoutError | httpx.TransportError) -> str:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):

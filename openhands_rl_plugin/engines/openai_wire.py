@@ -144,7 +144,11 @@ def _message(message: _AnswerMessage) -> Message:
         ToolCall(id=call.id or "", name=call.function.name, arguments=call.function.arguments)
         for call in message.tool_calls or ()
     )
-    return Message(role="assistant", content=message.content, tool_calls=calls)
+    content = message.content
+    if calls and content is not None:
+        # Templates write their own space between text and calls, and a stream cannot tell which of it was there.
+        content = content.strip() or None
+    return Message(role="assistant", content=content, tool_calls=calls)
 
 
 def _tokens(answer: _Answer, choice: _Choice) -> Tokens | None:

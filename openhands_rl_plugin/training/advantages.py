@@ -1,30 +1,47 @@
-"""REINFORCE++ with a group baseline (Hu 2025, "REINFORCE++", arXiv 2501.03262).
+"""Which episodes are compared with which, and one advantage for each of them.
 
-The functions follow OpenRLHF's ``compute_advantages_and_returns`` for ``reinforce_baseline``
-(``openrlhf/trainer/ppo_utils/experience_maker.py``): subtract the group's mean, then whiten over all action tokens of
-the batch, with the biased variance and a floor of 1e-8. One thing is done otherwise: a group whose rewards are all
-equal is left out, because whitening over tokens would give its episodes an advantage wherever the lengths differ.
+One thing is done otherwise than in OpenRLHF, verl and TRL: a group whose rewards are all equal is left out of every
+algorithm that compares in groups. It has nothing to say, and where advantages are whitened over tokens it would get
+some wherever the lengths differ. For DAPO this is its dynamic filtering.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
+from openhands_rl_plugin.settings import TrainingSettings
+from openhands_rl_plugin.training.algorithms import algorithm_of
+from openhands_rl_plugin.training.estimators import Rollouts
 from openhands_rl_plugin.types import Frozen, StopReason, Trajectory
 
-VARIANCE_FLOOR = 1e-8
 EQUAL = 1e-9
 
 # Ends that say nothing about the policy: the episode would have gone on.
 _NO_SAMPLE = frozenset({StopReason.TIMEOUT, StopReason.UNFINISHED})
+_CUT_SHORT = frozenset({StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.MAX_TOKENS})
+
+
+class ValidGroups(Frozen):
+    """Indices of the episodes that can be compared, a tuple a group, and why the others cannot.
+
+    ``valid`` are all that have a reward which says something about the policy, in groups or not. ``flat`` counts the
+    episodes of groups whose rewards are all equal; ``alone`` those that are the only valid one of their group, so that
+    there is no baseline for them; ``overlong`` those that a limit cut short, where they are to be left out.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    valid: tuple[int, ...]
+    failed: int
+    unscored: int
+    overlong: int
+    flat: int
+    alone: int
 
 
 class GroupBaseline(Frozen):
     """One advantage a trajectory in the order given, ``None`` for those that take no part, and why they do not.
 
-    ``flat`` counts the episodes of groups whose rewards are all equal; ``alone`` those that are the only valid one of
-    their group, so that there is no baseline for them.
+    The counts are those of ``ValidGroups``; ``used`` is the number of advantages.
     """
 
     advantages: tuple[float | None, ...]
@@ -33,59 +50,80 @@ class GroupBaseline(Frozen):
     unscored: int
     flat: int
     alone: int
+    overlong: int = 0
 
     def as_floats(self) -> dict[str, float]:
         """The counts, for an adapter's manifest."""
         return {
-            f"episodes_{name}": float(getattr(self, name)) for name in ("used", "failed", "unscored", "flat", "alone")
+            f"episodes_{name}": float(getattr(self, name))
+            for name in ("used", "failed", "unscored", "overlong", "flat", "alone")
         }
 
 
-def group_advantages(trajectories: Sequence[Trajectory], rewards: Sequence[float | None]) -> GroupBaseline:
-    """Advantages of whole episodes; ``rewards[i]`` is that of ``trajectories[i]`` and ``None`` when it was not scored.
+def valid_groups(
+    trajectories: Sequence[Trajectory], rewards: Sequence[float | None], settings: TrainingSettings
+) -> ValidGroups:
+    """The groups with a signal. Failed, timed-out, unfinished and unscored episodes leave them, and are counted.
 
-    Failed, timed-out and unfinished episodes, unscored ones and groups without a signal leave the baseline and are
-    counted.
+    An algorithm without groups compares all valid episodes with each other.
     """
     failed = [trajectory.failure is not None or trajectory.stop in _NO_SAMPLE for trajectory in trajectories]
     groups: dict[str, list[int]] = {}
+    unscored = overlong = 0
     for index, (trajectory, reward) in enumerate(zip(trajectories, rewards, strict=True)):
-        if reward is not None and not failed[index]:
+        if failed[index]:
+            continue
+        if reward is None:
+            unscored += 1
+        elif settings.overlong == "leave-out" and trajectory.stop in _CUT_SHORT:
+            overlong += 1
+        else:
             groups.setdefault(trajectory.group_id, []).append(index)
-    alone = [members for members in groups.values() if len(members) == 1]
-    flat = [members for members in groups.values() if len(members) > 1 and _all_equal([rewards[i] for i in members])]
-    live = [members for members in groups.values() if len(members) > 1 and members not in flat]
-    order = [index for members in live for index in members]
-    centred = [value for members in live for value in centre([float(rewards[i] or 0.0) for i in members])]
-    whitened = whiten(centred, [_sampled_tokens(trajectories[index]) for index in order])
-    advantages: list[float | None] = [None] * len(trajectories)
-    for index, advantage in zip(order, whitened, strict=True):
-        advantages[index] = advantage
-    return GroupBaseline(
-        advantages=tuple(advantages),
-        used=len(order),
+    members = list(groups.values())
+    grouped = algorithm_of(settings).estimator.grouped
+    alone = [each for each in members if grouped and len(each) == 1]
+    flat = [each for each in members if grouped and len(each) > 1 and _all_equal([rewards[i] for i in each])]
+    return ValidGroups(
+        groups=tuple(tuple(each) for each in members if each not in alone and each not in flat),
+        valid=tuple(index for each in members for index in each),
         failed=sum(failed),
-        unscored=sum(reward is None and not bad for reward, bad in zip(rewards, failed, strict=True)),
-        flat=sum(len(members) for members in flat),
+        unscored=unscored,
+        overlong=overlong,
+        flat=sum(len(each) for each in flat),
         alone=len(alone),
     )
 
 
-def centre(rewards: Sequence[float]) -> list[float]:
-    """Rewards of one group minus their mean."""
-    mean = sum(rewards) / len(rewards)
-    return [reward - mean for reward in rewards]
+def group_advantages(
+    trajectories: Sequence[Trajectory],
+    rewards: Sequence[float | None],
+    settings: TrainingSettings | None = None,
+    *,
+    whitened: bool = True,
+) -> GroupBaseline:
+    """Advantages of whole episodes; ``rewards[i]`` is that of ``trajectories[i]`` and ``None`` when it was not scored.
 
-
-def whiten(values: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    """Zero mean and unit (biased) variance over tokens, where ``values[i]`` stands on each of ``lengths[i]`` tokens."""
-    tokens = sum(lengths)
-    if tokens == 0:
-        return list(values)
-    mean = sum(value * length for value, length in zip(values, lengths, strict=True)) / tokens
-    variance = sum(length * (value - mean) ** 2 for value, length in zip(values, lengths, strict=True)) / tokens
-    scale = 1.0 / math.sqrt(max(variance, VARIANCE_FLOOR))
-    return [(value - mean) * scale for value in values]
+    ``whitened`` false leaves out the last step of the algorithms that whiten, for callers that add to the advantages
+    first. See ``valid_groups`` for who is left out.
+    """
+    settings = settings or TrainingSettings()
+    chosen = valid_groups(trajectories, rewards, settings)
+    order = [(index, number) for number, members in enumerate(chosen.groups) for index in members]
+    rollouts = Rollouts(
+        rewards=[float(rewards[index] or 0.0) for index, _ in order],
+        groups=[number for _, number in order],
+        lengths=[_sampled_tokens(trajectories[index]) for index, _ in order],
+    )
+    estimator = algorithm_of(settings).estimator
+    if whitened:
+        values = estimator(rollouts, variance=settings.variance, epsilon=settings.std_epsilon)
+    else:
+        values = estimator.baseline(rollouts, settings.std_epsilon)
+    advantages: list[float | None] = [None] * len(trajectories)
+    for (index, _), advantage in zip(order, values, strict=True):
+        advantages[index] = advantage
+    counts = chosen.model_dump(include={"failed", "unscored", "overlong", "flat", "alone"})
+    return GroupBaseline(advantages=tuple(advantages), used=len(order), **counts)
 
 
 def _all_equal(rewards: Sequence[float | None]) -> bool:

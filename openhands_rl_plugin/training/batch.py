@@ -23,6 +23,19 @@ def samples_of(
     return [] if at is None else list(_segments(trajectory, at, advantage, set(), need_logprobs))
 
 
+def is_recorded(trajectory: Trajectory, *, need_logprobs: bool = True) -> bool:
+    """Whether the acted path holds all that ``samples_of`` needs, and anything to train."""
+    sampled = 0
+    try:
+        for index in trajectory.path():
+            if trajectory.nodes[index].sampled:
+                _check(trajectory.id, index, trajectory.nodes[index], need_logprobs)
+                sampled += 1
+    except TrainingError:
+        return False
+    return sampled > 0
+
+
 def samples_of_leaves(
     trajectory: Trajectory, advantages: Mapping[int, float], *, need_logprobs: bool = True
 ) -> list[Sample]:

@@ -22,7 +22,7 @@ def save_checkpoint(directory: Path, tensors: dict[str, Tensor], counters: dict[
     try:
         directory.mkdir(parents=True, exist_ok=True)
         try:
-            with partial.open("wb") as file:
+            with open(partial, "wb", opener=_private) as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -44,6 +44,10 @@ def load_checkpoint(directory: Path) -> tuple[dict[str, Tensor], dict[str, str]]
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise TrainingError(f"cannot read the training state {source}: {describe(error)}") from error
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def sync_directory(directory: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Variance = Literal["biased", "unbiased"]
@@ -27,22 +28,17 @@ class Rollouts(NamedTuple):
     lengths: Sequence[int]
 
 
-def reinforce_pp(rollouts: Rollouts, *, variance: Variance = "biased") -> list[float]:
-    """REINFORCE++ (Hu 2025, arXiv 2501.03262): the return, whitened over all tokens of the batch; no groups."""
-    return whiten(rollouts.rewards, rollouts.lengths, variance=variance)
+def returns(rollouts: Rollouts, epsilon: float = 0.0) -> list[float]:
+    """The rewards as they are; no groups."""
+    return [float(reward) for reward in rollouts.rewards]
 
 
-def reinforce_pp_baseline(rollouts: Rollouts, *, variance: Variance = "biased") -> list[float]:
-    """REINFORCE++ with the group's mean as baseline, then whitened over all tokens of the batch (same paper)."""
-    return whiten(_per_group(rollouts, centre), rollouts.lengths, variance=variance)
-
-
-def rloo(rollouts: Rollouts) -> list[float]:
+def rloo(rollouts: Rollouts, epsilon: float = 0.0) -> list[float]:
     """Leave-one-out baseline (Ahmadian et al. 2024, arXiv 2402.14740): ``(r - mean) n / (n - 1)``; alone it is 0."""
     return _per_group(rollouts, _leave_one_out)
 
 
-def grpo(rollouts: Rollouts, *, epsilon: float = 1e-6) -> list[float]:
+def grpo(rollouts: Rollouts, epsilon: float = 1e-6) -> list[float]:
     """GRPO (Shao et al. 2024, arXiv 2402.03300): ``(r - mean) / (std + epsilon)`` of the group, std with n - 1.
 
     A rollout alone in its group has no baseline and gets 0 (verl gives it its raw reward).
@@ -50,19 +46,35 @@ def grpo(rollouts: Rollouts, *, epsilon: float = 1e-6) -> list[float]:
     return _per_group(rollouts, lambda rewards: _standardise(rewards, epsilon))
 
 
-def dr_grpo(rollouts: Rollouts) -> list[float]:
+def dr_grpo(rollouts: Rollouts, epsilon: float = 0.0) -> list[float]:
     """Dr. GRPO (Liu et al. 2025, arXiv 2503.20783): ``r - mean`` of the group, not divided by its deviation."""
     return _per_group(rollouts, centre)
 
 
-Estimator = Callable[[Rollouts], list[float]]
+@dataclass(frozen=True)
+class Estimator:
+    """``baseline`` compares rollouts, in groups if ``grouped``; ``whitened``: then over all tokens of the batch.
+
+    ``baseline`` takes the rollouts and the epsilon of a standard deviation, which only GRPO has.
+    """
+
+    baseline: Callable[[Rollouts, float], list[float]]
+    grouped: bool = True
+    whitened: bool = False
+
+    def __call__(self, rollouts: Rollouts, *, variance: Variance = "biased", epsilon: float = 1e-6) -> list[float]:
+        """Advantages of whole rollouts."""
+        values = self.baseline(rollouts, epsilon)
+        return whiten(values, rollouts.lengths, variance=variance) if self.whitened else values
+
 
 ESTIMATORS: Mapping[str, Estimator] = {
-    "reinforce++": reinforce_pp,
-    "reinforce++-baseline": reinforce_pp_baseline,
-    "rloo": rloo,
-    "grpo": grpo,
-    "dr-grpo": dr_grpo,
+    # Hu 2025, arXiv 2501.03262, without groups and with the group's mean as baseline.
+    "reinforce++": Estimator(returns, grouped=False, whitened=True),
+    "reinforce++-baseline": Estimator(dr_grpo, whitened=True),
+    "rloo": Estimator(rloo),
+    "grpo": Estimator(grpo),
+    "dr-grpo": Estimator(dr_grpo),
 }
 
 

@@ -19,11 +19,10 @@ from openhands_rl_plugin.protocols import EpisodeRunner, Reward, TrajectoryStora
 from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.rollout import RolloutPlan, roll_out
 from openhands_rl_plugin.scoring import score_stored, scored_rewards
-from openhands_rl_plugin.training.advantages import GroupBaseline, group_advantages
-from openhands_rl_plugin.training.batch import samples_of
+from openhands_rl_plugin.training.credit import Credit, credited_samples
 from openhands_rl_plugin.training.demonstrations import ChatTokenizer, demonstration_sample
 from openhands_rl_plugin.training.plan import LoopPlan, LoopState, StageRecord, success_metrics
-from openhands_rl_plugin.types import Adapter, Sample, SamplingParams, Task, Trajectory
+from openhands_rl_plugin.types import Adapter, SamplingParams, Task, Trajectory
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.serving.adapters import AdapterStore
@@ -123,7 +122,8 @@ class ClosedLoop:
         good.sort(key=lambda trajectory: trajectory.id)
         samples = [demonstration_sample(trajectory, self._parts.tokenizer) for trajectory in good]
         trainer = await asyncio.to_thread(self._parts.make_trainer, self._plan.warm_start, None)
-        metrics = await asyncio.to_thread(trainer.sft, samples, self._advance(stage, "training"))
+        advance = self._advance(stage, "training")
+        metrics = await asyncio.to_thread(trainer.sft, samples, advance, run=self._run_directory(stage))
         adapter = await self._publish(stage, trainer, metrics.as_floats())
         return self._record(stage, started, metrics.as_floats(), adapter)
 
@@ -134,27 +134,21 @@ class ClosedLoop:
         rolled_out = time.time()
         metrics = await self._judge(stage, played)
         await score_stored(self._parts.storage, self._parts.objective, TrajectoryFilter(run_id=self._run_id(stage)))
-        baseline, samples = await self._training_samples(played)
-        metrics |= baseline.as_floats() | {"rollout_seconds": rolled_out - started}
-        if not samples:
+        credit = await self._credit(played)
+        metrics |= credit.baseline.as_floats() | {"rollout_seconds": rolled_out - started}
+        if not credit.samples:
             return self._record(stage, started, metrics)
         trainer = await self._reinforcement_trainer()
-        learned = await asyncio.to_thread(trainer.reinforce, samples, self._advance(stage, "training"))
+        advance = self._advance(stage, "training")
+        learned = await asyncio.to_thread(trainer.reinforce, credit.samples, advance, run=self._run_directory(stage))
         metrics |= learned.as_floats() | {"training_seconds": time.time() - rolled_out}
         adapter = await self._publish(stage, trainer, metrics)
         await asyncio.to_thread(trainer.save_state, self._trainer_directory(adapter))
         return self._record(stage, started, metrics, adapter)
 
-    async def _training_samples(self, played: Sequence[Trajectory]) -> tuple[GroupBaseline, list[Sample]]:
+    async def _credit(self, played: Sequence[Trajectory]) -> Credit:
         rewards = await scored_rewards(self._parts.objective, played)
-        baseline = group_advantages(played, rewards)
-        samples = [
-            sample
-            for trajectory, advantage in zip(played, baseline.advantages, strict=True)
-            if advantage is not None
-            for sample in samples_of(trajectory, advantage)
-        ]
-        return baseline, samples
+        return credited_samples(played, rewards, self._plan.reinforcement)
 
     async def _roll_out(
         self,
@@ -230,6 +224,9 @@ class ClosedLoop:
 
     def _run_id(self, stage: str) -> str:
         return f"{self._plan.run_id}/{stage}"
+
+    def _run_directory(self, stage: str) -> Path:
+        return self._parts.state_file.parent / "training" / stage
 
     def _trainer_directory(self, adapter: Adapter) -> Path:
         return self._parts.state_file.parent / "trainer" / adapter.name

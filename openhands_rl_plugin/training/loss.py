@@ -1,16 +1,14 @@
-"""Logprobs of chosen tokens, the losses over them, and what to watch while training.
-
-Losses here are per token; the caller divides the sum by the number of sampled tokens in the whole optimiser batch, so
-the result does not depend on how the batch was cut into passes.
-"""
+"""Logprobs of chosen tokens, and what to watch while training."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from openhands_rl_plugin.training.objectives import TokenBatch
 
 ROWS_AT_A_TIME = 128
 """Logits exist for this many positions only, which bounds the memory at 128 x vocabulary floats."""
@@ -22,6 +20,8 @@ class Diagnostics:
 
     ``ratio``: probability now / when sampled. ``approx_kl``: the k3 estimate of KL(sampler || now), in nats.
     ``clip_share``: share of tokens whose gradient the clip has cut off. ``entropy``: of the next-token distribution.
+    ``drift``: mean absolute difference of the logprobs from the recorded ones. ``kl``: the estimate of the divergence
+    from the base model that is trained against. ``weight``: of the correction for stale rollouts.
     """
 
     tokens: int = 0
@@ -29,52 +29,31 @@ class Diagnostics:
     approx_kl: float = 0.0
     clip_share: float = 0.0
     entropy: float = 0.0
+    drift: float = 0.0
+    kl: float = 0.0
+    weight: float = 1.0
 
     def __add__(self, other: Diagnostics) -> Diagnostics:
         total = self.tokens + other.tokens
         if total == 0:
             return self
-
-        def mean(mine: float, theirs: float) -> float:
-            return (mine * self.tokens + theirs * other.tokens) / total
-
-        return Diagnostics(
-            tokens=total,
-            ratio=mean(self.ratio, other.ratio),
-            approx_kl=mean(self.approx_kl, other.approx_kl),
-            clip_share=mean(self.clip_share, other.clip_share),
-            entropy=mean(self.entropy, other.entropy),
-        )
-
-
-def policy_losses(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
-) -> Tensor:
-    """PPO's clipped objective with separate bounds (DAPO), no dual clip: [K] losses, one for each sampled token."""
-    ratio = torch.exp(logprobs - old_logprobs)
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return -torch.minimum(ratio * advantages, clipped * advantages)
+        mine, theirs = asdict(self), asdict(other)
+        means = {
+            name: (mine[name] * self.tokens + theirs[name] * other.tokens) / total for name in mine if name != "tokens"
+        }
+        return Diagnostics(tokens=total, **means)
 
 
 @torch.no_grad()
-def diagnose(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    entropies: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> Diagnostics:
-    """Diagnostics of one pass; all tensors [K]."""
-    log_ratio = logprobs - old_logprobs
-    ratio = torch.exp(log_ratio)
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+def diagnose(batch: TokenBatch, entropies: Tensor, *, ratio: Tensor, low: float, high: float) -> Diagnostics:
+    """Diagnostics of one pass. ``ratio`` ([K]) is what the clip's bounds 1 - low and 1 + high are for."""
+    log_ratio = batch.logprobs - batch.old
+    cut = ((ratio > 1 + high) & (batch.advantages > 0)) | ((ratio < 1 - low) & (batch.advantages < 0))
     return Diagnostics(
-        tokens=logprobs.numel(),
-        ratio=ratio.mean().item(),
-        approx_kl=(ratio - 1 - log_ratio).mean().item(),
-        clip_share=(clipped * advantages < ratio * advantages).float().mean().item(),
+        tokens=batch.logprobs.numel(),
+        ratio=log_ratio.exp().mean().item(),
+        approx_kl=(log_ratio.exp() - 1 - log_ratio).mean().item(),
+        clip_share=cut.float().mean().item(),
         entropy=entropies.mean().item(),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,14 @@ class TrainProgress:
 
 @dataclass(frozen=True)
 class TrainMetrics:
-    """What one call trained. Losses, norms and diagnostics are means over its steps.
+    """What one call trained. Losses and norms are means over its steps, diagnostics over its tokens.
 
     ``tokens``: tokens of the samples that went through the model, all epochs together; ``trained_tokens``: those of
     them that carried loss; ``skipped_samples`` had an advantage of zero, so that they count in the mean but need no
-    computation; ``skipped_steps`` consisted of such samples only. ``seconds``: wall time.
+    computation; ``skipped_steps`` consisted of such samples only. ``drift``: mean absolute difference, in nats, between
+    the recorded logprobs and the trainer's before anything was trained. ``kl``: to the base model, where it is trained
+    against. ``weight``: mean correction for stale rollouts. ``staleness``: mean number of versions between the newest
+    one and the one that a sample was drawn from. ``seconds``: wall time.
     """
 
     steps: int
@@ -38,6 +41,10 @@ class TrainMetrics:
     approx_kl: float
     clip_share: float
     entropy: float
+    drift: float
+    kl: float
+    weight: float
+    staleness: float
     seconds: float
 
     @property
@@ -47,4 +54,48 @@ class TrainMetrics:
 
     def as_floats(self) -> dict[str, float]:
         """For an adapter's manifest."""
-        return {name: float(value) for name, value in asdict(self).items()}
+        values = {name: float(value) for name, value in asdict(self).items()}
+        return values | {"tokens_per_second": self.tokens_per_second}
+
+
+@dataclass
+class Tally:
+    """Sums over one call, so far. It goes into checkpoints, so that a run that was killed reports as one that was not.
+
+    ``trained_tokens`` and ``means`` are those of the diagnostics; ``seconds`` were spent before the last resumption.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    trained_tokens: int = 0
+    means: dict[str, float] = field(default_factory=dict)
+    drift: float = 0.0
+    skipped_steps: int = 0
+    skipped_samples: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def metrics(self, samples: int, staleness: float) -> TrainMetrics:
+        """What the call trained."""
+        steps = len(self.losses)
+        return TrainMetrics(
+            steps=steps,
+            skipped_steps=self.skipped_steps,
+            samples=samples,
+            skipped_samples=self.skipped_samples,
+            tokens=self.tokens,
+            trained_tokens=self.trained_tokens,
+            first_loss=self.losses[0] if steps else 0.0,
+            last_loss=self.losses[-1] if steps else 0.0,
+            loss=sum(self.losses) / steps if steps else 0.0,
+            grad_norm=sum(self.norms) / steps if steps else 0.0,
+            ratio=self.means.get("ratio", 1.0),
+            approx_kl=self.means.get("approx_kl", 0.0),
+            clip_share=self.means.get("clip_share", 0.0),
+            entropy=self.means.get("entropy", 0.0),
+            drift=self.drift,
+            kl=self.means.get("kl", 0.0),
+            weight=self.means.get("weight", 1.0),
+            staleness=staleness,
+            seconds=self.seconds,
+        )

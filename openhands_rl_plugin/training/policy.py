@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -12,6 +14,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from openhands_rl_plugin.errors import TrainingError, describe
 from openhands_rl_plugin.settings import TrainingSettings
@@ -45,6 +48,7 @@ class TrainablePolicy:
             base_model_name_or_path=self.model_path,
             r=settings.lora_rank,
             lora_alpha=settings.lora_alpha,
+            use_rslora=settings.lora_variant == "rslora",
             lora_dropout=0.0,
             target_modules=list(settings.target_modules),
         )
@@ -55,6 +59,8 @@ class TrainablePolicy:
             torch.manual_seed(settings.seed)
             self._peft = _wrap(self._base, config, self.model_path)
         self._check_packed(expected)
+        if settings.gradient_checkpointing:
+            _checkpoint_layers(self._base, self.model_path)
         self.parameters = {name: p for name, p in self._peft.named_parameters() if p.requires_grad}
 
     def logprobs(self, layout: Layout, wanted: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
@@ -73,6 +79,12 @@ class TrainablePolicy:
             head.weight,
             head.bias,
         )
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """Inside the block it is the base model."""
+        with self._peft.disable_adapter():
+            yield
 
     def sequence_logprobs(self, token_ids: tuple[int, ...]) -> list[float]:
         """Logprobs of tokens 1 .. T-1 given the ones before."""
@@ -155,6 +167,19 @@ def _load(path: str, dtype: torch.dtype, device: torch.device) -> PreTrainedMode
         raise TrainingError(f"{path}: this architecture cannot be trained: its output layer is not linear")
     nn.Module.to(model, device)  # transformers' own `to` hides its signature from type checkers
     return model.eval().requires_grad_(False)
+
+
+def _checkpoint_layers(base: PreTrainedModel, path: str) -> None:
+    """Keep only what goes into each layer for the backward pass, and compute the rest again."""
+    if not base.supports_gradient_checkpointing:
+        raise TrainingError(
+            f"{path}: this architecture has no gradient checkpointing; set gradient_checkpointing = false"
+        )
+    base.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in base.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            # Layers look at this flag; what is inside them stays in evaluation mode, without dropout.
+            module.training = True
 
 
 def _wrap(base: PreTrainedModel, config: LoraConfig, path: str):

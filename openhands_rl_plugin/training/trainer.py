@@ -1,13 +1,13 @@
-"""Trains a LoRA adapter on recorded samples: fine-tuning and REINFORCE with a clipped, token-mean objective."""
+"""Trains a LoRA adapter on recorded samples: one trainer, one batch type; the algorithm is a loss over passes."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
-import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -15,12 +15,23 @@ from torch import Tensor
 
 from openhands_rl_plugin.errors import TrainingError
 from openhands_rl_plugin.settings import TrainingSettings
-from openhands_rl_plugin.training.batch import pack
+from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.checkpoint import load_checkpoint, save_checkpoint
+from openhands_rl_plugin.training.imitation import Pair
+from openhands_rl_plugin.training.items import Item, batches, items_of_pairs, items_of_rollouts, passes
 from openhands_rl_plugin.training.layout import lay_out
-from openhands_rl_plugin.training.loss import Diagnostics, diagnose, policy_losses
-from openhands_rl_plugin.training.metrics import TrainMetrics, TrainProgress
+from openhands_rl_plugin.training.loss import Diagnostics
+from openhands_rl_plugin.training.metrics import Tally, TrainMetrics, TrainProgress
+from openhands_rl_plugin.training.pass_loss import Imitation, Pass, PassLoss, Preference, Reinforcement
 from openhands_rl_plugin.training.policy import WEIGHTS_FILE, TrainablePolicy
+from openhands_rl_plugin.training.preparation import (
+    check_samples,
+    policy_logprobs,
+    staleness,
+    subtract_divergence,
+    trained_tokens,
+)
+from openhands_rl_plugin.training.run_files import RunFiles, fingerprint
 from openhands_rl_plugin.types import Adapter, Probe, Sample
 
 OnProgress = Callable[[TrainProgress], None]
@@ -30,52 +41,7 @@ PROBE_TOLERANCE = {"bfloat16": 0.15, "float32": 0.01}
 """Mean absolute difference, in nats, between two sound implementations that sum in another order."""
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True)
-class _Tokens:
-    """The trained tokens of one pass, all tensors [K] float32."""
-
-    logprobs: Tensor
-    entropies: Tensor
-    recorded: Tensor
-    advantages: Tensor
-
-
-TokenLosses = Callable[[_Tokens], tuple[Tensor, Diagnostics]]
-
-
-@dataclass
-class _Tally:
-    """Sums over one call."""
-
-    started: float = field(default_factory=time.monotonic)
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    diagnostics: Diagnostics = field(default_factory=Diagnostics)
-    skipped_steps: int = 0
-    skipped_samples: int = 0
-    tokens: int = 0
-
-    def metrics(self, samples: int) -> TrainMetrics:
-        steps = len(self.losses)
-        return TrainMetrics(
-            steps=steps,
-            skipped_steps=self.skipped_steps,
-            samples=samples,
-            skipped_samples=self.skipped_samples,
-            tokens=self.tokens,
-            trained_tokens=self.diagnostics.tokens,
-            first_loss=self.losses[0] if steps else 0.0,
-            last_loss=self.losses[-1] if steps else 0.0,
-            loss=sum(self.losses) / steps if steps else 0.0,
-            grad_norm=sum(self.norms) / steps if steps else 0.0,
-            ratio=self.diagnostics.ratio,
-            approx_kl=self.diagnostics.approx_kl,
-            clip_share=self.diagnostics.clip_share,
-            entropy=self.diagnostics.entropy,
-            seconds=time.monotonic() - self.started,
-        )
+_OLD = "old.logprobs"
 
 
 class LoraTrainer:
@@ -89,6 +55,7 @@ class LoraTrainer:
         self.settings = settings
         self.step = 0
         """Optimiser steps so far, over all calls."""
+        self._version = adapter.version if adapter is not None else 0
         self._policy = TrainablePolicy(model_path, settings)
         self.parameters = self._policy.parameters
         """The adapter's float32 weights by name."""
@@ -102,26 +69,37 @@ class LoraTrainer:
             fused=True,
         )
 
-    def sft(self, samples: Sequence[Sample], on_progress: OnProgress | None = None) -> TrainMetrics:
+    def sft(
+        self, samples: Sequence[Sample], on_progress: OnProgress | None = None, *, run: Path | None = None
+    ) -> TrainMetrics:
         """Fine-tune for ``num_epochs``: minimise the mean negative log-likelihood of the sampled tokens, in nats.
 
-        Advantages and recorded logprobs are not looked at. Raises ``TrainingError``.
+        Advantages and recorded logprobs are not looked at. ``run``: a directory for the metrics and checkpoints of this
+        call; the same call goes on where one that was killed stood. Raises ``TrainingError`` or ``StorageError``.
         """
-        return self._train(samples, _sft_losses, lambda sample: True, on_progress)
+        return self._train(items_of_rollouts(samples), Imitation(self.settings), on_progress, run)
 
-    def reinforce(self, samples: Sequence[Sample], on_progress: OnProgress | None = None) -> TrainMetrics:
-        """REINFORCE for ``num_epochs`` with the recorded logprobs as the old policy and PPO's clip around it.
+    def reinforce(
+        self, samples: Sequence[Sample], on_progress: OnProgress | None = None, *, run: Path | None = None
+    ) -> TrainMetrics:
+        """A policy gradient for ``num_epochs`` by the algorithm of the settings. ``run``: as for ``sft``.
 
-        Samples with an advantage of zero are not computed; their tokens still count in the mean. A step that has
-        no other samples is skipped. Raises ``TrainingError``.
+        The old policy is the one that was recorded, or, where stale rollouts are corrected, this one as it is now.
+        Samples with an advantage of zero are not computed; their tokens still count in the mean. A step that has no
+        other samples is skipped. Raises ``TrainingError`` or ``StorageError``.
         """
-        bounds = {"clip_low": self.settings.clip_low, "clip_high": self.settings.clip_high}
+        if algorithm_of(self.settings).kind != "reinforcement":
+            raise TrainingError(f"{self.settings.algorithm} does not reinforce; choose another [rl.training] algorithm")
+        return self._train(items_of_rollouts(samples), Reinforcement(self.settings), on_progress, run)
 
-        def losses(tokens: _Tokens) -> tuple[Tensor, Diagnostics]:
-            of_tokens = policy_losses(tokens.logprobs, tokens.recorded, tokens.advantages, **bounds)
-            return of_tokens, diagnose(tokens.logprobs, tokens.recorded, tokens.advantages, tokens.entropies, **bounds)
+    def prefer(
+        self, pairs: Sequence[Pair], on_progress: OnProgress | None = None, *, run: Path | None = None
+    ) -> TrainMetrics:
+        """DPO for ``num_epochs``, measured from the policy as it is now. ``run``: as for ``sft``.
 
-        return self._train(samples, losses, lambda sample: sample.has_signal, on_progress)
+        A pair goes through the model in one pass, however long it is. Raises ``TrainingError`` or ``StorageError``.
+        """
+        return self._train(items_of_pairs(pairs), Preference(self.settings), on_progress, run)
 
     def probe(self, token_ids: Sequence[int], max_difference: float | None = None) -> Probe:
         """The current adapter's logprobs of fixed ids, to check a server against."""
@@ -142,15 +120,23 @@ class LoraTrainer:
 
         Shuffling depends on the seed and the step counter only, so these are the whole state of the random numbers.
         """
+        save_checkpoint(directory, self._state(), self._counters())
+
+    def load_state(self, directory: Path) -> None:
+        """Continue from ``save_state`` exactly where it was. Raises ``TrainingError`` when it does not fit."""
+        self._restore(*load_checkpoint(directory), str(directory))
+
+    def _counters(self) -> dict[str, str]:
+        return {"step": str(self.step), "seed": str(self.settings.seed)}
+
+    def _state(self) -> dict[str, Tensor]:
         tensors = {f"weights.{name}": tensor for name, tensor in self._policy.weights().items()}
         for name, parameter in self._policy.parameters.items():
             for key, moment in self._optimizer.state.get(parameter, {}).items():
                 tensors[f"{key}.{name}"] = moment
-        save_checkpoint(directory, tensors, {"step": str(self.step), "seed": str(self.settings.seed)})
+        return tensors
 
-    def load_state(self, directory: Path) -> None:
-        """Continue from ``save_state`` exactly where it was. Raises ``TrainingError`` when it does not fit."""
-        tensors, counters = load_checkpoint(directory)
+    def _restore(self, tensors: dict[str, Tensor], counters: dict[str, str], source: str) -> None:
         groups: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             group, _, rest = name.partition(".")
@@ -160,8 +146,8 @@ class LoraTrainer:
             moments = {name: {key: groups[key][name] for key in _MOMENTS} for name in groups.get("exp_avg", {})}
             parameters = {name: self._policy.parameters[name] for name in moments}
         except (KeyError, ValueError) as error:
-            raise TrainingError(f"{directory} does not hold a training state of this adapter") from error
-        self._policy.set_weights(groups.get("weights", {}), str(directory))
+            raise TrainingError(f"{source} does not hold a training state of this adapter") from error
+        self._policy.set_weights(groups.get("weights", {}), source)
         self._optimizer.state.clear()
         for name, parameter in parameters.items():
             self._optimizer.state[parameter] = {
@@ -170,94 +156,115 @@ class LoraTrainer:
         self.step = step
 
     def _train(
-        self,
-        samples: Sequence[Sample],
-        token_losses: TokenLosses,
-        counts: Callable[[Sample], bool],
-        on_progress: OnProgress | None,
+        self, items: list[Item], loss: PassLoss, on_progress: OnProgress | None, run: Path | None
     ) -> TrainMetrics:
-        self._check(samples)
-        batches = self._batches(samples)
-        tally = _Tally()
-        for done, batch in enumerate(batches, start=1):
-            live = [sample for sample in batch if counts(sample)]
-            tally.skipped_samples += len(batch) - len(live)
-            if live:
-                self._optimiser_step(live, sum(sum(sample.mask) for sample in batch), token_losses, tally)
-            else:
-                tally.skipped_steps += 1
+        samples = [item.sample for item in items]
+        check_samples(samples, longest=self._policy.longest, vocabulary=self._policy.vocabulary)
+        files = RunFiles(run, self._fingerprint(samples, loss)) if run is not None else None
+        done, first_step, tally = self._begin(items, loss, files)
+        order = batches(
+            items,
+            size=self.settings.batch_size,
+            epochs=self.settings.num_epochs,
+            seed=f"{self.settings.seed}:{first_step}",
+        )
+        started = time.monotonic() - tally.seconds
+        for number, batch in enumerate(order[done:], start=done + 1):
+            found = self._step(batch, loss, tally)
+            tally.seconds = time.monotonic() - started
+            progress = TrainProgress(
+                number, len(order), tally.losses[-1] if found.tokens else 0.0, tally.norms[-1] if found.tokens else 0.0
+            )
+            if files is not None:
+                files.log(self._record(progress, found, tally))
+                if self.settings.checkpoint_steps and number % self.settings.checkpoint_steps == 0:
+                    counters = {"first_step": str(first_step), "tally": json.dumps(asdict(tally))}
+                    old = {_OLD: torch.cat([item.old for item in items])} if loss.starts_from_now else {}
+                    files.checkpoint(self._state() | old, self._counters() | counters, number)
             if on_progress is not None:
-                loss, norm = (tally.losses[-1], tally.norms[-1]) if live else (0.0, 0.0)
-                on_progress(TrainProgress(done, len(batches), loss, norm))
-        return tally.metrics(len(samples))
+                on_progress(progress)
+        if files is not None:
+            files.finish()
+        return tally.metrics(len(items), staleness(samples, self._version))
 
-    def _check(self, samples: Sequence[Sample]) -> None:
-        if not samples:
-            raise TrainingError("there is nothing to train on: no samples were given")
-        for sample in samples:
-            where, length = f"trajectory {sample.trajectory_id}", len(sample.input_ids)
-            if not (length == len(sample.mask) == len(sample.logprobs)) or True not in sample.mask[1:]:
-                raise TrainingError(f"{where}: a sample needs a mask and a logprob for each token, and a sampled token")
-            if sample.mask[0]:
-                raise TrainingError(f"{where}: the first token has no context, so it cannot have been sampled")
-            if length > self._policy.longest:
-                raise TrainingError(
-                    f"{where}: {length} tokens, but the model is made for {self._policy.longest}; lower "
-                    "max_prompt_length"
-                )
-            if min(sample.input_ids) < 0 or max(sample.input_ids) >= self._policy.vocabulary:
-                raise TrainingError(f"{where}: a token id is not in the model's vocabulary; was it another model's?")
+    def _begin(self, items: list[Item], loss: PassLoss, files: RunFiles | None) -> tuple[int, int, Tally]:
+        """Steps that were done before this call was killed, the step that it began with, and its sums."""
+        found = files.resume() if files is not None else None
+        done, first_step, tally, old = 0, self.step, Tally(), None
+        if found is not None:
+            tensors, counters = found
+            old = tensors.pop(_OLD, None)
+            self._restore(tensors, counters, "the checkpoint")
+            done, first_step = int(counters["done"]), int(counters["first_step"])
+            tally = Tally(**json.loads(counters["tally"]))
+        limit = self.settings.max_tokens_per_pass
+        if loss.starts_from_now:
+            counts = [len(item.positions) for item in items]
+            parts = torch.split(old, counts) if old is not None else policy_logprobs(self._policy, items, limit)
+            for item, part in zip(items, parts, strict=True):
+                item.old = part
+        if loss.needs_reference:
+            with self._policy.without_adapter():
+                references = policy_logprobs(self._policy, items, limit)
+            for item, part in zip(items, references, strict=True):
+                item.reference = part
+            if self.settings.kl_in == "reward":
+                subtract_divergence(items, self.settings)
+        return done, first_step, tally
 
-    def _batches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
-        """Optimiser batches of all epochs: ``batch_size`` trajectories each, in a new order every epoch."""
-        by_trajectory: dict[str, list[Sample]] = {}
-        for sample in samples:
-            by_trajectory.setdefault(sample.trajectory_id, []).append(sample)
-        size = self.settings.batch_size
-        batches: list[list[Sample]] = []
-        for epoch in range(self.settings.num_epochs):
-            order = list(by_trajectory)
-            random.Random(f"{self.settings.seed}:{self.step}:{epoch}").shuffle(order)
-            for start in range(0, len(order), size):
-                batches.append([sample for name in order[start : start + size] for sample in by_trajectory[name]])
-        return batches
-
-    def _optimiser_step(self, live: list[Sample], tokens: int, token_losses: TokenLosses, tally: _Tally) -> None:
+    def _step(self, batch: list[Item], loss: PassLoss, tally: Tally) -> Diagnostics:
+        """One optimiser step; without a live item in the batch, none."""
+        live = [item for item in batch if loss.counts(item)]
+        tally.skipped_samples += len(batch) - len(live)
+        if not live:
+            tally.skipped_steps += 1
+            return Diagnostics()
+        weights = dict(zip(map(id, batch), loss.weights(batch).tolist(), strict=True))
         self._optimizer.zero_grad(set_to_none=True)
-        loss = 0.0
-        for group in pack(live, self.settings.max_tokens_per_pass):
-            loss += self._backward(group, tokens, token_losses, tally)
+        total, diagnostics = 0.0, Diagnostics()
+        for group in passes(live, self.settings.max_tokens_per_pass, whole_units=loss.whole_units):
+            share, found = self._backward(group, [weights[id(item)] for item in group], loss)
+            total, diagnostics = total + share, diagnostics + found
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters.values(), self.settings.max_grad_norm).item()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        if not (math.isfinite(total) and math.isfinite(norm)):
             self._optimizer.zero_grad(set_to_none=True)
             raise TrainingError(
-                f"step {self.step + 1}: the loss is {loss} and the gradient norm {norm}; the weights are unchanged. "
+                f"step {self.step + 1}: the loss is {total} and the gradient norm {norm}; the weights are unchanged. "
                 "Lower learning_rate, or check the recorded logprobs"
             )
         warmup = min(1.0, (self.step + 1) / (self.settings.warmup_steps + 1))
         self._optimizer.param_groups[0]["lr"] = self.settings.learning_rate * warmup
         self._optimizer.step()
         self.step += 1
-        tally.losses.append(loss)
+        if not tally.losses:
+            # Nothing was trained before this step, so that what differs from the record is no learning.
+            tally.drift = diagnostics.drift
+        tally.losses.append(total)
         tally.norms.append(norm)
+        tally.tokens += sum(len(item.sample.input_ids) for item in live)
+        means = asdict(Diagnostics(tally.trained_tokens, **tally.means) + diagnostics)
+        tally.trained_tokens, tally.means = means.pop("tokens"), means
+        return diagnostics
 
-    def _backward(self, group: list[Sample], tokens: int, token_losses: TokenLosses, tally: _Tally) -> float:
+    def _backward(self, group: list[Item], weights: list[float], loss: PassLoss) -> tuple[float, Diagnostics]:
         """Add one pass's share of the batch's gradient; returns its share of the loss."""
-        wanted = [(s, t) for s, sample in enumerate(group) for t, sampled in enumerate(sample.mask) if sampled]
-        logprobs, entropies = self._policy.logprobs(lay_out([sample.input_ids for sample in group]), wanted)
-        recorded = logprobs.new_tensor([group[s].logprobs[t] for s, t in wanted])
-        advantages = logprobs.new_tensor([group[s].advantage_at(t) for s, t in wanted])
-        losses, diagnostics = token_losses(_Tokens(logprobs, entropies, recorded, advantages))
-        loss = losses.sum() / tokens
-        loss.backward()
-        tally.diagnostics += diagnostics
-        tally.tokens += sum(len(sample.input_ids) for sample in group)
-        return loss.item()
+        layout = lay_out([item.sample.input_ids for item in group])
+        logprobs, entropies = self._policy.logprobs(layout, trained_tokens(group))
+        share, diagnostics = loss(Pass(group, logprobs, entropies, logprobs.new_tensor(weights)))
+        share.backward()
+        return share.item(), diagnostics
 
+    def _record(self, progress: TrainProgress, found: Diagnostics, tally: Tally) -> dict[str, float]:
+        """A line of the metrics."""
+        speed = tally.tokens / tally.seconds if tally.seconds else 0.0
+        rate = self._optimizer.param_groups[0]["lr"]
+        own = {"step": self.step, "learning_rate": rate, "seconds": tally.seconds, "tokens_per_second": speed}
+        return own | asdict(progress) | asdict(found)
 
-def _sft_losses(tokens: _Tokens) -> tuple[Tensor, Diagnostics]:
-    entropy = tokens.entropies.mean().item()
-    return -tokens.logprobs, Diagnostics(tokens=tokens.logprobs.numel(), entropy=entropy)
+    def _fingerprint(self, samples: list[Sample], loss: PassLoss) -> str:
+        settings = self.settings.model_dump_json(exclude={"checkpoint_steps"})
+        what = f"{type(loss).__name__}\n{self._policy.model_path}\n{settings}"
+        return fingerprint(what, samples, self._policy.weights(), self.step)
 
 
 def _check_file(adapter: Adapter) -> None:

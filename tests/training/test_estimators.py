@@ -6,15 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openhands_rl_plugin.training.estimators import (
-    ESTIMATORS,
-    Rollouts,
-    dr_grpo,
-    grpo,
-    reinforce_pp,
-    reinforce_pp_baseline,
-    rloo,
-)
+from openhands_rl_plugin.training.estimators import ESTIMATORS, Rollouts, Variance, dr_grpo, grpo, rloo
 
 BATCH = Rollouts(
     rewards=[1, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0],
@@ -44,8 +36,10 @@ def test_dr_grpo_and_rloo():
 @pytest.mark.parametrize(
     ("variance", "one", "zero"), [("unbiased", 1.2795, -0.7526), ("biased", 1.3038, -0.7670)], ids=["verl", "openrlhf"]
 )
-def test_reinforce_pp(variance: str, one: float, zero: float):
-    assert reinforce_pp(BATCH, variance=variance) == close(*(one if reward else zero for reward in BATCH.rewards))
+def test_reinforce_pp(variance: Variance, one: float, zero: float):
+    assert ESTIMATORS["reinforce++"](BATCH, variance=variance) == close(
+        *(one if reward else zero for reward in BATCH.rewards)
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,8 +50,8 @@ def test_reinforce_pp(variance: str, one: float, zero: float):
     ],
     ids=["verl", "openrlhf"],
 )
-def test_reinforce_pp_with_the_groups_baseline(variance: str, values: list[float]):
-    assert reinforce_pp_baseline(BATCH, variance=variance) == close(*values)
+def test_reinforce_pp_with_the_groups_baseline(variance: Variance, values: list[float]):
+    assert ESTIMATORS["reinforce++-baseline"](BATCH, variance=variance) == close(*values)
 
 
 ROLLOUTS = st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 3), st.integers(1, 50)), min_size=1, max_size=20).map(

@@ -1,54 +1,53 @@
-"""Losses against golden values of other implementations, and the logprob function against plain autograd."""
+"""What is watched while training, and the logprob function against plain autograd."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from openhands_rl_plugin.training.loss import ROWS_AT_A_TIME, Diagnostics, diagnose, policy_losses, token_logprobs
+from openhands_rl_plugin.training.loss import ROWS_AT_A_TIME, Diagnostics, diagnose, token_logprobs
+from openhands_rl_plugin.training.objectives import TokenBatch, ppo
 
 
-def golden_case() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The case that verl (dual clip off), OpenRLHF's ``PolicyLoss`` and TRL's ``dapo`` agree on."""
+def batch_of(count: int = 31) -> TokenBatch:
     torch.manual_seed(0)
-    lengths = torch.tensor([8, 6, 3, 1, 5, 8])
-    old = -torch.rand(6, 8) * 2
-    new = (old + torch.randn(6, 8) * 0.5).requires_grad_()
-    advantages = torch.tensor([1.2, -0.8, 0.5, -1.5, 0.0, 0.7])[:, None].expand(6, 8)
-    return new, old, advantages, torch.arange(8)[None] < lengths[:, None]
+    old = -torch.rand(count) * 2
+    advantages = torch.tensor([1.2, -0.8, 0.5, -1.5, 0.0, 0.7]).repeat(6)[:count]
+    return TokenBatch(old + torch.randn(count) * 0.5, old, advantages, torch.arange(count) // 6, 6)
 
 
-def test_token_mean_of_the_clipped_loss_is_that_of_verl_openrlhf_and_trl() -> None:
-    new, old, advantages, mask = golden_case()
-    losses = policy_losses(new[mask], old[mask], advantages[mask], clip_low=0.2, clip_high=0.28)
-    loss = losses.sum() / mask.sum()
-    loss.backward()
-    assert loss.item() == pytest.approx(-0.193785, abs=1e-6)
-    assert new.grad is not None
-    assert new.grad.norm().item() == pytest.approx(0.181162, abs=1e-6)
+def part_of(batch: TokenBatch, part: slice) -> TokenBatch:
+    tensors = (batch.logprobs, batch.old, batch.advantages, batch.sequence)
+    return TokenBatch(*(tensor[part] for tensor in tensors), batch.sequences)
+
+
+def watched(batch: TokenBatch) -> Diagnostics:
+    ratio = torch.exp(batch.logprobs - batch.old)
+    return diagnose(batch, -batch.old, ratio=ratio, low=0.2, high=0.28)
 
 
 def test_diagnostics_of_passes_add_up_to_those_of_the_batch() -> None:
-    new, old, advantages, mask = golden_case()
-    tensors = [tensor[mask] for tensor in (new, old, advantages, -old)]
-    whole = diagnose(*tensors, clip_low=0.2, clip_high=0.28)
-    parts = Diagnostics()
+    batch = batch_of()
+    whole, parts = watched(batch), Diagnostics()
     for part in (slice(0, 5), slice(5, 18), slice(18, None)):
-        parts += diagnose(*(tensor[part] for tensor in tensors), clip_low=0.2, clip_high=0.28)
+        parts += watched(part_of(batch, part))
     assert whole.tokens == parts.tokens == 31
     for name in ("ratio", "approx_kl", "clip_share", "entropy"):
         assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-5)
-    ratio = torch.exp(tensors[0] - tensors[1])
+    ratio = torch.exp(batch.logprobs - batch.old)
     assert whole.approx_kl == pytest.approx((ratio - 1 - ratio.log()).mean().item(), rel=1e-5)
-    assert 0 < whole.clip_share < 1
 
 
-def test_the_clip_cuts_gradients_only_on_the_far_side() -> None:
-    new = torch.tensor([0.5, 0.5, -0.5, -0.5], requires_grad=True)
-    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    policy_losses(new, torch.zeros(4), advantages, clip_low=0.2, clip_high=0.28).sum().backward()
-    assert new.grad is not None
-    assert (new.grad != 0).tolist() == [False, True, True, False]
+def test_the_clip_share_is_that_of_tokens_without_a_gradient() -> None:
+    batch = batch_of()
+    logprobs = batch.logprobs.clone().requires_grad_()
+    ppo(replace(batch, logprobs=logprobs), low=0.2, high=0.28).sum().backward()
+    assert logprobs.grad is not None
+    cut = ((logprobs.grad == 0) & (batch.advantages != 0)).float().mean().item()
+    assert watched(batch).clip_share == pytest.approx(cut)
+    assert 0 < cut < 1
 
 
 @pytest.mark.parametrize("with_bias", [False, True])

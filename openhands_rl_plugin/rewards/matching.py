@@ -1,0 +1,109 @@
+"""A reward for tasks with a known answer: the answer is the label, or it is not."""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from typing import Literal
+
+from pydantic import Field, JsonValue
+
+from openhands_rl_plugin.errors import GraderError
+from openhands_rl_plugin.types import Frozen, Score, Trajectory
+
+_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d)\.?)(?:[eE][-+]?\d+)?")
+_LONGEST = 1_000_000
+
+
+class MatchingOptions(Frozen):
+    """``mode``: what counts as the same.
+
+    ``exact``: the same characters. ``normalised``: the same words, whatever their case, white space and punctuation
+    around them. ``number``: the last number of the answer is the label's, within the relative ``tolerance``.
+    """
+
+    mode: Literal["exact", "normalised", "number"] = "normalised"
+    tolerance: float = Field(default=1e-6, ge=0, lt=1)
+
+
+class MatchingReward:
+    """1.0 when the evidence's ``answer`` matches its ``label`` (or one of a list of labels), else 0.0.
+
+    An episode that ended without an answer was given its chance, and gets 0.0.
+    """
+
+    Options = MatchingOptions
+
+    def __init__(self, options: MatchingOptions | None = None) -> None:
+        self.options = options or MatchingOptions()
+
+    @property
+    def version(self) -> str:
+        """Names the mode, because another one gives other scores."""
+        mode, tolerance = self.options.mode, self.options.tolerance
+        return f"matching-1@{mode}/{tolerance:g}" if mode == "number" else f"matching-1@{mode}"
+
+    async def __call__(self, trajectory: Trajectory) -> Score:
+        """Score the episode. Raises ``GraderError`` for one that failed, and where there is no usable label."""
+        if trajectory.failure is not None:
+            raise GraderError(f"{trajectory.id} failed ({trajectory.failure.kind}): {trajectory.failure.message}")
+        labels = self._labels(trajectory)
+        answer = trajectory.evidence.get("answer")
+        if answer is not None and not isinstance(answer, str):
+            raise GraderError(f"{trajectory.id} has an answer that is no text in its evidence")
+        matched = answer is not None and any(self._matches(answer, label) for label in labels)
+        return Score(
+            trajectory_id=trajectory.id,
+            reward=1.0 if matched else 0.0,
+            detail={"answered": answer is not None},
+            reward_version=self.version,
+        )
+
+    def _labels(self, trajectory: Trajectory) -> list[str]:
+        label = trajectory.evidence.get("label")
+        labels = [_text(one) for one in (label if isinstance(label, list) else [label])]
+        known = [one for one in labels if one is not None]
+        if not known or len(known) < len(labels):
+            raise GraderError(f"{trajectory.id} has no label in its evidence: give its task data.label")
+        if self.options.mode == "number" and any(_number(one) is None for one in known):
+            raise GraderError(f"{trajectory.id} has a label without a number: choose another mode of matching")
+        return known
+
+    def _matches(self, answer: str, label: str) -> bool:
+        match self.options.mode:
+            case "exact":
+                return answer == label
+            case "normalised":
+                return _normalised(answer) == _normalised(label)
+            case "number":
+                given, wanted = _number(answer), _number(label)
+                if given is None or wanted is None:
+                    return False
+                return math.isclose(given, wanted, rel_tol=self.options.tolerance, abs_tol=0.0)
+
+
+def _text(label: JsonValue) -> str | None:
+    if isinstance(label, bool) or not isinstance(label, str | int | float):
+        return None
+    return label if isinstance(label, str) else repr(label)
+
+
+def _normalised(text: str) -> str:
+    words = unicodedata.normalize("NFKC", text[:_LONGEST]).casefold().split()
+    start, end = 0, len(joined := " ".join(words))
+    while start < end and _is_edge(joined[start]):
+        start += 1
+    while end > start and _is_edge(joined[end - 1]):
+        end -= 1
+    # An answer that is nothing but punctuation is compared as it is.
+    return joined[start:end] or joined
+
+
+def _is_edge(character: str) -> bool:
+    return character == " " or (unicodedata.category(character)[0] == "P" and character != "-")
+
+
+def _number(text: str) -> float | None:
+    found = [match[0] for match in _NUMBER.finditer(text[-_LONGEST:])]
+    return float(found[-1].replace(",", "")) if found else None

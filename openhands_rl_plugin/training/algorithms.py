@@ -1,0 +1,69 @@
+"""The algorithms by name: how rewards become advantages, how these become a loss, and what counts the same in a batch.
+
+An algorithm is an estimator, an objective and weights; everything else is a named option of ``[rl.training]``. Bounds
+and weights are those of the papers (see ``estimators`` and ``objectives``) and can be overridden one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from openhands_rl_plugin.settings import AlgorithmName, TrainingSettings
+from openhands_rl_plugin.training.estimators import ESTIMATORS, Estimator
+
+Kind = Literal["imitation", "preference", "reinforcement"]
+Objective = Literal["likelihood", "preference", "ppo", "gspo", "cispo"]
+Aggregation = Literal["token", "sequence", "fixed", "rollout"]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """``low`` and ``high`` are the clip's bounds around a ratio of 1; ``estimator`` is for reinforcement only."""
+
+    kind: Kind
+    objective: Objective
+    aggregation: Aggregation = "token"
+    estimator: Estimator = ESTIMATORS["reinforce++-baseline"]
+    low: float = 0.2
+    high: float = 0.2
+
+
+ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
+    "sft": Algorithm("imitation", "likelihood"),
+    "rejection-sampling": Algorithm("imitation", "likelihood"),
+    "reinforce++": Algorithm("reinforcement", "ppo", estimator=ESTIMATORS["reinforce++"]),
+    # DAPO's clip-higher: it keeps the entropy up at no cost.
+    "reinforce++-baseline": Algorithm("reinforcement", "ppo", high=0.28),
+    "rloo": Algorithm("reinforcement", "ppo", estimator=ESTIMATORS["rloo"]),
+    "grpo": Algorithm("reinforcement", "ppo", "sequence", ESTIMATORS["grpo"]),
+    "dr-grpo": Algorithm("reinforcement", "ppo", "fixed", ESTIMATORS["dr-grpo"]),
+    # Its dynamic filtering (groups without a signal are left out) is done for all algorithms that compare in groups.
+    "dapo": Algorithm("reinforcement", "ppo", estimator=ESTIMATORS["grpo"], high=0.28),
+    "gspo": Algorithm("reinforcement", "gspo", "sequence", ESTIMATORS["grpo"], low=3e-4, high=4e-4),
+    "cispo": Algorithm("reinforcement", "cispo", estimator=ESTIMATORS["grpo"], high=0.28),
+    "dpo": Algorithm("preference", "preference"),
+}
+
+
+def algorithm_of(settings: TrainingSettings) -> Algorithm:
+    """The algorithm that the settings name."""
+    return ALGORITHMS[settings.algorithm]
+
+
+def clip_bounds(settings: TrainingSettings) -> tuple[float, float]:
+    """How far below and above 1 a ratio may be."""
+    algorithm = algorithm_of(settings)
+    low = settings.cispo_low if algorithm.objective == "cispo" else settings.clip_low or algorithm.low
+    return low, settings.clip_high or algorithm.high
+
+
+def aggregation_of(settings: TrainingSettings) -> Aggregation:
+    """What counts the same in an optimiser batch."""
+    return algorithm_of(settings).aggregation if settings.aggregation == "auto" else settings.aggregation
+
+
+def needs_logprobs(settings: TrainingSettings) -> bool:
+    """Whether the logprobs of the policy that sampled must have been recorded."""
+    return algorithm_of(settings).kind == "reinforcement"

@@ -1,0 +1,137 @@
+"""From judged episodes to weighted training sequences: whose tokens get which advantage.
+
+The default gives every sampled token of an episode the episode's advantage. ``step_rewards`` gives each turn what
+followed it, ``tree`` trains the branches of search trees too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from openhands_rl_plugin.settings import TrainingSettings
+from openhands_rl_plugin.training.advantages import GroupBaseline, ValidGroups, group_advantages, valid_groups
+from openhands_rl_plugin.training.algorithms import algorithm_of
+from openhands_rl_plugin.training.batch import samples_of, samples_of_tree
+from openhands_rl_plugin.training.estimators import Rollouts, whiten
+from openhands_rl_plugin.training.tree_advantages import (
+    environment_rewards,
+    search_rewards,
+    sibling_advantages,
+    step_advantages,
+)
+from openhands_rl_plugin.types import Sample, Trajectory
+
+NodeAdvantages = dict[int, float]
+
+
+@dataclass(frozen=True)
+class Credit:
+    """The weighted sequences, and the baseline with the counts of who was left out.
+
+    ``used``: episodes that are trained on. That may be more than the baseline's, because the siblings in a tree can be
+    compared where there is no other episode to compare with.
+    """
+
+    baseline: GroupBaseline
+    samples: list[Sample]
+    used: int
+
+
+def credited_samples(
+    trajectories: Sequence[Trajectory], rewards: Sequence[float | None], settings: TrainingSettings
+) -> Credit:
+    """The training sequences of judged episodes by the algorithm of ``settings``.
+
+    Where the divergence from the base model is part of the reward, advantages are left unwhitened: the trainer knows
+    the divergence, and whitens what comes of both. Raises ``TrainingError`` as ``samples_of`` does.
+    """
+    late = settings.kl != "none" and settings.kl_in == "reward"
+    baseline = group_advantages(trajectories, rewards, settings, whitened=not late)
+    if settings.tree == "path" and settings.step_rewards == "episode":
+        weighted = [(t, a) for t, a in zip(trajectories, baseline.advantages, strict=True) if a is not None]
+        return Credit(baseline, [s for t, a in weighted for s in samples_of(t, a)], len(weighted))
+    nodes = _node_advantages(trajectories, rewards, settings)
+    if algorithm_of(settings).estimator.whitened and not late:
+        nodes = _whitened(trajectories, nodes, settings)
+    samples = [s for index, of_nodes in nodes.items() for s in samples_of_tree(trajectories[index], of_nodes)]
+    return Credit(baseline, samples, len({sample.trajectory_id for sample in samples}))
+
+
+def _node_advantages(
+    trajectories: Sequence[Trajectory], rewards: Sequence[float | None], settings: TrainingSettings
+) -> dict[int, NodeAdvantages]:
+    """``trajectory index -> node -> advantage``, not whitened."""
+    chosen = valid_groups(trajectories, rewards, settings)
+    if settings.step_rewards == "episode":
+        whole = group_advantages(trajectories, rewards, settings, whitened=False).advantages
+        nodes = {
+            index: dict.fromkeys(_acted(trajectories[index]), advantage)
+            for index, advantage in enumerate(whole)
+            if advantage is not None
+        }
+    else:
+        nodes = _turn_advantages(trajectories, rewards, chosen, settings)
+    if settings.tree == "branches":
+        for index in chosen.valid:
+            mine = nodes.setdefault(index, {})
+            siblings = sibling_advantages(trajectories[index], least_visits=settings.tree_visits)
+            for at, value in siblings.items():
+                mine[at] = mine.get(at, 0.0) + settings.tree_weight * value
+    return {index: of_nodes for index, of_nodes in nodes.items() if of_nodes}
+
+
+def _turn_advantages(
+    trajectories: Sequence[Trajectory],
+    rewards: Sequence[float | None],
+    chosen: ValidGroups,
+    settings: TrainingSettings,
+) -> dict[int, NodeAdvantages]:
+    """Return to go of every turn, compared with that of the same turn in the other episodes of the group."""
+    places: list[tuple[int, int]] = []
+    returns: list[float] = []
+    groups: dict[tuple[int, int], int] = {}
+    numbers: list[int] = []
+    for group, members in enumerate(chosen.groups):
+        for index in members:
+            steps = _step_rewards(trajectories[index], rewards[index] or 0.0, settings)
+            to_go = step_advantages(trajectories[index], steps, discount=settings.discount)
+            for turn, at in enumerate(_acted(trajectories[index])):
+                places.append((index, at))
+                returns.append(to_go[at])
+                numbers.append(groups.setdefault((group, turn), len(groups)))
+    lengths = [_tokens(trajectories[index], at) for index, at in places]
+    values = algorithm_of(settings).estimator.baseline(Rollouts(returns, numbers, lengths), settings.std_epsilon)
+    nodes: dict[int, NodeAdvantages] = {}
+    for (index, at), value in zip(places, values, strict=True):
+        nodes.setdefault(index, {})[at] = value
+    return nodes
+
+
+def _step_rewards(trajectory: Trajectory, reward: float, settings: TrainingSettings) -> Mapping[int, float]:
+    """Step rewards that add up to ``reward``: what the judgement says beyond the environment is paid at the end."""
+    steps = environment_rewards(trajectory) if settings.step_rewards == "environment" else search_rewards(trajectory)
+    if steps:
+        steps[max(steps)] += reward - trajectory.episode_return
+    return steps
+
+
+def _whitened(
+    trajectories: Sequence[Trajectory], nodes: dict[int, NodeAdvantages], settings: TrainingSettings
+) -> dict[int, NodeAdvantages]:
+    places = [(index, at) for index, of_nodes in nodes.items() for at in of_nodes]
+    lengths = [_tokens(trajectories[index], at) for index, at in places]
+    values = whiten([nodes[index][at] for index, at in places], lengths, variance=settings.variance)
+    whitened: dict[int, NodeAdvantages] = {index: {} for index in nodes}
+    for (index, at), value in zip(places, values, strict=True):
+        whitened[index][at] = value
+    return whitened
+
+
+def _acted(trajectory: Trajectory) -> list[int]:
+    return [at for at in trajectory.path() if trajectory.nodes[at].sampled]
+
+
+def _tokens(trajectory: Trajectory, at: int) -> int:
+    tokens = trajectory.nodes[at].tokens
+    return len(tokens.sampled_ids) if tokens is not None else 0

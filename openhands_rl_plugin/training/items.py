@@ -1,0 +1,95 @@
+"""The batch type of the trainer: samples with what is known of their trained tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from openhands_rl_plugin.training.batch import pack
+from openhands_rl_plugin.training.imitation import Pair
+from openhands_rl_plugin.types import Sample
+
+
+@dataclass(eq=False)
+class Item:
+    """A sample and its K trained tokens; all tensors [K] float32, on the CPU.
+
+    ``recorded``: logprobs when sampled. ``old``: logprobs that the clip is around, and that a preference is measured
+    from; ``reference``: those of the base model. ``unit``: items of one rollout, or one pair, have the same, and are in
+    the same optimiser batch. ``chosen``: it belongs to the better half of its pair.
+    """
+
+    sample: Sample
+    unit: int
+    chosen: bool = False
+    positions: tuple[int, ...] = ()
+    recorded: Tensor = field(default_factory=lambda: torch.empty(0))
+    advantages: Tensor = field(default_factory=lambda: torch.empty(0))
+    old: Tensor = field(default_factory=lambda: torch.empty(0))
+    reference: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        sample = self.sample
+        self.positions = tuple(at for at, sampled in enumerate(sample.mask) if sampled)
+        self.recorded = torch.tensor([sample.logprobs[at] for at in self.positions])
+        self.advantages = torch.tensor([sample.advantage_at(at) for at in self.positions])
+        self.old = self.recorded
+
+
+def items_of_rollouts(samples: Sequence[Sample]) -> list[Item]:
+    """One unit a trajectory."""
+    units: dict[str, int] = {}
+    return [Item(sample, units.setdefault(sample.trajectory_id, len(units))) for sample in samples]
+
+
+def items_of_pairs(pairs: Sequence[Pair]) -> list[Item]:
+    """One unit a pair."""
+    return [
+        Item(sample, unit, chosen)
+        for unit, pair in enumerate(pairs)
+        for chosen, half in ((True, pair.chosen), (False, pair.rejected))
+        for sample in half
+    ]
+
+
+def batches(items: Sequence[Item], *, size: int, epochs: int, seed: str) -> list[list[Item]]:
+    """Optimiser batches of all epochs: ``size`` units each, in a new order every epoch."""
+    by_unit: dict[int, list[Item]] = {}
+    for item in items:
+        by_unit.setdefault(item.unit, []).append(item)
+    made: list[list[Item]] = []
+    for epoch in range(epochs):
+        order = list(by_unit)
+        random.Random(f"{seed}:{epoch}").shuffle(order)
+        for start in range(0, len(order), size):
+            made.append([item for unit in order[start : start + size] for item in by_unit[unit]])
+    return made
+
+
+def passes(items: Sequence[Item], max_tokens: int, *, whole_units: bool) -> list[list[Item]]:
+    """Groups of at most ``max_tokens`` rows; with ``whole_units``, items of a unit are in one, however long it is."""
+    if whole_units:
+        return _passes_of_units(items, max_tokens)
+    by_sample = {id(item.sample): item for item in items}
+    return [[by_sample[id(sample)] for sample in group] for group in pack([item.sample for item in items], max_tokens)]
+
+
+def _passes_of_units(items: Sequence[Item], max_tokens: int) -> list[list[Item]]:
+    by_unit: dict[int, list[Item]] = {}
+    for item in items:
+        by_unit.setdefault(item.unit, []).append(item)
+    groups: list[list[Item]] = []
+    used = 0
+    for members in by_unit.values():
+        length = sum(len(item.sample.input_ids) for item in members)
+        if groups and used + length <= max_tokens:
+            groups[-1].extend(members)
+            used += length
+        else:
+            groups.append(list(members))
+            used = length
+    return groups

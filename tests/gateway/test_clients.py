@@ -1,0 +1,310 @@
+"""What a client sees: the model server's own answers, as if nothing stood between."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from aiohttp import web
+from worlds import TOOL, Body, Model, prompt_ids, stored, until, user, world
+
+
+def events(text: str) -> list[Any]:
+    """The data of a stream, without comments."""
+    found = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
+    assert found[-1] == "[DONE]"
+    return [json.loads(each) for each in found[:-1]]
+
+
+def client_of(url: str, retries: int = 0) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=retries)
+
+
+@pytest.mark.parametrize("asked", [{}, {"logprobs": True}, {"return_token_ids": True}, {"logprobs": False}])
+async def test_only_what_was_asked_for_comes_back(tmp_path: Path, asked: Body):
+    async with world(tmp_path) as gateway:
+        answer = (await gateway.ask(user("one"), **asked)).json()
+    direct = Model().completion({**asked, "model": "policy", "messages": [user("one")]})
+    choice, expected = answer["choices"][0], direct["choices"][0]
+    assert choice["message"]["content"] == "answer 1"
+    assert choice["logprobs"] == expected["logprobs"]
+    assert choice.get("token_ids") == expected["token_ids"]
+    assert answer.get("prompt_token_ids") == direct["prompt_token_ids"]
+    assert answer["usage"] == direct["usage"]
+    sent = gateway.model.bodies[0]
+    assert sent["return_token_ids"] is True and sent["logprobs"] is asked.get("logprobs", True)
+    assert "top_logprobs" not in sent
+
+
+async def test_a_client_that_asks_for_everything_gets_the_very_bytes(tmp_path: Path):
+    spaced: list[str] = []
+
+    async def odd(request: web.Request, body: Body) -> web.Response:
+        spaced.append(json.dumps(model.completion(body), indent=3))
+        return web.Response(text=spaced[-1], content_type="application/json", headers={"x-own": "1"})
+
+    model = Model(behave=odd)
+    async with world(tmp_path, model) as gateway:
+        response = await gateway.ask(user("one"), logprobs=True, return_token_ids=True)
+    assert response.text == spaced[0] and response.headers["x-own"] == "1"
+
+
+async def test_openai_client_streams_tool_calls_and_usage(tmp_path: Path):
+    async with world(tmp_path) as gateway, client_of(f"{gateway.url}/session/x/v1") as client:
+        stream = await client.chat.completions.create(
+            model="policy",
+            messages=[{"role": "user", "content": "one"}],
+            tools=[TOOL],
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"return_token_ids": True, "logprobs": True},
+        )
+        chunks = [chunk async for chunk in stream]
+        whole = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "one"}])
+    assert whole.choices[0].message.content == "answer 2"
+    sent = gateway.model.bodies[0]
+    assert "stream" not in sent and "stream_options" not in sent
+    *parts, usage = chunks
+    deltas = [part.choices[0].delta for part in parts]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == "answer 1"
+    (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert (call.index, call.id, call.function.name) == (0, "call_1", "bash")
+    assert json.loads(call.function.arguments) == {"command": "echo 1"}
+    assert [part.choices[0].finish_reason for part in parts] == [None, None, None, "tool_calls"]
+    assert usage.choices == [] and usage.usage.completion_tokens == 5
+    assert chunks[0].prompt_token_ids == prompt_ids([user("one")])
+    assert [bool(part.choices[0].logprobs) for part in parts] == [False, True, False, False]
+    ((trajectory, _),) = await stored(tmp_path)
+    assert trajectory.task.id == "x" and trajectory.nodes[1].metadata["streamed"] is True
+    assert trajectory.nodes[1].tokens is not None
+
+
+async def test_a_stream_shows_signs_of_life_and_ends_in_the_error_that_came_late(tmp_path: Path):
+    async def slow(request: web.Request, body: Body) -> web.Response | None:
+        await asyncio.sleep(0.35)
+        if "fail" in body["messages"][0]["content"]:
+            return web.json_response({"error": {"message": "out of memory"}}, status=500)
+        return None
+
+    async with world(tmp_path, Model(behave=slow), keep_alive=0.1) as gateway:
+        good = await gateway.ask(user("one"), stream=True)
+        bad = await gateway.ask(user("fail"), stream=True)
+    assert good.text.startswith(": keep-alive\n\n") and good.headers["content-type"].startswith("text/event-stream")
+    assert [each["choices"][0]["delta"] for each in events(good.text)][1] == {"content": "answer 1"}
+    assert events(bad.text) == [{"error": {"message": "out of memory"}}]
+    assert len((await gateway.only()).nodes) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_errors_of_the_model_server_pass_unchanged(tmp_path: Path, stream: bool):
+    text = '{"error":  {"message": "slow down"}}'
+
+    async def refuse(request: web.Request, body: Body) -> web.Response:
+        headers = {"retry-after": "7", "x-ratelimit-remaining": "0"}
+        return web.Response(status=429, text=text, content_type="application/problem+json", headers=headers)
+
+    async with world(tmp_path, Model(behave=refuse)) as gateway:
+        response = await gateway.ask(user("one"), stream=stream)
+        health = (await gateway.http.get("/health")).json()
+    assert (response.status_code, response.text) == (429, text)
+    assert response.headers["content-type"].startswith("application/problem+json")
+    assert response.headers["retry-after"] == "7" and response.headers["x-ratelimit-remaining"] == "0"
+    assert health["upstream_errors"] == 1 and health["recorded"] == 0
+    assert await gateway.stored() == []
+
+
+async def test_an_unreachable_or_silent_server_is_an_error_in_openais_form(tmp_path: Path):
+    async def silent(request: web.Request, body: Body) -> None:
+        await asyncio.sleep(1)
+
+    async with world(tmp_path / "a", upstream="http://127.0.0.1:9/v1") as gateway:
+        away = await gateway.ask(user("one"))
+        models = await gateway.http.get("/v1/models")
+    async with world(tmp_path / "b", Model(behave=silent), timeout=0.2) as gateway:
+        late = await gateway.ask(user("one"))
+    assert (away.status_code, models.status_code, late.status_code) == (502, 502, 504)
+    for response in (away, models, late):
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert "start it" in away.json()["error"]["message"] and "0.2 s" in late.json()["error"]["message"]
+
+
+async def test_a_server_that_refuses_ids_is_asked_without_them(tmp_path: Path):
+    async def strict(request: web.Request, body: Body) -> web.Response | None:
+        for name in ("return_token_ids", "logprobs"):
+            if name in body:
+                return web.json_response({"error": {"message": f"Unknown parameter: '{name}'"}}, status=400)
+        return None
+
+    async with world(tmp_path, Model(behave=strict)) as gateway:
+        for _ in range(2):
+            assert (await gateway.say(user("one")))["content"].startswith("answer")
+        assert len(gateway.model.bodies) == 4
+        refused = await gateway.ask(user("one"), logprobs=True)
+    assert refused.status_code == 400
+    assert len((await gateway.only()).nodes) == 3
+
+
+async def test_other_paths_pass_through_unrecorded(tmp_path: Path):
+    async def other(request: web.Request, body: Body) -> web.StreamResponse:
+        if request.path.endswith("/models"):
+            return web.json_response({"data": [], "query": request.query_string})
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for part in (b"data: 1\n\n", b"data: [DONE]\n\n"):
+            await response.write(part)
+        return response
+
+    async with world(tmp_path, Model(behave=other)) as gateway:
+        models = await gateway.http.get("/session/a%20b/v1/models?limit=2")
+        completion = await gateway.http.post("/v1/completions", json={"prompt": "x", "stream": True})
+        missing = await gateway.http.get("/nothing")
+        outside = await gateway.http.get("/v1/%2e%2e/secret")
+    assert models.json() == {"data": [], "query": "limit=2"}
+    assert completion.text == "data: 1\n\ndata: [DONE]\n\n"
+    assert completion.headers["content-type"].startswith("text/event-stream")
+    assert missing.status_code == 404 and outside.status_code == 400
+    assert gateway.model.bodies[-1] == {"prompt": "x", "stream": True}
+    assert await gateway.stored() == []
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "alien", "content": "one"}],
+        [{"role": "user", "content": [{"type": "text"}]}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}, user("x")],
+        ["one"],
+    ],
+    ids=["role", "part", "call", "text"],
+)
+async def test_what_has_no_place_in_an_episode_is_passed_on_and_said_so(tmp_path: Path, messages: list[Any]):
+    async def accept(request: web.Request, body: Body) -> web.Response:
+        return web.json_response(model.completion({**body, "messages": [user("one")]}))
+
+    model = Model(behave=accept)
+    async with world(tmp_path, model) as gateway:
+        response = await gateway.ask(*messages)
+        health = (await gateway.http.get("/health")).json()
+    assert response.status_code == 200 and response.headers["x-openhands-rl-recorded"] == "no"
+    assert response.json()["choices"][0]["message"]["content"] == "answer 1"
+    assert health["unrecorded"] == 1
+    assert await gateway.stored() == []
+
+
+async def test_developers_parts_and_images_are_recorded(tmp_path: Path):
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    parts = [{"type": "text", "text": "look"}, image]
+    async with world(tmp_path) as gateway:
+        await gateway.say({"role": "developer", "content": "be brief"}, {"role": "user", "content": parts})
+    assert gateway.model.bodies[0]["messages"][0]["role"] == "developer"
+    messages = (await gateway.only()).messages()
+    assert [(message.role, message.content) for message in messages[:2]] == [
+        ("system", "be brief"),
+        ("user", "look\n[image_url]"),
+    ]
+
+
+async def test_half_a_surrogate_pair_breaks_nothing(tmp_path: Path):
+    async def odd(request: web.Request, body: Body) -> web.Response:
+        text = json.dumps(model.completion(body)).replace("answer 1", "\\ud83d!")
+        return web.Response(text=text, content_type="application/json")
+
+    model = Model(behave=odd)
+    async with world(tmp_path, model) as gateway:
+        raw = b'{"model": "policy", "messages": [{"role": "user", "content": "\\udc00 one"}]}'
+        assert (await gateway.http.post("/v1/chat/completions", content=raw)).status_code == 200
+    assert [message.content for message in (await gateway.only()).messages()] == ["? one", "?!"]
+
+
+async def test_sessions_are_named_by_path_header_body_and_opening(tmp_path: Path):
+    async with world(tmp_path) as gateway:
+        body = {"model": "policy", "messages": [user("one")], "prompt_cache_key": "from-body"}
+        header = {"x-litellm-session-id": "from-header"}
+        await gateway.http.post("/session/from-path/v1/chat/completions", json=body, headers=header)
+        await gateway.http.post("/v1/chat/completions", json=body, headers=header)
+        await gateway.http.post("/v1/chat/completions", json=body)
+        for place in ("metadata", "litellm_metadata"):
+            named = {**body, "prompt_cache_key": None, place: {"session_id": f"from-{place}"}}
+            await gateway.http.post("/v1/chat/completions", json=named)
+        plain = {"model": "policy", "messages": [user("one")]}
+        answer = (await gateway.http.post("/v1/chat/completions", json=plain)).json()["choices"][0]["message"]
+        plain["messages"] += [answer, user("two")]
+        await gateway.http.post("/v1/chat/completions", json=plain)
+        await gateway.http.post("/v1/chat/completions", json={"model": "policy", "messages": [user("other")]})
+    found = {trajectory.task.id: len(trajectory.nodes) for trajectory in await gateway.stored()}
+    named = {"from-path", "from-header", "from-body", "from-metadata", "from-litellm_metadata"}
+    assert named < set(found)
+    assert sorted(nodes for name, nodes in found.items() if name.startswith("opening-")) == [2, 4]
+
+
+async def test_a_retry_joins_the_call_that_is_on_its_way(tmp_path: Path):
+    release = asyncio.Event()
+
+    async def wait(request: web.Request, body: Body) -> None:
+        await release.wait()
+
+    async with world(tmp_path, Model(behave=wait)) as gateway:
+        first = asyncio.create_task(gateway.ask(user("one"), headers={"x-stainless-retry-count": "0"}))
+        await until(lambda: len(gateway.model.bodies) == 1)
+        again = asyncio.create_task(gateway.ask(user("one"), headers={"x-stainless-retry-count": "1"}))
+        other = asyncio.create_task(gateway.ask(user("one"), headers={"x-stainless-retry-count": "0"}))
+        await until(lambda: len(gateway.model.bodies) == 2)
+        release.set()
+        answers = [(await each).json()["choices"][0]["message"]["content"] for each in (first, again, other)]
+    assert answers[0] == answers[1] != answers[2]
+    assert len(gateway.model.bodies) == 2
+    assert sum(node.sampled for node in (await gateway.only()).nodes) == 2
+
+
+async def test_a_client_that_gave_up_finds_its_answer_when_it_asks_again(tmp_path: Path):
+    release = asyncio.Event()
+
+    async def wait(request: web.Request, body: Body) -> None:
+        await release.wait()
+
+    async with world(tmp_path, Model(behave=wait)) as gateway:
+        for stream in (False, True):
+            release.clear()
+            known = len(gateway.model.bodies)
+            with pytest.raises(httpx.ReadTimeout):
+                await gateway.http.post(
+                    "/session/s/v1/chat/completions",
+                    json={"model": "policy", "messages": [user("one")], "stream": stream},
+                    timeout=0.2,
+                )
+            await until(lambda known=known: len(gateway.model.bodies) == known + 1)
+            release.set()
+            await asyncio.sleep(0.1)
+            answer = await gateway.http.post(
+                "/session/s/v1/chat/completions", json={"model": "policy", "messages": [user("one")], "stream": stream}
+            )
+            assert f"answer {known + 1}" in answer.text
+    assert len(gateway.model.bodies) == 2
+    assert sum(node.sampled for node in (await gateway.only()).nodes) == 2
+
+
+async def test_the_last_answer_is_given_again_to_a_retry(tmp_path: Path):
+    async with world(tmp_path) as gateway:
+        keyed = {"idempotency-key": "k1"}
+        first = await gateway.say(user("one"), headers=keyed)
+        assert await gateway.say(user("one"), headers=keyed) == first
+        assert await gateway.say(user("one"), headers={"x-stainless-retry-count": "2"}) == first
+        assert await gateway.say(user("one"), headers={"idempotency-key": "k2"}) != first
+    assert len(gateway.model.bodies) == 2
+
+
+async def test_openai_clients_own_retries_are_recorded_once(tmp_path: Path):
+    async def flaky(request: web.Request, body: Body) -> web.Response | None:
+        return web.json_response({"error": {"message": "busy"}}, status=503) if len(model.bodies) < 3 else None
+
+    model = Model(behave=flaky)
+    async with world(tmp_path, model) as gateway, client_of(f"{gateway.url}/v1", retries=3) as client:
+        answer = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "one"}])
+    assert answer.choices[0].message.content == "answer 1"
+    assert len(model.bodies) == 3 and len((await gateway.only()).nodes) == 2
