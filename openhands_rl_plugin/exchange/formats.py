@@ -14,6 +14,7 @@ from openhands_rl_plugin.exchange import (
     predictions,
     sft,
     trajectories,
+    trees,
     v1_events,
     verifier,
 )
@@ -102,6 +103,18 @@ FORMATS: Mapping[str, Format] = {
             "rows that train SWE-Gym's outcome verifier (YES or NO)",
             rows=_each(verifier.rows),
             columns=verifier.COLUMNS,
+        ),
+        Format(
+            "preferences",
+            "chosen and rejected actions of the same state, from search trees",
+            rows=_each(trees.preference_rows),
+            columns=trees.PREFERENCE_COLUMNS,
+        ),
+        Format(
+            "values",
+            "states with the mean return that search saw from there on",
+            rows=_each(trees.value_rows),
+            columns=trees.VALUE_COLUMNS,
         ),
         Format(
             "output-jsonl",
