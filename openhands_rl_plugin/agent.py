@@ -231,8 +231,11 @@ class RLAgent:
         engine = self._policy.engine()
         seed = f"{self.config.sampling.seed}/{self._runs}"
         try:
-            runner = session_runner(self.config, engine, base_model=self._policy.base_model, limits=limits, seed=seed)
-            played = await roll_out(plan, runner, self._storage)
+            base_model, storage = self._policy.base_model, self._storage
+            runner = session_runner(
+                self.config, engine, base_model=base_model, limits=limits, seed=seed, storage=storage
+            )
+            played = await roll_out(plan, runner, storage)
         finally:
             await engine.aclose()
         reward = ReturnReward()

@@ -8,7 +8,7 @@ from typing import Literal, TypedDict
 
 from openhands_rl_plugin import registry
 from openhands_rl_plugin.engines.defaults import merge_sampling
-from openhands_rl_plugin.protocols import Environment, LLMEngine
+from openhands_rl_plugin.protocols import Environment, LLMEngine, TrajectoryStorage
 from openhands_rl_plugin.runners import SessionRunner
 from openhands_rl_plugin.settings import RLSettings
 from openhands_rl_plugin.types import (
@@ -90,9 +90,18 @@ def make_environment(settings: RLSettings) -> Environment:
 
 
 def session_runner(
-    settings: RLSettings, engine: LLMEngine, *, base_model: str, limits: Limits, seed: str
+    settings: RLSettings,
+    engine: LLMEngine,
+    *,
+    base_model: str,
+    limits: Limits,
+    seed: str,
+    storage: TrajectoryStorage | None = None,
 ) -> SessionRunner:
-    """Plays the episodes of one run over one engine, each with its own environment, strategy and random numbers."""
+    """Plays the episodes of one run over one engine, each with its own environment, strategy and random numbers.
+
+    With a ``storage`` they are stored as they are played.
+    """
 
     def engine_for(request: EpisodeRequest) -> SeededEngine:
         # Not the request's own seed: that one depends on the run's id, which is never the same twice.
@@ -106,6 +115,7 @@ def session_runner(
         strategy_spec=StrategySpec(name=settings.rollout_strategy),
         base_model=base_model,
         limits=limits,
+        storage=storage,
     )
 
 

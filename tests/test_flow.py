@@ -100,18 +100,20 @@ def plan(model: Path) -> LoopPlan:
 
 def parts(settings: RLSettings, model: Path, directory: Path) -> LoopParts:
     adapters = AdapterStore(directory / "adapters")
+    storage = FileTrajectoryStorage(settings.storage.directory)
     shop = HttpEnvironmentOptions(base_url=settings.environment_url, react_format=False)
     world = DemonstratorOptions(products=60, goals=20, results_per_page=2, separator="\n")
     return LoopParts(
-        runner=ControllerRunner(settings),
+        runner=ControllerRunner(settings, storage=storage),
         demonstrator=SessionRunner(
             make_environment=lambda request: WebEnvClient(shop),
             make_strategy=lambda request: WebShopDemonstrator(world),
             make_engine=lambda request: ScriptedEngine([]),
             strategy_spec=StrategySpec(name="oracle"),
             base_model="oracle",
+            storage=storage,
         ),
-        storage=FileTrajectoryStorage(settings.storage.directory),
+        storage=storage,
         reward=ReturnReward(),
         objective=ReturnReward(),
         adapters=adapters,

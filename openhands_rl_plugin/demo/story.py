@@ -19,6 +19,7 @@ from openhands_rl_plugin.environments.webshop import WebShop
 from openhands_rl_plugin.environments.webshop.demonstrator import ORACLE, DemonstratorOptions, WebShopDemonstrator
 from openhands_rl_plugin.errors import ConfigError, describe
 from openhands_rl_plugin.hosts.v0.workers import WorkerPoolRunner
+from openhands_rl_plugin.protocols import TrajectoryStorage
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.runners import SessionRunner
 from openhands_rl_plugin.serving.adapters import AdapterStore
@@ -68,11 +69,11 @@ async def _play(stage: _Stage, listener: LoopListener | None) -> DemoResult:
     plan = stage.options.plan(stage.shop, base_model=NAME, probe_ids=tuple(tokenizer(PROBE).input_ids))
     adapters = AdapterStore(directory / "adapters")
     storage = FileTrajectoryStorage(directory / "trajectories")
-    runner = WorkerPoolRunner(stage.settings, workers=1)
+    runner = WorkerPoolRunner(stage.settings, workers=1, storage=storage)
     try:
         parts = LoopParts(
             runner=runner,
-            demonstrator=_demonstrator(stage),
+            demonstrator=_demonstrator(stage, storage),
             storage=storage,
             reward=ReturnReward(),
             objective=ReturnReward(),
@@ -91,7 +92,7 @@ async def _play(stage: _Stage, listener: LoopListener | None) -> DemoResult:
     return DemoResult(state=state, comparisons=compared, report=report)
 
 
-def _demonstrator(stage: _Stage) -> SessionRunner:
+def _demonstrator(stage: _Stage, storage: TrajectoryStorage) -> SessionRunner:
     environment = HttpEnvironmentOptions(base_url=stage.settings.environment_url, react_format=False)
     options = DemonstratorOptions(results_per_page=stage.options.results_per_page, separator=SEPARATOR)
     strategy = WebShopDemonstrator(options)
@@ -102,6 +103,7 @@ def _demonstrator(stage: _Stage) -> SessionRunner:
         strategy_spec=StrategySpec(name="webshop-oracle", options=options.model_dump()),
         base_model=ORACLE.base_model,
         limits=stage.settings.limits(),
+        storage=storage,
     )
 
 
