@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.secret_shapes import SHORTEST_OWN, find_secrets, is_secret_item, own_secrets
+from openhands_rl_plugin.secret_shapes import SHORTEST_OWN, find_secrets, is_secret_item, names_anything, own_secrets
 from openhands_rl_plugin.types import Frozen, JsonObject, Node, Tokens, Trajectory
 
 REDACTED = "[redacted]"
@@ -53,7 +53,7 @@ def redact_nodes(
     known = set(tainted)
     redacted: list[Node] = []
     for index, node in enumerate(nodes, first):
-        clean = redaction.value(node)
+        clean = redaction.value(node) if redaction.suspects(node) else node
         if clean is not node or node.parent in known:
             known.add(index)
             clean = _without_tokens(clean)
@@ -102,6 +102,17 @@ class _Redaction:
 
     def __init__(self) -> None:
         self._own = tuple(secret for secret in own_secrets() if secret not in REDACTED)
+
+    def suspects(self, node: Node) -> bool:
+        """False when nothing in ``node`` is a secret. All texts are looked at in one go, which is most of the speed."""
+        message = node.message
+        texts = [message.content or "", message.name or ""]
+        for call in message.tool_calls:
+            texts += (call.name, call.arguments)
+        _collect(node.metadata, texts)
+        if node.policy is not None or node.sampling is not None:
+            texts += _few_texts(node)
+        return next(iter(find_secrets("\n".join(texts), self._own)), None) is not None
 
     def text(self, text: str) -> str:
         if len(text) < SHORTEST_OWN:
@@ -160,3 +171,29 @@ class _Redaction:
                 return item if all(new is old for new, old in zip(clean, item, strict=True)) else clean
             case _:
                 return item
+
+
+def _collect(table: JsonObject, texts: list[str]) -> None:
+    """Every text and name of ``table``, with a text that a name gives away behind that name."""
+    for name, item in table.items():
+        texts.append(name)
+        _collect_item(name, item, texts)
+
+
+def _collect_item(name: str, item: JsonValue, texts: list[str]) -> None:
+    match item:
+        case str():
+            texts.append(f'"{name}": "{item}"' if names_anything(name) else item)
+        case dict():
+            _collect(item, texts)
+        case list():
+            for each in item:
+                _collect_item(name, each, texts)
+
+
+def _few_texts(node: Node) -> list[str]:
+    """The texts that say who was asked, and how."""
+    texts = list(node.sampling.stop) if node.sampling is not None else []
+    if node.policy is not None:
+        texts += (node.policy.base_model, node.policy.adapter or "")
+    return texts

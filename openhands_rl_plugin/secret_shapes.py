@@ -92,7 +92,7 @@ def find_secrets(text: str, own: Sequence[str] = ()) -> list[Span]:
 
 def is_secret_item(name: str, value: str) -> bool:
     """Whether ``value``, as the item ``name`` of a JSON object, is a secret."""
-    if not _names_anything(name):
+    if not names_anything(name):
         return False
     item = f'"{name}": "{value}"'
     start = len(item) - len(value) - 1
@@ -117,7 +117,8 @@ def _names_secret(name: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _names_anything(name: str) -> bool:
+def names_anything(name: str) -> bool:
+    """Whether a name may be that of a secret at all."""
     lower = name.lower().encode("ascii", "replace")
     return any(word in lower for word in _NAME_WORDS)
 

@@ -244,6 +244,8 @@ def main() -> None:
     parser.add_argument("--peers-python", help="a Python that has the other projects installed")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args()
+    if options.trajectories < 2000:
+        parser.error("--trajectories must be at least 2000, or a query finds less than a page")
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="storage-benchmark-") as scratch:
         samples = measure(Path(scratch), options)
@@ -260,7 +262,7 @@ def main() -> None:
             figure.name,
             bound,
             f"{figure.value:,.3g}" if figure.value < 100 else f"{figure.value:,.0f}",
-            str(figure.reached or ""),
+            {None: "", True: "yes", False: "no"}[figure.reached],
         )
     Console().print(table)
     machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "load_before": round(before, 2)}

@@ -42,7 +42,7 @@ from openhands_rl_plugin.types import Frozen, Score, Trajectory
 # A reader holds so many trajectories, or summaries, in one batch, and so many batches that are read ahead.
 _BATCH = 8
 _SUMMARIES = 256
-_AHEAD = 2
+_AHEAD = 1
 
 
 class FileTrajectoryStorage:
@@ -123,6 +123,7 @@ class FileTrajectoryStorage:
 
     async def close(self) -> None:
         """Flush and release. The storage can be used again; it then opens its file anew."""
+        self._wake()
         thread, self._thread = self._thread, None
         if thread is not None:
             await asyncio.to_thread(thread.shutdown)
@@ -192,20 +193,28 @@ class FileTrajectoryStorage:
     ) -> Answer:
         """Both are called in the writer's thread, so that the event loop goes on meanwhile."""
         self._check_process()
-        item = _Pending(pack, store, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        item = _Pending(pack, store, loop.create_future())
         with self._lock:
             self._pending.append(item)
-            idle, self._called = not self._called, True
+        # A moment later, so that all who call now are stored together.
+        loop.call_soon(self._wake)
+        return await item.outcome
+
+    def _wake(self) -> None:
+        """Have the writer store what waits, unless it has been told already."""
+        with self._lock:
+            if self._called or not self._pending:
+                return
+            self._called = True
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trajectory-storage")
             thread = self._thread
-        if idle:
-            try:
-                thread.submit(self._settle)
-            except RuntimeError:
-                # No threads are to be had once the interpreter shuts down, which is when a last episode may be saved.
-                self._settle()
-        return await item.outcome
+        try:
+            thread.submit(self._settle)
+        except RuntimeError:
+            # No threads are to be had once the interpreter shuts down, which is when a last episode may be saved.
+            self._settle()
 
     def _settle(self) -> None:
         """Store all that waits, and tell those who wait for it."""

@@ -232,7 +232,8 @@ def marked(nodes: Sequence[Node], marks: Iterable[NodeMark]) -> tuple[Node, ...]
     """``nodes`` with what became known later; of two marks of one node the later one holds."""
     changed = list(nodes)
     for mark in marks:
-        changed[mark.index] = changed[mark.index].model_copy(update=mark.model_dump(exclude={"index"}))
+        told = {name: value for name, value in mark if name != "index"}
+        changed[mark.index] = changed[mark.index].model_copy(update=told)
     return tuple(changed)
 
 

@@ -6,17 +6,16 @@ blocks of its own (text and token ids have different statistics):
 - a header: the number of nodes, the bytes of JSON, and the widths of the two arrays;
 - for each node whether it has tokens, whether they extend, and how many prompt ids, sampled ids and logprobs;
 - the nodes without tokens, as one JSON list without the fields that have their default;
-- all token ids in order: the lower 16 bits of each, then the 8 or 16 bits above them if any are set (or 64 of each);
+- all token ids in order, as numbers of 16, 32 or 64 bits;
 - all logprobs in order, the most significant bytes first: 32-bit floats when that loses nothing, else 64-bit ones.
 """
 
 from __future__ import annotations
 
 import struct
-import sys
 import threading
-from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import batched
 from typing import NamedTuple
 
@@ -36,7 +35,7 @@ UNPACKED_LIMIT = 512 * 1024 * 1024
 _NODES, _DOCUMENT = 1, 2  # version bytes; later formats take other numbers
 
 _HEADER = struct.Struct("<IIBB")
-_IDS_16, _IDS_24, _IDS_32, _IDS_64 = 2, 3, 4, 8
+_ID_CODES = {2: "H", 4: "I", 8: "q"}  # bytes an id -> what struct calls them
 _FLOATS_32, _FLOATS_64 = 4, 8
 _HAS_TOKENS, _EXTENDS = 1, 2
 
@@ -90,7 +89,7 @@ def unpack_nodes(blob: bytes) -> tuple[Node, ...]:
     data = memoryview(_decompress(blob, _NODES))
     try:
         return _read_nodes(data)
-    except (ValueError, struct.error, IndexError, ValidationError) as error:
+    except (ValueError, KeyError, struct.error, ValidationError) as error:
         raise StorageError(f"packed nodes are damaged: {describe(error)}") from error
 
 
@@ -114,7 +113,7 @@ def _without_tokens(node: Node) -> bytes:
 def _array_bytes(tokens: Tokens | None) -> int:
     if tokens is None:
         return 0
-    return _IDS_32 * (len(tokens.prompt_ids) + len(tokens.sampled_ids)) + _FLOATS_32 * len(tokens.logprobs)
+    return 4 * (len(tokens.prompt_ids) + len(tokens.sampled_ids)) + _FLOATS_32 * len(tokens.logprobs)
 
 
 def _pack_nodes(nodes: Sequence[Node], documents: Sequence[bytes]) -> bytes:
@@ -130,11 +129,11 @@ def _pack_nodes(nodes: Sequence[Node], documents: Sequence[bytes]) -> bytes:
         ids += tokens.prompt_ids
         ids += tokens.sampled_ids
         logprobs += tokens.logprobs
-    width, id_parts = _ids_out(ids)
+    width, packed_ids = _ids_out(ids)
     precision, float_parts = _floats_out(logprobs)
     text = b"[%s]" % b",".join(documents)
     header = _HEADER.pack(len(nodes), len(text), width, precision)
-    return _compress(_NODES, [header + struct.pack(f"<{len(layout)}I", *layout) + text, *id_parts, *float_parts])
+    return _compress(_NODES, [header + struct.pack(f"<{len(layout)}I", *layout) + text, packed_ids, *float_parts])
 
 
 def _read_nodes(data: memoryview) -> tuple[Node, ...]:
@@ -161,46 +160,16 @@ def _read_nodes(data: memoryview) -> tuple[Node, ...]:
     return nodes
 
 
-def _ids_out(ids: list[int]) -> tuple[int, list[bytes]]:
-    try:
-        halves = array("H", _little(array("I", ids)))
-    except OverflowError:
-        return _IDS_64, [_long_ids(ids)]
-    if sys.byteorder == "big":
-        halves.byteswap()
-    lower, upper = _little(halves[0::2]), _little(halves[1::2])
-    if not upper.strip(b"\0"):
-        return _IDS_16, [lower]
-    if not upper[1::2].strip(b"\0"):
-        return _IDS_24, [lower, upper[0::2]]
-    return _IDS_32, [lower, upper]
-
-
-def _long_ids(ids: list[int]) -> bytes:
-    try:
-        return struct.pack(f"<{len(ids)}q", *ids)
-    except struct.error as error:
-        raise StorageError("a token id needs more than 64 bits; no tokenizer has such ids") from error
+def _ids_out(ids: list[int]) -> tuple[int, bytes]:
+    for width, code in _ID_CODES.items():
+        # Tried out, because that is faster than to look for the largest one.
+        with suppress(struct.error):
+            return width, struct.pack(f"<{len(ids)}{code}", *ids)
+    raise StorageError("a token id needs more than 64 bits; no tokenizer has such ids")
 
 
 def _ids_in(data: memoryview, width: int) -> tuple[int, ...]:
-    count = len(data) // width
-    if width == _IDS_16:
-        return struct.unpack(f"<{count}H", data)
-    if width == _IDS_64:
-        return struct.unpack(f"<{count}q", data)
-    if width not in (_IDS_24, _IDS_32):
-        raise ValueError(f"token ids of {width} bytes are unknown")
-    upper = data[2 * count :]
-    if width == _IDS_24:
-        wide = bytearray(2 * count)
-        wide[0::2] = upper
-        upper = memoryview(wide)
-    # The order of the bytes within a half does not matter, as long as it stays.
-    halves = array("H", bytes(4 * count))
-    halves[0::2] = array("H", bytes(data[: 2 * count]))
-    halves[1::2] = array("H", bytes(upper))
-    return struct.unpack(f"<{count}I", halves)
+    return struct.unpack(f"<{len(data) // width}{_ID_CODES[width]}", data)
 
 
 def _floats_out(values: list[float]) -> tuple[int, list[bytes]]:
@@ -225,14 +194,6 @@ def _floats_in(data: memoryview, width: int) -> tuple[float, ...]:
     for place, byte in enumerate(reversed(range(width))):
         raw[byte::width] = data[place * count : (place + 1) * count]
     return struct.unpack(f"<{count}{'f' if width == _FLOATS_32 else 'd'}", raw)
-
-
-def _little(values: array) -> bytes:
-    """The bytes of an array, least significant first on every machine."""
-    if sys.byteorder == "big":
-        values = values[:]
-        values.byteswap()
-    return values.tobytes()
 
 
 def _compress(version: int, parts: Sequence[bytes]) -> bytes:
