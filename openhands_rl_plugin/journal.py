@@ -55,7 +55,7 @@ class EpisodeJournal:
     @classmethod
     def resumed(cls, storage: EpisodeSink, unfinished: Trajectory) -> Self:
         """The journal of an episode that goes on after the nodes that are stored."""
-        journal = cls(storage, start_of(unfinished))
+        journal = cls(storage, EpisodeStart.of(unfinished))
         journal._begun = True
         journal._head, journal._kept = unfinished.head, list(unfinished.nodes)
         return journal
@@ -90,7 +90,7 @@ class EpisodeJournal:
                 await self._storage.add(trajectory)
             else:
                 await self._grow_to(trajectory)
-                await self._storage.end(_end_of(trajectory))
+                await self._storage.end(EpisodeEnd.of(trajectory))
             self._ended = True
 
     async def _grow_to(self, trajectory: Trajectory) -> None:
@@ -149,35 +149,6 @@ async def stored_episode(storage: TrajectoryStorage, trajectory_id: str) -> Traj
     """What is stored of an episode, finished or not. Raises ``StorageError``."""
     where = TrajectoryFilter(ids=(trajectory_id,), finished=None)
     return next(iter([found async for found, _ in storage.find(where)]), None)
-
-
-def start_of(trajectory: Trajectory) -> EpisodeStart:
-    """The part of a trajectory that was known before it was played."""
-    return EpisodeStart(
-        schema_version=trajectory.schema_version,
-        id=trajectory.id,
-        run_id=trajectory.run_id,
-        group_id=trajectory.group_id,
-        task=trajectory.task,
-        strategy=trajectory.strategy,
-        policy=trajectory.policy,
-        tools=trajectory.tools,
-        started=trajectory.times.started,
-    )
-
-
-def _end_of(trajectory: Trajectory) -> EpisodeEnd:
-    return EpisodeEnd(
-        trajectory_id=trajectory.id,
-        head=trajectory.head,
-        stop=trajectory.stop,
-        policy=trajectory.policy,
-        tools=trajectory.tools,
-        evidence=trajectory.evidence,
-        failure=trajectory.failure,
-        usage=trajectory.usage,
-        finished=trajectory.times.finished,
-    )
 
 
 def _changed_marks(kept: Sequence[Node], now: Sequence[Node] | Sequence[DraftNode]) -> tuple[NodeMark, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Self
 
 from pydantic import Field
 
@@ -18,6 +19,7 @@ from openhands_rl_plugin.types import (
     StrategySpec,
     Task,
     Times,
+    Trajectory,
     Usage,
 )
 
@@ -34,6 +36,21 @@ class EpisodeStart(Frozen):
     policy: PolicyRef
     tools: tuple[JsonObject, ...] = ()
     started: float
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Self:
+        """The part of a trajectory that was known before it was played."""
+        return cls(
+            schema_version=trajectory.schema_version,
+            id=trajectory.id,
+            run_id=trajectory.run_id,
+            group_id=trajectory.group_id,
+            task=trajectory.task,
+            strategy=trajectory.strategy,
+            policy=trajectory.policy,
+            tools=trajectory.tools,
+            started=trajectory.times.started,
+        )
 
 
 class NodeMark(Frozen):
@@ -68,6 +85,21 @@ class EpisodeEnd(Frozen):
     failure: Failure | None = None
     usage: Usage = Usage()
     finished: float
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Self:
+        """The part of a trajectory that was known when it was over."""
+        return cls(
+            trajectory_id=trajectory.id,
+            head=trajectory.head,
+            stop=trajectory.stop,
+            policy=trajectory.policy,
+            tools=trajectory.tools,
+            evidence=trajectory.evidence,
+            failure=trajectory.failure,
+            usage=trajectory.usage,
+            finished=trajectory.times.finished,
+        )
 
 
 class TrajectoryOrder(StrEnum):

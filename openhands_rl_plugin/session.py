@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from openhands_rl_plugin.errors import CaughtFailure, boundary
-from openhands_rl_plugin.journal import EpisodeJournal, JournalledEngine, start_of
+from openhands_rl_plugin.journal import EpisodeJournal, JournalledEngine
 from openhands_rl_plugin.protocols import Environment, Forkable, LLMEngine, OffersTools, Strategy, TrajectoryStorage
 from openhands_rl_plugin.records import EpisodeStart
 from openhands_rl_plugin.tree import DraftNode, EpisodeTree
@@ -92,7 +92,7 @@ class AgentSession:
         then the environment is used up, and the episode has to be played anew.
         """
         start = self._start(request, unfinished.times.started)
-        if start != start_of(unfinished):
+        if start != EpisodeStart.of(unfinished):
             return None
         self.tree = EpisodeTree.thaw(unfinished)
         if self._storage is not None:

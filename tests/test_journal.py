@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from keep_playing import PLAN
 
 from openhands_rl_plugin.errors import StorageError
-from openhands_rl_plugin.journal import EpisodeJournal, JournalledEngine, start_of, stored_episode
-from openhands_rl_plugin.records import EpisodeGrowth, TrajectoryFilter
+from openhands_rl_plugin.journal import EpisodeJournal, JournalledEngine, stored_episode
+from openhands_rl_plugin.records import EpisodeGrowth, EpisodeStart, TrajectoryFilter
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
 from openhands_rl_plugin.testing import ScriptedEngine, example_trajectory
 from openhands_rl_plugin.tree import EpisodeTree
@@ -58,7 +58,7 @@ async def everything(storage: FileTrajectoryStorage) -> list[Trajectory]:
 
 
 async def test_every_call_stores_what_came_since_the_last_one(storage: FileTrajectoryStorage):
-    tree, journal = EpisodeTree(), EpisodeJournal(storage, start_of(EXAMPLE))
+    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
     tree.observe(said("state 0"))
     await journal.keep(tree)
     tree.commit(await sampled(tree))
@@ -84,7 +84,7 @@ async def test_what_did_not_change_is_not_written(storage: FileTrajectoryStorage
         await grow(growth)
 
     monkeypatch.setattr(storage, "grow", counted)
-    tree, journal = EpisodeTree(), EpisodeJournal(storage, start_of(EXAMPLE))
+    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
     tree.observe(said("state"))
     node = await sampled(tree)
     await journal.keep(tree)
@@ -101,12 +101,12 @@ async def test_what_did_not_change_is_not_written(storage: FileTrajectoryStorage
 
 
 async def test_an_episode_that_was_never_kept_is_stored_as_a_whole(storage: FileTrajectoryStorage):
-    await EpisodeJournal(storage, start_of(EXAMPLE)).end(EXAMPLE)
+    await EpisodeJournal(storage, EpisodeStart.of(EXAMPLE)).end(EXAMPLE)
     assert await everything(storage) == [EXAMPLE]
 
 
 async def test_what_a_host_notes_on_an_earlier_node_is_stored_too(storage: FileTrajectoryStorage):
-    tree, journal = EpisodeTree(), EpisodeJournal(storage, start_of(EXAMPLE))
+    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
     tree.observe(said("state"))
     tree.commit(await sampled(tree))
     await journal.keep(tree)
@@ -118,7 +118,7 @@ async def test_what_a_host_notes_on_an_earlier_node_is_stored_too(storage: FileT
 
 
 async def test_what_a_late_thread_adds_after_the_end_is_no_part_of_the_episode(storage: FileTrajectoryStorage):
-    tree, journal = EpisodeTree(), EpisodeJournal(storage, start_of(EXAMPLE))
+    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
     tree.observe(said("state"))
     await journal.keep(tree)
     trajectory = frozen(tree, StopReason.TIMEOUT)
@@ -132,7 +132,7 @@ async def test_what_a_late_thread_adds_after_the_end_is_no_part_of_the_episode(s
 
 async def test_an_episode_that_is_played_anew_takes_the_place_of_the_unfinished_one(storage: FileTrajectoryStorage):
     for texts in (("one", "two", "three"), ("other",)):
-        tree, journal = EpisodeTree(), EpisodeJournal(storage, start_of(EXAMPLE))
+        tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
         for text in texts:
             tree.observe(said(text))
             await journal.keep(tree)
@@ -141,7 +141,7 @@ async def test_an_episode_that_is_played_anew_takes_the_place_of_the_unfinished_
 
 
 async def test_a_journal_goes_on_where_another_one_stopped(storage: FileTrajectoryStorage):
-    tree, journal = EpisodeTree(), EpisodeJournal(storage, start_of(EXAMPLE))
+    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
     tree.observe(said("state"))
     tree.commit(await sampled(tree))
     await journal.keep(tree)
@@ -172,7 +172,7 @@ async def test_a_write_that_has_begun_is_ended_before_its_caller_is_cancelled(
         await grow(growth)
 
     monkeypatch.setattr(storage, "grow", slow)
-    tree, journal = EpisodeTree(), EpisodeJournal(storage, start_of(EXAMPLE))
+    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
     tree.observe(said("state"))
     keeping = asyncio.create_task(journal.keep(tree))
     await begun.wait()
@@ -197,7 +197,7 @@ async def test_a_write_that_fails_is_told_even_to_a_caller_that_was_cancelled(
         raise StorageError("the disk is full")
 
     monkeypatch.setattr(storage, "grow", full)
-    tree, journal = EpisodeTree(), EpisodeJournal(storage, start_of(EXAMPLE))
+    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
     tree.observe(said("state"))
     keeping = asyncio.create_task(journal.keep(tree))
     await begun.wait()
@@ -207,7 +207,7 @@ async def test_a_write_that_fails_is_told_even_to_a_caller_that_was_cancelled(
 
 
 async def test_an_engine_is_asked_when_everything_before_is_stored(storage: FileTrajectoryStorage):
-    tree, journal = EpisodeTree(), EpisodeJournal(storage, start_of(EXAMPLE))
+    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
     engine = JournalledEngine(ScriptedEngine(["one", "two"]), journal, tree)
     tree.observe(said("state"))
     tree.propose((await engine.complete(tree.messages()))[0])
@@ -230,7 +230,7 @@ def test_whatever_is_done_to_a_tree_is_stored(lives: list[list[str]], chance: ra
     async def play() -> None:
         with TemporaryDirectory() as folder:
             async with FileTrajectoryStorage(folder, durable=False) as storage:
-                tree, journal = EpisodeTree(), EpisodeJournal(storage, start_of(EXAMPLE))
+                tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
                 for steps in lives:
                     for step in steps:
                         await change(tree, step, chance)

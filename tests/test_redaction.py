@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from planted_secrets import CLEAN, IN_TEXT, SHAPES
 
 from openhands_rl_plugin.errors import CaughtFailure, boundary, describe
-from openhands_rl_plugin.journal import EpisodeJournal, start_of
-from openhands_rl_plugin.records import EpisodeGrowth
+from openhands_rl_plugin.journal import EpisodeJournal
+from openhands_rl_plugin.records import EpisodeGrowth, EpisodeStart
 from openhands_rl_plugin.redaction import (
     REDACTED,
     RedactingFilter,
@@ -234,7 +234,7 @@ async def test_no_planted_secret_reaches_the_disk(tmp_path: Path, as_played: boo
     )
     async with FileTrajectoryStorage(tmp_path) as storage:
         if as_played:
-            await storage.begin(start_of(dirty))
+            await storage.begin(EpisodeStart.of(dirty))
             for at, node in enumerate(dirty.nodes):
                 await storage.grow(EpisodeGrowth(trajectory_id=dirty.id, first=at, nodes=(node,), head=at))
         await (EpisodeJournal.resumed(storage, dirty).end(dirty) if as_played else storage.add(dirty))

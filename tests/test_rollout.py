@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from openhands_rl_plugin.errors import GraderError, InfrastructureError
-from openhands_rl_plugin.journal import EpisodeJournal, start_of
+from openhands_rl_plugin.journal import EpisodeJournal
 from openhands_rl_plugin.protocols import Environment, TrajectoryStorage
-from openhands_rl_plugin.records import TrajectoryFilter
+from openhands_rl_plugin.records import EpisodeStart, TrajectoryFilter
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.rollout import RolloutPlan, group_by_task, roll_out
 from openhands_rl_plugin.runners import SessionRunner
@@ -89,7 +89,7 @@ async def left_unfinished(storage: TrajectoryStorage, folder: Path) -> Trajector
         whole, *_ = await roll_out(plan(samples_per_task=1), Counting().runner(), elsewhere)
     tree, begun = EpisodeTree(), EpisodeTree.thaw(whole)
     # What is known before anything was sampled is the policy that was asked for.
-    start = start_of(whole).model_copy(update={"policy": PolicyRef(base_model="script")})
+    start = EpisodeStart.of(whole).model_copy(update={"policy": PolicyRef(base_model="script")})
     journal = EpisodeJournal(storage, start)
     tree.nodes, tree.head = begun.nodes[:4], 3
     await journal.keep(tree)

@@ -15,9 +15,8 @@ from openhands_rl_plugin.exchange.formats import Files
 from openhands_rl_plugin.exchange.judgement import resolved
 from openhands_rl_plugin.exchange.reading import Source
 from openhands_rl_plugin.exchange.writing import Sink
-from openhands_rl_plugin.journal import start_of
 from openhands_rl_plugin.protocols import TrajectoryStorage
-from openhands_rl_plugin.records import EpisodeGrowth, TrajectoryFilter
+from openhands_rl_plugin.records import EpisodeGrowth, EpisodeStart, TrajectoryFilter
 from openhands_rl_plugin.redaction import redact_trajectory, redact_value
 from openhands_rl_plugin.types import Score, StopReason, Trajectory
 
@@ -152,7 +151,7 @@ async def _add(trajectory: Trajectory, storage: TrajectoryStorage) -> None:
     if trajectory.stop is not StopReason.UNFINISHED:
         await storage.add(trajectory)
         return
-    await storage.begin(start_of(trajectory))
+    await storage.begin(EpisodeStart.of(trajectory))
     await storage.grow(
         EpisodeGrowth(trajectory_id=trajectory.id, first=0, nodes=trajectory.nodes, head=trajectory.head)
     )

@@ -80,7 +80,7 @@ class FileTrajectoryStorage:
 
     async def grow(self, growth: EpisodeGrowth) -> None:
         """Append to an open episode; the head and the marks of the last call hold. Raises ``StorageError``."""
-        await self._write(lambda: packed_growth(self._guard.growth(growth)), EpisodeWriter.grow)
+        await self._write(lambda: packed_growth(self._guarded(growth)), EpisodeWriter.grow)
 
     async def end(self, end: EpisodeEnd) -> None:
         """Close an open episode; a finished one stays as it is. Raises ``StorageError``."""
@@ -88,7 +88,9 @@ class FileTrajectoryStorage:
 
     async def drop(self, trajectory_ids: Sequence[str]) -> int:
         """Forget unfinished episodes with their scores and return how many. Raises ``StorageError``."""
-        return await self._write(lambda: trajectory_ids, EpisodeWriter.drop) if trajectory_ids else 0
+        if not trajectory_ids:
+            return 0
+        return await self._write(lambda: self._guard.drop(trajectory_ids), EpisodeWriter.drop)
 
     async def add_scores(self, scores: Sequence[Score]) -> None:
         """Append judgements, all or none of them. Raises ``StorageError``."""
@@ -201,6 +203,16 @@ class FileTrajectoryStorage:
         loop.call_soon(self._wake)
         return await item.outcome
 
+    def _guarded(self, growth: EpisodeGrowth) -> EpisodeGrowth:
+        """Called in the writer's thread, between transactions."""
+        if not self._guard.knows(growth) and self._file.exists():
+            with explained(self._file):
+                connection, _ = self._opened()
+                where = TrajectoryFilter(ids=(growth.trajectory_id,), finished=None)
+                for trajectory, _ in load(connection, row_numbers(connection, where)):
+                    self._guard.recall(trajectory)
+        return self._guard.growth(growth)
+
     def _wake(self) -> None:
         """Have the writer store what waits, unless it has been told already."""
         with self._lock:
@@ -268,10 +280,9 @@ class FileTrajectoryStorage:
             writer = EpisodeWriter(connection)
             connection.execute("BEGIN")
             for document in legacy_trajectories(self._folder):
-                writer.add(packed_trajectory(_parsed(Trajectory, document)))
+                writer.add(packed_trajectory(self._guard.trajectory(_parsed(Trajectory, document))))
             for document in legacy_scores(self._folder):
-                score = _parsed(Score, document)
-                writer.add_scores(packed_scores([score]))
+                writer.add_scores(packed_scores(self._guard.scores([_parsed(Score, document)])))
             connection.execute("COMMIT")
 
     def _release(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
@@ -51,8 +52,8 @@ class EpisodeHeader(NamedTuple):
 
     @classmethod
     def begun(cls, start: EpisodeStart) -> Self:
-        """That of an episode in which nothing was said yet."""
-        policy = start.policy
+        """That of an episode in which nothing was said yet. Raises ``StorageError`` when its time is no number."""
+        policy, started = start.policy, _finite(start.id, start.started)
         return cls(
             id=start.id,
             run_id=start.run_id,
@@ -69,8 +70,8 @@ class EpisodeHeader(NamedTuple):
             nodes=0,
             turns=0,
             episode_return=0.0,
-            started=start.started,
-            finished=start.started,
+            started=started,
+            finished=started,
         )
 
     def grown(self, spine: Spine, head: int | None, at: float) -> Self:
@@ -79,10 +80,10 @@ class EpisodeHeader(NamedTuple):
         return self._replace(nodes=len(spine), turns=turns, episode_return=episode_return, finished=at)
 
     def ended(self, spine: Spine, end: EpisodeEnd) -> Self:
-        """That of the finished episode. Raises ``StorageError`` when it did not end."""
+        """That of the finished episode. Raises ``StorageError`` when it did not end, or its time is no number."""
         if end.stop is StopReason.UNFINISHED:
             raise StorageError(f"episode {end.trajectory_id!r} is unfinished; store it with begin() and grow()")
-        return self.grown(spine, end.head, end.finished)._replace(
+        return self.grown(spine, end.head, _finite(end.trajectory_id, end.finished))._replace(
             base_model=end.policy.base_model,
             adapter=end.policy.adapter,
             policy_version=end.policy.version,
@@ -159,37 +160,7 @@ class Spine:
 def header_of(trajectory: Trajectory) -> EpisodeHeader:
     """The header of a finished trajectory. Raises ``StorageError`` when it is not finished or not a tree."""
     spine = Spine(trajectory.nodes)
-    return EpisodeHeader.begun(start_of(trajectory)).ended(spine, end_of(trajectory))
-
-
-def start_of(trajectory: Trajectory) -> EpisodeStart:
-    """The part of a trajectory that was known before it was played."""
-    return EpisodeStart(
-        schema_version=trajectory.schema_version,
-        id=trajectory.id,
-        run_id=trajectory.run_id,
-        group_id=trajectory.group_id,
-        task=trajectory.task,
-        strategy=trajectory.strategy,
-        policy=trajectory.policy,
-        tools=trajectory.tools,
-        started=trajectory.times.started,
-    )
-
-
-def end_of(trajectory: Trajectory) -> EpisodeEnd:
-    """The part of a trajectory that was known when it was over."""
-    return EpisodeEnd(
-        trajectory_id=trajectory.id,
-        head=trajectory.head,
-        stop=trajectory.stop,
-        policy=trajectory.policy,
-        tools=trajectory.tools,
-        evidence=trajectory.evidence,
-        failure=trajectory.failure,
-        usage=trajectory.usage,
-        finished=trajectory.times.finished,
-    )
+    return EpisodeHeader.begun(EpisodeStart.of(trajectory)).ended(spine, EpisodeEnd.of(trajectory))
 
 
 def whole(start: EpisodeStart, nodes: Sequence[Node], end: EpisodeEnd) -> Trajectory:
@@ -235,6 +206,12 @@ def marked(nodes: Sequence[Node], marks: Iterable[NodeMark]) -> tuple[Node, ...]
         told = {name: value for name, value in mark if name != "index"}
         changed[mark.index] = changed[mark.index].model_copy(update=told)
     return tuple(changed)
+
+
+def _finite(identity: str, seconds: float) -> float:
+    if not math.isfinite(seconds):
+        raise StorageError(f"episode {identity!r} cannot be stored: its times must be Unix seconds, not {seconds}")
+    return seconds
 
 
 def newer_schema(identity: str, version: int) -> StorageError:

@@ -71,6 +71,9 @@ class MongoDBTrajectoryStorage:
     async def grow(self, growth: EpisodeGrowth) -> None:
         """Append to an open episode; the head and the marks of the last call hold. Raises ``StorageError``."""
         async with self._ready_to_write():
+            if not self._guard.knows(growth):
+                for trajectory in await self._reading.load(self._database, (growth.trajectory_id,)):
+                    self._guard.recall(trajectory)
             await self._writer.grow(self._guard.growth(growth))
 
     async def end(self, end: EpisodeEnd) -> None:
@@ -81,7 +84,7 @@ class MongoDBTrajectoryStorage:
     async def drop(self, trajectory_ids: Sequence[str]) -> int:
         """Forget unfinished episodes with their scores and return how many. Raises ``StorageError``."""
         async with self._ready_to_write():
-            return await self._writer.drop(trajectory_ids)
+            return await self._writer.drop(self._guard.drop(trajectory_ids))
 
     async def add_scores(self, scores: Sequence[Score]) -> None:
         """Append judgements. After an error the first ones may be stored. Raises ``StorageError``."""

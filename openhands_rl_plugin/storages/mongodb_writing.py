@@ -21,7 +21,7 @@ from pymongo.errors import BulkWriteError, DuplicateKeyError
 from openhands_rl_plugin.errors import StorageError
 from openhands_rl_plugin.records import EpisodeEnd, EpisodeGrowth, EpisodeStart
 from openhands_rl_plugin.storages.documents import packed_end, packed_json
-from openhands_rl_plugin.storages.header import EpisodeHeader, Spine, end_of, marked, start_of
+from openhands_rl_plugin.storages.header import EpisodeHeader, Spine, marked
 from openhands_rl_plugin.storages.mongodb_client import MongoDatabase
 from openhands_rl_plugin.storages.mongodb_headers import StoredEpisode, change_to, new_document
 from openhands_rl_plugin.storages.mongodb_log import (
@@ -73,7 +73,7 @@ class EpisodeWriter:
 
     async def add(self, trajectory: Trajectory) -> None:
         """Store a finished episode, in the place of an unfinished one of the same id."""
-        start, end = start_of(trajectory), end_of(trajectory)
+        start, end = EpisodeStart.of(trajectory), EpisodeEnd.of(trajectory)
         header = EpisodeHeader.begun(start).ended(Spine(trajectory.nodes), end)
         records = [
             start_record(packed_json(start)),

@@ -165,7 +165,7 @@ def _ids_out(ids: list[int]) -> tuple[int, bytes]:
         # Tried out, because that is faster than to look for the largest one.
         with suppress(struct.error):
             return width, struct.pack(f"<{len(ids)}{code}", *ids)
-    raise StorageError("a token id needs more than 64 bits; no tokenizer has such ids")
+    raise StorageError("token ids must be whole numbers of at most 64 bits; ask the model server for what it gave")
 
 
 def _ids_in(data: memoryview, width: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from openhands_rl_plugin.errors import StorageError
 from openhands_rl_plugin.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, NodeMark
 from openhands_rl_plugin.storages.documents import packed_end, packed_json
-from openhands_rl_plugin.storages.header import EpisodeHeader, Spine, end_of, marked, start_of
+from openhands_rl_plugin.storages.header import EpisodeHeader, Spine, marked
 from openhands_rl_plugin.storages.packing import PackedNodes, pack_in_chunks
 from openhands_rl_plugin.storages.reading import (
     HEADER_COLUMNS,
@@ -54,7 +54,7 @@ class _Standing(NamedTuple):
 
 def packed_trajectory(trajectory: Trajectory) -> PackedTrajectory:
     """Ready to be stored. Raises ``StorageError`` for an unfinished one and for nodes that are no tree."""
-    start, end = start_of(trajectory), end_of(trajectory)
+    start, end = EpisodeStart.of(trajectory), EpisodeEnd.of(trajectory)
     header = EpisodeHeader.begun(start).ended(Spine(trajectory.nodes), end)
     chunks = tuple(pack_in_chunks(trajectory.nodes))
     return PackedTrajectory(header, trajectory.head, packed_json(start), packed_end(start, end), chunks)

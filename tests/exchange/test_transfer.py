@@ -14,8 +14,7 @@ from exchange_samples import CODE, SHOP, score, trajectory
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.exchange.formats import FORMATS
-from openhands_rl_plugin.journal import start_of
-from openhands_rl_plugin.records import EpisodeGrowth, TrajectoryFilter
+from openhands_rl_plugin.records import EpisodeGrowth, EpisodeStart, TrajectoryFilter
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
 from openhands_rl_plugin.types import Failure, FailureKind, Message, Score, StopReason, Trajectory
 
@@ -47,7 +46,7 @@ def store(tmp_path: Path) -> Path:
         async with FileTrajectoryStorage(tmp_path / "store", durable=False) as storage:
             for each in (SOLVED, UNSOLVED, SHOPPED, FAILED):
                 await storage.add(each)
-            await storage.begin(start_of(UNFINISHED))
+            await storage.begin(EpisodeStart.of(UNFINISHED))
             await storage.grow(
                 EpisodeGrowth(trajectory_id=UNFINISHED.id, first=0, nodes=UNFINISHED.nodes, head=UNFINISHED.head)
             )

@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 from stored_samples import play, trajectory
 
 from openhands_rl_plugin.errors import StorageError
-from openhands_rl_plugin.records import EpisodeEnd, EpisodeGrowth, NodeMark, TrajectoryFilter
+from openhands_rl_plugin.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, NodeMark, TrajectoryFilter
 from openhands_rl_plugin.storages import file as file_module
 from openhands_rl_plugin.storages.database import FILE_NAME
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
-from openhands_rl_plugin.storages.header import end_of, start_of
 from openhands_rl_plugin.testing_samples import sample_episode, sample_score, steps_of
 from openhands_rl_plugin.types import FailureKind, Message, Node, Score, StopReason, Trajectory
 
@@ -257,7 +256,7 @@ def trees(draw: st.DrawFn) -> Trajectory:
 def test_an_episode_that_is_played_equals_one_that_is_added(tree: Trajectory, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(1, len(tree.nodes)), max_size=4)) | {len(tree.nodes)})
     early = data.draw(st.lists(st.booleans(), min_size=len(tree.nodes), max_size=len(tree.nodes)))
-    start, end = start_of(tree), end_of(tree)
+    start, end = EpisodeStart.of(tree), EpisodeEnd.of(tree)
     growths, first = [], 0
     for until in cuts:
         # What is not known early is marked by the next growth, or by one without nodes.

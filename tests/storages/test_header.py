@@ -6,15 +6,13 @@ import pytest
 from stored_samples import trajectory
 
 from openhands_rl_plugin.errors import StorageError
-from openhands_rl_plugin.records import NodeMark
+from openhands_rl_plugin.records import EpisodeEnd, EpisodeStart, NodeMark
 from openhands_rl_plugin.storages.header import (
     EpisodeHeader,
     Spine,
-    end_of,
     header_of,
     marked,
     so_far,
-    start_of,
     whole,
 )
 from openhands_rl_plugin.types import Failure, FailureKind, Message, Node, Score, StopReason, Times, Usage
@@ -49,11 +47,11 @@ def test_the_reward_to_sort_by_is_the_newest_score_or_the_return() -> None:
 
 
 def test_parts_make_the_whole_again() -> None:
-    assert whole(start_of(SAMPLE), SAMPLE.nodes, end_of(SAMPLE)) == SAMPLE
+    assert whole(EpisodeStart.of(SAMPLE), SAMPLE.nodes, EpisodeEnd.of(SAMPLE)) == SAMPLE
 
 
 def test_an_unfinished_episode_is_told_apart() -> None:
-    start = start_of(SAMPLE)
+    start = EpisodeStart.of(SAMPLE)
     part = so_far(start, SAMPLE.nodes[:3], 2, 50.0)
     assert (part.stop, part.head, part.usage, part.evidence) == (StopReason.UNFINISHED, 2, Usage(), {})
     assert part.times == Times(started=start.started, finished=50.0)
@@ -93,6 +91,6 @@ def test_marks_replace_what_a_node_said_and_the_last_one_holds() -> None:
 
 
 def test_a_newer_schema_is_refused_with_the_remedy() -> None:
-    start = start_of(SAMPLE).model_copy(update={"schema_version": 99})
+    start = EpisodeStart.of(SAMPLE).model_copy(update={"schema_version": 99})
     with pytest.raises(StorageError, match=r"schema version 99.*upgrade"):
-        whole(start, SAMPLE.nodes, end_of(SAMPLE))
+        whole(start, SAMPLE.nodes, EpisodeEnd.of(SAMPLE))
