@@ -24,7 +24,14 @@ from openhands_rl_plugin.agent_episodes import (
     result_of,
     session_runner,
 )
-from openhands_rl_plugin.agent_lesson import ExcludedEpisodes, Lesson, TrainReport, collected_episodes, make_lesson
+from openhands_rl_plugin.agent_lesson import (
+    ExcludedEpisodes,
+    Lesson,
+    TrainReport,
+    collected_episodes,
+    make_lesson,
+    teach,
+)
 from openhands_rl_plugin.agent_policies import open_policy
 from openhands_rl_plugin.agent_thread import LoopThread
 from openhands_rl_plugin.errors import CaughtFailure, ConfigError, MissingExtraError, boundary
@@ -38,7 +45,6 @@ from openhands_rl_plugin.types import Adapter, FailureKind, Limits, PolicyRef, S
 from openhands_rl_plugin.validation import problems
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.training.metrics import TrainMetrics
     from openhands_rl_plugin.training.trainer import LoraTrainer
 
 __all__ = ["ConversationMessage", "EpisodeResult", "ExcludedEpisodes", "RLAgent", "TrainReport"]
@@ -144,9 +150,9 @@ class RLAgent:
     ) -> TrainReport:
         """Learn from what this agent's model did, as far as it is in the storage, and use the new adapter from now on.
 
-        REINFORCE++ with a group baseline over the recorded token ids, where episodes of one task differ in their
-        returns; else fine-tuning on the episodes with a positive return. What is left out is taken from
-        ``config.training`` (1e-5, 3 epochs, 8 episodes a step, 1.0).
+        By ``[rl.training] algorithm`` (default: REINFORCE++ with a group baseline) over the recorded token ids, where
+        episodes of one task differ in their returns; else fine-tuning on the episodes with a positive return. What is
+        left out is taken from ``config.training`` (1e-5, 3 epochs, 8 episodes a step, 1.0).
 
         Args:
             learning_rate: of AdamW.
@@ -178,9 +184,9 @@ class RLAgent:
         with self._working():
             own = {"base_model": self._policy.base_model, "adapter": self.config.serving.adapter}
             episodes = self._thread.wait_for(collected_episodes(self._storage, where, **own))
-            lesson = make_lesson(episodes, settings.algorithm)
+            lesson = make_lesson(episodes, settings)
             trainer = _trainer(weights, settings, self._policy.adapter)
-            metrics = _teach(trainer, lesson)
+            metrics = teach(trainer, lesson)
             adapter = self._publish(trainer, lesson, metrics.as_floats())
         return TrainReport(
             algorithm=lesson.algorithm,
@@ -310,8 +316,3 @@ def _trainer(weights: str, settings: TrainingSettings, adapter: Adapter | None) 
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "torch", "train") from error
     return LoraTrainer(weights, settings, adapter=adapter)
-
-
-def _teach(trainer: LoraTrainer, lesson: Lesson) -> TrainMetrics:
-    learn = trainer.sft if lesson.algorithm == "sft" else trainer.reinforce
-    return learn(lesson.samples)

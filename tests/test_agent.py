@@ -33,7 +33,7 @@ from openhands_rl_plugin.errors import (
     TrainingError,
 )
 from openhands_rl_plugin.protocols import Forkable, LLMEngine
-from openhands_rl_plugin.records import TrajectoryFilter
+from openhands_rl_plugin.records import EpisodeStart, TrajectoryFilter
 from openhands_rl_plugin.serving.config import ServerConfig
 from openhands_rl_plugin.serving.generator import Generator
 from openhands_rl_plugin.serving.server import running_server
@@ -129,6 +129,12 @@ class FullStorage:
 
     async def add(self, trajectory: Trajectory) -> None:
         raise StorageError(f"no room for {trajectory.task.id} in {self.path}")
+
+    async def drop(self, trajectory_ids: Sequence[str]) -> int:
+        return 0
+
+    async def begin(self, start: EpisodeStart) -> None:
+        raise StorageError(f"no room for {start.task.id} in {self.path}")
 
     async def add_scores(self, scores: Sequence[Score]) -> None:
         raise StorageError("no room")

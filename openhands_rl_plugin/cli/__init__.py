@@ -27,6 +27,7 @@ COMMANDS: Mapping[str, str] = {
     "serve": "openhands_rl_plugin.cli.serve",
     "show": "openhands_rl_plugin.cli.show",
     "stats": "openhands_rl_plugin.cli.stats",
+    "train": "openhands_rl_plugin.cli.train",
 }
 """Command -> module with ``HELP``, ``add_arguments(parser)`` and ``run(args) -> int``; it may have ``EPILOG`` (its
 examples) and ``RESUME`` (what to do after Ctrl-C). Its own imports must be light."""
@@ -48,6 +49,7 @@ _EPILOG = """examples:
   openhands-rl doctor
   openhands-rl doctor drift ~/.openhands/rl_trajectories
   openhands-rl export ~/.openhands/rl_trajectories --format sft-text --out sft.jsonl --resolved
+  openhands-rl train ~/.openhands/rl_trajectories --model ./model --adapters ./adapters --algorithm grpo --dry-run
   openhands-rl import output.jsonl --format output-jsonl --into ~/.openhands/rl_trajectories
 """
 

@@ -101,40 +101,47 @@ class _Segment:
         self.ids: list[int] = []
         self.mask: list[bool] = []
         self.logprobs: list[float] = []
-        self.advantages: list[float] = []
+        self.trained: list[tuple[int, int, float]] = []
+        """Start, end and advantage of every stretch of trained tokens."""
         self.policy: PolicyRef | None = None
 
     def add_context(self, ids: Sequence[int]) -> None:
         self.ids.extend(ids)
         self.mask.extend([False] * len(ids))
         self.logprobs.extend([0.0] * len(ids))
-        self.advantages.extend([0.0] * len(ids))
 
     def add_sampled(self, tokens: Tokens, advantage: float, policy: PolicyRef | None) -> None:
         count = len(tokens.sampled_ids)
+        self.trained.append((len(self.ids), len(self.ids) + count, advantage))
         self.ids.extend(tokens.sampled_ids)
         self.mask.extend([True] * count)
         self.logprobs.extend(tokens.logprobs or [0.0] * count)
-        self.advantages.extend([advantage] * count)
         self.policy = self.policy or policy
 
     def sample(self, trajectory_id: str, leaf: int) -> Sample | None:
         """The finished sequence up to its last trained token, ``None`` when nothing in it is trained."""
-        if True not in self.mask:
+        if not self.trained:
             return None
-        end = len(self.mask) - self.mask[::-1].index(True)
-        different = {value for value, sampled in zip(self.advantages, self.mask, strict=True) if sampled}
+        end = self.trained[-1][1]
+        different = {advantage for _, _, advantage in self.trained}
         alike = len(different) == 1
-        return Sample(
+        # Not validated: the parts come from validated values, and there are tens of thousands of them.
+        return Sample.model_construct(
             trajectory_id=trajectory_id,
             leaf=leaf,
             input_ids=tuple(self.ids[:end]),
             mask=tuple(self.mask[:end]),
             logprobs=tuple(self.logprobs[:end]),
             advantage=different.pop() if alike else 1.0,
-            token_advantages=() if alike else tuple(self.advantages[:end]),
+            token_advantages=() if alike else self._token_advantages(end),
             policy=self.policy,
         )
+
+    def _token_advantages(self, end: int) -> tuple[float, ...]:
+        values = [0.0] * end
+        for start, stop, advantage in self.trained:
+            values[start:stop] = [advantage] * (stop - start)
+        return tuple(values)
 
 
 def _segments(
@@ -178,5 +185,6 @@ def _check(trajectory_id: str, index: int, node: Node, need_logprobs: bool) -> N
             f"{where}: {len(tokens.logprobs)} logprobs for {len(tokens.sampled_ids)} sampled tokens; reinforcement "
             'learning needs all of them: use a server that returns logprobs, or train with algorithm = "sft"'
         )
-    if not all(math.isfinite(logprob) for logprob in tokens.logprobs):
+    # A sum is quick, and finite only if all are (unless it overflows).
+    if not math.isfinite(sum(tokens.logprobs)) and not all(map(math.isfinite, tokens.logprobs)):
         raise TrainingError(f"{where}: a recorded logprob is not finite; drop this trajectory or check the server")

@@ -72,7 +72,8 @@ class Imitation:
     whole_units = starts_from_now = needs_reference = False
 
     def __init__(self, settings: TrainingSettings) -> None:
-        self._settings = settings
+        # The settings may name an algorithm that found nothing to compare; its weights are not meant for this.
+        self._settings = settings.model_copy(update={"algorithm": "sft"})
 
     def weights(self, batch: Sequence[Item]) -> Tensor:
         """As ``aggregation`` says."""

@@ -77,7 +77,7 @@ class LoraTrainer:
         Advantages and recorded logprobs are not looked at. ``run``: a directory for the metrics and checkpoints of this
         call; the same call goes on where one that was killed stood. Raises ``TrainingError`` or ``StorageError``.
         """
-        return self._train(items_of_rollouts(samples), Imitation(self.settings), on_progress, run)
+        return self._train(items_of_rollouts(self._checked(samples)), Imitation(self.settings), on_progress, run)
 
     def reinforce(
         self, samples: Sequence[Sample], on_progress: OnProgress | None = None, *, run: Path | None = None
@@ -90,7 +90,7 @@ class LoraTrainer:
         """
         if algorithm_of(self.settings).kind != "reinforcement":
             raise TrainingError(f"{self.settings.algorithm} does not reinforce; choose another [rl.training] algorithm")
-        return self._train(items_of_rollouts(samples), Reinforcement(self.settings), on_progress, run)
+        return self._train(items_of_rollouts(self._checked(samples)), Reinforcement(self.settings), on_progress, run)
 
     def prefer(
         self, pairs: Sequence[Pair], on_progress: OnProgress | None = None, *, run: Path | None = None
@@ -99,6 +99,7 @@ class LoraTrainer:
 
         A pair goes through the model in one pass, however long it is. Raises ``TrainingError`` or ``StorageError``.
         """
+        self._checked([sample for pair in pairs for sample in (*pair.chosen, *pair.rejected)])
         return self._train(items_of_pairs(pairs), Preference(self.settings), on_progress, run)
 
     def probe(self, token_ids: Sequence[int], max_difference: float | None = None) -> Probe:
@@ -159,7 +160,6 @@ class LoraTrainer:
         self, items: list[Item], loss: PassLoss, on_progress: OnProgress | None, run: Path | None
     ) -> TrainMetrics:
         samples = [item.sample for item in items]
-        check_samples(samples, longest=self._policy.longest, vocabulary=self._policy.vocabulary)
         files = RunFiles(run, self._fingerprint(samples, loss)) if run is not None else None
         done, first_step, tally = self._begin(items, loss, files)
         order = batches(
@@ -186,6 +186,10 @@ class LoraTrainer:
         if files is not None:
             files.finish()
         return tally.metrics(len(items), staleness(samples, self._version))
+
+    def _checked(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        check_samples(samples, longest=self._policy.longest, vocabulary=self._policy.vocabulary)
+        return samples
 
     def _begin(self, items: list[Item], loss: PassLoss, files: RunFiles | None) -> tuple[int, int, Tally]:
         """Steps that were done before this call was killed, the step that it began with, and its sums."""

@@ -1,0 +1,249 @@
+"""``openhands-rl train STORE``: a new version of an adapter from stored episodes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args, get_origin
+
+from pydantic import ValidationError
+
+from openhands_rl_plugin.cli.stored import add_filters, add_store, filter_of
+from openhands_rl_plugin.cli.stores import open_store
+from openhands_rl_plugin.config import load_settings
+from openhands_rl_plugin.errors import ConfigError, MissingExtraError, TrainingError
+from openhands_rl_plugin.records import TrajectoryFilter
+from openhands_rl_plugin.registry import build
+from openhands_rl_plugin.settings import TrainingSettings
+from openhands_rl_plugin.validation import problems
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.agent_lesson import Lesson
+    from openhands_rl_plugin.protocols import Reward, TrajectoryStorage
+    from openhands_rl_plugin.serving.adapters import AdapterStore
+    from openhands_rl_plugin.training.metrics import TrainProgress
+    from openhands_rl_plugin.types import Adapter, Probe, Sample
+
+HELP = "train an adapter on stored episodes"
+RESUME = "the same command goes on from the last checkpoint"
+EPILOG = """examples:
+  openhands-rl train ./trajectories --model ./SmolLM2-135M-Instruct --adapters ./adapters --dry-run
+  openhands-rl train ./trajectories --model ./model --adapters ./adapters --algorithm rejection-sampling --keep-best 2
+  openhands-rl train ./trajectories --model ./model --adapters ./adapters --adapter webshop --algorithm dapo \\
+      --run night-3 --learning-rate 1e-4 --publish http://127.0.0.1:8100/v1
+  openhands-rl train ./trajectories --model ./model --adapters ./adapters --config config.toml --from base
+
+Episodes of the base model and of the adapter's own versions are used. The new version goes on from the newest one,
+unless --from says otherwise. ADAPTERS/NAME.training/ holds metrics.jsonl, a line a step, and the last checkpoint.
+"""
+LATEST, BASE = "latest", "base"
+_PROBE_TOKENS = 128
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The store, the model, the adapter, one option for each field of ``TrainingSettings``, and the filters."""
+    add_store(parser)
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the base model's weights")
+    parser.add_argument("--base-model", metavar="NAME", help="the model, as the server calls it; if episodes differ")
+    parser.add_argument("--reward", default="return", metavar="NAME", help="return, success or module:Class")
+    parser.add_argument("--publish", metavar="URL", help="bring the new version into use on this server")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a config.toml; options given here override it")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be trained on")
+    add_filters(parser)
+    # One adapter is trained, and whose episodes these are follows from it: it takes the place of the filter.
+    own = parser.add_argument_group("adapter", conflict_handler="resolve")
+    own.add_argument("--adapter", default="policy", metavar="NAME", help="the adapter's name (default: %(default)s)")
+    own.add_argument("--adapters", type=Path, required=True, metavar="DIR", help="[rl.serving] adapters_path")
+    own.add_argument(
+        "--from", dest="start", default=LATEST, metavar="VERSION", help="a number, latest (the default) or base"
+    )
+    group = parser.add_argument_group("training", "The keys of [rl.training]; config.toml.example explains them.")
+    for name, field in TrainingSettings.model_fields.items():
+        group.add_argument(
+            _option(name),
+            default=argparse.SUPPRESS,
+            metavar="VALUE",
+            help=f"{_choices(field.annotation)}default: {_text(field.default)}".replace("%", "%%"),
+        )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, or say what would be. Raises ``RLError`` when options, store, episodes, model or server are wrong."""
+    return asyncio.run(_Training(args).run())
+
+
+class _Training:
+    def __init__(self, args: argparse.Namespace) -> None:
+        from openhands_rl_plugin.serving.adapters import AdapterStore, check_name
+
+        self._args = args
+        self._settings = _settings(args)
+        self._name = check_name(args.adapter)
+        self._where = filter_of(args).model_copy(update={"adapter": None})
+        self._reward: Reward = build("rewards", args.reward)
+        self._adapters = AdapterStore(args.adapters)
+        self._parent = _parent(self._adapters, self._name, args.start)
+
+    async def run(self) -> int:
+        async with open_store(self._args.store, create=False) as storage:
+            base_model = self._args.base_model or await _only_base_model(storage, self._where, self._name)
+            lesson = await self._lesson(storage, base_model)
+        self._say_what(lesson)
+        if self._args.dry_run:
+            return 0
+        if not lesson.samples:
+            raise TrainingError(_nothing(self._settings))
+        metrics, adapter, probe = await asyncio.to_thread(self._train, lesson, base_model)
+        print(f"{adapter.name}: {', '.join(f'{name} {value:.4g}' for name, value in metrics.items())}")
+        if self._args.publish:
+            await self._publish(adapter, probe)
+        return 0
+
+    async def _lesson(self, storage: TrajectoryStorage, base_model: str) -> Lesson:
+        from openhands_rl_plugin.agent_lesson import collected_episodes, lesson_of
+        from openhands_rl_plugin.scoring import score_stored
+
+        if not self._args.dry_run:
+            await score_stored(storage, self._reward, self._where)
+        episodes = await collected_episodes(
+            storage, self._where, base_model=base_model, adapter=self._name, reward=self._reward
+        )
+        return lesson_of(episodes, self._settings)
+
+    def _say_what(self, lesson: Lesson) -> None:
+        from openhands_rl_plugin.training.estimate import estimate_memory
+
+        print(f"{self._name} from {self._parent.name if self._parent else 'the base model'}, by {lesson.algorithm}")
+        left_out = [f"{n} {why.replace('_', ' ')}" for why, n in lesson.excluded.model_dump().items() if n]
+        print(f"  episodes: {lesson.used} used; left out: {', '.join(left_out) or 'none'}")
+        longest = max((len(sample.input_ids) for sample in lesson.samples), default=0)
+        memory = estimate_memory(self._args.model, self._settings, longest)
+        parts = {"weights": memory.weights, "adapter": memory.adapter, "activations": memory.activations}
+        of_parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+        if lesson.samples:
+            print(f"  {_sizes(lesson.samples)}")
+            units = len(lesson.pairs) or lesson.used
+            steps = math.ceil(units / self._settings.batch_size) * self._settings.num_epochs
+            print(f"  steps: {steps} ({self._settings.num_epochs} epochs)")
+        print(f"  memory: about {memory.total / 1e9:.2f} GB ({of_parts})", flush=True)
+
+    def _train(self, lesson: Lesson, base_model: str) -> tuple[dict[str, float], Adapter, Probe]:
+        from openhands_rl_plugin.agent_lesson import teach
+
+        try:
+            from openhands_rl_plugin.serving.threads import prepare_threads
+
+            prepare_threads()
+            from openhands_rl_plugin.training.trainer import LoraTrainer
+        except ModuleNotFoundError as error:
+            raise MissingExtraError(error.name or "torch", "train") from error
+        trainer = LoraTrainer(self._args.model, self._settings, adapter=self._parent)
+        directory = self._adapters.root / f"{self._name}.training"
+        with _progress() as advanced:
+            metrics = teach(trainer, lesson, advanced, run=directory).as_floats()
+        adapter = self._adapters.create(
+            self._name,
+            trainer.save_adapter,
+            base_model=base_model,
+            parent=self._parent.name if self._parent else None,
+            step=trainer.step + (self._parent.step if self._parent else 0),
+            metrics=metrics | {"episodes_used": float(lesson.used)},
+        )
+        return metrics, adapter, trainer.probe(lesson.samples[0].input_ids[-_PROBE_TOKENS:])
+
+    async def _publish(self, adapter: Adapter, probe: Probe) -> None:
+        from openhands_rl_plugin.serving.publisher import AdapterPublisher
+
+        async with AdapterPublisher(self._args.publish, self._adapters) as publisher:
+            report = await publisher.publish(adapter, probe)
+        print(f"{adapter.name} is in use at {self._args.publish} after {report.seconds:.1f} s")
+
+
+def _settings(args: argparse.Namespace) -> TrainingSettings:
+    settings = load_settings(args.config).training if args.config else TrainingSettings()
+    given = {name: value for name, value in vars(args).items() if name in TrainingSettings.model_fields}
+    if "target_modules" in given:
+        given["target_modules"] = [each for each in given["target_modules"].split(",") if each]
+    try:
+        # Not strictly: options are text.
+        return TrainingSettings.model_validate(settings.model_dump() | given, strict=False)
+    except ValidationError as error:
+        lines = (f"{_option(at[-1])}: {what}" if at else what for at, what in problems(error, TrainingSettings))
+        raise ConfigError("\n".join(lines)) from error
+
+
+def _parent(adapters: AdapterStore, name: str, start: str) -> Adapter | None:
+    if start == BASE:
+        return None
+    if start == LATEST:
+        return adapters.latest(name)
+    found = [each for each in adapters.versions(name) if start in (str(each.version), each.name)]
+    if not found:
+        known = ", ".join(str(each.version) for each in adapters.versions(name)) or "none"
+        raise ConfigError(f"--from {start}: {name} has no such version in {adapters.root}; it has: {known}")
+    return found[0]
+
+
+async def _only_base_model(storage: TrajectoryStorage, where: TrajectoryFilter, adapter: str) -> str:
+    found: Counter[str] = Counter()
+    async for summary in storage.summaries(where):
+        if summary.policy.adapter in (None, adapter):
+            found[summary.policy.base_model] += 1
+    if len(found) > 1:
+        counts = ", ".join(f"{name} ({count})" for name, count in found.most_common())
+        raise ConfigError(f"the episodes are of several base models: {counts}; choose one with --base-model")
+    if not found:
+        raise TrainingError(f"no stored episode of {adapter} or a base model matches; see `openhands-rl list`")
+    return next(iter(found))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[TrainProgress], None]]:
+    """A bar with the loss and the time left on stderr, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("training", total=None)
+
+        def advanced(at: TrainProgress) -> None:
+            progress.update(task, completed=at.done, total=at.total, description=f"training, loss {at.loss:.4f}")
+
+        yield advanced
+
+
+def _sizes(samples: Sequence[Sample]) -> str:
+    from openhands_rl_plugin.training.layout import lay_out
+
+    tokens = sum(len(sample.input_ids) for sample in samples)
+    unique = len(lay_out([sample.input_ids for sample in samples]).ids)
+    trained = sum(sum(sample.mask) for sample in samples)
+    return f"sequences: {len(samples)}; tokens: {tokens:,}, of them unique {unique:,}, trained {trained:,}"
+
+
+def _nothing(settings: TrainingSettings) -> str:
+    if settings.algorithm in ("sft", "rejection-sampling"):
+        return f"nothing to imitate: no episode has a reward above {settings.imitate_above:g}; see --imitate-above"
+    return (
+        "nothing to compare: no task has episodes of one policy version with different rewards; roll out several "
+        "episodes a task, or imitate the best with --algorithm rejection-sampling"
+    )
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _choices(annotation: object) -> str:
+    return f"{', '.join(get_args(annotation))}; " if get_origin(annotation) is Literal else ""
+
+
+def _text(default: object) -> str:
+    return ",".join(default) if isinstance(default, tuple) else str(default).lower()

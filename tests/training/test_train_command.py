@@ -1,0 +1,180 @@
+"""``openhands-rl train``: from stored episodes to a new version, to a server, or to one clear line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.serving.adapters import AdapterStore
+from openhands_rl_plugin.serving.config import ServerConfig
+from openhands_rl_plugin.serving.server import running_server
+from openhands_rl_plugin.storages.file import FileTrajectoryStorage
+from openhands_rl_plugin.testing import example_trajectory
+from openhands_rl_plugin.types import (
+    Failure,
+    FailureKind,
+    Message,
+    Node,
+    PolicyRef,
+    StopReason,
+    Task,
+    Tokens,
+    Trajectory,
+)
+
+TINY = ["--dtype", "float32", "--lora-rank", "2", "--num-epochs", "1", "--learning-rate", "1e-2"]
+
+
+def episode(number: int, reward: float, *, base_model: str = "tiny", **changes: object) -> Trajectory:
+    """Two turns of one task; the same prompt in all episodes."""
+    numbers = random.Random(number)
+    prompt = tuple(range(10, 50))
+    nodes = [Node(parent=None, message=Message(role="user", content="?"))]
+    for turn in range(2):
+        sampled = tuple(numbers.randrange(2, 400) for _ in range(5))
+        tokens = Tokens(
+            extends=turn > 0,
+            prompt_ids=(7, 8, 9) if turn else prompt,
+            sampled_ids=sampled,
+            logprobs=tuple(-5.0 - numbers.random() for _ in sampled),
+        )
+        said = Message(role="assistant", content="!")
+        paid = reward if turn else 0.0
+        nodes.append(Node(parent=len(nodes) - 1, message=said, sampled=True, tokens=tokens, reward=paid))
+    update = {
+        "id": f"episode-{base_model}-{number}",
+        "task": Task(id="task", environment="shop"),
+        "group_id": "group",
+        "policy": PolicyRef(base_model=base_model),
+        "nodes": tuple(nodes),
+        "head": 2,
+        "failure": None,
+        "stop": StopReason.TERMINATED,
+        **changes,
+    }
+    return example_trajectory(number).model_copy(update=update)
+
+
+def store_of(path: Path, *episodes: Trajectory) -> Path:
+    async def fill() -> None:
+        async with FileTrajectoryStorage(path) as storage:
+            for each in episodes:
+                await storage.add(each)
+
+    asyncio.run(fill())
+    return path
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    failure = Failure(kind=FailureKind.INFRASTRUCTURE, message="away", boundary="test")
+    foreign = PolicyRef(base_model="tiny", adapter="other", version=1)
+    return store_of(
+        tmp_path / "store",
+        *(episode(number, float(number % 2)) for number in range(4)),
+        episode(4, 1.0, failure=failure),
+        episode(5, 1.0, policy=foreign),
+    )
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def scores_in(store: Path) -> list[str]:
+    async def read() -> list[str]:
+        async with FileTrajectoryStorage(store) as storage:
+            return [score.reward_version async for _, scores in storage.find() for score in scores]
+
+    return asyncio.run(read())
+
+
+def test_versions_follow_each_other(
+    store: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapters = tmp_path / "adapters"
+    words = ["train", str(store), "--model", str(model), "--adapters", str(adapters), "--adapter", "shop", *TINY]
+    assert cli.main([*words, "--algorithm", "dapo", "--reward", "success"]) == 0
+    printed = capsys.readouterr().out
+    assert "shop from the base model, by dapo" in printed
+    assert "episodes: 4 used; left out: 1 other policy, 1 failed" in printed
+    assert "shop-v000001: steps 1, " in printed
+    assert scores_in(store) == ["success-1@1"] * 5, "the one of another adapter is scored too"
+    serving = ServerConfig(model=str(model), served_model_name="tiny", port=0, dtype="float32")
+    with running_server(serving) as url:
+        assert cli.main([*words, "--publish", f"{url}/v1"]) == 0
+        served = {card["id"] for card in httpx.get(f"{url}/v1/models").json()["data"]}
+    assert served == {"tiny", "shop-v000002"}
+    assert "shop from shop-v000001, by reinforce++-baseline" in capsys.readouterr().out
+    assert cli.main([*words, "--from", "base", "--algorithm", "dpo"]) == 0
+    versions = AdapterStore(adapters).versions("shop")
+    assert [each.parent for each in versions] == [None, "shop-v000001", None]
+    assert versions[1].base_model == "tiny" and versions[1].step == 2
+    lines = (adapters / "shop.training" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["done"] for line in lines] == [1]
+
+
+def test_a_dry_run_says_what_would_be_trained_and_leaves_nothing(
+    store: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), "--dry-run"]
+    assert cli.main([*words, "--algorithm", "rejection-sampling", "--keep-best", "5"]) == 0
+    printed = capsys.readouterr().out
+    assert "policy from the base model, by rejection-sampling" in printed
+    assert "episodes: 2 used; left out: 1 other policy, 1 failed, 2 no signal" in printed
+    assert "sequences: 2; tokens: 106, of them unique 66, trained 20" in printed
+    assert "steps: 3 (3 epochs)" in printed and "memory: about" in printed
+    assert not (tmp_path / "adapters").exists() and scores_in(store) == []
+
+
+def test_a_configuration_file_is_read_and_overridden(
+    store: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text('[rl.training]\nalgorithm = "sft"\nnum_epochs = 7\nbatch_size = 1\n')
+    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), "--dry-run"]
+    assert cli.main([*words, "--config", str(config), "--num-epochs", "2", "--gradient-checkpointing", "true"]) == 0
+    printed = capsys.readouterr().out
+    assert "by sft" in printed and "steps: 4 (2 epochs)" in printed
+
+
+WRONG = [
+    (["--learning-rate", "fast"], "--learning-rate: must be a valid number"),
+    (["--algorithm", "ppo"], "--algorithm: must be 'sft'"),
+    (["--lora-variant", "dora"], "--lora-variant: DoRA is not trained"),
+    (["--discount", "0.9"], "discount needs rewards of steps"),
+    (["--from", "9"], "--from 9: policy has no such version"),
+    (["--adapter", "../policy"], "is no adapter name"),
+    (["--reward", "retrun"], "unknown reward 'retrun'; did you mean 'return'?"),
+    (["--run", "no-such-run"], "no stored episode of policy or a base model matches"),
+    (["--algorithm", "grpo", "--min-reward", "0.5"], "nothing to compare"),
+    (["--algorithm", "sft", "--imitate-above", "1"], "nothing to imitate"),
+    (["--model", "no-such-model"], "cannot read no-such-model/config.json"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), WRONG, ids=[" ".join(options) for options, _ in WRONG])
+def test_wrong_input_is_one_line(
+    options: list[str], says: str, store: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *options]
+    assert cli.main(words) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and says in line
+
+
+def test_episodes_of_two_models_are_not_mixed(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mixed = store_of(tmp_path / "mixed", episode(0, 1.0), episode(1, 0.0), episode(2, 1.0, base_model="another"))
+    words = ["train", str(mixed), "--model", str(model), "--adapters", str(tmp_path / "adapters"), "--dry-run"]
+    assert cli.main(words) == 1
+    assert "tiny (2), another (1); choose one with --base-model" in capsys.readouterr().err
+    assert cli.main([*words, "--base-model", "tiny"]) == 0
+    assert "episodes: 2 used; left out: 1 other policy" in capsys.readouterr().out
