@@ -182,8 +182,13 @@ class RLAgent:
             task_id=task_id_of(environment, task_id) if isinstance(task_id, int) else task_id,
         )
         with self._working():
-            own = {"base_model": self._policy.base_model, "adapter": self.config.serving.adapter}
-            episodes = self._thread.wait_for(collected_episodes(self._storage, where, **own))
+            collecting = collected_episodes(
+                self._storage,
+                where,
+                base_model=self._policy.base_model,
+                adapter=self.config.serving.adapter,
+            )
+            episodes = self._thread.wait_for(collecting)
             lesson = make_lesson(episodes, settings)
             trainer = _trainer(weights, settings, self._policy.adapter)
             metrics = teach(trainer, lesson)
