@@ -168,6 +168,7 @@ class TrainingSettings(Settings):
     )
     clip_low: float = Field(default=0.0, ge=0, lt=1)
     clip_high: float = Field(default=0.0, ge=0)
+    negative_scale: float = Field(default=1.0, ge=0, le=1)
     dual_clip: float = Field(default=0.0, ge=0)
     cispo_low: float = Field(default=0.2, gt=0, le=1)
     variance: Literal["biased", "unbiased"] = "biased"
@@ -196,7 +197,7 @@ class TrainingSettings(Settings):
     gradient_checkpointing: bool = False
     checkpoint_steps: int = Field(default=20, ge=0)
     seed: int = Field(default=0, ge=0)
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from openhands_rl_plugin.errors import TrainingError, describe
 from openhands_rl_plugin.settings import TrainingSettings
 
-_BYTES = {"bfloat16": 2, "float32": 4}
+_BYTES = {"auto": 4, "bfloat16": 2, "float32": 4}  # "auto" is one of the others, at most the larger
 _ADAPTER_BYTES = 16
 """Of an adapter's parameter: weight, gradient and two moments of AdamW, all float32."""
 

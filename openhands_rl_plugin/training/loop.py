@@ -21,6 +21,7 @@ from openhands_rl_plugin.rollout import RolloutPlan, roll_out
 from openhands_rl_plugin.scoring import score_stored, scored_rewards
 from openhands_rl_plugin.training.credit import Credit, credited_samples
 from openhands_rl_plugin.training.demonstrations import ChatTokenizer, demonstration_sample
+from openhands_rl_plugin.training.memory import forget_unused
 from openhands_rl_plugin.training.plan import LoopPlan, LoopState, StageRecord, success_metrics
 from openhands_rl_plugin.types import Adapter, SamplingParams, Task, Trajectory
 
@@ -184,6 +185,7 @@ class ClosedLoop:
 
     async def _reinforcement_trainer(self) -> LoraTrainer:
         if self._trainer is None:
+            forget_unused()  # the warm start's model, before there is another one
             adapter = self._adapter()
             trainer = await asyncio.to_thread(self._parts.make_trainer, self._plan.reinforcement, adapter)
             if adapter is not None and (saved := self._trainer_directory(adapter)).exists():

@@ -38,7 +38,8 @@ class TrainablePolicy:
     def __init__(self, model_path: str | Path, settings: TrainingSettings) -> None:
         self.model_path = str(model_path)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._base = _load(self.model_path, getattr(torch, settings.dtype), self.device)
+        self.dtype = _dtype(settings.dtype, self.device)
+        self._base = _load(self.model_path, self.dtype, self.device)
         self.longest: int = self._base.config.max_position_embeddings
         """Tokens in the longest sequence that the model is made for."""
         self.vocabulary: int = self._base.config.vocab_size
@@ -154,6 +155,14 @@ class TrainablePolicy:
     def _check_sequences(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         ids = tuple((11 * i + 3) % 97 % self.vocabulary for i in range(48))
         return ids, ids[:24] + ids[:24]
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    """``"auto"`` as the embedded server chooses it: emulated bfloat16 products take eight times as long as float32."""
+    if name != "auto":
+        return getattr(torch, name)
+    native = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if native else torch.float32
 
 
 def _load(path: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

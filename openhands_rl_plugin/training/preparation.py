@@ -70,6 +70,17 @@ def subtract_divergence(items: Sequence[Item], settings: TrainingSettings) -> No
             item.advantages = part
 
 
+def weaken(items: Sequence[Item], negative_scale: float) -> None:
+    """Multiply negative advantages by ``negative_scale``.
+
+    A negative advantage takes probability from what was sampled and gives it to everything else, most of which nobody
+    has tried; a positive one gives it to what has worked. With few samples a task, weighing the second more is the
+    safer update (Arnal et al. 2025, arXiv 2506.20520, who lower the baseline to the same end).
+    """
+    for item in items:
+        item.advantages = torch.where(item.advantages < 0, item.advantages * negative_scale, item.advantages)
+
+
 def staleness(samples: Sequence[Sample], newest: int) -> float:
     """Mean number of versions between the newest known one and the one that a sample was drawn from (base: 0)."""
     versions = [(sample.policy.version if sample.policy is not None else None) or 0 for sample in samples]

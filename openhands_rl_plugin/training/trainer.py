@@ -21,6 +21,7 @@ from openhands_rl_plugin.training.imitation import Pair
 from openhands_rl_plugin.training.items import Item, batches, items_of_pairs, items_of_rollouts, passes
 from openhands_rl_plugin.training.layout import lay_out
 from openhands_rl_plugin.training.loss import Diagnostics
+from openhands_rl_plugin.training.memory import return_freed_memory
 from openhands_rl_plugin.training.metrics import Tally, TrainMetrics, TrainProgress
 from openhands_rl_plugin.training.pass_loss import Imitation, Pass, PassLoss, Preference, Reinforcement
 from openhands_rl_plugin.training.policy import WEIGHTS_FILE, TrainablePolicy
@@ -30,6 +31,7 @@ from openhands_rl_plugin.training.preparation import (
     staleness,
     subtract_divergence,
     trained_tokens,
+    weaken,
 )
 from openhands_rl_plugin.training.run_files import RunFiles, fingerprint
 from openhands_rl_plugin.types import Adapter, Probe, Sample
@@ -37,7 +39,7 @@ from openhands_rl_plugin.types import Adapter, Probe, Sample
 OnProgress = Callable[[TrainProgress], None]
 """Called after every optimiser step."""
 
-PROBE_TOLERANCE = {"bfloat16": 0.15, "float32": 0.01}
+PROBE_TOLERANCE = {torch.bfloat16: 0.15, torch.float32: 0.01}
 """Mean absolute difference, in nats, between two sound implementations that sum in another order."""
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -108,7 +110,7 @@ class LoraTrainer:
         return Probe(
             token_ids=ids,
             logprobs=tuple(self._policy.sequence_logprobs(ids)),
-            max_difference=max_difference or PROBE_TOLERANCE[self.settings.dtype],
+            max_difference=max_difference or PROBE_TOLERANCE[self._policy.dtype],
         )
 
     def save_adapter(self, directory: Path) -> None:
@@ -214,6 +216,8 @@ class LoraTrainer:
                 item.reference = part
             if self.settings.kl_in == "reward":
                 subtract_divergence(items, self.settings)
+        if self.settings.negative_scale != 1.0:
+            weaken(items, self.settings.negative_scale)
         return done, first_step, tally
 
     def _step(self, batch: list[Item], loss: PassLoss, tally: Tally) -> Diagnostics:
@@ -240,6 +244,7 @@ class LoraTrainer:
         self._optimizer.param_groups[0]["lr"] = self.settings.learning_rate * warmup
         self._optimizer.step()
         self.step += 1
+        return_freed_memory()
         if not tally.losses:
             # Nothing was trained before this step, so that what differs from the record is no learning.
             tally.drift = diagnostics.drift

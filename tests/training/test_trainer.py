@@ -86,6 +86,24 @@ def test_packing_changes_nothing(model: Path) -> None:
         assert_same(gradients, results[0][1], 1e-5)
 
 
+def test_negative_advantages_count_as_much_as_the_settings_say(model: Path) -> None:
+    """As if the samples had come with the weakened advantages; at zero they are not even computed."""
+    settings = EXACT.model_copy(update={"num_epochs": 1, "batch_size": 6, "max_grad_norm": 1e9})
+    samples = make_samples()
+    negative = [sample for sample in samples if sample.advantage < 0]
+    for scale in (0.25, 0.0):
+        by_hand = [
+            sample.model_copy(update={"advantage": scale * sample.advantage}) if sample in negative else sample
+            for sample in samples
+        ]
+        expected = LoraTrainer(model, settings)
+        trainer = LoraTrainer(model, settings.model_copy(update={"negative_scale": scale}))
+        metrics = trainer.reinforce(samples)
+        assert metrics.loss == expected.reinforce(by_hand).loss
+        assert metrics.skipped_samples == (0 if scale else len(negative))
+        assert_same(dict(trainer.parameters), dict(expected.parameters))
+
+
 def test_long_sequences_are_attended_to_exactly(tmp_path: Path) -> None:
     """Longer than a block of queries, and than what is kept of the attention for the backward pass."""
     model = write_model(tmp_path / "model", max_position_embeddings=2048)
