@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Literal, TypedDict
 
 from openhands_rl_plugin import registry
-from openhands_rl_plugin.engines.defaults import merge_sampling
+from openhands_rl_plugin.engines.seeded import SeededEngine
 from openhands_rl_plugin.protocols import Environment, LLMEngine, TrajectoryStorage
 from openhands_rl_plugin.runners import SessionRunner
 from openhands_rl_plugin.settings import RLSettings
 from openhands_rl_plugin.types import (
-    Completion,
     EpisodeRequest,
     Failure,
-    JsonObject,
     Limits,
-    Message,
-    SamplingParams,
     Score,
     StrategySpec,
     Trajectory,
 )
 
 # Larger than any number of answers to one call, whose seeds are consecutive.
-_SEED_STEP = 1_000_003
 _SEEDS = 2**31
 
 ConversationMessage = TypedDict(
@@ -48,33 +42,6 @@ class EpisodeResult(TypedDict):
     task_id: str
     stop: str
     failure: str | None
-
-
-class SeededEngine:
-    """An engine for one episode: the run's sampling parameters, and a seed of its own for every call.
-
-    The seeds depend on the episode's seed only, so that an episode can be sampled again whatever is played beside it.
-    """
-
-    def __init__(self, engine: LLMEngine, sampling: SamplingParams, seed: int) -> None:
-        self._engine = engine
-        self._sampling = sampling
-        self._seed = seed
-        self._calls = 0
-
-    async def complete(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[JsonObject] = (),
-        n: int = 1,
-        sampling: SamplingParams | None = None,
-    ) -> list[Completion]:
-        """Sample ``n`` answers. Raises ``InfrastructureError`` or ``ModelError``."""
-        seed = (self._seed + self._calls * _SEED_STEP) % _SEEDS
-        self._calls += 1
-        wanted = merge_sampling(sampling, self._sampling.model_copy(update={"seed": seed}))
-        return await self._engine.complete(messages, tools=tools, n=n, sampling=wanted)
 
 
 def make_environment(settings: RLSettings) -> Environment:
@@ -110,9 +77,9 @@ def session_runner(
 
     return SessionRunner(
         make_environment=lambda request: make_environment(settings),
-        make_strategy=lambda request: registry.build("strategies", settings.rollout_strategy),
+        make_strategy=lambda request: registry.build("strategies", settings.rollout_strategy, settings.strategy),
         make_engine=engine_for,
-        strategy_spec=StrategySpec(name=settings.rollout_strategy),
+        strategy_spec=StrategySpec(name=settings.rollout_strategy, options=settings.strategy),
         base_model=base_model,
         limits=limits,
         storage=storage,

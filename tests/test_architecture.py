@@ -57,7 +57,7 @@ ARROWS: dict[str, set[str]] = {
     # Not a part of serving: it stands in front of any model server, and needs no torch.
     "gateway": CORE | {"serving", "session", "settings"},
     "looking": CORE | {"statistics"},
-    "doctor": CORE | {"config", "looking", "registry", "serving", "settings"},
+    "doctor": CORE | {"config", "looking", "serving", "settings", "storage"},
     # Serves a policy by the session, the strategy and the environment that trained it.
     "runtime": CORE | {"engines", "environments", "registry", "serving", "session", "settings", "strategies"},
     "hosts": CORE

@@ -33,7 +33,7 @@ COMMANDS: Mapping[str, str] = {
 examples) and ``RESUME`` (what to do after Ctrl-C). Its own imports must be light."""
 
 DEBUG = "OPENHANDS_RL_DEBUG"
-FAILED, INTERRUPTED = 1, 130
+FAILED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141
 
 _EPILOG = """examples:
   openhands-rl demo --tiny
@@ -68,9 +68,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(command: ModuleType, args: argparse.Namespace) -> int:
     try:
-        return command.run(args)
+        code = command.run(args)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return _say("interrupted" + (f"; {command.RESUME}" if hasattr(command, "RESUME") else ""), INTERRUPTED)
+    except BrokenPipeError:
+        # Whoever read what was printed (``head``, say) has seen enough; Python would try to flush the rest at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except RLError as error:
         return _say("\n".join(f"error: {line}" for line in str(error).splitlines()), FAILED)
     except Exception as error:

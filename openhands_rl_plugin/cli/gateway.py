@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
+import sys
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -30,6 +31,7 @@ The agent's base_url is http://127.0.0.1:8200/v1, or .../session/NAME/v1 to name
 """
 
 _STORE = "./trajectories"
+_SWITCH_SECONDS = 0.0005
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,6 +83,8 @@ def _served_by(serving: ServingSettings) -> dict[str, object]:
 async def _serve(config: GatewayConfig, storage: TrajectoryStorage, where: str) -> None:
     from openhands_rl_plugin.gateway.server import running_gateway
 
+    # The storage's thread must not keep the interpreter for long while calls wait.
+    sys.setswitchinterval(_SWITCH_SECONDS)
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)

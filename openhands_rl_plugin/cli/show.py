@@ -23,7 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--tree", action="store_true", help="a line for each node, with siblings, visits and values")
     how.add_argument("--full", action="store_true", help="all of every message, however long")
-    how.add_argument("--json", action="store_true", help="everything as JSON, except for the token ids")
+    how.add_argument(
+        "--json",
+        action="store_true",
+        help="the same as JSON; token ids and evidence: `export`",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from openhands_rl_plugin.cli.stored import add_filters, add_store, filter_of
+from openhands_rl_plugin.cli.stored import add_filters, add_store, filter_of, finite
 from openhands_rl_plugin.cli.stores import open_store
 from openhands_rl_plugin.errors import ConfigError
 from openhands_rl_plugin.validation import unknown_name
@@ -29,7 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="group by these, of run, environment, split, strategy, version and task (default: %(default)s)",
     )
     parser.add_argument(
-        "--success-at", type=float, default=1.0, metavar="X", help="the reward that is a success (default: %(default)s)"
+        "--success-at",
+        type=finite,
+        default=1.0,
+        metavar="X",
+        help="the reward that is a success (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="the figures as JSON")
 
@@ -44,7 +48,7 @@ async def _run(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.looking.tables import stats_table
     from openhands_rl_plugin.looking.terminal import console, print_json
 
-    by = tuple(name.strip() for name in args.by.split(","))
+    by = tuple(dict.fromkeys(name.strip() for name in args.by.split(",")))
     for name in by:
         if name not in GROUPINGS:
             raise ConfigError(f"--by: {unknown_name('grouping', name, GROUPINGS)}")

@@ -31,8 +31,8 @@ def add_filters(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stop", choices=[each.value for each in StopReason], help="that ended like this")
     group.add_argument("--failed", action=argparse.BooleanOptionalAction, help="only those that failed, or did not")
     group.add_argument("--failure", choices=[each.value for each in FailureKind], help="that failed like this")
-    group.add_argument("--min-reward", type=_finite, metavar="X")
-    group.add_argument("--max-reward", type=_finite, metavar="X")
+    group.add_argument("--min-reward", type=finite, metavar="X")
+    group.add_argument("--max-reward", type=finite, metavar="X")
     group.add_argument("--since", type=_time, metavar="TIME", help="ended then or later: 2025-01-31T12:00, or seconds")
     group.add_argument("--until", type=_time, metavar="TIME", help="ended then or before")
     ended = group.add_mutually_exclusive_group()
@@ -83,7 +83,8 @@ def natural(text: str) -> int:
     return number
 
 
-def _finite(text: str) -> float:
+def finite(text: str) -> float:
+    """Any number but NaN and infinity, as an option's type."""
     try:
         number = float(text)
     except ValueError:
@@ -96,7 +97,7 @@ def _finite(text: str) -> float:
 def _time(text: str) -> float:
     """Seconds since 1970, or a date and time of this place."""
     try:
-        return _finite(text)
+        return finite(text)
     except argparse.ArgumentTypeError:
         pass
     try:

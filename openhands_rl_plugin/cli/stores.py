@@ -33,18 +33,24 @@ async def open_store(where: str, *, create: bool = False) -> AsyncIterator[Traje
     """The store at a path or URI; looking at one never makes one. Raises ``ConfigError`` or ``StorageError``."""
     storage = storage_at(where)
     try:
-        if not create and _mongodb_uri(where) is None:
-            _check_folder(where)
+        if _mongodb_uri(where) is None:
+            _check_folder(where, create)
         yield storage
     finally:
         await storage.close()
 
 
-def _check_folder(where: str) -> None:
+def _check_folder(where: str, create: bool) -> None:
     folder = Path(where).expanduser()
-    if not any((folder / name).exists() for name in _CONTENTS):
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{where}: this is a file; give the folder of a store" + _meant(folder))
+    if not create and not any((folder / name).exists() for name in _CONTENTS):
         cause = "has no trajectories in it" if folder.is_dir() else "does not exist"
         raise ConfigError(f"{where}: this folder {cause}; give the folder that [rl.storage] path names")
+
+
+def _meant(file: Path) -> str:
+    return f", here {file.parent}" if file.name in _CONTENTS else ""
 
 
 def _mongodb_uri(where: str) -> str | None:
@@ -53,6 +59,8 @@ def _mongodb_uri(where: str) -> str | None:
         name = where.removeprefix(_VARIABLE)
         if (uri := os.environ.get(name)) is None:
             raise ConfigError(f"the environment variable {name} is not set")
+        if not uri.startswith(_MONGODB):
+            raise ConfigError(f"the environment variable {name} does not begin with {' or '.join(_MONGODB)}")
         return uri
     if not where.startswith(_MONGODB):
         return None

@@ -11,8 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError
 from pydantic import TypeAdapter
 from pydantic_core import ArgsKwargs
 
@@ -162,6 +160,10 @@ def checked(tools: Sequence[ToolBase]) -> tuple[ToolBase, ...]:
 def _check_schema(tool: ToolBase) -> None:
     if not isinstance(tool.parameters, dict) or tool.parameters.get("type") != "object":
         raise ConfigError(f'tool {tool.name!r}: parameters must be the JSON Schema of an object ("type": "object")')
+    # Imported late: beside some packages it takes more than a second, and plain conversations do without it.
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError
+
     try:
         Draft202012Validator.check_schema(tool.parameters)
     except SchemaError as error:

@@ -7,11 +7,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import TYPE_CHECKING
 
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import ValidationError
 from pydantic import JsonValue
-from referencing import Registry
 
 from openhands_rl_plugin.errors import CaughtFailure, boundary
 from openhands_rl_plugin.types import Failure, FailureKind, Frozen, JsonObject, ToolCall
@@ -19,6 +17,10 @@ from openhands_rl_plugin.validation import unknown_name
 
 from .tools_base import ToolBase
 from .tools_feedback import Feedback, FeedbackCode
+
+if TYPE_CHECKING:
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import ValidationError
 
 _MOST_ERRORS = 3
 _LONGEST_ERROR = 300
@@ -79,10 +81,7 @@ class ToolBox:
 
     def __post_init__(self) -> None:
         self._by_name = {tool.name: tool for tool in self.tools}
-        # A registry of its own, so that no reference in a schema is fetched from anywhere.
-        self._validators = {
-            tool.name: Draft202012Validator(tool.parameters, registry=Registry()) for tool in self.tools
-        }
+        self._validators = {tool.name: _validator(tool) for tool in self.tools}
 
     async def execute(self, calls: Sequence[ToolCall]) -> list[Outcome]:
         """Execute ``calls`` in order, neighbours that may be in parallel side by side; none after one that ends.
@@ -157,6 +156,14 @@ class ToolBox:
     def _tell(self, tool: ToolBase, event: ToolEvent) -> None:
         if self.listener is not None and not tool.private and not tool.ends:
             self.listener(event)
+
+
+def _validator(tool: ToolBase) -> Draft202012Validator:
+    from jsonschema import Draft202012Validator
+    from referencing import Registry
+
+    # A registry of its own, so that no reference in a schema is fetched from anywhere.
+    return Draft202012Validator(tool.parameters, registry=Registry())
 
 
 def read_arguments(text: str) -> JsonObject:

@@ -12,7 +12,8 @@ from pydantic import Field, JsonValue
 from openhands_rl_plugin.errors import GraderError
 from openhands_rl_plugin.types import Frozen, Score, Trajectory
 
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d)\.?)(?:[eE][-+]?\d+)?")
+# A sign that follows a word or a digit is a dash; a comma between digits separates thousands.
+_NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _LONGEST = 1_000_000
 
 

@@ -70,6 +70,7 @@ def build_app(config: AgentConfig, open_runtime: OpenRuntime) -> Starlette:
             ServingError: on_serving_error,
             ValidationError: on_invalid_body,
             HTTPException: on_http_exception,
+            ClientDisconnect: _on_disconnect,
             Exception: on_defect,
         },
         lifespan=endpoints.lifespan,
@@ -132,8 +133,7 @@ class Endpoints:
         if body.stream:
             events = _Stream(body, served, name).events(runtime, self._gate)
             return StreamingResponse(events, media_type="text/event-stream")
-        async with self._gate.passed():
-            result = await _unless_gone(request, runtime.run(body.conversation(), sampling=body.sampling(), name=name))
+        result = await _unless_gone(request, self._answer(runtime, body, name))
         if result.failure is not None:
             raise _refusal_of(result.failure)
         return _json(answer_of(_identifier(name), served, result))
@@ -145,6 +145,10 @@ class Endpoints:
     async def health(self, _: Request) -> Response:
         """GET /health."""
         return Response()
+
+    async def _answer(self, runtime: AgentRuntime, body: AgentChatRequest, name: str) -> AgentResult:
+        async with self._gate.passed():
+            return await runtime.run(body.conversation(), sampling=body.sampling(), name=name)
 
 
 class _Stream:
@@ -224,6 +228,11 @@ async def _unless_gone(request: Request, answering: Coroutine[Any, Any, AgentRes
         for task in (playing, gone):
             task.cancel()
         await asyncio.wait({playing, gone})
+
+
+async def _on_disconnect(_: Request, __: Exception) -> Response:
+    """Nobody reads it."""
+    return Response(status_code=499)
 
 
 async def _disconnected(request: Request) -> None:

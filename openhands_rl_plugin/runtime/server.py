@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import uvicorn
 
@@ -32,7 +32,7 @@ def running_agent(config: AgentConfig, open_runtime: OpenRuntime | None = None) 
     with _listen(config) as listener:
         options = {"log_level": "critical", "access_log": False, "lifespan": "on", "timeout_graceful_shutdown": 5}
         server = uvicorn.Server(uvicorn.Config(app, **options))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="agent", daemon=True)
+        thread = threading.Thread(target=_serve, args=(server, listener), name="agent", daemon=True)
         thread.start()
         try:
             start.wait(server, thread)
@@ -65,6 +65,12 @@ class _Start:
             if not thread.is_alive() or time.monotonic() > deadline:
                 raise self._error or ConfigError("the agent endpoint did not start within its time; start it again")
             time.sleep(0.01)
+
+
+def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
+    # A start that failed is told by the one who waits for it.
+    with suppress(SystemExit):
+        server.run(sockets=[listener])
 
 
 def _listen(config: AgentConfig) -> socket.socket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +21,11 @@ from openhands_rl_plugin.environments.tools import FinalTool, FunctionTool, Thin
 from openhands_rl_plugin.types import Message, Task, ToolCall
 
 QUESTION = "What is 17 + 25?"
+WIRE: list[Any] = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": QUESTION}]
+"""The conversation that the model was taught to answer."""
 NOTES = "private: add them"
 ANSWER = "It is 42."
-_STEPS = 150
+_STEPS = 120
 
 
 def add(a: int, b: int) -> str:
@@ -34,36 +37,39 @@ def tools() -> tuple[ToolBase, ...]:
     return (ThinkTool(), FunctionTool(add), FinalTool())
 
 
-CALLS = (
-    ("think", f'{{"notes": "{NOTES}"}}'),
-    ("add", '{"a": 17, "b": 25}'),
-    ("final", f'{{"answer": "{ANSWER}"}}'),
+TURNS = (
+    (("think", f'{{"notes": "{NOTES}"}}'), ("add", '{"a": 17, "b": 25}')),
+    (("final", f'{{"answer": "{ANSWER}"}}'),),
 )
 
 
 async def write_caller(path: Path) -> Path:
-    """A model directory whose model answers ``QUESTION`` with ``CALLS`` (seconds)."""
+    """A model directory whose model answers ``WIRE`` with ``TURNS`` (seconds)."""
     torch.manual_seed(0)
     environment = ToolEnvironment(tools=tools())
-    messages = [*(await environment.reset(Task(id="add", environment="tools", instruction=QUESTION))).messages]
-    turns: list[tuple[str, str]] = []
-    for name, arguments in CALLS:
-        said = f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-        turns.append((_prompt(messages, environment.offered_tools), said + "<|im_end|>"))
-        action = Message(role="assistant", tool_calls=(ToolCall(id="c", name=name, arguments=arguments),))
+    messages = [*(await environment.reset(Task(id="add", environment="tools", data={"messages": WIRE}))).messages]
+    parts: list[tuple[str, bool]] = [(_prompt(messages, environment.offered_tools), False)]
+    for calls in TURNS:
+        # As the template writes it, so that each turn extends the one before and one sequence teaches all of them.
+        written = (f'{{"name": "{name}", "arguments": {given}}}' for name, given in calls)
+        said = "".join(f"\n<tool_call>\n{call}\n</tool_call>" for call in written)
+        parts.append((f"{said}<|im_end|>", True))
+        made = tuple(ToolCall(id=name, name=name, arguments=given) for name, given in calls)
+        action = Message(role="assistant", tool_calls=made)
         messages += [action, *(await environment.step(action)).messages]
-    tokenizer = _tokenizer([prompt + said for prompt, said in turns])
+        prompt, known = _prompt(messages, environment.offered_tools), "".join(text for text, _ in parts)
+        assert prompt.startswith(known)
+        parts.append((prompt[len(known) :], False))
+    tokenizer = _tokenizer([text for text, _ in parts])
     write_model(path, initializer_range=0.05, max_position_embeddings=4096)
     tokenizer.save_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    _teach(model, [_encoded(tokenizer, prompt, said) for prompt, said in turns])
+    _teach(model, *_encoded(tokenizer, parts))
     model.save_pretrained(path)
     return path
 
 
 def _prompt(messages: Sequence[Message], offered: Sequence[Any]) -> str:
-    import json
-
     wire = [
         {
             "role": message.role,
@@ -80,19 +86,25 @@ def _prompt(messages: Sequence[Message], offered: Sequence[Any]) -> str:
     return jinja.from_string(CHAT_TEMPLATE).render(messages=wire, tools=[*offered], add_generation_prompt=True)
 
 
-def _encoded(tokenizer: PreTrainedTokenizerFast, prompt: str, said: str) -> tuple[torch.Tensor, torch.Tensor]:
-    before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, said))
-    return torch.tensor([before + after]), torch.tensor([[-100] * len(before) + after])
+def _encoded(tokenizer: PreTrainedTokenizerFast, parts: Sequence[tuple[str, bool]]) -> tuple[torch.Tensor, ...]:
+    """Ids and labels of the conversation, of which the marked parts are taught."""
+    ids, labels = [], []
+    for text, taught in parts:
+        part = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids += part
+        labels += part if taught else [-100] * len(part)
+    return torch.tensor([ids]), torch.tensor([labels])
 
 
-def _teach(model: torch.nn.Module, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _teach(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    slower = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=_STEPS)
     for _ in range(_STEPS):
-        loss = sum(model(input_ids=ids, labels=labels).loss for ids, labels in batch)
         optimizer.zero_grad()
-        loss.backward()
+        model(input_ids=ids, labels=labels).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        slower.step()
 
 
 def _tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:

@@ -1,0 +1,143 @@
+"""``openhands-rl chat`` and ``agent`` as processes, against a model server on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from raw_server import raw_server, respond
+
+from openhands_rl_plugin import cli
+
+CHAT = [sys.executable, "-m", "openhands_rl_plugin.cli", "chat", "--model", "m"]
+
+
+def answer(text: str, **call: Any) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": text or None}
+    if call:
+        function = {"name": call.pop("name"), "arguments": json.dumps(call)}
+        message["tool_calls"] = [{"id": "c1", "type": "function", "function": function}]
+    return {"id": "r", "model": "m", "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
+
+
+async def talk(reply: Any, lines: str, *options: str) -> tuple[str, list[Any]]:
+    """What a chat prints when ``lines`` are piped into it, and what the server was asked."""
+    async with raw_server(reply) as server:
+        command = [*CHAT, "--base-url", f"{server.url}/v1", *options]
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        printed, _ = await process.communicate(lines.encode())
+        assert process.returncode == 0, printed.decode()
+    return printed.decode(), [body for _, body in server.requests]
+
+
+async def test_a_conversation_goes_on_until_it_is_reset(tmp_path: Path) -> None:
+    def reply(path: str, body: Any) -> Any:
+        return respond(answer(f"You said {body['messages'][-1]['content']}.\x1b[31m"))
+
+    printed, asked = await talk(reply, "one\n\ntwo\n/what\n/reset\nthree\n/quit\nfour\n", "--record", str(tmp_path))
+    assert printed == (
+        "You said one.[31m\nYou said two.[31m\n(unknown command /what; there are /reset and /quit)\n"
+        "(a new conversation)\nYou said three.[31m\n"
+    )
+    assert [[message["content"] for message in body["messages"]] for body in asked] == [
+        ["one"],
+        ["one", "You said one.\x1b[31m", "two"],
+        ["three"],
+    ]
+    command = [sys.executable, "-m", "openhands_rl_plugin.cli", "list", str(tmp_path), "--json"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert len(listed.splitlines()) == 3
+
+
+async def test_tools_are_shown_and_notes_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reply(path: str, body: Any) -> Any:
+        told = [message["content"] for message in body["messages"] if message["role"] == "tool"]
+        if not told:
+            return respond(answer("", name="think", notes="SECRET"))
+        if told[-1] == "noted":
+            return respond(answer("", name="look_up", word="a"))
+        return respond(answer("", name="final", answer="It is three."))
+
+    source = "def look_up(word: str) -> str:\n    return 'found ' + word\n"
+    (tmp_path / "chat_tools.py").write_text(source, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    printed, asked = await talk(reply, "How many?\n", "--tools", "think", "final", "chat_tools:look_up")
+    assert printed == '[look_up] {"word": "a"}\n[look_up] -> found a\nIt is three.\n'
+    assert [tool["function"]["name"] for tool in asked[0]["tools"]] == ["think", "final", "look_up"]
+
+
+async def test_a_model_that_refuses_is_told_and_the_chat_goes_on() -> None:
+    def reply(path: str, body: Any) -> Any:
+        if body["messages"][-1]["content"] == "bad":
+            return respond({"error": {"message": "too long"}}, "400 Bad Request")
+        return respond(answer("good"))
+
+    printed, asked = await talk(reply, "bad\nfine\n")
+    assert "(no answer: ModelError:" in printed and "too long" in printed and printed.endswith("good\n")
+    assert [message["content"] for message in asked[-1]["messages"]] == ["fine"]
+
+
+async def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
+    async def reply(path: str, body: Any) -> Any:
+        if body["messages"][-1]["content"] == "wait":
+            await asyncio.sleep(60)
+        return respond(answer("good"))
+
+    async with raw_server(reply) as server:
+        command = [*CHAT, "--base-url", f"{server.url}/v1"]
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(b"wait\n")
+        async with asyncio.timeout(30):
+            while not server.requests:
+                await asyncio.sleep(0.02)
+            process.send_signal(signal.SIGINT)
+            assert await process.stdout.readline() == b"\n"
+            assert await process.stdout.readline() == b"(stopped)\n"
+        printed, _ = await process.communicate(b"fine\n")
+    assert printed == b"good\n" and process.returncode == 0
+    assert [message["content"] for message in server.requests[-1][1]["messages"]] == ["fine"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--base-url", "here"], "error: --base-url: must be an http:// or https:// URL"),
+        (["--base-url", "http://h/v1", "--tools", "finale"], "error: unknown tool 'finale'"),
+        (["--base-url", "http://h/v1", "--upstream-key-env", "NO_SUCH"], "the environment variable NO_SUCH is not set"),
+        (["--base-url", "http://h/v1", "--upstream-key-env", "sk-123"], "must be the NAME of an environment variable"),
+        (["--base-url", "http://h/v1", "--max-turns", "0"], "error: --max-turns: must be greater than or equal to 1"),
+    ],
+)
+def test_wrong_options_are_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["chat", "--model", "m", *options]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+async def test_the_agent_command_serves_until_it_is_stopped() -> None:
+    async with raw_server(lambda path, body: respond(answer("good"))) as server:
+        command = [sys.executable, "-m", "openhands_rl_plugin.cli", "agent", "--model", "m", "--port", "0"]
+        process = await asyncio.create_subprocess_exec(
+            *command, "--base-url", f"{server.url}/v1", stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        assert b"with no tools" in await process.stdout.readline()
+        base_url = (await process.stdout.readline()).decode().split()[1].rstrip(";")
+        async with httpx.AsyncClient() as client:
+            body = {"messages": [{"role": "user", "content": "hi"}]}
+            said = await client.post(f"{base_url}/chat/completions", json=body, timeout=20)
+        assert said.json()["choices"][0]["message"]["content"] == "good"
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
