@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from openhands_rl_plugin import registry
 from openhands_rl_plugin.config import load_settings
-from openhands_rl_plugin.doctor.disk import check_adapters, check_storage
+from openhands_rl_plugin.doctor.disk import check_adapters, check_episodes, check_storage
 from openhands_rl_plugin.doctor.findings import Finding, fail, ok
 from openhands_rl_plugin.doctor.installation import check_installation
 from openhands_rl_plugin.doctor.services import check_environment_server, check_model_server
 from openhands_rl_plugin.errors import ConfigError, MissingExtraError
-from openhands_rl_plugin.protocols import TrajectoryStorage
 from openhands_rl_plugin.settings import RLSettings
+from openhands_rl_plugin.storage import open_storage
 
 
 async def check_all(config: Path | None, *, probe: bool = False, registration: bool = True) -> list[Finding]:
@@ -37,14 +36,13 @@ async def check_all(config: Path | None, *, probe: bool = False, registration: b
 
 
 async def _storage(settings: RLSettings) -> list[Finding]:
-    if settings.storage_backend != "file":
-        return [ok("storage", f"{settings.storage_backend} is not looked at")]
-    folder = settings.storage.directory
     try:
-        storage: TrajectoryStorage = registry.load("storages", "file")(folder)
+        storage = open_storage(settings)
     except (ConfigError, MissingExtraError) as error:
         return [fail("storage", str(error), "")]
     try:
-        return await check_storage(folder, storage)
+        if settings.storage_backend == "file":
+            return await check_storage(settings.storage.directory, storage)
+        return [await check_episodes(settings.storage_backend, storage)]
     finally:
         await storage.close()

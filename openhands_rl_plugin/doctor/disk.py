@@ -27,12 +27,17 @@ async def check_storage(folder: Path, storage: TrajectoryStorage) -> list[Findin
     if not folder.exists():
         return findings
     findings.append(_private("permissions of the storage", folder))
+    return [*findings, await check_episodes(str(folder), storage)]
+
+
+async def check_episodes(where: str, storage: TrajectoryStorage) -> Finding:
+    """Read the store, wherever it is: a server that is away says so here."""
     try:
         finished = await storage.count(TrajectoryFilter())
         unfinished = await storage.count(TrajectoryFilter(finished=False))
     except RLError as error:
-        return [*findings, fail("stored episodes", str(error), "")]
-    return [*findings, ok("stored episodes", f"{finished:,} and {unfinished:,} unfinished in {folder}")]
+        return fail("stored episodes", str(error), "")
+    return ok("stored episodes", f"{finished:,} and {unfinished:,} unfinished in {where}")
 
 
 def check_adapters(root: Path, name: str) -> Iterator[Finding]:

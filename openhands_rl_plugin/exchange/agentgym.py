@@ -7,12 +7,14 @@ what the assistant says without being sampled (an opening "Ok."), and null on th
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Literal
 
 from pydantic import Field, JsonValue, field_validator
 
+from openhands_rl_plugin.exchange.dates import date_of, seconds_of
 from openhands_rl_plugin.exchange.episodes import UNKNOWN_TIMES, Ending, Imported, Origin, end_of, finished, say
 from openhands_rl_plugin.exchange.foreign import ExchangeError, Foreign, LeftOutError, parse
 from openhands_rl_plugin.exchange.judgement import score_of
@@ -86,7 +88,7 @@ def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject
         "id": trajectory.id,
         "env_name": trajectory.task.environment,
         "task_id": trajectory.task.id,
-        "timestamp": datetime.fromtimestamp(trajectory.times.finished, UTC).isoformat(),
+        "timestamp": date_of(trajectory.times.finished).isoformat(),
         "metadata": _metadata(trajectory),
         "trajectory": {
             "reward": score_of(trajectory, scores),
@@ -106,11 +108,18 @@ def read(row: JsonObject) -> Imported:
     instruction = description if isinstance(description, str) else ""
     task = Task(id=record.task_id, environment=record.env_name, instruction=instruction)
     told = {key: value for key in ("model", "run_id") if isinstance(value := record.metadata.get(key), str)}
-    # A record's own id is kept, so that a store that is imported twice has it once.
-    origin = Origin("agentgym", task, told.get("model"), told.get("run_id"), identity=record.id)
+    origin = Origin("agentgym", task, told.get("model"), told.get("run_id"), identity=_identity(record.id))
     tree = _tree(record.trajectory.conversation, origin.policy)
     _reward_last(tree, record.trajectory.reward)
     return finished(tree, origin, Ending(_stop(record, tree), {**record.metadata}, times=_times(record.timestamp)))
+
+
+def _identity(own: str | None) -> str | None:
+    """A record's own id, where it is one that no other record has; numbers begin anew in every file."""
+    try:
+        return own and str(uuid.UUID(own))
+    except ValueError:
+        return None
 
 
 def _metadata(trajectory: Trajectory) -> JsonObject:
@@ -179,9 +188,12 @@ def _times(timestamp: str | None) -> Times:
         return UNKNOWN_TIMES
     try:
         at = float(timestamp)
+        date_of(at)
     except ValueError:
         try:
-            at = datetime.fromisoformat(timestamp).timestamp()
+            at = seconds_of(datetime.fromisoformat(timestamp))
         except ValueError as error:
             raise ExchangeError(f"timestamp: must be ISO 8601 or Unix seconds, not {timestamp!r:.40}") from error
+    except LeftOutError as error:
+        raise ExchangeError(f"timestamp: {timestamp:.40} are no Unix seconds; are they milliseconds?") from error
     return Times(started=at, finished=at)

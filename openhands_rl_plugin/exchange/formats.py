@@ -27,6 +27,8 @@ from openhands_rl_plugin.redaction import redact_json
 from openhands_rl_plugin.types import JsonObject, Score, Trajectory
 from openhands_rl_plugin.validation import unknown_name
 
+_JSON_ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+
 Rows = Callable[[Trajectory, Sequence[Score]], Iterator[JsonObject]]
 Files = Callable[[Trajectory, Sequence[Score]], Iterator[tuple[str, JsonObject]]]
 
@@ -56,8 +58,10 @@ class Format:
         """Where rows go. Raises ``ExchangeError`` for a file that the format cannot be written to."""
         if self.folder:
             return Folder(target)
-        if target.suffix != ".parquet":
+        if target.name.endswith(_JSON_ENDINGS):
             return JsonFile(target)
+        if target.suffix != ".parquet":
+            raise ExchangeError(f"{target}: must end with {', '.join(_JSON_ENDINGS)} or .parquet")
         if self.columns is None:
             able = ", ".join(each.name for each in FORMATS.values() if each.columns is not None)
             raise ExchangeError(f"{target}: {self.name} has no fixed columns for Parquet; these have: {able}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 
 from pydantic import Field, JsonValue
 
+from openhands_rl_plugin.exchange.dates import date_of, seconds_of
 from openhands_rl_plugin.exchange.episodes import (
     SWE,
     UNKNOWN_TIMES,
@@ -129,7 +130,7 @@ def _metadata(trajectory: Trajectory) -> JsonObject:
         "llm_config": {"model": trajectory.policy.served_name},
         "max_iterations": trajectory.task.limits.max_turns if trajectory.task.limits else len(trajectory.nodes),
         "eval_output_dir": trajectory.run_id,
-        "start_time": datetime.fromtimestamp(trajectory.times.started, UTC).strftime("%Y-%m-%d %H:%M:%S"),
+        "start_time": date_of(trajectory.times.started).strftime("%Y-%m-%d %H:%M:%S"),
         "git_commit": "",
         "dataset": trajectory.task.environment,
         "data_split": trajectory.task.split,
@@ -182,8 +183,6 @@ def _times(events: Sequence[JsonValue]) -> Times:
 
 def _seconds(stamp: str) -> float | None:
     try:
-        at = datetime.fromisoformat(stamp)
+        return seconds_of(datetime.fromisoformat(stamp))
     except ValueError:
         return None
-    # OpenHands writes local times without a zone; taken for UTC they are the same on every machine.
-    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()

@@ -24,6 +24,7 @@ MAX_DOCUMENT = 1024 * 2**20
 EXTRA = "exchange"
 
 _PEEK = 2**20
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 _ROW_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 _MEMBERS = {"model_patch", "instance_id", "messages", "trajectory"}
@@ -90,6 +91,8 @@ def rows_of(file: Path) -> Iterator[Row]:
     with _reading(file), open(file, "rb", buffering=0) as raw:
         source: Any = gzip.GzipFile(fileobj=raw) if file.name.endswith(".gz") else raw
         stream = io.BufferedReader(source, _PEEK)
+        if stream.peek(_PEEK).startswith(_BYTE_ORDER_MARK):
+            stream.read(len(_BYTE_ORDER_MARK))
         if _is_lines(file, stream):
             yield from _lines(file, stream, raw)
         else:
@@ -99,6 +102,8 @@ def rows_of(file: Path) -> Iterator[Row]:
 def read_document(file: Path) -> JsonObject:
     """A file that is one JSON object. Raises ``ExchangeError``."""
     with _reading(file), open(file, "rb") as stream:
+        if stream.peek().startswith(_BYTE_ORDER_MARK):
+            stream.read(len(_BYTE_ORDER_MARK))
         return _object(_document(file, stream))
 
 

@@ -16,7 +16,7 @@ from openhands_rl_plugin.exchange.judgement import resolved
 from openhands_rl_plugin.exchange.reading import Source
 from openhands_rl_plugin.exchange.writing import Sink
 from openhands_rl_plugin.protocols import TrajectoryStorage
-from openhands_rl_plugin.records import EpisodeGrowth, EpisodeStart, TrajectoryFilter
+from openhands_rl_plugin.records import EpisodeGrowth, EpisodeStart, NodeMark, TrajectoryFilter
 from openhands_rl_plugin.redaction import redact_trajectory, redact_value
 from openhands_rl_plugin.types import Score, StopReason, Trajectory
 
@@ -122,36 +122,52 @@ def _episodes(source: Source, skip_bad: bool, advanced: Advanced, report: Import
 
 
 async def _store(batch: Sequence[Imported], storage: TrajectoryStorage, report: ImportReport) -> None:
-    episodes = {each.trajectory.id: each for each in batch}
-    known = {
-        trajectory.id: (trajectory.stop, scores)
-        async for trajectory, scores in storage.find(TrajectoryFilter(ids=tuple(episodes), finished=None))
-    }
-    fresh = [each for each in episodes.values() if each.trajectory.id not in known]
-    # An episode that ended meanwhile takes the place of what was known of it.
-    ended = [
-        each
-        for each in episodes.values()
-        if each.trajectory.id in known
-        and known[each.trajectory.id][0] is StopReason.UNFINISHED is not each.trajectory.stop
-    ]
-    await asyncio.gather(*(_add(each.trajectory, storage) for each in (*fresh, *ended)))
+    episodes: dict[str, Trajectory] = {}
+    for found, _ in batch:
+        if found.id not in episodes or _goes_on(episodes[found.id], found):
+            episodes[found.id] = found
+    known: dict[str, Trajectory] = {}
+    judged: dict[str, set[str]] = {}
+    async for trajectory, scores in storage.find(TrajectoryFilter(ids=tuple(episodes), finished=None)):
+        known[trajectory.id], judged[trajectory.id] = trajectory, set(map(_as_stored, scores))
+    fresh = [each for identity, each in episodes.items() if identity not in known]
+    further = [each for identity, each in episodes.items() if identity in known and _goes_on(known[identity], each)]
+    await asyncio.gather(*(_add(each, known.get(each.id), storage) for each in (*fresh, *further)))
     report.new += len(fresh)
-    scores = [
-        score
-        for identity, each in episodes.items()
-        for score in each.scores
-        if identity not in known or score not in known[identity][1]
-    ]
+    scores = [score for each in batch for score in _new_scores(each, judged)]
     await storage.add_scores(scores)
     report.scores += len(scores)
 
 
-async def _add(trajectory: Trajectory, storage: TrajectoryStorage) -> None:
+def _goes_on(known: Trajectory, found: Trajectory) -> bool:
+    """Whether ``found`` is the same episode at a later time."""
+    ended = found.stop is not StopReason.UNFINISHED
+    return known.stop is StopReason.UNFINISHED and (ended or len(found.nodes) > len(known.nodes))
+
+
+def _new_scores(found: Imported, judged: dict[str, set[str]]) -> list[Score]:
+    """The scores that the store does not have; ``judged`` takes note of them."""
+    identity = found.trajectory.id
+    before = judged.setdefault(identity, set())
+    new = [score for score in found.scores if _as_stored(score) not in before]
+    before.update(map(_as_stored, new))
+    return new
+
+
+def _as_stored(score: Score) -> str:
+    # As text, because a NaN is not equal to itself.
+    return redact_value(score).model_dump_json()
+
+
+async def _add(trajectory: Trajectory, known: Trajectory | None, storage: TrajectoryStorage) -> None:
     if trajectory.stop is not StopReason.UNFINISHED:
         await storage.add(trajectory)
         return
     await storage.begin(EpisodeStart.of(trajectory))
+    marks = tuple(
+        NodeMark(index=at, reward=node.reward, simulated=node.simulated, value=node.value, visits=node.visits)
+        for at, node in enumerate(trajectory.nodes[: len(known.nodes) if known is not None else 0])
+    )
     await storage.grow(
-        EpisodeGrowth(trajectory_id=trajectory.id, first=0, nodes=trajectory.nodes, head=trajectory.head)
+        EpisodeGrowth(trajectory_id=trajectory.id, first=0, nodes=trajectory.nodes, head=trajectory.head, marks=marks)
     )

@@ -81,7 +81,7 @@ class EventReader:
     def __init__(self, policy: PolicyRef) -> None:
         self.tree = EpisodeTree()
         self._policy = policy
-        self._responses: set[str] = set()
+        self._responses: set[tuple[str, WireMessage]] = set()
         self._pending: ToolCall | None = None
 
     def read(self, history: Sequence[JsonValue]) -> EpisodeTree:
@@ -121,11 +121,11 @@ class EventReader:
         response = metadata.model_response
         if not response.choices:
             raise ExchangeError("tool_call_metadata.model_response.choices: is empty")
-        # Each call of a response is an action of its own.
-        if response.id in self._responses:
-            return
-        self._responses.add(response.id)
         wire = response.choices[0].message
+        # Each call of a response is an action of its own. Not every server gives its responses ids of their own.
+        if (response.id, wire) in self._responses:
+            return
+        self._responses.add((response.id, wire))
         reasoning: JsonObject = {"reasoning_content": wire.reasoning_content} if wire.reasoning_content else {}
         say(self.tree, wire.message(), self._policy, reasoning)
 

@@ -8,8 +8,8 @@ observations whose content is the text as the model got it. Tokens, rewards and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 
+from openhands_rl_plugin.exchange.dates import date_of
 from openhands_rl_plugin.exchange.foreign import ExchangeError, from_text
 from openhands_rl_plugin.messages import to_wire
 from openhands_rl_plugin.types import JsonObject, Message, ToolCall, Trajectory
@@ -30,7 +30,7 @@ def history(trajectory: Trajectory, messages: Sequence[Message]) -> list[JsonObj
 
 
 def _stamp(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).replace(tzinfo=None).isoformat()
+    return date_of(at).replace(tzinfo=None).isoformat()
 
 
 def _events(trajectory: Trajectory, messages: Sequence[Message]) -> Iterator[JsonObject]:

@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
+from contextlib import suppress
+from datetime import datetime
 from typing import NamedTuple
 
 from pydantic import JsonValue
 
+from openhands_rl_plugin.exchange.dates import seconds_of
 from openhands_rl_plugin.exchange.episodes import UNKNOWN_TIMES, say
-from openhands_rl_plugin.exchange.foreign import ExchangeError, Foreign, WireMessage, parse, without_nulls
+from openhands_rl_plugin.exchange.foreign import (
+    ExchangeError,
+    Foreign,
+    WireFunction,
+    WireMessage,
+    parse,
+    without_nulls,
+)
 from openhands_rl_plugin.messages import text_of
 from openhands_rl_plugin.tree import EpisodeTree
 from openhands_rl_plugin.types import JsonObject, Message, PolicyRef, Times, ToolCall
@@ -32,11 +41,17 @@ class Text(Foreign):
 
 
 class Call(Foreign):
-    """The call as the model wrote it; older and newer SDKs nest the name differently."""
+    """The call as the model wrote it; the first SDKs had name and arguments in a ``function``, as OpenAI has."""
 
     id: str = ""
     name: str = ""
     arguments: str = "{}"
+    function: WireFunction | None = None
+
+    def made(self, event: Event) -> ToolCall:
+        """As a call of ours; what it lacks the event tells."""
+        said = self.function or self
+        return ToolCall(id=self.id or event.tool_call_id, name=said.name or event.tool_name, arguments=said.arguments)
 
 
 class Event(Foreign):
@@ -135,11 +150,7 @@ class _Reader:
     def _act(self, event: Event) -> None:
         if event.tool_call is None:
             raise ExchangeError("tool_call: is required")
-        call = ToolCall(
-            id=event.tool_call.id or event.tool_call_id,
-            name=event.tool_call.name or event.tool_name,
-            arguments=event.tool_call.arguments,
-        )
+        call = event.tool_call.made(event)
         known = self._answers.get(event.llm_response_id or "")
         if known is not None:
             # Each call of a response is an event of its own.
@@ -215,10 +226,6 @@ def _join(parts: Iterable[str]) -> str | None:
 def _times(events: Sequence[Event]) -> Times:
     seconds = []
     for event in events:
-        try:
-            at = datetime.fromisoformat(event.timestamp or "")
-        except ValueError:
-            continue
-        # Local times without a zone; taken for UTC they are the same on every machine.
-        seconds.append((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp())
+        with suppress(ValueError):
+            seconds.append(seconds_of(datetime.fromisoformat(event.timestamp or "")))
     return Times(started=min(seconds), finished=max(seconds)) if seconds else UNKNOWN_TIMES

@@ -50,6 +50,7 @@ class _Staged:
         self._staged: Path | None = None
 
     def __enter__(self) -> Self:
+        _check_place(self.target)
         try:
             handle, name = tempfile.mkstemp(prefix=f".{self.target.name}.", dir=self.target.parent)  # mode 0600
             os.close(handle)
@@ -89,7 +90,7 @@ class JsonFile(_Staged):
     def write(self, name: str, row: JsonObject) -> None:
         """Add a line."""
         try:
-            self._stream.write(self._separator + to_json(row))
+            self._stream.write(self._separator + _written(row))
         except OSError as error:
             raise ExchangeError(f"{self.target}: cannot be written: {error}") from error
         self._separator = self._between
@@ -152,6 +153,7 @@ class Folder:
         self._owners: dict[str, list[str]] = {}
 
     def __enter__(self) -> Self:
+        _check_place(self.target)
         try:
             if self.target.exists() and (not self.target.is_dir() or any(self.target.iterdir())):
                 raise ExchangeError(f"{self.target}: is there already; name a new folder")
@@ -172,7 +174,7 @@ class Folder:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
-                stream.write(to_json(row))
+                stream.write(_written(row))
         except OSError as error:
             raise ExchangeError(f"{self.target}: cannot be written: {error}") from error
 
@@ -188,6 +190,18 @@ class Folder:
             os.replace(self._staged, self.target)
         except OSError as failed:
             raise ExchangeError(f"{self.target}: cannot be written: {failed}") from failed
+
+
+def _check_place(target: Path) -> None:
+    if target.name in ("", ".."):
+        raise ExchangeError(f"{target}: is a folder; name what is to be written in it")
+    if not target.parent.is_dir():
+        raise ExchangeError(f"{target}: cannot be written: there is no folder {target.parent}; make it first")
+
+
+def _written(row: JsonObject) -> bytes:
+    """JSON has no NaN and no infinity; as texts they are read back as the same numbers."""
+    return to_json(row, inf_nan_mode="strings")
 
 
 def safe_name(text: str) -> str:

@@ -56,7 +56,7 @@ def _print_totals(console: Console, episode: Episode) -> None:
     console.print(Text(f"{ended}, return {number(totals.episode_return)}", "bold"))
     tokens = f"{totals.prompt_tokens:,} prompt and {totals.sampled_tokens:,} sampled tokens"
     console.print(Text(f"{tokens} in {_counted(totals.segments, 'segment')}; {_counted(totals.nodes, 'node')}"))
-    if aside := sum(turn.turn is not None and turn.reward is not None and not turn.acted for turn in episode.turns):
+    if aside := sum(turn.turn is not None and not turn.acted for turn in episode.turns):
         console.print(Text(f"{_counted(aside, 'more turn')} on other branches: see --tree"))
     for score in episode.scores:
         console.print(Text(visible(f"score {number(score.reward)} by {score.reward_version}")), soft_wrap=True)

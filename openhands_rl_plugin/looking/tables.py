@@ -26,7 +26,7 @@ def list_table(summaries: Sequence[TrajectorySummary]) -> Table:
             str(each.turns),
             number(reward_of(each)),
             each.stop.value if each.failure is None else f"{each.stop.value} ({each.failure.value})",
-            datetime.fromtimestamp(each.times.finished).strftime("%Y-%m-%d %H:%M:%S"),
+            _when(each.times.finished),
         )
         for short, each in zip(ids, summaries, strict=True)
     ]
@@ -62,6 +62,14 @@ def short_ids(ids: Sequence[str]) -> list[str]:
     while length < longest and len({each[:length] for each in ids}) < len(set(ids)):
         length += 1
     return [each[:length] for each in ids]
+
+
+def _when(seconds: float) -> str:
+    """Date and time of this place; imported episodes may have none (0), or one that is no date."""
+    try:
+        return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S") if seconds else "-"
+    except (ValueError, OverflowError, OSError):
+        return f"{seconds:g} s"
 
 
 def _with_interval(estimate: Estimate) -> str:

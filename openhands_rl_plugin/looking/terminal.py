@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -53,13 +54,15 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Seq
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """The values as bars, the lowest to the highest; all alike are in the middle."""
-    if not values:
+    """The values as bars, the lowest to the highest; all alike are in the middle, and what has no height is blank."""
+    heights = [value for value in values if math.isfinite(value)]
+    if not heights:
         return ""
-    low, high = min(values), max(values)
-    if high == low:
-        return _BARS[len(_BARS) // 2] * len(values)
-    return "".join(_BARS[round((value - low) / (high - low) * (len(_BARS) - 1))] for value in values)
+    low, span = min(heights), max(heights) - min(heights)
+    middle = len(_BARS) // 2
+    places = (round((value - low) / span * (len(_BARS) - 1)) if span else middle for value in heights)
+    bars = iter([_BARS[place] for place in places])
+    return "".join(next(bars) if math.isfinite(value) else " " for value in values)
 
 
 def number(value: float | None) -> str:

@@ -91,7 +91,7 @@ class EpisodeWriter:
         identity = growth.trajectory_id
         async with self._turn(identity):
             for _ in range(_ATTEMPTS):
-                standing = await self._take_open(identity)
+                standing = await self._take_open(identity, growth.first)
                 if standing is None:
                     await self._check_nothing_new(growth)
                     return
@@ -240,12 +240,14 @@ class EpisodeWriter:
         await self._database.chunks.delete_many(log_range(generation, 1))
         await self._database.chunks.delete_one({"_id": place(generation, 0)})
 
-    async def _take_open(self, identity: str) -> _Standing | None:
+    async def _take_open(self, identity: str, nodes: int = 0) -> _Standing | None:
         """Where an episode stands, ``None`` when it is finished. Raises ``StorageError`` when it is not known.
 
-        Taken out of what is remembered, because after an error it may be wrong; put it back when all is written.
+        Taken out of what is remembered, because after an error it may be wrong; put it back when all is written. With
+        fewer ``nodes`` than the caller knows of it is out of date: another process has appended some.
         """
-        if (standing := self._standings.pop(identity, None)) is not None:
+        standing = self._standings.pop(identity, None)
+        if standing is not None and len(standing.spine) >= nodes:
             return standing
         for _ in range(_ATTEMPTS):
             episode = await self._known(identity)

@@ -200,3 +200,11 @@ def test_the_command_fails_when_a_check_does(tmp_path: Path, capsys: pytest.Capt
     assert cli.main(["doctor", "check", "--quick", "--json", "--config", str(config)]) == 1
     levels = {each["level"] for each in json.loads(capsys.readouterr().out)}
     assert {"ok", "fail"} <= levels
+
+
+async def test_a_database_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_DATABASE", "mongodb://127.0.0.1:1/?serverSelectionTimeoutMS=50")
+    config = tmp_path / "config.toml"
+    config.write_text('[rl]\nstorage_backend = "mongodb"\n[rl.storage]\nuri_env = "A_DATABASE"\n')
+    found = of(await check_all(config, registration=False), "stored episodes")
+    assert found.level is Level.FAIL and "127.0.0.1:1 cannot be reached" in found.said

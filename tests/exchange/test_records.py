@@ -166,3 +166,26 @@ def test_the_same_record_is_the_same_trajectory() -> None:
     assert import_native(plain(row)).trajectory == import_native(plain(row)).trajectory
     changed = plain(row) | {"run_id": "another"}
     assert import_native(changed).trajectory.id != import_native(plain(row)).trajectory.id
+
+
+def test_ids_that_begin_anew_in_every_file_are_not_taken_over() -> None:
+    (row,) = agentgym.rows(trajectory(SHOP, environment="webshop", task_id="6"), ())
+    first = agentgym.read({**plain(row), "id": 7}).trajectory
+    other = agentgym.read({**plain(row), "id": 7, "task_id": "8"}).trajectory
+    assert first.id != other.id and first.id == agentgym.read({**plain(row), "id": "8"}).trajectory.id
+
+
+@pytest.mark.parametrize(
+    ("timestamp", "seconds"),
+    [("1700000000", 1.7e9), ("2023-11-14T22:13:20", 1.7e9), ("2023-11-14T23:13:20+01:00", 1.7e9)],
+)
+def test_timestamps_mean_the_same_everywhere(timestamp: str, seconds: float) -> None:
+    (row,) = agentgym.rows(trajectory(SHOP, environment="webshop", task_id="6"), ())
+    assert agentgym.read({**plain(row), "timestamp": timestamp}).trajectory.times.finished == seconds
+
+
+@pytest.mark.parametrize("timestamp", ["1700000000000", "nan", "inf", "noon"])
+def test_wrong_timestamps_are_refused(timestamp: str) -> None:
+    (row,) = agentgym.rows(trajectory(SHOP, environment="webshop", task_id="6"), ())
+    with pytest.raises(ExchangeError, match="timestamp: "):
+        agentgym.read({**plain(row), "timestamp": timestamp})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import math
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +14,11 @@ import pytest
 from exchange_samples import CODE, SHOP, score, trajectory
 
 from openhands_rl_plugin import cli
+from openhands_rl_plugin.exchange import trajectories
 from openhands_rl_plugin.exchange.formats import FORMATS
-from openhands_rl_plugin.records import EpisodeGrowth, EpisodeStart, TrajectoryFilter
+from openhands_rl_plugin.records import EpisodeGrowth, EpisodeStart, NodeMark, TrajectoryFilter
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
-from openhands_rl_plugin.types import Failure, FailureKind, Message, Score, StopReason, Trajectory
+from openhands_rl_plugin.types import Failure, FailureKind, Message, Node, Score, StopReason, Times, Trajectory
 
 Stored = list[tuple[Trajectory, tuple[Score, ...]]]
 
@@ -218,7 +220,12 @@ def test_a_truncated_archive_is_an_error(tmp_path: Path, capsys: pytest.CaptureF
         (("import", "STORE", "--format", "verifier", "--into", "x"), "'verifier' is for export only"),
         (("import", "nowhere", "--format", "agentgym", "--into", "x"), "nowhere: no such file or folder"),
         (("export", "nowhere", "--format", "agentgym", "--out", "x"), "nowhere: this folder does not exist"),
-        (("export", "STORE", "--format", "agentgym", "--out", "no/such/x"), "no/such/x: cannot be written"),
+        (("export", "STORE", "--format", "agentgym", "--out", "no/x.jsonl"), "there is no folder no; make it first"),
+        (("export", "STORE", "--format", "agentgym", "--out", "x.csv"), "x.csv: must end with .jsonl"),
+        (("export", "STORE", "--format", "llm-completions", "--out", ".."), "is a folder; name what is to be written"),
+        (("export", "STORE/trajectories.sqlite", "--format", "agentgym", "--out", "x.json"), "store, here STORE"),
+        (("import", "STORE", "--format", "agentgym", "--into", "STORE/row.json"), "this is a file; give the folder"),
+        (("import", "STORE", "--format", "agentgym", "--into", "env:HOME"), "HOME does not begin with mongodb://"),
         (("export", "STORE", "--format", "agentgym", "--out", "x.parquet"), "has no fixed columns for Parquet"),
         (("export", "STORE", "--format", "llm-completions", "--out", "STORE"), "is there already"),
         (("import", "STORE", "--format", "agentgym", "--into", "mongodb://u:secret@h/db"), "a password on the command"),
@@ -232,9 +239,9 @@ def test_wrong_use_is_one_clear_line(
     if "import" in words and "STORE" in words:
         (store / "row.json").write_text("{}")
     monkeypatch.chdir(store.parent)
-    assert run(*(str(store) if word == "STORE" else word for word in words)) == 1
+    assert run(*(word.replace("STORE", str(store)) for word in words)) == 1
     error = capsys.readouterr().err
-    assert told in error and error.count("\n") == 1 and "secret" not in error
+    assert told.replace("STORE", str(store)) in error and error.count("\n") == 1 and "secret" not in error
 
 
 def test_a_failed_export_leaves_the_old_file(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,3 +283,76 @@ def test_help_has_the_formats(capsys: pytest.CaptureFixture[str]) -> None:
         assert run(command, "--help") == 0
         printed = capsys.readouterr().out
         assert all(f"\n  {name} " in printed for name in FORMATS)
+
+
+def test_an_episode_that_goes_on_is_followed(store: Path, tmp_path: Path) -> None:
+    out, other = tmp_path / "all.jsonl", tmp_path / "other"
+    run("export", store, "--format", "trajectories", "--out", out, "--unfinished")
+    run("import", out, "--format", "trajectories", "--into", other)
+
+    async def go_on() -> None:
+        known = len(UNFINISHED.nodes)
+        mark = NodeMark(index=known - 1, reward=0.5)
+        node = Node(parent=known - 1, message=CODE[known])
+        async with FileTrajectoryStorage(store) as storage:
+            await storage.grow(
+                EpisodeGrowth(trajectory_id=UNFINISHED.id, first=known, nodes=(node,), head=known, marks=(mark,))
+            )
+
+    asyncio.run(go_on())
+    later = tmp_path / "later.jsonl"
+    run("export", store, "--format", "trajectories", "--out", later, "--unfinished")
+    # What is older than what is known changes nothing.
+    for file in (later, out):
+        run("import", file, "--format", "trajectories", "--into", other)
+    (expected,) = [each for each, _ in stored(store) if each.stop is StopReason.UNFINISHED]
+    ((found, _),) = stored(other)
+    assert (found.nodes, found.head) == (expected.nodes, expected.head)
+
+
+def test_scores_are_added_once_whatever_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = "ghp_" + "aB3dE5gH7jK9mN1pQ3sT5uV7wX9yZ1"
+    odd = Score(trajectory_id=SOLVED.id, reward=math.nan, detail={"log": f"the key {key}"}, reward_version="v1")
+    plain = score(SOLVED, 1.0)
+    lines = [(odd, plain, plain), (plain, score(SOLVED, 0.5))]
+    file = tmp_path / "scored.jsonl"
+    text = [trajectories.Line(trajectory=SOLVED, scores=scores).model_dump_json() for scores in lines]
+    file.write_text("\n".join(text))
+    for expected in ("4 scores", "0 scores"):
+        run("import", file, "--format", "trajectories", "--into", tmp_path / "store")
+        assert capsys.readouterr().out.endswith(f"{expected}\n")
+    ((_, scores),) = stored(tmp_path / "store")
+    assert [each.reward for each in scores[1:]] == [1.0, 1.0, 0.5]
+    assert run("export", tmp_path / "store", "--format", "trajectories", "--out", tmp_path / "x.jsonl") == 0
+    held = json.loads((tmp_path / "x.jsonl").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert held["scores"][0]["reward"] == "NaN"
+    run("import", tmp_path / "x.jsonl", "--format", "trajectories", "--into", tmp_path / "again")
+    assert math.isnan(stored(tmp_path / "again")[0][1][0].reward or 0.0)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.jsonl.gz"])
+def test_a_byte_order_mark_is_no_part_of_the_first_row(name: str, tmp_path: Path) -> None:
+    row = b'\xef\xbb\xbf{"instance_id": "a", "model_patch": "diff"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(row) if name.endswith(".gz") else row)
+    assert run("import", tmp_path / name, "--format", "predictions", "--into", tmp_path / "store") == 0
+    assert [each.task.id for each, _ in stored(tmp_path / "store")] == ["a"]
+
+
+def test_a_time_that_is_no_date_stops_neither_list_nor_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = SHOPPED.model_copy(update={"times": Times(started=0.0, finished=1.7e12)})
+
+    async def fill() -> None:
+        async with FileTrajectoryStorage(tmp_path / "store") as storage:
+            await storage.add(odd)
+            await storage.add(SOLVED)
+
+    asyncio.run(fill())
+    assert run("list", tmp_path / "store") == 0
+    assert "1.7e+12 s" in capsys.readouterr().out
+    for name, left in (("output-jsonl", 1), ("agentgym", 0)):
+        out = tmp_path / f"{name}.jsonl"
+        assert run("export", tmp_path / "store", "--format", name, "--out", out) == 0
+        assert "1 left out: its time is no date" in capsys.readouterr().out
+        assert out.read_text().count("\n") == left or not left

@@ -205,3 +205,17 @@ def test_old_rows_without_responses_and_in_pairs() -> None:
     ]
     assert found.task.data["FAIL_TO_PASS"] == ["t1", "t2"] and found.task.data["PASS_TO_PASS"] == ["t3"]
     assert scores[0].reward == 0.0 and found.policy.base_model == "openai/m"
+
+
+@pytest.mark.parametrize("identity", [None, "", "chatcmpl-0"])
+def test_answers_are_told_apart_without_ids_of_their_own(identity: str | None) -> None:
+    def acted(command: str, at: int) -> JsonObject:
+        function = {"name": "execute_bash", "arguments": json.dumps({"command": command})}
+        calls = [{"id": f"{at}-{call}", "type": "function", "function": function} for call in range(2)]
+        response = {"id": identity, "choices": [{"message": {"role": "assistant", "tool_calls": calls}}]}
+        metadata = {"function_name": "execute_bash", "tool_call_id": f"{at}-0", "model_response": response}
+        return {"source": "agent", "action": "run", "args": {}, "tool_call_metadata": metadata}
+
+    events = [acted("ls", 0), acted("ls", 0), acted("pwd", 1)]
+    tree = EventReader(PolicyRef(base_model="m")).read(events)
+    assert [len(node.message.tool_calls) for node in tree.nodes] == [2, 2]

@@ -13,7 +13,7 @@ from openhands_rl_plugin.errors import RLError
 from openhands_rl_plugin.exchange import v1_events
 from openhands_rl_plugin.exchange.v1_read import read_log
 from openhands_rl_plugin.messages import to_message
-from openhands_rl_plugin.types import Message, PolicyRef, StopReason, Trajectory
+from openhands_rl_plugin.types import JsonObject, Message, PolicyRef, StopReason, ToolCall, Trajectory
 
 VERSIONS = ["1.15", "1.58"]
 
@@ -103,3 +103,11 @@ def test_a_broken_event_is_named(tmp_path: Path) -> None:
     file.write_text("\n".join([*lines("1.15")[:2], '{"kind": "ActionEvent", "source": "agent"}']))
     with pytest.raises(RLError, match=re.escape("event 2: tool_call: is required")):
         only(file)
+
+
+def test_calls_of_the_first_sdks_keep_their_arguments() -> None:
+    arguments = '{"command": "ls"}'
+    call = {"id": "c1", "type": "function", "function": {"name": "terminal", "arguments": arguments}}
+    event: JsonObject = {"id": "1", "kind": "ActionEvent", "tool_name": "terminal", "tool_call_id": "c1"}
+    (node,) = read_log([{**event, "tool_call": call}], PolicyRef(base_model="m")).tree.nodes
+    assert node.message.tool_calls == (ToolCall(id="c1", name="terminal", arguments=arguments),)

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -228,3 +231,37 @@ def test_texts_for_the_terminal() -> None:
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█" and sparkline([]) == "" and sparkline([2.0, 2.0]) == "▅▅"
     assert short_ids(["abcdefgh-1", "abcdefgh-2"]) == ["abcdefgh-1", "abcdefgh-2"]
     assert short_ids(["abcdefgh-1", "xbcdefgh-2"]) == ["abcdefgh", "xbcdefgh"]
+
+
+def test_figures_that_are_no_numbers_stop_nothing(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def judge() -> None:
+        async with FileTrajectoryStorage(store) as storage:
+            odd = zip(range(3), (math.nan, math.inf, 0.5), strict=True)
+            await storage.add_scores(
+                [
+                    Score(trajectory_id=example_trajectory(at).id, reward=reward, reward_version="v2")
+                    for at, reward in odd
+                ]
+            )
+
+    asyncio.run(judge())
+    assert "nan" in shown(capsys, "stats", store) and "inf" in shown(capsys, "list", store)
+    assert sparkline([math.nan, 0.0, math.inf, 1.0]) == " ▁ █" and sparkline([math.nan]) == ""
+    for words in (["--success-at", "nan"], ["--success-at", "much"]):
+        assert cli.main(["stats", str(store), *words]) == 2
+    assert len(json.loads(shown(capsys, "stats", store, "--by", "split,split", "--json"))[0]["name"]) == 1
+
+
+def test_other_branches_are_told_even_when_nobody_acted_on_them(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "1 more turn on other branches: see --tree" in shown(capsys, "show", store, "search")
+
+
+def test_whoever_reads_may_stop_early(store: Path) -> None:
+    command = [sys.executable, "-m", "openhands_rl_plugin.cli", "list", str(store), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.wait(60) == cli.BROKEN_PIPE
+        assert process.stderr.read() == b""
