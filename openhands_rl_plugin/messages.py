@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from openhands_rl_plugin.types import Message, ToolCall
+from pydantic import JsonValue
+
+from openhands_rl_plugin.types import Message, Observation, ToolCall
 
 WireMessage = Mapping[str, Any]
 """A chat message as a client sends it: content is text or a list of parts."""
 
 
 def to_message(wire: WireMessage) -> Message:
-    """The message with its text parts joined by line breaks, as chat templates join them."""
-    return Message(
+    """The message in whole characters, with its text parts joined by line breaks, as chat templates join them."""
+    said = Message(
         role=wire["role"],
         content=text_of(wire.get("content")),
         tool_calls=tuple(
@@ -27,6 +29,7 @@ def to_message(wire: WireMessage) -> Message:
         tool_call_id=wire.get("tool_call_id"),
         name=wire.get("name"),
     )
+    return whole_message(said)
 
 
 def to_wire(message: Message) -> dict[str, Any]:
@@ -60,7 +63,7 @@ def says(wire: WireMessage, message: Message) -> bool:
     if (
         wire["role"] != message.role
         or wire.get("tool_call_id") != message.tool_call_id
-        or (text_of(wire.get("content")) or "") != (message.content or "")
+        or not _same(text_of(wire.get("content")) or "", message.content or "")
     ):
         return False
     calls = wire.get("tool_calls") or ()
@@ -69,6 +72,47 @@ def says(wire: WireMessage, message: Message) -> bool:
     return len(calls) == len(message.tool_calls) and all(
         (call.get("id") or "") == own.id
         and call["function"]["name"] == own.name
-        and call["function"]["arguments"] == own.arguments
+        and _same(call["function"]["arguments"], own.arguments)
         for call, own in zip(calls, message.tool_calls, strict=True)
     )
+
+
+def whole_text(text: str) -> str:
+    """The text with U+FFFD for every half of a surrogate pair, which JSON can spell but no file can hold."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def whole_json(value: JsonValue) -> JsonValue:
+    """The value with ``whole_text`` for every text in it."""
+    if isinstance(value, str):
+        return whole_text(value)
+    if isinstance(value, dict):
+        return {whole_text(name): whole_json(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [whole_json(each) for each in value]
+    return value
+
+
+def whole_message(message: Message) -> Message:
+    """The message with ``whole_text`` for every text in it; itself when that changes nothing."""
+    texts = [message.content or "", message.tool_call_id or "", message.name or ""]
+    for call in message.tool_calls:
+        texts += (call.id, call.name, call.arguments)
+    if all(whole_text(text) is text for text in texts):
+        return message
+    return Message.model_validate(whole_json(message.model_dump()))
+
+
+def whole_observation(observation: Observation) -> Observation:
+    """The observation with ``whole_message`` for every message."""
+    return observation.model_copy(update={"messages": tuple(map(whole_message, observation.messages))})
+
+
+def _same(said: str, kept: str) -> bool:
+    return said == kept or whole_text(said) == kept

@@ -114,8 +114,9 @@ class TrajectoryFilter(Frozen):
     """Which stored trajectories to stream, in which order. Every field that is set must match; bounds are inclusive.
 
     ``reward_*`` and ``TrajectoryOrder.REWARD`` look at the newest score's reward, or at the return of the episode when
-    nothing scored it yet; those without a reward come last, in either direction. ``since`` and ``until`` bound the time
-    at which the episode finished. Unfinished episodes (no sample of anything yet) are left out unless asked for:
+    nothing scored it yet. An episode that failed has none, nor one that nothing scored and of which no step was
+    rewarded: no bound matches it, and it comes last in either direction. ``since`` and ``until`` bound the time at
+    which the episode finished. Unfinished episodes (no sample of anything yet) are left out unless asked for:
     ``finished=False`` finds only them, ``None`` finds both. ``limit`` and ``offset`` make pages.
     """
 
@@ -143,7 +144,10 @@ class TrajectoryFilter(Frozen):
 
 
 class TrajectorySummary(Frozen):
-    """A stored trajectory without its nodes: what a list needs. ``reward`` is that of the newest score, if any."""
+    """A stored trajectory without its nodes: what a list needs. ``reward`` is that of the newest score, if any.
+
+    ``episode_return`` is ``None`` for a failed episode, and for one in which no step was rewarded.
+    """
 
     id: str
     run_id: str
@@ -157,7 +161,7 @@ class TrajectorySummary(Frozen):
     failure: FailureKind | None
     nodes: int
     turns: int
-    episode_return: float
+    episode_return: float | None
     reward: float | None
     usage: Usage
     times: Times

@@ -106,13 +106,14 @@ class _Redaction:
     def suspects(self, node: Node) -> bool:
         """False when nothing in ``node`` is a secret. All texts are looked at in one go, which is most of the speed."""
         message = node.message
-        texts = [message.content or "", message.name or ""]
+        texts = [message.content or "", message.name or "", node.finish_reason or ""]
+        named: list[tuple[str, str]] = []
         for call in message.tool_calls:
             texts += (call.name, call.arguments)
-        _collect(node.metadata, texts)
+        _collect(node.metadata, texts, named)
         if node.policy is not None or node.sampling is not None:
             texts += _few_texts(node)
-        return next(iter(find_secrets("\n".join(texts), self._own)), None) is not None
+        return bool(find_secrets("\n".join(texts), self._own)) or any(is_secret_item(*each) for each in named)
 
     def text(self, text: str) -> str:
         if len(text) < SHORTEST_OWN:
@@ -173,22 +174,24 @@ class _Redaction:
                 return item
 
 
-def _collect(table: JsonObject, texts: list[str]) -> None:
-    """Every text and name of ``table``, with a text that a name gives away behind that name."""
+def _collect(table: JsonObject, texts: list[str], named: list[tuple[str, str]]) -> None:
+    """Every text and name of ``table``; a text that a name may give away also with that name."""
     for name, item in table.items():
         texts.append(name)
-        _collect_item(name, item, texts)
+        _collect_item(name, item, texts, named)
 
 
-def _collect_item(name: str, item: JsonValue, texts: list[str]) -> None:
+def _collect_item(name: str, item: JsonValue, texts: list[str], named: list[tuple[str, str]]) -> None:
     match item:
         case str():
-            texts.append(f'"{name}": "{item}"' if names_anything(name) else item)
+            texts.append(item)
+            if names_anything(name):
+                named.append((name, item))
         case dict():
-            _collect(item, texts)
+            _collect(item, texts, named)
         case list():
             for each in item:
-                _collect_item(name, each, texts)
+                _collect_item(name, each, texts, named)
 
 
 def _few_texts(node: Node) -> list[str]:

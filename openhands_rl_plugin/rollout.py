@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from openhands_rl_plugin.errors import ConfigError
 from openhands_rl_plugin.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.session import trajectory_id
@@ -20,7 +23,8 @@ class RolloutPlan(Frozen):
     """Which episodes to play. ``run_id`` names them: the same plan under the same run id resumes.
 
     Every task is played ``samples_per_task`` times; these episodes form one group (one baseline). ``retries`` bounds
-    the replacements of an episode that failed for want of infrastructure.
+    the replacements of an episode that failed for want of infrastructure. Raises ``ConfigError`` when two tasks have
+    the same id, also of different environments: their episodes would be one group.
     """
 
     run_id: str
@@ -31,6 +35,16 @@ class RolloutPlan(Frozen):
     seed: int = 0
     concurrency: int = Field(default=10, ge=1)
     retries: int = Field(default=2, ge=0)
+
+    @model_validator(mode="after")
+    def _check_ids(self) -> Self:
+        for identity, times in Counter(task.id for task in self.tasks).items():
+            if times > 1:
+                raise ConfigError(
+                    f"{times} tasks of run {self.run_id!r} have the id {identity!r}: give each an id of its own,"
+                    " or raise samples_per_task to play one task several times"
+                )
+        return self
 
     def requests(self) -> tuple[EpisodeRequest, ...]:
         """One request an episode, with seeds that depend on nothing but the plan."""

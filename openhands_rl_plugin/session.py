@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from openhands_rl_plugin.errors import CaughtFailure, boundary
 from openhands_rl_plugin.journal import EpisodeJournal, JournalledEngine
+from openhands_rl_plugin.messages import whole_observation
 from openhands_rl_plugin.protocols import Environment, Forkable, LLMEngine, OffersTools, Strategy, TrajectoryStorage
 from openhands_rl_plugin.records import EpisodeStart
 from openhands_rl_plugin.tree import DraftNode, EpisodeTree
@@ -40,10 +41,11 @@ _Begin = Callable[[Task, Limits], Awaitable[None]]
 def trajectory_id(request: EpisodeRequest) -> str:
     """The id of the request's trajectory, so that a resumed run can tell what it already has.
 
-    Equal requests give equal ids; run, group, task, sample and attempt tell requests apart.
+    Equal requests give equal ids; run, group, task, its environment, sample and attempt tell requests apart.
     """
-    key = "\0".join((request.run_id, request.group_id, request.task.id, str(request.sample), str(request.attempt)))
-    return str(uuid.uuid5(_IDS, key))
+    task = request.task
+    told = (request.run_id, request.group_id, task.id, task.environment, str(request.sample), str(request.attempt))
+    return str(uuid.uuid5(_IDS, "\0".join(told)))
 
 
 class AgentSession:
@@ -246,7 +248,11 @@ def context_tokens(tree: EpisodeTree) -> int:
 
 
 def clip(observation: Observation, limits: Limits) -> Observation:
-    """Cut every message to ``max_obs_length`` tokens, and say in the text that and how much was cut."""
+    """Cut every message to ``max_obs_length`` tokens, and say in the text that and how much was cut.
+
+    An environment in this process may say halves of characters, too, which could not be stored.
+    """
+    observation = whole_observation(observation)
     if limits.max_obs_length is None:
         return observation
     longest = limits.max_obs_length * CHARACTERS_PER_TOKEN

@@ -27,7 +27,7 @@ from pydantic import ModelWrapValidatorHandler as Handler
 
 from openhands_rl_plugin import registry
 from openhands_rl_plugin.errors import ConfigError
-from openhands_rl_plugin.types import Limits, SamplingParams
+from openhands_rl_plugin.types import JsonObject, Limits, SamplingParams
 from openhands_rl_plugin.validation import Location, problems
 
 Locate = Callable[[Location], str]
@@ -242,7 +242,10 @@ class ServingSettings(Settings):
 
 
 class RLSettings(Settings):
-    """The ``[rl]`` section. The lengths are in tokens; ``max_workers`` is the number of episodes played at a time."""
+    """The ``[rl]`` section. The lengths are in tokens; ``max_workers`` is the number of episodes played at a time.
+
+    ``strategy`` is ``[rl.strategy]``: the options of the strategy that ``rollout_strategy`` names.
+    """
 
     max_turns: int = Field(default=10, ge=1)
     max_prompt_length: int = Field(default=2048, ge=1)
@@ -255,6 +258,7 @@ class RLSettings(Settings):
     rollout_strategy: Annotated[str, _registered("strategies")] = "StandardReAct"
     storage_backend: Annotated[str, _registered("storages")] = "file"
     max_workers: int = Field(default=10, ge=1, le=4096)
+    strategy: JsonObject = Field(default_factory=dict)
     storage: StorageSettings = StorageSettings()
     sampling: SamplingSettings = SamplingSettings()
     training: TrainingSettings = TrainingSettings()
@@ -267,10 +271,13 @@ class RLSettings(Settings):
         if lines := [*_secrets(data, locate)]:
             raise ConfigError("\n".join(lines))
         try:
-            return handler(data)
+            settings = handler(data)
         except ValidationError as error:
             lines = [f"{locate(at)} {at[-1] if at else ''}: {what}" for at, what in problems(error, cls)]
             raise ConfigError("\n".join(lines)) from error
+        if lines := [*_wrong_options(settings, locate)]:
+            raise ConfigError("\n".join(lines))
+        return settings
 
     @property
     def environment_url(self) -> str:
@@ -301,6 +308,22 @@ class RLSettings(Settings):
 def section_of(location: Location) -> str:
     """``("training", "seed")`` -> ``"[rl.training]"``."""
     return f"[{'.'.join(('rl', *location[:-1]))}]"
+
+
+def _wrong_options(settings: RLSettings, locate: Locate) -> Iterator[str]:
+    """What is wrong with ``[rl.strategy]``. The keys are the strategy's own; it is loaded only where there are some."""
+    name = settings.rollout_strategy
+    try:
+        if settings.strategy:
+            registry.build("strategies", name, settings.strategy)
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            where, _, what = line.removeprefix(f"strategy {name!r}: ").partition(": ")
+            keys = tuple(where.split("."))
+            if where != line and keys[0].isidentifier():
+                yield f"{locate(('strategy', *keys))} {keys[-1]}: {what}"
+            else:
+                yield f"{locate(('strategy', ''))}: {line}"
 
 
 def _secrets(data: object, locate: Locate, prefix: Location = ()) -> Iterator[str]:

@@ -26,7 +26,9 @@ from openhands_rl_plugin.types import (
 Step = EpisodeStart | EpisodeGrowth | EpisodeEnd
 
 _POLICY = PolicyRef(base_model="base", adapter="shop", version=7)
-_GONE = Failure(kind=FailureKind.INFRASTRUCTURE, message="the server went away", boundary="environment.step")
+GONE = Failure(kind=FailureKind.INFRASTRUCTURE, message="the server went away", boundary="environment.step")
+"""Why the failed samples failed."""
+
 _TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
 
 # The nodes that belong together: asked and answered (with a sibling that was not acted), seen and answered, seen.
@@ -177,7 +179,7 @@ FILTERS: tuple[tuple[dict[str, object], set[str]], ...] = (
 
 def one_of_each() -> Iterator[Trajectory]:
     """Episodes of which each differs from the others in one thing, which is its name."""
-    grader = _GONE.model_copy(update={"kind": FailureKind.GRADER})
+    grader = GONE.model_copy(update={"kind": FailureKind.GRADER})
     yield sample_episode("filter run", run="filter other")
     yield sample_episode("filter group", run="filter", group="other")
     yield sample_episode("filter task", run="filter", task="../task")
@@ -188,7 +190,7 @@ def one_of_each() -> Iterator[Trajectory]:
     yield sample_episode("filter version", run="filter", policy=_POLICY.model_copy(update={"version": 8}))
     yield sample_episode("filter base", run="filter", policy=PolicyRef(base_model="base"))
     yield sample_episode("filter stop", run="filter", stop=StopReason.MAX_TURNS)
-    yield sample_episode("filter infrastructure", run="filter", stop=StopReason.ERROR, failure=_GONE)
+    yield sample_episode("filter infrastructure", run="filter", stop=StopReason.ERROR, failure=GONE)
     yield sample_episode("filter grader", run="filter", stop=StopReason.ERROR, failure=grader)
     yield sample_episode("filter return", run="filter", reward=0.875)
     yield sample_episode("filter scored", run="filter", reward=0.0)
@@ -196,3 +198,11 @@ def one_of_each() -> Iterator[Trajectory]:
     yield sample_episode("filter unknown", run="filter", reward=0.875)
     yield sample_episode("filter late", run="filter", finished=2010.0)
     yield sample_episode("filter early", run="filter", finished=1990.0)
+
+
+def rewardless(run: str) -> Iterator[Trajectory]:
+    """Episodes without a reward: one that failed after it was rewarded, and one in which no step was."""
+    yield sample_episode(f"{run} failed", run=run, stop=StopReason.ERROR, failure=GONE)
+    plain = sample_episode(f"{run} plain", run=run)
+    nodes = tuple(node.model_copy(update={"reward": None}) for node in plain.nodes)
+    yield plain.model_copy(update={"nodes": nodes})

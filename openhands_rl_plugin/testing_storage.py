@@ -9,7 +9,15 @@ from typing import NoReturn
 from openhands_rl_plugin.errors import StorageError
 from openhands_rl_plugin.protocols import TrajectoryStorage
 from openhands_rl_plugin.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, TrajectoryFilter, TrajectoryOrder
-from openhands_rl_plugin.testing_samples import FILTERS, one_of_each, sample_episode, sample_score, steps_of
+from openhands_rl_plugin.testing_samples import (
+    FILTERS,
+    GONE,
+    one_of_each,
+    rewardless,
+    sample_episode,
+    sample_score,
+    steps_of,
+)
 from openhands_rl_plugin.types import Score, StopReason, Trajectory
 
 _CONCURRENCY = 16
@@ -27,6 +35,7 @@ async def check_storage(make: Callable[[], TrajectoryStorage]) -> None:
         _check_dropping,
         _check_filters,
         _check_order,
+        _check_rewardless,
         _check_snapshot,
         _check_concurrency,
     ):
@@ -57,6 +66,11 @@ async def _check_adding(storage: TrajectoryStorage) -> None:
         _broken("count() must count what find() finds")
     unfinished = samples[0].model_copy(update={"id": "open", "stop": StopReason.UNFINISHED})
     await _must_raise(storage.add(unfinished), "add() of an unfinished episode must raise StorageError")
+    nul = sample_episode("1\0", run="added")
+    for step in (storage.add(nul), _do(storage, steps_of(nul)[0])):
+        await _must_raise(step, "an id with a NUL character must raise StorageError")
+    if await _found(storage, ids=("1\0",)):
+        _broken("find() of an id with a NUL character must find nothing")
 
 
 async def _check_scores(storage: TrajectoryStorage) -> None:
@@ -189,6 +203,28 @@ async def _check_order(storage: TrajectoryStorage) -> None:
             await _check_summaries(storage, where)
 
 
+async def _check_rewardless(storage: TrajectoryStorage) -> None:
+    for sample in (lowest := sample_episode("lowest", run="none", reward=-9.0), *rewardless("none")):
+        await storage.add(sample)
+    scored_first, failing = (sample_episode(f"none {name}", run="none", failure=GONE) for name in ("early", "played"))
+    await storage.add_scores([sample_score(scored_first.id, 1.0)])
+    await storage.add(scored_first)
+    for at, step in enumerate(steps_of(failing)):
+        await _do(storage, step)
+        if at == 1:
+            await storage.add_scores([sample_score(failing.id, 1.0)])
+    await storage.add_scores([sample_score("none failed", 1.0)])
+    for bound in ({"reward_at_least": -99.0}, {"reward_at_most": 99.0}):
+        if [one.id for one in await _found(storage, run_id="none", **bound)] != [lowest.id]:
+            _broken("a failed episode has no reward, nor one that nobody scored and no step of which was rewarded")
+    for descending in (False, True):
+        where = TrajectoryFilter(run_id="none", sort=TrajectoryOrder.REWARD, descending=descending)
+        summaries = [one async for one in storage.summaries(where)]
+        if summaries[0].id != lowest.id:
+            _broken("episodes without a reward come last, in either direction")
+        await _check_summaries(storage, where)
+
+
 async def _check_snapshot(storage: TrajectoryStorage) -> None:
     first = [f"snapshot {at}" for at in range(40)]
     for identity in first:
@@ -253,7 +289,7 @@ async def _check_summaries(storage: TrajectoryStorage, where: TrajectoryFilter) 
             "split": trajectory.task.split,
         }
         told |= {"strategy": trajectory.strategy.name, "nodes": len(trajectory.nodes)}
-        told |= {"turns": len(list(trajectory.sampled())), "episode_return": trajectory.episode_return}
+        told |= {"turns": len(list(trajectory.sampled())), "episode_return": trajectory.known_return}
         told |= {"failure": trajectory.failure.kind if trajectory.failure else None}
         told |= {"reward": scores[-1].reward if scores else None}
         if (summed := summary.model_dump()) != told:

@@ -115,7 +115,7 @@ class EpisodeTree:
                 metadata=completion.metadata,
             )
         )
-        if completion.tokens is not None:
+        if completion.tokens is not None and not completion.tokens.extends:
             self._last_context = (index, completion.tokens.prompt_ids + completion.tokens.sampled_ids)
         return index
 

@@ -271,6 +271,12 @@ class Trajectory(Frozen):
         """Undiscounted sum of the step rewards on the acted path."""
         return sum(self.nodes[index].reward or 0.0 for index in self.path())
 
+    @property
+    def known_return(self) -> float | None:
+        """``episode_return``; ``None`` for a failed episode, and for one in which no step was rewarded."""
+        rewarded = any(self.nodes[index].reward is not None for index in self.path())
+        return self.episode_return if rewarded and self.failure is None else None
+
 
 class Score(Frozen):
     """A judgement of one trajectory. Scores are appended, never rewritten; unscored is ``reward=None``, never 0.0."""

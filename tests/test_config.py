@@ -147,10 +147,37 @@ WRONG = [
 ]
 
 
+TOT, MCTS = (f'[rl]\nrollout_strategy = "{name}"\n' for name in ("ToT", "MCTS"))
+WRONG += [
+    (f"{TOT}[rl.strategy]\nnum_branches = 0", "[rl.strategy] num_branches: must be greater than or equal to 1, got 0"),
+    (f"{TOT}[rl.strategy]\nnum_branche = 1", "[rl.strategy] num_branche: unknown key; did you mean 'num_branches'?"),
+    (f"{MCTS}[rl.strategy]\nexploration_weight = -1.0", "[rl.strategy] exploration_weight: must be greater than or"),
+    (f"{MCTS}[rl.strategy.turn_budget]\ncalls = 0", "[rl.strategy.turn_budget] calls: must be greater than or equal"),
+    (f'{MCTS}[rl.strategy]\nvalue = "modl"', "[rl.strategy]: unknown value 'modl'; did you mean 'model'?"),
+    ("[agent.RLAgent.rl.strategy]\nbeam = 2", "[agent.RLAgent.rl.strategy] beam: unknown key; available: sampling"),
+    ('[rl]\nstrategy = "ToT"', "[rl] strategy: must be a valid dictionary, got 'ToT'"),
+    ('[rl]\nrollout_strategy = "no.where:At"\nstrategy = {a = 1}', "[rl.strategy]: strategy 'no.where:At' cannot be"),
+]
+
+
 @pytest.mark.parametrize(("text", "expected"), WRONG, ids=[text.replace("\n", " ") for text, _ in WRONG])
 def test_a_wrong_value_gives_one_line(tmp_path: Path, text: str, expected: str) -> None:
     (line,) = refusal(tmp_path, text)
     assert line.startswith(expected)
+
+
+def test_the_options_of_the_strategy_are_those_of_all_sections(tmp_path: Path) -> None:
+    text = f"{MCTS}strategy = {{num_simulations = 8, depth = 3}}\n[extended.rl.strategy]\ndepth = 4\n"
+    assert load(tmp_path, text).strategy == {"num_simulations": 8, "depth": 4}
+
+
+def test_a_strategy_of_ones_own_has_options_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "careful.py").write_text("class Careful:\n    def __init__(self, votes: int = 3) -> None: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = '[rl]\nrollout_strategy = "careful:Careful"\nstrategy = {votes = 5}\n'
+    assert load(tmp_path, text).strategy == {"votes": 5}
+    (line,) = refusal(tmp_path, text.replace("votes", "vote"))
+    assert line == "[rl.strategy] vote: unknown key; did you mean 'votes'? available: votes"
 
 
 def test_every_wrong_value_is_reported_with_the_section_that_holds_it(tmp_path: Path) -> None:

@@ -87,6 +87,16 @@ def test_text_without_secrets_stays_whatever_it_is(text: str) -> None:
     "piece",
     [
         *("key=", "key:", "API_KEY:aaaa", "secret='", "authorization: basic ", "bearer ", "key" + " " * 20),
+        *(
+            "cookie:",
+            "cookie: a=b;",
+            "authorization: digest ",
+            "curl -u a:",
+            "mysql -p",
+            ";pwd=aaaa",
+            ";user=a;pwd=aaaa",
+        ),
+        *("login password ", "machine a login b ", "--password ", "password='a b", "auth=YTpi", "?sig=", "KEY_1", "A1"),
         *("eyJ", "eyJaaaaaaa.", "sk-", "://a:", "-----BEGIN PRIVATE KEY-----", "A: x\n", "\\"),
     ],
 )
@@ -104,6 +114,18 @@ def test_values_of_own_variables_go_whatever_they_look_like(monkeypatch: pytest.
     assert json.loads(redact_text(text)) == {"said": f"{REDACTED}, {REDACTED}"}
     monkeypatch.setenv("SHOP_API_KEY", "another one")
     assert redact_text("plain words only; another one") == f"plain words only; {REDACTED}"
+
+
+@pytest.mark.parametrize("name", ["A_PASS", "A_PWD", "A_PAT", "A_KEY_1", "A_API_KEY_OLD", "A_TOKENS", "a_secret_2"])
+def test_names_of_own_variables_have_many_forms(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "any-value-1")
+    assert redact_text("It is any-value-1.") == f"It is {REDACTED}."
+
+
+def test_own_variables_of_several_values_and_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_API_KEYS", "first-value-1,second-value-2")
+    monkeypatch.setenv("MAX_TOKENS", "16777216")
+    assert redact_text("second-value-2 of 16777216") == f"{REDACTED} of 16777216"
 
 
 def test_values_that_everybody_writes_are_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +173,40 @@ def test_nodes_from_the_secret_on_keep_no_ids_and_others_do() -> None:
     assert [each.tokens for each in redacted] == [None, IDS, None, None, None, IDS]
     assert redacted[2].message.content == f"MY_TOKEN={REDACTED}"
     assert redacted[0] is nodes[0]
+
+
+def test_items_of_plain_words_go_by_the_name() -> None:
+    clean: JsonObject = {
+        "password": "string",
+        "passwords": "two words",
+        "db_password": "${DB_PASSWORD}",
+        "path": "a_pat",
+    }
+    assert redact_json(clean) is clean
+    assert redact_json({"password": "Hunter is two", "db_pwd": "word"}) == {"password": REDACTED, "db_pwd": REDACTED}
+
+
+TEXTS = st.sampled_from([*SHAPES.values(), *(text for text, _ in IN_TEXT), *(word for _, word in IN_TEXT), *CLEAN])
+NAMES = st.sampled_from(["password", "db_pwd", "api_key", "A_PASS", "Cookie", "auth", "sort_key", "said"]) | TEXTS
+ITEMS = st.recursive(
+    TEXTS | st.none(), lambda each: st.lists(each, max_size=2) | st.dictionaries(NAMES, each, max_size=2)
+)
+
+
+@given(TEXTS, TEXTS, TEXTS, st.dictionaries(NAMES, ITEMS, max_size=3), st.integers(0, 3))
+def test_the_quick_look_at_a_node_misses_nothing(
+    content: str, arguments: str, reason: str, metadata: JsonObject, place: int
+) -> None:
+    """Most nodes are only looked at, all their texts at once; whatever the full pass finds, that look must suspect."""
+    call = ToolCall(name="bash", arguments=arguments if place == 1 else "{}")
+    whole = Node(
+        parent=None,
+        message=Message(role="assistant", content=content if place == 0 else "", tool_calls=(call,)),
+        finish_reason=reason if place == 2 else None,
+        metadata=metadata,
+    )
+    (redacted,), _ = redact_nodes([whole])
+    assert redacted == redact_value(whole)
 
 
 @given(st.lists(st.tuples(st.integers(0, 10), st.booleans(), st.booleans()), max_size=12), st.integers(0, 12))

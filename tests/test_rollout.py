@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin.errors import GraderError, InfrastructureError
+from openhands_rl_plugin.errors import ConfigError, GraderError, InfrastructureError
 from openhands_rl_plugin.journal import EpisodeJournal
 from openhands_rl_plugin.protocols import Environment, TrajectoryStorage
 from openhands_rl_plugin.records import EpisodeStart, TrajectoryFilter
@@ -22,6 +22,7 @@ from openhands_rl_plugin.tree import EpisodeTree
 from openhands_rl_plugin.types import (
     EpisodeRequest,
     Limits,
+    Message,
     Observation,
     PolicyRef,
     Score,
@@ -148,3 +149,28 @@ async def test_a_grader_that_cannot_judge_leaves_no_score(tmp_path: Path) -> Non
         report = await score_stored(storage, Broken())
     assert report.scored == 0
     assert {failure.message for _, failure in report.unscored} == {"GraderError: no report"}
+
+
+def test_a_plan_refuses_two_tasks_of_one_id():
+    other = TASKS[0].model_copy(update={"environment": "other"})
+    for twice in (TASKS[0], other):
+        with pytest.raises(ConfigError, match=r"^2 tasks of run 'twice' have the id 'grid-0': .*samples_per_task.*$"):
+            RolloutPlan(run_id="twice", tasks=(*TASKS, twice))
+
+
+class Halves(GridEnvironment):
+    async def step(self, action: Message) -> Observation:
+        answer = await super().step(action)
+        return answer.model_copy(update={"messages": (Message(role="user", content="half \ud83d"),)})
+
+
+async def test_half_a_surrogate_pair_stops_no_run(tmp_path: Path):
+    class Runners(Counting):
+        def environment(self, request: EpisodeRequest) -> Environment:
+            return Halves()
+
+    async with FileTrajectoryStorage(tmp_path) as storage:
+        plan = RolloutPlan(run_id="halves", tasks=TASKS[:1])
+        (played,) = await roll_out(plan, Runners().runner(storage), storage)
+        assert played.failure is None and (await storage.get(played.id)) == (played, ())
+    assert "half \ufffd" in [message.content for message in played.messages()]

@@ -578,5 +578,6 @@ def test_equal_requests_have_equal_ids():
         first.model_copy(update={"group_id": "other"}),
         first.model_copy(update={"sample": 1}),
         first.model_copy(update={"task": first.task.model_copy(update={"id": "other"})}),
+        first.model_copy(update={"task": first.task.model_copy(update={"environment": "other"})}),
     ]
-    assert len({trajectory_id(first), *(trajectory_id(other) for other in others)}) == 5
+    assert len({trajectory_id(first), *(trajectory_id(other) for other in others)}) == 6

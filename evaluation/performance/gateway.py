@@ -33,7 +33,15 @@ from rich.console import Console
 from rich.table import Table
 
 from evaluation.performance.gateway_load import Load, Target, play
-from evaluation.performance.gateway_processes import OURS, PEERS, gateway, memory, model_server, processor_seconds
+from evaluation.performance.gateway_processes import (
+    OURS,
+    PEERS,
+    UNFLUSHED,
+    gateway,
+    memory,
+    model_server,
+    processor_seconds,
+)
 from evaluation.performance.gateway_traffic import TURNS, requests
 from openhands_rl_plugin import registry
 from openhands_rl_plugin.protocols import TrajectoryStorage
@@ -100,7 +108,7 @@ class Bench:
     """Runs the gateways. ``pythons`` are those of the peers by name; ``turns`` says how many by concurrency."""
 
     def __init__(self, pythons: Mapping[str, str], model_port: int, turns: Mapping[int, int]) -> None:
-        self._pythons = {OURS: sys.executable, **pythons}
+        self._pythons = {OURS: sys.executable, UNFLUSHED: sys.executable, **pythons}
         self._model_port = model_port
         self._turns = turns
         self._bodies = requests()
@@ -205,7 +213,7 @@ def _table(rows: Sequence[Row]) -> Table:
         "ours: times req/s",
         "ours: part of p99",
     ):
-        table.add_column(column, justify="left" if not column else "right")
+        table.add_column(column, justify="left" if not column else "right", no_wrap=not column)
     for row in rows:
         table.add_row(*("" if value is None else str(value) for value in asdict(row).values()))
     return table

@@ -14,7 +14,7 @@ from pathlib import Path
 from evaluation.performance.gateway_load import Target
 from evaluation.performance.gateway_traffic import MODEL
 
-OURS = "openhands-rl"
+OURS, UNFLUSHED = "openhands-rl", "openhands-rl, durable = false"
 PEERS = ("agentlightning", "rllm", "rllm-sqlite", "openenv")
 
 _FOLDER = Path(__file__).parent
@@ -32,8 +32,11 @@ def model_server() -> Iterator[int]:
 def gateway(name: str, python: str, model_port: int, folder: str) -> Iterator[tuple[int, Target]]:
     """A gateway in front of the model server, ready to be called; yields its process id and where to call it."""
     base = f"http://127.0.0.1:{model_port}/v1"
-    if name == OURS:
-        options = ["--upstream", base, "--store", folder, "--port", "0"]
+    if name in (OURS, UNFLUSHED):
+        config = Path(folder) / "config.toml"
+        durable = "true" if name == OURS else "false"
+        config.write_text(f'[rl.storage]\npath = "{folder}"\ndurable = {durable}\n', encoding="utf-8")
+        options = ["--upstream", base, "--config", str(config), "--port", "0"]
         with _process([python, "-m", "openhands_rl_plugin.cli", "gateway", *options]) as process:
             port = int(_line_with("base_url", process).split("/v1")[0].rpartition(":")[2])
             yield process.pid, Target(port, headers={"x-litellm-session-id": "{session}"})

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from openhands_rl_plugin.cli.stored import add_filters, add_store, filter_of
 from openhands_rl_plugin.cli.stores import open_store
@@ -18,30 +19,36 @@ if TYPE_CHECKING:
 HELP = "check the installation, or find out why turns do not extend each other"
 EPILOG = """examples:
   openhands-rl doctor
-  openhands-rl doctor check --config config.toml --probe
+  openhands-rl doctor --config config.toml --probe
   openhands-rl doctor drift ~/.openhands/rl_trajectories
   openhands-rl doctor drift ~/.openhands/rl_trajectories --run demo --tokenizer ./Qwen3-0.6B
 """
+
+# Else what stands before `check` is lost: a command below sets what it was not given, too.
+_UNSET: Mapping[str, Any] = {"default": argparse.SUPPRESS}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``check`` (the default) and ``drift STORE``."""
     what = parser.add_subparsers(dest="what", metavar="{check,drift}")
-    check = what.add_parser("check", help="the installation (what `doctor` alone does)")
-    check.add_argument("--config", type=Path, metavar="FILE", help="also what this config.toml names")
-    check.add_argument("--probe", action="store_true", help="ask the model for one token, to see that its ids come")
-    check.add_argument("--quick", action="store_true", help="do not import OpenHands, which takes ten seconds")
-    check.add_argument("--json", action="store_true", help="the findings as JSON")
+    for check in (parser, what.add_parser("check", help="the installation (what `doctor` alone does)")):
+        check.add_argument("--config", type=Path, metavar="FILE", help="also what this config.toml names", **_UNSET)
+        probe, quick = "ask the model for one token, to see that its ids come", "do not import OpenHands (ten seconds)"
+        check.add_argument("--probe", action="store_true", help=probe, **_UNSET)
+        check.add_argument("--quick", action="store_true", help=quick, **_UNSET)
+        check.add_argument("--json", action="store_true", help="the findings as JSON", **_UNSET)
     drift = what.add_parser("drift", help="turns that do not extend the one before: the cause, the cost, the setting")
     add_store(drift)
     add_filters(drift)
     drift.add_argument("--tokenizer", type=Path, metavar="DIR", help="folder with tokenizer.json: shows the texts")
-    drift.add_argument("--json", action="store_true", help="the report as JSON")
+    drift.add_argument("--json", action="store_true", help="the report as JSON", **_UNSET)
     parser.set_defaults(config=None, probe=False, quick=False, json=False)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what was found; 1 when a check failed. Raises ``RLError`` when the store or a filter is wrong."""
+    if args.what == "drift" and (args.config or args.probe or args.quick):
+        raise ConfigError("--config, --probe and --quick are options of `doctor check`; leave them out with `drift`")
     return asyncio.run(_drift(args) if args.what == "drift" else _check(args))
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from openhands_rl_plugin.errors import ModelError
-from openhands_rl_plugin.messages import to_wire
+from openhands_rl_plugin.messages import to_wire, whole_text
 from openhands_rl_plugin.types import (
     Completion,
     JsonObject,
@@ -40,12 +40,11 @@ def request_body(
     return body
 
 
-def _whole_characters(value: object) -> object:
-    """Replace halves of surrogate pairs, which JSON can spell but no file can hold."""
-    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if isinstance(value, str) else value
+def _whole(value: object) -> object:
+    return whole_text(value) if isinstance(value, str) else value
 
 
-Text = Annotated[str, BeforeValidator(_whole_characters)]
+Text = Annotated[str, BeforeValidator(_whole)]
 TokenIds = tuple[int, ...] | None
 
 

@@ -15,6 +15,7 @@ import httpx
 from pydantic import JsonValue
 
 from openhands_rl_plugin.errors import BadEnvironmentError, InfrastructureError
+from openhands_rl_plugin.messages import whole_json
 from openhands_rl_plugin.types import JsonObject
 
 _EXCERPT_CHARACTERS = 200
@@ -126,9 +127,7 @@ class JsonTransport:
     def _decode(self, path: str, content: bytes) -> JsonValue:
         try:
             answer = json.loads(content, parse_constant=_refuse_constant)
-            if b"\\u" in content:
-                json.dumps(answer, ensure_ascii=False).encode()  # half a surrogate pair could never be stored
-            return answer
+            return whole_json(answer) if b"\\u" in content else answer
         except (ValueError, RecursionError) as error:
             reason = str(error) if isinstance(error, _ConstantError) else "something that is not valid JSON"
             raise BadEnvironmentError(

@@ -14,11 +14,10 @@ _ROUNDING = 1e-9
 
 
 def score_of(trajectory: Trajectory, scores: Sequence[Score]) -> float | None:
-    """The newest score's reward, else the return when any step was rewarded, else ``None``."""
-    if scores:
-        return scores[-1].reward
-    rewards = [node.reward for index in trajectory.path() if (node := trajectory.nodes[index]).reward is not None]
-    return sum(reward for reward in rewards if reward is not None) if rewards else None
+    """The newest score's reward, else the return when any step was rewarded; ``None`` for a failed episode."""
+    if trajectory.failure is not None:
+        return None
+    return scores[-1].reward if scores else trajectory.known_return
 
 
 def resolved(trajectory: Trajectory, scores: Sequence[Score]) -> bool | None:

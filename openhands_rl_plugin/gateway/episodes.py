@@ -13,7 +13,6 @@ from openhands_rl_plugin.gateway.ledger import Ledger
 from openhands_rl_plugin.messages import text_of
 from openhands_rl_plugin.protocols import TrajectoryStorage
 from openhands_rl_plugin.records import EpisodeEnd, EpisodeStart, TrajectoryFilter
-from openhands_rl_plugin.redaction import redact_trajectory
 from openhands_rl_plugin.session import trajectory_id
 from openhands_rl_plugin.tree import EpisodeTree
 from openhands_rl_plugin.types import (
@@ -201,9 +200,7 @@ class SessionEpisode:
             )
             times = Times(started=stored.times.started, finished=end.finished)
             kept = {name: value for name, value in end if name not in ("trajectory_id", "finished")}
-            await self._storage.add(
-                redact_trajectory(stored.model_copy(update={**kept, "nodes": nodes, "times": times}))
-            )
+            await self._storage.add(stored.model_copy(update={**kept, "nodes": nodes, "times": times}))
 
 
 def _metadata(

@@ -8,6 +8,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from openhands_rl_plugin.messages import whole_json
+
 Json = dict[str, Any]
 """A JSON object of somebody else, of unknown shape."""
 
@@ -28,8 +30,7 @@ def _read(text: bytes) -> object:
         return from_json(text)
     except ValueError:
         pass
-    # Half surrogate pairs are valid JSON, but no text: each becomes a question mark.
     try:
-        return from_json(json.dumps(json.loads(text), ensure_ascii=False).encode("utf-8", "replace"))
+        return whole_json(json.loads(text))
     except (ValueError, RecursionError):
         return None

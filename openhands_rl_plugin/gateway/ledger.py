@@ -1,4 +1,4 @@
-"""Stores an episode call by call, without secrets, and remembers nothing of it but how far it came.
+"""Stores an episode call by call and remembers nothing of it but how far it came.
 
 ``journal.EpisodeJournal`` compares the episode with what it stored; the gateway holds hundreds of long ones at a time,
 whose stored nodes lose their token ids, and none of them changes but for the mark that an action was executed.
@@ -7,11 +7,9 @@ whose stored nodes lose their token ids, and none of them changes but for the ma
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from openhands_rl_plugin.protocols import TrajectoryStorage
 from openhands_rl_plugin.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, NodeMark
-from openhands_rl_plugin.redaction import redact_nodes, redact_value
 from openhands_rl_plugin.tree import DraftNode, EpisodeTree
 from openhands_rl_plugin.types import Node
 
@@ -22,9 +20,7 @@ class Ledger:
     def __init__(self, storage: TrajectoryStorage, start: EpisodeStart) -> None:
         self._storage = storage
         self.start = start
-        self._clean_start = redact_value(start)
         self._begun = False
-        self._tainted: frozenset[int] = frozenset()
         self._rewards: list[float | None] = []
         self._turn = asyncio.Lock()
 
@@ -37,7 +33,7 @@ class Ledger:
         """Store the nodes and rewards that came since the last call. Raises ``StorageError``."""
         async with self._turn:
             if not self._begun:
-                await self._storage.begin(self._clean_start)
+                await self._storage.begin(self.start)
                 self._begun = True
             first = len(self._rewards)
             rewards = [node.reward for node in tree.nodes]
@@ -47,26 +43,16 @@ class Ledger:
                 if old != new
             )
             if len(rewards) > first or marks:
-                nodes, tainted = self._clean(first, tree.nodes[first:])
-                growth = EpisodeGrowth(
-                    trajectory_id=self.start.id, first=first, nodes=nodes, head=tree.head, marks=marks
+                nodes = tuple(Node(**vars(node)) for node in tree.nodes[first:])
+                await self._storage.grow(
+                    EpisodeGrowth(trajectory_id=self.start.id, first=first, nodes=nodes, head=tree.head, marks=marks)
                 )
-                await self._storage.grow(growth)
-                self._tainted = tainted
             self._rewards = rewards
-
-    def _clean(self, first: int, drafts: Sequence[DraftNode]) -> tuple[tuple[Node, ...], frozenset[int]]:
-        """The nodes to be stored, and all nodes whose prompts held a secret."""
-        tools_held_one = self._clean_start.tools != self.start.tools
-        nodes = [Node(**vars(draft)) for draft in drafts]
-        if tools_held_one:
-            nodes = [node.model_copy(update={"tokens": None}) for node in nodes]
-        return redact_nodes(nodes, first=first, tainted=self._tainted)
 
     async def end(self, tree: EpisodeTree, end: EpisodeEnd) -> None:
         """Store what is left and close the episode. Raises ``StorageError``."""
         await self.keep(tree)
-        await self._storage.end(redact_value(end))
+        await self._storage.end(end)
 
 
 def _mark(index: int, node: DraftNode) -> NodeMark:

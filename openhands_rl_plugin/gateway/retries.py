@@ -11,7 +11,6 @@ Equal requests without any of these are samples of their own, as when a client a
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,12 +20,15 @@ from openhands_rl_plugin.gateway.replies import Reply
 Waiting = Callable[[], bool]
 """Whether a client still waits for its answer."""
 
+Digest = tuple[int, int]
+"""The length and the hash of a request's body."""
+
 
 @dataclass(eq=False, slots=True)
 class Flight:
     """One call of the model server and all who wait for its answer."""
 
-    digest: bytes
+    digest: Digest
     key: str
     task: asyncio.Task[Reply]
     waiting: list[Waiting] = field(default_factory=list)
@@ -43,7 +45,7 @@ class Flights:
     """The calls of one session that are on their way, and the last one that was answered and recorded."""
 
     def __init__(self) -> None:
-        self._flying: dict[bytes, Flight] = {}
+        self._flying: list[Flight] = []
         self._last: Flight | None = None
 
     @property
@@ -55,29 +57,32 @@ class Flights:
         self, body: bytes, headers: Mapping[str, str], waits: Waiting, ask: Callable[[], Coroutine[Any, Any, Reply]]
     ) -> Flight:
         """The flight that answers this request: an earlier one when it is a retry, else a new one made by ``ask``."""
-        digest = hashlib.sha256(body).digest()
-        if (flight := self._flying.get(digest)) is not None and flight.is_retried_by(headers):
-            flight.waiting.append(waits)
-            return flight
-        last = self._last
-        if last is not None and last.digest == digest and last.is_retried_by(headers):
-            return last
+        # Keyed anew in every process, and unlike a digest of hashlib it does not give other threads the interpreter.
+        digest = (len(body), hash(body))
+        for flight in self._flying:
+            if flight.digest == digest and flight.is_retried_by(headers):
+                flight.waiting.append(waits)
+                return flight
+        if self._last is not None and self._last.digest == digest:
+            if self._last.is_retried_by(headers):
+                return self._last
+            # A later retry will be one of the call that is made now.
+            self._last = None
         flight = Flight(digest, headers.get("idempotency-key", ""), asyncio.create_task(ask()), [waits])
-        self._flying[digest] = flight
+        self._flying.append(flight)
         flight.task.add_done_callback(lambda task: self._land(flight))
         return flight
 
     async def settle(self, patience: float | None = None) -> None:
         """Wait for the calls that are on their way; those that take longer than ``patience`` seconds are given up."""
         while self._flying:
-            _, late = await asyncio.wait([flight.task for flight in self._flying.values()], timeout=patience)
+            _, late = await asyncio.wait([flight.task for flight in self._flying], timeout=patience)
             for task in late:
                 task.cancel()
             await asyncio.sleep(0)
 
     def _land(self, flight: Flight) -> None:
-        if self._flying.get(flight.digest) is flight:
-            del self._flying[flight.digest]
+        self._flying.remove(flight)
         # Who waits holds its whole request.
         flight.waiting.clear()
         if not flight.task.cancelled() and flight.task.exception() is None and flight.task.result().recorded:

@@ -37,14 +37,17 @@ class Turn(Frozen):
 
 
 class Totals(Frozen):
-    """Sums over the acted path; ``nodes`` counts the whole tree. ``seconds`` is the wall time of the episode."""
+    """Sums over the acted path; ``nodes`` counts the whole tree. ``seconds`` is the wall time of the episode.
+
+    ``episode_return`` is ``None`` for a failed episode, and for one in which no step was rewarded.
+    """
 
     nodes: int
     turns: int
     segments: int
     prompt_tokens: int
     sampled_tokens: int
-    episode_return: float
+    episode_return: float | None
     seconds: float
 
 
@@ -106,7 +109,7 @@ def view_of(trajectory: Trajectory, scores: Sequence[Score] = ()) -> Episode:
             segments=max((turn.segment or 0 for turn in sampled), default=0),
             prompt_tokens=sum(turn.prompt_tokens or 0 for turn in sampled),
             sampled_tokens=sum(turn.sampled_tokens or 0 for turn in sampled),
-            episode_return=trajectory.episode_return,
+            episode_return=trajectory.known_return,
             seconds=max(0.0, times.finished - times.started),
         ),
         usage=trajectory.usage,

@@ -20,7 +20,8 @@ _CURVE_POINTS = 24
 
 
 class GroupFigures(Frozen):
-    """One group. Success, reward and turns are over its valid episodes: finished, and without a failure.
+    """One group. Success, reward and turns are over its valid episodes: finished, without a failure, and
+    with a reward.
 
     ``success`` is the share of rewards of at least the bound, with its Wilson interval. ``curve`` has the mean reward
     of up to 24 stretches of equal length, oldest first.
@@ -52,7 +53,7 @@ async def figures_of(
 
 
 def reward_of(summary: TrajectorySummary) -> float | None:
-    """The newest score, or the return when nothing scored the episode; ``None`` for one that is no valid sample."""
+    """The newest score, or the return when nothing scored the episode; ``None`` for no valid sample, or no reward."""
     if summary.failure is not None or summary.stop is StopReason.UNFINISHED:
         return None
     return summary.episode_return if summary.reward is None else summary.reward

@@ -46,7 +46,7 @@ CREATE TABLE episodes (
     failure_kind TEXT,
     nodes INTEGER NOT NULL,
     turns INTEGER NOT NULL,
-    episode_return NOT NULL, -- a number, or the text 'nan', because SQLite makes NULL of a NaN
+    episode_return NOT NULL, -- a number, or a text: 'nan', because SQLite makes NULL of a NaN, or 'none'
     started REAL NOT NULL,
     finished REAL NOT NULL, -- when it last grew, while it is unfinished
     prompt_tokens INTEGER NOT NULL,
@@ -57,8 +57,8 @@ CREATE TABLE episodes (
     head INTEGER,
     revision INTEGER NOT NULL DEFAULT 0, -- how often it has grown
     scored INTEGER NOT NULL, -- whether there is any score
-    score, -- the reward of the newest score, written like episode_return
-    reward REAL -- what filters and sorting look at: that of the newest score, or else the return
+    score, -- the reward of the newest score: a number, the text 'nan', or NULL
+    reward REAL -- what filters and sorting look at: that of the newest score, or else the return; none when it failed
 );
 CREATE UNIQUE INDEX episodes_id ON episodes (id);
 CREATE INDEX episodes_run ON episodes (run_id);

@@ -24,7 +24,8 @@ from openhands_rl_plugin.types import (
 class EpisodeHeader(NamedTuple):
     """One flat row. ``turns`` and ``episode_return`` are those of the acted path; the times are Unix times in seconds.
 
-    An unfinished episode has ``stop`` "unfinished", no usage, and as ``finished`` the time at which it last grew.
+    There is no return where the episode failed, or where no step was rewarded. An unfinished episode has ``stop``
+    "unfinished", no usage, and as ``finished`` the time at which it last grew.
     """
 
     id: str
@@ -41,7 +42,7 @@ class EpisodeHeader(NamedTuple):
     failure_kind: str | None
     nodes: int
     turns: int
-    episode_return: float
+    episode_return: float | None
     started: float
     finished: float
     prompt_tokens: int = 0
@@ -52,7 +53,12 @@ class EpisodeHeader(NamedTuple):
 
     @classmethod
     def begun(cls, start: EpisodeStart) -> Self:
-        """That of an episode in which nothing was said yet. Raises ``StorageError`` when its time is no number."""
+        """That of an episode in which nothing was said yet.
+
+        Raises ``StorageError`` when its time is no number, or its id has a NUL, with which SQLite's JSON ends a text.
+        """
+        if "\0" in start.id:
+            raise StorageError(f"episode {start.id!r} cannot be stored: its id has a NUL character; leave that out")
         policy, started = start.policy, _finite(start.id, start.started)
         return cls(
             id=start.id,
@@ -69,7 +75,7 @@ class EpisodeHeader(NamedTuple):
             failure_kind=None,
             nodes=0,
             turns=0,
-            episode_return=0.0,
+            episode_return=None,
             started=started,
             finished=started,
         )
@@ -83,7 +89,9 @@ class EpisodeHeader(NamedTuple):
         """That of the finished episode. Raises ``StorageError`` when it did not end, or its time is no number."""
         if end.stop is StopReason.UNFINISHED:
             raise StorageError(f"episode {end.trajectory_id!r} is unfinished; store it with begin() and grow()")
-        return self.grown(spine, end.head, _finite(end.trajectory_id, end.finished))._replace(
+        grown = self.grown(spine, end.head, _finite(end.trajectory_id, end.finished))
+        return grown._replace(
+            episode_return=grown.episode_return if end.failure is None else None,
             base_model=end.policy.base_model,
             adapter=end.policy.adapter,
             policy_version=end.policy.version,
@@ -114,15 +122,23 @@ class EpisodeHeader(NamedTuple):
         )
 
     def sorting_reward(self, newest: Score | None) -> float | None:
-        """What filters and sorting look at: the newest score's reward, or the return when nothing scored it yet."""
-        return self.episode_return if newest is None else newest.reward
+        """What filters and sorting look at: the newest score's reward, or the return when nothing scored it yet.
+
+        A failed episode has none, whoever scored it.
+        """
+        return self.episode_return if newest is None or self.failed else newest.reward
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is no valid sample of the policy."""
+        return self.failure_kind is not None
 
 
 class Spine:
     """The part of an episode's nodes that decides its header: their parents, who said them, and the rewards."""
 
     def __init__(self, nodes: Iterable[Node] = ()) -> None:
-        self._nodes: list[tuple[int | None, bool, float]] = []
+        self._nodes: list[tuple[int | None, bool, float | None]] = []
         self.extend(nodes)
 
     def __len__(self) -> int:
@@ -134,7 +150,7 @@ class Spine:
             at = len(self._nodes)
             if node.parent is not None and not 0 <= node.parent < at:
                 raise StorageError(f"node {at} cannot be stored: its parent {node.parent} is not an earlier node")
-            self._nodes.append((node.parent, node.sampled, node.reward or 0.0))
+            self._nodes.append((node.parent, node.sampled, node.reward))
 
     def mark(self, marks: Iterable[NodeMark]) -> None:
         """Change rewards. Raises ``StorageError`` for a mark of a node that is not there."""
@@ -142,19 +158,23 @@ class Spine:
             if not 0 <= mark.index < len(self):
                 raise StorageError(f"node {mark.index} cannot be marked: there are {len(self)} nodes")
             parent, sampled, _ = self._nodes[mark.index]
-            self._nodes[mark.index] = parent, sampled, mark.reward or 0.0
+            self._nodes[mark.index] = parent, sampled, mark.reward
 
-    def along(self, head: int | None) -> tuple[int, float]:
-        """Turns and return of the path to ``head``. Raises ``StorageError`` when that node is not there."""
+    def along(self, head: int | None) -> tuple[int, float | None]:
+        """Turns and return of the path to ``head``, ``None`` when nothing on it was rewarded.
+
+        Raises ``StorageError`` when that node is not there.
+        """
         if head is not None and not 0 <= head < len(self):
             raise StorageError(f"node {head} cannot be the head: there are {len(self)} nodes")
-        turns, rewards = 0, []
+        turns, rewards, rewarded = 0, [], False
         while head is not None:
             head, sampled, reward = self._nodes[head]
             turns += sampled
-            rewards.append(reward)
+            rewards.append(reward or 0.0)
+            rewarded |= reward is not None
         # Summed from the root on, as ``Trajectory.episode_return`` does, to get the same last bit.
-        return turns, float(sum(reversed(rewards)))
+        return turns, float(sum(reversed(rewards))) if rewarded else None
 
 
 def header_of(trajectory: Trajectory) -> EpisodeHeader:

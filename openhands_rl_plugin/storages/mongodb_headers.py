@@ -43,25 +43,30 @@ class StoredEpisode(NamedTuple):
 def new_document(header: EpisodeHeader, *, order: int, generation: str, chunks: int, is_open: bool) -> dict[str, Any]:
     """An episode that nobody has scored. ``order`` counts the episodes as they are stored."""
     told = {"_id": header.id, "order": order, "generation": generation, "chunks": chunks, "open": is_open}
-    return {**told, **_columns(header), "scored": 0, "score": None, **_reward(header.episode_return)}
+    return {**told, **_columns(header), "scored": 0, "score": None, **_reward(header.sorting_reward(None))}
 
 
 def change_to(header: EpisodeHeader, *, generation: str, chunks: int, is_open: bool) -> list[Query]:
-    """The update that makes an episode this one; a score that it has goes on to decide what it is found by."""
+    """The update that makes an episode this one; a score that it has goes on to decide what it is found by.
+
+    A failed episode is found by no reward.
+    """
     told = {"generation": generation, "chunks": chunks, "open": is_open, **_columns(header)}
     # In a pipeline a text that begins with a dollar sign would be a field otherwise.
     literal = {name: {"$literal": value} for name, value in told.items()}
-    unscored = {"$eq": ["$scored", 0]}
+    decides = header.failed or {"$eq": ["$scored", 0]}
     kept = {
-        name: {"$cond": [unscored, {"$literal": value}, f"${name}"]}
-        for name, value in _reward(header.episode_return).items()
+        name: {"$cond": [decides, {"$literal": value}, f"${name}"]}
+        for name, value in _reward(header.sorting_reward(None)).items()
     }
     return [{"$set": {**literal, **kept}}]
 
 
-def score_change(number: int, reward: float | None) -> Query:
-    """The update that makes a score the newest one of its episode."""
-    return {"$set": {"scored": number, "score": reward, **_reward(reward)}}
+def score_change(number: int, reward: float | None) -> list[Query]:
+    """The update that makes a score the newest one of its episode, and what it is found by unless it failed."""
+    valid = {"$eq": ["$failure_kind", None]}
+    kept = {name: {"$cond": [valid, {"$literal": value}, f"${name}"]} for name, value in _reward(reward).items()}
+    return [{"$set": {"scored": {"$literal": number}, "score": {"$literal": reward}, **kept}}]
 
 
 def query_of(where: TrajectoryFilter) -> Query:

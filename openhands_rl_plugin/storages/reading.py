@@ -31,6 +31,9 @@ HEADER_COLUMNS = ", ".join(EpisodeHeader._fields)
 FINISHED = f"stop <> '{StopReason.UNFINISHED.value}'"
 UNFINISHED = f"stop = '{StopReason.UNFINISHED.value}'"
 
+NO_RETURN = "none"
+"""What the column of the return says where there is none; NULL is not allowed there."""
+
 
 class _Episode(NamedTuple):
     row: int
@@ -117,8 +120,8 @@ def read_start(connection: sqlite3.Connection, row: int, identity: str) -> Episo
 def header_from(columns: Sequence[object]) -> EpisodeHeader:
     """A header of the ``HEADER_COLUMNS``."""
     header = EpisodeHeader._make(columns)
-    # A NaN is stored as text, because SQLite makes NULL of it.
-    return header._replace(episode_return=float(header.episode_return))
+    told: object = header.episode_return
+    return header._replace(episode_return=None if told == NO_RETURN else float(str(told)))
 
 
 def _condition(where: TrajectoryFilter) -> tuple[str, list[object]]:
@@ -148,7 +151,8 @@ def _condition(where: TrajectoryFilter) -> tuple[str, list[object]]:
     if where.ids is not None:
         # One value, because a query may have only so many.
         terms.append("id IN (SELECT value FROM json_each(?))")
-        values.append(json.dumps(where.ids))
+        # For it a NUL ends a text, and no id has one.
+        values.append(json.dumps([each for each in where.ids if "\0" not in each]))
     return " AND ".join(terms) or "TRUE", values
 
 

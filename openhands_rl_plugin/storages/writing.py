@@ -16,6 +16,7 @@ from openhands_rl_plugin.storages.header import EpisodeHeader, Spine, marked
 from openhands_rl_plugin.storages.packing import PackedNodes, pack_in_chunks
 from openhands_rl_plugin.storages.reading import (
     HEADER_COLUMNS,
+    NO_RETURN,
     UNFINISHED,
     header_from,
     newest_score,
@@ -132,7 +133,7 @@ class EpisodeWriter:
         self._connection.execute(
             "UPDATE episodes SET nodes = ?, turns = ?, episode_return = ?, finished = ?, head = ?, "
             "revision = revision + 1, reward = iif(scored, reward, ?) WHERE row = ?",
-            (len(spine), turns, _told(episode_return), time.time(), growth.head, episode_return, standing.row),
+            (len(spine), turns, _told_return(episode_return), time.time(), growth.head, episode_return, standing.row),
         )
         self._remember(standing.row, standing.revision + 1, spine)
 
@@ -166,7 +167,7 @@ class EpisodeWriter:
                 "INSERT INTO scores (trajectory_id, score) VALUES (?, ?)", (score.trajectory_id, document)
             )
             self._connection.execute(
-                "UPDATE episodes SET scored = 1, score = ?, reward = ? WHERE id = ?",
+                "UPDATE episodes SET scored = 1, score = ?, reward = iif(failure_kind IS NULL, ?, NULL) WHERE id = ?",
                 (_told(score.reward), score.reward, score.trajectory_id),
             )
 
@@ -192,8 +193,8 @@ class EpisodeWriter:
     def _update(self, row: int, header: EpisodeHeader, head: int | None) -> None:
         self._spines.pop(row, None)
         self._connection.execute(
-            f"{_UPDATE}, head = ?, revision = revision + 1, reward = iif(scored, reward, ?) WHERE row = ?",
-            (*_columns(header), head, header.episode_return, row),
+            f"{_UPDATE}, head = ?, revision = revision + 1, reward = iif(scored AND NOT ?, reward, ?) WHERE row = ?",
+            (*_columns(header), head, header.failed, header.sorting_reward(None), row),
         )
 
     def _empty(self, row: int) -> None:
@@ -231,7 +232,12 @@ class EpisodeWriter:
 
 
 def _columns(header: EpisodeHeader) -> tuple[object, ...]:
-    return header._replace(episode_return=_told(header.episode_return))
+    return header._replace(episode_return=_told_return(header.episode_return))
+
+
+def _told_return(value: float | None) -> float | str:
+    told = _told(value)
+    return NO_RETURN if told is None else told
 
 
 def _told(value: float | None) -> float | str | None:

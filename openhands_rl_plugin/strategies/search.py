@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pydantic import Field
 
 from openhands_rl_plugin.errors import BadEnvironmentError, CaughtFailure, boundary
+from openhands_rl_plugin.messages import whole_observation
 from openhands_rl_plugin.protocols import Environment, Forkable, LLMEngine
 from openhands_rl_plugin.strategies.budget import SearchBudget, Spending
 from openhands_rl_plugin.tree import DraftNode, EpisodeTree
@@ -197,7 +198,7 @@ class Search:
         environment = await self.world_at(self.tree.nodes[action].parent)
         try:
             self._charge_step()
-            return environment, await environment.step(self.tree.nodes[action].message)
+            return environment, whole_observation(await environment.step(self.tree.nodes[action].message))
         except BaseException:
             await _close(environment)
             raise
@@ -210,7 +211,7 @@ class Search:
         try:
             for action in (at for at in below_root if self.tree.nodes[at].sampled):
                 self._charge_step()
-                answer = await environment.step(self.tree.nodes[action].message)
+                answer = whole_observation(await environment.step(self.tree.nodes[action].message))
                 path = self.tree.path(self.state(action))
                 if answer.messages != tuple(self.tree.nodes[at].message for at in path[path.index(action) + 1 :]):
                     raise BadEnvironmentError("the environment answered a replayed action otherwise than before")

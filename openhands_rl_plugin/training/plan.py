@@ -40,9 +40,9 @@ class LoopPlan(Frozen):
     probe_ids: tuple[int, ...] = Field(min_length=2)
 
     def tasks_of_iteration(self, index: int) -> tuple[Task, ...]:
-        """A window over the training tasks that starts again at the front when they are used up."""
-        first = index * self.tasks_per_iteration
-        return tuple(self.training[(first + at) % len(self.training)] for at in range(self.tasks_per_iteration))
+        """A window over the training tasks that starts again at the front when they are used up; each at most once."""
+        first, many = index * self.tasks_per_iteration, min(self.tasks_per_iteration, len(self.training))
+        return tuple(self.training[(first + at) % len(self.training)] for at in range(many))
 
 
 class StageRecord(Frozen):

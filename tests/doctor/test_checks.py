@@ -198,8 +198,16 @@ def test_the_command_fails_when_a_check_does(tmp_path: Path, capsys: pytest.Capt
     printed = capsys.readouterr().out
     assert "\nfail environment server" in printed and "\nok   storage" in printed
     assert cli.main(["doctor", "check", "--quick", "--json", "--config", str(config)]) == 1
-    levels = {each["level"] for each in json.loads(capsys.readouterr().out)}
-    assert {"ok", "fail"} <= levels
+    found = capsys.readouterr().out
+    assert {"ok", "fail"} <= {each["level"] for each in json.loads(found)}
+    for words in (
+        ("--quick", "--json", "--config", str(config)),
+        ("--config", str(config), "--json", "check", "--quick"),
+    ):
+        assert cli.main(["doctor", *words]) == 1
+        assert [each["said"] for each in json.loads(capsys.readouterr().out)][:1] == [json.loads(found)[0]["said"]]
+    assert cli.main(["doctor", "--quick", "drift", str(tmp_path)]) == 1
+    assert "leave them out" in capsys.readouterr().err
 
 
 async def test_a_database_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,7 +219,7 @@ async def test_half_a_surrogate_pair_breaks_nothing(tmp_path: Path):
     async with world(tmp_path, model) as gateway:
         raw = b'{"model": "policy", "messages": [{"role": "user", "content": "\\udc00 one"}]}'
         assert (await gateway.http.post("/v1/chat/completions", content=raw)).status_code == 200
-    assert [message.content for message in (await gateway.only()).messages()] == ["? one", "?!"]
+    assert [message.content for message in (await gateway.only()).messages()] == ["\ufffd one", "\ufffd!"]
 
 
 async def test_sessions_are_named_by_path_header_body_and_opening(tmp_path: Path):
@@ -297,6 +297,18 @@ async def test_the_last_answer_is_given_again_to_a_retry(tmp_path: Path):
         assert await gateway.say(user("one"), headers={"x-stainless-retry-count": "2"}) == first
         assert await gateway.say(user("one"), headers={"idempotency-key": "k2"}) != first
     assert len(gateway.model.bodies) == 2
+
+
+async def test_a_retry_of_a_failed_call_is_not_given_an_older_answer(tmp_path: Path):
+    async def flaky(request: web.Request, body: Body) -> web.Response | None:
+        return web.json_response({"error": {"message": "busy"}}, status=503) if len(model.bodies) == 2 else None
+
+    model = Model(behave=flaky)
+    async with world(tmp_path, model) as gateway:
+        older = await gateway.say(user("one"))
+        assert (await gateway.ask(user("one"), headers={"x-stainless-retry-count": "0"})).status_code == 503
+        assert await gateway.say(user("one"), headers={"x-stainless-retry-count": "1"}) != older
+    assert sum(node.sampled for node in (await gateway.only()).nodes) == 2
 
 
 async def test_openai_clients_own_retries_are_recorded_once(tmp_path: Path):

@@ -43,6 +43,24 @@ async def test_a_gateway_that_stops_ends_its_sessions(tmp_path: Path):
     assert trajectory.stop is StopReason.NO_ACTION and trajectory.evidence == {"ended_by": "shutdown"}
 
 
+async def test_a_session_ends_when_its_calls_have(tmp_path: Path):
+    release = asyncio.Event()
+
+    async def wait(request: web.Request, body: Body) -> None:
+        await release.wait()
+
+    async with world(tmp_path, Model(behave=wait)) as gateway:
+        calls = [asyncio.create_task(gateway.ask(user("one"))) for _ in range(3)]
+        await until(lambda: len(gateway.model.bodies) == 3)
+        ending = asyncio.create_task(gateway.end())
+        await asyncio.sleep(0.1)
+        assert not ending.done()
+        release.set()
+        assert {(await call).status_code for call in calls} == {200} and (await ending).json()["ended"]
+    trajectory = await gateway.only()
+    assert trajectory.stop is StopReason.TERMINATED and sum(node.sampled for node in trajectory.nodes) == 3
+
+
 async def test_idle_sessions_end(tmp_path: Path):
     async with world(tmp_path, idle_minutes=0.2 / 60) as gateway:
         await gateway.say(user("one"))

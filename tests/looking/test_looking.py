@@ -14,7 +14,7 @@ from openhands_rl_plugin import cli
 from openhands_rl_plugin.looking.episode import view_of
 from openhands_rl_plugin.looking.figures import figures_of, mean_of
 from openhands_rl_plugin.looking.tables import short_ids
-from openhands_rl_plugin.looking.terminal import one_line, sparkline, visible
+from openhands_rl_plugin.looking.terminal import number, one_line, sparkline, visible
 from openhands_rl_plugin.records import TrajectorySummary
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
 from openhands_rl_plugin.testing import example_trajectory
@@ -203,13 +203,14 @@ async def test_what_is_no_sample_of_the_policy_is_in_no_mean() -> None:
             {"reward": 0.0, "turns": 4},
             {"failure": FailureKind.MODEL, "stop": StopReason.ERROR, "episode_return": 0.0},
             {"stop": StopReason.UNFINISHED, "episode_return": 0.0},
+            {"episode_return": None},
         ),
         ("version",),
         1.0,
     )
-    assert (group.name, group.episodes, group.valid, group.unfinished) == (("shop-v000007",), 4, 2, 1)
+    assert (group.name, group.episodes, group.valid, group.unfinished) == (("shop-v000007",), 5, 2, 1)
     assert (group.reward.mean, group.success.mean, group.turns) == (0.5, 0.5, 3.0)
-    assert (group.prompt_tokens, group.sampled_tokens, group.calls) == (40, 20, 8)
+    assert (group.prompt_tokens, group.sampled_tokens, group.calls) == (50, 25, 10)
     assert group.curve == (1.0, 0.0)
 
 
@@ -221,7 +222,8 @@ def test_the_interval_of_many_is_that_of_few() -> None:
 
 def test_nothing_is_known_of_nothing() -> None:
     assert mean_of([]).n == 0
-    assert view_of(example_trajectory(0).model_copy(update={"nodes": (), "head": None})).totals.turns == 0
+    totals = view_of(example_trajectory(0).model_copy(update={"nodes": (), "head": None})).totals
+    assert totals.turns == 0 and totals.episode_return is None and number(totals.episode_return) == "-"
 
 
 def test_texts_for_the_terminal() -> None:

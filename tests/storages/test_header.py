@@ -35,7 +35,7 @@ def test_a_header_says_what_the_trajectory_says(sample) -> None:
     assert summary.id == sample.id and summary.policy == sample.policy and summary.stop is sample.stop
     assert summary.failure == (sample.failure and sample.failure.kind)
     assert (summary.nodes, summary.turns) == (len(sample.nodes), len(list(sample.sampled())))
-    assert summary.episode_return == sample.episode_return
+    assert summary.episode_return == (None if sample.failure else sample.episode_return) == sample.known_return
     assert (summary.usage, summary.times, summary.reward) == (sample.usage, sample.times, 0.25)
 
 
@@ -44,6 +44,12 @@ def test_the_reward_to_sort_by_is_the_newest_score_or_the_return() -> None:
     assert header.sorting_reward(None) == 0.1
     assert header.sorting_reward(Score(trajectory_id="a", reward=None, reward_version="1")) is None
     assert header.sorting_reward(Score(trajectory_id="a", reward=0.75, reward_version="1")) == 0.75
+
+
+def test_a_failed_episode_has_no_reward_whoever_scored_it() -> None:
+    header = header_of(FAILED)
+    assert header.episode_return is None and header.sorting_reward(None) is None
+    assert header.sorting_reward(Score(trajectory_id="b", reward=0.75, reward_version="1")) is None
 
 
 def test_parts_make_the_whole_again() -> None:
@@ -65,9 +71,13 @@ def test_only_the_acted_path_counts() -> None:
     spine = Spine([node(None, 1.0), node(0, 0.25), node(0, 0.5)])
     assert spine.along(1) == (2, 1.25)
     assert spine.along(2) == (2, 1.5)
-    assert spine.along(None) == (0, 0.0)
+    assert spine.along(None) == (0, None)
     spine.mark([NodeMark(index=2, reward=None), NodeMark(index=0, reward=2.0)])
     assert spine.along(2) == (2, 2.0)
+    spine.mark([NodeMark(index=0, reward=0.0)])
+    assert spine.along(2) == (2, 0.0)
+    spine.mark([NodeMark(index=0)])
+    assert spine.along(2) == (2, None)
 
 
 def test_what_is_no_tree_is_refused() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 from litellm.exceptions import ContextWindowExceededError
@@ -12,8 +14,9 @@ from openhands.agenthub.codeact_agent.codeact_agent import CodeActAgent
 from openhands.controller.state.state import State
 from openhands.core.config import AgentConfig
 from openhands.core.exceptions import FunctionCallConversionError, FunctionCallValidationError
-from openhands.events.action import Action, AgentFinishAction
+from openhands.events.action import Action, AgentFinishAction, MessageAction, NullAction
 from openhands.events.action.message import SystemMessageAction
+from openhands.events.event import Event
 from openhands.llm.fn_call_converter import convert_fncall_messages_to_non_fncall_messages
 from openhands.llm.llm_registry import LLMRegistry
 from openhands.llm.llm_utils import check_tools
@@ -21,25 +24,28 @@ from openhands.llm.router import RouterLLM
 from openhands.memory.condenser.condenser import Condensation
 from openhands.memory.condenser.impl.no_op_condenser import NoOpCondenser
 
-from openhands_rl_plugin.conversation import HostConversation
 from openhands_rl_plugin.errors import CaughtFailure, ConfigError, boundary, describe
 from openhands_rl_plugin.hosts.v0.background import background
 from openhands_rl_plugin.hosts.v0.dialogue import EnvironmentDialogue
 from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostTurn
-from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode, controller_end, current_episode
+from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode, SessionWorld, controller_end, current_episode
+from openhands_rl_plugin.hosts.v0.meeting import EnvironmentHost, EpisodeRuntime, deciding, runtime_of, stop_deciding
 from openhands_rl_plugin.hosts.v0.recorder import split_provider
 from openhands_rl_plugin.hosts.v0.registration import register
 from openhands_rl_plugin.hosts.v0.settings import RLAgentHostConfig, host_settings, watch_for_rl_section
 from openhands_rl_plugin.hosts.v0.standalone import StandaloneKeeper, standalone_episode
+from openhands_rl_plugin.hosts.v0.workspace_conversation import WorkspaceConversation
+from openhands_rl_plugin.hosts.v0.workspace_world import ForkableRuntime, Position, WorkspaceWorld
 from openhands_rl_plugin.messages import WireMessage
 from openhands_rl_plugin.session import CHARACTERS_PER_TOKEN
-from openhands_rl_plugin.types import FailureKind, StopReason
+from openhands_rl_plugin.types import Failure, FailureKind, StopReason
 
 ENVIRONMENT_RUNTIME = "EnvironmentRuntime"
 WORKSPACE_RUNTIME = "WorkspaceRuntime"
 
 # Model names for which OpenHands leaves out its worked example of a tool call.
 _WITHOUT_EXAMPLE = ("openhands-lm", "devstral")
+_NOT_ISOLATED = ". This workspace has no isolation, without which it is not forked: install bubblewrap"
 _TOOLS_OF_OTHER_RUNTIMES = frozenset({"browser", "execute_ipython_cell"})
 
 
@@ -49,7 +55,7 @@ class _Play:
 
     episode: ControllerEpisode
     engine: ControllerEngine
-    conversation: HostConversation
+    conversation: WorkspaceConversation
     dialogue: EnvironmentDialogue
     keeper: StandaloneKeeper | None
 
@@ -91,12 +97,14 @@ class RLAgent(CodeActAgent):
         return step(self._play, state)
 
     def reset(self) -> None:
-        """Called by the controller when it stops or fails: no step will follow, so an own episode is stored."""
+        """Called by the controller when it stops or fails: no step will follow, so a search that is under way is ended,
+        and an own episode is stored."""
         super().reset()
-        if self._play is not None and self._play.keeper is not None and self._state is not None:
-            stop, failure = controller_end(self._state.agent_state.value, self._state.last_error)
-            self._play.keeper.keep(stop=stop, failure=failure)
-            self._play = None
+        if self._state is None:
+            return
+        stop_deciding(self._state.session_id)
+        if self._play is not None and self._play.keeper is not None:
+            self._keep(self._play, *controller_end(self._state.agent_state.value, self._state.last_error))
 
     def get_system_message(self) -> SystemMessageAction | None:
         """CodeAct's, or none in environment mode: the environment opens the conversation itself."""
@@ -126,7 +134,7 @@ class RLAgent(CodeActAgent):
         return _Play(
             episode=episode,
             engine=ControllerEngine(self.llm, episode, None if self._environment_mode else self._read_actions),
-            conversation=HostConversation(episode.tree),
+            conversation=WorkspaceConversation(episode.tree),
             dialogue=EnvironmentDialogue(),
             keeper=keeper,
         )
@@ -138,20 +146,37 @@ class RLAgent(CodeActAgent):
         view = self.condenser.condensed_history(state)
         if isinstance(view, Condensation):
             return view.action
-        turn = self._workspace_turn(play, state, view.events, view.forgotten_event_ids)
+        initial = self._get_initial_user_message(state.history)
+        write = partial(self._write, initial, view.forgotten_event_ids)
+        turn = self._workspace_turn(play, state, *write(view.events))
         if (stop := play.episode.limit_reached()) is not None:
             return self._finish(play, stop)
-        return self._decide(play, turn)
+        runtime, world = runtime_of(state.session_id), None
+        if isinstance(runtime, ForkableRuntime) and runtime.forkable:
+            world = WorkspaceWorld(runtime, Position(tuple(view.events), turn), play.engine, write)
+        return self._decide(play, turn, world)
 
-    def _workspace_turn(self, play: _Play, state: State, events: list[Any], forgotten: set[int]) -> HostTurn:
+    def _write(
+        self, initial: MessageAction, forgotten: set[int], events: Sequence[Event]
+    ) -> tuple[Sequence[WireMessage], Sequence[WireMessage]]:
+        """The prompt over these events, as OpenHands gives it to its LLM and as that sends it."""
+        prompt = self.llm.format_messages_for_llm(self._get_messages(list(events), initial, forgotten))
+        if self.llm.is_function_calling_active():
+            return prompt, prompt
+        return prompt, self._described_in_prompt(prompt, self._offered)
+
+    @property
+    def _offered(self) -> list[Any]:
+        return check_tools(self.tools, self.llm.config)
+
+    def _workspace_turn(
+        self, play: _Play, state: State, prompt: Sequence[WireMessage], wire: Sequence[WireMessage]
+    ) -> HostTurn:
         """What OpenHands would send now; afterwards the tree's head is the end of it."""
-        messages = self._get_messages(events, self._get_initial_user_message(state.history), forgotten)
-        prompt = self.llm.format_messages_for_llm(messages)
-        tools: list[Any] = check_tools(self.tools, self.llm.config)
-        tree, native = play.episode.tree, self.llm.is_function_calling_active()
-        wire = prompt if native else self._described_in_prompt(prompt, tools)
+        tools, tree = self._offered, play.episode.tree
         rewritten = play.conversation.follow(wire)
-        tree.tools = tree.tools or (tuple(tools) if native else ())
+        if self.llm.is_function_calling_active():
+            tree.tools = tree.tools or tuple(tools)
         return HostTurn(
             session=state.session_id,
             step=state.iteration_flag.current_value,
@@ -163,7 +188,7 @@ class RLAgent(CodeActAgent):
             model_metadata=state.to_llm_metadata(model_name=self.llm.config.model, agent_name=self.name),
         )
 
-    def _described_in_prompt(self, prompt: list[dict[str, Any]], tools: list[Any]) -> Sequence[WireMessage]:
+    def _described_in_prompt(self, prompt: list[Any], tools: list[Any]) -> Sequence[WireMessage]:
         """The prompt as OpenHands sends it to a model without native tool calls."""
         example = not any(name in self.llm.config.model for name in _WITHOUT_EXAMPLE)
         return convert_fncall_messages_to_non_fncall_messages(prompt, tools, add_in_context_learning_example=example)
@@ -176,15 +201,25 @@ class RLAgent(CodeActAgent):
             return self._finish(play, StopReason.ERROR)
         if (stop := play.episode.limit_reached()) is not None:
             return self._finish(play, stop)
-        return self._decide(play, HostTurn(session=state.session_id, step=state.iteration_flag.current_value))
+        runtime = runtime_of(state.session_id)
+        world = runtime.world(play.episode.limits) if isinstance(runtime, EnvironmentHost) else None
+        return self._decide(play, HostTurn(session=state.session_id, step=state.iteration_flag.current_value), world)
 
-    def _decide(self, play: _Play, turn: HostTurn) -> Action:
+    def _decide(self, play: _Play, turn: HostTurn, world: SessionWorld | None) -> Action:
         episode = play.episode
         play.engine.open(turn)
         episode.failure = None
+        job = background().start(episode.decide(play.engine, world))
         try:
-            with boundary(FailureKind.MODEL, "strategy.decide"):
-                chosen = background().wait_for(episode.strategy.decide(episode.tree, play.engine, None))
+            with deciding(turn.session, job), boundary(FailureKind.MODEL, "strategy.decide"):
+                chosen = job.result()
+        except asyncio.CancelledError:
+            return NullAction()
+        except ConfigError as error:
+            bare = world is None and isinstance(runtime_of(turn.session), ForkableRuntime)
+            refused = ConfigError(f"{error}{_NOT_ISOLATED if bare else ''}")
+            episode.refuse(refused)
+            raise refused from error
         except CaughtFailure as caught:
             return self._undecided(play, caught)
         episode.turns += 1
@@ -193,14 +228,14 @@ class RLAgent(CodeActAgent):
             episode.tree.commit(chosen)
             episode.keep()
             return play.dialogue.act(node.message)
-        outcome = play.engine.outcome(node.metadata)
+        outcome = play.engine.outcome(node.message)
         if outcome.error is not None:
             # The answer stays beside the acted path: OpenHands tells the model what was wrong, but never replays it.
             episode.keep()
             raise outcome.error
         play.conversation.acted(chosen)
         episode.keep()
-        self.pending_actions.extend(outcome.actions)
+        self.pending_actions.extend(outcome.fresh_actions())
         return self._hand_over(self.pending_actions.popleft())
 
     def _undecided(self, play: _Play, caught: CaughtFailure) -> Action:
@@ -208,7 +243,7 @@ class RLAgent(CodeActAgent):
         window is an end."""
         play.episode.failure = caught.failure
         error = caught.__cause__
-        host_error = (error and error.__cause__) or error
+        host_error = (error and error.__cause__) or error or caught
         assert isinstance(host_error, Exception)
         stuck = self._environment_mode or isinstance(self.condenser, NoOpCondenser)
         if isinstance(host_error, ContextWindowExceededError) and stuck:
@@ -238,10 +273,19 @@ class RLAgent(CodeActAgent):
         return AgentFinishAction(final_thought=f"The episode is over: {stop.value}.")
 
     def _end(self, play: _Play, stop: StopReason) -> None:
-        play.episode.stop = stop
+        play.episode.end_here(stop)
         if play.keeper is not None:
-            play.keeper.keep()
-            self._play = None
+            self._keep(play)
+
+    def _keep(self, play: _Play, stop: StopReason | None = None, failure: Failure | None = None) -> None:
+        """Store an own episode with its evidence; nothing is played any more."""
+        assert play.keeper is not None and self._state is not None
+        runtime = runtime_of(self._state.session_id)
+        if isinstance(runtime, EpisodeRuntime):
+            evidence, broken = runtime.conclude()
+            play.episode.evidence, failure = evidence or play.episode.evidence, failure or broken
+        play.keeper.keep(stop=stop, failure=failure)
+        self._play = None
 
 
 def _check_texts(action: Action) -> None:

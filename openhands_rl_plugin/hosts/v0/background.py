@@ -11,15 +11,11 @@ import contextvars
 import os
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from typing import Any
-
-from openhands_rl_plugin.errors import InfrastructureError
 
 # Every completion in flight holds a thread, because OpenHands' LLM is synchronous. Threads are made on demand.
 MAX_COMPLETIONS_IN_FLIGHT = 256
-
-_LOOK_UP = 1.0
 
 
 class Background:
@@ -31,6 +27,10 @@ class Background:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="rl-strategies", daemon=True).start()
 
+    def start[T](self, work: Coroutine[Any, Any, T]) -> Job[T]:
+        """Begin ``work``, for a thread that waits for it and others that may cancel it."""
+        return Job(work, self.loop)
+
     def wait_for[T](self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work`` to its end and return its result. Blocks the calling thread; raises what ``work`` raises."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
@@ -40,19 +40,38 @@ class Background:
         return await self.loop.run_in_executor(self._threads, contextvars.copy_context().run, call)
 
 
-def wait_on[T](loop: asyncio.AbstractEventLoop, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine on somebody else's loop, from another thread, and return its result. Blocks.
+class Job[T]:
+    """A coroutine on a loop of another thread. ``cancel`` returns when the coroutine has cleaned up."""
 
-    Raises what the coroutine raises, and ``InfrastructureError`` when the loop is closed before it has ended.
-    """
-    if not loop.is_closed():
-        future = asyncio.run_coroutine_threadsafe(make(), loop)
-        # A loop that is stopped drops its work without a word, and this thread would keep the process from ending.
-        while not wait([future], timeout=_LOOK_UP).done and not loop.is_closed():
-            pass
-        if future.done():
-            return future.result()
-    raise InfrastructureError("the event loop that plays this episode was closed")
+    def __init__(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._task: asyncio.Task[T] | None = None
+        self._cancelled = False
+        self._future = asyncio.run_coroutine_threadsafe(self._run(work), loop)
+
+    def result(self) -> T:
+        """Block until the work has ended. Raises what it raises, and ``asyncio.CancelledError``."""
+        try:
+            return self._future.result()
+        except CancelledError as error:
+            # That of threads is an ordinary exception, which a boundary would take for a failure.
+            raise asyncio.CancelledError from error
+
+    def cancel(self) -> None:
+        """End the work and block until it has; does nothing when it has ended already."""
+        self._loop.call_soon_threadsafe(self._cancel)
+        wait([self._future])
+
+    def _cancel(self) -> None:
+        self._cancelled = True
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        self._task = asyncio.ensure_future(work)
+        if self._cancelled:
+            self._task.cancel()
+        return await self._task
 
 
 _lock = threading.Lock()

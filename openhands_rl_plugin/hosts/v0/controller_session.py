@@ -11,7 +11,6 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import openhands.agenthub  # noqa: F401  # registers the stock agents
 from openhands.controller import AgentController
@@ -32,18 +31,10 @@ from openhands.storage.memory import InMemoryFileStore
 
 from openhands_rl_plugin.errors import CaughtFailure, RLError, boundary
 from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode, bind_episode, controller_end
-from openhands_rl_plugin.types import Failure, FailureKind, JsonObject, StopReason, Trajectory
+from openhands_rl_plugin.hosts.v0.meeting import EpisodeRuntime, stop_deciding
+from openhands_rl_plugin.types import Failure, FailureKind, StopReason, Trajectory
 
 _ENDS = frozenset({AgentState.FINISHED, AgentState.REJECTED, AgentState.ERROR, AgentState.STOPPED, AgentState.PAUSED})
-
-
-@runtime_checkable
-class EpisodeRuntime(Protocol):
-    """A runtime that hands over what rewards will need before it is closed."""
-
-    def conclude(self) -> tuple[JsonObject | None, Failure | None]:
-        """The evidence, if there is any, and the environment's failure. Blocks; a second call repeats the answer."""
-        ...
 
 
 @dataclass
@@ -105,6 +96,7 @@ class ControllerSession:
 
     def conclude(self, *, timed_out: bool = False, failure: Failure | None = None) -> Trajectory:
         """The episode's trajectory. Raises an ``RLError`` that must stop the run, if one ended the session."""
+        stop_deciding(self._sid)
         if (error := self._episode.error or self._end.error) is not None:
             raise error
         stop, failure = self._reason(timed_out, failure)
@@ -116,6 +108,7 @@ class ControllerSession:
 
     def close(self) -> None:
         """Release the runtime, then wait for the session's threads (as long as a call that they are in takes)."""
+        stop_deciding(self._sid)
         with self._opening:
             if self._runtime is not None:
                 self._runtime.close()

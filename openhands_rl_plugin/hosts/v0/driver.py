@@ -41,7 +41,7 @@ class ControllerOptions(Frozen):
 
     ``runtime`` is a class path; ``environment_mode`` says whether the model sees only what an environment says, or
     works in a workspace with OpenHands' own tools. ``sessions`` bounds the sessions at a time (default:
-    ``[rl] max_workers``), ``command_timeout`` is in seconds, ``strategy_options`` go to the strategy.
+    ``[rl] max_workers``), ``command_timeout`` is in seconds, ``strategy_options`` override those of ``[rl.strategy]``.
     """
 
     runtime: str = ENVIRONMENT_RUNTIME
@@ -50,6 +50,11 @@ class ControllerOptions(Frozen):
     command_timeout: int = 60
     native_tool_calling: bool = True
     strategy_options: JsonObject = Field(default_factory=dict)
+
+    def strategy_spec(self, settings: RLSettings) -> StrategySpec:
+        """The strategy and all the options that it is made with."""
+        options = {**settings.strategy, **self.strategy_options}
+        return StrategySpec(name=settings.rollout_strategy, options=options)
 
 
 class ControllerRunner:
@@ -68,8 +73,8 @@ class ControllerRunner:
         self._settings = settings
         self._options = options or ControllerOptions()
         self._storage = storage
+        self._spec = self._options.strategy_spec(settings)
         self._make_strategy()
-        self._spec = StrategySpec(name=settings.rollout_strategy, options=self._options.strategy_options)
         sessions = self._options.sessions or settings.max_workers
         self._gate = asyncio.Semaphore(sessions)
         # Opening and closing block; twice the sessions, because some may still be closing.
@@ -113,7 +118,7 @@ class ControllerRunner:
         return await self._in_thread(lambda: session.conclude(timed_out=timed_out, failure=failure))
 
     def _make_strategy(self) -> Strategy:
-        return registry.build("strategies", self._settings.rollout_strategy, self._options.strategy_options)
+        return registry.build("strategies", self._spec.name, self._spec.options)
 
     def _episode(self, request: EpisodeRequest) -> ControllerEpisode:
         return ControllerEpisode(

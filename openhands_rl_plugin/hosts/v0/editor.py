@@ -44,15 +44,29 @@ class EditResult:
     new_content: str | None = None
 
 
+class _History(FileHistoryManager):
+    """Goes by the files' names inside, so that it can be copied to another session."""
+
+    def __init__(self, directory: Path, copies: Path) -> None:
+        super().__init__(max_history_per_file=10, history_dir=directory)
+        self._copies = copies
+
+    def _get_metadata_key(self, file_path: Path) -> str:
+        return super()._get_metadata_key(file_path.relative_to(self._copies))
+
+    def _get_history_key(self, file_path: Path, counter: int) -> str:
+        return super()._get_history_key(file_path.relative_to(self._copies), counter)
+
+
 class _CopyEditor(OHEditor):
     # Converting documents and recognising speech would run, and reach the network, on the host.
     SUPPORTED_BINARY_EXTENSIONS: ClassVar[list[str]] = []
 
-    def __init__(self, history: Path) -> None:
+    def __init__(self, history: Path, copies: Path) -> None:
         super().__init__()
         # The constructor makes a directory for the history that nobody removes.
         shutil.rmtree(self._history_manager.cache.directory)
-        self._history_manager = FileHistoryManager(max_history_per_file=10, history_dir=history)
+        self._history_manager = _History(history, copies)
 
 
 class WorkspaceEditor:
@@ -60,8 +74,14 @@ class WorkspaceEditor:
 
     def __init__(self, workspace: Workspace, scratch: Path) -> None:
         self._workspace = workspace
+        self._scratch = scratch
         self._copies = scratch / "copies"
-        self._editor = _CopyEditor(scratch / "history")
+        self._editor = _CopyEditor(scratch / "history", self._copies)
+
+    def copied_to(self, workspace: Workspace, scratch: Path) -> WorkspaceEditor:
+        """An editor of another workspace with this one's undo history."""
+        shutil.copytree(self._scratch / "history", scratch / "history")
+        return WorkspaceEditor(workspace, scratch)
 
     def edit(self, request: EditRequest) -> EditResult:
         """Execute one command. Raises ``PermissionError`` for a path outside of the workspace and other ``OSError``

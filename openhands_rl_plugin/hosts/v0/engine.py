@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from openhands_rl_plugin.hosts.v0.background import background
 from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode
 from openhands_rl_plugin.hosts.v0.recorder import CallLog, record_completions, recording, split_provider
 from openhands_rl_plugin.messages import WireMessage, to_wire
+from openhands_rl_plugin.tree import EpisodeTree
 from openhands_rl_plugin.types import Completion, JsonObject, Message, SamplingParams
 
 ReadActions = Callable[[ModelResponse], Sequence[Action]]
@@ -71,6 +73,10 @@ class HostOutcome:
     actions: tuple[Action, ...] = ()
     error: Exception | None = None
 
+    def fresh_actions(self) -> list[Action]:
+        """Copies that may be executed: an event stream writes into an action, and the same one is often tried out."""
+        return [copy.copy(action) for action in self.actions]
+
 
 class ControllerEngine:
     """An ``LLMEngine`` whose completions go through OpenHands' ``LLM``: its retries, metrics and tool formats.
@@ -84,19 +90,26 @@ class ControllerEngine:
         self._read_actions = read_actions
         self._calls = itertools.count()
         self._turn = HostTurn(session="", step=0)
-        self._outcomes: dict[int, HostOutcome] = {}
+        self._turns: dict[tuple[Message, ...], HostTurn] = {}
+        self._outcomes: dict[Message, HostOutcome] = {}
         record_completions(llm)
 
     def open(self, turn: HostTurn) -> None:
-        """Begin a turn; the outcomes of the one before are forgotten."""
+        """Begin a turn. What is known of earlier ones is forgotten, unless search may still come there."""
         self._turn = turn
-        self._outcomes.clear()
+        start = len(turn.path)
+        self._turns = {path: known for path, known in self._turns.items() if path[:start] == turn.path}
+        self.expect(turn)
+        in_play = set(_below(self._episode.tree))
+        self._outcomes = {message: outcome for message, outcome in self._outcomes.items() if message in in_play}
 
-    def outcome(self, completion: JsonObject) -> HostOutcome:
-        """The outcome of a completion of this turn, by the metadata of its node."""
-        call = completion["call"]
-        assert isinstance(call, int)
-        return self._outcomes[call]
+    def expect(self, turn: HostTurn) -> None:
+        """Send conversations that go on from ``turn.path`` as they are there, until the next turn is opened."""
+        self._turns[turn.path] = turn
+
+    def outcome(self, answer: Message) -> HostOutcome:
+        """What OpenHands made of an answer that was sampled here and may still be acted on."""
+        return self._outcomes[answer]
 
     async def complete(
         self,
@@ -111,28 +124,36 @@ class ControllerEngine:
         Raises ``InfrastructureError`` or ``ModelError``, with OpenHands' own exception as the cause, and
         ``StorageError`` when what was said and sampled before cannot be stored; that is done meanwhile.
         """
-        turn = self._turn
-        goes_on = tuple(messages[: len(turn.path)]) == turn.path
-        prompt = list(turn.prompt) if goes_on else []
-        prompt += [to_wire(message) for message in messages[len(turn.path) if goes_on else 0 :]]
-        described_in_prompt = goes_on and not self._llm.is_function_calling_active()
+        goes_on = self._goes_on_from(tuple(messages))
+        turn = goes_on or replace(self._turn, path=(), prompt=(), wire=())
+        prompt = [*turn.prompt, *(to_wire(message) for message in messages[len(turn.path) :])]
+        described_in_prompt = goes_on is not None and not self._llm.is_function_calling_active()
         offered = turn.tools if tools or described_in_prompt else ()
         calls = (
-            background().blocking(partial(self._ask, call, prompt, offered, sampling))
+            background().blocking(partial(self._ask, turn, call, prompt, offered, sampling))
             for call in itertools.islice(self._calls, n)
         )
-        keeping = (background().blocking(self._episode.keep),) if self._episode.journalled else ()
-        answers = await asyncio.gather(*keeping, *calls, return_exceptions=True)
+        answers = await asyncio.gather(self._episode.keep_up(), *calls, return_exceptions=True)
         completions = [answer for answer in answers if isinstance(answer, Completion)]
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
         return completions
 
+    def _goes_on_from(self, messages: tuple[Message, ...]) -> HostTurn | None:
+        """The turn that knows the longest beginning of a conversation, if there is one."""
+        lengths = {len(path) for path in self._turns}
+        beginnings = (messages[:length] for length in sorted(lengths, reverse=True) if length <= len(messages))
+        return next((self._turns[beginning] for beginning in beginnings if beginning in self._turns), None)
+
     def _ask(
-        self, call: int, prompt: Sequence[WireMessage], tools: Sequence[JsonObject], sampling: SamplingParams | None
+        self,
+        turn: HostTurn,
+        call: int,
+        prompt: Sequence[WireMessage],
+        tools: Sequence[JsonObject],
+        sampling: SamplingParams | None,
     ) -> Completion:
-        turn = self._turn
         # litellm may change what it is given, and several calls share the prompt.
         arguments = self._arguments(call, [dict(message) for message in prompt], tools, sampling)
         with recording(CallLog(turn.session, turn.step, self._episode.base_model)) as log:
@@ -140,7 +161,7 @@ class ControllerEngine:
         attempt = log.attempts[-1]
         if (completion := attempt.completion) is None:
             raise ModelError("OpenHands cannot read the model's answer") from outcome.error
-        self._outcomes[call] = outcome
+        self._outcomes[completion.message] = outcome
         metadata: JsonObject = {
             "session": turn.session,
             "step": turn.step,
@@ -205,6 +226,16 @@ class ControllerEngine:
             earlier = metadata.get("failed_attempts")
             assert earlier is None or isinstance(earlier, list)
             metadata["failed_attempts"] = [*(earlier or ()), *(attempt.summary() for attempt in log.attempts)]
+
+
+def _below(tree: EpisodeTree) -> Iterator[Message]:
+    """All answers that were sampled below the head."""
+    pending = list(tree.children(tree.head))
+    while pending:
+        index = pending.pop()
+        pending += tree.children(index)
+        if tree.nodes[index].sampled:
+            yield tree.nodes[index].message
 
 
 def _typed(error: Exception) -> EpisodeError:

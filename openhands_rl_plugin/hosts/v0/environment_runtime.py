@@ -35,14 +35,17 @@ from openhands.runtime.runtime_status import RuntimeStatus
 from openhands_rl_plugin import registry
 from openhands_rl_plugin.errors import BadEnvironmentError, CaughtFailure, boundary
 from openhands_rl_plugin.hosts.v0.background import background
+from openhands_rl_plugin.hosts.v0.environment_world import EnvironmentWorld
 from openhands_rl_plugin.hosts.v0.episode import current_episode
+from openhands_rl_plugin.hosts.v0.meeting import introduce, stop_deciding
 from openhands_rl_plugin.hosts.v0.sandbox import INSIDE
 from openhands_rl_plugin.hosts.v0.settings import host_settings
 from openhands_rl_plugin.hosts.v0.standalone import task_from_environment_variable
+from openhands_rl_plugin.hosts.v0.stopping import is_stop
 from openhands_rl_plugin.hosts.v0.wire import RESET_TOOL, STEP_TOOL, EnvironmentReply
-from openhands_rl_plugin.protocols import Environment
+from openhands_rl_plugin.protocols import Environment, Forkable
 from openhands_rl_plugin.settings import RLSettings
-from openhands_rl_plugin.types import Failure, FailureKind, JsonObject, Message, Task
+from openhands_rl_plugin.types import Failure, FailureKind, JsonObject, Limits, Message, Task
 from openhands_rl_plugin.types import Observation as Answer
 
 
@@ -56,6 +59,10 @@ class EnvironmentPlay:
         self._closed = False
         self.evidence: JsonObject | None = None
         self.failure: Failure | None = None
+
+    def world(self, limits: Limits) -> EnvironmentWorld | None:
+        """The episode as search may see it, ``None`` when the environment cannot be forked."""
+        return EnvironmentWorld(self._environment, limits) if isinstance(self._environment, Forkable) else None
 
     def instruct(self, instruction: str) -> None:
         """Give the task its words, unless it has some or is being played."""
@@ -127,13 +134,21 @@ class EnvironmentRuntime(Runtime):
         # Before the host's constructor, which leaves threads and an exit handler behind if anything fails after it.
         self.play = EnvironmentPlay(self.make_environment(settings, task), task)
         super().__init__(config, *args, **kwargs)
+        introduce(self.sid, self)
+
+    def world(self, limits: Limits) -> EnvironmentWorld | None:
+        """The live episode as search may see it; ``limits`` are the episode's."""
+        return self.play.world(limits)
 
     def make_environment(self, settings: RLSettings, task: Task) -> Environment:
         """The environment of the task. Override to put another one behind OpenHands."""
         return make_environment(settings)
 
     def on_event(self, event: Event) -> None:
-        """Also takes the user's first message (``-t``) as the words of a task that no runner gave."""
+        """Also takes the user's first message (``-t``) as the words of a task that no runner gave, and ends the search
+        that is under way when the user stops the agent."""
+        if is_stop(event):
+            stop_deciding(self.sid)
         if self._instructed_by_user and isinstance(event, MessageAction) and event.source == EventSource.USER:
             self.play.instruct(event.content)
         super().on_event(event)

@@ -10,11 +10,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Protocol
 
-from openhands_rl_plugin.errors import StorageError
-from openhands_rl_plugin.hosts.v0.background import wait_on
+from openhands_rl_plugin.errors import ConfigError, StorageError
+from openhands_rl_plugin.hosts.v0.background import background
+from openhands_rl_plugin.hosts.v0.sink import LoopSink
 from openhands_rl_plugin.journal import EpisodeJournal, EpisodeSink
-from openhands_rl_plugin.protocols import Strategy
+from openhands_rl_plugin.protocols import Forkable, LLMEngine, Strategy
 from openhands_rl_plugin.records import EpisodeStart
 from openhands_rl_plugin.session import clip, context_tokens, reached, trajectory_id
 from openhands_rl_plugin.settings import RLSettings
@@ -39,13 +41,23 @@ from .wire import EnvironmentReply
 
 _SEED_STEP = 1_000_003
 _SEEDS = 2**31
+_LARGEST_ID = 2**63 - 1
+
+
+class SessionWorld(Forkable, Protocol):
+    """The live session during one decision, for strategies that look ahead in forks of it."""
+
+    async def close(self) -> None:
+        """Close every fork that was made."""
+        ...
 
 
 class ControllerEpisode:
     """The state that ``RLAgent`` and its runner share. Written by one session, frozen when that has ended.
 
     ``environment_mode``: the model sees only what the environment says; else it works in a workspace with the tools
-    of OpenHands' CodeAct agent. ``base_model`` is the served name of the weights below any adapter.
+    of OpenHands' CodeAct agent. ``base_model`` is the served name of the weights below any adapter. ``error`` is what
+    must stop the run: OpenHands' controller takes any exception for one more reason to end a session.
     """
 
     def __init__(
@@ -72,14 +84,31 @@ class ControllerEpisode:
         self.stop: StopReason | None = None
         self.failure: Failure | None = None
         self.evidence: JsonObject | None = None
-        self.error: StorageError | None = None
+        self.error: StorageError | ConfigError | None = None
         self.started = time.time()
-        self._journal: tuple[EpisodeJournal, asyncio.AbstractEventLoop] | None = None
+        self._journal: EpisodeJournal | None = None
+        self._checked_nodes = 0
+        self._wrong_tokens = False
 
     @property
     def journalled(self) -> bool:
         """Whether the episode is stored while it is played."""
         return self._journal is not None
+
+    async def decide(self, engine: LLMEngine, world: SessionWorld | None) -> int:
+        """The node to act on next, by the strategy. However it ends, no fork of ``world`` is left."""
+        try:
+            return await self.strategy.decide(self.tree, engine, world)
+        finally:
+            if world is not None:
+                await world.close()
+
+    def end_here(self, stop: StopReason) -> None:
+        """Note why the episode is over. A last answer that search has tried out is now a real one."""
+        self.stop = stop
+        last = self.tree.nodes[self.tree.head] if self.tree.head is not None else None
+        if last is not None and last.sampled and last.simulated:
+            last.reward, last.simulated = None, False
 
     def keep_in(self, storage: EpisodeSink, loop: asyncio.AbstractEventLoop) -> None:
         """Store the episode from now on while it is played. ``storage`` is used on ``loop`` only."""
@@ -92,19 +121,21 @@ class ControllerEpisode:
             policy=self._policy,
             started=self.started,
         )
-        self._journal = EpisodeJournal(storage, start), loop
+        self._journal = EpisodeJournal(LoopSink(storage, loop), start)
 
     def keep(self) -> None:
-        """Store what was said and sampled since the last call. Blocks, and is not to be called on the storage's loop.
+        """Store what was said and sampled since the last call. Blocks, and is not to be called on an event loop that
+        this waits for: the storage's, or that of ``background``. Raises ``StorageError``."""
+        if self._journal is not None:
+            background().wait_for(self.keep_up())
 
-        Raises ``StorageError``, and leaves it in ``error``: OpenHands' controller takes any exception for one more
-        reason to end a session.
-        """
+    async def keep_up(self) -> None:
+        """``keep`` for those who are on the loop of ``background``, where strategies change the tree."""
         if self._journal is None:
             return
-        journal, loop = self._journal
+        self._drop_wrong_tokens()
         try:
-            wait_on(loop, lambda: journal.keep(self.tree))
+            await self._journal.keep(self.tree)
         except StorageError as error:
             self.error = error
             raise
@@ -112,7 +143,13 @@ class ControllerEpisode:
     async def end(self, trajectory: Trajectory) -> None:
         """Close the episode in the storage, if it is stored while it is played. Raises ``StorageError``."""
         if self._journal is not None:
-            await self._journal[0].end(trajectory)
+            end = self._journal.end(trajectory)
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(end, background().loop))
+
+    def refuse(self, error: ConfigError) -> None:
+        """Note that the episode cannot be played with these settings."""
+        self.error = error
+        self.failure = Failure(kind=FailureKind.ENVIRONMENT, message=str(error)[:500], boundary="strategy.decide")
 
     def observe(self, reply: EnvironmentReply) -> None:
         """Add an environment's reply, cut to ``max_obs_length``."""
@@ -157,8 +194,7 @@ class ControllerEpisode:
     ) -> Trajectory:
         """The episode as a value. A failure makes it an error; the agent's own wins, because it came first and knows
         more than what the controller made of it. ``stop`` and ``evidence`` win over what the agent noted."""
-        wrong_tokens = _drop_wrong_tokens(self.tree)
-        failure = self.failure = self.failure or failure or wrong_tokens
+        failure = self.failure = self.failure or failure or self._drop_wrong_tokens()
         return self.tree.freeze(
             self.request,
             trajectory_id=trajectory_id(self.request),
@@ -169,6 +205,20 @@ class ControllerEpisode:
             evidence=self.evidence if evidence is None else evidence,
             failure=failure,
         )
+
+    def _drop_wrong_tokens(self) -> Failure | None:
+        """Without ids that are whole numbers no part of the episode can be trained on, since each builds on the others.
+
+        Looks at the nodes that came since the last call.
+        """
+        new, self._checked_nodes = self.tree.nodes[self._checked_nodes :], len(self.tree.nodes)
+        self._wrong_tokens |= not all(_whole_numbers(node.tokens) for node in new if node.tokens is not None)
+        if not self._wrong_tokens:
+            return None
+        for node in self.tree.nodes:
+            node.tokens = None
+        message = "the model server's token ids are not whole numbers"
+        return Failure(kind=FailureKind.MODEL, message=message, boundary="openhands.recorder")
 
     @property
     def _policy(self) -> PolicyRef:
@@ -215,18 +265,8 @@ def overlay(below: SamplingParams, above: SamplingParams) -> SamplingParams:
     return below.model_copy(update=given)
 
 
-def _drop_wrong_tokens(tree: EpisodeTree) -> Failure | None:
-    """Without ids that are whole numbers no part of the episode can be trained on, since each builds on the others."""
-    if all(_whole_numbers(node.tokens) for node in tree.nodes if node.tokens is not None):
-        return None
-    for node in tree.nodes:
-        node.tokens = None
-    message = "the model server's token ids are not whole numbers"
-    return Failure(kind=FailureKind.MODEL, message=message, boundary="openhands.recorder")
-
-
 def _whole_numbers(tokens: Tokens) -> bool:
-    return all(type(id) is int and id >= 0 for id in (*tokens.prompt_ids, *tokens.sampled_ids))
+    return all(type(id) is int and 0 <= id <= _LARGEST_ID for id in (*tokens.prompt_ids, *tokens.sampled_ids))
 
 
 def _limits_of(settings: RLSettings, environment_mode: bool) -> Limits:

@@ -7,6 +7,7 @@ whose tool call does not parse.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from openhands.llm.llm import LLM
 from pydantic import JsonValue
 
 from openhands_rl_plugin.errors import describe
-from openhands_rl_plugin.messages import WireMessage, text_of
+from openhands_rl_plugin.messages import WireMessage, text_of, whole_json, whole_message
 from openhands_rl_plugin.types import (
     Completion,
     JsonObject,
@@ -101,6 +102,18 @@ def record_completions(llm: LLM) -> None:
     holder: Any = llm
     if not isinstance(holder._completion_unwrapped, RecordedCompletion):
         holder._completion_unwrapped = RecordedCompletion(holder._completion_unwrapped)
+        holder._post_completion = _one_at_a_time(holder._post_completion)
+
+
+def _one_at_a_time[T](count: Callable[[ModelResponse], T]) -> Callable[[ModelResponse], T]:
+    """OpenHands reads, adds and writes its metrics; candidates that are answered together would lose counts."""
+    turn = threading.Lock()
+
+    def counted(response: ModelResponse) -> T:
+        with turn:
+            return count(response)
+
+    return counted
 
 
 class RecordedCompletion:
@@ -186,18 +199,30 @@ def _completion(asked: Mapping[str, Any], response: ModelResponse, base_model: s
     if not isinstance(choice, Choices):
         return None
     tokens = _take_tokens(prompt_ids, choice)
+    message = _take_message(choice)
     # Read after the token arrays are gone, which would make it many times as large.
     raw: dict[str, JsonValue] = response.model_dump(mode="json", warnings=False)
     served = split_provider(response.model or str(asked.get("model")))[1]
     return Completion.model_construct(
-        message=_message(choice),
+        message=message,
         tokens=tokens,
         finish_reason=choice.finish_reason,
         usage=_usage(response),
         policy=PolicyRef.from_served_name(base_model, served),
         sampling=_sampling(asked),
-        metadata={"response": raw},
+        metadata={"response": whole_json(raw)},
     )
+
+
+def _take_message(choice: Choices) -> Message:
+    """What was said. Halves of characters are replaced in the choice, too: OpenHands could not send them again."""
+    said = _message(choice)
+    whole = whole_message(said)
+    if whole is not said:
+        choice.message.content = whole.content
+        for call, own in zip(choice.message.tool_calls or (), whole.tool_calls, strict=True):
+            call.id, call.function.name, call.function.arguments = own.id, own.name, own.arguments
+    return whole
 
 
 def _message(choice: Choices) -> Message:
@@ -221,7 +246,7 @@ def _take_tokens(prompt_ids: object, choice: Choices) -> Tokens | None:
     content = getattr(logprobs, "content", None) or ()
     values = tuple(float(entry.logprob) for entry in content)
     # Looking at each of 35,000 ids in every turn would cost most of a millisecond. The tree keeps only what each prompt
-    # adds, and that is checked once, when the episode ends (see ControllerEpisode.freeze).
+    # adds, and that is checked before it is stored (see ControllerEpisode).
     return Tokens.model_construct(
         prompt_ids=tuple(prompt_ids),
         sampled_ids=tuple(sampled_ids),

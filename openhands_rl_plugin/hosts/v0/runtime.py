@@ -3,14 +3,20 @@
 Chosen by class path, ``runtime = "openhands_rl_plugin.hosts.v0.runtime.WorkspaceRuntime"``. ``workspace_base`` is used
 as it is, without a copy; without one, a session has a fresh temporary directory that ends with it. A session has a
 network only with ``[sandbox] use_host_network = true``.
+
+In bubblewrap a session can be forked for search: a twin has copies of the workspace, of ``/tmp``, of the shell's state
+and of the editor's history, at the same paths. What cannot be copied are processes and network connections, so that a
+workspace with living background processes is not forked; nor are times, process ids and the order of unsorted listings.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import copy
 import shutil
 import tempfile
+import threading
 import zipfile
 from pathlib import Path
 
@@ -27,7 +33,7 @@ from openhands.events.action import (
     IPythonRunCellAction,
 )
 from openhands.events.action.mcp import MCPAction
-from openhands.events.event import FileEditSource, FileReadSource
+from openhands.events.event import Event, FileEditSource, FileReadSource
 from openhands.events.observation import (
     CmdOutputObservation,
     ErrorObservation,
@@ -40,20 +46,24 @@ from openhands.runtime.base import Runtime
 from openhands.runtime.runtime_status import RuntimeStatus
 from openhands_aci.utils.diff import get_diff
 
-from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.errors import BadEnvironmentError, ConfigError
+from openhands_rl_plugin.hosts.v0.changes import Baseline
 from openhands_rl_plugin.hosts.v0.editor import EditRequest, WorkspaceEditor
+from openhands_rl_plugin.hosts.v0.forking import METHODS, ForkLimits, Tree, copy_tree, fork_tree, remove_tree
+from openhands_rl_plugin.hosts.v0.meeting import introduce, stop_deciding
+from openhands_rl_plugin.hosts.v0.notes import SessionNotes
 from openhands_rl_plugin.hosts.v0.sandbox import (
     INSIDE,
     BubblewrapSandbox,
-    CommandResult,
     Sandbox,
-    SandboxEndedError,
     SandboxLimits,
-    Shell,
     SubprocessSandbox,
     check_bubblewrap,
 )
+from openhands_rl_plugin.hosts.v0.shell import CommandResult, SandboxEndedError, Shell
+from openhands_rl_plugin.hosts.v0.stopping import is_stop
 from openhands_rl_plugin.hosts.v0.workspace import Workspace
+from openhands_rl_plugin.types import Failure, JsonObject
 
 _START_TIMEOUT = 14.0
 _ENDED = "[The sandbox ended and a new one is started: background processes and the shell's state are lost.]"
@@ -67,6 +77,8 @@ class WorkspaceRuntime(Runtime):
     """
 
     limits = SandboxLimits()
+    fork_limits = ForkLimits()
+    fork_methods = METHODS
 
     def __init__(self, config: OpenHandsConfig, *args, **kwargs) -> None:
         # Before the host's constructor, which leaves threads and an exit handler behind if anything fails after it.
@@ -75,14 +87,18 @@ class WorkspaceRuntime(Runtime):
         root = Path(base).expanduser().resolve() if base else self._private / "workspace"
         try:
             root.mkdir(parents=True, exist_ok=True)
-            sandbox = self.make_sandbox(config, root)
+            self._sandbox = self.make_sandbox(config, root)
         except (ConfigError, OSError):
             shutil.rmtree(self._private)
             raise
         super().__init__(config, *args, **kwargs)
+        self._tree = Tree(root)
+        self._baseline = Baseline(self._private)
+        self._evidence: JsonObject | None = None
         self.files = Workspace(root)
         self._editor: WorkspaceEditor | None = None
-        self._shell = Shell(sandbox, self._variables(), self.limits)
+        self._shell = Shell(self._sandbox, self._variables(), self.limits)
+        introduce(self.sid, self)
 
     def make_sandbox(self, config: OpenHandsConfig, root: Path) -> Sandbox:
         """Where the commands of the workspace at ``root`` run."""
@@ -94,7 +110,10 @@ class WorkspaceRuntime(Runtime):
     async def connect(self) -> None:
         """Start the sandbox. Raises ``InfrastructureError`` when it does not start."""
         self.set_runtime_status(RuntimeStatus.STARTING_RUNTIME)
-        await asyncio.to_thread(self._shell.run, ":", timeout=_START_TIMEOUT)
+        await asyncio.gather(
+            asyncio.to_thread(self._shell.run, ":", timeout=_START_TIMEOUT),
+            asyncio.to_thread(self._baseline.remember, self._sandbox),
+        )
         self._runtime_initialized = True
         self.set_runtime_status(RuntimeStatus.RUNTIME_STARTED)
 
@@ -103,8 +122,60 @@ class WorkspaceRuntime(Runtime):
         atexit.unregister(self.close)
         self._runtime_initialized = False
         self._shell.close()
-        shutil.rmtree(self._private, ignore_errors=True)
+        remove_tree(self._private)
         super().close()
+
+    def on_event(self, event: Event) -> None:
+        """Also ends the search that is under way when the user stops the agent."""
+        if is_stop(event):
+            stop_deciding(self.sid)
+        super().on_event(event)
+
+    def conclude(self) -> tuple[JsonObject | None, Failure | None]:
+        """What the session changed in its workspace. Blocks; a second call repeats the answer."""
+        if self._evidence is None:
+            self._evidence = self.changes()
+        return self._evidence, None
+
+    def changes(self) -> JsonObject:
+        """What was changed until now since the session began: a patch and the files by name. Blocks."""
+        sandbox = self._sandbox
+        if isinstance(sandbox, BubblewrapSandbox) and self._tree.overlay is not None:
+            sandbox = sandbox.over(self._tree.directory, self._tree.mounting(read_only=True))
+        return self._baseline.changes(sandbox)
+
+    @property
+    def forkable(self) -> bool:
+        """Whether ``fork`` can work: without isolation, copies would see each other and the paths of the original."""
+        return isinstance(self._sandbox, BubblewrapSandbox)
+
+    def fork(self, stop: threading.Event) -> WorkspaceRuntime:
+        """A twin that executes actions in copies of all that the session has; it hears no events. Close it. Blocks.
+
+        Raises ``BadEnvironmentError`` when background processes run, and ``InfrastructureError`` when the copy fails or
+        ``stop`` is set meanwhile. While the twin lives, nothing may change the workspace of the original.
+        """
+        assert isinstance(self._sandbox, BubblewrapSandbox), "only a forkable runtime can be forked"
+        stands = self._shell.snapshot()
+        if stands.processes:
+            raise BadEnvironmentError(
+                f"the workspace cannot be forked while background processes run ({', '.join(stands.processes)}): "
+                "processes cannot be copied; end them, or use a strategy that needs no forks"
+            )
+        private = Path(tempfile.mkdtemp(prefix="openhands-rl-fork-")).resolve()
+        shell: Shell | None = None
+        try:
+            tree = fork_tree(self._tree, private, limits=self.fork_limits, methods=self.fork_methods, stop=stop)
+            sandbox = self._sandbox.over(tree.directory, tree.mounting())
+            shell = Shell(sandbox, self._variables(), self.limits, start=stands.cwd)
+            tmp, own_tmp = self._shell.path_from_host("/tmp"), shell.path_from_host("/tmp")
+            copy_tree(tmp, own_tmp, limits=self.fork_limits, stop=stop, leave_out=sandbox.host_names_in_tmp)
+            return self._twin(private, tree, sandbox, shell)
+        except BaseException:
+            if shell is not None:
+                shell.close()
+            remove_tree(private)
+            raise
 
     @property
     def workspace_root(self) -> Path:
@@ -245,6 +316,15 @@ class WorkspaceRuntime(Runtime):
         if self.files.kind(directory) != "directory":
             return []
         return [f"{directory.rstrip('/')}/{name}" for name, _ in self.files.entries(directory)]
+
+    def _twin(self, private: Path, tree: Tree, sandbox: Sandbox, shell: Shell) -> WorkspaceRuntime:
+        twin = copy.copy(self)
+        twin._private, twin._tree, twin._sandbox, twin._shell = private, tree, sandbox, shell
+        twin.files = Workspace(shell.path_from_host(INSIDE))
+        twin.status_callback = None
+        twin.event_stream = SessionNotes.of(self.event_stream, self.sid)
+        twin._editor = self._editor and self._editor.copied_to(twin.files, private / "scratch")
+        return twin
 
     def _view(self, action: FileReadAction) -> Observation:
         request = EditRequest(command="view", path=action.path, view_range=action.view_range)

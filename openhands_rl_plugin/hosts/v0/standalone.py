@@ -47,8 +47,8 @@ def standalone_episode(
     return ControllerEpisode(
         request,
         settings,
-        strategy=registry.build("strategies", settings.rollout_strategy),
-        strategy_spec=StrategySpec(name=settings.rollout_strategy),
+        strategy=registry.build("strategies", settings.rollout_strategy, settings.strategy),
+        strategy_spec=StrategySpec(name=settings.rollout_strategy, options=settings.strategy),
         base_model=base_model,
         environment_mode=environment_mode,
     )

@@ -3,11 +3,13 @@
 This file is run by its text (``python -I -S -c <text>``), inside the sandbox, so it may use the standard library only.
 It talks JSON lines: the first line on stdin is the set-up, every other one a request; every request gets one answer.
 
-* Set-up: ``{"bash", "env", "cwd", "state", "output_bytes", "limits": {name: bytes or count}, "subreaper"}``.
+* Set-up: ``{"bash", "env", "cwd", "start", "state", "output_bytes", "limits": {name: bytes or count}, "subreaper"}``;
+  commands begin in ``start``, and in ``cwd`` when their directory is gone.
 * Request: ``{"command", "timeout", "cwd", "keep"}``; ``timeout`` in seconds or null; ``cwd`` and ``keep`` are for a
   command that runs aside: elsewhere, and without changing the shell's state.
 * Answer: ``{"output", "earlier", "exit_code", "timed_out", "cwd"}``; ``earlier`` is what background processes of
   earlier commands wrote since the last answer.
+* Request ``{"snapshot": true}``, answered ``{"cwd", "processes": [name]}`` with what commands left running.
 
 A command's own output is complete when its shell has ended, because all that it wrote is in the pipe by then; what it
 left running in the background never delays an answer. The end of stdin ends the supervisor and all it started.
@@ -76,7 +78,7 @@ class Supervisor:
         self.requests = requests
         self.setup = setup
         self.state = setup["state"]
-        self.cwd = setup["cwd"]
+        self.cwd = setup["start"]
         self.selector = selectors.DefaultSelector()
         self.background = Output(setup["output_bytes"])
         self.pipe = -1
@@ -98,6 +100,9 @@ class Supervisor:
 
     def reap(self, wake: int) -> None:
         os.read(wake, CHUNK)
+        self.reap_dead()
+
+    def reap_dead(self) -> None:
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -108,8 +113,17 @@ class Supervisor:
             if pid == self.shell:
                 self.status = status
 
-    def run(self, request: dict) -> dict:
+    def answer(self, request: dict) -> dict:
         """Execute one request and say what came of it."""
+        return self.snapshot() if "snapshot" in request else self.run(request)
+
+    def snapshot(self) -> dict:
+        """What a copy of this shell has to know."""
+        self.reap_dead()
+        return {"cwd": self.cwd, "processes": [name_of(pid) for pid in sorted(family(os.getpid()))]}
+
+    def run(self, request: dict) -> dict:
+        """Run one command."""
         self.selector.register(self.requests, selectors.EVENT_READ, self.host_gone)
         try:
             return self.execute(request)
@@ -262,6 +276,15 @@ def family(root: int) -> set[int]:
     return members - {root, os.getpid()}
 
 
+def name_of(pid: int) -> str:
+    """The program's name, as ``ps`` has it; empty when the process has just ended."""
+    try:
+        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
 def kill_all(pids: Iterable[int]) -> None:
     for pid in pids:
         try:
@@ -306,7 +329,7 @@ def main() -> None:
             line = requests.readline()
             if not line:
                 break
-            answer = json.dumps(supervisor.run(json.loads(line))).encode()
+            answer = json.dumps(supervisor.answer(json.loads(line))).encode()
             view = memoryview(answer + b"\n")
             while view:
                 view = view[answers.write(view) :]

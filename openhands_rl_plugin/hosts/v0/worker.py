@@ -66,8 +66,9 @@ class PoolStorage:
 
     def answered(self, answer: Stored) -> None:
         """Take the pool's answer to one of the calls."""
-        waiting = self._waiting[answer.number]
-        if waiting.done():
+        waiting = self._waiting.get(answer.number)
+        # A call that was cancelled waits no more.
+        if waiting is None or waiting.done():
             return
         if answer.error:
             waiting.set_exception(StorageError(answer.error))

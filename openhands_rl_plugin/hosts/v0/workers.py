@@ -40,7 +40,6 @@ from openhands_rl_plugin.types import (
     FailureKind,
     PolicyRef,
     StopReason,
-    StrategySpec,
     Times,
     Trajectory,
 )
@@ -127,10 +126,10 @@ class WorkerPoolRunner:
         trajectory = tree.freeze(
             request,
             trajectory_id=trajectory_id(request),
-            strategy=StrategySpec(name=self._settings.rollout_strategy, options=self._options.strategy_options),
+            strategy=self._options.strategy_spec(self._settings),
             policy=PolicyRef.from_served_name(model, request.served_model or model),
             stop=StopReason.ERROR,
-            times=Times(started=started, finished=time.time()),
+            times=Times(started=started if stored is None else stored.times.started, finished=time.time()),
             failure=Failure(kind=FailureKind.INFRASTRUCTURE, message=describe(error), boundary="controller.worker"),
         )
         if self._storage is not None:

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,12 +52,17 @@ def refusal(status: int, message: str) -> dict[str, Any]:
     return {"status": status, "message": message}
 
 
+Policy = Callable[[dict[str, Any]], dict[str, Any]]
+"""The body of a request -> an assistant message. Needed where requests come side by side, in no order."""
+
+
 class ScriptedModel:
-    """Answers a model's requests with its script, in order; ``requests`` holds what was sent."""
+    """Answers a model's requests with its script, in order, or by its policy; ``requests`` holds what was sent."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.scripts: dict[str, deque[dict[str, Any]]] = defaultdict(deque)
+        self.policies: dict[str, Policy] = {}
         self.requests: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.delay = 0.0
         self.at_once = 0
@@ -77,9 +82,12 @@ class ScriptedModel:
         self.at_once -= 1
         model = body["model"]
         self.requests[model].append(body)
-        if not self.scripts[model]:
+        if model in self.policies:
+            answer = self.policies[model](body)
+        elif self.scripts[model]:
+            answer = self.scripts[model].popleft()
+        else:
             return JSONResponse({"error": {"message": f"no more script for {model}"}}, status_code=400)
-        answer = self.scripts[model].popleft()
         if "status" in answer:
             return JSONResponse({"error": {"message": answer["message"]}}, status_code=answer["status"])
         self._count += 1

@@ -15,9 +15,11 @@ from openhands_rl_plugin import FileTrajectoryStorage, Message, RLSettings, Traj
 from openhands_rl_plugin.errors import ConfigError, StorageError
 from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode, bind_episode, controller_end, current_episode
 from openhands_rl_plugin.hosts.v0.standalone import TASK_INDEX_VARIABLE, StandaloneKeeper, standalone_episode
+from openhands_rl_plugin.hosts.v0.worker import PoolStorage
+from openhands_rl_plugin.hosts.v0.worker_messages import FromWorker, Store, Stored
 from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.settings import StorageSettings
-from openhands_rl_plugin.types import FailureKind, SamplingParams, StopReason
+from openhands_rl_plugin.types import Completion, FailureKind, SamplingParams, StopReason, Tokens
 
 LEAVES_EARLY = """
 import sys
@@ -181,3 +183,34 @@ def test_wishes_of_the_strategy_come_before_those_of_the_request_and_the_setting
     assert episode.sampling_for(None, call=1).max_tokens == 512
     assert episode.sampling_for(None, call=1).seed != episode.sampling_for(None, call=2).seed
     assert episode.sampling_for(None, call=2).seed == episode.sampling_for(None, call=2).seed
+
+
+@pytest.mark.parametrize("wrong", [1.5, "7", -1, 2**63])
+async def test_wrong_token_ids_fail_the_episode_and_not_the_storage(tmp_path, wrong):
+    episode = episode_in(tmp_path)
+    keeper = StandaloneKeeper(episode)
+    for ids in ((1,), (1, 2, wrong), (1, 2, wrong, 2, 3)):
+        tokens = Tokens.model_construct(extends=False, prompt_ids=ids, sampled_ids=(2,), logprobs=())
+        said = Message(role="assistant", content="x")
+        episode.tree.commit(episode.tree.propose(Completion.model_construct(message=said, tokens=tokens)))
+        episode.keep()
+    keeper.keep(StopReason.TERMINATED)
+    (trajectory,) = await stored(tmp_path)
+    assert trajectory.failure is not None and "whole numbers" in trajectory.failure.message
+    assert len(trajectory.nodes) == 4 and not any(node.tokens for node in trajectory.nodes)
+
+
+async def test_an_answer_to_a_cancelled_call_is_no_error():
+    said: list[Store] = []
+
+    async def say(message: FromWorker) -> None:
+        assert isinstance(message, Store)
+        said.append(message)
+
+    storage = PoolStorage(say)
+    calling = asyncio.create_task(storage.drop(["a"]))
+    await asyncio.sleep(0)
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    storage.answered(Stored(number=said[0].number, error="too late"))

@@ -220,9 +220,9 @@ async def test_giving_up_an_episode_leaves_nothing_running(model: str):
 
 
 async def test_a_sandbox_that_cannot_start_is_a_failure(model: str, monkeypatch: pytest.MonkeyPatch):
-    from openhands_rl_plugin.hosts.v0 import sandbox
+    from openhands_rl_plugin.hosts.v0 import shell
 
-    monkeypatch.setattr(sandbox, "_supervisor_source", lambda: "raise SystemExit('no start')")
+    monkeypatch.setattr(shell, "_supervisor_source", lambda: "raise SystemExit('no start')")
     async with controller(settings_for(model), IN_A_WORKSPACE) as runner:
         trajectory = await runner.run(working(1, ["echo"]))
     assert trajectory.failure is not None and "no start" in trajectory.failure.message
@@ -336,7 +336,7 @@ class TestWorkerPool:
                 settings_for(model, shop), ControllerOptions(sessions=4), workers=1, storage=storage
             )
             playing = asyncio.create_task(pool.run(request))
-            await until(lambda found: len(list(found.sampled())) == 2, storage, trajectory_id(request))
+            kept = await until(lambda found: len(list(found.sampled())) == 2, storage, trajectory_id(request))
             worker = pool._slots[0]
             assert worker is not None
             worker._process.kill()
@@ -345,6 +345,7 @@ class TestWorkerPool:
             await pool.close()
         assert failed.failure is not None and "signal 9" in failed.failure.message
         assert len(list(failed.sampled())) == failed.usage.calls >= 2
+        assert failed.times.started == kept.times.started
         assert replaced.stop is StopReason.MAX_TURNS
         assert await everything(storage) == [failed, replaced]
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from litellm.exceptions import BadRequestError
+from litellm.types.utils import ModelResponse
 from openhands.core.config import LLMConfig
 from openhands.core.exceptions import LLMNoResponseError
 from openhands.llm.llm import LLM
@@ -37,6 +40,23 @@ def ask(llm: LLM, **arguments) -> tuple[object, CallLog]:
     with recording(CallLog(session="s", step=4, base_model="base")) as log:
         response = llm.completion(messages=MESSAGES, **arguments)
     return response, log
+
+
+def test_no_candidate_is_lost_from_openhands_metrics(server):
+    server.policies["many"] = lambda body: says("Hello.")
+    llm = llm_for(server, "many")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(16) as pool:
+            logs = [log for _, log in pool.map(lambda _: ask(llm), range(64))]
+    finally:
+        sys.setswitchinterval(interval)
+    usages = [log.attempts[0].completion.usage for log in logs if log.attempts[0].completion is not None]
+    counted = llm.metrics.accumulated_token_usage
+    assert counted.prompt_tokens == sum(usage.prompt_tokens for usage in usages) == 64 * len(prompt_ids(MESSAGES))
+    assert counted.completion_tokens == sum(usage.completion_tokens for usage in usages)
+    assert len(llm.metrics.response_latencies) == len(llm.metrics.token_usages) == 64
 
 
 def test_answer_with_its_tokens_policy_and_parameters(server):
@@ -122,3 +142,13 @@ def test_ids_that_are_no_list_are_not_taken(server, ids):
     server.script("odd", [with_prompt_ids(says("Hello."), ids)])
     _, log = ask(llm_for(server, "odd"))
     assert log.attempts[0].completion is not None and log.attempts[0].completion.tokens is None
+
+
+def test_half_a_surrogate_pair_is_replaced_for_the_host_too():
+    said = ModelResponse(choices=[{"message": {"role": "assistant", "content": "half \ud83d"}}])
+    with recording(CallLog(session="s", step=4, base_model="base")) as log:
+        response = RecordedCompletion(lambda **asked: said)(model="openai/m", messages=MESSAGES)
+    completion = log.attempts[0].completion
+    assert completion is not None and completion.message.content == "half \ufffd"
+    assert response.choices[0].message.content == "half \ufffd"
+    completion.model_dump_json().encode()

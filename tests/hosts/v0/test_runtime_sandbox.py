@@ -14,15 +14,8 @@ from pathlib import Path
 import pytest
 
 from openhands_rl_plugin.errors import ConfigError, InfrastructureError
-from openhands_rl_plugin.hosts.v0.sandbox import (
-    BubblewrapSandbox,
-    CommandResult,
-    Sandbox,
-    SandboxEndedError,
-    SandboxLimits,
-    Shell,
-    SubprocessSandbox,
-)
+from openhands_rl_plugin.hosts.v0.sandbox import BubblewrapSandbox, Sandbox, SandboxLimits, SubprocessSandbox
+from openhands_rl_plugin.hosts.v0.shell import CommandResult, SandboxEndedError, Shell
 
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 Run = Callable[..., CommandResult]

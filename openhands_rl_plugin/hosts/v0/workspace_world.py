@@ -1,0 +1,260 @@
+"""Forks of an OpenHands session that works in a workspace, for search.
+
+A branch is a forked runtime and a list of events; it is no second session with a controller and copied event files.
+That is enough, because a prompt is made of events alone: the agent's own ``_get_messages`` writes it, over the live
+history and what happened in the branch, and events take the same way into the list as into the live stream (out to
+JSON, and back). A controller would add states and locks, but not a letter to a prompt, for a quarter of a second and
+several threads a branch. The live event stream hears nothing of branches.
+
+What a branch does not follow: knowledge that microagents add to the continuing message when the model calls no tool,
+condensation of what is said in it, and OpenHands' own limits of a session. The real prompt then differs from the
+simulated one, which starts a new part of the tree, as any other answer would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+from openhands.core.config import OpenHandsConfig
+from openhands.core.exceptions import (
+    FunctionCallNotExistsError,
+    FunctionCallValidationError,
+    LLMMalformedActionError,
+    LLMNoActionError,
+    LLMResponseError,
+)
+from openhands.events import EventSource
+from openhands.events.action import (
+    Action,
+    AgentFinishAction,
+    AgentRejectAction,
+    AgentThinkAction,
+    MessageAction,
+    TaskTrackingAction,
+)
+from openhands.events.action.mcp import MCPAction
+from openhands.events.event import Event
+from openhands.events.observation import ErrorObservation, NullObservation
+from openhands.events.observation import Observation as HostObservation
+from openhands.events.serialization.event import event_from_dict, event_to_dict
+
+from openhands_rl_plugin.errors import BadEnvironmentError, ModelError, describe
+from openhands_rl_plugin.hosts.v0.background import background
+from openhands_rl_plugin.hosts.v0.branches import Branches
+from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostOutcome, HostTurn
+from openhands_rl_plugin.messages import WireMessage, to_message
+from openhands_rl_plugin.types import JsonObject, Message, Observation, Task
+
+Write = Callable[[Sequence[Event]], tuple[Sequence[WireMessage], Sequence[WireMessage]]]
+"""Events -> the prompt as OpenHands gives it to its LLM, and as that sends it."""
+
+ANSWERED = (
+    LLMMalformedActionError,
+    LLMNoActionError,
+    LLMResponseError,
+    FunctionCallValidationError,
+    FunctionCallNotExistsError,
+)
+"""Errors about an answer that OpenHands' controller tells the model; others end the session."""
+
+_ENDS = (AgentFinishAction, AgentRejectAction)
+_NOT_RUN = (AgentThinkAction, TaskTrackingAction)
+
+
+@runtime_checkable
+class ForkableRuntime(Protocol):
+    """What a workspace runtime offers beside OpenHands' own interface."""
+
+    config: OpenHandsConfig
+    event_stream: Any
+
+    @property
+    def forkable(self) -> bool:
+        """Whether ``fork`` can work at all."""
+        ...
+
+    def fork(self, stop: threading.Event) -> ForkableRuntime:
+        """A twin with copies of everything. Blocks; gives up when ``stop`` is set."""
+        ...
+
+    def changes(self) -> JsonObject:
+        """What was changed since the session began. Blocks."""
+        ...
+
+    def run_action(self, action: Action) -> HostObservation:
+        """As in OpenHands."""
+        ...
+
+    async def call_tool_mcp(self, action: MCPAction) -> HostObservation:
+        """As in OpenHands."""
+        ...
+
+    def close(self) -> None:
+        """As in OpenHands."""
+        ...
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a session stands: its events as the agent sees them, and what would be sent now."""
+
+    events: tuple[Event, ...]
+    turn: HostTurn
+
+
+class WorkspaceWorld:
+    """The live session at one decision. It can only be forked: nothing here touches its workspace or its events."""
+
+    def __init__(self, runtime: ForkableRuntime, position: Position, engine: ControllerEngine, write: Write) -> None:
+        self.engine = engine
+        self.write = write
+        self._runtime = runtime
+        self._position = position
+        self._branches = Branches()
+        self._stop = threading.Event()
+
+    async def fork(self) -> WorkspaceBranch:
+        """A copy of the live session. Raises ``BadEnvironmentError`` or ``InfrastructureError``."""
+        return await self.branch(self._runtime, self._position)
+
+    async def branch(self, runtime: ForkableRuntime, position: Position) -> WorkspaceBranch:
+        """A branch that goes on from ``position`` with a copy of what ``runtime`` has."""
+        return await self._branches.add(self._fork(runtime, position))
+
+    def recorded(self, event: Event, source: EventSource, number: int) -> Event:
+        """The event as it would come out of the live stream, without going in."""
+        # OpenHands declares these as properties without setters, and writes them like this itself.
+        holder: Any = event
+        holder._id, holder._source, holder._timestamp = number, source, datetime.now().isoformat()
+        return event_from_dict(self._runtime.event_stream._replace_secrets(event_to_dict(event)))
+
+    def closed(self, branch: WorkspaceBranch) -> None:
+        """A branch was closed by its user."""
+        self._branches.closed(branch)
+
+    async def close(self) -> None:
+        """Close all branches; copies that are being made are given up."""
+        self._stop.set()
+        await self._branches.close()
+
+    async def _fork(self, runtime: ForkableRuntime, position: Position) -> WorkspaceBranch:
+        return WorkspaceBranch(self, await background().blocking(partial(runtime.fork, self._stop)), position)
+
+
+class WorkspaceBranch:
+    """An ``Environment`` over one forked runtime, in the middle of an episode."""
+
+    def __init__(self, world: WorkspaceWorld, runtime: ForkableRuntime, position: Position) -> None:
+        self._world = world
+        self._runtime = runtime
+        self._position = position
+
+    async def reset(self, task: Task) -> Observation:
+        """Refused: a branch stands in the middle of an episode."""
+        raise RuntimeError("a branch goes on from where it was made")
+
+    async def step(self, action: Message) -> Observation:
+        """Execute the actions of an answer that the session's engine sampled, and say what the model would be told.
+
+        Raises ``BadEnvironmentError`` for an action that a copy cannot execute.
+        """
+        position, observation = await background().blocking(partial(self._act, action))
+        self._position = position
+        return observation
+
+    async def fork(self) -> WorkspaceBranch:
+        """A copy of this branch."""
+        return await self._world.branch(self._runtime, self._position)
+
+    async def evidence(self) -> JsonObject:
+        """What differs from the workspace at the start of the session."""
+        return await background().blocking(self._runtime.changes)
+
+    async def close(self) -> None:
+        """End what runs in the branch and remove its files."""
+        self._world.closed(self)
+        await background().blocking(self._runtime.close)
+
+    def _act(self, answer: Message) -> tuple[Position, Observation]:
+        events = list(self._position.events)
+        if self._execute(self._world.engine.outcome(answer), events):
+            return self._position, Observation(terminated=True)
+        prompt, wire = self._world.write(events)
+        turn = _continued(self._position.turn, answer, prompt, wire)
+        self._world.engine.expect(turn)
+        heard = turn.path[len(self._position.turn.path) + 1 :]
+        return Position(tuple(events), turn), Observation(messages=heard)
+
+    def _execute(self, outcome: HostOutcome, events: list[Event]) -> bool:
+        """Add what would be recorded; true when the episode ends with it."""
+        if outcome.error is not None:
+            if not isinstance(outcome.error, ANSWERED):
+                raise ModelError(f"OpenHands ends a session for this answer: {describe(outcome.error)}")
+            self._record(ErrorObservation(str(outcome.error)), EventSource.AGENT, events)
+        for action in outcome.fresh_actions():
+            done = self._record(action, EventSource.AGENT, events)
+            if isinstance(done, _ENDS):
+                return True
+            if isinstance(done, MessageAction):
+                self._record(MessageAction(content=_continuing_message()), EventSource.USER, events)
+            elif not isinstance(observation := self._observe(done), NullObservation):
+                self._record(observation, EventSource.AGENT, events)
+        return False
+
+    def _record(self, event: Event, source: EventSource, events: list[Event]) -> Any:
+        recorded = self._world.recorded(event, source, (events[-1].id if events else 0) + 1)
+        events.append(recorded)
+        return recorded
+
+    def _observe(self, action: Action) -> HostObservation:
+        """As OpenHands' runtime does with an action that it hears of."""
+        if not (action.runnable or isinstance(action, _NOT_RUN)):
+            raise BadEnvironmentError(f"{type(action).__name__} cannot be tried out in a copy of the workspace")
+        if action.timeout is None:
+            action.set_hard_timeout(self._runtime.config.sandbox.timeout, blocking=False)
+        try:
+            if isinstance(action, MCPAction):
+                observation = asyncio.run(self._runtime.call_tool_mcp(action))
+            else:
+                observation = self._runtime.run_action(action)
+        except PermissionError as error:
+            observation = ErrorObservation(str(error))
+        holder: Any = observation
+        holder._cause, holder.tool_call_metadata = action.id, action.tool_call_metadata
+        return observation
+
+
+def _continued(
+    before: HostTurn, answer: Message, prompt: Sequence[WireMessage], wire: Sequence[WireMessage]
+) -> HostTurn:
+    """The turn after ``answer``. What was there before is shared, since a search holds very many turns."""
+    known = len(before.wire)
+    if list(wire[:known]) != list(before.wire):
+        raise BadEnvironmentError(
+            "OpenHands rewrites the conversation here, so that the branch is no continuation of it"
+        )
+    # An answer that OpenHands could not read is never replayed; any other comes first, in OpenHands' own form.
+    replayed = len(wire) > known and wire[known]["role"] == "assistant"
+    heard = tuple(to_message(message) for message in wire[known + replayed :])
+    return replace(
+        before,
+        path=(*before.path, answer, *heard),
+        prompt=[*before.prompt, *prompt[len(before.prompt) :]],
+        wire=[*before.wire, *wire[known:]],
+        rewritten=False,
+    )
+
+
+def _continuing_message() -> str:
+    """What headless sessions say to a model that called no tool."""
+    # Not at the top: OpenHands' own main module may be the one that is loading this package.
+    from openhands.controller.state.state import State
+    from openhands.core.main import auto_continue_response
+
+    return auto_continue_response(State())

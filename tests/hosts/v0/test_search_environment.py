@@ -1,0 +1,192 @@
+"""Search inside OpenHands' controller, in forks of an environment behind a real server that counts what is asked."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import uvicorn
+from scripted_model import ScriptedModel, says, serve
+from starlette.types import Message as AsgiMessage
+from starlette.types import Receive, Scope, Send
+
+from openhands_rl_plugin.environments.webshop import WebShop, create_app
+from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
+from openhands_rl_plugin.hosts.v0.workers import WorkerPoolRunner
+from openhands_rl_plugin.settings import RLSettings, ServingSettings
+from openhands_rl_plugin.types import EpisodeRequest, JsonObject, Message, Observation, StopReason, Task, Trajectory
+
+LONGEST = 60
+
+
+@dataclass
+class CountedShop:
+    """The embedded shop behind an application that notes every request: its path, its session, and what was sent."""
+
+    port: int = 0
+    requests: list[tuple[str, JsonObject]] = field(default_factory=list)
+    opened: list[str] = field(default_factory=list)
+
+    def steps(self) -> Counter[str]:
+        """Steps by session."""
+        return Counter(str(body["session"]) for path, body in self.requests if path == "/step")
+
+    def forks(self) -> int:
+        """How often an episode was forked."""
+        return sum(path == "/fork" for path, _ in self.requests)
+
+    def closed(self) -> int:
+        """How many episodes were closed."""
+        return sum(path == "/close" for path, _ in self.requests)
+
+
+@contextmanager
+def counted_shop() -> Iterator[CountedShop]:
+    shop, app = CountedShop(), create_app(WebShop())
+
+    async def counting(scope: Scope, receive: Receive, send: Send) -> None:
+        parts: list[bytes] = []
+
+        async def heard() -> AsgiMessage:
+            message = await receive()
+            parts.append(message.get("body", b""))
+            return message
+
+        async def said(message: AsgiMessage) -> None:
+            if scope["path"] == "/reset" and message.get("body"):
+                shop.opened.append(str(json.loads(message["body"])["session"]))
+            await send(message)
+
+        await app(scope, heard, said)
+        shop.requests.append((scope["path"], json.loads(b"".join(parts) or b"{}")))
+
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
+    shop.port = listener.getsockname()[1]
+    server = uvicorn.Server(uvicorn.Config(counting, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    try:
+        yield shop
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture
+def shop() -> Iterator[CountedShop]:
+    with counted_shop() as shop:
+        yield shop
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ScriptedModel]:
+    with serve() as model:
+        yield model
+
+
+def shopper(body: dict[str, Any]) -> dict[str, Any]:
+    """Searches for one thing or another, and clicks around."""
+    turn = sum(message["role"] == "assistant" for message in body["messages"])
+    words = (
+        ["search[soft cotton socks]", "search[red lamp]"] if turn == 0 else ["click[Next >]", "click[Back to Search]"]
+    )
+    return says(f"Thought: let me see.\nAction: {words[body['seed'] % 2]}")
+
+
+def settings_for(server: ScriptedModel, shop: CountedShop, model: str, **more: Any) -> RLSettings:
+    server.policies[model] = shopper
+    serving = ServingSettings(base_url=server.url, model=model, request_timeout=20.0)
+    own = {"max_turns": 3, "max_obs_length": LONGEST, "rollout_strategy": "MCTS", "env_port": shop.port}
+    strategy = {"num_simulations": 10, "num_branches": 2, "depth": 3, "value": "none"}
+    return RLSettings(serving=serving, **{**own, "strategy": strategy, **more})
+
+
+REQUEST = EpisodeRequest(
+    task=Task(id="shop-3", environment="webshop", data={"idx": 3}), run_id="run", group_id="group", seed=5
+)
+
+
+async def play(settings: RLSettings) -> Trajectory:
+    runner = ControllerRunner(settings)
+    try:
+        return await runner.run(REQUEST)
+    finally:
+        await runner.close()
+
+
+async def test_the_live_episode_is_stepped_by_nobody_but_the_session(server: ScriptedModel, shop: CountedShop):
+    trajectory = await play(settings_for(server, shop, "counted"))
+    assert trajectory.failure is None and trajectory.stop is StopReason.MAX_TURNS
+    (live,) = shop.opened
+    assert shop.steps()[live] == trajectory.usage.steps == trajectory.evidence["steps"] == 3
+    simulated = sum(count for session, count in shop.steps().items() if session != live)
+    notes = [node.metadata.get("search", {}) for node in trajectory.nodes]
+    reports = [note["report"] for note in notes if "report" in note]
+    assert simulated == reports[-1]["episode"]["steps"] > 3
+    assert shop.closed() == shop.forks() + 1, "every fork is closed, and the live episode"
+
+
+async def test_what_was_simulated_becomes_what_is_real(server: ScriptedModel, shop: CountedShop):
+    trajectory = await play(settings_for(server, shop, "same"))
+    nodes = trajectory.nodes
+    acted = [at for at in trajectory.path() if nodes[at].sampled]
+    assert [nodes[at].simulated for at in acted] == [False] * 3 and [nodes[at].reward for at in acted] == [0.0] * 3
+    for at in acted:
+        answers = [node for node in nodes if node.parent == at]
+        assert len(answers) == 1, "the live answer is the simulated one, cut to the same length"
+        assert len(answers[0].message.content or "") <= 4 * LONGEST + 40
+    again = nodes[acted[1]].metadata["search"]["report"]
+    assert nodes[acted[1]].visits > 0 and again["turn"]["calls"] < again["episode"]["calls"]
+    known = [node for node in nodes if node.sampled and node.parent == nodes[acted[1]].parent]
+    assert sum(node.visits for node in known) > 10, "visits of the search before count on"
+
+
+@pytest.mark.slow
+async def test_the_same_in_worker_processes_is_the_same(server: ScriptedModel, shop: CountedShop):
+    alone = await play(settings_for(server, shop, "pooled"))
+    pool = WorkerPoolRunner(settings_for(server, shop, "pooled"), workers=1)
+    try:
+        pooled = await pool.run(REQUEST)
+    finally:
+        await pool.close()
+    told = [[(node.parent, node.message, node.visits) for node in one.nodes] for one in (alone, pooled)]
+    assert told[0] == told[1] and pooled.strategy.options["num_simulations"] == 10
+
+
+class OneWay:
+    """An environment without ``fork``."""
+
+    async def reset(self, task: Task) -> Observation:
+        return Observation(messages=(Message(role="user", content="Go."),))
+
+    async def step(self, action: Message) -> Observation:
+        return Observation(messages=(Message(role="user", content="Gone."),), terminated=True)
+
+    async def evidence(self) -> JsonObject:
+        return {}
+
+    async def close(self) -> None:
+        return None
+
+
+async def test_an_environment_that_cannot_fork_refuses_mcts_and_nothing_is_asked(
+    server: ScriptedModel, shop: CountedShop
+):
+    settings = settings_for(server, shop, "one-way", env_name="test_search_environment:OneWay")
+    with pytest.raises(ConfigError, match=r"^MCTS needs an environment that can fork"):
+        await play(settings)
+    assert not server.requests["one-way"]
+    best = settings.model_copy(update={"rollout_strategy": "BestOfN", "strategy": {"n": 2, "value": "none"}})
+    assert (await play(best)).stop is StopReason.TERMINATED

@@ -1,0 +1,242 @@
+"""Search inside OpenHands' controller, in copies of a real workspace: what is executed, sent, recorded and left."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_model import ScriptedModel, call, prompt_ids, says, serve
+
+from openhands_rl_plugin import FileTrajectoryStorage
+from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.hosts.v0.driver import WORKSPACE_RUNTIME, ControllerOptions, ControllerRunner
+from openhands_rl_plugin.settings import RLSettings, ServingSettings
+from openhands_rl_plugin.types import (
+    EpisodeRequest,
+    FailureKind,
+    Score,
+    StopReason,
+    Task,
+    Trajectory,
+)
+
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+
+SUBPROCESSES = "openhands_rl_plugin.hosts.v0.runtime.SubprocessRuntime"
+
+
+class PatchReward:
+    """1 when the workspace holds the right line, by the evidence of where the episode stands."""
+
+    version = "patch-1"
+
+    async def __call__(self, trajectory: Trajectory) -> Score:
+        patch = str(trajectory.evidence.get("git_patch"))
+        return Score(trajectory_id=trajectory.id, reward=float("+right" in patch), reward_version=self.version)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ScriptedModel]:
+    with serve() as model:
+        yield model
+
+
+def bash(command: str, id: str) -> dict[str, Any]:
+    return says(None, call("execute_bash", {"command": command}, id))
+
+
+def finish(id: str) -> dict[str, Any]:
+    return says(None, call("finish", {"message": "done"}, id))
+
+
+def depth(body: dict[str, Any]) -> int:
+    return sum(message["role"] == "assistant" for message in body["messages"])
+
+
+def writer(body: dict[str, Any]) -> dict[str, Any]:
+    """Looks, then writes the right line or a wrong one, then finishes; which one, and with what id, is the seed's."""
+    seed, turn = body["seed"], depth(body)
+    if turn == 0:
+        return bash("pwd; cat answer.txt 2>&1; echo note >> /tmp/notes; wc -l < /tmp/notes", f"look{seed % 2}")
+    if turn == 1:
+        return bash(
+            "echo right > answer.txt" if seed % 3 == 0 else f"echo wrong{seed % 3} > answer.txt", f"write{seed}"
+        )
+    return finish(f"end{seed}")
+
+
+async def play(
+    server: ScriptedModel,
+    model: str,
+    policy: Any,
+    *,
+    options: ControllerOptions | None = None,
+    storage_of_episodes: FileTrajectoryStorage | None = None,
+    **settings: Any,
+) -> Trajectory:
+    server.policies[model] = policy
+    own = RLSettings(
+        serving=ServingSettings(base_url=server.url, model=model, request_timeout=20.0),
+        **{"max_turns": 6, "max_obs_length": 4096, **settings},
+    )
+    options = options or ControllerOptions(runtime=WORKSPACE_RUNTIME, environment_mode=False)
+    runner = ControllerRunner(own, options, storage=storage_of_episodes)
+    task = Task(id="t", environment="workspace", instruction="Write it.")
+    try:
+        return await runner.run(EpisodeRequest(task=task, run_id="r", group_id="g", seed=11))
+    finally:
+        await runner.close()
+
+
+def mcts(**more: Any) -> dict[str, Any]:
+    value = {"value": "reward", "value_options": {"reward": "test_search_workspace:PatchReward"}}
+    options = {"num_simulations": 8, "first_branches": 2, "num_branches": 3, "depth": 4, **value, **more}
+    return {"rollout_strategy": "MCTS", "strategy": options}
+
+
+def leftovers() -> list[str]:
+    return [path.name for path in Path("/tmp").glob("openhands-rl-*")]
+
+
+async def test_mcts_finds_what_is_right_and_plays_it(server: ScriptedModel):
+    before = leftovers()
+    trajectory = await play(server, "writer", writer, **mcts())
+    assert trajectory.failure is None and trajectory.stop is StopReason.TERMINATED
+    assert trajectory.strategy.options["num_simulations"] == 8
+    assert "+right" in trajectory.evidence["git_patch"] and trajectory.evidence["changed_files"] == {
+        "answer.txt": "added"
+    }
+    acted = [trajectory.nodes[at] for at in trajectory.path() if trajectory.nodes[at].sampled]
+    assert [json.loads(node.message.tool_calls[0].arguments).get("command", "")[:4] for node in acted][-2:] == [
+        "echo",
+        "",
+    ]
+    tried = [node for node in trajectory.nodes if node.sampled and node.simulated]
+    assert {"wrong1", "wrong2"} & {
+        word for node in tried for word in str(node.message.tool_calls).split() if "wrong" in word
+    }
+    assert leftovers() == before, "no fork leaves files behind"
+
+
+def states(requests: list[dict[str, Any]]) -> dict[int, list[list[dict[str, Any]]]]:
+    """The conversations that were sent, by the number of answers in them."""
+    found: dict[int, list[list[dict[str, Any]]]] = {}
+    for body in requests:
+        found.setdefault(depth(body), []).append(body["messages"])
+    return found
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native tool calls", "calls in the text"])
+async def test_a_branchs_prompt_is_the_one_that_comes_later(server: ScriptedModel, native: bool):
+    """The same conversations are sent from branches and from the live session, to the letter and the token."""
+
+    def policy(body: dict[str, Any]) -> dict[str, Any]:
+        answer = writer(body) if depth(body) != 1 else says(f"I wonder {body['seed']}.")
+        if native or not answer.get("tool_calls"):
+            return answer
+        one = answer["tool_calls"][0]["function"]
+        risk = {"security_risk": "LOW"} if one["name"] == "execute_bash" else {}
+        arguments = {**json.loads(one["arguments"]), **risk}
+        lines = "".join(f"<parameter={key}>{value}</parameter>\n" for key, value in arguments.items())
+        return says(f"Now.\n<function={one['name']}>\n{lines}</function>")
+
+    name = f"same-{native}"
+    options = ControllerOptions(runtime=WORKSPACE_RUNTIME, environment_mode=False, native_tool_calling=native)
+    strategy = {"rollout_strategy": "ToT", "strategy": {"num_branches": 2, "depth": 3, "beam": 2, "value": "none"}}
+    trajectory = await play(server, name, policy, options=options, **strategy, max_turns=3)
+    assert trajectory.failure is None
+    sent = states(server.requests[name])
+    opening = sent[0][0]
+    assert all(messages[: len(opening)] == opening for later in sent.values() for messages in later)
+    nodes = trajectory.nodes
+    first, second = (
+        at for at in trajectory.path() if nodes[at].sampled and nodes[at].parent != first_prompt(trajectory)
+    )
+    beside = [node for node in nodes if node.sampled and node.parent == nodes[first].parent]
+    assert len({node.metadata["step"] for node in beside}) == 2, "asked here in a branch, and then in the live session"
+    assert len({(node.tokens.extends, node.tokens.prompt_ids) for node in beside if node.tokens}) == 1
+    assert not native or all(nodes[at].tokens.extends for at in (first, second) if nodes[at].tokens)
+    heard = [(node.parent, node.message) for node in nodes if not node.sampled]
+    assert len(set(heard)) == len(heard), "what a branch was told is what the live session is told"
+
+
+def first_prompt(trajectory: Trajectory) -> int | None:
+    return next(node.parent for node in trajectory.nodes if node.sampled)
+
+
+def judging(body: dict[str, Any]) -> dict[str, Any]:
+    """Answers the question of ``value = "model"``, and acts otherwise."""
+    last = body["messages"][-1]
+    asked = last["content"] if isinstance(last["content"], str) else last["content"][-1]["text"]
+    return says("Yes") if "Yes or No" in asked else writer(body)
+
+
+async def test_mcts_without_isolation_is_refused_before_anything_is_asked(server: ScriptedModel):
+    options = ControllerOptions(runtime=SUBPROCESSES, environment_mode=False)
+    with pytest.raises(ConfigError, match=r"^MCTS needs an environment that can fork.*bubblewrap"):
+        await play(server, "refused", writer, options=options, **mcts())
+    assert not server.requests["refused"]
+
+
+@pytest.mark.parametrize("strategy", ["ToT", "BestOfN"])
+async def test_the_others_do_without_forks(server: ScriptedModel, strategy: str):
+    options = ControllerOptions(runtime=SUBPROCESSES, environment_mode=False)
+    trajectory = await play(server, f"plain-{strategy}", judging, options=options, rollout_strategy=strategy)
+    assert trajectory.failure is None and trajectory.stop is StopReason.TERMINATED
+    assert not any(node.simulated for node in trajectory.nodes)
+    values = [node.value for node in trajectory.nodes if node.sampled]
+    assert all(value is not None for value in values) and len(values) > trajectory.usage.steps
+    with pytest.raises(ConfigError, match="needs an environment that can fork"):
+        await play(server, "r", judging, options=options, rollout_strategy=strategy, strategy={"value": "rollout"})
+
+
+async def test_background_processes_are_not_copied_but_refused(server: ScriptedModel):
+    def policy(body: dict[str, Any]) -> dict[str, Any]:
+        return bash("sleep 300 & until pgrep -x sleep; do :; done", "go") if depth(body) == 0 else writer(body)
+
+    strategy = {"rollout_strategy": "ToT", "strategy": {"num_branches": 1, "depth": 1, "value": "none"}}
+    trajectory = await play(server, "background", policy, **strategy)
+    assert trajectory.failure is not None and trajectory.failure.kind is FailureKind.ENVIRONMENT
+    assert "cannot be forked while background processes run (sleep)" in trajectory.failure.message
+    assert trajectory.usage.steps == 1, "the first turn was played, and its branch kept the process to itself"
+
+
+async def test_an_answer_that_does_not_parse_is_told_what_openhands_would_tell(server: ScriptedModel):
+    def policy(body: dict[str, Any]) -> dict[str, Any]:
+        return says(None, call("execute_bash", '{"command": ', "x")) if depth(body) == 0 else finish("end")
+
+    strategy = {"rollout_strategy": "ToT", "strategy": {"num_branches": 1, "depth": 2, "value": "none"}}
+    trajectory = await play(server, "malformed", policy, **strategy, max_turns=1)
+    malformed = next(at for at, node in enumerate(trajectory.nodes) if node.sampled)
+    told = [node.message.content for node in trajectory.nodes if node.parent == malformed]
+    live = [node.message.content for node in trajectory.nodes if node.parent == trajectory.nodes[malformed].parent]
+    assert len(told) == 1 and "Failed to parse tool call arguments" in str(told[0]) and told[0] in live
+
+
+async def test_branches_side_by_side_hear_of_their_own_only(server: ScriptedModel, tmp_path: Path):
+    def policy(body: dict[str, Any]) -> dict[str, Any]:
+        seed = body["seed"]
+        return bash(f"echo {seed} >> mine; echo {seed} >> /tmp/mine; cat mine /tmp/mine; ls | wc -l", f"id{seed}")
+
+    strategy = {"rollout_strategy": "BestOfN", "strategy": {"n": 32, "value": "none"}}
+    async with FileTrajectoryStorage(tmp_path) as storage:
+        trajectory = await play(server, "beside", policy, **strategy, max_turns=2, storage_of_episodes=storage)
+        assert [stored async for stored, _ in storage.find()] == [trajectory]
+    nodes = trajectory.nodes
+    tried = [at for at, node in enumerate(nodes) if node.sampled and node.parent == first_prompt(trajectory)]
+    assert len(tried) == 32
+    for at in tried:
+        (heard,) = (node.message.content for node in nodes if node.parent == at)
+        own = nodes[at].message.tool_calls[0].id.removeprefix("id")
+        assert str(heard).split()[:3] == [own, own, "1"]
+
+
+async def test_everything_that_was_sampled_is_counted(server: ScriptedModel):
+    trajectory = await play(server, "counted", writer, **mcts(num_simulations=4, parallel=4))
+    requests = server.requests["counted"]
+    assert trajectory.usage.calls == len(requests)
+    assert trajectory.usage.prompt_tokens == sum(len(prompt_ids(body["messages"])) for body in requests)
