@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +20,8 @@ from openhands_rl_plugin.types import JsonObject
 
 MAX_PATCH_BYTES = 1_000_000
 MAX_NAMES_BYTES = 100_000
+MAX_START_BYTES = 512 * 1024 * 1024
+MAX_START_FILES = 50_000
 
 _PATIENCE = 30
 _KINDS = {"A": "added", "D": "deleted", "M": "modified", "T": "modified"}
@@ -35,6 +37,8 @@ _SETTINGS = {
     "gc.auto": "0",
     "advice.addEmbeddedRepo": "false",
 }
+# Copies have other inodes and other times of change than the files that the index knows.
+_OF_A_COPY = {"core.checkStat": "minimal", "core.trustctime": "false"}
 # A repository that is there already has read its files: with its index and its objects only changed ones are read anew.
 # The threshold puts all files into one pack, which is several times as fast as a file for each.
 _REMEMBER = """
@@ -71,9 +75,10 @@ class Wrapping(Protocol):
 
 
 class Baseline:
-    """How a workspace was when its session began, kept below ``private``. All methods block."""
+    """How the workspace at ``root`` was when its session began, kept below ``private``. All methods block."""
 
-    def __init__(self, private: Path) -> None:
+    def __init__(self, root: Path, private: Path) -> None:
+        self._root = root
         self._directory = private / "start.git"
         self._tree: str | None = None
         self._missing = "the session did not begin"
@@ -83,6 +88,9 @@ class Baseline:
         if shutil.which("git") is None:
             self._missing = "git is not installed"
             return
+        if not (self._root / ".git" / "index").is_file() and _is_large(self._root):
+            self._missing = "the workspace is too large to be recorded, and no git repository"
+            return
         self._directory.mkdir(mode=0o700)
         try:
             said = self._run(sandbox, self._directory / "index", _REMEMBER, _ATTRIBUTES)
@@ -91,23 +99,26 @@ class Baseline:
         else:
             self._tree = said.decode("ascii", "replace").split()[-1]
 
-    def changes(self, sandbox: Wrapping) -> JsonObject:
+    def changes(self, sandbox: Wrapping, *, copied: bool = False) -> JsonObject:
         """``git_patch`` of text files (``None``, with ``git_patch_missing``, when there is none to be had) and the
-        ``changed_files`` with what became of them. Both are bounded, and say so when something was cut."""
+        ``changed_files`` with what became of them. Both are bounded, and say so when something was cut.
+
+        ``copied``: ``sandbox`` holds a copy of the workspace, whose files need not be read again if they look the same.
+        """
         if self._tree is None:
             return {"git_patch": None, "git_patch_missing": self._missing}
         index = self._directory / f"index-{os.urandom(8).hex()}"
         try:
             shutil.copyfile(self._directory / "index", index)
-            names = self._run(sandbox, index, _NAMES, self._tree, str(MAX_NAMES_BYTES + 1))
-            patch = self._run(sandbox, index, _PATCH, self._tree, str(MAX_PATCH_BYTES + 1))
+            names = self._run(sandbox, index, _NAMES, self._tree, str(MAX_NAMES_BYTES + 1), copied=copied)
+            patch = self._run(sandbox, index, _PATCH, self._tree, str(MAX_PATCH_BYTES + 1), copied=copied)
         except (OSError, subprocess.SubprocessError) as error:
             return {"git_patch": None, "git_patch_missing": f"the end could not be compared: {_reason(error)}"}
         finally:
             index.unlink(missing_ok=True)
         return {**_patch(patch), **_changed_files(names)}
 
-    def _run(self, sandbox: Wrapping, index: Path, script: str, *arguments: str) -> bytes:
+    def _run(self, sandbox: Wrapping, index: Path, script: str, *arguments: str, copied: bool = False) -> bytes:
         bounded = ["timeout", "--signal=KILL", str(_PATIENCE), "bash", "-ec", script, "bash", *arguments]
         command = sandbox.wrap(bounded, [self._directory])
         done = subprocess.run(
@@ -115,14 +126,14 @@ class Baseline:
             check=True,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            env=self._environment(sandbox, index),
+            env=self._environment(sandbox, index, {**_SETTINGS, **(_OF_A_COPY if copied else {})}),
             timeout=2 * _PATIENCE,
         )
         return done.stdout
 
-    def _environment(self, sandbox: Wrapping, index: Path) -> dict[str, str]:
-        settings = {f"GIT_CONFIG_KEY_{number}": name for number, name in enumerate(_SETTINGS)}
-        settings |= {f"GIT_CONFIG_VALUE_{number}": value for number, value in enumerate(_SETTINGS.values())}
+    def _environment(self, sandbox: Wrapping, index: Path, settings: Mapping[str, str]) -> dict[str, str]:
+        keys = {f"GIT_CONFIG_KEY_{number}": name for number, name in enumerate(settings)}
+        values = {f"GIT_CONFIG_VALUE_{number}": value for number, value in enumerate(settings.values())}
         return {
             "PATH": os.environ.get("PATH", os.defpath),
             "HOME": "/nonexistent",
@@ -132,9 +143,20 @@ class Baseline:
             "GIT_INDEX_FILE": str(index),
             "GIT_CONFIG_GLOBAL": "/dev/null",
             "GIT_CONFIG_SYSTEM": "/dev/null",
-            "GIT_CONFIG_COUNT": str(len(_SETTINGS)),
-            **settings,
+            "GIT_CONFIG_COUNT": str(len(settings)),
+            **keys,
+            **values,
         }
+
+
+def _is_large(root: Path) -> bool:
+    files = size = 0
+    for directory, _, names in os.walk(root):
+        files += len(names)
+        size += sum(os.lstat(os.path.join(directory, name)).st_size for name in names)
+        if files > MAX_START_FILES or size > MAX_START_BYTES:
+            return True
+    return False
 
 
 def _reason(error: OSError | subprocess.SubprocessError) -> str:

@@ -93,7 +93,7 @@ class WorkspaceRuntime(Runtime):
             raise
         super().__init__(config, *args, **kwargs)
         self._tree = Tree(root)
-        self._baseline = Baseline(self._private)
+        self._baseline = Baseline(root, self._private)
         self._evidence: JsonObject | None = None
         self.files = Workspace(root)
         self._editor: WorkspaceEditor | None = None
@@ -142,7 +142,7 @@ class WorkspaceRuntime(Runtime):
         sandbox = self._sandbox
         if isinstance(sandbox, BubblewrapSandbox) and self._tree.overlay is not None:
             sandbox = sandbox.over(self._tree.directory, self._tree.mounting(read_only=True))
-        return self._baseline.changes(sandbox)
+        return self._baseline.changes(sandbox, copied=self._tree.method in ("reflink", "copy"))
 
     @property
     def forkable(self) -> bool:

@@ -39,7 +39,7 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def changed(sandbox: Sandbox, root: Path, tmp_path: Path) -> Changed:
     def changed(work: Callable[[Path], object]) -> JsonObject:
-        baseline = Baseline(tmp_path)
+        baseline = Baseline(root, tmp_path)
         baseline.remember(sandbox)
         work(root)
         return baseline.changes(sandbox)
@@ -127,6 +127,19 @@ def test_a_start_that_cannot_be_recorded_is_said_and_fails_nothing(
     (tmp_path / "empty").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     assert changed(lambda root: None) == {"git_patch": None, "git_patch_missing": "git is not installed"}
+
+
+def test_a_large_start_is_not_recorded_unless_git_knows_it(
+    changed: Changed, root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(changes, "MAX_START_FILES", 3)
+    for number in range(4):
+        (root / f"f{number}").touch()
+    evidence = changed(lambda root: None)
+    assert evidence["git_patch"] is None and "too large" in str(evidence["git_patch_missing"])
+    git(root, "init", "-q")
+    git(root, "add", "-A")
+    assert changed(lambda root: (root / "f0").unlink())["changed_files"] == {"f0": "deleted"}
 
 
 def test_an_end_that_cannot_be_compared_is_said(changed: Changed, root: Path):

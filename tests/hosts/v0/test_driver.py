@@ -228,12 +228,17 @@ async def test_a_sandbox_that_cannot_start_is_a_failure(model: str, monkeypatch:
     assert trajectory.failure is not None and "no start" in trajectory.failure.message
 
 
+def answered_twice(found: Trajectory) -> bool:
+    """Two answers are stored, and what the environment said to the second."""
+    return len(list(found.sampled())) == 2 and not found.nodes[-1].sampled
+
+
 async def test_episodes_are_stored_as_they_are_played(shop: str, storage: FileTrajectoryStorage):
     request = shopping(1, ["search[shoes]"])
     with instant_model(delay=0.2) as slow:
         async with controller(settings_for(slow, shop), storage=storage) as runner:
             playing = asyncio.create_task(runner.run(request))
-            unfinished = await until(lambda found: len(list(found.sampled())) == 2, storage, trajectory_id(request))
+            unfinished = await until(answered_twice, storage, trajectory_id(request))
             played = await playing
     assert unfinished.stop is StopReason.UNFINISHED
     assert unfinished.nodes == played.nodes[: len(unfinished.nodes)]

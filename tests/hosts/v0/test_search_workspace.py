@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Iterator
@@ -166,6 +167,42 @@ async def test_a_branchs_prompt_is_the_one_that_comes_later(server: ScriptedMode
 
 def first_prompt(trajectory: Trajectory) -> int | None:
     return next(node.parent for node in trajectory.nodes if node.sampled)
+
+
+SEARCHING = """
+[rl]
+max_turns = 6
+max_obs_length = 4096
+rollout_strategy = "MCTS"
+storage = {{ path = "{folder}/trajectories" }}
+[rl.strategy]
+num_simulations = 6
+first_branches = 2
+num_branches = 3
+value = "reward"
+value_options = {{ reward = "test_search_workspace:PatchReward" }}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_plain_openhands_searches_too(server: ScriptedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from test_agent_main import start
+
+    server.policies["main"] = writer
+    (tmp_path / "test_search_workspace.py").symlink_to(__file__)
+    (tmp_path / "scripted_model.py").symlink_to(Path(__file__).parent / "scripted_model.py")
+    process = start(tmp_path, server, "main", SEARCHING, log_level="ERROR")
+    try:
+        await asyncio.to_thread(process.wait, 240)
+    finally:
+        process.kill()
+    assert (tmp_path / "workspace" / "answer.txt").read_text() == "right\n"
+    async with FileTrajectoryStorage(tmp_path / "trajectories") as storage:
+        (trajectory,) = [found async for found, _ in storage.find()]
+    assert trajectory.stop is StopReason.TERMINATED and "+right" in str(trajectory.evidence["git_patch"])
+    assert trajectory.strategy.options["num_simulations"] == 6 and trajectory.usage.steps == 2
+    assert trajectory.usage.calls == len(server.requests["main"])
 
 
 def judging(body: dict[str, Any]) -> dict[str, Any]:
