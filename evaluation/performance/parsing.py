@@ -93,7 +93,7 @@ def corpus() -> list[dict[str, Any]]:
 def _call(source: random.Random, number: int) -> ToolCall:
     indents = (" " * source.choice([0, 4, 8]) for _ in range(source.randint(1, 12)))
     text = "\n".join(indent + " ".join(source.choices(_WORDS, k=5)) for indent in indents)
-    path = f"/work/module_{number}.py"
+    path = f"/repo/module_{number}.py"
     arguments = {"command": "str_replace", "path": path, "old_str": text, "new_str": text.upper()}
     return ToolCall(name="str_replace_editor", arguments=json.dumps(arguments))
 
