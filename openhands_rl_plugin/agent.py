@@ -74,7 +74,7 @@ class RLAgent:
     def __init__(self, model: object, tokenizer: object = None, config: RLSettings | None = None) -> None:
         self.config = config or RLSettings()
         make_environment(self.config)
-        registry.build("strategies", self.config.rollout_strategy)
+        registry.build("strategies", self.config.rollout_strategy, self.config.strategy)
         self._storage = open_storage(self.config)
         self._policy = open_policy(model, tokenizer, self.config)
         self._thread = LoopThread("rl-agent")

@@ -11,11 +11,11 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 from openhands_rl_plugin.errors import describe
+from openhands_rl_plugin.hosts.v0.sandbox import Sandbox
 from openhands_rl_plugin.types import JsonObject
 
 MAX_PATCH_BYTES = 1_000_000
@@ -64,16 +64,6 @@ git diff --cached --no-renames --no-color --no-ext-diff --no-textconv "$1" | hea
 """
 
 
-class Wrapping(Protocol):
-    """Where git may look at the workspace: a sandbox, and the name that the workspace has in it."""
-
-    workspace: str
-
-    def wrap(self, command: Sequence[str], shared: Sequence[Path] = ()) -> list[str]:
-        """As in ``Sandbox``."""
-        ...
-
-
 class Baseline:
     """How the workspace at ``root`` was when its session began, kept below ``private``. All methods block."""
 
@@ -83,7 +73,7 @@ class Baseline:
         self._tree: str | None = None
         self._missing = "the session did not begin"
 
-    def remember(self, sandbox: Wrapping) -> None:
+    def remember(self, sandbox: Sandbox) -> None:
         """Take the workspace as it is for the start."""
         if shutil.which("git") is None:
             self._missing = "git is not installed"
@@ -99,7 +89,7 @@ class Baseline:
         else:
             self._tree = said.decode("ascii", "replace").split()[-1]
 
-    def changes(self, sandbox: Wrapping, *, copied: bool = False) -> JsonObject:
+    def changes(self, sandbox: Sandbox, *, copied: bool = False) -> JsonObject:
         """``git_patch`` of text files (``None``, with ``git_patch_missing``, when there is none to be had) and the
         ``changed_files`` with what became of them. Both are bounded, and say so when something was cut.
 
@@ -118,7 +108,7 @@ class Baseline:
             index.unlink(missing_ok=True)
         return {**_patch(patch), **_changed_files(names)}
 
-    def _run(self, sandbox: Wrapping, index: Path, script: str, *arguments: str, copied: bool = False) -> bytes:
+    def _run(self, sandbox: Sandbox, index: Path, script: str, *arguments: str, copied: bool = False) -> bytes:
         bounded = ["timeout", "--signal=KILL", str(_PATIENCE), "bash", "-ec", script, "bash", *arguments]
         command = sandbox.wrap(bounded, [self._directory])
         done = subprocess.run(
@@ -131,7 +121,7 @@ class Baseline:
         )
         return done.stdout
 
-    def _environment(self, sandbox: Wrapping, index: Path, settings: Mapping[str, str]) -> dict[str, str]:
+    def _environment(self, sandbox: Sandbox, index: Path, settings: Mapping[str, str]) -> dict[str, str]:
         keys = {f"GIT_CONFIG_KEY_{number}": name for number, name in enumerate(settings)}
         values = {f"GIT_CONFIG_VALUE_{number}": value for number, value in enumerate(settings.values())}
         return {

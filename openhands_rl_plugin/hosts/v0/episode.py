@@ -90,11 +90,6 @@ class ControllerEpisode:
         self._checked_nodes = 0
         self._wrong_tokens = False
 
-    @property
-    def journalled(self) -> bool:
-        """Whether the episode is stored while it is played."""
-        return self._journal is not None
-
     async def decide(self, engine: LLMEngine, world: SessionWorld | None) -> int:
         """The node to act on next, by the strategy. However it ends, no fork of ``world`` is left."""
         try:
