@@ -194,7 +194,8 @@ def test_64_forks_side_by_side_do_not_meet(make: Make, tmp_path: Path):
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(play, range(64)))
     assert answers == [[str(n), str(n), str(n), "8", str(n), "201", "1"] for n in range(64)]
-    assert run(runtime, "cat f7; ls | wc -l; (cd /tmp; ls -d home mine 2>/dev/null); pgrep -c sleep").split() == ["7", "200", "home", "0"]
+    look = "cat f7; ls | wc -l; (cd /tmp; ls -d home mine 2>/dev/null); pgrep -c sleep"
+    assert run(runtime, look).split() == ["7", "200", "home", "0"]
 
 
 def test_background_processes_are_refused_by_name_and_may_be_ended(make: Make, fork: Fork):
