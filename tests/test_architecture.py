@@ -44,6 +44,7 @@ ARROWS: dict[str, set[str]] = {
     "session": CORE | {"journal"},
     "scoring": CORE,
     "statistics": {"types"},
+    "attempts": {"statistics"},
     "journal": CORE,
     "runners": CORE | {"session", "journal"},
     "rollout": CORE | {"session", "runners", "scoring"},
@@ -58,6 +59,12 @@ ARROWS: dict[str, set[str]] = {
     "gateway": CORE | {"serving", "session", "settings"},
     "looking": CORE | {"statistics"},
     "doctor": CORE | {"config", "looking", "serving", "settings", "storage"},
+    # Tasks from repositories: their rows, backends and verdicts; suites made of them; runs and reports over suites.
+    "swe": CORE,
+    "tasks": CORE | {"swe", "statistics"},
+    "harness": CORE
+    | {"attempts", "config", "exchange", "hosts", "registry", "rollout", "scoring", "settings", "statistics", "storage"}
+    | {"swe", "tasks"},
     # Serves a policy by the session, the strategy and the environment that trained it.
     "runtime": CORE | {"engines", "environments", "registry", "serving", "session", "settings", "strategies"},
     "hosts": CORE
