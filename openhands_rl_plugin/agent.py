@@ -20,7 +20,6 @@ from openhands_rl_plugin import registry
 from openhands_rl_plugin.agent_episodes import (
     ConversationMessage,
     EpisodeResult,
-    make_environment,
     result_of,
     session_runner,
 )
@@ -34,6 +33,7 @@ from openhands_rl_plugin.agent_lesson import (
 )
 from openhands_rl_plugin.agent_policies import open_policy
 from openhands_rl_plugin.agent_thread import LoopThread
+from openhands_rl_plugin.environment import make_environment
 from openhands_rl_plugin.errors import CaughtFailure, ConfigError, MissingExtraError, boundary
 from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.rewards.outcome import ReturnReward

@@ -7,7 +7,8 @@ from typing import Literal, TypedDict
 
 from openhands_rl_plugin import registry
 from openhands_rl_plugin.engines.seeded import SeededEngine
-from openhands_rl_plugin.protocols import Environment, LLMEngine, TrajectoryStorage
+from openhands_rl_plugin.environment import make_environment
+from openhands_rl_plugin.protocols import LLMEngine, TrajectoryStorage
 from openhands_rl_plugin.runners import SessionRunner
 from openhands_rl_plugin.settings import RLSettings
 from openhands_rl_plugin.types import (
@@ -42,18 +43,6 @@ class EpisodeResult(TypedDict):
     task_id: str
     stop: str
     failure: str | None
-
-
-def make_environment(settings: RLSettings) -> Environment:
-    """The environment that ``env_name`` names, at the configured address. Raises ``ConfigError``.
-
-    A plugin's ``Options`` get what they declare of ``base_url`` and ``react_format``.
-    """
-    plugin = registry.load("environments", settings.env_name)
-    known = {"base_url": settings.environment_url, "react_format": settings.react_format}
-    declared = plugin.Options.model_fields if hasattr(plugin, "Options") else {}
-    options = {name: value for name, value in known.items() if name in declared}
-    return registry.build("environments", settings.env_name, options)
 
 
 def session_runner(

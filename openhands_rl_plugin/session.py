@@ -8,9 +8,9 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
+from openhands_rl_plugin.clipping import CHARACTERS_PER_TOKEN, ClippedWorld, clip
 from openhands_rl_plugin.errors import CaughtFailure, boundary
 from openhands_rl_plugin.journal import EpisodeJournal, JournalledEngine
-from openhands_rl_plugin.messages import whole_observation
 from openhands_rl_plugin.protocols import Environment, Forkable, LLMEngine, OffersTools, Strategy, TrajectoryStorage
 from openhands_rl_plugin.records import EpisodeStart
 from openhands_rl_plugin.tree import DraftNode, EpisodeTree
@@ -29,9 +29,6 @@ from openhands_rl_plugin.types import (
     Times,
     Trajectory,
 )
-
-# A server's tokenizer is not known to the session; four characters a token is the usual rule of thumb for English.
-CHARACTERS_PER_TOKEN = 4
 
 _IDS = uuid.UUID("7d4de1c0-6f0b-4b5e-9a6e-5b8a2f3d9c11")
 
@@ -73,7 +70,6 @@ class AgentSession:
         self._engine = engine
         self._policy = policy
         self._limits = limits or Limits()
-        self._world = environment if isinstance(environment, Forkable) else None
         self._storage = storage
         self._journal: EpisodeJournal | None = None
         offered = environment.offered_tools if isinstance(environment, OffersTools) else ()
@@ -179,11 +175,13 @@ class AgentSession:
 
     async def _play(self, limits: Limits) -> StopReason:
         engine = self._engine
+        live = self._environment
+        world = ClippedWorld(live, limits) if isinstance(live, Forkable) else None
         if self._journal is not None:
             engine = JournalledEngine(engine, self._journal, self.tree)
         while (stop := reached(self.tree, limits)) is None:
             with boundary(FailureKind.MODEL, "strategy.decide"):
-                chosen = await self._strategy.decide(self.tree, engine, self._world)
+                chosen = await self._strategy.decide(self.tree, engine, world)
             self.tree.commit(chosen)
             await self._keep()
             await self._act(limits)
@@ -245,25 +243,3 @@ def context_tokens(tree: EpisodeTree) -> int:
     known = len(tree.context_ids(path[recorded])) if recorded >= 0 else 0
     rest = sum(len(tree.nodes[index].message.content or "") for index in path[recorded + 1 :])
     return known + rest // CHARACTERS_PER_TOKEN
-
-
-def clip(observation: Observation, limits: Limits) -> Observation:
-    """Cut every message to ``max_obs_length`` tokens, and say in the text that and how much was cut.
-
-    An environment in this process may say halves of characters, too, which could not be stored.
-    """
-    observation = whole_observation(observation)
-    if limits.max_obs_length is None:
-        return observation
-    longest = limits.max_obs_length * CHARACTERS_PER_TOKEN
-    return observation.model_copy(
-        update={"messages": tuple(_clip_message(message, longest) for message in observation.messages)}
-    )
-
-
-def _clip_message(message: Message, longest: int) -> Message:
-    content = message.content or ""
-    if message.role == "system" or len(content) <= longest:
-        return message
-    cut = len(content) - longest
-    return message.model_copy(update={"content": f"{content[:longest]}\n[{cut} characters cut]"})

@@ -119,11 +119,15 @@ def _provided_python() -> str:
     uv = shutil.which("uv") or shutil.which("uv", path=str(HERE.parent / ".uv" / "bin"))
     if uv is None:
         raise NoServerError("there is no mongod on PATH; mongoeco needs Python 3.13, or uv to provide that")
+    # As in .ci/setup: a company's proxy has certificates that only the machine knows.
+    environ = {"UV_SYSTEM_CERTS": "1", **os.environ}
     reasons = []
     for python in (*_newer_pythons(), "3.13"):
         command = [uv, "run", "--no-project", "--quiet", "--python", python, "--script", str(SCRIPT), "--python"]
         try:
-            ran = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_SECONDS, check=False)
+            ran = subprocess.run(
+                command, capture_output=True, text=True, timeout=_INSTALL_SECONDS, check=False, env=environ
+            )
         except subprocess.TimeoutExpired:
             reasons.append(f"{python}: timed out")
             continue

@@ -41,7 +41,9 @@ ARROWS: dict[str, set[str]] = {
     "settings": {"errors", "types", "validation", "registry"},
     "config": {"errors", "types", "validation", "settings"},
     "storage": {"protocols", "registry", "settings"},
-    "session": CORE | {"journal"},
+    "environment": {"protocols", "registry", "settings"},
+    "clipping": CORE,
+    "session": CORE | {"clipping", "journal"},
     "scoring": CORE,
     "statistics": {"types"},
     "attempts": {"statistics"},
@@ -69,7 +71,8 @@ ARROWS: dict[str, set[str]] = {
     "runtime": CORE | {"engines", "environments", "registry", "serving", "session", "settings", "strategies"},
     "hosts": CORE
     | PLUGINS
-    | {"registry", "settings", "config", "session", "rollout", "runners", "serving", "scoring", "storage", "journal"},
+    | {"registry", "settings", "config", "session", "rollout", "runners", "serving", "scoring", "storage", "journal"}
+    | {"clipping", "environment"},
 }
 
 # Single files that may do what their folder may not.

@@ -312,7 +312,7 @@ async def test_a_strategy_gets_a_world_only_where_it_can_be_forked(environment: 
             grid = GridEnvironment()
             self.reset, self.step, self.evidence, self.close = grid.reset, grid.step, grid.evidence, grid.close
 
-    worlds: list[object] = []
+    worlds: list[Forkable | None] = []
 
     class Curious(StandardReActStrategy):
         async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
@@ -321,7 +321,37 @@ async def test_a_strategy_gets_a_world_only_where_it_can_be_forked(environment: 
 
     environment = environment or Unforkable()
     await session(environment, ["left"], Limits(max_turns=1), Curious()).run(request())
-    assert worlds == [environment if expected else None]
+    assert [world is not None for world in worlds] == [expected]
+
+
+async def test_a_fork_answers_as_the_session_records_it():
+    class Talkative(GridEnvironment):
+        async def step(self, action: Message) -> Observation:
+            answer = await super().step(action)
+            words = tuple(message.model_copy(update={"content": "word " * 100}) for message in answer.messages)
+            return answer.model_copy(update={"messages": words})
+
+        async def fork(self) -> Environment:
+            twin = Talkative()
+            await twin.reset(request().task)
+            return twin
+
+    simulated: list[Observation] = []
+
+    class Trying(StandardReActStrategy):
+        async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
+            assert world is not None
+            fork = await world.fork()
+            assert isinstance(fork, Forkable)
+            for each in (fork, await fork.fork()):
+                simulated.append(await each.step(Message(role="assistant", content="right")))
+                await each.close()
+            return await super().decide(tree, engine, world)
+
+    episode = session(Talkative(), ["right"], Limits(max_turns=1, max_obs_length=20), Trying())
+    recorded = (await episode.run(request())).nodes[-1].message
+    assert recorded.content is not None and "characters cut" in recorded.content
+    assert [answer.messages[-1].content for answer in simulated] == [recorded.content] * 2
 
 
 async def test_thirty_two_sessions_at_once_are_as_alone():

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -42,7 +43,7 @@ class Sink(Protocol):
     ) -> None: ...
 
 
-class _Staged:
+class _Staged(ABC):
     """A file under a temporary name beside its target, which it replaces in one step."""
 
     def __init__(self, target: Path) -> None:
@@ -77,11 +78,13 @@ class _Staged:
             with suppress(FileNotFoundError):
                 staged.unlink()
 
+    @abstractmethod
     def _open(self, staged: Path) -> None:
-        raise NotImplementedError
+        """Begin to write to the file ``staged``."""
 
+    @abstractmethod
     def _close(self) -> None:
-        raise NotImplementedError
+        """Write what is held back, and close."""
 
 
 class JsonFile(_Staged):

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
+from searched_episode import searched
 
-from openhands_rl_plugin.strategies.mcts import MCTSOptions, MCTSStrategy
-from openhands_rl_plugin.testing import ScriptedEngine
-from openhands_rl_plugin.testing_planning import PlanningEnvironment, PlanningOptions
 from openhands_rl_plugin.training.batch import samples_of, samples_of_tree
 from openhands_rl_plugin.training.tree_advantages import (
     environment_rewards,
@@ -17,31 +13,6 @@ from openhands_rl_plugin.training.tree_advantages import (
     step_advantages,
     tree_advantages,
 )
-from openhands_rl_plugin.tree import EpisodeTree
-from openhands_rl_plugin.types import EpisodeRequest, PolicyRef, StopReason, StrategySpec, Task, Times, Trajectory
-
-TASK = Task(id="plan", environment="planning")
-
-
-async def searched(seed: int = 0) -> Trajectory:
-    """An episode of three moves that MCTS has decided."""
-    world = PlanningEnvironment(PlanningOptions(seed=seed, depth=3, branching=3))
-    drawn = random.Random(seed)
-    engine = ScriptedEngine(lambda messages: str(drawn.randrange(3)))
-    strategy = MCTSStrategy(MCTSOptions(num_simulations=20, first_branches=3, num_branches=3, value="none"))
-    tree = EpisodeTree()
-    tree.observe(await world.reset(TASK))
-    while not tree.terminated:
-        tree.commit(await strategy.decide(tree, engine, world))
-        tree.observe(await world.step(tree.action))
-    return tree.freeze(
-        EpisodeRequest(task=TASK, run_id="run", group_id="group"),
-        trajectory_id="searched",
-        strategy=StrategySpec(name="MCTS"),
-        policy=PolicyRef(base_model="scripted"),
-        stop=StopReason.TERMINATED,
-        times=Times(started=0.0, finished=1.0),
-    )
 
 
 async def test_siblings_are_compared_with_what_their_state_was_worth():

@@ -32,7 +32,7 @@ from openhands.microagent import BaseMicroagent
 from openhands.runtime.base import Runtime
 from openhands.runtime.runtime_status import RuntimeStatus
 
-from openhands_rl_plugin import registry
+from openhands_rl_plugin.environment import make_environment
 from openhands_rl_plugin.errors import BadEnvironmentError, CaughtFailure, boundary
 from openhands_rl_plugin.hosts.v0.background import background
 from openhands_rl_plugin.hosts.v0.environment_world import EnvironmentWorld
@@ -231,19 +231,6 @@ class EnvironmentRuntime(Runtime):
     def list_files(self, path: str | None = None) -> list[str]:
         """Nothing: an environment has no files."""
         return []
-
-
-def make_environment(settings: RLSettings) -> Environment:
-    """The environment that ``[rl] env_name`` names, at the configured address. Raises ``ConfigError``.
-
-    A guest's ``Options`` get what they declare of ``base_url`` and ``react_format``.
-    """
-    options = getattr(registry.load("environments", settings.env_name), "Options", None)
-    known = {"base_url": settings.environment_url, "react_format": settings.react_format}
-    declared = options.model_fields if options is not None else {}
-    return registry.build(
-        "environments", settings.env_name, {name: value for name, value in known.items() if name in declared}
-    )
 
 
 def _refusal(what: str) -> ErrorObservation:

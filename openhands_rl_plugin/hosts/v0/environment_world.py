@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from openhands_rl_plugin.clipping import clip
 from openhands_rl_plugin.hosts.v0.branches import Branches
 from openhands_rl_plugin.protocols import Environment, Forkable
-from openhands_rl_plugin.session import clip
 from openhands_rl_plugin.types import JsonObject, Limits, Message, Observation, Task
 
 

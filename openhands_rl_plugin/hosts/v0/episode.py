@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
+from openhands_rl_plugin.clipping import clip
 from openhands_rl_plugin.errors import ConfigError, StorageError
 from openhands_rl_plugin.hosts.v0.background import background
 from openhands_rl_plugin.hosts.v0.sink import LoopSink
 from openhands_rl_plugin.journal import EpisodeJournal, EpisodeSink
 from openhands_rl_plugin.protocols import Forkable, LLMEngine, Strategy
 from openhands_rl_plugin.records import EpisodeStart
-from openhands_rl_plugin.session import clip, context_tokens, reached, trajectory_id
+from openhands_rl_plugin.session import context_tokens, reached, trajectory_id
 from openhands_rl_plugin.settings import RLSettings
 from openhands_rl_plugin.tree import EpisodeTree
 from openhands_rl_plugin.types import (

@@ -17,10 +17,11 @@ from openhands.events.stream import EventStream
 from openhands.llm.llm_registry import LLMRegistry
 from openhands.storage.memory import InMemoryFileStore
 
+from openhands_rl_plugin.environment import make_environment
 from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.errors import ConfigError
 from openhands_rl_plugin.hosts.v0 import environment_runtime
-from openhands_rl_plugin.hosts.v0.environment_runtime import EnvironmentPlay, EnvironmentRuntime, make_environment
+from openhands_rl_plugin.hosts.v0.environment_runtime import EnvironmentPlay, EnvironmentRuntime
 from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode, bind_episode
 from openhands_rl_plugin.hosts.v0.standalone import TASK_INDEX_VARIABLE, task_from_environment_variable
 from openhands_rl_plugin.hosts.v0.wire import RESET_TOOL, STEP_TOOL, EnvironmentReply
