@@ -12,7 +12,9 @@ path can be read, but not trained on from there. ``redact_nodes`` does that for 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from pydantic import JsonValue
 
@@ -24,6 +26,19 @@ REDACTED = "[redacted]"
 _MOST_PASSES = 4
 _KEPT = frozenset({"id", "trajectory_id", "run_id", "group_id", "tool_call_id"})
 """Fields by which records and calls are found again."""
+
+
+_own_of_this_block: ContextVar[tuple[str, ...] | None] = ContextVar("own_secrets", default=None)
+
+
+@contextmanager
+def secrets_looked_up_once() -> Iterator[None]:
+    """For many short records in a row: the secret environment variables are those of the beginning of the block."""
+    token = _own_of_this_block.set(_own())
+    try:
+        yield
+    finally:
+        _own_of_this_block.reset(token)
 
 
 def redact_text(text: str) -> str:
@@ -51,9 +66,11 @@ def redact_nodes(
     """
     redaction = _Redaction()
     known = set(tainted)
+    if not known and not redaction.suspects(nodes):
+        return tuple(nodes), frozenset()
     redacted: list[Node] = []
     for index, node in enumerate(nodes, first):
-        clean = redaction.value(node) if redaction.suspects(node) else node
+        clean = redaction.value(node) if redaction.suspects((node,)) else node
         if clean is not node or node.parent in known:
             known.add(index)
             clean = _without_tokens(clean)
@@ -101,18 +118,15 @@ class _Redaction:
     """One pass over something, with the secrets that this process has now."""
 
     def __init__(self) -> None:
-        self._own = tuple(secret for secret in own_secrets() if secret not in REDACTED)
+        known = _own_of_this_block.get()
+        self._own = _own() if known is None else known
 
-    def suspects(self, node: Node) -> bool:
-        """False when nothing in ``node`` is a secret. All texts are looked at in one go, which is most of the speed."""
-        message = node.message
-        texts = [message.content or "", message.name or "", node.finish_reason or ""]
+    def suspects(self, nodes: Sequence[Node]) -> bool:
+        """False when nothing in ``nodes`` is a secret. All texts are looked at in one go, because that is faster."""
+        texts: list[str] = []
         named: list[tuple[str, str]] = []
-        for call in message.tool_calls:
-            texts += (call.name, call.arguments)
-        _collect(node.metadata, texts, named)
-        if node.policy is not None or node.sampling is not None:
-            texts += _few_texts(node)
+        for node in nodes:
+            _collect_texts(node, texts, named)
         return bool(find_secrets("\n".join(texts), self._own)) or any(is_secret_item(*each) for each in named)
 
     def text(self, text: str) -> str:
@@ -172,6 +186,21 @@ class _Redaction:
                 return item if all(new is old for new, old in zip(clean, item, strict=True)) else clean
             case _:
                 return item
+
+
+def _own() -> tuple[str, ...]:
+    return tuple(secret for secret in own_secrets() if secret not in REDACTED)
+
+
+def _collect_texts(node: Node, texts: list[str], named: list[tuple[str, str]]) -> None:
+    message = node.message
+    texts += (message.content or "", message.name or "", node.finish_reason or "")
+    for call in message.tool_calls:
+        texts += (call.name, call.arguments)
+    if node.metadata:
+        _collect(node.metadata, texts, named)
+    if node.policy is not None or node.sampling is not None:
+        texts += _few_texts(node)
 
 
 def _collect(table: JsonObject, texts: list[str], named: list[tuple[str, str]]) -> None:

@@ -6,15 +6,11 @@ import asyncio
 import os
 import sqlite3
 import threading
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
-from itertools import batched, groupby
+from itertools import batched
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from pydantic import ValidationError
 
@@ -26,7 +22,9 @@ from openhands_rl_plugin.records import (
     TrajectoryFilter,
     TrajectorySummary,
 )
+from openhands_rl_plugin.redaction import secrets_looked_up_once
 from openhands_rl_plugin.storages.database import FILE_NAME, being_made, connect, explained, make_folder
+from openhands_rl_plugin.storages.group_commit import Call, GroupCommitter
 from openhands_rl_plugin.storages.guard import SecretGuard
 from openhands_rl_plugin.storages.legacy import is_legacy, legacy_scores, legacy_trajectories
 from openhands_rl_plugin.storages.reading import Found, count, load, load_summaries, row_numbers
@@ -39,10 +37,11 @@ from openhands_rl_plugin.storages.writing import (
 )
 from openhands_rl_plugin.types import Frozen, Score, Trajectory
 
-# A reader holds so many trajectories, or summaries, in one batch, and so many batches that are read ahead.
+# A reader holds so many trajectories, or summaries, in one batch, and one more batch is read ahead.
 _BATCH = 8
 _SUMMARIES = 256
-_AHEAD = 1
+
+_Call = Call[EpisodeWriter]
 
 
 class FileTrajectoryStorage:
@@ -62,13 +61,10 @@ class FileTrajectoryStorage:
         self._durable = durable
         self._process = os.getpid()
         self._guard = SecretGuard()
-        self._pending: list[_Pending] = []
-        self._called = False  # whether the writer has been told that something is pending
+        self._committer = GroupCommitter[EpisodeWriter](self._store, secrets_looked_up_once)
         self._readers: list[sqlite3.Connection] = []
         self._lock = threading.Lock()
-        self._settling = threading.Lock()
         self._writer: tuple[sqlite3.Connection, EpisodeWriter] | None = None
-        self._thread: ThreadPoolExecutor | None = None
 
     async def add(self, trajectory: Trajectory) -> None:
         """Store a finished episode; one that is finished already stays as it is. Raises ``StorageError``."""
@@ -125,10 +121,7 @@ class FileTrajectoryStorage:
 
     async def close(self) -> None:
         """Flush and release. The storage can be used again; it then opens its file anew."""
-        self._wake()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            await asyncio.to_thread(thread.shutdown)
+        await self._committer.close()
         await asyncio.to_thread(self._release)
 
     async def __aenter__(self) -> Self:
@@ -145,21 +138,21 @@ class FileTrajectoryStorage:
         load: Callable[[sqlite3.Connection, Sequence[int]], list[Item]],
         size: int,
     ) -> AsyncIterator[list[Item]]:
-        """Batches in order; the next ones are read while one is used."""
+        """Batches in order; the next one is read while one is used."""
         rows = await self._read(lambda connection: row_numbers(connection, where or TrajectoryFilter()), ())
-        ahead: deque[asyncio.Task[list[Item]]] = deque()
+        ahead: asyncio.Task[list[Item]] | None = None
         try:
             for batch in batched(rows, size):
-                reading = self._read(lambda connection, batch=batch: load(connection, batch), [])
-                ahead.append(asyncio.create_task(reading))
-                if len(ahead) > _AHEAD:
-                    yield await ahead.popleft()
-            while ahead:
-                yield await ahead.popleft()
+                ready = [] if ahead is None else await ahead
+                # One at a time: two threads that make objects only wait for each other.
+                ahead = asyncio.create_task(self._read(lambda connection, batch=batch: load(connection, batch), []))
+                yield ready
+            if ahead is not None:
+                yield await ahead
         finally:
-            for task in ahead:
-                task.cancel()
-            await asyncio.gather(*ahead, return_exceptions=True)
+            if ahead is not None:
+                ahead.cancel()
+                await asyncio.gather(ahead, return_exceptions=True)
 
     async def _read[Answer](self, ask: Callable[[sqlite3.Connection], Answer], nothing: Answer) -> Answer:
         """``ask`` in a thread, or ``nothing`` when there is no store yet."""
@@ -193,58 +186,21 @@ class FileTrajectoryStorage:
     async def _write[Packed, Answer](
         self, pack: Callable[[], Packed], store: Callable[[EpisodeWriter, Packed], Answer]
     ) -> Answer:
-        """Both are called in the writer's thread, so that the event loop goes on meanwhile."""
+        """Both are called in the committer's thread, so that the event loop goes on meanwhile."""
         self._check_process()
-        loop = asyncio.get_running_loop()
-        item = _Pending(pack, store, loop.create_future())
-        with self._lock:
-            self._pending.append(item)
-        # A moment later, so that all who call now are stored together.
-        loop.call_soon(self._wake)
-        return await item.outcome
+        return await self._committer.call(pack, store)
 
     def _guarded(self, growth: EpisodeGrowth) -> EpisodeGrowth:
-        """Called in the writer's thread, between transactions."""
-        if not self._guard.knows(growth) and self._file.exists():
-            with explained(self._file):
-                connection, _ = self._opened()
-                where = TrajectoryFilter(ids=(growth.trajectory_id,), finished=None)
-                for trajectory, _ in load(connection, row_numbers(connection, where)):
-                    self._guard.recall(trajectory)
+        """What this process has not played itself is on the disk, because its nodes were acknowledged."""
+        if not self._guard.knows(growth):
+            where = TrajectoryFilter(ids=(growth.trajectory_id,), finished=None)
+            for trajectory, _ in self._ask(lambda connection: load(connection, row_numbers(connection, where)), []):
+                self._guard.recall(trajectory)
         return self._guard.growth(growth)
 
-    def _wake(self) -> None:
-        """Have the writer store what waits, unless it has been told already."""
-        with self._lock:
-            if self._called or not self._pending:
-                return
-            self._called = True
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trajectory-storage")
-            thread = self._thread
+    def _store(self, waiting: Sequence[_Call]) -> None:
+        """Called by one thread at a time."""
         try:
-            thread.submit(self._settle)
-        except RuntimeError:
-            # No threads are to be had once the interpreter shuts down, which is when a last episode may be saved.
-            self._settle()
-
-    def _settle(self) -> None:
-        """Store all that waits, and tell those who wait for it."""
-        with self._settling:
-            with self._lock:
-                waiting, self._pending, self._called = self._pending, [], False
-            try:
-                self._store(waiting)
-            finally:
-                for loop, items in groupby(waiting, lambda item: item.outcome.get_loop()):
-                    # A loop that was closed has nobody in it who waits.
-                    with suppress(RuntimeError):
-                        loop.call_soon_threadsafe(_tell, tuple(items))
-
-    def _store(self, waiting: Sequence[_Pending]) -> None:
-        try:
-            for item in waiting:
-                _pack(item)
             with explained(self._file):
                 connection, writer = self._opened()
                 connection.execute("BEGIN IMMEDIATE")
@@ -258,7 +214,7 @@ class FileTrajectoryStorage:
             self._undo(waiting, error)
             raise
 
-    def _undo(self, waiting: Sequence[_Pending], error: BaseException) -> None:
+    def _undo(self, waiting: Sequence[_Call], error: BaseException) -> None:
         # Closing the connection undoes what was written; the next call starts afresh.
         self._disconnect()
         for item in waiting:
@@ -286,7 +242,7 @@ class FileTrajectoryStorage:
             connection.execute("COMMIT")
 
     def _release(self) -> None:
-        with self._settling:
+        with self._committer.alone():
             self._disconnect()
 
     def _disconnect(self) -> None:
@@ -301,39 +257,7 @@ class FileTrajectoryStorage:
             raise StorageError("a storage cannot be carried over a fork; open it in the process that uses it")
 
 
-@dataclass(eq=False)
-class _Pending:
-    """One call on its way to the disk: ``pack`` and then ``store`` what it made, in the writer's thread."""
-
-    pack: Callable[[], Any]
-    store: Callable[[EpisodeWriter, Any], Any]
-    outcome: asyncio.Future[Any]
-    packed: Any = None
-    answer: Any = None
-    error: BaseException | None = None
-
-
-def _tell(items: Sequence[_Pending]) -> None:
-    for item in items:
-        if item.outcome.done():
-            continue  # nobody waits any more, but it is stored
-        if item.error is None:
-            item.outcome.set_result(item.answer)
-        else:
-            # One of its own for every caller, because tracebacks are added to it.
-            error = StorageError(str(item.error) if isinstance(item.error, StorageError) else describe(item.error))
-            error.__cause__ = item.error
-            item.outcome.set_exception(error)
-
-
-def _pack(item: _Pending) -> None:
-    try:
-        item.packed = item.pack()
-    except StorageError as error:
-        item.error = error
-
-
-def _apply(connection: sqlite3.Connection, writer: EpisodeWriter, item: _Pending) -> None:
+def _apply(connection: sqlite3.Connection, writer: EpisodeWriter, item: _Call) -> None:
     """Run one call; what is wrong with it leaves the others of the transaction alone."""
     connection.execute("SAVEPOINT call")
     try:

@@ -223,9 +223,19 @@ def marked(nodes: Sequence[Node], marks: Iterable[NodeMark]) -> tuple[Node, ...]
     """``nodes`` with what became known later; of two marks of one node the later one holds."""
     changed = list(nodes)
     for mark in marks:
-        told = {name: value for name, value in mark if name != "index"}
-        changed[mark.index] = changed[mark.index].model_copy(update=told)
+        changed[mark.index] = changed[mark.index].model_copy(update=_told(mark))
     return tuple(changed)
+
+
+def mark_fresh(node: Node, mark: NodeMark) -> None:
+    """Put a mark on a node that was just made and that nobody else has seen; many times faster than a copy."""
+    told = _told(mark)
+    vars(node).update(told)
+    node.__pydantic_fields_set__.update(told)
+
+
+def _told(mark: NodeMark) -> dict[str, object]:
+    return {name: value for name, value in mark if name != "index"}
 
 
 def _finite(identity: str, seconds: float) -> float:

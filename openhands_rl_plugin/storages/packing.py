@@ -13,7 +13,9 @@ blocks of its own (text and token ids have different statistics):
 from __future__ import annotations
 
 import struct
+import sys
 import threading
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import batched
@@ -35,7 +37,7 @@ UNPACKED_LIMIT = 512 * 1024 * 1024
 _NODES, _DOCUMENT = 1, 2  # version bytes; later formats take other numbers
 
 _HEADER = struct.Struct("<IIBB")
-_ID_CODES = {2: "H", 4: "I", 8: "q"}  # bytes an id -> what struct calls them
+_ID_CODES = {2: "H", 4: "I", 8: "q"}  # bytes an id -> what struct and array call them
 _FLOATS_32, _FLOATS_64 = 4, 8
 _HAS_TOKENS, _EXTENDS = 1, 2
 
@@ -142,7 +144,7 @@ def _read_nodes(data: memoryview) -> tuple[Node, ...]:
     layout = struct.unpack_from(f"<{4 * count}I", data, at)
     at += 4 * len(layout)
     nodes = _NODE_LIST.validate_json(bytes(data[at : (at := at + text_bytes)]))
-    ids = _ids_in(data[at : (at := at + width * (sum(layout[1::4]) + sum(layout[2::4])))], width)
+    ids = data[at : (at := at + width * (sum(layout[1::4]) + sum(layout[2::4])))]
     logprobs = _floats_in(data[at : (at := at + precision * sum(layout[3::4]))], precision)
     if at != len(data) or len(nodes) != count:
         raise ValueError("its parts do not have the lengths that its header says")
@@ -152,8 +154,8 @@ def _read_nodes(data: memoryview) -> tuple[Node, ...]:
             # Nothing is validated, because the arrays hold nothing but numbers, and nobody else has seen the node yet.
             vars(node)["tokens"] = Tokens.model_construct(
                 extends=bool(flags & _EXTENDS),
-                prompt_ids=ids[used : (used := used + prompt)],
-                sampled_ids=ids[used : (used := used + sampled)],
+                prompt_ids=_ids_in(ids[used : (used := used + width * prompt)], width),
+                sampled_ids=_ids_in(ids[used : (used := used + width * sampled)], width),
                 logprobs=logprobs[scored : (scored := scored + floats)],
             )
             node.__pydantic_fields_set__.add("tokens")
@@ -163,8 +165,11 @@ def _read_nodes(data: memoryview) -> tuple[Node, ...]:
 def _ids_out(ids: list[int]) -> tuple[int, bytes]:
     for width, code in _ID_CODES.items():
         # Tried out, because that is faster than to look for the largest one.
-        with suppress(struct.error):
-            return width, struct.pack(f"<{len(ids)}{code}", *ids)
+        with suppress(OverflowError):
+            packed = array(code, ids)
+            if sys.byteorder == "big":
+                packed.byteswap()
+            return width, packed.tobytes()
     raise StorageError("token ids must be whole numbers of at most 64 bits; ask the model server for what it gave")
 
 

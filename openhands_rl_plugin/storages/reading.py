@@ -19,7 +19,7 @@ from openhands_rl_plugin.records import (
     TrajectorySummary,
 )
 from openhands_rl_plugin.storages.documents import parsed_end, parsed_json
-from openhands_rl_plugin.storages.header import EpisodeHeader, marked, so_far, whole
+from openhands_rl_plugin.storages.header import EpisodeHeader, mark_fresh, so_far, whole
 from openhands_rl_plugin.storages.packing import unpack_nodes
 from openhands_rl_plugin.types import Node, Score, StopReason, Trajectory
 
@@ -180,7 +180,9 @@ def _nodes(identity: str, chunks: Sequence[tuple[int, bytes]], marks: Sequence[N
             nodes += unpack_nodes(blob)
     except StorageError as error:
         raise StorageError(f"trajectory {identity!r}: {error}") from error
-    return marked(nodes, marks)
+    for mark in marks:
+        mark_fresh(nodes[mark.index], mark)
+    return tuple(nodes)
 
 
 def _scores(connection: sqlite3.Connection, ids: Sequence[str]) -> dict[str, list[Score]]:
