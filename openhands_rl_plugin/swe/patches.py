@@ -1,0 +1,105 @@
+"""What a patch is before anybody applies it: the files it names, and whether it may be tried at all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+MAX_PATCH = 16 * 2**20
+"""Bytes. Larger ones hold generated files, not a fix."""
+
+_HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+_GIT = re.compile(r'diff --git (?:a/(.*) b/(.*)|"a/(.*)" "b/(.*)")\r?$')
+_WORDS = ("GIT binary patch", "rename from ", "new file mode ", "deleted file mode ", "old mode ")
+_ESCAPED = re.compile(rb"\\([0-7]{3}|.)")
+_SIGNS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b'"': b'"', b"\\": b"\\"}
+
+
+class Sides(NamedTuple):
+    """The names of one changed file; ``None`` on the side where there is no such file."""
+
+    old: str | None
+    new: str | None
+
+
+def changed_files(patch: str) -> tuple[str, ...]:
+    """The files that a git patch names, by their new names, in its order."""
+    found = (_GIT.match(line) for line in _headers(patch))
+    return tuple(dict.fromkeys(match[2] or _unescaped(match[4] or "") for match in found if match))
+
+
+def sides(patch: str) -> tuple[Sides, ...]:
+    """Old and new name of every file with hunks."""
+    pairs: list[Sides] = []
+    old: str | None = None
+    for line in _headers(patch):
+        if line.startswith("--- "):
+            old = _name(line[4:], "a/")
+        elif line.startswith("+++ "):
+            pairs.append(Sides(old, _name(line[4:], "b/")))
+    return tuple(pairs)
+
+
+def restored_files(patch: str) -> tuple[str, ...]:
+    """The files with hunks that are there before the patch."""
+    return tuple(dict.fromkeys(each.old for each in sides(patch) if each.old))
+
+
+def added_files(patch: str) -> tuple[str, ...]:
+    """The files with hunks that the patch creates."""
+    return tuple(dict.fromkeys(each.new for each in sides(patch) if each.new and not each.old))
+
+
+def refusal(patch: str) -> str | None:
+    """Why a patch is not tried: one clear line, or ``None`` when it may be."""
+    size = len(patch.encode("utf-8", "surrogatepass"))
+    if size > MAX_PATCH:
+        return f"the patch has {size / 2**20:.0f} MiB, more than {MAX_PATCH >> 20}"
+    if "\0" in patch:
+        return "the patch holds zero bytes: it is binary, not text"
+    if any(0xD800 <= ord(sign) <= 0xDFFF for sign in patch):
+        return "the patch is not valid Unicode"
+    headers = list(_headers(patch))
+    if any(line.startswith("Binary files ") and line.rstrip().endswith(" differ") for line in headers):
+        return "the patch changes binary files without their data; make it with git diff --binary"
+    names = {
+        name for each in (*changed_files(patch), *(name for pair in sides(patch) for name in pair)) if (name := each)
+    }
+    if not names or not any(line.startswith(_WORDS) or _HUNK.match(line) for line in headers):
+        return "this is not a patch: no file and no hunk in it"
+    if inside := next((name for name in sorted(names) if ".git" in name.split("/")), None):
+        return f"the patch writes into git's own files ({inside})"
+    return None
+
+
+def _headers(patch: str) -> Iterator[str]:
+    """The lines around hunks and the hunks' first lines, but not what the hunks hold."""
+    before = after = 0
+    for line in patch.split("\n"):
+        if before > 0 or after > 0:
+            if line.startswith(("-", "+", " ", "\\")) or not line.strip():
+                before -= not line.startswith(("+", "\\"))
+                after -= not line.startswith(("-", "\\"))
+                continue
+            before = after = 0
+        if match := _HUNK.match(line):
+            before, after = (int(count) if count is not None else 1 for count in match.groups())
+        yield line
+
+
+def _name(text: str, prefix: str) -> str | None:
+    text = text.split("\t")[0].rstrip("\r")
+    if len(text) > 1 and text[0] == text[-1] == '"':
+        text = _unescaped(text[1:-1])
+    return None if text == "/dev/null" else text.removeprefix(prefix)
+
+
+def _unescaped(text: str) -> str:
+    """A name as git quotes it: signs outside ASCII as octal bytes."""
+
+    def plain(match: re.Match[bytes]) -> bytes:
+        sign = match[1]
+        return bytes((int(sign, 8) & 0xFF,)) if len(sign) == 3 else _SIGNS.get(sign, sign)
+
+    return _ESCAPED.sub(plain, text.encode()).decode(errors="replace")
