@@ -1,0 +1,159 @@
+"""``openhands-rl tasks``: make repository tasks, check their quality, look at them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from openhands_rl_plugin.errors import ConfigError
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.tasks.sources import Plan
+
+HELP = "make tasks from real packages, check their quality, list them"
+EPILOG = """examples:
+  openhands-rl tasks make inflection==0.5.1 tabulate==0.10.0 --out tasks.jsonl --per-package 4 --seed 1
+  openhands-rl tasks make tinydb==4.8.0..4.9.0 --out tasks.jsonl      (also what changed between the two)
+  openhands-rl tasks make ./my-repository@v1.2 --out tasks.jsonl      (also fixes in its history)
+  openhands-rl tasks make swe-local --out swe_local.jsonl             (the published suite, once more)
+  openhands-rl tasks check tasks.jsonl --repeats 3
+  openhands-rl tasks check tasks.jsonl --results report.json --pass-rate 0.05 0.95
+  openhands-rl tasks list swe-local --split heldout
+
+A plan (.toml) says for many packages what the options say for one: see swe_local.toml in the package's tasks/data.
+Everything runs in bubblewrap without network; packages are fetched with your own pip or uv and its index.
+"""
+RESUME = "run the same command again to go on"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """``make``, ``check`` and ``list``."""
+    what = parser.add_subparsers(dest="what", required=True, metavar="{make,check,list}")
+    _add_make(what.add_parser("make", help="put bugs into packages and keep those that make good tasks"))
+    check = what.add_parser("check", help="the quality gate: oracle, no-op, flakiness, pass rate, duplicates")
+    check.add_argument("file", metavar="FILE", help="a .jsonl file of tasks, or swe-local")
+    check.add_argument("--repeats", type=_positive, default=2, metavar="N", help="runs of each (default: %(default)s)")
+    check.add_argument("--workers", type=_positive, default=2, metavar="N", help="at a time (default: %(default)s)")
+    check.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one run (default: %(default)s s)")
+    check.add_argument("--results", type=Path, metavar="FILE", help="a policy's results: JSON, id -> share solved")
+    check.add_argument(
+        "--pass-rate", type=float, nargs=2, default=(0.01, 0.99), metavar=("LOW", "HIGH"), help="allowed"
+    )
+    _add_cache(check)
+    shown = what.add_parser("list", help="the tasks of a file, or of swe-local")
+    shown.add_argument("file", metavar="FILE", nargs="?", default="swe-local", help="(default: %(default)s)")
+    shown.add_argument("--split", choices=("train", "heldout"), help="those only")
+
+
+def _add_make(make: argparse.ArgumentParser) -> None:
+    source = "name==version, name==old..new, an archive, a git repository (@commit), a plan (.toml), swe-local"
+    make.add_argument("sources", nargs="+", metavar="SOURCE", help=source)
+    make.add_argument("--out", type=Path, required=True, metavar="FILE", help="the .jsonl file to write")
+    make.add_argument(
+        "--per-package", type=_positive, metavar="N", help="tasks wanted of each (default: 4, or the plan's)"
+    )
+    make.add_argument("--seed", type=int, metavar="S", help="decides which bugs are tried (default: 1, or the plan's)")
+    make.add_argument("--python", metavar="V", help="the Python that tests run on (default: 3.12, or the plan's)")
+    make.add_argument(
+        "--with", dest="requirements", action="append", metavar="REQ", help="installed for the tests, too"
+    )
+    make.add_argument("--timeout", type=float, metavar="S", help="seconds for one run of the tests (default: 60)")
+    make.add_argument("--only", action="append", metavar="NAME", help="of a plan, this package only; may be repeated")
+    _add_cache(make)
+
+
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="default: in your folder of caches")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do it; 1 when the gate let something not pass. Raises ``RLError``."""
+    if args.what == "make":
+        return _make(args)
+    return asyncio.run(_check(args)) if args.what == "check" else _list(args)
+
+
+def _make(args: argparse.Namespace) -> int:
+    from openhands_rl_plugin.cli.tasks_progress import making
+    from openhands_rl_plugin.swe.caching import default_cache
+    from openhands_rl_plugin.tasks.suite import make_suite
+
+    plan = _plan(args)
+    with making() as progress:
+        made = make_suite(plan, args.out, args.cache or default_cache(), progress)
+    print(f"{args.out}: {made.tasks} tasks of {made.packages} packages")
+    for problem in made.problems:
+        print(f"  {problem}")
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    """What the sources and options say. Raises ``ConfigError``."""
+    from openhands_rl_plugin.tasks.sources import SUITE, SUITE_PLAN, Plan, parse_source, read_plan, suite_file
+    from openhands_rl_plugin.validation import unknown_name
+
+    files = [suite_file(SUITE_PLAN) if each == SUITE else Path(each) for each in args.sources]
+    plans = [read_plan(file) for file in files if file.suffix == ".toml"]
+    if plans and len(args.sources) > 1:
+        raise ConfigError("give one plan, or sources, not both: a plan has settings of its own")
+    plan = plans[0] if plans else Plan(packages=tuple(parse_source(each) for each in args.sources))
+    changes = {name: getattr(args, name) for name in ("per_package", "seed", "python", "timeout")}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if args.requirements:
+        changes["requirements"] = (*plan.requirements, *args.requirements)
+    if args.only:
+        known = {package.name: package for package in plan.packages}
+        if wrong := [name for name in args.only if name not in known]:
+            raise ConfigError(f"--only: {unknown_name('package', wrong[0], known)}")
+        changes["packages"] = tuple(known[name] for name in args.only)
+    return Plan.model_validate({**dict(plan), **changes})
+
+
+async def _check(args: argparse.Namespace) -> int:
+    from openhands_rl_plugin.cli.tasks_progress import checking
+    from openhands_rl_plugin.swe.caching import default_cache
+    from openhands_rl_plugin.tasks.checking import Gate, check_tasks
+    from openhands_rl_plugin.tasks.grading import local_backend
+
+    path, cache = _file(args.file), args.cache or default_cache()
+    low, high = args.pass_rate
+    gate = Gate(repeats=args.repeats, workers=args.workers, timeout=args.timeout, low=low, high=high)
+    backend = local_backend(cache)
+    try:
+        with checking() as heard:
+            report = await check_tasks(path, backend, gate, results=args.results, heard=heard)
+    finally:
+        await backend.close()
+    for task in report.tasks:
+        for problem in task.check.problems if task.check else ():
+            print(f"{task.instance_id}: {problem}")
+    bad = sum(bool(task.check and task.check.problems) for task in report.tasks)
+    print(f"{path}: {len(report.tasks) - bad} of {len(report.tasks)} tasks pass")
+    return int(bad > 0)
+
+
+def _list(args: argparse.Namespace) -> int:
+    from openhands_rl_plugin.looking.terminal import console
+    from openhands_rl_plugin.swe.rows import read_instances
+    from openhands_rl_plugin.tasks.lineage import read_lineage
+    from openhands_rl_plugin.tasks.listing import table_of
+
+    path = _file(args.file)
+    instances = [each for each in read_instances(path) if args.split in (None, each.extra.get("split"))]
+    console().print(table_of(instances, read_lineage(path)))
+    return 0
+
+
+def _file(name: str) -> Path:
+    from openhands_rl_plugin.tasks.sources import SUITE, suite_file
+
+    return suite_file("swe_local.jsonl") if name == SUITE else Path(name)
+
+
+def _positive(text: str) -> int:
+    number = int(text) if text.isdigit() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text!r}")
+    return number

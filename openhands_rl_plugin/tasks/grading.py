@@ -1,0 +1,13 @@
+"""The back end that tasks of ours are graded with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from openhands_rl_plugin.swe.local import LocalBackend
+from openhands_rl_plugin.tasks.repositories import TaskRepositories
+
+
+def local_backend(cache: Path) -> LocalBackend:
+    """This machine, in sandboxes. Repositories are made from what rows say; everything is kept in ``cache``."""
+    return LocalBackend(cache=cache, sources=(TaskRepositories(cache),))
