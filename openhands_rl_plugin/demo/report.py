@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from openhands_rl_plugin.demo.charts import Point, Series, line_chart
+from openhands_rl_plugin.charts import Point, Series, html_page, line_chart
 from openhands_rl_plugin.demo.summary import comparison_sentence, evaluations, success_difference
 from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.serving.adapters import AdapterStore
@@ -15,16 +15,6 @@ from openhands_rl_plugin.training.plan import LoopState, StageRecord
 from openhands_rl_plugin.types import Adapter, Trajectory
 
 _TURN = {"assistant": "sampled"}
-STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:900px;margin:2rem auto;padding:0 1rem;color:#1c2430}
-h1{font-size:1.6rem} h2{font-size:1.2rem;margin-top:2.2rem}
-table{border-collapse:collapse;width:100%} td,th{padding:.3rem .6rem;border-bottom:1px solid #dde3ea;text-align:right}
-td:first-child,th:first-child{text-align:left} code{font-size:.85em}
-.grid{stroke:#e4e9ef} .tick{font-size:11px;fill:#5a6775}
-.pair{display:grid;grid-template-columns:1fr 1fr;gap:1rem} .turns{background:#f6f8fa;padding:.6rem;border-radius:6px}
-.turn{margin:.3rem 0;overflow-wrap:anywhere;white-space:pre-line}
-.sampled{color:#0b5fae;font-weight:600} .page{color:#5a6775;font-size:.8rem}
-"""
 
 
 async def write_report(
@@ -45,11 +35,7 @@ async def write_report(
         "<h2>Before and after</h2>",
         *(_pair(*pair) for pair in _examples(before, after)),
     ]
-    page = (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>openhands-rl demo</title>'
-        f"<style>{STYLE}</style></head><body>{''.join(body)}</body></html>"
-    )
-    path.write_text(page, encoding="utf-8")
+    path.write_text(html_page("openhands-rl demo", body), encoding="utf-8")
     return path
 
 

@@ -65,10 +65,14 @@ git diff --cached --no-renames --no-color --no-ext-diff --no-textconv "$1" | hea
 
 
 class Baseline:
-    """How the workspace at ``root`` was when its session began, kept below ``private``. All methods block."""
+    """How the workspace at ``root`` was when its session began, kept below ``private``. All methods block.
 
-    def __init__(self, root: Path, private: Path) -> None:
-        self._root = root
+    ``within`` names the directory of the workspace that counts, and to which paths are relative; empty for all of it.
+    """
+
+    def __init__(self, root: Path, private: Path, within: str = "") -> None:
+        self._root = root / within
+        self._within = within
         self._directory = private / "start.git"
         self._tree: str | None = None
         self._missing = "the session did not begin"
@@ -129,7 +133,7 @@ class Baseline:
             "HOME": "/nonexistent",
             "LC_ALL": "C",
             "GIT_DIR": str(self._directory),
-            "GIT_WORK_TREE": sandbox.workspace,
+            "GIT_WORK_TREE": os.path.join(sandbox.workspace, self._within) if self._within else sandbox.workspace,
             "GIT_INDEX_FILE": str(index),
             "GIT_CONFIG_GLOBAL": "/dev/null",
             "GIT_CONFIG_SYSTEM": "/dev/null",

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import openhands.agenthub  # noqa: F401  # registers the stock agents
 from openhands.controller import AgentController
+from openhands.controller.state.state import State
 from openhands.core.config import OpenHandsConfig
 from openhands.core.main import auto_continue_response
 from openhands.core.schema import AgentState
@@ -30,10 +31,14 @@ from openhands.server.services.conversation_stats import ConversationStats
 from openhands.storage.memory import InMemoryFileStore
 
 from openhands_rl_plugin.errors import CaughtFailure, RLError, boundary
-from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode, bind_episode, controller_end
+from openhands_rl_plugin.hosts.v0.agent import RLAgent
+from openhands_rl_plugin.hosts.v0.driver import UserReplies
+from openhands_rl_plugin.hosts.v0.episode import LAST_ERROR, ControllerEpisode, bind_episode, controller_end
 from openhands_rl_plugin.hosts.v0.meeting import EpisodeRuntime, stop_deciding
+from openhands_rl_plugin.hosts.v0.stock import record_stock_agent
 from openhands_rl_plugin.types import Failure, FailureKind, StopReason, Trajectory
 
+_LONGEST_ERROR = 2000
 _ENDS = frozenset({AgentState.FINISHED, AgentState.REJECTED, AgentState.ERROR, AgentState.STOPPED, AgentState.PAUSED})
 
 
@@ -49,10 +54,13 @@ class _End:
 class ControllerSession:
     """Plays one episode. ``open``, ``conclude`` and ``close`` block and belong on a thread; ``ended`` is awaited."""
 
-    def __init__(self, config: OpenHandsConfig, episode: ControllerEpisode, sid: str) -> None:
+    def __init__(
+        self, config: OpenHandsConfig, episode: ControllerEpisode, sid: str, replies: UserReplies | None = None
+    ) -> None:
         self._config = config
         self._episode = episode
         self._sid = sid
+        self._replies = replies
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
         self._end = _End()
@@ -70,6 +78,8 @@ class ControllerSession:
             stats = ConversationStats(None, self._sid, None)
             llms.subscribe(stats.register_llm)
             agent = create_agent(self._config, llms)
+            if not isinstance(agent, RLAgent):
+                record_stock_agent(agent, self._episode)
             stream = self._stream = SessionEventStream(self._sid, self._fail)
             runtime = self._runtime = get_runtime_cls(self._config.runtime)(
                 config=self._config, event_stream=stream, llm_registry=llms, sid=self._sid, headless_mode=True
@@ -104,6 +114,8 @@ class ControllerSession:
         if isinstance(self._runtime, EpisodeRuntime):
             evidence, broken = self._runtime.conclude()
             failure = failure or broken
+        if self._controller is not None and (error := self._controller.state.last_error):
+            evidence = {**(evidence or self._episode.evidence or {}), LAST_ERROR: error[:_LONGEST_ERROR]}
         return self._episode.freeze(stop=stop, failure=failure, evidence=evidence)
 
     def close(self) -> None:
@@ -136,8 +148,14 @@ class ControllerSession:
             if self._episode.environment_mode or self._controller is None:
                 self._finish(_End(state=state))
             else:
-                text = auto_continue_response(self._controller.get_state())
+                text = self._reply(self._controller.get_state())
                 self._controller.event_stream.add_event(MessageAction(content=text), EventSource.USER)
+
+    def _reply(self, state: State) -> str:
+        if self._replies is None:
+            return auto_continue_response(state)
+        said = sum(isinstance(event, MessageAction) and event.source == EventSource.USER for event in state.history)
+        return self._replies.first + (self._replies.later if said > 1 else "")
 
     def _on_runtime_status(self, level: str, status: RuntimeStatus, message: str) -> None:
         if level == "error":

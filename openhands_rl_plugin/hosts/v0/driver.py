@@ -19,10 +19,12 @@ from pydantic import Field
 from openhands_rl_plugin import registry
 from openhands_rl_plugin.errors import CaughtFailure, ConfigError
 from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode
+from openhands_rl_plugin.hosts.v0.place import Place
 from openhands_rl_plugin.journal import EpisodeSink
 from openhands_rl_plugin.protocols import Strategy
 from openhands_rl_plugin.settings import RLSettings
 from openhands_rl_plugin.types import EpisodeRequest, Frozen, JsonObject, StrategySpec, Trajectory
+from openhands_rl_plugin.validation import unknown_name
 
 if TYPE_CHECKING:
     from openhands.core.config import OpenHandsConfig
@@ -31,9 +33,18 @@ if TYPE_CHECKING:
 
 ENVIRONMENT_RUNTIME = "openhands_rl_plugin.hosts.v0.environment_runtime.EnvironmentRuntime"
 WORKSPACE_RUNTIME = "openhands_rl_plugin.hosts.v0.runtime.WorkspaceRuntime"
+RL_AGENT = "RLAgent"
 
+_UNUSED = "StandardReAct"
 # A session's threads end at once unless a model call is under way; then they are left to end by themselves.
 _CLOSE_PATIENCE = 5.0
+
+
+class UserReplies(Frozen):
+    """What a user would say who cannot help: ``first``, and ``later`` added to it from the second time on."""
+
+    first: str
+    later: str = ""
 
 
 class ControllerOptions(Frozen):
@@ -42,6 +53,9 @@ class ControllerOptions(Frozen):
     ``runtime`` is a class path; ``environment_mode`` says whether the model sees only what an environment says, or
     works in a workspace with OpenHands' own tools. ``sessions`` bounds the sessions at a time (default:
     ``[rl] max_workers``), ``command_timeout`` is in seconds, ``strategy_options`` override those of ``[rl.strategy]``.
+    ``agent`` is ``RLAgent`` or a stock agent of OpenHands, which decides by itself, without the strategy.
+    ``token_ids``: ask the server for token ids and logprobs, which some refuse. ``stuck_detection`` is OpenHands' own.
+    ``replies`` answer an agent that says something without doing anything (default: OpenHands' own words).
     """
 
     runtime: str = ENVIRONMENT_RUNTIME
@@ -50,9 +64,16 @@ class ControllerOptions(Frozen):
     command_timeout: int = 60
     native_tool_calling: bool = True
     strategy_options: JsonObject = Field(default_factory=dict)
+    agent: str = RL_AGENT
+    token_ids: bool = True
+    stuck_detection: bool = False
+    llm_retries: int = Field(default=2, ge=1)
+    replies: UserReplies | None = None
 
     def strategy_spec(self, settings: RLSettings) -> StrategySpec:
-        """The strategy and all the options that it is made with."""
+        """The strategy and all the options that it is made with; a stock agent's is the agent itself."""
+        if self.agent != RL_AGENT:
+            return StrategySpec(name=self.agent)
         options = {**settings.strategy, **self.strategy_options}
         return StrategySpec(name=settings.rollout_strategy, options=options)
 
@@ -74,6 +95,7 @@ class ControllerRunner:
         self._options = options or ControllerOptions()
         self._storage = storage
         self._spec = self._options.strategy_spec(settings)
+        _check_agent(self._options)
         self._make_strategy()
         sessions = self._options.sessions or settings.max_workers
         self._gate = asyncio.Semaphore(sessions)
@@ -81,23 +103,24 @@ class ControllerRunner:
         self._threads = ThreadPoolExecutor(2 * sessions, thread_name_prefix="rl-session")
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def run(self, request: EpisodeRequest) -> Trajectory:
+    async def run(self, request: EpisodeRequest, place: Place | None = None) -> Trajectory:
         """Play one episode. A failed one is returned with ``failure`` set; errors that must stop a run are raised."""
         async with self._gate:
-            return await self._play(request)
+            return await self._play(request, place)
 
     async def close(self) -> None:
         """Wait for the sessions that are still closing, and end the threads."""
         await asyncio.gather(*self._closing)
         await asyncio.to_thread(self._threads.shutdown)
 
-    async def _play(self, request: EpisodeRequest) -> Trajectory:
+    async def _play(self, request: EpisodeRequest, place: Place | None) -> Trajectory:
         from openhands_rl_plugin.hosts.v0.controller_session import ControllerSession
 
-        episode = self._episode(request)
+        episode = self._episode(request, place)
         if self._storage is not None:
             episode.keep_in(self._storage, asyncio.get_running_loop())
-        session = ControllerSession(self._config(episode), episode, f"rl-{uuid.uuid4().hex[:24]}")
+        sid = f"rl-{uuid.uuid4().hex[:24]}"
+        session = ControllerSession(self._config(episode), episode, sid, self._options.replies)
         try:
             trajectory = await self._play_out(session, episode.limits.timeout)
             await episode.end(trajectory)
@@ -118,9 +141,11 @@ class ControllerRunner:
         return await self._in_thread(lambda: session.conclude(timed_out=timed_out, failure=failure))
 
     def _make_strategy(self) -> Strategy:
-        return registry.build("strategies", self._spec.name, self._spec.options)
+        # A stock agent decides by itself; its episode is bound to the simplest strategy, which is never asked.
+        stock = self._options.agent != RL_AGENT
+        return registry.build("strategies", _UNUSED if stock else self._spec.name, self._spec.options)
 
-    def _episode(self, request: EpisodeRequest) -> ControllerEpisode:
+    def _episode(self, request: EpisodeRequest, place: Place | None) -> ControllerEpisode:
         return ControllerEpisode(
             request,
             self._settings,
@@ -128,6 +153,8 @@ class ControllerRunner:
             strategy_spec=self._spec,
             base_model=self._settings.serving.model,
             environment_mode=self._options.environment_mode,
+            place=place,
+            token_ids=self._options.token_ids,
         )
 
     def _config(self, episode: ControllerEpisode) -> OpenHandsConfig:
@@ -139,6 +166,11 @@ class ControllerRunner:
             limits=episode.limits,
             native_tool_calling=self._options.native_tool_calling,
             command_timeout=self._options.command_timeout,
+            agent=self._options.agent,
+            sampling=episode.sampling_for(None, 0),
+            token_ids=self._options.token_ids,
+            stuck_detection=self._options.stuck_detection,
+            num_retries=self._options.llm_retries,
         )
 
     async def _release(self, session: ControllerSession) -> None:
@@ -150,6 +182,17 @@ class ControllerRunner:
     async def _in_thread[T](self, call: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, contextvars.copy_context().run, call)
+
+
+def _check_agent(options: ControllerOptions) -> None:
+    if options.agent == RL_AGENT:
+        return
+    from openhands.agenthub import Agent
+
+    if options.environment_mode:
+        raise ConfigError(f"{options.agent} works in workspaces only; an environment is played by {RL_AGENT}")
+    if options.agent not in Agent.list_agents():
+        raise ConfigError(unknown_name("agent", options.agent, Agent.list_agents()))
 
 
 def _require_server(settings: RLSettings) -> None:

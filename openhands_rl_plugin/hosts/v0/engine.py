@@ -156,7 +156,9 @@ class ControllerEngine:
     ) -> Completion:
         # litellm may change what it is given, and several calls share the prompt.
         arguments = self._arguments(call, [dict(message) for message in prompt], tools, sampling)
-        with recording(CallLog(turn.session, turn.step, self._episode.base_model)) as log:
+        with recording(
+            CallLog(turn.session, turn.step, self._episode.base_model, ask_tokens=self._episode.token_ids)
+        ) as log:
             outcome = self._outcome(arguments, log)
         attempt = log.attempts[-1]
         if (completion := attempt.completion) is None:
@@ -187,7 +189,7 @@ class ControllerEngine:
             return HostOutcome(error=error)
         except (OpenAIError, LLMNoResponseError) as error:
             self._note_failed(log)
-            raise _typed(error) from error
+            raise typed_error(error) from error
 
     def _arguments(
         self,
@@ -238,7 +240,8 @@ def _below(tree: EpisodeTree) -> Iterator[Message]:
             yield tree.nodes[index].message
 
 
-def _typed(error: Exception) -> EpisodeError:
+def typed_error(error: Exception) -> EpisodeError:
+    """Whose fault an error of the model's server was: a refusal is the request's, the rest may pass."""
     status = getattr(error, "status_code", None)
     refused = isinstance(status, int) and 400 <= status < 500 and status not in _WORTH_A_RETRY
     return (ModelError if refused else InfrastructureError)(describe(error))

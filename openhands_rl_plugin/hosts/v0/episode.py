@@ -15,6 +15,7 @@ from typing import Protocol
 from openhands_rl_plugin.clipping import clip
 from openhands_rl_plugin.errors import ConfigError, StorageError
 from openhands_rl_plugin.hosts.v0.background import background
+from openhands_rl_plugin.hosts.v0.place import Place
 from openhands_rl_plugin.hosts.v0.sink import LoopSink
 from openhands_rl_plugin.journal import EpisodeJournal, EpisodeSink
 from openhands_rl_plugin.protocols import Forkable, LLMEngine, Strategy
@@ -40,6 +41,9 @@ from openhands_rl_plugin.types import (
 
 from .wire import EnvironmentReply
 
+LAST_ERROR = "last_error"
+"""The key of an episode's evidence under which OpenHands' own last error stands, if there was one."""
+
 _SEED_STEP = 1_000_003
 _SEEDS = 2**31
 _LARGEST_ID = 2**63 - 1
@@ -57,8 +61,9 @@ class ControllerEpisode:
     """The state that ``RLAgent`` and its runner share. Written by one session, frozen when that has ended.
 
     ``environment_mode``: the model sees only what the environment says; else it works in a workspace with the tools
-    of OpenHands' CodeAct agent. ``base_model`` is the served name of the weights below any adapter. ``error`` is what
-    must stop the run: OpenHands' controller takes any exception for one more reason to end a session.
+    of OpenHands' CodeAct agent, in ``place`` if there is one. ``base_model`` is the served name of the weights below
+    any adapter, ``token_ids`` whether the server is asked for them. ``error`` is what must stop the run: OpenHands'
+    controller takes any exception for one more reason to end a session.
     """
 
     def __init__(
@@ -70,6 +75,8 @@ class ControllerEpisode:
         strategy_spec: StrategySpec,
         base_model: str,
         environment_mode: bool,
+        place: Place | None = None,
+        token_ids: bool = True,
     ) -> None:
         self.request = request
         self.settings = settings
@@ -77,6 +84,8 @@ class ControllerEpisode:
         self.strategy_spec = strategy_spec
         self.base_model = base_model
         self.environment_mode = environment_mode
+        self.place = place
+        self.token_ids = token_ids
         self.limits = request.task.limits or _limits_of(settings, environment_mode)
         # The length of an answer is bounded by the limits, which may be the task's own.
         self.sampling = overlay(settings.sampling_params().model_copy(update={"max_tokens": None}), request.sampling)

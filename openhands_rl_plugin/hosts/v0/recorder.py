@@ -22,7 +22,9 @@ from openhands.llm.llm import LLM
 from pydantic import JsonValue
 
 from openhands_rl_plugin.errors import describe
-from openhands_rl_plugin.messages import WireMessage, text_of, whole_json, whole_message
+from openhands_rl_plugin.gateway.idtext import KnownPrompts
+from openhands_rl_plugin.hosts.v0.tap import tapped_client, tapping
+from openhands_rl_plugin.messages import RECORDED_PARAMETERS, WireMessage, text_of, whole_json, whole_message
 from openhands_rl_plugin.types import (
     Completion,
     JsonObject,
@@ -34,25 +36,6 @@ from openhands_rl_plugin.types import (
     Usage,
 )
 
-# Named one by one, because the call also carries keys and headers, which must not be recorded.
-_RECORDED_PARAMETERS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "max_completion_tokens",
-    "max_tokens",
-    "stop",
-    "seed",
-    "n",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "reasoning_effort",
-    "response_format",
-    "tool_choice",
-    "chat_template_kwargs",
-)
 _OPENAI_COMPATIBLE = frozenset({"openai", "custom_openai", "hosted_vllm", "litellm_proxy"})
 
 
@@ -75,12 +58,13 @@ class Attempt:
 
 @dataclass(slots=True)
 class CallLog:
-    """The attempts of one call, in order. ``session`` and ``step`` are OpenHands' own."""
+    """The attempts of one call, in order. ``session`` and ``step`` are OpenHands' own; ``ask_tokens``: ask for ids."""
 
     session: str
     step: int
     base_model: str
     attempts: list[Attempt] = field(default_factory=list)
+    ask_tokens: bool = True
 
 
 _LOG: ContextVar[CallLog | None] = ContextVar("rl_call_log", default=None)
@@ -126,21 +110,26 @@ class RecordedCompletion:
     def __init__(self, send: Callable[..., ModelResponse]) -> None:
         self._send = send
         self._bound: Mapping[str, Any] = getattr(send, "keywords", {})
+        self._prompts = KnownPrompts()
 
     def __call__(self, *args: Any, **kwargs: Any) -> ModelResponse:
         log = _LOG.get()
         if log is None:
             return self._send(*args, **kwargs)
         asked = {**self._bound, **kwargs}
-        asked.update(_token_request(asked))
+        wanted = _token_request(asked) if log.ask_tokens else {}
+        asked.update(wanted)
         started = time.perf_counter()
         try:
-            response = self._send(*args, **{**kwargs, **{key: asked[key] for key in _ASKED if key in asked}})
+            with tapping(self._prompts) as tap:
+                client = tapped_client(asked) if "logprobs" in wanted else {}
+                asked_too = {key: asked[key] for key in _ASKED if key in asked}
+                response = self._send(*args, **{**kwargs, **asked_too, **client})
         except BaseException as error:
             log.attempts.append(_attempt(asked, time.perf_counter() - started, error=describe(error)))
             raise
         latency = time.perf_counter() - started
-        completion = _completion(asked, response, log.base_model)
+        completion = _completion(asked, response, log.base_model, tap.tokens)
         error = None if completion else "the server answered without a choice"
         log.attempts.append(_attempt(asked, latency, completion, error))
         return response
@@ -190,22 +179,25 @@ def _attempt(
 
 def _parameters(asked: Mapping[str, Any]) -> JsonObject:
     given = {**(asked.get("extra_body") or {}), **asked}
-    return {name: given[name] for name in _RECORDED_PARAMETERS if given.get(name) is not None}
+    return {name: given[name] for name in RECORDED_PARAMETERS if given.get(name) is not None}
 
 
-def _completion(asked: Mapping[str, Any], response: ModelResponse, base_model: str) -> Completion | None:
+def _completion(
+    asked: Mapping[str, Any], response: ModelResponse, base_model: str, tokens: Tokens | None
+) -> Completion | None:
     prompt_ids = (response.model_extra or {}).pop("prompt_token_ids", None)
     choice = response.choices[0] if response.choices else None
     if not isinstance(choice, Choices):
         return None
-    tokens = _take_tokens(prompt_ids, choice)
+    # What did not come by the tap is still in the response.
+    left = _take_tokens(prompt_ids, choice)
     message = _take_message(choice)
     # Read after the token arrays are gone, which would make it many times as large.
     raw: dict[str, JsonValue] = response.model_dump(mode="json", warnings=False)
     served = split_provider(response.model or str(asked.get("model")))[1]
     return Completion.model_construct(
         message=message,
-        tokens=tokens,
+        tokens=tokens or left,
         finish_reason=choice.finish_reason,
         usage=_usage(response),
         policy=PolicyRef.from_served_name(base_model, served),

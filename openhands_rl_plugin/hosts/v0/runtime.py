@@ -49,9 +49,11 @@ from openhands_aci.utils.diff import get_diff
 from openhands_rl_plugin.errors import BadEnvironmentError, ConfigError
 from openhands_rl_plugin.hosts.v0.changes import Baseline
 from openhands_rl_plugin.hosts.v0.editor import EditRequest, WorkspaceEditor
+from openhands_rl_plugin.hosts.v0.episode import current_episode
 from openhands_rl_plugin.hosts.v0.forking import METHODS, ForkLimits, Tree, copy_tree, fork_tree, remove_tree
 from openhands_rl_plugin.hosts.v0.meeting import introduce, stop_deciding
 from openhands_rl_plugin.hosts.v0.notes import SessionNotes
+from openhands_rl_plugin.hosts.v0.place import Place
 from openhands_rl_plugin.hosts.v0.sandbox import (
     INSIDE,
     BubblewrapSandbox,
@@ -83,7 +85,9 @@ class WorkspaceRuntime(Runtime):
     def __init__(self, config: OpenHandsConfig, *args, **kwargs) -> None:
         # Before the host's constructor, which leaves threads and an exit handler behind if anything fails after it.
         self._private = Path(tempfile.mkdtemp(prefix="openhands-rl-")).resolve()
-        base = config.workspace_base
+        bound = current_episode()
+        place = self._place = bound.place if bound else None
+        base = place.root if place else config.workspace_base
         root = Path(base).expanduser().resolve() if base else self._private / "workspace"
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -93,19 +97,20 @@ class WorkspaceRuntime(Runtime):
             raise
         super().__init__(config, *args, **kwargs)
         self._tree = Tree(root)
-        self._baseline = Baseline(root, self._private)
+        self._baseline = Baseline(root, self._private, place.repository if place else "")
         self._evidence: JsonObject | None = None
         self.files = Workspace(root)
         self._editor: WorkspaceEditor | None = None
-        self._shell = Shell(self._sandbox, self._variables(), self.limits)
+        start = f"{self._sandbox.workspace}/{place.repository}" if place and place.repository else None
+        self._shell = Shell(self._sandbox, self._variables(), self.limits, start=start)
         introduce(self.sid, self)
 
     def make_sandbox(self, config: OpenHandsConfig, root: Path) -> Sandbox:
         """Where the commands of the workspace at ``root`` run."""
-        if shutil.which("bwrap") is None:
+        if shutil.which("bwrap") is None and self._place is None:
             openhands_logger.warning("bubblewrap is not installed: commands run on this host without isolation")
             return SubprocessSandbox(root, self._private)
-        return _bubblewrap(config, root, self.limits)
+        return _bubblewrap(config, root, self.limits, self._place)
 
     async def connect(self) -> None:
         """Start the sandbox. Raises ``InfrastructureError`` when it does not start."""
@@ -343,7 +348,8 @@ class WorkspaceRuntime(Runtime):
             for who in ("AUTHOR", "COMMITTER")
             for what, value in (("NAME", name), ("EMAIL", email))
         }
-        return {**git, **self.initial_env_vars, **self.config.sandbox.runtime_startup_env_vars}
+        own = self._place.variables if self._place else {}
+        return {**git, **self.initial_env_vars, **self.config.sandbox.runtime_startup_env_vars, **own}
 
 
 class BubblewrapRuntime(WorkspaceRuntime):
@@ -351,7 +357,7 @@ class BubblewrapRuntime(WorkspaceRuntime):
 
     def make_sandbox(self, config: OpenHandsConfig, root: Path) -> Sandbox:
         """A bubblewrap sandbox; raises ``ConfigError`` where that is impossible."""
-        return _bubblewrap(config, root, self.limits)
+        return _bubblewrap(config, root, self.limits, self._place)
 
 
 class SubprocessRuntime(WorkspaceRuntime):
@@ -362,9 +368,10 @@ class SubprocessRuntime(WorkspaceRuntime):
         return SubprocessSandbox(root, self._private)
 
 
-def _bubblewrap(config: OpenHandsConfig, root: Path, limits: SandboxLimits) -> Sandbox:
+def _bubblewrap(config: OpenHandsConfig, root: Path, limits: SandboxLimits, place: Place | None) -> Sandbox:
     check_bubblewrap()
-    return BubblewrapSandbox(root, network=config.sandbox.use_host_network, temporary=limits.temporary)
+    network = config.sandbox.use_host_network
+    return BubblewrapSandbox(root, network=network, temporary=limits.temporary, place=place)
 
 
 def _observation(action: CmdRunAction, result: CommandResult, suffix: str) -> CmdOutputObservation:

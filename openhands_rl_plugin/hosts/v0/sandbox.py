@@ -13,13 +13,14 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from pydantic import Field
 
 from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.hosts.v0.place import Place, PlaceMount
 from openhands_rl_plugin.types import Frozen
 
 INSIDE = "/workspace"
@@ -106,10 +107,18 @@ class BubblewrapSandbox:
     capabilities, and no network unless asked for.
 
     Hidden are the host's directories for temporary files, where other sessions live, and the directory that holds
-    the workspace, unless the interpreter or the user's home is in it.
+    the workspace, unless the interpreter or the user's home is in it. With a ``place``, of the host's files only the
+    system's programs and the place's own mounts are shown: nothing that could hold the solution of a task.
     """
 
-    def __init__(self, root: Path, *, network: bool = False, temporary: int = SandboxLimits().temporary) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        network: bool = False,
+        temporary: int = SandboxLimits().temporary,
+        place: Place | None = None,
+    ) -> None:
         self.workspace = INSIDE
         self.home = "/tmp/home"
         self.state = "/tmp/.shell/state"
@@ -118,6 +127,7 @@ class BubblewrapSandbox:
         self._around: tuple[str, ...] = ()
         self._network = network
         self._temporary = temporary
+        self._place = place
 
     def over(self, directory: Path, around: Sequence[str] = ()) -> BubblewrapSandbox:
         """This sandbox with another directory as the workspace; what it hides of the host stays hidden.
@@ -136,9 +146,11 @@ class BubblewrapSandbox:
             *("--cap-drop", "ALL", "--new-session", "--as-pid-1"),
             # Behind ``around`` this user may be root in a namespace of its own.
             *(("--uid", str(os.getuid()), "--gid", str(os.getgid())) if self._around else ()),
-            *("--tmpfs", "/", *_host_mounts(), "--dev", "/dev", "--proc", "/proc"),
+            *("--tmpfs", "/", *(_host_mounts() if self._place is None else _system_mounts())),
+            *("--dev", "/dev", "--proc", "/proc"),
             *("--size", str(self._temporary), "--tmpfs", "/tmp"),
-            *self._masks(),
+            *(self._masks() if self._place is None else _interpreter_mounts()),
+            *(part for mount in self._mounts for part in ("--ro-bind", str(mount.host), mount.inside)),
             *("--bind", self._bound, INSIDE),
             *(part for path in shared for part in ("--bind", str(path), str(path))),
             *("--remount-ro", "/", "--chdir", INSIDE, "--"),
@@ -156,7 +168,21 @@ class BubblewrapSandbox:
     @property
     def host_names_in_tmp(self) -> frozenset[str]:
         """What in ``/tmp`` is not the session's own: the way to an interpreter that is installed there."""
-        return frozenset(path.split("/")[2] for path in _prefixes() if _is_within(path, "/tmp"))
+        shown = {*_prefixes(), *(mount.inside for mount in self._mounts)}
+        return frozenset(path.split("/")[2] for path in shown if path != "/tmp" and _is_within(path, "/tmp"))
+
+    @property
+    def _mounts(self) -> tuple[PlaceMount, ...]:
+        """The place's; what shows a part of the workspace shows that of this sandbox."""
+        if self._place is None:
+            return ()
+        own = Path(self._root)
+        return tuple(
+            mount.model_copy(update={"host": Path(self._bound) / mount.host.relative_to(own)})
+            if mount.host.is_relative_to(own)
+            else mount
+            for mount in self._place.mounts
+        )
 
     def _masks(self) -> list[str]:
         prefixes = _prefixes()
@@ -171,6 +197,8 @@ class BubblewrapSandbox:
         return mounts
 
 
+# Where systems keep programs, their libraries and settings.
+_SYSTEM = frozenset({"bin", "etc", "gnu", "nix", "sbin", "usr"})
 _INSIDE_PATH = re.compile(rf"(?<![\w./-]){INSIDE}(?![\w.-])")
 
 
@@ -187,9 +215,24 @@ def _is_within(path: str, directory: str) -> bool:
 
 
 def _host_mounts() -> list[str]:
+    return _mounts_of(lambda name: name not in ("proc", "dev", "tmp", INSIDE.strip("/")))
+
+
+def _system_mounts() -> list[str]:
+    return _mounts_of(lambda name: name in _SYSTEM or name.startswith("lib"))
+
+
+def _interpreter_mounts() -> list[str]:
+    """What starts this interpreter, without the packages that are installed for it."""
+    venv, base = (os.path.realpath(path) for path in (sys.prefix, sys.base_prefix))
+    own = [] if _is_within(base, venv) else [os.path.join(venv, name) for name in ("bin", "pyvenv.cfg")]
+    return [part for path in (base, *own) for part in ("--ro-bind-try", path, path)]
+
+
+def _mounts_of(shown: Callable[[str], bool]) -> list[str]:
     mounts: list[str] = []
     for entry in sorted(os.scandir("/"), key=lambda entry: entry.name):
-        if entry.name in ("proc", "dev", "tmp", INSIDE.strip("/")):
+        if not shown(entry.name):
             continue
         if entry.is_symlink():
             mounts += ["--symlink", os.readlink(entry.path), entry.path]

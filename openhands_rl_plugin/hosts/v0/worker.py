@@ -129,7 +129,7 @@ class Worker:
 
     async def _play(self, runner: ControllerRunner, play: Play) -> None:
         try:
-            answer = Played(number=play.number, trajectory=await runner.run(play.request))
+            answer = Played(number=play.number, trajectory=await runner.run(play.request, play.place))
         except RLError as error:
             answer = Refused.of(play.number, error)
         await self._say(answer)

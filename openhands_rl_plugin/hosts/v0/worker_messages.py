@@ -17,6 +17,7 @@ from openhands_rl_plugin.errors import (
     describe,
 )
 from openhands_rl_plugin.hosts.v0.driver import ControllerOptions
+from openhands_rl_plugin.hosts.v0.place import Place
 from openhands_rl_plugin.journal import EpisodeSink
 from openhands_rl_plugin.records import EpisodeEnd, EpisodeGrowth, EpisodeStart
 from openhands_rl_plugin.settings import RLSettings
@@ -43,6 +44,7 @@ class Play(Frozen):
     kind: Literal["play"] = "play"
     number: int
     request: EpisodeRequest
+    place: Place | None = None
 
 
 class Stored(Frozen):

@@ -11,9 +11,11 @@ import os
 import sys
 import time
 from collections import deque
+from typing import Protocol
 
 from openhands_rl_plugin.errors import InfrastructureError, RLError, boundary, describe
 from openhands_rl_plugin.hosts.v0.driver import ControllerOptions
+from openhands_rl_plugin.hosts.v0.place import Place
 from openhands_rl_plugin.hosts.v0.worker_messages import (
     FROM_WORKER,
     MAX_LINE_BYTES,
@@ -51,6 +53,34 @@ _LONGEST_PAUSE = 30.0
 _WORDS_KEPT = 20
 
 
+class PoolWorker(Protocol):
+    """One process that plays episodes, on whichever machine."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be given episodes."""
+        ...
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether it ever was able to play."""
+        ...
+
+    @property
+    def load(self) -> int:
+        """Episodes that it is playing."""
+        ...
+
+    async def play(self, request: EpisodeRequest, place: Place | None, longest: float | None) -> Trajectory:
+        """Play an episode. Raises ``InfrastructureError`` when the process dies, or is killed for not answering within
+        ``longest`` seconds, and what must stop the run."""
+        ...
+
+    async def close(self) -> None:
+        """End it; what it is playing is given up."""
+        ...
+
+
 class WorkerPoolRunner:
     """An ``EpisodeRunner`` over ``workers`` processes.
 
@@ -75,17 +105,17 @@ class WorkerPoolRunner:
         self._options = options.model_copy(update={"sessions": sessions})
         self._storage = storage
         self._gate = asyncio.Semaphore(workers * sessions)
-        self._slots: list[_Worker | None] = [None] * workers
+        self._slots: list[PoolWorker | None] = [None] * workers
         self._failed_starts = 0
         self._starting = asyncio.Lock()
 
-    async def run(self, request: EpisodeRequest) -> Trajectory:
+    async def run(self, request: EpisodeRequest, place: Place | None = None) -> Trajectory:
         """Play one episode. A failed one is returned with ``failure`` set; errors that must stop a run are raised."""
         async with self._gate:
             started = time.time()
             try:
                 worker = await self._least_busy()
-                return await worker.play(request, self._overtime(request))
+                return await worker.play(request, place, self._overtime(request))
             except InfrastructureError as error:
                 return await self._failed(request, error, started)
 
@@ -95,7 +125,10 @@ class WorkerPoolRunner:
         await asyncio.gather(*(worker.close() for worker in workers))
         self._slots = [None] * len(self._slots)
 
-    async def _least_busy(self) -> _Worker:
+    async def _start_worker(self) -> PoolWorker:
+        return await _Worker.start(self._settings, self._options, self._storage)
+
+    async def _least_busy(self) -> PoolWorker:
         async with self._starting:
             for index, worker in enumerate(self._slots):
                 if worker is not None and worker.alive:
@@ -103,11 +136,11 @@ class WorkerPoolRunner:
                 if worker is not None:
                     await worker.close()
                     await self._pause_after(worker)
-                self._slots[index] = await _Worker.start(self._settings, self._options, self._storage)
+                self._slots[index] = await self._start_worker()
         # One that died since then answers with its failure.
         return min((worker for worker in self._slots if worker is not None), key=lambda worker: worker.load)
 
-    async def _pause_after(self, dead: _Worker) -> None:
+    async def _pause_after(self, dead: PoolWorker) -> None:
         self._failed_starts = 0 if dead.was_ready else self._failed_starts + 1
         if self._failed_starts:
             await asyncio.sleep(min(2.0**self._failed_starts, _LONGEST_PAUSE))
@@ -179,7 +212,7 @@ class _Worker:
         """Episodes that it is playing."""
         return len(self._playing)
 
-    async def play(self, request: EpisodeRequest, longest: float | None) -> Trajectory:
+    async def play(self, request: EpisodeRequest, place: Place | None, longest: float | None) -> Trajectory:
         """Play an episode. Raises ``InfrastructureError`` when the process dies, or is killed for not answering within
         ``longest`` seconds, and what must stop the run."""
         if self._refusal is not None:
@@ -190,7 +223,7 @@ class _Worker:
         try:
             if not self.alive:
                 raise InfrastructureError(self._obituary())
-            await self._send(Play(number=number, request=request))
+            await self._send(Play(number=number, request=request, place=place))
             async with asyncio.timeout(longest):
                 return await answer
         except TimeoutError as error:

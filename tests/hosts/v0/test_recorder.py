@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,10 @@ from openhands.llm.llm import LLM
 from pydantic import SecretStr
 from scripted_model import EMPTY, LOGPROB, ScriptedModel, message_ids, prompt_ids, refusal, says, serve, with_prompt_ids
 
+from openhands_rl_plugin.gateway.idtext import KnownPrompts
 from openhands_rl_plugin.hosts.v0.recorder import CallLog, RecordedCompletion, record_completions, recording
+from openhands_rl_plugin.hosts.v0.tap import Tap
+from openhands_rl_plugin.types import Tokens
 
 MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
 
@@ -78,6 +82,36 @@ def test_answer_with_its_tokens_policy_and_parameters(server):
     assert response.choices[0].message.content == "Hello."
     assert not hasattr(response, "prompt_token_ids")
     assert completion.metadata["response"]["choices"][0]["logprobs"] is None
+
+
+def test_the_tokens_are_the_same_where_litellm_reads_the_answer(server):
+    server.policies["shop-v000001"] = lambda body: says("Hello.")
+    keyless = LLMConfig(model="hosted_vllm/shop-v000001", base_url=server.url, num_retries=1, native_tool_calling=True)
+    llm = LLM(keyless, service_id="agent")
+    record_completions(llm)
+    _, by_litellm = ask(llm)
+    _, by_tap = ask(llm_for(server, "shop-v000001"))
+    one, other = by_litellm.attempts[0].completion, by_tap.attempts[0].completion
+    assert one is not None and other is not None and one.tokens is not None
+    assert (one.tokens, one.message, one.usage) == (other.tokens, other.message, other.usage)
+    told = [log.metadata["response"] for log in (one, other)]
+    assert all(isinstance(response, dict) for response in told)
+    told = [{**dict(response), "id": 0, "created": 0, "model": 0} for response in told]  # pyright: ignore
+    assert told[0] == told[1]
+
+
+def test_litellm_gets_the_answer_without_its_arrays():
+    entry = {"token": "x", "logprob": -0.5, "bytes": None, "top_logprobs": []}
+    choice = {"index": 0, "message": {"role": "assistant", "content": "Hi"}, "finish_reason": "stop"}
+    sent = {"id": "1", "choices": [{**choice, "logprobs": {"content": [entry]}, "token_ids": [7]}], "object": "o"}
+    tap = Tap(KnownPrompts())
+    left = json.loads(tap.take(json.dumps({**sent, "prompt_token_ids": [5, 6]}).encode()))
+    assert left == {"id": "1", "choices": [{**choice, "logprobs": None}], "object": "o"}
+    assert tap.tokens == Tokens(prompt_ids=(5, 6), sampled_ids=(7,), logprobs=(-0.5,))
+    odd = [{**sent, "prompt_token_ids": ids} for ids in ([1.5], ["a"], [-1], [2**40], None, "12")]
+    for body in (b"<html>", b'{"choices": []}', *(json.dumps(each).encode() for each in odd)):
+        tap = Tap(KnownPrompts())
+        assert tap.take(body) == body and tap.tokens is None
 
 
 def test_outside_a_call_nothing_is_asked_for_or_changed(server):

@@ -1,4 +1,4 @@
-"""Line charts as self-contained SVG."""
+"""Charts as self-contained SVG, and the page that they stand on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,18 @@ from html import escape
 from openhands_rl_plugin.types import Frozen
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 300, 48, 16, 16, 58
+
+STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;max-width:900px;margin:2rem auto;padding:0 1rem;color:#1c2430}
+h1{font-size:1.6rem} h2{font-size:1.2rem;margin-top:2.2rem}
+table{border-collapse:collapse;width:100%} td,th{padding:.3rem .6rem;border-bottom:1px solid #dde3ea;text-align:right}
+td:first-child,th:first-child{text-align:left} code{font-size:.85em}
+.grid{stroke:#e4e9ef} .tick{font-size:11px;fill:#5a6775}
+.pair{display:grid;grid-template-columns:1fr 1fr;gap:1rem} .turns{background:#f6f8fa;padding:.6rem;border-radius:6px}
+.turn{margin:.3rem 0;overflow-wrap:anywhere;white-space:pre-line}
+.sampled{color:#0b5fae;font-weight:600} .page{color:#5a6775;font-size:.8rem}
+"""
+COLOURS = ("#0b5fae", "#c25e00", "#5b8c3e", "#8a3e8c", "#946c00", "#3e7f8c")
 
 
 class Point(Frozen):
@@ -26,6 +38,57 @@ class Series(Frozen):
     colour: str
     points: tuple[Point, ...]
     dashed: bool = False
+
+
+class Bar(Frozen):
+    """One bar, of parts in [0, 1] that lie one after the other; their names are those of the legend."""
+
+    label: str
+    parts: tuple[float, ...]
+
+
+def html_page(title: str, body: Sequence[str]) -> str:
+    """A page that needs no other file; ``body`` is HTML."""
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{STYLE}</style></head><body>{''.join(body)}</body></html>"
+    )
+
+
+def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of texts, which are escaped."""
+    head = "".join(f"<th>{escape(each)}</th>" for each in headings)
+    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{lines}</table>"
+
+
+def bar_chart(bars: Sequence[Bar], names: Sequence[str], title: str) -> str:
+    """An SVG with one bar a line; ``names`` are those of the parts, in their order."""
+    left, thick = 200, 26
+    height = TOP + thick * len(bars) + 24 + 18 * len(names)
+    drawn = []
+    for at, bar in enumerate(bars):
+        x, y = float(left), TOP + at * thick
+        drawn.append(
+            f'<text x="{left - 8}" y="{y + 14}" class="tick" text-anchor="end">{escape(bar.label[:32])}</text>'
+        )
+        for part, (name, share) in enumerate(zip(names, bar.parts, strict=True)):
+            wide, colour = (WIDTH - left - RIGHT) * min(max(share, 0.0), 1.0), COLOURS[part % len(COLOURS)]
+            drawn.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{thick - 8}" fill="{colour}">'
+                f"<title>{escape(bar.label)}, {escape(name)}: {share:.3f}</title></rect>"
+            )
+            x += wide
+    for part, name in enumerate(names):
+        y = TOP + thick * len(bars) + 8 + 18 * part
+        drawn.append(
+            f'<rect x="{left}" y="{y}" width="12" height="12" fill="{COLOURS[part % len(COLOURS)]}"/>'
+            f'<text x="{left + 18}" y="{y + 10}" class="tick">{escape(name)}</text>'
+        )
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}" '
+        f'xmlns="http://www.w3.org/2000/svg">{"".join(drawn)}</svg>'
+    )
 
 
 def line_chart(series: Sequence[Series], labels: Sequence[str], y_title: str) -> str:

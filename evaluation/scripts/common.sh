@@ -1,0 +1,34 @@
+# Shared by the rollout scripts: which program runs, and where config.toml and the rows are. Sourced, not run.
+set -euo pipefail
+
+OPENHANDS_RL="${OPENHANDS_RL:-openhands-rl}"
+CONFIG="${CONFIG:-config.toml}"
+
+usage() {
+    sed -n '2,/^[^#]/{s/^# \{0,1\}//p;}' "$0"
+    exit "${1:-0}"
+}
+
+# rollout SUITE MODEL NOTE LIMIT MAX_ITER WORKERS RUNS [OPTION...]
+rollout() {
+    local suite="$1" model="$2" note="$3" limit="$4" iterations="$5" workers="$6" runs="$7"
+    shift 7
+    exec $OPENHANDS_RL evaluate "$suite" --config "$CONFIG" --llm "$model" --agent "${AGENT:-CodeActAgent}" \
+        --note "v2.2-no-hint-$note" --limit "$limit" --max-iterations "$iterations" --workers "$workers" --runs "$runs" \
+        --out "${OUT:-evaluation/evaluation_outputs/outputs}" ${DATASET_FILE:+--dataset-file "$DATASET_FILE"} \
+        ${MIRROR:+--mirror "$MIRROR"} ${BACKEND:+--backend "$BACKEND"} "$@"
+}
+
+# grade FILE WORKERS ROWS [OPTION...]: verdicts on the patches of an output.jsonl, beside it.
+grade() {
+    local output="$1" workers="$2" rows="$3"
+    shift 3
+    local folder
+    folder="$(dirname "$output")"
+    if [ ! -e "$folder/predictions.jsonl" ]; then # of OpenHands' own harness
+        $OPENHANDS_RL import "$output" --format output-jsonl --into "$folder/imported"
+        $OPENHANDS_RL export "$folder/imported" --format predictions --out "$folder/predictions.jsonl"
+    fi
+    exec $OPENHANDS_RL grade "$folder/predictions.jsonl" --instances "$rows" --workers "$workers" --out "$folder/graded" \
+        ${MIRROR:+--mirror "$MIRROR"} ${BACKEND:+--backend "$BACKEND"} "$@"
+}

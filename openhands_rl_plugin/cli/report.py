@@ -1,0 +1,94 @@
+"""``openhands-rl report RUN...``: the figures of evaluations."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from openhands_rl_plugin.cli.stores import STORE_HELP
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.harness.comparing import Comparison
+    from openhands_rl_plugin.harness.reading import RunRecord
+
+HELP = "figures of evaluations: pass@1, pass@k, best@k, failures, tokens, cost"
+EPILOG = """examples:
+  openhands-rl report evaluation_outputs/swe-local-heldout
+  openhands-rl report evaluation_outputs/*/CodeActAgent --out report
+  openhands-rl report RUN_A RUN_B --store evaluation_outputs/trajectories --verifier verifier-2 --out report
+
+RUN is a folder of runs, or an output.jsonl of this harness or of OpenHands' own. Runs whose folders differ in -run_<i>
+only are one group. Intervals are bootstraps over tasks; pass@k and best@k are exact expectations over subsets.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The runs, the store with a verifier's scores, and where the report goes."""
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs, or output.jsonl files")
+    add_report_options(parser)
+
+
+def add_report_options(parser: argparse.ArgumentParser) -> None:
+    """What ``report`` and ``compare`` share."""
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write report.json and report.html there")
+    parser.add_argument("--store", metavar="STORE", help=f"with scores of a verifier: {STORE_HELP}")
+    parser.add_argument(
+        "--verifier", default="verifier", metavar="VERSION", help="its scores' version begins with this"
+    )
+    parser.add_argument("--json", action="store_true", help="print report.json instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the figures. Raises ``RLError`` when a run or the store cannot be read."""
+    publish(args, judged_runs(args, args.runs))
+    return 0
+
+
+def judged_runs(args: argparse.Namespace, paths: Sequence[Path]) -> tuple[RunRecord, ...]:
+    """The runs, with what a verifier says about them if a store is given."""
+    from openhands_rl_plugin.harness.reading import read_runs
+
+    runs = read_runs(tuple(paths))
+    return asyncio.run(_verified(args, runs)) if args.store else runs
+
+
+def publish(args: argparse.Namespace, runs: Sequence[RunRecord], comparison: Comparison | None = None) -> None:
+    """Print the report and write its files."""
+    from openhands_rl_plugin.harness.figures import figures_of
+    from openhands_rl_plugin.harness.report_files import Report, write_report
+    from openhands_rl_plugin.looking.terminal import print_json
+
+    groups = figures_of(runs)
+    if args.json:
+        print_json(Report(groups=groups, comparison=comparison))
+    else:
+        print_report(runs, comparison)
+    if args.out is not None:
+        write_report(args.out, groups, comparison)
+
+
+def print_report(runs: Sequence[RunRecord], comparison: Comparison | None = None) -> None:
+    """One block a group of runs: a name and a figure a line."""
+    from openhands_rl_plugin.harness.figures import figures_of
+    from openhands_rl_plugin.harness.tables import HEADINGS, comparison_rows, figure_row, kind_counts
+    from openhands_rl_plugin.looking.terminal import console, table
+
+    shown = console()
+    groups = figures_of(runs)
+    rows = [figure_row(group) for group in groups]
+    lines = [(heading, *(row[at] for row in rows)) for at, heading in enumerate(HEADINGS)]
+    lines.append(("outcomes", *(kind_counts(group) for group in groups)))
+    shown.print(table(("", *(f"({at})" for at in range(1, len(groups) + 1))), lines))
+    if comparison is not None:
+        shown.print(table(("comparison", ""), comparison_rows(comparison)))
+
+
+async def _verified(args: argparse.Namespace, runs: Sequence[RunRecord]) -> tuple[RunRecord, ...]:
+    from openhands_rl_plugin.cli.stores import open_store
+    from openhands_rl_plugin.harness.verifying import with_verifier
+
+    async with open_store(args.store) as storage:
+        return await with_verifier(runs, storage, args.verifier)

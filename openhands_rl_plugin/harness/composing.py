@@ -1,0 +1,146 @@
+"""An evaluation put together: settings, player, back end and store of a plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+
+from openhands_rl_plugin import registry
+from openhands_rl_plugin.config import RLSettings, load_settings
+from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.harness.evaluation import Evaluation
+from openhands_rl_plugin.harness.instances import InstancePlayer
+from openhands_rl_plugin.harness.judged import Entry, Player, Runner
+from openhands_rl_plugin.harness.outcome import Outcome
+from openhands_rl_plugin.harness.plan import EvaluationPlan
+from openhands_rl_plugin.harness.prompts import REPLIES
+from openhands_rl_plugin.harness.suites import WEBSHOP, Suite
+from openhands_rl_plugin.harness.web import WebPlayer, shop_for
+from openhands_rl_plugin.hosts.v0.driver import ENVIRONMENT_RUNTIME, RL_AGENT, ControllerOptions, ControllerRunner
+from openhands_rl_plugin.hosts.v0.workers import WorkerPoolRunner
+from openhands_rl_plugin.protocols import TrajectoryStorage
+from openhands_rl_plugin.settings import ServingSettings
+from openhands_rl_plugin.swe.protocols import InstanceBackend
+
+BUBBLEWRAP_RUNTIME = "openhands_rl_plugin.hosts.v0.runtime.BubblewrapRuntime"
+STORE = "trajectories"
+"""The folder of the store, below that of the evaluation, where no other is named."""
+
+_MOST_PROCESSES = 8
+
+
+async def evaluate(
+    plan: EvaluationPlan,
+    suite: Suite,
+    entries: Sequence[Entry],
+    *,
+    settings: RLSettings,
+    storage: TrajectoryStorage,
+    backend: InstanceBackend | None = None,
+    grade: bool = True,
+    retry_failed: bool = False,
+    processes: int = 0,
+    started: Callable[[Evaluation], Callable[[Outcome], None] | None] | None = None,
+) -> None:
+    """Do what is left of a plan. ``started`` is told of it and gives the listener of its outcomes.
+
+    ``processes``: worker processes that OpenHands' controllers are spread over; 0 plays in this one.
+
+    Raises ``ConfigError`` and ``StorageError``; an interruption keeps what was finished.
+    """
+    if suite.software and backend is None:
+        raise ConfigError(f"{suite.name} needs a back end for its instances")
+    if backend is not None:
+        await backend.check()
+    evaluation = Evaluation(plan, entries, retry_failed=retry_failed)
+    try:
+        listener = started(evaluation) if started else None
+        async with _player(plan, suite, settings, storage, backend, grade, evaluation.scratch, processes) as player:
+            await evaluation.run(player, listener)
+    finally:
+        evaluation.close()
+
+
+@asynccontextmanager
+async def _player(
+    plan: EvaluationPlan,
+    suite: Suite,
+    settings: RLSettings,
+    storage: TrajectoryStorage,
+    backend: InstanceBackend | None,
+    grade: bool,
+    scratch: Path,
+    processes: int,
+) -> AsyncIterator[Player]:
+    options = options_of(plan, suite, processes)
+    with ExitStack() as opened:
+        if suite.name == WEBSHOP:
+            settings = opened.enter_context(shop_for(settings))
+        if processes:
+            runner: Runner = WorkerPoolRunner(settings, options, workers=processes, storage=storage)
+        else:
+            runner = ControllerRunner(settings, options, storage=storage)
+        try:
+            if backend is None:
+                yield WebPlayer(plan, runner, storage=storage)
+            else:
+                strategy, grader = options.strategy_spec(settings), backend if grade else None
+                yield InstancePlayer(
+                    plan, runner, strategy=strategy, storage=storage, checkouts=backend, grader=grader, scratch=scratch
+                )
+        finally:
+            await runner.close()
+
+
+def options_of(plan: EvaluationPlan, suite: Suite, processes: int) -> ControllerOptions:
+    """How OpenHands' controller plays the plan. Raises ``ConfigError`` for an agent that cannot play the suite."""
+    if plan.agent != RL_AGENT and not suite.software:
+        raise ConfigError(f"{suite.name} is an environment, which only {RL_AGENT} can play, not {plan.agent}")
+    return ControllerOptions(
+        runtime=BUBBLEWRAP_RUNTIME if suite.software else ENVIRONMENT_RUNTIME,
+        environment_mode=not suite.software,
+        sessions=-(-plan.workers // max(1, processes)),
+        command_timeout=plan.command_timeout,
+        native_tool_calling=plan.model.native_tool_calling,
+        agent=plan.agent,
+        token_ids=plan.model.token_ids,
+        stuck_detection=suite.software,
+        llm_retries=plan.model.num_retries,
+        replies=REPLIES if suite.software else None,
+    )
+
+
+def settings_of(plan: EvaluationPlan, config: Path | None) -> RLSettings:
+    """``[rl]`` of the configuration file, with what the plan says about model, strategy and bounds.
+
+    Raises ``ConfigError``.
+    """
+    settings = load_settings(config) if config is not None else RLSettings()
+    serving = ServingSettings(
+        base_url=plan.model.base_url,
+        model=plan.model.name,
+        api_key_env=plan.model.api_key_env,
+        request_timeout=plan.model.timeout,
+    )
+    strategy = plan.strategy or settings.rollout_strategy
+    options = {**(settings.strategy if strategy == settings.rollout_strategy else {}), **plan.strategy_options}
+    if plan.agent == RL_AGENT:
+        registry.build("strategies", strategy, options)
+    temperature = 0.0 if plan.model.temperature is None else plan.model.temperature
+    return settings.model_copy(
+        update={
+            "serving": serving,
+            "rollout_strategy": strategy,
+            "strategy": options,
+            "max_workers": plan.workers,
+            "max_response_length": plan.model.max_output_tokens,
+            "sampling": settings.sampling.model_copy(update={"temperature": temperature, "seed": plan.seed}),
+        }
+    )
+
+
+def process_count(workers: int) -> int:
+    """Worker processes for so many episodes at a time: no more than processors, which one process cannot fill."""
+    return max(1, min(workers, os.cpu_count() or 1, _MOST_PROCESSES))

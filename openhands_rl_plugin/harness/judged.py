@@ -1,0 +1,59 @@
+"""An episode together with what its grader said, and who plays such episodes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from openhands_rl_plugin.hosts.v0.place import Place
+from openhands_rl_plugin.protocols import TrajectoryStorage
+from openhands_rl_plugin.records import TrajectoryFilter
+from openhands_rl_plugin.swe.types import Instance, Verdict
+from openhands_rl_plugin.types import EpisodeRequest, JsonObject, Score, Task, Trajectory
+
+
+class Judged(NamedTuple):
+    """``trajectory`` has the report of its tests in its evidence; ``verdict`` is there for software tasks only.
+
+    Without a score nothing is known about the attempt.
+    """
+
+    trajectory: Trajectory
+    score: Score | None = None
+    verdict: Verdict | None = None
+
+
+class Entry(NamedTuple):
+    """A task of a suite: how it is played, and its row of the dataset."""
+
+    task: Task
+    row: JsonObject
+    instance: Instance | None = None
+
+
+class Runner(Protocol):
+    """OpenHands' controllers, in this process or in several others."""
+
+    async def run(self, request: EpisodeRequest, place: Place | None = None) -> Trajectory:
+        """Play one episode. A failed one is returned with ``failure`` set, not raised."""
+        ...
+
+    async def close(self) -> None:
+        """Release workers and connections."""
+        ...
+
+
+class Player(Protocol):
+    """Plays and judges episodes of one suite."""
+
+    async def play(self, request: EpisodeRequest, entry: Entry) -> Judged:
+        """Play, store, judge and score. A failed episode is returned, not raised; what is stored is not played again.
+
+        Raises what must stop an evaluation: ``ConfigError`` and ``StorageError``.
+        """
+        ...
+
+
+async def stored_with_scores(storage: TrajectoryStorage, identity: str) -> tuple[Trajectory, tuple[Score, ...]] | None:
+    """What an earlier process left of an episode, finished or not, with its scores. Raises ``StorageError``."""
+    where = TrajectoryFilter(ids=(identity,), finished=None)
+    return next(iter([found async for found in storage.find(where)]), None)

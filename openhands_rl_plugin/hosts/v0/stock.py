@@ -1,0 +1,89 @@
+"""Records the episode of an OpenHands agent that is not ours, without changing what it asks for, reads or does."""
+
+from __future__ import annotations
+
+from litellm.exceptions import ContextWindowExceededError
+from openai import OpenAIError
+from openhands.controller.agent import Agent
+from openhands.controller.state.state import State
+from openhands.core.exceptions import LLMNoResponseError
+from openhands.events.action import Action, AgentFinishAction
+
+from openhands_rl_plugin.conversation import HostConversation
+from openhands_rl_plugin.errors import describe
+from openhands_rl_plugin.hosts.v0.engine import MALFORMED, typed_error
+from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode
+from openhands_rl_plugin.hosts.v0.recorder import Attempt, CallLog, record_completions, recording
+from openhands_rl_plugin.types import Failure, StopReason
+
+
+class StockRecorder:
+    """Stands around the ``step`` of one agent. What the agent sends and gets becomes the tree of ``episode``.
+
+    A step that asks the model twice keeps the last answer. An answer that OpenHands cannot read is kept beside the
+    acted path, as with ``RLAgent``.
+    """
+
+    def __init__(self, agent: Agent, episode: ControllerEpisode) -> None:
+        self._agent = agent
+        self._episode = episode
+        self._conversation = HostConversation(episode.tree)
+        self._step = agent.step
+        record_completions(agent.llm)
+
+    def step(self, state: State) -> Action:
+        """The agent's own step. A prompt that no longer fits ends the episode; other errors go on to OpenHands."""
+        episode = self._episode
+        episode.failure = None
+        log = CallLog(
+            state.session_id, state.iteration_flag.current_value, episode.base_model, ask_tokens=episode.token_ids
+        )
+        malformed: Exception | None = None
+        try:
+            with recording(log):
+                action = self._step(state)
+        except ContextWindowExceededError:
+            return self._end(StopReason.MAX_TOKENS, AgentFinishAction(final_thought="The context window is full."))
+        except MALFORMED as error:
+            malformed = error
+            raise
+        except (OpenAIError, LLMNoResponseError) as error:
+            kind = typed_error(error).kind
+            episode.failure = Failure(kind=kind, message=describe(error), boundary="openhands.llm")
+            raise
+        finally:
+            self._keep(log, malformed)
+        return self._end(StopReason.TERMINATED, action) if isinstance(action, AgentFinishAction) else action
+
+    def _end(self, stop: StopReason, action: Action) -> Action:
+        self._episode.end_here(stop)
+        return action
+
+    def _keep(self, log: CallLog, malformed: Exception | None) -> None:
+        answered = [attempt for attempt in log.attempts if attempt.completion is not None]
+        if answered:
+            self._keep_answer(log, answered[-1], malformed)
+        self._episode.keep()
+
+    def _keep_answer(self, log: CallLog, attempt: Attempt, malformed: Exception | None) -> None:
+        assert attempt.completion is not None
+        tree = self._episode.tree
+        rewritten = self._conversation.follow(attempt.messages)
+        tree.tools = tree.tools or tuple(attempt.tools)
+        metadata = {
+            "session": log.session,
+            "step": log.step,
+            "attempts": [each.summary() for each in log.attempts],
+            **attempt.completion.metadata,
+            **({"history_rewritten": True} if rewritten else {}),
+            **({"malformed": describe(malformed)} if malformed else {}),
+        }
+        node = tree.propose(attempt.completion.model_copy(update={"metadata": metadata}))
+        self._episode.turns += 1
+        if malformed is None:
+            self._conversation.acted(node)
+
+
+def record_stock_agent(agent: Agent, episode: ControllerEpisode) -> None:
+    """Record what ``agent`` does from now on."""
+    agent.step = StockRecorder(agent, episode).step

@@ -1,0 +1,44 @@
+"""The reward of a software-engineering task: what its tests said about the patch."""
+
+from __future__ import annotations
+
+from openhands_rl_plugin.errors import GraderError
+from openhands_rl_plugin.types import Frozen, JsonObject, Score, Trajectory
+
+_UNKNOWN = ("error_eval", "infra_failure")
+
+
+class TestsOptions(Frozen):
+    """Nothing to choose: a task is resolved or it is not."""
+
+    __test__ = False  # not a test of ours
+
+
+class TestsReward:
+    """1.0 when the recorded report of the tests says that the task was resolved, else 0.0.
+
+    The report stands in ``evidence["test_result"]["report"]``, where OpenHands' evaluation has it. The details hold
+    what ``evidence["test_result"]["verdict"]`` knows of the reasons.
+    """
+
+    __test__ = False
+    Options = TestsOptions
+    version = "tests-1"
+
+    def __init__(self, options: TestsOptions | None = None) -> None:
+        self.options = options or TestsOptions()
+
+    async def __call__(self, trajectory: Trajectory) -> Score:
+        """Score the episode. Raises ``GraderError`` when no tests ran, or the place failed in which they should."""
+        if trajectory.failure is not None:
+            raise GraderError(f"{trajectory.id} failed ({trajectory.failure.kind}): {trajectory.failure.message}")
+        held = trajectory.evidence.get("test_result")
+        result = held if isinstance(held, dict) else {}
+        report = result.get("report")
+        if not isinstance(report, dict) or not isinstance(resolved := report.get("resolved"), bool):
+            raise GraderError(f"{trajectory.id} has no report of tests in its evidence: grade it first")
+        if any(report.get(name) is True for name in _UNKNOWN):
+            raise GraderError(f"{trajectory.id}: its tests could not be run, so nothing is known about its patch")
+        verdict = result.get("verdict")
+        detail: JsonObject = {"resolved": resolved, **({"verdict": verdict} if isinstance(verdict, dict) else {})}
+        return Score(trajectory_id=trajectory.id, reward=float(resolved), detail=detail, reward_version=self.version)
