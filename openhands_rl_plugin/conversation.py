@@ -59,8 +59,7 @@ class HostConversation:
         return at, len(prompt)
 
     def _child(self, parent: int | None, message: WireMessage) -> int | None:
-        nodes = self._tree.nodes
-        children = (index for index in reversed(range(len(nodes))) if nodes[index].parent == parent)
+        children = reversed(self._tree.children(parent))
         return next((index for index in children if self._is(index, message)), None)
 
     def _is(self, index: int, message: WireMessage) -> bool:

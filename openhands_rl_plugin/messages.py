@@ -12,6 +12,27 @@ from openhands_rl_plugin.types import Message, Observation, ToolCall
 WireMessage = Mapping[str, Any]
 """A chat message as a client sends it: content is text or a list of parts."""
 
+RECORDED_PARAMETERS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_completion_tokens",
+    "max_tokens",
+    "stop",
+    "seed",
+    "n",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "reasoning_effort",
+    "response_format",
+    "tool_choice",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+)
+"""What is kept of a request beside its messages and tools. Named one by one: a request may carry keys and headers."""
+
 
 def to_message(wire: WireMessage) -> Message:
     """The message in whole characters, with its text parts joined by line breaks, as chat templates join them."""
@@ -53,27 +74,27 @@ def text_of(content: object) -> str | None:
         return content
     if not isinstance(content, list):
         return str(content)
-    if len(content) == 1 and content[0].get("type") == "text":
-        return content[0]["text"]
+    if len(content) == 1 and (only := content[0]).get("type") == "text":
+        return only["text"]
     return "\n".join(part["text"] if part.get("type") == "text" else f"[{part.get('type')}]" for part in content)
 
 
 def says(wire: WireMessage, message: Message) -> bool:
     """Whether both say the same. Hot: called for every message of every prompt, so it builds nothing."""
-    if (
-        wire["role"] != message.role
-        or wire.get("tool_call_id") != message.tool_call_id
-        or not _same(text_of(wire.get("content")) or "", message.content or "")
-    ):
+    if wire["role"] != message.role or wire.get("tool_call_id") != message.tool_call_id:
         return False
-    calls = wire.get("tool_calls") or ()
-    if not calls and not message.tool_calls:
-        return True
-    return len(calls) == len(message.tool_calls) and all(
-        (call.get("id") or "") == own.id
-        and call["function"]["name"] == own.name
-        and _same(call["function"]["arguments"], own.arguments)
-        for call, own in zip(calls, message.tool_calls, strict=True)
+    said, kept = text_of(wire.get("content")), message.content
+    if said != kept and not _same(said or "", kept or ""):
+        return False
+    calls, own_calls = wire.get("tool_calls") or (), message.tool_calls
+    return (not calls and not own_calls) or (
+        len(calls) == len(own_calls)
+        and all(
+            (call.get("id") or "") == own.id
+            and call["function"]["name"] == own.name
+            and _same(call["function"]["arguments"], own.arguments)
+            for call, own in zip(calls, own_calls, strict=True)
+        )
     )
 
 

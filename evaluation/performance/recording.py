@@ -1,6 +1,6 @@
 """What recording adds to a completion whose prompt has 6,000 to 35,000 tokens.
 
-    python -m evaluation.performance.recording [--repeats 10] [--turns 30] [--json FILE]
+    python -m evaluation.performance.recording [--quick] [--repeats 10] [--turns 30] [--json FILE]
 
 A session goes through OpenHands' own ``LLM`` to a server in a process of its own that answers at once. Every
 turn is asked in four ways, one after the other and in changing order, and the differences are taken turn by turn:
@@ -10,8 +10,8 @@ turn is asked in four ways, one after the other and in changing order, and the d
 * recorded: the conversation is followed, the call recorded, and the answer put into the episode's tree;
 * engine: the same through the agent's engine, which adds its threads and the metadata of the attempt.
 
-The difference between two calls over HTTP is noisy, and negative where the recorder saves OpenHands work: it takes the
-token ids out of the response before that is copied. So the recorder's own work is timed by itself too.
+The difference between two calls over HTTP is noisy, and negative where the recorder saves litellm work: it takes the
+token ids out of the answer before that is read. So the recorder's own work is timed by itself too, with that part.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from openhands.core.config import LLMConfig
 from openhands.llm.llm import LLM
@@ -41,6 +42,7 @@ from openhands_rl_plugin.hosts.v0.background import background
 from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostTurn
 from openhands_rl_plugin.hosts.v0.recorder import CallLog, record_completions, recording
 from openhands_rl_plugin.hosts.v0.standalone import standalone_episode
+from openhands_rl_plugin.hosts.v0.tap import Tap
 from openhands_rl_plugin.settings import RLSettings
 from openhands_rl_plugin.tree import EpisodeTree
 
@@ -147,7 +149,9 @@ class Ways:
         """All that recording is: follow the prompt, record the call, keep the answer."""
         with self.own_work.running():
             self._conversation.follow(self._session.prompts[turn])
-        with recording(CallLog(session="s", step=turn, base_model="policy")) as log:
+        # What the recorder does while litellm waits for the answer is its own work, too.
+        tapped = patch.object(Tap, "take", self.own_work.timed(Tap.take))
+        with tapped, recording(CallLog(session="s", step=turn, base_model="policy")) as log:
             self._recorded.completion(**self._arguments(turn))
         completion = log.attempts[-1].completion
         assert completion is not None and completion.tokens is not None
@@ -250,8 +254,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--quick", action="store_true", help="two repeats of ten turns, to see that it works")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args()
+    if options.quick:
+        options.repeats, options.turns = 2, 10
     # litellm's response types make pydantic warn on every completion.
     warnings.filterwarnings("ignore", module="pydantic")
     before = os.getloadavg()[0]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from openhands_rl_plugin.errors import ModelError
 from openhands_rl_plugin.messages import to_wire, whole_text
@@ -21,6 +21,8 @@ from openhands_rl_plugin.types import (
     ToolCall,
     Usage,
 )
+
+_IDS_END = 2**63  # what a storage can hold
 
 
 def request_body(
@@ -44,8 +46,14 @@ def _whole(value: object) -> object:
     return whole_text(value) if isinstance(value, str) else value
 
 
+def _storable(ids: tuple[int, ...]) -> tuple[int, ...]:
+    if ids and not 0 <= min(ids) <= max(ids) < _IDS_END:
+        raise ModelError("the model server's answer has a token id that is negative or over 63 bits; repair the server")
+    return ids
+
+
 Text = Annotated[str, BeforeValidator(_whole)]
-TokenIds = tuple[int, ...] | None
+TokenIds = Annotated[tuple[int, ...], AfterValidator(_storable)] | None
 
 
 class _Wire(BaseModel):

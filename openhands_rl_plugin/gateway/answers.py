@@ -5,33 +5,59 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
+from openhands_rl_plugin.gateway.arrays import PROMPT_IDS, SAMPLED_IDS, Cut, cut
 from openhands_rl_plugin.gateway.calls import ChatCall, Unrecordable
-from openhands_rl_plugin.gateway.idtext import are_ids, canonical, cut, paste
+from openhands_rl_plugin.gateway.idtext import Ids, canonical, ids_of, text_of
 from openhands_rl_plugin.gateway.jsontext import Json, read_object, write
 from openhands_rl_plugin.messages import to_message
 from openhands_rl_plugin.types import JsonObject, Message, Usage
 
-_IDS, _SAMPLED = "prompt_token_ids", "token_ids"
+_IDS = (PROMPT_IDS, SAMPLED_IDS)
 _ELSEWHERE = "provider_specific_fields"  # where litellm puts what OpenAI's format has no place for
-_TOLD_ELSEWHERE = frozenset({"choices", "object", "model", _IDS})
+_TOLD_ELSEWHERE = frozenset({"choices", "object", "model", *_IDS})
 _IN_MESSAGE = ("role", "content", "tool_calls", _ELSEWHERE)
+
+
+@with_config(ConfigDict(extra="ignore"))
+class _TokenLogprob(TypedDict):
+    logprob: float
+
+
+@with_config(ConfigDict(extra="allow"))
+class _Logprobs(TypedDict):
+    content: NotRequired[list[_TokenLogprob] | None]
+
+
+@with_config(ConfigDict(extra="allow"))
+class _Choice(TypedDict):
+    logprobs: NotRequired[_Logprobs | None]
+
+
+@with_config(ConfigDict(extra="allow"))
+class _Answer(TypedDict):
+    choices: list[_Choice]
+
+
+_ANSWER = TypeAdapter(_Answer)
+"""An answer as it is, but of a sampled token only the logprob; its texts and bytes would be most of what is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One sampled answer. ``prompt`` is the canonical text of the prompt's ids; ``None``: the server gave no ids.
+    """One sampled answer. ``prompt`` is the inside of the array of the prompt's ids; ``None``: the server gave no ids.
 
-    ``extra`` is what the server said beside the message, such as ``reasoning_content``.
+    ``logprobs`` has one for each of ``sampled``, or none. ``extra`` is what the server said beside the message, such
+    as ``reasoning_content``.
     """
 
     message: Message
     finish_reason: str | None
     prompt: bytes | None
-    sampled: list[int]
+    sampled: Ids
     logprobs: list[float]
     extra: JsonObject
 
@@ -42,11 +68,11 @@ class ChatAnswer:
     def __init__(self, body: bytes) -> None:
         """Raises ``Unrecordable`` when ``body`` is no chat completion."""
         self._body = body
-        rest, self._texts = cut(body)
-        document = read_object(rest)
-        if document is None and self._texts:
-            # An array that holds no ids but texts may have been cut in the middle.
-            document, self._texts = read_object(body), []
+        self._cut = cut(body)
+        document = _read(self._cut.rest)
+        if document is not None and len(self._cut.texts) > sum(map(self._is_array, _arrays(document))):
+            # An array of that name was cut in a place that nobody knows.
+            self._cut, document = Cut(body), _read(body)
         choices = document.get("choices") if document is not None else None
         if document is None or not isinstance(choices, list) or not choices:
             raise Unrecordable("the answer is no chat completion")
@@ -61,7 +87,10 @@ class ChatAnswer:
     @property
     def about(self) -> JsonObject:
         """What the answer says beside its choices: id, time, usage and whatever else the server adds."""
-        return {name: value for name, value in self.document.items() if name not in _TOLD_ELSEWHERE and value}
+        about = {name: value for name, value in self.document.items() if name not in _TOLD_ELSEWHERE and value}
+        if isinstance(fields := about.get(_ELSEWHERE), dict):
+            about[_ELSEWHERE] = {name: value for name, value in fields.items() if name not in _IDS}
+        return about
 
     def usage(self) -> Usage:
         """The token counts of all choices together."""
@@ -77,22 +106,26 @@ class ChatAnswer:
         )
 
     def seen_by(self, call: ChatCall) -> Json:
-        """The answer as if the client had talked to the server itself, with numbers in place of prompt ids."""
+        """The answer as if the client had talked to the server itself, with marks in place of ids."""
         ids, logprobs = call.wants("return_token_ids"), call.wants("logprobs")
-        answer = self.document if ids else _without_ids(self.document)
-        if logprobs:
-            return answer
-        return {**answer, "choices": [{**choice, "logprobs": None} for choice in answer["choices"]]}
+        # What was read for the recorder lacks most of the logprobs' objects.
+        document = (read_object(self._cut.rest) if logprobs else None) or self.document
+        answer = document if ids else _without_ids(document)
+        return answer if logprobs else _without_logprobs(answer)
 
     def body_for(self, call: ChatCall) -> bytes:
         """``seen_by`` as the body of a response."""
         if call.wants("return_token_ids") and call.wants("logprobs"):
             return self._body
-        return self.with_ids(write(self.seen_by(call)))
+        return self.whole(write(self.seen_by(call)))
 
-    def with_ids(self, written: bytes) -> bytes:
-        """Put the prompt ids back into a part of ``seen_by``."""
-        return paste(written, self._texts) if self._texts else written
+    def plain_body(self) -> bytes:
+        """The answer as a body without token ids and logprobs."""
+        return self.whole(write(_without_logprobs(_without_ids(self.document))))
+
+    def whole(self, written: bytes) -> bytes:
+        """Put the ids back into a part of ``seen_by``."""
+        return self._cut.paste(written)
 
     def _choice(self, choice: Any) -> Choice:
         if not isinstance(choice, dict) or not isinstance(message := choice.get("message"), dict):
@@ -102,21 +135,47 @@ class ChatAnswer:
         except (ValidationError, LookupError, TypeError, AttributeError) as error:
             raise Unrecordable(f"the answer's message has an unknown form ({type(error).__name__})") from error
         places = [*_places(choice), *_places(self.document)]
-        prompt = next((text for place in places if (text := self._prompt(place)) is not None), None)
-        sampled = next((ids for place in places if are_ids(ids := place.get(_SAMPLED))), None)
+        prompt = next((text for place in places if (text := self._inside(place.get(PROMPT_IDS))) is not None), None)
+        sampled = next((ids for place in places if (ids := self._ids(place.get(SAMPLED_IDS))) is not None), None)
         reason = choice.get("finish_reason")
         return Choice(
             message=said,
             finish_reason=reason if isinstance(reason, str) else None,
             prompt=prompt if sampled is not None else None,
-            sampled=sampled or [],
-            logprobs=_logprobs(choice, len(sampled or ())),
+            sampled=sampled or Ids(b"", []),
+            logprobs=_logprobs(choice, len(sampled.numbers) if sampled is not None else 0),
             extra={name: value for name, value in message.items() if name not in _IN_MESSAGE and value},
         )
 
-    def _prompt(self, place: Json) -> bytes | None:
-        number = place.get(_IDS)
-        return canonical(self._texts[number]) if type(number) is int and number < len(self._texts) else None
+    def _is_array(self, value: object) -> bool:
+        return self._cut.inside(value) is not None
+
+    def _inside(self, value: object) -> bytes | None:
+        """The inside of the array that stands where ids do; ``None`` when it is no array."""
+        return text_of(value)[:-1] if isinstance(value, list) else self._cut.inside(value)
+
+    def _ids(self, value: object) -> Ids | None:
+        if (inside := self._inside(value)) is None:
+            return None
+        text = canonical(inside)
+        numbers = ids_of(text)
+        return Ids(text, numbers) if numbers is not None else None
+
+
+def _read(text: bytes) -> Json | None:
+    try:
+        return dict(_ANSWER.validate_json(text))
+    except ValidationError:
+        return read_object(text)
+
+
+def _arrays(document: Json) -> Iterator[object]:
+    """What stands where arrays are looked for."""
+    choices = document.get("choices")
+    answers = [each for each in choices if isinstance(each, dict)] if isinstance(choices, list) else []
+    for holder in (document, *answers):
+        for place in _places(holder):
+            yield from (place.get(name) for name in _IDS)
 
 
 def _places(holder: Json) -> Iterator[Json]:
@@ -128,12 +187,15 @@ def _places(holder: Json) -> Iterator[Json]:
 
 
 def _without_ids(document: Json) -> Json:
-    answer = {name: value for name, value in document.items() if name != _IDS}
+    answer = {name: value for name, value in document.items() if name != PROMPT_IDS}
     answer["choices"] = [
-        {name: value for name, value in choice.items() if name not in (_SAMPLED, _IDS)}
-        for choice in document["choices"]
+        {name: value for name, value in choice.items() if name not in _IDS} for choice in document["choices"]
     ]
     return answer
+
+
+def _without_logprobs(document: Json) -> Json:
+    return {**document, "choices": [{**choice, "logprobs": None} for choice in document["choices"]]}
 
 
 def _logprobs(choice: Json, expected: int) -> list[float]:

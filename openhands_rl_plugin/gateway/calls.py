@@ -9,32 +9,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from openhands_rl_plugin.gateway.jsontext import Json, read_object, write
-from openhands_rl_plugin.messages import WireMessage
+from openhands_rl_plugin.messages import RECORDED_PARAMETERS, WireMessage
 from openhands_rl_plugin.types import JsonObject, SamplingParams
 
 EXTENSIONS: Mapping[str, bool] = {"return_token_ids": True, "logprobs": True}
 """What is asked for beside the client's own wishes."""
 
-# Named one by one: a request may carry keys, which must not be recorded.
-_RECORDED_PARAMETERS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "max_completion_tokens",
-    "max_tokens",
-    "stop",
-    "seed",
-    "n",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "reasoning_effort",
-    "response_format",
-    "tool_choice",
-    "parallel_tool_calls",
-    "chat_template_kwargs",
-)
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -72,7 +52,7 @@ class ChatCall:
     @property
     def parameters(self) -> JsonObject:
         """How the answer was to be sampled."""
-        return {name: self.document[name] for name in _RECORDED_PARAMETERS if self.document.get(name) is not None}
+        return {name: self.document[name] for name in RECORDED_PARAMETERS if self.document.get(name) is not None}
 
     def sampling(self) -> SamplingParams | None:
         """The same as a value; ``None`` when the client wrote something that only the server understands."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from openhands_rl_plugin.gateway.idtext import ids_of, text_of
+from openhands_rl_plugin.gateway.idtext import Ids, ids_of, text_of
 from openhands_rl_plugin.tree import EpisodeTree
 from openhands_rl_plugin.types import Tokens
 
@@ -33,7 +33,7 @@ class Contexts:
                 node.tokens = None
 
     def read(
-        self, parent: int | None, prompt: bytes, sampled: list[int], logprobs: list[float]
+        self, parent: int | None, prompt: bytes, sampled: Ids, logprobs: list[float]
     ) -> tuple[Tokens, Piece] | None:
         """What to record of an answer below ``parent`` to a prompt (canonical text), and what to ``note`` for it.
 
@@ -51,8 +51,11 @@ class Contexts:
         if ids is None:
             return None
         extends = bool(chain)
-        tokens = Tokens(extends=extends, prompt_ids=tuple(ids), sampled_ids=tuple(sampled), logprobs=tuple(logprobs))
-        return tokens, Piece(extends, new + text_of(sampled))
+        # Nothing is validated again: the arrays hold nothing but numbers.
+        tokens = Tokens.model_construct(
+            extends=extends, prompt_ids=tuple(ids), sampled_ids=tuple(sampled.numbers), logprobs=tuple(logprobs)
+        )
+        return tokens, Piece(extends, new + sampled.text)
 
     def note(self, node: int, piece: Piece) -> None:
         """Remember what ``read`` gave for the node that was made of it."""

@@ -9,6 +9,7 @@ from openhands_rl_plugin.gateway.answers import ChatAnswer, Choice
 from openhands_rl_plugin.gateway.calls import ChatCall
 from openhands_rl_plugin.gateway.contexts import Contexts
 from openhands_rl_plugin.gateway.dialogue import ClientConversation
+from openhands_rl_plugin.gateway.idtext import canonical
 from openhands_rl_plugin.gateway.ledger import Ledger
 from openhands_rl_plugin.messages import text_of
 from openhands_rl_plugin.protocols import TrajectoryStorage
@@ -169,7 +170,7 @@ class SessionEpisode:
     ) -> int:
         read = None
         if choice.prompt is not None:
-            read = self._contexts.read(parent, choice.prompt, choice.sampled, choice.logprobs)
+            read = self._contexts.read(parent, canonical(choice.prompt), choice.sampled, choice.logprobs)
         node = self._tree.propose(
             Completion(
                 message=choice.message,

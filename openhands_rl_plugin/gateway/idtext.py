@@ -1,51 +1,27 @@
 """Token ids as the text in which they came.
 
-An answer to a prompt of 35,000 tokens is a quarter of a megabyte, nearly all of it prompt ids that the gateway knows
-already. So the array is cut out before the answer is parsed, compared as text with what is known, and only what is new
-becomes numbers. The canonical text of ids is ``b"17,4,256,"``: no spaces, a comma after each, so that the text of a
-prompt that goes on begins with the text of the one before, and never ends inside a number.
+They are compared as text with what is known, and only what is new becomes numbers. The canonical text of ids is
+``b"17,4,256,"``: no spaces, a comma after each, so that the text of a prompt that goes on begins with the text of the
+one before, and never ends inside a number.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pydantic_core import from_json
 
-_NAME = b'"prompt_token_ids"'
-_ARRAY = re.compile(rb"\s*:\s*\[")
-_PLACE = re.compile(rb'(?<!\\)"prompt_token_ids":(\d+)')
 _SPACES = b" \t\r\n"
+_DIGITS = b"0123456789,"
 _LARGEST = 2**31
 
 
-def cut(body: bytes) -> tuple[bytes, list[bytes]]:
-    """``body`` with every array of prompt ids replaced by its number, and the texts of these arrays.
+class Ids(NamedTuple):
+    """Token ids as canonical text and as numbers."""
 
-    Inside a JSON string a quote is escaped, so a name without backslashes before its quotes is a name.
-    """
-    parts: list[bytes] = []
-    texts: list[bytes] = []
-    done, at = 0, body.find(_NAME)
-    while at >= 0:
-        opened = _ARRAY.match(body, at + len(_NAME))
-        if opened is not None and body[at - 1 : at] != b"\\" and (end := body.find(b"]", opened.end())) >= 0:
-            parts += (body[done:at], _NAME, b":%d" % len(texts))
-            texts.append(body[opened.end() : end])
-            done = end + 1
-        at = body.find(_NAME, max(at + 1, done))
-    return (b"".join((*parts, body[done:])), texts) if texts else (body, texts)
-
-
-def paste(body: bytes, texts: Sequence[bytes]) -> bytes:
-    """The opposite of ``cut``, for a body that was written without spaces."""
-
-    def array(place: re.Match[bytes]) -> bytes:
-        number = int(place[1])
-        return b"%s:[%s]" % (_NAME, texts[number]) if number < len(texts) else place[0]
-
-    return _PLACE.sub(array, body)
+    text: bytes
+    numbers: list[int]
 
 
 def canonical(text: bytes) -> bytes:
@@ -61,16 +37,45 @@ def text_of(ids: Sequence[int]) -> bytes:
 
 
 def ids_of(text: bytes) -> list[int] | None:
-    """The ids that canonical text spells, or ``None`` when there is something else in it."""
+    """The ids that canonical text spells, or ``None`` when there is something else in it: they have up to 31 bits."""
+    if text.translate(None, _DIGITS):
+        return None
     try:
-        found = from_json(b"[%s]" % text[:-1])
+        ids: list[int] = from_json(b"[%s]" % text[:-1])
     except ValueError:
         return None
-    return found if are_ids(found) else None
+    return ids if max(ids, default=0) < _LARGEST else None
 
 
-def are_ids(found: object) -> bool:
-    """Whether it is a list of token ids: whole numbers that fit 31 bits."""
-    if not isinstance(found, list):
-        return False
-    return not found or (set(map(type, found)) == {int} and min(found) >= 0 and max(found) < _LARGEST)
+class KnownPrompts:
+    """Turns arrays of prompt ids into numbers, of which those of an earlier prompt are the same objects.
+
+    Nearly all of a prompt is that of the turn before, so that only what is new is read. ``most`` of them are
+    remembered. May be used from several threads.
+    """
+
+    def __init__(self, most: int = 4) -> None:
+        self._most = most
+        self._known: tuple[tuple[bytes, tuple[int, ...]], ...] = ()
+
+    def ids(self, inside: bytes) -> tuple[int, ...] | None:
+        """The ids in the inside of an array, or ``None`` when there is something else in it."""
+        known = self._known
+        start, ids = max((each for each in known if _begins(inside, each[0])), key=_length, default=(b"", ()))
+        # What is new begins with the comma behind the last known id.
+        new = ids_of(canonical(inside[len(start) :])[bool(start) :])
+        if new is None:
+            return None
+        ids += tuple(new)
+        # Replaced as a whole, so that others never see it half done.
+        self._known = ((inside, ids), *(each for each in known if each[0] is not start))[: self._most]
+        return ids
+
+
+def _begins(inside: bytes, start: bytes) -> bool:
+    """Whether an array begins with the ids of another one; not with a part of a number."""
+    return bool(start) and inside.startswith(start) and inside[len(start) : len(start) + 1] in (b"", b",")
+
+
+def _length(known: tuple[bytes, tuple[int, ...]]) -> int:
+    return len(known[0])

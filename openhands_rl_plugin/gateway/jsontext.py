@@ -13,6 +13,8 @@ from openhands_rl_plugin.messages import whole_json
 Json = dict[str, Any]
 """A JSON object of somebody else, of unknown shape."""
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+
 
 def read_object(text: bytes) -> Json | None:
     """The object, or ``None`` when ``text`` is no JSON object."""
@@ -22,7 +24,7 @@ def read_object(text: bytes) -> Json | None:
 
 def write(value: Mapping[str, Any]) -> bytes:
     """``value`` on one line, without spaces."""
-    return json.dumps(value, separators=(",", ":")).encode()
+    return _ENCODER.encode(value).encode()
 
 
 def _read(text: bytes) -> object:

@@ -30,7 +30,7 @@ def events(answer: ChatAnswer, call: ChatCall) -> bytes:
         chunks[0]["prompt_token_ids"] = seen["prompt_token_ids"]
     if call.wants_usage:
         chunks.append({**frame, "choices": [], "usage": usage})
-    return b"".join((*(event(answer.with_ids(write(chunk))) for chunk in chunks), DONE))
+    return b"".join((*(event(answer.whole(write(chunk))) for chunk in chunks), DONE))
 
 
 def event(data: bytes) -> bytes:

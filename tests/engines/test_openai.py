@@ -245,6 +245,12 @@ async def test_nonsense_is_a_model_error(body: Any):
         await ask(body)
 
 
+@pytest.mark.parametrize("changes", [{"prompt_token_ids": [1, 2**63]}, {"choices": [choice(token_ids=[-1])]}])
+async def test_ids_that_no_storage_can_hold_are_a_model_error(changes: dict[str, Any]):
+    with pytest.raises(ModelError, match="token id"):
+        await ask(answer(**changes))
+
+
 async def test_half_characters_are_replaced():
     completion = await ask('{"choices": [{"message": {"content": "a\\ud83d"}}]}')
     assert completion.message.content == "a\N{REPLACEMENT CHARACTER}"

@@ -8,44 +8,87 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openhands_rl_plugin.gateway.arrays import PROMPT_IDS, SAMPLED_IDS, Cut, cut
 from openhands_rl_plugin.gateway.contexts import Contexts
-from openhands_rl_plugin.gateway.idtext import canonical, cut, ids_of, paste, text_of
+from openhands_rl_plugin.gateway.idtext import Ids, KnownPrompts, canonical, ids_of, text_of
 from openhands_rl_plugin.gateway.jsontext import read_object, write
 from openhands_rl_plugin.tree import EpisodeTree
 from openhands_rl_plugin.types import Completion, Message, Tokens
 
 ID = st.integers(0, 2**31 - 1)
 IDS = st.lists(ID, max_size=12)
-TRAPS = ['"prompt_token_ids":[1]', "a\\", '"prompt_token_ids"', ":[1,2]", "]", '\\"prompt_token_ids\\":[3]']
+NAMES = (PROMPT_IDS, SAMPLED_IDS)
+TRAPS = [
+    '"prompt_token_ids":[1]',
+    "a\\",
+    '"token_ids"',
+    ":[1,2]",
+    "]",
+    '\\"prompt_token_ids\\":[3]',
+    "[",
+    '\\"token_ids":',
+]
 TEXT = st.lists(st.one_of(st.sampled_from(TRAPS), st.text(max_size=5)), max_size=4).map("".join)
-FIELDS = st.dictionaries(st.one_of(TEXT, st.just("prompt_token_ids")), st.one_of(TEXT, IDS, st.none()), max_size=5)
+ODD = st.lists(st.one_of(st.none(), st.floats(allow_nan=False), TEXT, IDS, st.just({})), max_size=3)
+FIELDS = st.dictionaries(
+    st.one_of(TEXT, st.sampled_from(NAMES)), st.one_of(TEXT, IDS, ODD, st.none(), st.integers(0, 3)), max_size=5
+)
 SPACING = st.sampled_from([{"separators": (",", ":")}, {}, {"indent": 2}])
 
 
-def with_ids_back(value: Any, texts: list[bytes]) -> Any:
+def with_ids_back(cut_up: Cut, value: Any) -> Any:
     if isinstance(value, dict):
-        return {
-            name: ids_of(canonical(texts[item])) if name == "prompt_token_ids" and type(item) is int else item
-            for name, item in value.items()
-        }
-    return value
+        return {name: with_ids_back(cut_up, item) for name, item in value.items()}
+    inside = cut_up.inside(value)
+    return value if inside is None else json.loads(b"[%s]" % inside)
 
 
 @given(FIELDS, FIELDS, SPACING, st.booleans())
 def test_cutting_loses_nothing_and_cuts_nothing_else(outer: Any, inner: Any, spacing: Any, ascii_only: bool):
     document = {**outer, "inner": inner}
-    rest, texts = cut(json.dumps(document, ensure_ascii=ascii_only, **spacing).encode())
-    found = read_object(rest)
+    cut_up = cut(json.dumps(document, ensure_ascii=ascii_only, **spacing).encode())
+    found = read_object(cut_up.rest)
     assert found is not None
-    # An array of something else than ids may be cut too; none of the texts here can be one.
-    assert {**with_ids_back(found, texts), "inner": with_ids_back(found["inner"], texts)} == document
-    assert json.loads(paste(write(found), texts)) == document
+    assert with_ids_back(cut_up, found) == document
+    assert json.loads(cut_up.paste(write(found))) == document
+    arrays = [item for fields in (outer, inner) for name, item in fields.items() if name in NAMES and item]
+    assert all(item not in arrays or name not in NAMES for name, item in found.items() if is_ids(item))
+
+
+def is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+
+
+@given(st.binary(max_size=60), st.sampled_from(NAMES))
+def test_what_is_no_json_can_be_cut_too(noise: bytes, name: str):
+    body = noise + b'"%s":[1,2' % name.encode() + noise
+    assert cut(body).paste(cut(body).rest) == body or read_object(body) is None
+
+
+@given(
+    st.lists(
+        st.one_of(ID, st.integers(), st.sampled_from(["1e3", "1.5", "-0", "01", "null", "true", '"1"', "[1]", "{}"]))
+    )
+)
+def test_only_ids_are_ids(items: list[int | str]):
+    text = canonical(",".join(map(str, items)).encode())
+    fit = all(isinstance(each, int) and 0 <= each < 2**31 for each in items)
+    assert ids_of(text) == (items if fit else None)
 
 
 @given(IDS)
 def test_text_and_numbers_are_the_same(ids: list[int]):
     assert ids_of(text_of(ids)) == ids
     assert text_of(ids) == canonical(json.dumps(ids, separators=(",", ":"))[1:-1].encode())
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), IDS, st.sampled_from([",", ", ", " , "])), max_size=8), st.integers(1, 4))
+def test_known_prompts_are_read_as_if_they_were_new(prompts: list[tuple[int, list[int], str]], most: int):
+    known, told = KnownPrompts(most), [[]]
+    for earlier, new, comma in prompts:
+        told.append(told[min(earlier, len(told) - 1)] + new)
+        assert known.ids(comma.join(map(str, told[-1])).encode()) == tuple(told[-1])
+    assert known.ids(b"1, x") is None
 
 
 @given(st.data())
@@ -60,7 +103,7 @@ def test_deltas_are_those_that_a_tree_finds_by_comparing_numbers(data: st.DataOb
         sampled = data.draw(IDS)
         whole = Tokens(prompt_ids=tuple(prompt), sampled_ids=tuple(sampled))
         plain.propose(Completion(message=answer, tokens=whole), parent=parent)
-        read = contexts.read(parent, text_of(prompt), sampled, [])
+        read = contexts.read(parent, text_of(prompt), Ids(text_of(sampled), sampled), [])
         assert read is not None
         node = texts.propose(Completion(message=answer, tokens=read[0]), parent=parent)
         contexts.note(node, read[1])

@@ -210,6 +210,24 @@ async def test_text_that_looks_like_ids_stays_text(tmp_path: Path):
     assert {node.message.content for node in (await gateway.only()).nodes} == {"one", trap}
 
 
+async def test_ids_in_places_that_nobody_knows_are_passed_on_and_the_others_recorded(tmp_path: Path):
+    async def odd(request: web.Request, body: dict[str, Any]) -> web.Response:
+        answer = model.completion(body)
+        answer["usage"]["token_ids"] = [7, 8]
+        answer["provider_specific_fields"] = {"prompt_token_ids": answer["prompt_token_ids"], "speed": 3}
+        return web.json_response(answer)
+
+    model = Model(behave=odd)
+    async with world(tmp_path, model) as gateway:
+        response = (await gateway.ask(user("one"))).json()
+    assert response["usage"]["token_ids"] == [7, 8]
+    trajectory = await gateway.only()
+    assert ids_along(trajectory) == prompt_ids([user("one")]) + sampled_ids(response["choices"][0]["message"])
+    told = trajectory.nodes[1].metadata["response"]
+    assert isinstance(told, dict) and told["provider_specific_fields"] == {"speed": 3}
+    assert isinstance(told["usage"], dict) and told["usage"]["token_ids"] == [7, 8]
+
+
 async def test_session_ends_with_a_reward(tmp_path: Path):
     async with world(tmp_path) as gateway:
         await gateway.say(user("one"), session="a")
