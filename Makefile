@@ -1,7 +1,7 @@
 # `make demo` and `make test` make their own environment the first time (.ci/setup) and start at once the next time.
 # Options go into ARGS:  make demo ARGS=--tiny    make test ARGS="-k storage"    A Python of your choice: make PYTHON=...
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format clean
+.PHONY: help setup demo test test-slow test-vllm lint format clean
 .DELETE_ON_ERROR:
 
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -24,6 +24,10 @@ test: lint ## Check the style and the types, run the fast tests
 
 test-slow: $(READY) ## Run the tests that need more than ten seconds each
 	$(BIN)/pytest -m slow $(ARGS)
+
+# Into an environment of its own, about 6 GB, unless OPENHANDS_RL_VLLM_PYTHON names one.
+test-vllm: $(READY) ## Publish to a real vLLM on this machine's processor
+	OPENHANDS_RL_VLLM_PYTHON="$${OPENHANDS_RL_VLLM_PYTHON:-install}" $(BIN)/pytest -m slow tests/serving/test_vllm.py $(ARGS)
 
 # Pyright runs on Node.js; without one the check is left to continuous integration.
 lint: $(READY) ## Check the style and the types

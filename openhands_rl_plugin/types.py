@@ -95,7 +95,11 @@ class PolicyRef(Frozen):
 
     @classmethod
     def from_served_name(cls, base_model: str, served: str) -> Self:
-        """Read ``<adapter>-v000007`` as an adapter version and any other name as the base model."""
+        """Read ``<adapter>-v000007`` as an adapter version and any other name as the base model.
+
+        SGLang calls an adapter ``<base model>:<adapter>``.
+        """
+        served = served.removeprefix(f"{base_model}:")
         if (match := _VERSIONED.match(served)) is None:
             return cls(base_model=base_model)
         return cls(base_model=base_model, adapter=match["name"], version=int(match["version"]))

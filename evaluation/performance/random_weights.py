@@ -14,8 +14,8 @@ _TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}a
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def tiny_model(path: Path) -> Path:
-    """A two-layer Llama whose tokens are bytes."""
+def tiny_model(path: Path, *, heads: int = 4) -> Path:
+    """A two-layer Llama of width 64 whose tokens are bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate([*alphabet, "<end>"])}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -28,8 +28,8 @@ def tiny_model(path: Path) -> Path:
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
         max_position_embeddings=4096,
         eos_token_id=len(alphabet),
     )
@@ -38,11 +38,15 @@ def tiny_model(path: Path) -> Path:
 
 
 class AdapterWriter:
-    """Writes LoRA adapters for the model in a directory, each with other weights, as PEFT would."""
+    """Writes LoRA adapters for the model in a directory, each with other weights, as PEFT would.
 
-    def __init__(self, model: Path, folder: Path, *, rank: int = 16) -> None:
+    ``size`` is the standard deviation of the upper half: how much an adapter changes what the model says.
+    """
+
+    def __init__(self, model: Path, folder: Path, *, rank: int = 16, size: float = 0.002) -> None:
         self._folder = folder
         self._rank = rank
+        self._size = size
         self._base = str(model)
         with torch.device("meta"):
             shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).named_modules()
@@ -60,7 +64,7 @@ class AdapterWriter:
         for module, (inputs, outputs) in self._linears.items():
             prefix = f"base_model.model.{module}"
             weights[f"{prefix}.lora_A.weight"] = torch.randn(self._rank, inputs) * 0.02
-            weights[f"{prefix}.lora_B.weight"] = torch.randn(outputs, self._rank) * 0.002
+            weights[f"{prefix}.lora_B.weight"] = torch.randn(outputs, self._rank) * self._size
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",

@@ -2,6 +2,7 @@
 
 ``<root>/webshop-v000007/`` holds PEFT's files and ``manifest.json`` (an ``Adapter``); ``<root>/webshop.current.json``
 points at the version in use. Both appear by a rename, so a reader sees the whole of a version or nothing of it.
+``probe.json`` (a ``Probe``) joins a version when it is published: the trainer's logprobs, to check any server against.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from openhands_rl_plugin.errors import ConfigError, PublishError, StorageError, describe
-from openhands_rl_plugin.types import Adapter, Frozen, versioned_name
+from openhands_rl_plugin.types import Adapter, Frozen, Probe, versioned_name
 
 WEIGHTS = "adapter_model.safetensors"
 MANIFEST = "manifest.json"
+PROBE = "probe.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
 
 
@@ -113,6 +115,24 @@ class AdapterStore:
             raise PublishError(f"{adapter.name}: {weights} is missing")
         if file_sha256(weights) != adapter.sha256:
             raise PublishError(f"{adapter.name}: {weights} is damaged (its sha256 is not that of the manifest)")
+
+    def keep_probe(self, adapter: Adapter, probe: Probe) -> None:
+        """Write the trainer's logprobs beside the weights. Raises ``StorageError``."""
+        path = self.root / adapter.name / PROBE
+        try:
+            _write_durably(path, probe.model_dump_json())
+        except OSError as error:
+            raise StorageError(f"{path} cannot be written: {describe(error)}") from error
+
+    def probe(self, adapter: Adapter) -> Probe | None:
+        """What ``keep_probe`` wrote. Raises ``StorageError`` when it is damaged."""
+        path = self.root / adapter.name / PROBE
+        try:
+            return Probe.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValidationError) as error:
+            raise StorageError(f"{path} cannot be read: {describe(error)}; remove it") from error
 
     def _commit(
         self, name: str, fresh: Path, base_model: str, parent: str | None, step: int, metrics: dict[str, float]

@@ -1,80 +1,68 @@
-"""Adapters into a server that is serving: load, probe, move the pointer, drain, unload.
+"""Adapters into servers that are serving: check, load, prove, move the pointer, unload what is stale.
 
-The server speaks vLLM's routes (``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``). An adapter is in use only
-after the server's logprobs of a fixed text were found to be the trainer's; otherwise it is unloaded again and the old
-one stays.
+An adapter is in use only after every server's logprobs of a fixed text, the canary, were found to be the trainer's;
+otherwise it is unloaded again, from all of them, and the old one stays.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, suppress
 from types import TracebackType
-from urllib.parse import urlsplit
 
-import httpx
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from openhands_rl_plugin.errors import PublishError, describe
+from openhands_rl_plugin.errors import PublishError
+from openhands_rl_plugin.redaction import redacting_logger
 from openhands_rl_plugin.serving.adapters import AdapterStore
+from openhands_rl_plugin.serving.publish_checks import check_servable
+from openhands_rl_plugin.serving.publish_connection import Connection
+from openhands_rl_plugin.serving.publish_servers import AdapterServer, Capacity, ServerKind, open_server
 from openhands_rl_plugin.types import Adapter, Frozen, Probe
+
+log = redacting_logger(__name__)
 
 
 class PublishReport(Frozen):
-    """How a publication went. ``difference`` is the mean absolute difference of the probe's logprobs, in nats."""
+    """How a publication went. ``difference`` is the mean absolute difference of the canary's logprobs, in nats.
+
+    It is the largest of all servers, and ``None`` where there was no canary to compare with. ``unloaded`` versions are
+    served no more; ``stale`` ones could not be unloaded and are tried again with the next publication.
+    """
 
     adapter: str
     seconds: float
     difference: float | None
     unloaded: tuple[str, ...]
-
-
-class _PromptLogprob(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-    logprob: float
-
-
-class _Choice(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-    prompt_logprobs: list[dict[int, _PromptLogprob] | None]
-
-
-class _Completion(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-    choices: list[_Choice]
-
-
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-    id: str
-
-
-class _Models(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-    data: list[_Model]
+    stale: tuple[str, ...] = ()
 
 
 class AdapterPublisher:
-    """Publishes versions of a store to one server.
+    """Publishes versions of a store to one server, or to several that answer as one: to all of them or to none.
 
-    ``base_url`` may end in ``/v1`` or not. ``keep`` versions of an adapter stay loaded, the newest ones, so that
-    episodes which began on an older version can end on it. ``timeout`` is in seconds a request.
+    A URL may end in ``/v1`` or not. ``keep`` versions of an adapter stay loaded, the newest ones, so that episodes
+    which began on an older version can end on it. ``timeout`` is in seconds a request.
     """
 
     def __init__(
-        self, base_url: str, store: AdapterStore, *, api_key: str | None = None, keep: int = 2, timeout: float = 120.0
+        self,
+        base_url: str | Sequence[str],
+        store: AdapterStore,
+        *,
+        api_key: str | None = None,
+        keep: int = 2,
+        timeout: float = 120.0,
+        server: ServerKind = "auto",
     ) -> None:
         if keep < 1:
             raise ValueError("the version in use must stay loaded: keep must be at least 1")
-        parts = urlsplit(base_url)
-        root = parts._replace(path=parts.path.rstrip("/").removesuffix("/v1")).geturl().rstrip("/")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # A plain-text server is on this machine or its network: no proxy, and no time spent on certificates.
-        secure = parts.scheme == "https"
-        self._client = httpx.AsyncClient(
-            base_url=root, headers=headers, timeout=timeout, verify=secure, trust_env=secure
-        )
-        self._root = root
+        urls = (base_url,) if isinstance(base_url, str) else tuple(base_url)
+        if not urls:
+            raise ValueError("there is no server to publish to")
+        self._connections = [Connection(url, api_key=api_key, timeout=timeout) for url in urls]
+        self._servers: tuple[AdapterServer, ...] = ()
+        self._kind: ServerKind = server
         self._store = store
         self._keep = keep
 
@@ -88,94 +76,153 @@ class AdapterPublisher:
 
     async def aclose(self) -> None:
         """Close the connections."""
-        await self._client.aclose()
+        for connection in self._connections:
+            await connection.aclose()
 
     async def publish(self, adapter: Adapter, probe: Probe | None = None) -> PublishReport:
         """Bring ``adapter`` into use. Raises ``PublishError``; then the version that was in use still is.
 
-        Without a ``probe`` only the checksum vouches for the weights: for a version that was probed before, after a
-        restart of the server.
+        The probe is kept beside the weights and vouches for them in later publications, to a server that was started
+        again, say. Without any, only the checksum does.
         """
         started = time.monotonic()
         self._store.verify(adapter)
-        if adapter.name not in await self._loaded():
-            await self._load(adapter)
-        difference = await self._probe(adapter, probe) if probe is not None else None
-        self._store.point(adapter)
-        unloaded = await self._retire_older(adapter)
+        check_servable(adapter)
+        if probe is not None:
+            self._store.keep_probe(adapter, probe)
+        canary = probe or self._store.probe(adapter)
+        servers = await self._opened()
+        await _on_all(servers, lambda server: self._prepare(server, adapter))
+        async with AsyncExitStack() as undo:
+            await _on_all(servers, lambda server: _load(server, adapter, undo))
+            differences = await _on_all(servers, lambda server: _prove(server, adapter, canary)) if canary else []
+            self._store.point(adapter)
+            undo.pop_all()
+        unloaded, stale = await self._retire_older(servers, adapter)
         return PublishReport(
-            adapter=adapter.name, seconds=time.monotonic() - started, difference=difference, unloaded=unloaded
+            adapter=adapter.name,
+            seconds=time.monotonic() - started,
+            difference=max(differences, default=None),
+            unloaded=unloaded,
+            stale=stale,
         )
 
     async def retire(self, name: str) -> None:
-        """Unload a version; the server lets its requests in flight end first. One that is not loaded is no error."""
-        response = await self._post("/v1/unload_lora_adapter", {"lora_name": name})
-        if response.status_code != httpx.codes.NOT_FOUND:
-            self._require(response, f"{name} was not unloaded")
+        """Unload a version; the servers let its requests in flight end first. One that is not loaded is no error."""
+        await _on_all(await self._opened(), lambda server: server.unload(name))
 
-    async def _load(self, adapter: Adapter) -> None:
-        response = await self._post("/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": adapter.path})
-        self._require(response, f"the server at {self._root} refused {adapter.name}")
+    async def served_model(self, adapter: Adapter) -> str:
+        """What a completion must ask for as ``model`` to be sampled with ``adapter``."""
+        return await (await self._opened())[0].served_model(adapter.name)
 
-    async def _probe(self, adapter: Adapter, probe: Probe) -> float:
-        served = await self._served_logprobs(adapter, probe)
-        difference = sum(abs(a - b) for a, b in zip(served, probe.logprobs, strict=True)) / len(served)
-        if not math.isfinite(difference) or difference > probe.max_difference:
-            await self.retire(adapter.name)
-            raise PublishError(
-                f"{adapter.name} was refused: the server's logprobs differ from the trainer's by {difference:.4f} nats "
-                f"on average, the bound is {probe.max_difference:.4f}; the version in use stays. Does the server serve "
-                "the base model that was trained?"
+    async def loaded(self) -> tuple[tuple[str, frozenset[str]], ...]:
+        """The servers, each with the names of the adapters that it serves now."""
+        servers = await self._opened()
+        held = await _on_all(servers, lambda server: server.loaded())
+        return tuple((server.url, frozenset(names)) for server, names in zip(servers, held, strict=True))
+
+    async def _opened(self) -> tuple[AdapterServer, ...]:
+        if not self._servers:
+            self._servers = tuple(await _on_all(self._connections, lambda each: open_server(each, self._kind)))
+        return self._servers
+
+    async def _prepare(self, server: AdapterServer, adapter: Adapter) -> None:
+        """Check that the server can take one more adapter, and unload versions that nobody uses where it could not."""
+        capacity = await server.capacity()
+        check_servable(adapter, capacity)
+        if capacity.in_batch is not None and capacity.in_batch < self._keep:
+            log.warning(
+                "%s runs %d adapters at a time and %d versions are kept: requests of the others wait; raise its "
+                "--max-loras (SGLang: --max-loras-per-batch)",
+                server.url,
+                capacity.in_batch,
+                self._keep,
             )
-        return difference
+        if capacity.loaded is not None:
+            await self._make_room(server, adapter, capacity)
 
-    async def _served_logprobs(self, adapter: Adapter, probe: Probe) -> list[float]:
-        body = {"model": adapter.name, "prompt": list(probe.token_ids), "max_tokens": 1, "prompt_logprobs": 0}
-        response = await self._post("/v1/completions", body)
-        self._require(response, f"{adapter.name} cannot be probed")
-        try:
-            entries = _Completion.model_validate_json(response.content).choices[0].prompt_logprobs[1:]
-            served = [(entry or {})[token].logprob for entry, token in zip(entries, probe.token_ids[1:], strict=True)]
-        except (ValidationError, LookupError, ValueError) as error:
+    async def _make_room(self, server: AdapterServer, adapter: Adapter, capacity: Capacity) -> None:
+        assert capacity.loaded is not None
+        loaded = set(await server.loaded()) - {adapter.name}
+        current = self._store.current(_name(adapter))
+        free = [each.name for each in self._mine(adapter) if each.name in loaded and each != current]
+        while len(loaded) >= capacity.loaded and free:
+            await server.unload(free[0])
+            loaded.discard(free.pop(0))
+        if len(loaded) >= capacity.loaded:
             raise PublishError(
-                f"{adapter.name} cannot be probed: the server at {self._root} gives no prompt_logprobs"
-            ) from error
-        return served
+                f"{adapter.name} was not published: {server.url} holds {capacity.loaded} adapters at most and serves "
+                f"{', '.join(sorted(loaded))}; start it with --max-loaded-loras {len(loaded) + 1}"
+            )
 
-    async def _retire_older(self, adapter: Adapter) -> tuple[str, ...]:
-        name = adapter.name.rpartition("-v")[0]
-        loaded = await self._loaded()
-        mine = [version.name for version in self._store.versions(name) if version.name in loaded]
-        others = [each for each in mine if each != adapter.name]
-        stale = others[: max(0, len(others) - (self._keep - 1))]
-        for each in stale:
-            await self.retire(each)
-        return tuple(stale)
+    async def _retire_older(
+        self, servers: Sequence[AdapterServer], adapter: Adapter
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Unload all but the newest: (what is served no more, what could not be unloaded everywhere)."""
+        unloaded: dict[str, bool] = {}
 
-    async def _loaded(self) -> frozenset[str]:
+        async def retire(server: AdapterServer) -> None:
+            loaded = await server.loaded()
+            others = [each.name for each in self._mine(adapter) if each.name in loaded and each.name != adapter.name]
+            for name in others[: max(0, len(others) - (self._keep - 1))]:
+                unloaded[name] = False
+                await server.unload(name)
+                unloaded[name] = True
+
         try:
-            response = await self._client.get("/v1/models")
-        except httpx.HTTPError as error:
-            raise self._away(error) from error
-        self._require(response, f"the server at {self._root} does not list its models")
-        try:
-            return frozenset(model.id for model in _Models.model_validate_json(response.content).data)
-        except ValidationError as error:
-            raise PublishError(f"{self._root}/v1/models is not an OpenAI-compatible list of models") from error
+            await _on_all(servers, retire)
+        except PublishError as error:
+            # The new version is in use, so this is no reason to refuse it.
+            log.warning("%s is in use, but an older version stays loaded: %s", adapter.name, error)
+        done = tuple(name for name, gone in unloaded.items() if gone)
+        return done, tuple(name for name, gone in unloaded.items() if not gone)
 
-    async def _post(self, path: str, body: dict[str, object]) -> httpx.Response:
-        try:
-            return await self._client.post(path, json=body)
-        except httpx.HTTPError as error:
-            raise self._away(error) from error
+    def _mine(self, adapter: Adapter) -> tuple[Adapter, ...]:
+        return self._store.versions(_name(adapter))
 
-    def _away(self, error: httpx.HTTPError) -> PublishError:
-        return PublishError(
-            f"nothing answers at {self._root} ({describe(error)}): start the server, for example with "
-            "`openhands-rl serve`, or set base_url in [rl.serving]"
-        )
 
-    @staticmethod
-    def _require(response: httpx.Response, what: str) -> None:
-        if not response.is_success:
-            raise PublishError(f"{what}: HTTP {response.status_code} {response.text[:300]}")
+async def _load(server: AdapterServer, adapter: Adapter, undo: AsyncExitStack) -> None:
+    path = (await server.loaded()).get(adapter.name)
+    if path == adapter.path:
+        return
+    if path is not None:
+        # Another run's version of the same name, or this one before its directory was moved.
+        await server.unload(adapter.name)
+    # A load that failed may have left something behind too.
+    undo.push_async_callback(_unload_quietly, server, adapter.name)
+    await server.load(adapter)
+
+
+async def _prove(server: AdapterServer, adapter: Adapter, canary: Probe) -> float:
+    """The mean absolute difference in nats. Raises ``PublishError`` when it is above the bound, and unloads."""
+    served = await server.logprobs(adapter.name, canary.token_ids)
+    difference = sum(abs(a - b) for a, b in zip(served, canary.logprobs, strict=True)) / len(served)
+    if math.isfinite(difference) and difference <= canary.max_difference:
+        return difference
+    await _unload_quietly(server, adapter.name)
+    raise PublishError(
+        f"{adapter.name} was refused: the server's logprobs differ from the trainer's by {difference:.4f} nats "
+        f"on average, the bound is {canary.max_difference:.4f}; the version in use stays. Does the server serve "
+        "the base model that was trained?"
+    )
+
+
+async def _unload_quietly(server: AdapterServer, name: str) -> None:
+    with suppress(PublishError):
+        await server.unload(name)
+
+
+async def _on_all[S, T](servers: Sequence[S], act: Callable[[S], Awaitable[T]]) -> list[T]:
+    """The results, when every one succeeded; all have ended when this returns or raises."""
+    ended = await asyncio.gather(*(act(server) for server in servers), return_exceptions=True)
+    failures = [each for each in ended if isinstance(each, BaseException)]
+    if failures:
+        first = failures[0]
+        if len(servers) == 1 or not isinstance(first, PublishError):
+            raise first
+        raise PublishError(f"{len(failures)} of {len(servers)} servers failed: {first}") from first.__cause__
+    return [each for each in ended if not isinstance(each, BaseException)]
+
+
+def _name(adapter: Adapter) -> str:
+    return adapter.name.rpartition("-v")[0]

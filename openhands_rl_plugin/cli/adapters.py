@@ -1,0 +1,157 @@
+"""``openhands-rl adapters list|publish|rollback``: the versions of an adapter, and which of them is in use."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from pydantic import ValidationError
+
+from openhands_rl_plugin.config import load_settings
+from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.settings import ServingSettings
+from openhands_rl_plugin.validation import problems
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.serving.adapters import AdapterStore
+    from openhands_rl_plugin.serving.publisher import AdapterPublisher
+    from openhands_rl_plugin.types import Adapter
+
+HELP = "list the versions of an adapter, bring one into use, or go back"
+EPILOG = """examples:
+  openhands-rl adapters list --adapters ./adapters
+  openhands-rl adapters list --config config.toml --base-url http://127.0.0.1:8100/v1
+  openhands-rl adapters publish --config config.toml
+  openhands-rl adapters publish --adapters ./adapters --version 7 \\
+      --base-url http://10.0.0.5:8000/v1 --base-url http://10.0.0.6:8000/v1 --server vllm
+  openhands-rl adapters rollback --config config.toml
+  openhands-rl adapters rollback --config config.toml --to 3
+
+A version is in use when every server's logprobs of its canary are the trainer's; else all servers keep the old one.
+vLLM needs --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True; SGLang needs --enable-lora --max-lora-rank N
+--lora-target-modules all, and is asked for an adapter as BASE:VERSION.
+"""
+LATEST = "latest"
+_BEFORE = "the version before the one in use"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The action, where the versions lie, and the servers."""
+    parser.add_argument("action", choices=["list", "publish", "rollback"])
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a config.toml; options given here override it")
+    parser.add_argument("--adapters", metavar="DIR", help="[rl.serving] adapters_path")
+    parser.add_argument("--adapter", metavar="NAME", help="[rl.serving] adapter (default: policy)")
+    parser.add_argument("--base-url", action="append", metavar="URL", help="a server; give it once for each replica")
+    kinds = get_args(ServingSettings.model_fields["server"].annotation)
+    parser.add_argument("--server", choices=kinds, help="what the servers are (default: what they say of themselves)")
+    parser.add_argument("--version", metavar="VERSION", help="publish: a number, a name or latest (the default)")
+    parser.add_argument("--to", metavar="VERSION", help=f"rollback: a number or a name (default: {_BEFORE})")
+
+
+def run(args: argparse.Namespace) -> int:
+    """List, publish or go back. Raises ``RLError`` when options, versions or servers are wrong."""
+    return asyncio.run(_run(args))
+
+
+async def _run(args: argparse.Namespace) -> int:
+    from openhands_rl_plugin.serving.adapters import AdapterStore
+
+    serving = _settings(args)
+    store = AdapterStore(serving.adapters_directory.resolve())
+    if args.action == "list":
+        await _list(store, serving)
+        return 0
+    wanted = args.version or LATEST if args.action == "publish" else args.to
+    adapter = _version(store, serving.adapter, wanted) if wanted else _before(store, serving.adapter)
+    if not serving.publish_urls:
+        raise ConfigError("there is no server to publish to: give --base-url, or base_url in [rl.serving]")
+    async with _publisher(store, serving) as publisher:
+        report = await publisher.publish(adapter)
+        asked = await publisher.served_model(adapter)
+    proof = "no canary" if report.difference is None else f"canary within {report.difference:.4f} nats"
+    print(f"{adapter.name} is in use after {report.seconds:.1f} s ({proof}); ask for model {asked}")
+    for what, names in (("unloaded", report.unloaded), ("could not be unloaded yet", report.stale)):
+        if names:
+            print(f"  {what}: {', '.join(names)}")
+    return 0
+
+
+async def _list(store: AdapterStore, serving: ServingSettings) -> None:
+    from openhands_rl_plugin.looking.tables import table
+    from openhands_rl_plugin.looking.terminal import console
+
+    current = store.current(serving.adapter)
+    versions = store.versions(serving.adapter)
+    if not versions:
+        print(f"{serving.adapter} has no versions in {store.root}")
+        return
+    columns = ["version", "parent", "base model", "step", "canary", "in use"]
+    rows = [
+        [
+            each.name,
+            each.parent or "-",
+            each.base_model,
+            str(each.step),
+            "yes" if store.probe(each) else "-",
+            "yes" if each == current else "",
+        ]
+        for each in versions
+    ]
+    if serving.publish_urls:
+        async with _publisher(store, serving) as publisher:
+            servers = await publisher.loaded()
+        columns.append("loaded on")
+        for row, each in zip(rows, versions, strict=True):
+            row.append(", ".join(url for url, names in servers if each.name in names))
+    console().print(table(columns, rows, numbers=("step",)))
+
+
+def _settings(args: argparse.Namespace) -> ServingSettings:
+    serving = load_settings(args.config).serving if args.config else ServingSettings()
+    options = {
+        "adapters_path": args.adapters,
+        "adapter": args.adapter,
+        "base_urls": args.base_url,
+        "server": args.server,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        return ServingSettings.model_validate(serving.model_dump() | given)
+    except ValidationError as error:
+        names = {"adapters_path": "adapters", "base_urls": "base-url"}
+        lines = (f"--{names.get(at[-1], at[-1])}: {what}" for at, what in problems(error, ServingSettings))
+        raise ConfigError("\n".join(lines)) from error
+
+
+def _publisher(store: AdapterStore, serving: ServingSettings) -> AdapterPublisher:
+    from openhands_rl_plugin.serving.publisher import AdapterPublisher
+
+    return AdapterPublisher(
+        serving.publish_urls,
+        store,
+        api_key=serving.api_key(),
+        keep=max(1, serving.max_adapters - 1),
+        timeout=serving.request_timeout,
+        server=serving.server,
+    )
+
+
+def _version(store: AdapterStore, name: str, wanted: str) -> Adapter:
+    versions = store.versions(name)
+    found = versions[-1:] if wanted == LATEST else [v for v in versions if wanted in (str(v.version), v.name)]
+    if not found:
+        known = ", ".join(str(each.version) for each in versions) or "none"
+        raise ConfigError(f"{name} has no version {wanted} in {store.root}; it has: {known}")
+    return found[0]
+
+
+def _before(store: AdapterStore, name: str) -> Adapter:
+    current = store.current(name)
+    if current is None:
+        raise ConfigError(f"no version of {name} is in use in {store.root}: say which with --to")
+    earlier = [each for each in store.versions(name) if each.version < current.version]
+    if not earlier:
+        raise ConfigError(f"{current.name} is the first version of {name}: there is none to go back to")
+    return earlier[-1]
