@@ -316,8 +316,9 @@ def _overridden(settings: TrainingSettings, given: Mapping[str, float]) -> Train
 
 
 def _trainer(weights: str, settings: TrainingSettings, adapter: Adapter | None) -> LoraTrainer:
+    settings.check_servable()
     try:
-        from openhands_rl_plugin.training.trainer import LoraTrainer
+        from openhands_rl_plugin.training.make_trainer import make_trainer
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "torch", "train") from error
-    return LoraTrainer(weights, settings, adapter=adapter)
+    return make_trainer(weights, settings, adapter)

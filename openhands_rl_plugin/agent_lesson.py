@@ -21,7 +21,7 @@ from openhands_rl_plugin.types import Adapter, Failure, Frozen, PolicyRef, Sampl
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.training.metrics import TrainMetrics
-    from openhands_rl_plugin.training.trainer import LoraTrainer, OnProgress
+    from openhands_rl_plugin.training.trainer import OnProgress, Trainer
 
 
 class ExcludedEpisodes(Frozen):
@@ -167,7 +167,7 @@ def lesson_of(episodes: Episodes, settings: TrainingSettings) -> Lesson:
 
 
 def teach(
-    trainer: LoraTrainer, lesson: Lesson, on_progress: OnProgress | None = None, *, run: Path | None = None
+    trainer: Trainer, lesson: Lesson, on_progress: OnProgress | None = None, *, run: Path | None = None
 ) -> TrainMetrics:
     """Train what the lesson holds; ``run`` is a directory for metrics and checkpoints. Raises ``TrainingError``."""
     match algorithm_of(TrainingSettings(algorithm=lesson.algorithm)).kind:

@@ -174,8 +174,14 @@ class EndpointPolicy(Policy):
         super().__init__(base.name, settings)
         self._weights = weights or base.weights
         self._publisher = AdapterPublisher(
-            self._url, self.store, api_key=self._key, keep=self.kept, timeout=serving.request_timeout
+            serving.base_urls or self._url,
+            self.store,
+            api_key=self._key,
+            keep=self.kept,
+            timeout=serving.request_timeout,
+            server=serving.server,
         )
+        self._asked = base.name
 
     def engine(self) -> ClosableEngine:
         """Connections of its own."""
@@ -191,9 +197,15 @@ class EndpointPolicy(Policy):
             )
         return str(self._weights)
 
+    @property
+    def served_model(self) -> str:
+        """What this kind of server must be asked for."""
+        return self.base_model if self.adapter is None else self._asked
+
     async def publish(self, adapter: Adapter, probe: Probe | None) -> None:
         """Through the server's adapter routes."""
         await self._publisher.publish(adapter, probe)
+        self._asked = await self._publisher.served_model(adapter)
 
     async def close(self) -> None:
         """Close the connections; the server and its adapters stay."""

@@ -48,12 +48,15 @@ BUILTINS: Mapping[Kind, Mapping[str, str]] = {
         "return": "openhands_rl_plugin.rewards.outcome:ReturnReward",
         "success": "openhands_rl_plugin.rewards.outcome:SuccessReward",
         "success-bonus": "openhands_rl_plugin.rewards.outcome:SuccessBonusReward",
+        "verifier": "openhands_rl_plugin.rewards.verifier:VerifierReward",
+        "tests": "openhands_rl_plugin.rewards.tests:TestsReward",
     },
     "values": {
         "model": "openhands_rl_plugin.strategies.value:ModelValue",
         "none": "openhands_rl_plugin.strategies.value:NoValue",
         "reward": "openhands_rl_plugin.strategies.value:RewardValue",
         "rollout": "openhands_rl_plugin.strategies.value:RolloutValue",
+        "verifier": "openhands_rl_plugin.strategies.value_verifier:VerifierValue",
     },
 }
 

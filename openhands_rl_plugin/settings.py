@@ -6,6 +6,7 @@ field, each naming the section, the key and the remedy; secrets are referred to 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -15,9 +16,6 @@ from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
@@ -27,47 +25,23 @@ from pydantic import ModelWrapValidatorHandler as Handler
 
 from openhands_rl_plugin import registry
 from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.settings_fields import DatabaseName, HttpUrl, SafeName, Settings, VariableName
 from openhands_rl_plugin.types import JsonObject, Limits, SamplingParams
 from openhands_rl_plugin.validation import Location, problems
 
 Locate = Callable[[Location], str]
 """Names the section (and file) that a setting was read from."""
 
+# PEFT's options for weights beside the low-rank ones.
+_UNSERVABLE = ("modules_to_save", "bias", "lora_bias", "use_dora", "trainable_token_indices")
 _SECRET_KEY = re.compile(r"(^|_)(api_?key|password|passwd|secret|token|credentials?)\Z", re.IGNORECASE)
 _URL_WITH_PASSWORD = re.compile(r"\w://[^/@\s]*:[^/@\s]*@")
 
 
-def _variable_name(value: str) -> str:
-    if value and re.fullmatch(r"[A-Za-z_]\w*", value) is None:
-        raise ValueError("must be the NAME of an environment variable, not the secret itself")
-    return value
-
-
-def _http_url(value: str) -> str:
-    parts = urlsplit(value)
-    if value and (parts.scheme not in ("http", "https") or not parts.hostname):
-        raise ValueError('must be an http:// or https:// URL, for example "http://127.0.0.1:8100/v1"')
-    return value.rstrip("/")
-
-
-def _safe_name(value: str) -> str:
-    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) is None or ".." in value:
-        raise ValueError("may hold letters, digits, '.', '_' and '-' only, and no '..'")
-    return value
-
-
-def _database_name(value: str) -> str:
-    if not value or len(value.encode()) > 63 or set(value) & set('/\\. "$*<>:|?\0'):
-        raise ValueError('must be a name of at most 63 bytes without spaces and any of /\\."$*<>:|?')
-    return value
-
-
-def _servable_variant(value: object) -> object:
-    if value == "dora":
-        raise ValueError("DoRA is not trained: neither `openhands-rl serve` nor vLLM can serve it; use lora or rslora")
-    if value in ("full", "qlora"):
+def _provable_targets(value: tuple[str, ...]) -> tuple[str, ...]:
+    if found := sorted({name.rpartition(".")[2] for name in value} & {"lm_head", "embed_tokens"}):
         raise ValueError(
-            f"{value} is not trained here, only adapters of a bfloat16 or float32 model; use lora or rslora"
+            f"adapters of {', '.join(found)} are not trained: servers leave them out of the logprobs that prove them"
         )
     return value
 
@@ -81,18 +55,6 @@ def _registered(kind: registry.Kind) -> AfterValidator:
         return value
 
     return AfterValidator(check)
-
-
-VariableName = Annotated[str, AfterValidator(_variable_name)]
-HttpUrl = Annotated[str, AfterValidator(_http_url)]
-DatabaseName = Annotated[str, AfterValidator(_database_name)]
-SafeName = Annotated[str, AfterValidator(_safe_name)]
-
-
-class Settings(BaseModel):
-    """Base of the sections: frozen, strict about types (TOML has its own), no unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class StorageSettings(Settings):
@@ -154,14 +116,15 @@ class TrainingSettings(Settings):
     """
 
     algorithm: AlgorithmName = "reinforce++-baseline"
+    method: Literal["lora", "qlora", "full"] = "lora"
     learning_rate: float = Field(default=1e-5, gt=0, le=1)
     num_epochs: int = Field(default=3, ge=1)
     batch_size: int = Field(default=8, ge=1)
     max_grad_norm: float = Field(default=1.0, gt=0)
     lora_rank: int = Field(default=16, ge=1, le=1024)
     lora_alpha: int = Field(default=32, ge=1)
-    lora_variant: Annotated[Literal["lora", "rslora"], BeforeValidator(_servable_variant)] = "lora"
-    target_modules: tuple[str, ...] = Field(
+    lora_variant: Literal["lora", "rslora", "dora"] = "lora"
+    target_modules: Annotated[tuple[str, ...], AfterValidator(_provable_targets)] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         min_length=1,
         strict=False,
@@ -193,11 +156,20 @@ class TrainingSettings(Settings):
     dpo_beta: float = Field(default=0.1, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     warmup_steps: int = Field(default=0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
     max_tokens_per_pass: int = Field(default=4096, ge=1)
     gradient_checkpointing: bool = False
     checkpoint_steps: int = Field(default=20, ge=0)
+    sharding: Literal["auto", "none", "layers"] = "auto"
     seed: int = Field(default=0, ge=0)
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _servable(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and (found := [key for key in _UNSERVABLE if key in data]):
+            raise ValueError(f"{', '.join(found)}: only LoRA's own weights are trained, as servers load nothing else")
+        return data
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -207,22 +179,55 @@ class TrainingSettings(Settings):
             raise ValueError(
                 'discount needs rewards of steps: set step_rewards = "environment" or "search", or leave 1'
             )
+        if self.method == "full" and (self.algorithm not in ("sft", "rejection-sampling") or self.kl != "none"):
+            raise ValueError(
+                'method = "full" fine-tunes: set algorithm = "sft" or "rejection-sampling" and kl = "none", or train '
+                'an adapter with method = "lora"'
+            )
+        if self.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
+            raise ValueError(
+                'method = "qlora" needs bitsandbytes, which is not installed here: pip install bitsandbytes, or set '
+                'method = "lora"'
+            )
         return self
+
+    def check_servable(self) -> None:
+        """Raise ``ConfigError`` for what no server can load as an adapter while it runs."""
+        if self.method == "full":
+            raise ConfigError(
+                '[rl.training] method = "full" makes a whole model, which is not loaded into a running server as an '
+                'adapter: start a server with its directory, or set method = "lora"'
+            )
+        if self.lora_variant == "dora":
+            raise ConfigError(
+                '[rl.training] lora_variant = "dora": neither `openhands-rl serve` nor vLLM can serve it; train it '
+                'without publishing, or use "lora" or "rslora"'
+            )
 
 
 class ServingSettings(Settings):
     """``[rl.serving]``: the OpenAI-compatible server of the policy, and where its adapters lie.
 
-    ``model`` is the name by which the server knows the base model; ``request_timeout`` is in seconds.
+    ``model`` is the name by which the server knows the base model; ``request_timeout`` is in seconds. ``base_urls`` are
+    the replicas behind ``base_url``, where adapters are published one by one. ``max_lora_rank`` is what the server was
+    started with; 0: not known.
     """
 
     base_url: HttpUrl = ""
+    base_urls: tuple[HttpUrl, ...] = Field(default=(), strict=False)
+    server: Literal["auto", "embedded", "vllm", "sglang"] = "auto"
     model: str = ""
     adapter: SafeName = "policy"
     adapters_path: str = Field(default="~/.openhands/rl_adapters", min_length=1)
     api_key_env: VariableName = ""
     max_adapters: int = Field(default=2, ge=1, le=64)
+    max_lora_rank: int = Field(default=0, ge=0)
     request_timeout: float = Field(default=120.0, gt=0)
+
+    @property
+    def publish_urls(self) -> tuple[str, ...]:
+        """Every server that an adapter must be on; none when no server is named."""
+        return self.base_urls or ((self.base_url,) if self.base_url else ())
 
     @property
     def adapters_directory(self) -> Path:
@@ -239,6 +244,39 @@ class ServingSettings(Settings):
             f"[rl.serving] api_key_env: the environment variable {self.api_key_env} is not set; "
             f"export {self.api_key_env}=... or remove the line"
         )
+
+
+class VerifierSettings(Settings):
+    """``[rl.verifier]``: what `openhands-rl train --verifier` learns to tell apart, and how that is judged.
+
+    ``label``: "resolved" (the evidence), or a reward whose stored scores say success from ``label_at`` on.
+    ``max_length``: tokens of an episode with the question about it; longer episodes lose their middle. ``negatives``:
+    failures for every success, in training; 0 keeps all. ``held_out``: share of the tasks.
+    """
+
+    label: str = Field(default="resolved", min_length=1)
+    label_at: float = 1.0
+    max_length: int = Field(default=10_240, ge=1)
+    negatives: float = Field(default=1.0, ge=0)
+    held_out: float = Field(default=0.2, gt=0, lt=1)
+    calibration: Literal["none", "temperature", "platt"] = "none"
+
+
+class LoopSettings(Settings):
+    """``[rl.loop]``: whether rollouts go on while the policy is trained, and how far they may be behind it.
+
+    ``max_staleness`` is in versions of the policy. ``patience`` is in seconds: how long a model server may be away.
+    """
+
+    kind: Literal["sync", "async"] = "sync"
+    max_staleness: int = Field(default=1, ge=0, le=64)
+    partial_rollouts: Literal["finish", "continue"] = "finish"
+    patience: float = Field(default=600.0, ge=0)
+
+    @property
+    def kept_versions(self) -> int:
+        """Versions that a server must keep loaded for episodes to end on."""
+        return 2 if self.kind == "sync" else self.max_staleness + 1
 
 
 class RLSettings(Settings):
@@ -258,10 +296,13 @@ class RLSettings(Settings):
     rollout_strategy: Annotated[str, _registered("strategies")] = "StandardReAct"
     storage_backend: Annotated[str, _registered("storages")] = "file"
     max_workers: int = Field(default=10, ge=1, le=4096)
+    executor: Literal["processes", "ray"] = "processes"
     strategy: JsonObject = Field(default_factory=dict)
     storage: StorageSettings = StorageSettings()
     sampling: SamplingSettings = SamplingSettings()
     training: TrainingSettings = TrainingSettings()
+    verifier: VerifierSettings = VerifierSettings()
+    loop: LoopSettings = LoopSettings()
     serving: ServingSettings = ServingSettings()
 
     @model_validator(mode="wrap")
@@ -275,7 +316,7 @@ class RLSettings(Settings):
         except ValidationError as error:
             lines = [f"{locate(at)} {at[-1] if at else ''}: {what}" for at, what in problems(error, cls)]
             raise ConfigError("\n".join(lines)) from error
-        if lines := [*_wrong_options(settings, locate)]:
+        if lines := [*_wrong_options(settings, locate), *_unservable(settings, locate)]:
             raise ConfigError("\n".join(lines))
         return settings
 
@@ -324,6 +365,15 @@ def _wrong_options(settings: RLSettings, locate: Locate) -> Iterator[str]:
                 yield f"{locate(('strategy', *keys))} {keys[-1]}: {what}"
             else:
                 yield f"{locate(('strategy', ''))}: {line}"
+
+
+def _unservable(settings: RLSettings, locate: Locate) -> Iterator[str]:
+    rank, highest = settings.training.lora_rank, settings.serving.max_lora_rank
+    if highest and rank > highest:
+        yield (
+            f"{locate(('training', ''))} lora_rank: {rank} is above max_lora_rank = {highest} of [rl.serving]: "
+            f"train a smaller one, or start the server with --max-lora-rank {rank}"
+        )
 
 
 def _secrets(data: object, locate: Locate, prefix: Location = ()) -> Iterator[str]:

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from openhands_rl_plugin import registry
-from openhands_rl_plugin.demo.charts import Point, Series, line_chart
+from openhands_rl_plugin.charts import Point, Series, line_chart
 from openhands_rl_plugin.demo.child import free_port, running_command
 from openhands_rl_plugin.demo.model import NAME, ensure_model
 from openhands_rl_plugin.demo.options import ADAPTER, ANSWER_TOKENS, CONTEXT_TOKENS, DemoOptions

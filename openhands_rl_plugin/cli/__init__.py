@@ -14,19 +14,26 @@ from types import ModuleType
 from openhands_rl_plugin.errors import RLError, describe
 
 COMMANDS: Mapping[str, str] = {
+    "adapters": "openhands_rl_plugin.cli.adapters",
     "agent": "openhands_rl_plugin.cli.agent",
     "chat": "openhands_rl_plugin.cli.chat",
+    "compare": "openhands_rl_plugin.cli.compare",
     "config": "openhands_rl_plugin.cli.config",
     "demo": "openhands_rl_plugin.cli.demo",
     "doctor": "openhands_rl_plugin.cli.doctor",
     "env": "openhands_rl_plugin.cli.env",
+    "evaluate": "openhands_rl_plugin.cli.evaluate",
     "export": "openhands_rl_plugin.cli.export",
     "gateway": "openhands_rl_plugin.cli.gateway",
+    "grade": "openhands_rl_plugin.cli.grade",
     "import": "openhands_rl_plugin.cli.import_",
     "list": "openhands_rl_plugin.cli.list_",
+    "report": "openhands_rl_plugin.cli.report",
+    "score": "openhands_rl_plugin.cli.score",
     "serve": "openhands_rl_plugin.cli.serve",
     "show": "openhands_rl_plugin.cli.show",
     "stats": "openhands_rl_plugin.cli.stats",
+    "tasks": "openhands_rl_plugin.cli.tasks",
     "train": "openhands_rl_plugin.cli.train",
 }
 """Command -> module with ``HELP``, ``add_arguments(parser)`` and ``run(args) -> int``; it may have ``EPILOG`` (its
@@ -48,8 +55,12 @@ _EPILOG = """examples:
   openhands-rl stats ~/.openhands/rl_trajectories --by version
   openhands-rl doctor
   openhands-rl doctor drift ~/.openhands/rl_trajectories
+  openhands-rl evaluate swe-local --llm eval --config config.toml --workers 4
+  openhands-rl compare evaluation_outputs/before evaluation_outputs/after
   openhands-rl export ~/.openhands/rl_trajectories --format sft-text --out sft.jsonl --resolved
   openhands-rl train ~/.openhands/rl_trajectories --model ./model --adapters ./adapters --algorithm grpo --dry-run
+  openhands-rl score ~/.openhands/rl_trajectories --verifier ./adapters/verifier-v000001
+  openhands-rl adapters list --adapters ./adapters
   openhands-rl import output.jsonl --format output-jsonl --into ~/.openhands/rl_trajectories
 """
 

@@ -20,6 +20,7 @@ EPILOG = """examples:
   openhands-rl demo                      the whole demo, about twenty minutes on two free cores
   openhands-rl demo --tiny               the same path in under two minutes
   openhands-rl demo --seed 1 --run-dir runs/seed-1
+  openhands-rl demo --loop async         rollouts and training side by side
   openhands-rl demo --fresh              start over instead of resuming
 
 Interrupt it when you like: the same command goes on where it stopped.
@@ -37,6 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fresh", action="store_true", help="delete what the run directory holds of an earlier run")
     parser.add_argument("--iterations", type=int, help="of roll out, train and reload")
     parser.add_argument("--held-out", type=int, metavar="GOALS", help="goals of each evaluation")
+    parser.add_argument(
+        "--loop", choices=["sync", "async"], default="sync", help="async: rollouts go on while the policy is trained"
+    )
+    parser.add_argument(
+        "--max-staleness", type=int, default=1, metavar="VERSIONS", help="of an async loop's rollouts (default: 1)"
+    )
+    parser.add_argument(
+        "--partial-rollouts",
+        choices=["finish", "continue"],
+        default="finish",
+        help="of an async loop: on the version that they began with, or on the newest (default: finish)",
+    )
     parser.add_argument("--model", type=Path, help="directory of another Hugging Face chat model to start from")
 
 
@@ -49,7 +62,10 @@ def run(args: argparse.Namespace) -> int:
     directory = (args.run_dir or Path("runs") / ("demo-tiny" if args.tiny else "demo")).absolute()
     if args.fresh:
         _forget(directory)
-    options = DemoOptions(run_directory=directory, model_directory=args.model, seed=args.seed)
+    loop = {"kind": args.loop, "max_staleness": args.max_staleness, "partial_rollouts": args.partial_rollouts}
+    options = DemoOptions.model_validate(
+        {"run_directory": directory, "model_directory": args.model, "seed": args.seed, "loop": loop}
+    )
     options = options.shortened() if args.tiny else options
     given = {"iterations": args.iterations, "held_out": args.held_out}
     options = DemoOptions.model_validate(
@@ -83,7 +99,7 @@ def _play(options: DemoOptions) -> int:
 
 def _forget(directory: Path) -> None:
     # Only what a run wrote is deleted: the directory may be somebody's.
-    for name in ("trajectories", "adapters", "trainer", "logs"):
+    for name in ("trajectories", "adapters", "trainer", "training", "logs"):
         shutil.rmtree(directory / name, ignore_errors=True)
     for name in ("state.json", "options.json", "report.html"):
         (directory / name).unlink(missing_ok=True)

@@ -9,24 +9,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args, get_origin
+from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-
-from openhands_rl_plugin.cli.stored import add_filters, add_store, filter_of
-from openhands_rl_plugin.cli.stores import open_store
+from openhands_rl_plugin.cli.fields import add_fields, given_fields, option_of, settings_from
+from openhands_rl_plugin.cli.stored import add_filters, filter_of
+from openhands_rl_plugin.cli.stores import STORE_HELP, open_store
+from openhands_rl_plugin.cli.train_ranks import joined
 from openhands_rl_plugin.config import load_settings
 from openhands_rl_plugin.errors import ConfigError, MissingExtraError, TrainingError
 from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.registry import build
-from openhands_rl_plugin.settings import TrainingSettings
-from openhands_rl_plugin.validation import problems
+from openhands_rl_plugin.settings import TrainingSettings, VerifierSettings
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.agent_lesson import Lesson
     from openhands_rl_plugin.protocols import Reward, TrajectoryStorage
     from openhands_rl_plugin.serving.adapters import AdapterStore
+    from openhands_rl_plugin.training.distributed import Ranks
     from openhands_rl_plugin.training.metrics import TrainProgress
+    from openhands_rl_plugin.training.trainer import LoraTrainer
     from openhands_rl_plugin.types import Adapter, Probe, Sample
 
 HELP = "train an adapter on stored episodes"
@@ -37,17 +38,24 @@ EPILOG = """examples:
   openhands-rl train ./trajectories --model ./model --adapters ./adapters --adapter webshop --algorithm dapo \\
       --run night-3 --learning-rate 1e-4 --publish http://127.0.0.1:8100/v1
   openhands-rl train ./trajectories --model ./model --adapters ./adapters --config config.toml --from base
+  openhands-rl train --dry-run --model ./qwen2.5-coder-32b --config policy-full-32b.toml
+  openhands-rl train ./trajectories --verifier --model ./Qwen2.5-Coder-32B --adapters ./adapters --negatives 1 \\
+      --max-length 10240 --gradient-checkpointing true
+  torchrun --standalone --nproc-per-node 8 -m openhands_rl_plugin.cli train ./trajectories --model ./model \
+      --adapters ./adapters --sharding layers
 
 Episodes of the base model and of the adapter's own versions are used. The new version goes on from the newest one,
-unless --from says otherwise. ADAPTERS/NAME.training/ holds metrics.jsonl, a line a step, and the last checkpoint.
+unless --from says otherwise. A verifier learns from the episodes of all policies and is judged by tasks that it
+has not seen. ADAPTERS/NAME.training/ holds metrics.jsonl, a line a step, and the last checkpoint.
 """
 LATEST, BASE = "latest", "base"
+POLICY, VERIFIER = "policy", "verifier"
 _PROBE_TOKENS = 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The store, the model, the adapter, one option for each field of ``TrainingSettings``, and the filters."""
-    add_store(parser)
+    parser.add_argument("store", metavar="STORE", nargs="?", help=f"{STORE_HELP}; --dry-run can do without")
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the base model's weights")
     parser.add_argument("--base-model", metavar="NAME", help="the model, as the server calls it; if episodes differ")
     parser.add_argument("--reward", default="return", metavar="NAME", help="return, success or module:Class")
@@ -57,37 +65,63 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_filters(parser)
     # One adapter is trained, and whose episodes these are follows from it: it takes the place of the filter.
     own = parser.add_argument_group("adapter", conflict_handler="resolve")
-    own.add_argument("--adapter", default="policy", metavar="NAME", help="the adapter's name (default: %(default)s)")
-    own.add_argument("--adapters", type=Path, required=True, metavar="DIR", help="[rl.serving] adapters_path")
+    own.add_argument(
+        "--adapter", metavar="NAME", help=f"the adapter's name (default: {POLICY}; of a verifier: {VERIFIER})"
+    )
+    own.add_argument("--adapters", type=Path, metavar="DIR", help="where versions are kept: [rl.serving] adapters_path")
     own.add_argument(
         "--from", dest="start", default=LATEST, metavar="VERSION", help="a number, latest (the default) or base"
     )
     group = parser.add_argument_group("training", "The keys of [rl.training]; config.toml.example explains them.")
-    for name, field in TrainingSettings.model_fields.items():
-        group.add_argument(
-            _option(name),
-            default=argparse.SUPPRESS,
-            metavar="VALUE",
-            help=f"{_choices(field.annotation)}default: {_text(field.default)}".replace("%", "%%"),
-        )
+    add_fields(group, TrainingSettings)
+    judge = parser.add_argument_group(
+        "verifier", "Learn to judge episodes, of whatever policy. The keys of [rl.verifier]."
+    )
+    judge.add_argument("--verifier", action="store_true", help="train an outcome verifier; the epilog has an example")
+    add_fields(judge, VerifierSettings)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, or say what would be. Raises ``RLError`` when options, store, episodes, model or server are wrong."""
-    return asyncio.run(_Training(args).run())
+    args.adapter = args.adapter or (VERIFIER if args.verifier else POLICY)
+    if args.store is None:
+        from openhands_rl_plugin.cli.train_shapes import say_shapes
+
+        return say_shapes(args)
+    if args.adapters is None:
+        raise ConfigError("--adapters DIR is needed: the directory where the versions are kept")
+    with joined(args) as ranks:
+        return _run(args, ranks)
+
+
+def _run(args: argparse.Namespace, ranks: Ranks | None) -> int:
+    if args.verifier:
+        from openhands_rl_plugin.cli.train_verifier import VerifierTraining
+
+        return asyncio.run(VerifierTraining(args, starting_point, training_progress, publish).run())
+    if foreign := given_fields(args, VerifierSettings):
+        raise ConfigError(f"{option_of(min(foreign))} is for a verifier: give --verifier too, or leave it out")
+    return asyncio.run(_Training(args, ranks).run())
 
 
 class _Training:
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, ranks: Ranks | None) -> None:
         from openhands_rl_plugin.serving.adapters import AdapterStore, check_name
 
         self._args = args
-        self._settings = _settings(args)
+        self._ranks = ranks
+        self._leads = ranks is None or ranks.rank == 0
+        self._settings = settings_from(args, load_settings(args.config).training if args.config else TrainingSettings())
+        if args.publish:
+            self._settings.check_servable()
         self._name = check_name(args.adapter)
         self._where = filter_of(args).model_copy(update={"adapter": None})
         self._reward: Reward = build("rewards", args.reward)
         self._adapters = AdapterStore(args.adapters)
-        self._parent = _parent(self._adapters, self._name, args.start)
+        self._whole = self._settings.method == "full"
+        if self._whole and ranks is not None:
+            raise ConfigError("--method full trains in one process: start it without torchrun or accelerate launch")
+        self._parent = None if self._whole else starting_point(self._adapters, self._name, args.start)
 
     async def run(self) -> int:
         async with open_store(self._args.store, create=False) as storage:
@@ -98,18 +132,25 @@ class _Training:
             return 0
         if not lesson.samples:
             raise TrainingError(_nothing(self._settings))
+        if self._whole:
+            await asyncio.to_thread(self._train_whole, lesson, base_model)
+            return 0
         metrics, adapter, probe = await asyncio.to_thread(self._train, lesson, base_model)
+        if adapter is None:
+            return 0
         print(f"{adapter.name}: {', '.join(f'{name} {value:.4g}' for name, value in metrics.items())}")
         if self._args.publish:
-            await self._publish(adapter, probe)
+            await publish(self._args.publish, self._adapters, adapter, probe)
         return 0
 
     async def _lesson(self, storage: TrajectoryStorage, base_model: str) -> Lesson:
         from openhands_rl_plugin.agent_lesson import collected_episodes, lesson_of
         from openhands_rl_plugin.scoring import score_stored
 
-        if not self._args.dry_run:
+        if not self._args.dry_run and self._leads:
             await score_stored(storage, self._reward, self._where)
+        if self._ranks is not None:
+            self._ranks.tell(None)  # the scores are there now
         episodes = await collected_episodes(
             storage, self._where, base_model=base_model, adapter=self._name, reward=self._reward
         )
@@ -123,8 +164,7 @@ class _Training:
         print(f"  episodes: {lesson.used} used; left out: {', '.join(left_out) or 'none'}")
         longest = max((len(sample.input_ids) for sample in lesson.samples), default=0)
         memory = estimate_memory(self._args.model, self._settings, longest)
-        parts = {"weights": memory.weights, "adapter": memory.adapter, "activations": memory.activations}
-        of_parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+        of_parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in memory.parts().items())
         if lesson.samples:
             print(f"  {_sizes(lesson.samples)}")
             units = len(lesson.pairs) or lesson.used
@@ -132,52 +172,65 @@ class _Training:
             print(f"  steps: {steps} ({self._settings.num_epochs} epochs)")
         print(f"  memory: about {memory.total / 1e9:.2f} GB ({of_parts})", flush=True)
 
-    def _train(self, lesson: Lesson, base_model: str) -> tuple[dict[str, float], Adapter, Probe]:
+    def _train_whole(self, lesson: Lesson, base_model: str) -> None:
+        from openhands_rl_plugin.cli.train_whole import train_whole
+
+        made = train_whole(
+            self._args.model,
+            self._settings,
+            lesson,
+            training_progress(),
+            root=self._adapters.root,
+            name=self._name,
+            base_model=base_model,
+        )
+        print(f"{made.path}: {', '.join(f'{name} {value:.4g}' for name, value in made.metrics.items())}")
+
+    def _train(self, lesson: Lesson, base_model: str) -> tuple[dict[str, float], Adapter | None, Probe]:
+        """The metrics, the new version (rank 0 alone has one), and what to probe it by."""
         from openhands_rl_plugin.agent_lesson import teach
 
         try:
             from openhands_rl_plugin.serving.threads import prepare_threads
 
             prepare_threads()
-            from openhands_rl_plugin.training.trainer import LoraTrainer
+            from openhands_rl_plugin.training.make_trainer import make_trainer
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or "torch", "train") from error
-        trainer = LoraTrainer(self._args.model, self._settings, adapter=self._parent)
+        trainer = make_trainer(self._args.model, self._settings, self._parent)
         directory = self._adapters.root / f"{self._name}.training"
-        with _progress() as advanced:
+        with training_progress() as advanced:
             metrics = teach(trainer, lesson, advanced, run=directory).as_floats()
-        adapter = self._adapters.create(
+        adapter = self._keep(trainer, metrics | {"episodes_used": float(lesson.used)}, base_model)
+        probe = trainer.probe(lesson.samples[0].input_ids[-_PROBE_TOKENS:])
+        if adapter is not None:
+            self._adapters.keep_probe(adapter, probe)  # a later ``adapters publish`` proves itself by it
+        return metrics, adapter, probe
+
+    def _keep(self, trainer: LoraTrainer, metrics: dict[str, float], base_model: str) -> Adapter | None:
+        if not self._leads:
+            return None
+        return self._adapters.create(
             self._name,
             trainer.save_adapter,
             base_model=base_model,
             parent=self._parent.name if self._parent else None,
             step=trainer.step + (self._parent.step if self._parent else 0),
-            metrics=metrics | {"episodes_used": float(lesson.used)},
+            metrics=metrics,
         )
-        return metrics, adapter, trainer.probe(lesson.samples[0].input_ids[-_PROBE_TOKENS:])
-
-    async def _publish(self, adapter: Adapter, probe: Probe) -> None:
-        from openhands_rl_plugin.serving.publisher import AdapterPublisher
-
-        async with AdapterPublisher(self._args.publish, self._adapters) as publisher:
-            report = await publisher.publish(adapter, probe)
-        print(f"{adapter.name} is in use at {self._args.publish} after {report.seconds:.1f} s")
 
 
-def _settings(args: argparse.Namespace) -> TrainingSettings:
-    settings = load_settings(args.config).training if args.config else TrainingSettings()
-    given = {name: value for name, value in vars(args).items() if name in TrainingSettings.model_fields}
-    if "target_modules" in given:
-        given["target_modules"] = [each for each in given["target_modules"].split(",") if each]
-    try:
-        # Not strictly: options are text.
-        return TrainingSettings.model_validate(settings.model_dump() | given, strict=False)
-    except ValidationError as error:
-        lines = (f"{_option(at[-1])}: {what}" if at else what for at, what in problems(error, TrainingSettings))
-        raise ConfigError("\n".join(lines)) from error
+async def publish(url: str, adapters: AdapterStore, adapter: Adapter, probe: Probe) -> None:
+    """Bring a version into use on a server and say so. Raises ``PublishError``."""
+    from openhands_rl_plugin.serving.publisher import AdapterPublisher
+
+    async with AdapterPublisher(url, adapters) as publisher:
+        report = await publisher.publish(adapter, probe)
+    print(f"{adapter.name} is in use at {url} after {report.seconds:.1f} s")
 
 
-def _parent(adapters: AdapterStore, name: str, start: str) -> Adapter | None:
+def starting_point(adapters: AdapterStore, name: str, start: str) -> Adapter | None:
+    """The version that training goes on from; ``None`` for the base model. Raises ``ConfigError``."""
     if start == BASE:
         return None
     if start == LATEST:
@@ -203,7 +256,7 @@ async def _only_base_model(storage: TrajectoryStorage, where: TrajectoryFilter, 
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[TrainProgress], None]]:
+def training_progress() -> Iterator[Callable[[TrainProgress], None]]:
     """A bar with the loss and the time left on stderr, where that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -235,15 +288,3 @@ def _nothing(settings: TrainingSettings) -> str:
         "nothing to compare: no task has episodes of one policy version with different rewards; roll out several "
         "episodes a task, or imitate the best with --algorithm rejection-sampling"
     )
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _choices(annotation: object) -> str:
-    return f"{', '.join(get_args(annotation))}; " if get_origin(annotation) is Literal else ""
-
-
-def _text(default: object) -> str:
-    return ",".join(default) if isinstance(default, tuple) else str(default).lower()

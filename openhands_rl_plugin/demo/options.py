@@ -9,6 +9,7 @@ from pydantic import Field
 
 from openhands_rl_plugin.environments.webshop import WebShop
 from openhands_rl_plugin.settings import (
+    LoopSettings,
     RLSettings,
     SamplingSettings,
     ServingSettings,
@@ -43,6 +44,7 @@ class DemoOptions(Frozen):
     warm_start_epochs: int = 2
     warm_start_rate: float = 1e-3
     reinforcement_rate: float = 5e-4
+    loop: LoopSettings = LoopSettings()
 
     def shortened(self) -> DemoOptions:
         """The same path in under two minutes."""
@@ -80,6 +82,7 @@ class DemoOptions(Frozen):
             storage=StorageSettings(path=str(self.run_directory / "trajectories")),
             sampling=SamplingSettings(seed=self.seed),
             training=self._reinforcement(),
+            loop=self.loop,
             serving=ServingSettings(
                 base_url=f"{model_url}/v1",
                 model=base_model,
@@ -126,6 +129,8 @@ class DemoOptions(Frozen):
             learning_rate=self.reinforcement_rate,
             num_epochs=1,
             batch_size=16,
+            # Episodes that the policy has left behind meanwhile count by how likely they still are.
+            correction="truncate" if self.loop.kind == "async" else "none",
             max_tokens_per_pass=PASS_TOKENS,
             seed=self.seed,
         )

@@ -18,7 +18,7 @@ from openhands_rl_plugin.environments.http import HttpEnvironmentOptions, WebEnv
 from openhands_rl_plugin.environments.webshop import WebShop
 from openhands_rl_plugin.environments.webshop.demonstrator import ORACLE, DemonstratorOptions, WebShopDemonstrator
 from openhands_rl_plugin.errors import ConfigError, describe
-from openhands_rl_plugin.hosts.v0.workers import WorkerPoolRunner
+from openhands_rl_plugin.hosts.v0.executors import open_pool
 from openhands_rl_plugin.protocols import TrajectoryStorage
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.runners import SessionRunner
@@ -27,9 +27,11 @@ from openhands_rl_plugin.serving.publisher import AdapterPublisher
 from openhands_rl_plugin.settings import RLSettings
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
 from openhands_rl_plugin.testing import ScriptedEngine
-from openhands_rl_plugin.training.loop import ClosedLoop, LoopListener, LoopParts
+from openhands_rl_plugin.training.async_loop import make_loop
+from openhands_rl_plugin.training.async_router import rollout_settings
+from openhands_rl_plugin.training.loop import LoopListener, LoopParts
+from openhands_rl_plugin.training.make_trainer import make_trainer
 from openhands_rl_plugin.training.plan import LoopState
-from openhands_rl_plugin.training.trainer import LoraTrainer
 from openhands_rl_plugin.types import Frozen, StrategySpec
 
 CACHE_BYTES = 128 * 1024**2
@@ -51,14 +53,17 @@ def run_demo(options: DemoOptions, listener: LoopListener | None = None) -> Demo
     """
     _claim(options)
     model = ensure_model(options.model_directory)
-    with _servers(options, model) as settings:
-        return asyncio.run(_play(_Stage(options, settings, model, options.shop()), listener))
+    adapters = AdapterStore(options.run_directory / "adapters")
+    with _servers(options, model) as settings, rollout_settings(settings, adapters) as sampled:
+        return asyncio.run(_play(_Stage(options, settings, sampled, model, options.shop()), listener))
 
 
 @dataclass(frozen=True)
 class _Stage:
     options: DemoOptions
     settings: RLSettings
+    sampled: RLSettings
+    """Where rollouts sample from."""
     model: Path
     shop: WebShop
 
@@ -69,7 +74,7 @@ async def _play(stage: _Stage, listener: LoopListener | None) -> DemoResult:
     plan = stage.options.plan(stage.shop, base_model=NAME, probe_ids=tuple(tokenizer(PROBE).input_ids))
     adapters = AdapterStore(directory / "adapters")
     storage = FileTrajectoryStorage(directory / "trajectories")
-    runner = WorkerPoolRunner(stage.settings, workers=1, storage=storage)
+    runner = open_pool(stage.sampled, workers=1, storage=storage)
     try:
         parts = LoopParts(
             runner=runner,
@@ -78,12 +83,14 @@ async def _play(stage: _Stage, listener: LoopListener | None) -> DemoResult:
             reward=ReturnReward(),
             objective=ReturnReward(),
             adapters=adapters,
-            publisher=AdapterPublisher(stage.settings.serving.base_url, adapters),
+            publisher=AdapterPublisher(
+                stage.settings.serving.base_url, adapters, keep=stage.settings.loop.kept_versions
+            ),
             tokenizer=tokenizer,
-            make_trainer=lambda settings, adapter: LoraTrainer(stage.model, settings, adapter=adapter),
+            make_trainer=lambda settings, adapter: make_trainer(stage.model, settings, adapter),
             state_file=directory / "state.json",
         )
-        state = await ClosedLoop(plan, parts, listener).run()
+        state = await make_loop(plan, parts, stage.settings.loop, listener).run()
         report = await write_report(directory / "report.html", state, storage, adapters, plan.run_id)
         compared = await comparisons(storage, plan.run_id)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
 
 from openhands_rl_plugin.exchange.foreign import LeftOutError
 from openhands_rl_plugin.exchange.judgement import identity_columns, resolved
@@ -30,8 +31,17 @@ _USER = """Please evaluate the following interaction between an AI assistant and
 
 Based on the above interaction, did the assistant successfully resolve the user's initial request? Respond with YES \
 or NO."""
+
+
 _RULE = "-" * 100 + "\n"
 _TITLES = {"tool": "TOOL EXECUTION RESULT"}
+
+
+class LogSection(NamedTuple):
+    """A part of a log, without the rule above it. The message after the system's is the instruction."""
+
+    kind: Literal["system", "instruction", "turn"]
+    text: str
 
 
 def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
@@ -49,25 +59,39 @@ def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject
 
 def prompt(messages: Sequence[Message], tools: Sequence[JsonObject]) -> list[JsonObject]:
     """The two messages that ask for a judgement of a conversation."""
-    return [
-        {"role": "system", "content": SYSTEM},
-        {"role": "user", "content": _USER.format(log=interaction_log(messages, tools))},
-    ]
+    return question(interaction_log(messages, tools))
+
+
+def question(log: str) -> list[JsonObject]:
+    """The two messages that ask for a judgement of an interaction log."""
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": _USER.format(log=log)}]
 
 
 def interaction_log(messages: Sequence[Message], tools: Sequence[JsonObject]) -> str:
     """The conversation as one text; turns are counted in pairs of messages."""
-    log = ""
+    return joined(log_sections(messages, tools))
+
+
+def joined(sections: Sequence[LogSection]) -> str:
+    """The log that consists of these sections."""
+    return "".join(section.text if section.kind == "system" else _RULE + section.text for section in sections) + _RULE
+
+
+def log_sections(messages: Sequence[Message], tools: Sequence[JsonObject]) -> list[LogSection]:
+    """The parts of the log in order: what the agent was told in general, the instruction, and every other message."""
+    sections: list[LogSection] = []
     if messages and messages[0].role == "system":
-        log = f"*** System Message that describes the assistant's behavior ***\n{messages[0].content or ''}\n"
+        text = f"*** System Message that describes the assistant's behavior ***\n{messages[0].content or ''}\n"
+        sections.append(LogSection("system", text))
         messages = messages[1:]
     by_name = {str(function["name"]): tool for tool in tools if isinstance(function := tool.get("function"), dict)}
     for at, message in enumerate(_user_merged(messages)):
         title = _TITLES.get(message.role, message.role.upper())
-        log += f"{_RULE}*** Turn {at // 2 + 1} - {title} ***\n{message.content or ''}\n"
+        text = f"*** Turn {at // 2 + 1} - {title} ***\n{message.content or ''}\n"
         for number, call in enumerate(message.tool_calls):
-            log += f"### Tool Call {number}\n{_as_text(call, by_name)}\n"
-    return log + _RULE
+            text += f"### Tool Call {number}\n{_as_text(call, by_name)}\n"
+        sections.append(LogSection("instruction" if at == 0 else "turn", text))
+    return sections
 
 
 def _user_merged(messages: Sequence[Message]) -> Iterator[Message]:

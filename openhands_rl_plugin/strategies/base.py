@@ -12,7 +12,7 @@ from openhands_rl_plugin.errors import CaughtFailure, ConfigError
 from openhands_rl_plugin.protocols import Forkable, LLMEngine
 from openhands_rl_plugin.strategies.budget import Spending
 from openhands_rl_plugin.strategies.search import Search, SearchOptions, ended, note
-from openhands_rl_plugin.strategies.value import Estimate, ValueFunction, built_in
+from openhands_rl_plugin.strategies.value import Estimate, ValueFunction, built_in, value_of_end
 from openhands_rl_plugin.tree import EpisodeTree
 from openhands_rl_plugin.types import Failure
 
@@ -74,7 +74,10 @@ class SearchStrategy(ABC):
             if not search.stepped(action) and not await search.simulate(action):
                 return None
             reward, state = node.reward or 0.0, search.state(action)
-        estimate = Estimate(0.0) if ended(node) else await self._value.estimate(search, state)
+        if ended(node):
+            estimate = await value_of_end(self._value, search, state)
+        else:
+            estimate = await self._value.estimate(search, state)
         node.visits += 1
         node.value = reward + search.total(estimate.path) + estimate.value
         return estimate._replace(value=node.value)

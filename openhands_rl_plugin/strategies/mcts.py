@@ -13,7 +13,7 @@ from openhands_rl_plugin.protocols import Forkable
 from openhands_rl_plugin.strategies.base import SearchStrategy
 from openhands_rl_plugin.strategies.search import Search, SearchOptions, ended, note, notes
 from openhands_rl_plugin.strategies.uct import Arm, best_arm, priors, width
-from openhands_rl_plugin.strategies.value import Estimate, ValueFunction
+from openhands_rl_plugin.strategies.value import Estimate, ValueFunction, value_of_end
 from openhands_rl_plugin.tree import DraftNode
 
 
@@ -125,9 +125,9 @@ class _Walk:
             fresh = not self._search.stepped(action)
             if fresh and not await self._search.simulate(action):
                 return None
-            if ended(self._tree.nodes[action]):
-                return Estimate(0.0)
             state = self._search.state(action)
+            if ended(self._tree.nodes[action]):
+                return await value_of_end(self._value, self._search, state)
             if fresh or len(path) >= self._options.depth:
                 return await self._value.estimate(self._search, state)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from pydantic import Field
 
@@ -43,6 +43,20 @@ class ValueFunction(Protocol):
     async def estimate(self, search: Search, state: int) -> Estimate:
         """``state`` is a node of ``search.tree``; the estimate is 0.0 where nothing can be said."""
         ...
+
+
+@runtime_checkable
+class JudgesEnds(Protocol):
+    """A value that also says what an ended episode is worth, where rewards do not. A capability, not a flag."""
+
+    async def estimate_end(self, search: Search, state: int) -> Estimate:
+        """As ``ValueFunction.estimate``, for a state in which the episode has ended."""
+        ...
+
+
+async def value_of_end(value: ValueFunction, search: Search, state: int) -> Estimate:
+    """What is expected beyond the rewards that were seen once the episode has ended: nothing, unless it is judged."""
+    return await value.estimate_end(search, state) if isinstance(value, JudgesEnds) else Estimate(0.0)
 
 
 class NoValue:
@@ -175,6 +189,11 @@ async def _so_far(search: Search, state: int) -> Trajectory:
         evidence = await world.evidence()
     finally:
         await world.close()
+    return episode_so_far(search, state, evidence)
+
+
+def episode_so_far(search: Search, state: int, evidence: JsonObject) -> Trajectory:
+    """The episode as if it had ended at ``state``, to be judged by a reward."""
     now = time.time()
     return Trajectory(
         id="search",
@@ -186,6 +205,7 @@ async def _so_far(search: Search, state: int) -> Trajectory:
         nodes=tuple(Node(**vars(node)) for node in search.tree.nodes),
         head=state,
         stop=StopReason.UNFINISHED,
+        tools=tuple(search.tree.tools),
         evidence=evidence,
         times=Times(started=now, finished=now),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
 from openhands_rl_plugin.errors import TrainingError
 from openhands_rl_plugin.training.layout import MIN_SHARED, common_prefix
@@ -74,24 +75,45 @@ def pack(samples: Sequence[Sample], max_tokens_per_pass: int) -> list[list[Sampl
     """Group samples so that each group takes at most ``max_tokens_per_pass`` rows when laid out.
 
     Sequences are laid out end to end without padding, so instead of similar lengths it is similar beginnings that are
-    put together: a prefix that neighbours share is computed once. A sample that is longer than the limit gets a group
-    of its own. Every sample is in exactly one group; the result does not depend on the order of ``samples``, except
-    for the order of equal ones.
+    put together: a prefix that neighbours share is computed once. Among all ways to cut the sorted samples into groups,
+    the one that computes fewest tokens twice is taken, and of those the one with fewest groups. A sample that is longer
+    than the limit gets a group of its own. Every sample is in exactly one group; the result does not depend on the
+    order of ``samples``, except for the order of equal ones.
     """
-    groups: list[list[Sample]] = []
-    rows = 0
-    for sample in sorted(samples, key=lambda sample: sample.input_ids):
-        length = len(sample.input_ids)
-        if groups:
-            # The layout may leave up to MIN_SHARED tokens of a common prefix unshared, so this is an upper bound.
-            shared = max(0, common_prefix(groups[-1][-1].input_ids, sample.input_ids) - MIN_SHARED)
-            if rows + length - shared <= max_tokens_per_pass:
-                groups[-1].append(sample)
-                rows += length - shared
-                continue
-        groups.append([sample])
-        rows = length
-    return groups
+    ordered = sorted(samples, key=lambda sample: sample.input_ids)
+    # What each has in common with its left neighbour. The layout may leave up to MIN_SHARED tokens of a common prefix
+    # unshared, so rows are an upper bound.
+    shared = [0] * len(ordered)
+    for at in range(1, len(ordered)):
+        common = common_prefix(ordered[at - 1].input_ids, ordered[at].input_ids)
+        shared[at] = max(0, common - MIN_SHARED)
+    starts = _cheapest_starts([len(sample.input_ids) for sample in ordered], shared, max_tokens_per_pass)
+    return [ordered[start:stop] for start, stop in pairwise((*starts, len(ordered)))]
+
+
+def _cheapest_starts(lengths: Sequence[int], shared: Sequence[int], limit: int) -> list[int]:
+    """Where groups begin, so that the tokens that are shared across a cut are fewest, then the groups."""
+    # Of the first n samples: tokens computed twice, groups, and where the last group begins
+    best = [(0, 0, 0)]
+    for stop in range(1, len(lengths) + 1):
+        rows, found = 0, None
+        for start in range(stop - 1, -1, -1):
+            # Without its left neighbour the first of a group is computed whole.
+            rows += lengths[start] - (shared[start + 1] if start + 1 < stop else 0)
+            if rows > limit and start < stop - 1:
+                break
+            twice, groups, _ = best[start]
+            lost = shared[start] + MIN_SHARED if shared[start] else 0
+            cost = (twice + lost, groups + 1, start)
+            found = cost if found is None else min(found, cost)
+        assert found is not None  # a sample alone is always a group
+        best.append(found)
+    starts: list[int] = []
+    at = len(lengths)
+    while at > 0:
+        at = best[at][2]
+        starts.append(at)
+    return starts[::-1]
 
 
 class _Segment:

@@ -17,7 +17,7 @@ GATED = frozenset({"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "SmolLM3MLP
 
 
 def fuse_layers(model: PreTrainedModel) -> None:
-    """Replace the layers whose mathematics is known, by class name. All parameters must be frozen.
+    """Replace the layers whose mathematics is known, by class name.
 
     Names of the linear layers stay as they are, so that adapters fit.
     """
@@ -66,12 +66,15 @@ class _Norm(torch.autograd.Function):
         return (wide * scale).to(x.dtype).mul_(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         normal = x.float() * scale
+        slope_of_weight = None
+        if ctx.needs_input_grad[1]:
+            slope_of_weight = (grad.float() * normal).flatten(0, -2).sum(0).to(weight.dtype)
         slope = (grad * weight).float()
         shared = (slope * normal).mean(-1, keepdim=True).neg_()
-        return slope.addcmul_(normal, shared).mul_(scale).to(x.dtype), None, None
+        return slope.addcmul_(normal, shared).mul_(scale).to(x.dtype), slope_of_weight, None
 
 
 class _Gate(torch.autograd.Function):

@@ -1,140 +1,40 @@
 """The story, top to bottom: measure, learn from demonstrations, then roll out, score, train and publish, and measure.
 
-Every stage ends with one atomic write of the run's state, and every stage can be begun again: episodes already stored
-are not played twice, and an adapter whose stage did not end is followed by a later version. So a run that was killed
-continues where it was.
+One thing at a time: while the policy is trained nothing is rolled out. ``async_loop`` does both at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.errors import TrainingError
-from openhands_rl_plugin.protocols import EpisodeRunner, Reward, TrajectoryStorage
-from openhands_rl_plugin.records import TrajectoryFilter
-from openhands_rl_plugin.rollout import RolloutPlan, roll_out
-from openhands_rl_plugin.scoring import score_stored, scored_rewards
-from openhands_rl_plugin.training.credit import Credit, credited_samples
-from openhands_rl_plugin.training.demonstrations import ChatTokenizer, demonstration_sample
-from openhands_rl_plugin.training.memory import forget_unused
-from openhands_rl_plugin.training.plan import LoopPlan, LoopState, StageRecord, success_metrics
-from openhands_rl_plugin.types import Adapter, SamplingParams, Task, Trajectory
-
-if TYPE_CHECKING:
-    from openhands_rl_plugin.serving.adapters import AdapterStore
-    from openhands_rl_plugin.serving.publisher import AdapterPublisher
-    from openhands_rl_plugin.settings import TrainingSettings
-    from openhands_rl_plugin.training.metrics import TrainProgress
-    from openhands_rl_plugin.training.trainer import LoraTrainer
-
-Advance = Callable[["TrainProgress"], None]
+from openhands_rl_plugin.scoring import score_stored
+from openhands_rl_plugin.training.loop_stages import LoopListener as LoopListener
+from openhands_rl_plugin.training.loop_stages import LoopParts as LoopParts
+from openhands_rl_plugin.training.loop_stages import LoopStages, iteration_name
+from openhands_rl_plugin.training.plan import LoopState, StageRecord
 
 
-class LoopListener:
-    """What a loop tells while it runs. The base class listens to nothing; override what you want to show."""
-
-    def stage_started(self, name: str) -> None:
-        """A stage begins."""
-
-    def advanced(self, stage: str, activity: str, done: int, total: int) -> None:
-        """``done`` of ``total`` episodes or optimiser steps of an activity of the stage are finished."""
-
-    def stage_finished(self, record: StageRecord) -> None:
-        """A stage ended, or was found finished when the run resumed."""
-
-
-@dataclass(frozen=True)
-class LoopParts:
-    """What the loop composes. ``demonstrator`` plays the demonstrations, ``runner`` everything else.
-
-    ``reward`` is what is measured and reported; ``objective`` is what reinforcement maximises.
-    """
-
-    runner: EpisodeRunner
-    demonstrator: EpisodeRunner
-    storage: TrajectoryStorage
-    reward: Reward
-    objective: Reward
-    adapters: AdapterStore
-    publisher: AdapterPublisher
-    tokenizer: ChatTokenizer
-    make_trainer: Callable[[TrainingSettings, Adapter | None], LoraTrainer]
-    state_file: Path
-
-
-class ClosedLoop:
-    """Runs a plan to its end, from wherever its state file says it stands."""
-
-    def __init__(self, plan: LoopPlan, parts: LoopParts, listener: LoopListener | None = None) -> None:
-        self._plan = plan
-        self._parts = parts
-        self._listener = listener or LoopListener()
-        self._state = LoopState.load(parts.state_file)
-        self._trainer: LoraTrainer | None = None
+class ClosedLoop(LoopStages):
+    """Runs a plan to its end, one stage after the other."""
 
     async def run(self) -> LoopState:
         """Play all stages. Raises ``StorageError``, ``TrainingError`` or ``PublishError`` with the state intact."""
         if (adapter := self._adapter()) is not None:
-            await self._parts.publisher.publish(adapter)
-        await self._stage("evaluate-base", self._evaluate)
-        await self._stage("demonstrate", self._demonstrate)
-        await self._stage("warm-start", self._warm_start)
-        await self._stage("evaluate-warm-start", self._evaluate)
+            await self._bring_into_use(adapter)
+        await self._begin()
         for index in range(self._plan.iterations):
             await self._stage(iteration_name(index), self._iterate)
         await self._stage("evaluate-final", self._evaluate)
         return self._state
-
-    async def _stage(self, name: str, play: Callable[[str], Awaitable[StageRecord]]) -> None:
-        record = self._state.record(name)
-        if record is None:
-            self._listener.stage_started(name)
-            record = await play(name)
-            self._state = self._state.with_record(record)
-            self._state.save(self._parts.state_file)
-        self._listener.stage_finished(record)
-
-    async def _evaluate(self, stage: str) -> StageRecord:
-        started = time.time()
-        played = await self._roll_out(stage, self._plan.held_out, 1, self._plan.evaluation)
-        return self._record(stage, started, await self._judge(stage, played))
-
-    async def _demonstrate(self, stage: str) -> StageRecord:
-        started = time.time()
-        played = await self._roll_out(
-            stage, self._plan.demonstrations, 1, SamplingParams(), runner=self._parts.demonstrator
-        )
-        return self._record(stage, started, await self._judge(stage, played))
-
-    async def _warm_start(self, stage: str) -> StageRecord:
-        started = time.time()
-        where = TrajectoryFilter(run_id=self._run_id("demonstrate"), failed=False)
-        played = [trajectory async for trajectory, _ in self._parts.storage.find(where)]
-        good = [trajectory for trajectory in played if trajectory.episode_return >= self._plan.success_at]
-        if not good:
-            raise TrainingError(
-                f"none of the {len(played)} demonstrations succeeded; is the environment the right one?"
-            )
-        good.sort(key=lambda trajectory: trajectory.id)
-        samples = [demonstration_sample(trajectory, self._parts.tokenizer) for trajectory in good]
-        trainer = await asyncio.to_thread(self._parts.make_trainer, self._plan.warm_start, None)
-        advance = self._advance(stage, "training")
-        metrics = await asyncio.to_thread(trainer.sft, samples, advance, run=self._run_directory(stage))
-        adapter = await self._publish(stage, trainer, metrics.as_floats())
-        return self._record(stage, started, metrics.as_floats(), adapter)
 
     async def _iterate(self, stage: str) -> StageRecord:
         started = time.time()
         tasks = self._plan.tasks_of_iteration(int(stage.rsplit("-", 1)[1]))
         played = await self._roll_out(stage, tasks, self._plan.samples_per_task, self._plan.sampling)
         rolled_out = time.time()
-        metrics = await self._judge(stage, played)
-        await score_stored(self._parts.storage, self._parts.objective, TrajectoryFilter(run_id=self._run_id(stage)))
+        metrics = await self._judge(self._where(stage), played)
+        await score_stored(self._parts.storage, self._parts.objective, self._where(stage))
         credit = await self._credit(played)
         metrics |= credit.baseline.as_floats() | {"rollout_seconds": rolled_out - started}
         if not credit.samples:
@@ -146,94 +46,3 @@ class ClosedLoop:
         adapter = await self._publish(stage, trainer, metrics)
         await asyncio.to_thread(trainer.save_state, self._trainer_directory(adapter))
         return self._record(stage, started, metrics, adapter)
-
-    async def _credit(self, played: Sequence[Trajectory]) -> Credit:
-        rewards = await scored_rewards(self._parts.objective, played)
-        return credited_samples(played, rewards, self._plan.reinforcement)
-
-    async def _roll_out(
-        self,
-        stage: str,
-        tasks: Sequence[Task],
-        samples_per_task: int,
-        sampling: SamplingParams,
-        runner: EpisodeRunner | None = None,
-    ) -> tuple[Trajectory, ...]:
-        adapter = self._adapter()
-        plan = RolloutPlan(
-            run_id=self._run_id(stage),
-            tasks=tuple(tasks),
-            samples_per_task=samples_per_task,
-            served_model=adapter.name if adapter is not None else self._plan.base_model,
-            sampling=sampling,
-            seed=self._plan.seed,
-            concurrency=self._plan.concurrency,
-        )
-        finished, total = 0, len(tasks) * samples_per_task
-
-        def count(_: Trajectory) -> None:
-            nonlocal finished
-            finished += 1
-            self._listener.advanced(stage, "episodes", finished, total)
-
-        return await roll_out(plan, runner or self._parts.runner, self._parts.storage, count)
-
-    async def _judge(self, stage: str, played: Sequence[Trajectory]) -> dict[str, float]:
-        where = TrajectoryFilter(run_id=self._run_id(stage))
-        await score_stored(self._parts.storage, self._parts.reward, where)
-        return success_metrics(played, await scored_rewards(self._parts.reward, played), self._plan.success_at)
-
-    async def _reinforcement_trainer(self) -> LoraTrainer:
-        if self._trainer is None:
-            forget_unused()  # the warm start's model, before there is another one
-            adapter = self._adapter()
-            trainer = await asyncio.to_thread(self._parts.make_trainer, self._plan.reinforcement, adapter)
-            if adapter is not None and (saved := self._trainer_directory(adapter)).exists():
-                await asyncio.to_thread(trainer.load_state, saved)
-            self._trainer = trainer
-        return self._trainer
-
-    async def _publish(self, stage: str, trainer: LoraTrainer, metrics: dict[str, float]) -> Adapter:
-        parent = self._adapter()
-        adapter = await asyncio.to_thread(
-            self._parts.adapters.create,
-            self._plan.adapter,
-            trainer.save_adapter,
-            base_model=self._plan.base_model,
-            parent=parent.name if parent is not None else None,
-            step=trainer.step,
-            metrics=metrics,
-        )
-        probe = await asyncio.to_thread(trainer.probe, self._plan.probe_ids)
-        report = await self._parts.publisher.publish(adapter, probe)
-        self._listener.advanced(stage, f"published {adapter.name}", 1, 1)
-        metrics["publish_seconds"] = report.seconds
-        return adapter
-
-    def _adapter(self) -> Adapter | None:
-        # The state decides, not the pointer: a killed stage may have published what the state does not know.
-        name = self._state.adapter
-        return self._parts.adapters.get(name) if name is not None else None
-
-    def _advance(self, stage: str, activity: str) -> Advance:
-        return lambda progress: self._listener.advanced(stage, activity, progress.done, progress.total)
-
-    def _record(
-        self, stage: str, started: float, metrics: dict[str, float], adapter: Adapter | None = None
-    ) -> StageRecord:
-        name = adapter.name if adapter is not None else self._state.adapter
-        return StageRecord(name=stage, adapter=name, metrics=metrics, started=started, finished=time.time())
-
-    def _run_id(self, stage: str) -> str:
-        return f"{self._plan.run_id}/{stage}"
-
-    def _run_directory(self, stage: str) -> Path:
-        return self._parts.state_file.parent / "training" / stage
-
-    def _trainer_directory(self, adapter: Adapter) -> Path:
-        return self._parts.state_file.parent / "trainer" / adapter.name
-
-
-def iteration_name(index: int) -> str:
-    """``2`` -> ``"iteration-002"``."""
-    return f"iteration-{index:03d}"

@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig
 from peft.tuners import lora
 from torch import Tensor, nn
+
+from openhands_rl_plugin.settings import TrainingSettings
 
 
 class TrainableLinear(lora.Linear):
@@ -62,3 +65,21 @@ class _LoraLinear(torch.autograd.Function):
 
 
 CUSTOM_LAYERS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: TrainableLinear}
+
+
+def adapter_config(settings: TrainingSettings, model_path: str, *, custom_layers: bool = True) -> LoraConfig:
+    """The adapter as PEFT describes it. DoRA's layers are PEFT's own: they do more than the fused step knows."""
+    dora = settings.lora_variant == "dora"
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=model_path,
+        r=settings.lora_rank,
+        lora_alpha=settings.lora_alpha,
+        use_rslora=settings.lora_variant == "rslora",
+        use_dora=dora,
+        lora_dropout=0.0,
+        target_modules=list(settings.target_modules),
+    )
+    if custom_layers and not dora:
+        config._register_custom_module(CUSTOM_LAYERS)
+    return config

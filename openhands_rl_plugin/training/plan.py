@@ -46,19 +46,37 @@ class LoopPlan(Frozen):
 
 
 class StageRecord(Frozen):
-    """A finished stage: the adapter that was current at its end, its figures, and its Unix times in seconds."""
+    """A finished stage: the adapter that was current at its end, its figures, and its Unix times in seconds.
+
+    ``groups``: the groups of episodes that are used up with it, where they are taken as they come.
+    """
 
     name: str
     adapter: str | None
     metrics: dict[str, float]
     started: float
     finished: float
+    groups: tuple[int, ...] = ()
+
+
+class ChosenBatch(Frozen):
+    """What a stage that has begun is trained on: ``groups`` by number, their ``trajectories`` by id.
+
+    ``dropped`` groups were too stale, so that they are used up too; ``stale`` episodes of others were left out.
+    """
+
+    stage: str
+    groups: tuple[int, ...]
+    trajectories: tuple[str, ...]
+    dropped: tuple[int, ...] = ()
+    stale: int = 0
 
 
 class LoopState(Frozen):
-    """The finished stages of a run, in order."""
+    """The finished stages of a run, in order, and the batch of the stage that has begun, where it was chosen."""
 
     records: tuple[StageRecord, ...] = ()
+    batch: ChosenBatch | None = None
 
     @property
     def adapter(self) -> str | None:
@@ -71,7 +89,11 @@ class LoopState(Frozen):
 
     def with_record(self, record: StageRecord) -> Self:
         """This state and one more finished stage."""
-        return self.model_copy(update={"records": (*self.records, record)})
+        return self.model_copy(update={"records": (*self.records, record), "batch": None})
+
+    def with_batch(self, batch: ChosenBatch) -> Self:
+        """This state in the middle of a stage."""
+        return self.model_copy(update={"batch": batch})
 
     @classmethod
     def load(cls, path: Path) -> Self:

@@ -10,11 +10,12 @@ from torch import Tensor
 from openhands_rl_plugin.errors import TrainingError
 from openhands_rl_plugin.settings import TrainingSettings
 from openhands_rl_plugin.training.algorithms import algorithm_of
+from openhands_rl_plugin.training.distributed import Ranks, shares
 from openhands_rl_plugin.training.estimators import whiten
-from openhands_rl_plugin.training.items import Item, passes
+from openhands_rl_plugin.training.items import Item
 from openhands_rl_plugin.training.layout import lay_out
 from openhands_rl_plugin.training.objectives import kl_penalty
-from openhands_rl_plugin.training.policy import TrainablePolicy
+from openhands_rl_plugin.training.packed_model import PackedModel
 from openhands_rl_plugin.types import Sample
 
 
@@ -42,13 +43,16 @@ def trained_tokens(items: Sequence[Item]) -> list[tuple[int, int]]:
 
 
 @torch.no_grad()
-def policy_logprobs(policy: TrainablePolicy, items: Sequence[Item], max_tokens: int) -> list[Tensor]:
+def policy_logprobs(policy: PackedModel, items: Sequence[Item], max_tokens: int, ranks: Ranks) -> list[Tensor]:
     """The policy's logprobs of the trained tokens of each item, in the order of the items, on the CPU."""
-    found: dict[int, Tensor] = {}
-    for group in passes(items, max_tokens, whole_units=False):
+    found = {id(item): torch.zeros(len(item.positions)) for item in items}
+    mine, idle = shares(ranks, items, max_tokens, whole_units=False)
+    for number, group in enumerate((*mine, *idle)):
         logprobs, _ = policy.logprobs(lay_out([item.sample.input_ids for item in group]), trained_tokens(group))
-        parts = torch.split(logprobs.cpu(), [len(item.positions) for item in group])
-        found.update({id(item): part for item, part in zip(group, parts, strict=True)})
+        if number < len(mine):
+            parts = torch.split(logprobs.cpu(), [len(item.positions) for item in group])
+            found.update({id(item): part for item, part in zip(group, parts, strict=True)})
+    ranks.add([found[id(item)] for item in items])
     return [found[id(item)] for item in items]
 
 

@@ -1,4 +1,4 @@
-"""Trains a LoRA adapter on recorded samples: one trainer, one batch type; the algorithm is a loss over passes."""
+"""Trains a model on recorded samples: one trainer, one batch type; the algorithm is a loss over passes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from openhands_rl_plugin.errors import TrainingError
 from openhands_rl_plugin.settings import TrainingSettings
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.checkpoint import load_checkpoint, save_checkpoint
+from openhands_rl_plugin.training.distributed import add_up, connected_ranks, shares
+from openhands_rl_plugin.training.distributed_sharding import is_sharded
 from openhands_rl_plugin.training.imitation import Pair
-from openhands_rl_plugin.training.items import Item, batches, items_of_pairs, items_of_rollouts, passes
+from openhands_rl_plugin.training.items import Item, batches, items_of_pairs, items_of_rollouts
 from openhands_rl_plugin.training.layout import lay_out
 from openhands_rl_plugin.training.loss import Diagnostics
 from openhands_rl_plugin.training.memory import return_freed_memory
 from openhands_rl_plugin.training.metrics import Tally, TrainMetrics, TrainProgress
+from openhands_rl_plugin.training.packed_model import PackedModel
 from openhands_rl_plugin.training.pass_loss import Imitation, Pass, PassLoss, Preference, Reinforcement
 from openhands_rl_plugin.training.policy import WEIGHTS_FILE, TrainablePolicy
 from openhands_rl_plugin.training.preparation import (
@@ -34,38 +37,34 @@ from openhands_rl_plugin.training.preparation import (
     weaken,
 )
 from openhands_rl_plugin.training.run_files import RunFiles, fingerprint
+from openhands_rl_plugin.training.schedule import learning_rate_at
 from openhands_rl_plugin.types import Adapter, Probe, Sample
 
 OnProgress = Callable[[TrainProgress], None]
 """Called after every optimiser step."""
 
-PROBE_TOLERANCE = {torch.bfloat16: 0.15, torch.float32: 0.01}
-"""Mean absolute difference, in nats, between two sound implementations that sum in another order."""
-
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 _OLD = "old.logprobs"
 
 
-class LoraTrainer:
-    """One adapter of one base model and its optimiser. The same settings, calls and samples give the same weights.
+class Trainer:
+    """A model, what of it is trained, and the optimiser. The same settings, calls and samples give the same weights.
 
-    ``adapter``: start from its weights instead of fresh ones. Raises ``TrainingError`` when the model or the adapter
-    cannot be used.
+    ``version``: of the adapter that the policy begins with.
     """
 
-    def __init__(self, model_path: str | Path, settings: TrainingSettings, *, adapter: Adapter | None = None) -> None:
+    def __init__(self, policy: PackedModel, settings: TrainingSettings, *, version: int = 0) -> None:
         self.settings = settings
         self.step = 0
         """Optimiser steps so far, over all calls."""
-        self._version = adapter.version if adapter is not None else 0
-        self._policy = TrainablePolicy(model_path, settings)
-        self.parameters = self._policy.parameters
-        """The adapter's float32 weights by name."""
-        if adapter is not None:
-            _check_file(adapter)
-            self._policy.load(Path(adapter.path))
+        self._call = range(0)
+        self._version = version
+        self._policy = policy
+        self._ranks = connected_ranks(policy.device)
+        self.parameters = policy.parameters
+        """The float32 weights that are trained, by name."""
         self._optimizer = torch.optim.AdamW(
-            list(self._policy.parameters.values()),
+            list(policy.parameters.values()),
             lr=settings.learning_rate,
             weight_decay=settings.weight_decay,
             fused=True,
@@ -105,18 +104,13 @@ class LoraTrainer:
         return self._train(items_of_pairs(pairs), Preference(self.settings), on_progress, run)
 
     def probe(self, token_ids: Sequence[int], max_difference: float | None = None) -> Probe:
-        """The current adapter's logprobs of fixed ids, to check a server against."""
+        """The current policy's logprobs of fixed ids, to check a server against."""
         ids = tuple(token_ids)
         return Probe(
             token_ids=ids,
             logprobs=tuple(self._policy.sequence_logprobs(ids)),
-            max_difference=max_difference or PROBE_TOLERANCE[self._policy.dtype],
+            max_difference=max_difference or self._policy.probe_tolerance,
         )
-
-    def save_adapter(self, directory: Path) -> None:
-        """Write the adapter in PEFT's format (adapter_config.json, adapter_model.safetensors)."""
-        directory.mkdir(parents=True, exist_ok=True)
-        self._policy.save(directory)
 
     def save_state(self, directory: Path) -> None:
         """Write weights, optimiser and step counter into one file, atomically. Raises ``StorageError``.
@@ -149,7 +143,7 @@ class LoraTrainer:
             moments = {name: {key: groups[key][name] for key in _MOMENTS} for name in groups.get("exp_avg", {})}
             parameters = {name: self._policy.parameters[name] for name in moments}
         except (KeyError, ValueError) as error:
-            raise TrainingError(f"{source} does not hold a training state of this adapter") from error
+            raise TrainingError(f"{source} does not hold a training state of this policy") from error
         self._policy.set_weights(groups.get("weights", {}), source)
         self._optimizer.state.clear()
         for name, parameter in parameters.items():
@@ -162,7 +156,7 @@ class LoraTrainer:
         self, items: list[Item], loss: PassLoss, on_progress: OnProgress | None, run: Path | None
     ) -> TrainMetrics:
         samples = [item.sample for item in items]
-        files = RunFiles(run, self._fingerprint(samples, loss)) if run is not None else None
+        files = self._files(samples, loss, run)
         done, first_step, tally = self._begin(items, loss, files)
         order = batches(
             items,
@@ -170,6 +164,7 @@ class LoraTrainer:
             epochs=self.settings.num_epochs,
             seed=f"{self.settings.seed}:{first_step}",
         )
+        self._call = range(first_step, first_step + len(order))
         started = time.monotonic() - tally.seconds
         for number, batch in enumerate(order[done:], start=done + 1):
             found = self._step(batch, loss, tally)
@@ -189,13 +184,21 @@ class LoraTrainer:
             files.finish()
         return tally.metrics(len(items), staleness(samples, self._version))
 
+    def _files(self, samples: list[Sample], loss: PassLoss, run: Path | None) -> RunFiles | None:
+        """What the run leaves on the disk; rank 0 writes for all."""
+        if run is None and self._ranks.size == 1:
+            return None
+        name = self._fingerprint(samples, loss)
+        self._ranks.agree("episodes, weights or settings", name)
+        return RunFiles(run, name) if run is not None and self._ranks.rank == 0 else None
+
     def _checked(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         check_samples(samples, longest=self._policy.longest, vocabulary=self._policy.vocabulary)
         return samples
 
     def _begin(self, items: list[Item], loss: PassLoss, files: RunFiles | None) -> tuple[int, int, Tally]:
         """Steps that were done before this call was killed, the step that it began with, and its sums."""
-        found = files.resume() if files is not None else None
+        found = self._ranks.tell(files.resume() if files is not None else None)
         done, first_step, tally, old = 0, self.step, Tally(), None
         if found is not None:
             tensors, counters = found
@@ -206,12 +209,16 @@ class LoraTrainer:
         limit = self.settings.max_tokens_per_pass
         if loss.starts_from_now:
             counts = [len(item.positions) for item in items]
-            parts = torch.split(old, counts) if old is not None else policy_logprobs(self._policy, items, limit)
+            parts = (
+                torch.split(old, counts)
+                if old is not None
+                else policy_logprobs(self._policy, items, limit, self._ranks)
+            )
             for item, part in zip(items, parts, strict=True):
                 item.old = part
         if loss.needs_reference:
             with self._policy.without_adapter():
-                references = policy_logprobs(self._policy, items, limit)
+                references = policy_logprobs(self._policy, items, limit, self._ranks)
             for item, part in zip(items, references, strict=True):
                 item.reference = part
             if self.settings.kl_in == "reward":
@@ -230,9 +237,14 @@ class LoraTrainer:
         weights = dict(zip(map(id, batch), loss.weights(batch).tolist(), strict=True))
         self._optimizer.zero_grad(set_to_none=True)
         total, diagnostics = 0.0, Diagnostics()
-        for group in passes(live, self.settings.max_tokens_per_pass, whole_units=loss.whole_units):
+        mine, idle = shares(self._ranks, live, self.settings.max_tokens_per_pass, whole_units=loss.whole_units)
+        for group in mine:
             share, found = self._backward(group, [weights[id(item)] for item in group], loss)
             total, diagnostics = total + share, diagnostics + found
+        for group in idle:
+            self._backward(group, [0.0] * len(group), loss)
+        self._ranks.add([parameter.grad for parameter in self.parameters.values() if parameter.grad is not None])
+        total, diagnostics = add_up(self._ranks, total, diagnostics)
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters.values(), self.settings.max_grad_norm).item()
         if not (math.isfinite(total) and math.isfinite(norm)):
             self._optimizer.zero_grad(set_to_none=True)
@@ -240,8 +252,7 @@ class LoraTrainer:
                 f"step {self.step + 1}: the loss is {total} and the gradient norm {norm}; the weights are unchanged. "
                 "Lower learning_rate, or check the recorded logprobs"
             )
-        warmup = min(1.0, (self.step + 1) / (self.settings.warmup_steps + 1))
-        self._optimizer.param_groups[0]["lr"] = self.settings.learning_rate * warmup
+        self._optimizer.param_groups[0]["lr"] = learning_rate_at(self.step, self._call, self.settings)
         self._optimizer.step()
         self.step += 1
         return_freed_memory()
@@ -271,9 +282,38 @@ class LoraTrainer:
         return own | asdict(progress) | asdict(found)
 
     def _fingerprint(self, samples: list[Sample], loss: PassLoss) -> str:
-        settings = self.settings.model_dump_json(exclude={"checkpoint_steps"})
+        settings = self.settings.model_dump_json(exclude={"checkpoint_steps", "sharding"})
         what = f"{type(loss).__name__}\n{self._policy.model_path}\n{settings}"
         return fingerprint(what, samples, self._policy.weights(), self.step)
+
+
+class LoraTrainer(Trainer):
+    """One adapter of one base model and its optimiser.
+
+    ``adapter``: start from its weights instead of fresh ones. ``make_policy``: what a new adapter is put on. Raises
+    ``TrainingError`` when the model or the adapter cannot be used.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        settings: TrainingSettings,
+        *,
+        adapter: Adapter | None = None,
+        make_policy: type[TrainablePolicy] = TrainablePolicy,
+    ) -> None:
+        self._adapter = make_policy(model_path, settings)
+        if adapter is not None:
+            _check_file(adapter)
+            self._adapter.load(Path(adapter.path))
+        if is_sharded(settings.sharding):
+            self._adapter.shard()
+        super().__init__(self._adapter, settings, version=adapter.version if adapter is not None else 0)
+
+    def save_adapter(self, directory: Path) -> None:
+        """Write the adapter in PEFT's format (adapter_config.json, adapter_model.safetensors)."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._adapter.save(directory)
 
 
 def _check_file(adapter: Adapter) -> None:

@@ -33,7 +33,8 @@ def test_longer_passes_want_more_and_checkpointing_wants_less(model: Path) -> No
 def test_a_folder_without_a_model_is_one_line(tmp_path: Path, model: Path) -> None:
     with pytest.raises(TrainingError, match=r"give a directory with config.json"):
         estimate_memory(tmp_path, EXACT, 1)
-    (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
+    config = (model / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace('"llama"', '"granite"'))
     with pytest.raises(TrainingError, match=r"holds no \*.safetensors"):
         estimate_memory(tmp_path, EXACT, 1)
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)

@@ -149,7 +149,7 @@ def test_a_configuration_file_is_read_and_overridden(
 WRONG = [
     (["--learning-rate", "fast"], "--learning-rate: must be a valid number"),
     (["--algorithm", "ppo"], "--algorithm: must be 'sft'"),
-    (["--lora-variant", "dora"], "--lora-variant: DoRA is not trained"),
+    (["--lora-variant", "dora", "--publish", "http://127.0.0.1:9/v1"], "nor vLLM can serve it"),
     (["--discount", "0.9"], "discount needs rewards of steps"),
     (["--from", "9"], "--from 9: policy has no such version"),
     (["--adapter", "../policy"], "is no adapter name"),

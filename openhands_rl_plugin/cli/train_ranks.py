@@ -1,0 +1,40 @@
+"""``openhands-rl train`` as several processes, which ``torchrun`` or ``accelerate launch`` has started."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import TYPE_CHECKING
+
+from openhands_rl_plugin.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.training.distributed import Ranks
+
+
+@contextmanager
+def joined(args: argparse.Namespace) -> Iterator[Ranks | None]:
+    """This process among the others; ``None`` when there are no others. Of several, rank 0 alone speaks.
+
+    Raises ``ConfigError`` for what one process does alone.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield None
+        return
+    if args.verifier:
+        raise ConfigError("--verifier trains in one process: start it without torchrun or accelerate launch")
+    try:
+        from openhands_rl_plugin.serving.threads import prepare_threads
+
+        prepare_threads()
+        from openhands_rl_plugin.training.distributed import joined_ranks
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(error.name or "torch", "train") from error
+    with joined_ranks() as ranks:
+        if ranks.rank == 0:
+            yield ranks
+            return
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            yield ranks

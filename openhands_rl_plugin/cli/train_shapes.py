@@ -1,0 +1,44 @@
+"""``openhands-rl train --dry-run`` without episodes: the shapes and the memory of a configuration."""
+
+from __future__ import annotations
+
+import argparse
+
+from openhands_rl_plugin.cli.fields import settings_from
+from openhands_rl_plugin.config import load_settings
+from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.settings import RLSettings, TrainingSettings
+
+
+def say_shapes(args: argparse.Namespace) -> int:
+    """Say what a run would train and how much memory it would want, from ``config.json`` alone if there is no more.
+
+    Raises ``ConfigError`` unless it is a dry run, ``TrainingError`` when the model's files cannot be read.
+    """
+    from openhands_rl_plugin.training.estimate import estimate_memory, model_size
+
+    if not args.dry_run:
+        raise ConfigError("STORE: a store of episodes is needed to train; only --dry-run can do without")
+    read = load_settings(args.config) if args.config else RLSettings()
+    settings = settings_from(args, read.training)
+    longest = settings_from(args, read.verifier).max_length if args.verifier else 0
+    size = model_size(args.model, settings)
+    shape = size.shape
+    print(f"{args.model.name}: {size.parameters:,} parameters, {_trained(settings)}: {size.trained:,}")
+    print(
+        f"  {shape.num_hidden_layers} layers of {shape.hidden_size:,}, gated {shape.intermediate_size:,}; "
+        f"{shape.num_attention_heads} heads of {shape.width}, keys {shape.keys:,}; {shape.vocab_size:,} tokens"
+    )
+    rows = max(settings.max_tokens_per_pass, longest)
+    print(f"  a pass: {rows:,} tokens; a step: {settings.batch_size} trajectories; {settings.num_epochs} epochs")
+    print(f"  learning rate: {settings.learning_rate:g}, {settings.schedule} after {settings.warmup_steps} steps")
+    memory = estimate_memory(args.model, settings, longest)
+    parts = ", ".join(f"{name} {part / 1e9:.2f}" for name, part in memory.parts().items())
+    print(f"  memory: about {memory.total / 1e9:.2f} GB ({parts})")
+    return 0
+
+
+def _trained(settings: TrainingSettings) -> str:
+    if settings.method == "full":
+        return "all trained"
+    return f"trained by {settings.method} of rank {settings.lora_rank} ({settings.lora_variant})"

@@ -1,0 +1,187 @@
+"""``openhands-rl train STORE --verifier``: an adapter that says how likely an episode solved its task."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from openhands_rl_plugin.cli.fields import settings_from
+from openhands_rl_plugin.cli.stored import filter_of
+from openhands_rl_plugin.cli.stores import open_store
+from openhands_rl_plugin.config import load_settings
+from openhands_rl_plugin.errors import ConfigError, MissingExtraError
+from openhands_rl_plugin.protocols import Reward
+from openhands_rl_plugin.registry import build
+from openhands_rl_plugin.settings import RLSettings, TrainingSettings
+from openhands_rl_plugin.statistics import Estimate
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.serving.adapters import AdapterStore
+    from openhands_rl_plugin.training.metrics import TrainProgress
+    from openhands_rl_plugin.training.verifier import TrainedVerifier
+    from openhands_rl_plugin.training.verifier_data import Example, VerifierLesson
+    from openhands_rl_plugin.training.verifier_prompt import VerifierPrompts
+    from openhands_rl_plugin.training.verifier_report import VerifierReport
+    from openhands_rl_plugin.types import Adapter, Probe
+
+StartingPoint = Callable[["AdapterStore", str, str], "Adapter | None"]
+Progress = Callable[[], AbstractContextManager[Callable[["TrainProgress"], None]]]
+Publish = Callable[[str, "AdapterStore", "Adapter", "Probe"], Awaitable[None]]
+
+PUBLISHED = TrainingSettings(
+    algorithm="sft",
+    learning_rate=2e-4,
+    num_epochs=2,
+    lora_rank=64,
+    lora_alpha=64,
+    warmup_steps=15,
+    weight_decay=0.01,
+    schedule="linear",
+)
+"""SWE-Gym's verifier of 32B (batches of 8 as well). Without --config these are the defaults."""
+
+
+class VerifierTraining:
+    """One run of the command; the functions are those of ``openhands-rl train``."""
+
+    def __init__(
+        self, args: argparse.Namespace, starting_point: StartingPoint, progress: Progress, publish: Publish
+    ) -> None:
+        from openhands_rl_plugin.serving.adapters import AdapterStore, check_name
+
+        self._args = args
+        read = load_settings(args.config) if args.config else RLSettings(training=PUBLISHED)
+        self._training = settings_from(args, read.training)
+        if self._training.method != "lora":
+            raise ConfigError(f"--method {self._training.method} trains no verifier; use lora")
+        self._settings = settings_from(args, read.verifier)
+        self._name = check_name(args.adapter)
+        self._where = filter_of(args).model_copy(update={"adapter": None})
+        label = self._settings.label
+        self._reward: Reward | None = None if label == "resolved" else build("rewards", label)
+        self._adapters = AdapterStore(args.adapters)
+        self._parent = starting_point(self._adapters, self._name, args.start)
+        self._progress = progress
+        self._publish = publish
+
+    async def run(self) -> int:
+        """Train, or say what would be, and print how good the result is on held-out tasks."""
+        try:
+            from openhands_rl_plugin.serving.threads import prepare_threads
+
+            prepare_threads()
+            from openhands_rl_plugin.training.verifier_data import verifier_lesson
+            from openhands_rl_plugin.training.verifier_prompt import prompts_for
+        except ModuleNotFoundError as error:
+            raise MissingExtraError(error.name or "transformers", "train") from error
+        prompts = prompts_for(str(self._args.model), self._settings.max_length)
+        async with open_store(self._args.store, create=False) as storage:
+            lesson = await verifier_lesson(
+                storage, self._where, prompts, self._settings, reward=self._reward, seed=self._training.seed
+            )
+        self._say_what(lesson)
+        if self._args.dry_run:
+            return 0
+        adapter, trained = await asyncio.to_thread(self._train, lesson, prompts)
+        print("\n".join([f"{adapter.name}:", *report_lines(trained.report)]))
+        print(f"  {adapter.path}/{_report_file()}")
+        if self._args.publish:
+            await self._publish(self._args.publish, self._adapters, adapter, trained.probe)
+        return 0
+
+    def _say_what(self, lesson: VerifierLesson) -> None:
+        from openhands_rl_plugin.training.estimate import estimate_memory
+
+        print(f"{self._name} from {self._parent.name if self._parent else 'the base model'}, a verifier")
+        left_out = [f"{n} {why}" for why, n in lesson.left_out.model_dump().items() if n]
+        print(f"  training: {_counts(lesson.training)}; left out: {', '.join(left_out) or 'none'}")
+        print(f"  held out: {_counts(lesson.held_out)}")
+        longest = max(len(example.prompt) + 1 for example in lesson.training)
+        tokens = sum(len(example.prompt) + 1 for example in lesson.training)
+        steps = math.ceil(len(lesson.training) / self._training.batch_size) * self._training.num_epochs
+        print(f"  tokens: {tokens:,}, of them trained {len(lesson.training):,}; the longest episode has {longest:,}")
+        memory = estimate_memory(self._args.model, self._training, longest)
+        print(f"  steps: {steps} ({self._training.num_epochs} epochs)")
+        print(f"  memory: about {memory.total / 1e9:.2f} GB", flush=True)
+
+    def _train(self, lesson: VerifierLesson, prompts: VerifierPrompts) -> tuple[Adapter, TrainedVerifier]:
+        try:
+            from openhands_rl_plugin.training.verifier import train_verifier
+        except ModuleNotFoundError as error:
+            raise MissingExtraError(error.name or "torch", "train") from error
+        self._adapters.root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".verifier-", dir=self._adapters.root) as scratch:
+            with self._progress() as advanced:
+                trained = train_verifier(
+                    self._args.model,
+                    lesson,
+                    self._training,
+                    self._settings,
+                    Path(scratch),
+                    prompts=prompts,
+                    parent=self._parent,
+                    on_progress=advanced,
+                    run=self._adapters.root / f"{self._name}.training",
+                )
+            adapter = self._adapters.create(
+                self._name,
+                lambda directory: _copy(Path(scratch), directory),
+                base_model=self._args.base_model or self._args.model.resolve().name,
+                parent=self._parent.name if self._parent else None,
+                step=trained.metrics.steps + (self._parent.step if self._parent else 0),
+                metrics=trained.metrics.as_floats() | trained.report.as_floats(),
+            )
+        return adapter, trained
+
+
+def report_lines(report: VerifierReport) -> list[str]:
+    """The figures on held-out tasks, for a terminal."""
+    lines = [f"  held out: {report.successes} of {report.episodes} episodes of {report.tasks} tasks succeeded"]
+    auc = "no episodes of both classes to rank" if report.auc is None else _interval(report.auc)
+    lines.append(f"  AUC {auc}; p(YES) + p(NO) {report.label_mass:.3f}")
+    lines.append(f"  Brier {report.brier:.4f}, ECE {report.ece:.4f}")
+    if report.calibration.slope != 1.0 or report.calibration.offset != 0.0:
+        lines[-1] += (
+            f" calibrated by slope {report.calibration.slope:.3g} and offset {report.calibration.offset:+.3g} "
+            f"(before: {report.raw_brier:.4f}, {report.raw_ece:.4f})"
+        )
+    lines += [
+        f"    {one.low:.1f}-{one.high:.1f}: {one.count} episodes, said {one.score:.2f}, were {one.success:.2f}"
+        for one in report.bins
+    ]
+    lines += [
+        f"  Best@{one.k} {_interval(one.best_at_k)}, Pass@{one.k} {_interval(one.pass_at_k)}, "
+        f"mean {_interval(one.mean)} ({one.mean.n} tasks)"
+        for one in report.selection
+    ]
+    return lines
+
+
+def _interval(estimate: Estimate) -> str:
+    return f"{estimate.mean:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+
+
+def _counts(examples: tuple[Example, ...]) -> str:
+    successes = sum(example.label.success for example in examples)
+    tasks = len({example.label.task for example in examples})
+    truncated = sum(example.truncated for example in examples)
+    cut = f", {truncated} truncated" if truncated else ""
+    return f"{successes} successes and {len(examples) - successes} failures of {tasks} tasks{cut}"
+
+
+def _report_file() -> str:
+    from openhands_rl_plugin.training.verifier_report import REPORT_FILE
+
+    return REPORT_FILE
+
+
+def _copy(source: Path, directory: Path) -> None:
+    for file in source.iterdir():
+        shutil.copyfile(file, directory / file.name)

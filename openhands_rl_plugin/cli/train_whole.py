@@ -1,0 +1,37 @@
+"""``openhands-rl train --method full``: all weights of a model, and a model directory of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from openhands_rl_plugin.settings import TrainingSettings
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.agent_lesson import Lesson
+    from openhands_rl_plugin.training.full_trainer import TrainedModel
+    from openhands_rl_plugin.training.metrics import TrainProgress
+
+
+def train_whole(
+    model: Path,
+    settings: TrainingSettings,
+    lesson: Lesson,
+    progress: AbstractContextManager[Callable[[TrainProgress], None]],
+    *,
+    root: Path,
+    name: str,
+    base_model: str,
+) -> TrainedModel:
+    """Train, and write ``ROOT/NAME-model-v000001`` (or the next free number). Raises ``RLError``."""
+    from openhands_rl_plugin.training.full_trainer import FullTrainer
+
+    trainer = FullTrainer(model, settings)
+    with progress as advanced:
+        metrics = trainer.sft(lesson.samples, advanced, run=root / f"{name}.training").as_floats()
+    names = (root / f"{name}-model-v{number:06d}" for number in count(1))
+    target = next(path for path in names if not path.exists())
+    return trainer.save_model(target, base_model=base_model, metrics=metrics)

@@ -1,0 +1,61 @@
+"""The probability of success that a trained verifier sees in an episode up to a state."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import ConfigDict, Field
+
+from openhands_rl_plugin.errors import CaughtFailure, boundary
+from openhands_rl_plugin.protocols import Reward
+from openhands_rl_plugin.strategies.search import Search
+from openhands_rl_plugin.strategies.value import Estimate, episode_so_far
+from openhands_rl_plugin.types import FailureKind, Frozen, JsonObject
+
+
+class VerifierValueOptions(Frozen):
+    """``scale`` is the value of a sure success. All other keys are those of the reward ``verifier``, such as
+    ``adapter`` and ``base_url``; ``verifier`` names another reward of that kind.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    verifier: str = "verifier"
+    scale: float = Field(default=1.0, gt=0)
+
+    @property
+    def verifier_options(self) -> JsonObject:
+        """What the reward is built from."""
+        return dict(self.model_extra or {})
+
+
+class VerifierValue:
+    """What a verifier makes of the episode up to a state. It reads the conversation, so that no fork is needed; states
+    that are judged side by side, as the candidates of a turn are, share the computation of what they have in common.
+    """
+
+    Options = VerifierValueOptions
+    Parts: ClassVar = {"verifier": "rewards"}
+    name = "verifier"
+    needs_world = False
+
+    def __init__(self, options: VerifierValueOptions | None = None, *, verifier: Reward) -> None:
+        self._scale = (options or VerifierValueOptions()).scale
+        self._verifier = verifier
+
+    async def estimate(self, search: Search, state: int) -> Estimate:
+        """Judge once; what cannot be judged is worth half of the scale, undecided."""
+        try:
+            with boundary(FailureKind.GRADER, f"value {self._verifier.version}"):
+                score = await self._verifier(episode_so_far(search, state, {}))
+        except CaughtFailure:
+            return Estimate(self._scale / 2)
+        return Estimate(self._scale * (0.5 if score.reward is None else score.reward) - _earned(search, state))
+
+    async def estimate_end(self, search: Search, state: int) -> Estimate:
+        """Where the environment has paid something, that is what the end is worth; else as for any other state."""
+        return Estimate(0.0) if _earned(search, state) else await self.estimate(search, state)
+
+
+def _earned(search: Search, state: int) -> float:
+    return search.total(tuple(at for at in search.tree.path(state) if search.tree.nodes[at].sampled))

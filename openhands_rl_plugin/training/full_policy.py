@@ -1,0 +1,117 @@
+"""A model of which every weight is trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from shutil import copyfile
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from openhands_rl_plugin.errors import StorageError, TrainingError, describe
+from openhands_rl_plugin.settings import TrainingSettings
+from openhands_rl_plugin.training.full_layers import trained_token_logprobs
+from openhands_rl_plugin.training.fused import fuse_layers
+from openhands_rl_plugin.training.packed_model import PackedModel
+
+_SHARD_BYTES = 4 * 1024**3
+_INDEX = "model.safetensors.index.json"
+_OWN_FILES = (".safetensors", ".bin", ".index.json")
+
+
+class FullPolicy(PackedModel):
+    """All weights, in float32 for the optimiser.
+
+    A bfloat16 model computes with copies that are rounded after every step, and its gradients add up in float32: a
+    step of a small learning rate would be rounded away otherwise.
+    """
+
+    def _prepare(self, settings: TrainingSettings) -> None:
+        if not Path(self.model_path).is_dir():
+            raise TrainingError(f"{self.model_path} is no directory: a whole model is trained from files, give theirs")
+        fuse_layers(self._base)
+        self._base.requires_grad_(True)
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        own = dict(self._base.named_parameters())
+        if self.dtype == torch.float32:
+            return own
+        masters = {name: nn.Parameter(parameter.detach().float()) for name, parameter in own.items()}
+        for name, parameter in own.items():
+            parameter.register_post_accumulate_grad_hook(_hand_over(masters[name]))
+        return masters
+
+    def round(self) -> None:
+        """Bring the weights that the model computes with up to those of the optimiser."""
+        if self.dtype == torch.float32:
+            return
+        with torch.no_grad():
+            for name, parameter in self._base.named_parameters():
+                parameter.copy_(self.parameters[name])
+
+    def weights(self) -> dict[str, Tensor]:
+        """Everything, under the names of the model's own files; weights that are tied are there once."""
+        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+
+    def set_weights(self, tensors: dict[str, Tensor], source: str) -> None:
+        """Take over all weights. Raises ``TrainingError`` when names or shapes differ."""
+        mine = {name: tuple(tensor.shape) for name, tensor in self.parameters.items()}
+        if mine != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
+            raise TrainingError(f"{source} does not fit {self.model_path}; use the model it was trained from")
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(tensors[name])
+        self.round()
+
+    def save(self, directory: Path) -> None:
+        """A model directory: the weights in the compute dtype, and the original's other files.
+
+        Raises ``StorageError``.
+        """
+        try:
+            for file in sorted(Path(self.model_path).iterdir()):
+                if file.is_file() and not file.name.endswith(_OWN_FILES):
+                    copyfile(file, directory / file.name)
+            self._write(directory)
+        except (OSError, SafetensorError) as error:
+            raise StorageError(f"the model cannot be written to {directory}: {describe(error)}") from error
+
+    def _write(self, directory: Path) -> None:
+        shards: list[dict[str, Tensor]] = [{}]
+        used = total = 0
+        for name, tensor in self.weights().items():
+            stored = tensor.to(self.dtype).cpu().contiguous()
+            if used and used + stored.nbytes > _SHARD_BYTES:
+                shards.append({})
+                used = 0
+            shards[-1][name] = stored
+            used, total = used + stored.nbytes, total + stored.nbytes
+        names = _file_names(len(shards))
+        for name, shard in zip(names, shards, strict=True):
+            save_file(shard, directory / name, {"format": "pt"})
+        if len(shards) > 1:
+            places = {each: name for name, shard in zip(names, shards, strict=True) for each in shard}
+            index = {"metadata": {"total_size": total}, "weight_map": places}
+            (directory / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+    def _score(self, hidden: Tensor, targets: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor]:
+        return trained_token_logprobs(hidden, targets, head.weight, head.bias)
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{at:05d}-of-{count:05d}.safetensors" for at in range(1, count + 1)]
+
+
+def _hand_over(master: nn.Parameter):
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        wide = parameter.grad.float()
+        master.grad = wide if master.grad is None else master.grad.add_(wide)
+        parameter.grad = None
+
+    return hook

@@ -1,0 +1,95 @@
+"""Trains an outcome verifier: labelled episodes in, an adapter with its card and its report out.
+
+The label's first token, right behind ``<judgement>``, is all that is trained, and it is what is scored. The report is
+on the files that were written, loaded as their user loads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from openhands_rl_plugin.errors import TrainingError
+from openhands_rl_plugin.settings import TrainingSettings, VerifierSettings
+from openhands_rl_plugin.training.memory import forget_unused
+from openhands_rl_plugin.training.metrics import TrainMetrics
+from openhands_rl_plugin.training.trainer import LoraTrainer, OnProgress
+from openhands_rl_plugin.training.verifier_card import CARD_FILE, VerifierCard
+from openhands_rl_plugin.training.verifier_data import Example, VerifierLesson
+from openhands_rl_plugin.training.verifier_model import VerifierModel, weights_sha256
+from openhands_rl_plugin.training.verifier_prompt import VerifierPrompts
+from openhands_rl_plugin.training.verifier_report import REPORT_FILE, Judged, VerifierReport, report_of
+from openhands_rl_plugin.types import Adapter, Probe
+
+OnJudged = Callable[[int, int], None]
+"""Called with how many of how many held-out episodes are judged."""
+
+PROBE_TOKENS = 128
+_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class TrainedVerifier:
+    """``probe``: what a server of the adapter is checked against."""
+
+    card: VerifierCard
+    report: VerifierReport
+    metrics: TrainMetrics
+    probe: Probe
+
+
+def train_verifier(
+    model: Path,
+    lesson: VerifierLesson,
+    training: TrainingSettings,
+    settings: VerifierSettings,
+    directory: Path,
+    *,
+    prompts: VerifierPrompts,
+    parent: Adapter | None = None,
+    on_progress: OnProgress | None = None,
+    on_judged: OnJudged | None = None,
+    run: Path | None = None,
+) -> TrainedVerifier:
+    """Fill an existing directory with an adapter, its card and its report.
+
+    ``parent``: the verifier to go on from. ``run``: as for ``LoraTrainer.sft``. Raises ``TrainingError``,
+    ``StorageError``.
+    """
+    if parent is not None and not (Path(parent.path) / CARD_FILE).exists():
+        raise TrainingError(f"{parent.name} is no verifier; choose another --adapter name, or --from base")
+    trainer = LoraTrainer(model, training, adapter=parent)
+    metrics = trainer.sft([example.sample() for example in lesson.training], on_progress, run=run)
+    trainer.save_adapter(directory)
+    probe = trainer.probe(lesson.training[0].prompt[-PROBE_TOKENS:])
+    del trainer
+    forget_unused()
+    card = VerifierCard(
+        model=str(model.resolve()),
+        sha256=weights_sha256(directory),
+        max_length=prompts.max_length,
+        yes=prompts.yes,
+        no=prompts.no,
+    )
+    card.save(directory)
+    judged = _judge(VerifierModel(directory, dtype=training.dtype), lesson.held_out, on_judged)
+    report = report_of(judged, settings)
+    card = card.model_copy(update={"calibration": report.calibration})
+    card.save(directory)
+    (directory / REPORT_FILE).write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    return TrainedVerifier(card, report, metrics, probe)
+
+
+def _judge(model: VerifierModel, examples: Sequence[Example], on_judged: OnJudged | None) -> list[Judged]:
+    """In the order of the tasks, so that attempts at one meet in a pass."""
+    judged: list[Judged] = []
+    ordered = sorted(examples, key=lambda example: example.label.task)
+    for start in range(0, len(ordered), _AT_ONCE):
+        some = ordered[start : start + _AT_ONCE]
+        verdicts = model.judge([example.prompt for example in some])
+        for example, verdict in zip(some, verdicts, strict=True):
+            judged.append(Judged(example.label.task, verdict.margin, example.label.success, verdict.mass))
+        if on_judged is not None:
+            on_judged(len(judged), len(ordered))
+    return judged

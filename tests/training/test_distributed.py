@@ -1,0 +1,150 @@
+"""Two processes train one adapter, and end where one alone does."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from made_samples import EXACT, assert_same
+from safetensors.torch import load_file
+from test_train_command import TINY, episode, store_of
+from train_together import train
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.errors import TrainingError
+from openhands_rl_plugin.serving.adapters import AdapterStore
+from openhands_rl_plugin.training.checkpoint import STATE_FILE
+from openhands_rl_plugin.training.distributed import Alone, Together, joined_ranks
+from openhands_rl_plugin.training.trainer import LoraTrainer
+
+HERE = Path(__file__).parent
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def started(rank: int, port: int, *arguments: object) -> subprocess.Popen[bytes]:
+    """A process as a launcher starts it."""
+    launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = {**os.environ, **{name: str(value) for name, value in launcher.items()}, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "train_together.py", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=HERE, env=environment, stderr=subprocess.PIPE)
+
+
+def run_both(*arguments: object) -> list[int]:
+    port = free_port()
+    processes = [started(rank, port, *arguments) for rank in range(2)]
+    try:
+        said = [process.communicate(timeout=100)[1].decode() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    statuses = [process.returncode for process in processes]
+    if statuses != [0, 0] and not any("killed" in each for each in said):
+        raise AssertionError(said)
+    return statuses
+
+
+def check_same(model: Path, together: Path, alone: Path, kind: str) -> None:
+    """The same numbers from both, but for the order of sums."""
+    torch.set_num_threads(1)
+    expected = train(model, alone, kind)
+    found = json.loads((together / kind / "metrics.json").read_text())
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    ours, theirs = (load_file(each / kind / STATE_FILE) for each in (together, alone))
+    # Adam makes a step of any size out of a gradient that is nearly zero: weights tell less than what it remembers.
+    assert_same(*({name: each[name] for name in each if "exp_avg" in name} for each in (ours, theirs)), tolerance=1e-5)
+    assert_same(*({name: each[name] for name in each if "weights." in name} for each in (ours, theirs)), tolerance=1e-4)
+
+
+def test_two_processes_train_what_one_does(model: Path, tmp_path: Path) -> None:
+    kinds = ["sft", "grpo", "passes", "dpo"]
+    assert run_both(model, tmp_path / "two", "none", 0, *kinds) == [0, 0]
+    for kind in kinds:
+        check_same(model, tmp_path / "two", tmp_path / "one", kind)
+
+
+@pytest.mark.slow
+def test_split_layers_train_what_whole_ones_do(model: Path, tmp_path: Path) -> None:
+    kinds = ["sft", "grpo", "passes"]
+    assert run_both(model, tmp_path / "two", "layers", 0, *kinds) == [0, 0]
+    for kind in kinds:
+        check_same(model, tmp_path / "two", tmp_path / "one", kind)
+    held = json.loads((tmp_path / "two" / "held.json").read_text())
+    assert held["layers"] * 2 == held["all_layers"] and held["rest"] > 0
+
+
+@pytest.mark.slow
+def test_processes_that_were_killed_go_on_together(model: Path, tmp_path: Path) -> None:
+    assert run_both(model, tmp_path / "two", "none", 5, "gspo") != [0, 0]
+    assert (tmp_path / "two" / "gspo" / "run" / STATE_FILE).exists()
+    # What is kept does not depend on how the base model is spread.
+    assert run_both(model, tmp_path / "two", "layers", 0, "gspo") == [0, 0]
+    check_same(model, tmp_path / "two", tmp_path / "one", "gspo")
+    lines = (tmp_path / "two" / "gspo" / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["done"] for line in lines] == list(range(1, 13))
+
+
+@pytest.mark.slow
+def test_torchrun_trains_one_version(model: Path, tmp_path: Path) -> None:
+    episodes = [episode(number, float(number % 2)) for number in range(6)]
+    command = ["train", str(store_of(tmp_path / "store", *episodes)), "--model", str(model), *TINY]
+    command += ["--batch-size", "4", "--max-tokens-per-pass", "64"]
+    port = str(free_port())
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+    torchrun += ["-m", "openhands_rl_plugin.cli", *command, "--adapters", str(tmp_path / "two")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    said = subprocess.run(torchrun, env=environment, capture_output=True, text=True, timeout=110)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.count("policy-v000001:") == 1, "rank 0 speaks for all"
+    torch.set_num_threads(1)
+    assert cli.main([*command, "--adapters", str(tmp_path / "one")]) == 0
+    two, one = (AdapterStore(tmp_path / each).versions("policy") for each in ("two", "one"))
+    assert len(two) == len(one) == 1
+    clock = {"seconds", "tokens_per_second"}
+    metrics = [{name: value for name, value in each[0].metrics.items() if name not in clock} for each in (two, one)]
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-5, abs=1e-5)
+
+
+def test_what_one_process_does_is_refused_to_several(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    command = ["train", str(tmp_path), "--model", str(model), "--adapters", str(tmp_path / "adapters"), "--verifier"]
+    assert cli.main(command) == 1
+    assert "without torchrun or accelerate launch" in capsys.readouterr().err
+
+
+@given(passes=st.integers(0, 40), size=st.integers(1, 9))
+def test_every_pass_is_computed_once_and_all_ranks_compute_equally_many(passes: int, size: int) -> None:
+    dealt = []
+    for rank in range(size):
+        ranks = Together.__new__(Together)
+        ranks.rank, ranks.size = rank, size
+        dealt.append(ranks.deal(list(range(passes))))
+    assert sorted(one for mine, _ in dealt for one in mine) == list(range(passes))
+    assert len({len(mine) + len(idle) for mine, idle in dealt}) == 1
+    assert all(len(idle) <= 1 for _, idle in dealt)
+
+
+def test_without_a_launcher_a_process_is_alone(model: Path) -> None:
+    with joined_ranks({}) as ranks:
+        assert isinstance(ranks, Alone) and (ranks.rank, ranks.size) == (0, 1)
+    with pytest.raises(TrainingError, match="torchrun or accelerate launch"):
+        LoraTrainer(model, EXACT.model_copy(update={"sharding": "layers"}))
+
+
+def test_a_launcher_without_an_address_is_one_line() -> None:
+    with pytest.raises(TrainingError, match="cannot be joined"), joined_ranks({"WORLD_SIZE": "2", "RANK": "0"}):
+        pass
