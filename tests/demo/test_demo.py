@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from openhands_rl_plugin.charts import Point, Series, line_chart
 from openhands_rl_plugin.cli import main
-from openhands_rl_plugin.demo.charts import Point, Series, line_chart
 from openhands_rl_plugin.demo.child import free_port, running_command
 from openhands_rl_plugin.demo.options import DemoOptions
 from openhands_rl_plugin.errors import InfrastructureError

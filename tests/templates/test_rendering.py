@@ -31,7 +31,7 @@ def official(family: str) -> str:
 
 
 def test_golden_renderings(family: str) -> None:
-    """Written by ``make_golden.py`` from the official templates, so that this runs where those are not installed."""
+    """``make_golden_templates.py`` wrote them from the official templates, which need not be installed here."""
     for name, tools in GOLDEN:
         ours = template_for(family).render(fitting(family, FIXED[name], tools), tools)
         assert ours == EXPECTED[family][f"{name}, {len(tools)} tools"], name

@@ -1,4 +1,4 @@
-"""Write ``golden_renderings.json`` from the official templates: ``python tests/templates/make_golden.py``."""
+"""Write ``golden_renderings.json`` from the official templates: ``python tests/templates/make_golden_templates.py``."""
 
 from __future__ import annotations
 
