@@ -88,7 +88,7 @@ class World:
         """Few demonstrations and evaluations, as many iterations as asked for."""
         tasks = tuple(Task(id=f"webshop-{at}", environment="webshop", data={"idx": at}) for at in range(200))
         options = self.options
-        training = {"max_tokens_per_pass": 2048, "batch_size": 16, "num_epochs": 1}
+        training = TrainingSettings(max_tokens_per_pass=2048, batch_size=16, num_epochs=1)
         sampled = SamplingParams(temperature=1.0, max_tokens=options.answer_tokens)
         correction = "truncate" if adapter.startswith("async") else "none"
         return LoopPlan(
@@ -101,8 +101,8 @@ class World:
             iterations=options.iterations,
             tasks_per_iteration=options.tasks,
             samples_per_task=options.samples,
-            warm_start=TrainingSettings(algorithm="sft", learning_rate=1e-6, **training),
-            reinforcement=TrainingSettings(learning_rate=1e-5, correction=correction, **training),
+            warm_start=training.model_copy(update={"algorithm": "sft", "learning_rate": 1e-6}),
+            reinforcement=training.model_copy(update={"learning_rate": 1e-5, "correction": correction}),
             sampling=sampled,
             evaluation=sampled,
             concurrency=options.concurrency,
@@ -205,7 +205,7 @@ def talking_model(path: Path) -> Path:
         num_attention_heads=3,
         num_key_value_heads=3,
         max_position_embeddings=4096,
-        eos_token_id=fast.eos_token_id,
+        eos_token_id=tokenizer.token_to_id("<end>"),
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(path)

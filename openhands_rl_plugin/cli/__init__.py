@@ -56,6 +56,7 @@ _EPILOG = """examples:
   openhands-rl doctor
   openhands-rl doctor drift ~/.openhands/rl_trajectories
   openhands-rl evaluate swe-local --llm eval --config config.toml --workers 4
+  openhands-rl grade preds.jsonl --instances rows.jsonl --out ./graded
   openhands-rl compare evaluation_outputs/before evaluation_outputs/after
   openhands-rl export ~/.openhands/rl_trajectories --format sft-text --out sft.jsonl --resolved
   openhands-rl train ~/.openhands/rl_trajectories --model ./model --adapters ./adapters --algorithm grpo --dry-run

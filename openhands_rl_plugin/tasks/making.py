@@ -24,6 +24,9 @@ LEAST_SHARE, LARGEST_SHARE = 0.01, 0.6
 """Of the tests, how many may fail with the bug."""
 TRIES_PER_TASK = 12
 _NEVER_IN_A_FIX = {"NameError", "ImportError", "ModuleNotFoundError", "UnboundLocalError"}
+_OTHER_CODE = re.compile(
+    r"AttributeError: .*has no attribute '_|TypeError: .*(unexpected keyword|positional) argument", re.DOTALL
+)
 
 
 class Tried(Frozen):
@@ -143,8 +146,7 @@ def _refusal(workshop: Workshop, modifier: str, run: TestRun) -> str | None:
 
 def _is_of_other_code(note: FailureNote) -> bool:
     """Whether a failure shows that code of two versions does not fit together, which is not what a fix was about."""
-    private = note.error == "AttributeError" and re.search(r"has no attribute '_", note.message) is not None
-    return private or note.error in _NEVER_IN_A_FIX
+    return note.error in _NEVER_IN_A_FIX or _OTHER_CODE.search(f"{note.error}: {note.message}") is not None
 
 
 def _statement(workshop: Workshop, run: TestRun, failing: Iterable[str], snippet: Run) -> str | None:

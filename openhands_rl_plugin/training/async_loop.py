@@ -53,6 +53,7 @@ class AsyncLoop(LoopStages):
         self, plan: LoopPlan, parts: LoopParts, settings: LoopSettings, listener: LoopListener | None = None
     ) -> None:
         self._server = PatientServer(parts.publisher, settings.patience, self._tell)
+        self._served: dict[str, str] = {}  # version -> what the model server calls it
         self._patient = PatientRunner(parts.runner, self._server)
         super().__init__(plan, replace(parts, runner=self._patient), listener)
         self._settings = settings
@@ -189,10 +190,12 @@ class AsyncLoop(LoopStages):
 
     def _newest(self) -> str:
         adapter = self._state.adapter
-        return adapter if adapter is not None else self._plan.base_model
+        return self._plan.base_model if adapter is None else self._served.get(adapter, adapter)
 
     async def _bring_into_use(self, adapter: Adapter, probe: Probe | None = None) -> PublishReport:
-        return await self._server.publish(adapter, probe)
+        report = await self._server.publish(adapter, probe)
+        self._served[adapter.name] = await self._parts.publisher.served_model(adapter)
+        return report
 
     def _tell(self, why: str) -> None:
         self._listener.advanced(self._at, f"paused: {why}" if why else "going on", 0, 1)
