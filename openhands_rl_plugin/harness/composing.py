@@ -19,7 +19,7 @@ from openhands_rl_plugin.harness.prompts import REPLIES
 from openhands_rl_plugin.harness.suites import WEBSHOP, Suite
 from openhands_rl_plugin.harness.web import WebPlayer, shop_for
 from openhands_rl_plugin.hosts.v0.driver import ENVIRONMENT_RUNTIME, RL_AGENT, ControllerOptions, ControllerRunner
-from openhands_rl_plugin.hosts.v0.workers import WorkerPoolRunner
+from openhands_rl_plugin.hosts.v0.executors import open_pool
 from openhands_rl_plugin.protocols import TrajectoryStorage
 from openhands_rl_plugin.settings import ServingSettings
 from openhands_rl_plugin.swe.protocols import InstanceBackend
@@ -79,7 +79,7 @@ async def _player(
         if suite.name == WEBSHOP:
             settings = opened.enter_context(shop_for(settings))
         if processes:
-            runner: Runner = WorkerPoolRunner(settings, options, workers=processes, storage=storage)
+            runner: Runner = open_pool(settings, options, workers=processes, storage=storage)
         else:
             runner = ControllerRunner(settings, options, storage=storage)
         try:

@@ -119,6 +119,7 @@ class TestCluster:
 
 @needs_ray
 async def test_a_cluster_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray.shutdown()  # an earlier test may have started a cluster, and that would be used
     monkeypatch.setenv("RAY_ADDRESS", "nonsense")
     with pytest.raises(InfrastructureError, match="the Ray cluster at nonsense cannot be used"):
         open_pool(RLSettings(executor="ray"))
