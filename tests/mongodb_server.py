@@ -24,7 +24,8 @@ from pymongo.errors import ConnectionFailure
 HERE = Path(__file__).parent
 SCRIPT = HERE / "mongoeco_server.py"
 
-_READY_SECONDS = 60.0
+_READY_SECONDS = 120.0
+_ANSWER_SECONDS = 240
 _INSTALL_SECONDS = 300.0
 
 
@@ -54,7 +55,8 @@ class MongoServer:
 
     @property
     def url(self) -> str:
-        return f"mongodb://127.0.0.1:{self.port}/"
+        # Mongoeco takes seconds for a document of megabytes; on a busy machine that is more than the default allows.
+        return f"mongodb://127.0.0.1:{self.port}/?socketTimeoutMS={_ANSWER_SECONDS * 1000}"
 
     def start(self) -> None:
         """Returns when the server answers."""

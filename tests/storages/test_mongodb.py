@@ -34,7 +34,7 @@ Stored = Database[dict[str, object]]
 @pytest.fixture
 def storage(mongodb: MongoServer, database: Stored) -> MongoDBTrajectoryStorage:
     # A loaded machine may keep the server busy for longer than users wait for one.
-    return MongoDBTrajectoryStorage(f"{mongodb.url}?serverSelectionTimeoutMS=60000", database.name)
+    return MongoDBTrajectoryStorage(f"{mongodb.url}&serverSelectionTimeoutMS=60000", database.name)
 
 
 def with_text(identity: str, megabytes: float) -> Trajectory:

@@ -111,7 +111,7 @@ async def test_a_server_that_goes_away_is_an_error_and_may_come_back(mongodb: Mo
     server = MongoServer(tmp_path / "server")
     server.start()
     try:
-        async with MongoDBTrajectoryStorage(f"{server.url}?serverSelectionTimeoutMS=1000") as storage:
+        async with MongoDBTrajectoryStorage(f"{server.url}&serverSelectionTimeoutMS=1000") as storage:
             await storage.add(sample_episode("a"))
             server.stop()
             for call in (storage.add(sample_episode("b")), storage.count(), anext(storage.find())):
@@ -157,7 +157,7 @@ async def test_a_wrong_password_is_said_and_not_shown(mongodb: MongoServer, tmp_
     server = MongoServer(tmp_path / "server", {"MONGOECO_USER": "bob", "MONGOECO_PASSWORD": "right"})
     server.start()
     try:
-        url = server.url.replace("//", "//bob:{}@") + "?authMechanism=SCRAM-SHA-256"
+        url = server.url.replace("//", "//bob:{}@") + "&authMechanism=SCRAM-SHA-256"
         refused = await error_of(url.format(PASSWORD.replace("+", "%2B")))
         # Some servers give no code for it.
         assert "refused the user or the password" in refused or "Authentication failed" in refused
