@@ -151,7 +151,8 @@ class Ways:
             self._conversation.follow(self._session.prompts[turn])
         # What the recorder does while litellm waits for the answer is its own work, too.
         tapped = patch.object(Tap, "take", self.own_work.timed(Tap.take))
-        with tapped, recording(CallLog(session="s", step=turn, base_model="policy")) as log:
+        after = self._tree.tokens_before(self._tree.head)
+        with tapped, recording(CallLog(session="s", step=turn, base_model="policy", after=after)) as log:
             self._recorded.completion(**self._arguments(turn))
         completion = log.attempts[-1].completion
         assert completion is not None and completion.tokens is not None

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from pydantic_core import from_json
 
+from openhands_rl_plugin.types import Tokens
+
 _SPACES = b" \t\r\n"
 _DIGITS = b"0123456789,"
 _LARGEST = 2**31
@@ -70,6 +72,47 @@ class KnownPrompts:
         # Replaced as a whole, so that others never see it half done.
         self._known = ((inside, ids), *(each for each in known if each[0] is not start))[: self._most]
         return ids
+
+
+class KnownContexts:
+    """Tokens of answers, of which only what a prompt adds to the context it goes on from is read.
+
+    The contexts of the last ``most`` answers are remembered. May be used from several threads.
+    """
+
+    def __init__(self, most: int = 16) -> None:
+        self._most = most
+        self._prompts = KnownPrompts()
+        self._known: tuple[tuple[Tokens, bytes, bytes], ...] = ()
+
+    def tokens(
+        self, inside: bytes, sampled: Ids, logprobs: Sequence[float], after: Tokens | None = None
+    ) -> Tokens | None:
+        """The tokens of an answer with the prompt's ids ``inside`` an array; ``None`` when something else is in it.
+
+        ``after`` are the tokens of the answer before on the same path. If the prompt goes on from them, and they were
+        made here, the tokens extend them.
+        """
+        added = self._added(inside, after)
+        extends = added is not None
+        prompt = ids_of(added) if added is not None else self._prompts.ids(inside)
+        if prompt is None:
+            return None
+        # Nothing is validated again: the arrays hold nothing but numbers.
+        tokens = Tokens.model_construct(
+            extends=extends, prompt_ids=tuple(prompt), sampled_ids=tuple(sampled.numbers), logprobs=tuple(logprobs)
+        )
+        # Replaced as a whole, so that others never see it half done.
+        self._known = ((tokens, inside, sampled.text), *self._known)[: self._most]
+        return tokens
+
+    def _added(self, inside: bytes, after: Tokens | None) -> bytes | None:
+        """What a prompt adds to the context, as canonical text; ``None`` when it does not go on from it."""
+        prompt, sampled = next((known[1:] for known in self._known if known[0] is after), (b"", b""))
+        if not _begins(inside, prompt):
+            return None
+        rest = canonical(inside[len(prompt) :])[1:]
+        return rest[len(sampled) :] if rest.startswith(sampled) else None
 
 
 def _begins(inside: bytes, start: bytes) -> bool:

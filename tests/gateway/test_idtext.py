@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from openhands_rl_plugin.gateway.arrays import PROMPT_IDS, SAMPLED_IDS, Cut, cut
 from openhands_rl_plugin.gateway.contexts import Contexts
-from openhands_rl_plugin.gateway.idtext import Ids, KnownPrompts, canonical, ids_of, text_of
+from openhands_rl_plugin.gateway.idtext import Ids, KnownContexts, KnownPrompts, canonical, ids_of, text_of
 from openhands_rl_plugin.gateway.jsontext import read_object, write
 from openhands_rl_plugin.tree import EpisodeTree
 from openhands_rl_plugin.types import Completion, Message, Tokens
@@ -89,6 +89,23 @@ def test_known_prompts_are_read_as_if_they_were_new(prompts: list[tuple[int, lis
         told.append(told[min(earlier, len(told) - 1)] + new)
         assert known.ids(comma.join(map(str, told[-1])).encode()) == tuple(told[-1])
     assert known.ids(b"1, x") is None
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.booleans(), IDS, IDS, st.sampled_from([",", ", ", " , "])), max_size=8),
+    st.integers(1, 4),
+)
+def test_known_contexts_are_left_out(answers: list[tuple[int, bool, list[int], list[int], str]], most: int):
+    """A prompt goes on from an earlier context or begins anew; either way its ids are those that were sent."""
+    known, made = KnownContexts(most), []
+    for earlier, goes_on, new, sampled, comma in answers:
+        after, context = made[earlier % len(made)] if made else (None, [])
+        prompt = (context if goes_on else []) + new
+        tokens = known.tokens(comma.join(map(str, prompt)).encode(), Ids(text_of(sampled), sampled), [], after)
+        assert (tokens is not None and after is not None) or not tokens.extends
+        assert (context if tokens.extends else []) + list(tokens.prompt_ids) == prompt
+        made.append((tokens, prompt + sampled))
+    assert known.tokens(b"1, x", Ids(b"", []), []) is None
 
 
 @given(st.data())

@@ -30,7 +30,7 @@ from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode
 from openhands_rl_plugin.hosts.v0.recorder import CallLog, record_completions, recording, split_provider
 from openhands_rl_plugin.messages import WireMessage, to_wire
 from openhands_rl_plugin.tree import EpisodeTree
-from openhands_rl_plugin.types import Completion, JsonObject, Message, SamplingParams
+from openhands_rl_plugin.types import Completion, JsonObject, Message, SamplingParams, Tokens
 
 ReadActions = Callable[[ModelResponse], Sequence[Action]]
 
@@ -129,8 +129,9 @@ class ControllerEngine:
         prompt = [*turn.prompt, *(to_wire(message) for message in messages[len(turn.path) :])]
         described_in_prompt = goes_on is not None and not self._llm.is_function_calling_active()
         offered = turn.tools if tools or described_in_prompt else ()
+        after = self._goes_on_after(messages)
         calls = (
-            background().blocking(partial(self._ask, turn, call, prompt, offered, sampling))
+            background().blocking(partial(self._ask, turn, call, prompt, offered, sampling, after))
             for call in itertools.islice(self._calls, n)
         )
         answers = await asyncio.gather(self._episode.keep_up(), *calls, return_exceptions=True)
@@ -146,6 +147,11 @@ class ControllerEngine:
         beginnings = (messages[:length] for length in sorted(lengths, reverse=True) if length <= len(messages))
         return next((self._turns[beginning] for beginning in beginnings if beginning in self._turns), None)
 
+    def _goes_on_after(self, messages: Sequence[Message]) -> Tokens | None:
+        """The tokens that an answer to ``messages`` goes on from, when it will stand below the tree's head."""
+        tree = self._episode.tree
+        return tree.tokens_before(tree.head) if tuple(messages) == tree.messages() else None
+
     def _ask(
         self,
         turn: HostTurn,
@@ -153,12 +159,13 @@ class ControllerEngine:
         prompt: Sequence[WireMessage],
         tools: Sequence[JsonObject],
         sampling: SamplingParams | None,
+        after: Tokens | None,
     ) -> Completion:
         # litellm may change what it is given, and several calls share the prompt.
         arguments = self._arguments(call, [dict(message) for message in prompt], tools, sampling)
-        with recording(
-            CallLog(turn.session, turn.step, self._episode.base_model, ask_tokens=self._episode.token_ids)
-        ) as log:
+        episode = self._episode
+        log = CallLog(turn.session, turn.step, episode.base_model, ask_tokens=episode.token_ids, after=after)
+        with recording(log):
             outcome = self._outcome(arguments, log)
         attempt = log.attempts[-1]
         if (completion := attempt.completion) is None:

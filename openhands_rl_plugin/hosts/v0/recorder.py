@@ -20,10 +20,11 @@ import litellm
 from litellm.types.utils import Choices, ModelResponse
 from openhands.llm.llm import LLM
 from pydantic import JsonValue
+from pydantic_core import from_json
 
 from openhands_rl_plugin.errors import describe
-from openhands_rl_plugin.gateway.idtext import KnownPrompts
-from openhands_rl_plugin.hosts.v0.tap import tapped_client, tapping
+from openhands_rl_plugin.gateway.idtext import KnownContexts
+from openhands_rl_plugin.hosts.v0.tap import Tap, tapped_client, tapping
 from openhands_rl_plugin.messages import RECORDED_PARAMETERS, WireMessage, text_of, whole_json, whole_message
 from openhands_rl_plugin.types import (
     Completion,
@@ -58,13 +59,18 @@ class Attempt:
 
 @dataclass(slots=True)
 class CallLog:
-    """The attempts of one call, in order. ``session`` and ``step`` are OpenHands' own; ``ask_tokens``: ask for ids."""
+    """The attempts of one call, in order. ``session`` and ``step`` are OpenHands' own; ``ask_tokens``: ask for ids.
+
+    ``after``: the tokens of the sampled node that the answer's path last goes through, if the caller knows. Tokens of
+    a prompt that goes on from them extend them.
+    """
 
     session: str
     step: int
     base_model: str
     attempts: list[Attempt] = field(default_factory=list)
     ask_tokens: bool = True
+    after: Tokens | None = None
 
 
 _LOG: ContextVar[CallLog | None] = ContextVar("rl_call_log", default=None)
@@ -110,7 +116,7 @@ class RecordedCompletion:
     def __init__(self, send: Callable[..., ModelResponse]) -> None:
         self._send = send
         self._bound: Mapping[str, Any] = getattr(send, "keywords", {})
-        self._prompts = KnownPrompts()
+        self._contexts = KnownContexts()
 
     def __call__(self, *args: Any, **kwargs: Any) -> ModelResponse:
         log = _LOG.get()
@@ -121,7 +127,7 @@ class RecordedCompletion:
         asked.update(wanted)
         started = time.perf_counter()
         try:
-            with tapping(self._prompts) as tap:
+            with tapping(self._contexts, log.after) as tap:
                 client = tapped_client(asked) if "logprobs" in wanted else {}
                 asked_too = {key: asked[key] for key in _ASKED if key in asked}
                 response = self._send(*args, **{**kwargs, **asked_too, **client})
@@ -129,7 +135,7 @@ class RecordedCompletion:
             log.attempts.append(_attempt(asked, time.perf_counter() - started, error=describe(error)))
             raise
         latency = time.perf_counter() - started
-        completion = _completion(asked, response, log.base_model, tap.tokens)
+        completion = _completion(asked, response, log.base_model, tap)
         error = None if completion else "the server answered without a choice"
         log.attempts.append(_attempt(asked, latency, completion, error))
         return response
@@ -182,9 +188,7 @@ def _parameters(asked: Mapping[str, Any]) -> JsonObject:
     return {name: given[name] for name in RECORDED_PARAMETERS if given.get(name) is not None}
 
 
-def _completion(
-    asked: Mapping[str, Any], response: ModelResponse, base_model: str, tokens: Tokens | None
-) -> Completion | None:
+def _completion(asked: Mapping[str, Any], response: ModelResponse, base_model: str, tap: Tap) -> Completion | None:
     prompt_ids = (response.model_extra or {}).pop("prompt_token_ids", None)
     choice = response.choices[0] if response.choices else None
     if not isinstance(choice, Choices):
@@ -192,12 +196,12 @@ def _completion(
     # What did not come by the tap is still in the response.
     left = _take_tokens(prompt_ids, choice)
     message = _take_message(choice)
-    # Read after the token arrays are gone, which would make it many times as large.
-    raw: dict[str, JsonValue] = response.model_dump(mode="json", warnings=False)
+    # Without the token arrays, which would make it many times as large.
+    raw: JsonValue = from_json(tap.left) if tap.left else response.model_dump(mode="json", warnings=False)
     served = split_provider(response.model or str(asked.get("model")))[1]
     return Completion.model_construct(
         message=message,
-        tokens=tokens or left,
+        tokens=tap.tokens or left,
         finish_reason=choice.finish_reason,
         usage=_usage(response),
         policy=PolicyRef.from_served_name(base_model, served),

@@ -18,18 +18,23 @@ from openai import OpenAI
 
 from openhands_rl_plugin.gateway.answers import ChatAnswer
 from openhands_rl_plugin.gateway.calls import Unrecordable
-from openhands_rl_plugin.gateway.idtext import KnownPrompts
+from openhands_rl_plugin.gateway.idtext import KnownContexts
 from openhands_rl_plugin.types import Tokens
 
 _CLIENTS = 16
 
 
 class Tap:
-    """``tokens`` are those of the first choice; ``None`` when none came this way."""
+    """What the first answer gave away: ``tokens`` of its first choice, and ``left``, the body that litellm got.
 
-    def __init__(self, prompts: KnownPrompts) -> None:
-        self._prompts = prompts
+    Both are ``None`` when none came this way. ``after``: see ``KnownContexts.tokens``.
+    """
+
+    def __init__(self, contexts: KnownContexts, after: Tokens | None = None) -> None:
+        self._contexts = contexts
+        self._after = after
         self.tokens: Tokens | None = None
+        self.left: bytes | None = None
 
     def take(self, body: bytes) -> bytes:
         """What is left for litellm: all of it where there are not both kinds of ids, so that nothing odd is lost."""
@@ -38,23 +43,22 @@ class Tap:
         except Unrecordable:
             return body
         choice = answer.choices[0]
-        ids = self._prompts.ids(choice.prompt) if choice.prompt is not None else None
-        if ids is None:
+        if choice.prompt is None:
             return body
-        # Nothing is validated again: the arrays hold nothing but numbers.
-        self.tokens = Tokens.model_construct(
-            prompt_ids=ids, sampled_ids=tuple(choice.sampled.numbers), logprobs=tuple(choice.logprobs)
-        )
-        return answer.plain_body()
+        tokens = self._contexts.tokens(choice.prompt, choice.sampled, choice.logprobs, self._after)
+        if tokens is None:
+            return body
+        self.tokens, self.left = tokens, answer.plain_body()
+        return self.left
 
 
 _TAP: ContextVar[Tap | None] = ContextVar("rl_answer_tap", default=None)
 
 
 @contextmanager
-def tapping(prompts: KnownPrompts) -> Iterator[Tap]:
-    """Answers that come through ``tapped_client`` in this context go by the tap. ``prompts`` are those before."""
-    tap = Tap(prompts)
+def tapping(contexts: KnownContexts, after: Tokens | None = None) -> Iterator[Tap]:
+    """Answers that come through ``tapped_client`` in this context go by the tap."""
+    tap = Tap(contexts, after)
     token = _TAP.set(tap)
     try:
         yield tap

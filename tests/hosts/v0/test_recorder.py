@@ -16,7 +16,7 @@ from openhands.llm.llm import LLM
 from pydantic import SecretStr
 from scripted_model import EMPTY, LOGPROB, ScriptedModel, message_ids, prompt_ids, refusal, says, serve, with_prompt_ids
 
-from openhands_rl_plugin.gateway.idtext import KnownPrompts
+from openhands_rl_plugin.gateway.idtext import KnownContexts
 from openhands_rl_plugin.hosts.v0.recorder import CallLog, RecordedCompletion, record_completions, recording
 from openhands_rl_plugin.hosts.v0.tap import Tap
 from openhands_rl_plugin.types import Tokens
@@ -94,23 +94,44 @@ def test_the_tokens_are_the_same_where_litellm_reads_the_answer(server):
     one, other = by_litellm.attempts[0].completion, by_tap.attempts[0].completion
     assert one is not None and other is not None and one.tokens is not None
     assert (one.tokens, one.message, one.usage) == (other.tokens, other.message, other.usage)
-    told = [log.metadata["response"] for log in (one, other)]
-    assert all(isinstance(response, dict) for response in told)
-    told = [{**dict(response), "id": 0, "created": 0, "model": 0} for response in told]  # pyright: ignore
-    assert told[0] == told[1]
+    # litellm's reading of the answer and the answer itself.
+    for response in (one.metadata["response"], other.metadata["response"]):
+        assert response["choices"][0]["message"]["content"] == "Hello."
+        assert response["usage"]["prompt_tokens"] == len(prompt_ids(MESSAGES))
+        assert response["choices"][0]["logprobs"] is None and "token_ids" not in response["choices"][0]
+
+
+def test_of_a_prompt_that_goes_on_only_what_is_new_is_kept(server):
+    server.policies["on"] = lambda body: says("Hello.")
+    llm = llm_for(server, "on")
+    _, log = ask(llm)
+    first = log.attempts[0].completion.tokens
+    longer = [*MESSAGES, says("Hello."), {"role": "user", "content": "And now?"}]
+    for after, extends in ((first, True), (None, False), (first.model_copy(), False)):
+        with recording(CallLog(session="s", step=5, base_model="base", after=after)) as log:
+            llm.completion(messages=longer)
+        tokens = log.attempts[0].completion.tokens
+        context = (*first.prompt_ids, *first.sampled_ids) if extends else ()
+        assert tokens.extends is extends
+        assert [*context, *tokens.prompt_ids] == prompt_ids(longer)
+    # A prompt that does not go on from it is whole.
+    with recording(CallLog(session="s", step=6, base_model="base", after=first)) as log:
+        llm.completion(messages=longer[1:])
+    tokens = log.attempts[0].completion.tokens
+    assert not tokens.extends and list(tokens.prompt_ids) == prompt_ids(longer[1:])
 
 
 def test_litellm_gets_the_answer_without_its_arrays():
     entry = {"token": "x", "logprob": -0.5, "bytes": None, "top_logprobs": []}
     choice = {"index": 0, "message": {"role": "assistant", "content": "Hi"}, "finish_reason": "stop"}
     sent = {"id": "1", "choices": [{**choice, "logprobs": {"content": [entry]}, "token_ids": [7]}], "object": "o"}
-    tap = Tap(KnownPrompts())
+    tap = Tap(KnownContexts())
     left = json.loads(tap.take(json.dumps({**sent, "prompt_token_ids": [5, 6]}).encode()))
     assert left == {"id": "1", "choices": [{**choice, "logprobs": None}], "object": "o"}
     assert tap.tokens == Tokens(prompt_ids=(5, 6), sampled_ids=(7,), logprobs=(-0.5,))
     odd = [{**sent, "prompt_token_ids": ids} for ids in ([1.5], ["a"], [-1], [2**40], None, "12")]
     for body in (b"<html>", b'{"choices": []}', *(json.dumps(each).encode() for each in odd)):
-        tap = Tap(KnownPrompts())
+        tap = Tap(KnownContexts())
         assert tap.take(body) == body and tap.tokens is None
 
 
