@@ -20,7 +20,7 @@ demo: $(READY) ## Train a small model in the embedded shop and show the report
 	$(BIN)/openhands-rl demo $(ARGS)
 
 test: lint ## Check the style and the types, run the fast tests
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 test-slow: $(READY) ## Run the tests that need more than ten seconds each
 	$(BIN)/pytest -m slow $(ARGS)
