@@ -56,8 +56,8 @@ from openhands_rl_plugin.types import EpisodeRequest, Limits, SamplingParams, Sc
 MODEL = "measured"
 SHOP = DemonstratorOptions(results_per_page=2, separator="\n")
 _TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}<end>{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% for m in messages %}{{ m.role }}:\n{{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:\n{% endif %}"
 )
 _SHARES = ("rollouts_waiting_share", "training_waiting_share")
 

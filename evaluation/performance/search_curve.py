@@ -28,6 +28,7 @@ from openhands_rl_plugin.demo.child import free_port, running_command
 from openhands_rl_plugin.demo.model import NAME, ensure_model
 from openhands_rl_plugin.demo.options import ADAPTER, ANSWER_TOKENS, CONTEXT_TOKENS, DemoOptions
 from openhands_rl_plugin.engines.openai import OpenAIEngine
+from openhands_rl_plugin.engines.seeded import SeededEngine
 from openhands_rl_plugin.environments.http import HttpEnvironmentOptions, WebEnvClient
 from openhands_rl_plugin.protocols import Strategy
 from openhands_rl_plugin.rollout import RolloutPlan, roll_out
@@ -96,11 +97,11 @@ async def play(
     shop_url, model_url = urls
     environment = HttpEnvironmentOptions(base_url=shop_url, react_format=False)
 
-    def engine(request: EpisodeRequest) -> OpenAIEngine:
-        # Search gives seeds of its own; without one, ReAct would say the same in the same place for every seed.
+    def engine(request: EpisodeRequest) -> SeededEngine:
+        # Search gives seeds of its own.
         seed = request.seed if strategy == "ReAct" else None
-        sampling = SamplingParams(temperature=1.0, max_tokens=ANSWER_TOKENS, seed=seed)
-        return OpenAIEngine(served, f"{model_url}/v1", base_model=NAME, sampling=sampling)
+        sampling = SamplingParams(temperature=1.0, max_tokens=ANSWER_TOKENS)
+        return SeededEngine(OpenAIEngine(served, f"{model_url}/v1", base_model=NAME), sampling, seed)
 
     runner = SessionRunner(
         make_environment=lambda request: WebEnvClient(environment),

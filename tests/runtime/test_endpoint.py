@@ -221,7 +221,8 @@ async def test_a_client_that_goes_away_ends_the_episode(url: str, player: Player
         await _until(lambda: player.waiting == 1)
         asking.cancel()
         await asyncio.wait({asking})
-    await _until(lambda: player.cancelled == 1)
+    await _until(lambda: player.cancelled)
+    assert player.cancelled == 1
 
 
 async def test_more_than_may_wait_are_refused(player: Player) -> None:

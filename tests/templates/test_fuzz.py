@@ -85,23 +85,28 @@ def check(text: str) -> None:
                 assert 0 <= span.start < span.end <= len(text)
 
 
-def fuzz(count: int, seed: int) -> None:
+def fuzz(count: int, seed: int) -> tuple[float, str]:
+    """The longest time in seconds that a text took, and that text."""
     source = random.Random(seed)
+    longest = (0.0, "")
     for _ in range(count):
         text = mutated(source)
         started = time.perf_counter()
         check(text)
-        assert time.perf_counter() - started < 5, text
+        longest = max(longest, (time.perf_counter() - started, text))
+    return longest
 
 
 def test_fuzzed_inputs() -> None:
-    fuzz(1500, seed=1)
+    seconds, text = fuzz(1500, seed=1)
+    assert seconds < 5, text
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_hundred_thousand_fuzzed_inputs() -> None:
-    fuzz(100_000, seed=2)
+    seconds, text = fuzz(100_000, seed=2)
+    assert seconds < 5, text
 
 
 HOSTILE = [
