@@ -116,8 +116,9 @@ async def _check(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.swe.caching import default_cache
     from openhands_rl_plugin.tasks.checking import Gate, check_tasks
     from openhands_rl_plugin.tasks.grading import local_backend
+    from openhands_rl_plugin.tasks.sources import tasks_file
 
-    path, cache = _file(args.file), args.cache or default_cache()
+    path, cache = tasks_file(args.file), args.cache or default_cache()
     low, high = args.pass_rate
     gate = Gate(repeats=args.repeats, workers=args.workers, timeout=args.timeout, low=low, high=high)
     backend = local_backend(cache)
@@ -139,17 +140,12 @@ def _list(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.swe.rows import read_instances
     from openhands_rl_plugin.tasks.lineage import read_lineage
     from openhands_rl_plugin.tasks.listing import table_of
+    from openhands_rl_plugin.tasks.sources import tasks_file
 
-    path = _file(args.file)
+    path = tasks_file(args.file)
     instances = [each for each in read_instances(path) if args.split in (None, each.extra.get("split"))]
     console().print(table_of(instances, read_lineage(path)))
     return 0
-
-
-def _file(name: str) -> Path:
-    from openhands_rl_plugin.tasks.sources import SUITE, suite_file
-
-    return suite_file("swe_local.jsonl") if name == SUITE else Path(name)
 
 
 def _positive(text: str) -> int:

@@ -15,6 +15,8 @@ from openhands_rl_plugin.cli.fields import add_fields, given_fields, option_of, 
 from openhands_rl_plugin.cli.stored import add_filters, filter_of
 from openhands_rl_plugin.cli.stores import STORE_HELP, open_store
 from openhands_rl_plugin.cli.train_ranks import joined
+from openhands_rl_plugin.cli.train_tasks import HELP as TASKS_HELP
+from openhands_rl_plugin.cli.train_tasks import of_checked_tasks
 from openhands_rl_plugin.config import load_settings
 from openhands_rl_plugin.errors import ConfigError, MissingExtraError, TrainingError
 from openhands_rl_plugin.records import TrajectoryFilter
@@ -62,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--publish", metavar="URL", help="bring the new version into use on this server")
     parser.add_argument("--config", type=Path, metavar="FILE", help="a config.toml; options given here override it")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be trained on")
+    parser.add_argument("--tasks", metavar="FILE", help=TASKS_HELP)
     add_filters(parser)
     # One adapter is trained, and whose episodes these are follows from it: it takes the place of the filter.
     own = parser.add_argument_group("adapter", conflict_handler="resolve")
@@ -125,6 +128,8 @@ class _Training:
 
     async def run(self) -> int:
         async with open_store(self._args.store, create=False) as storage:
+            if self._args.tasks:
+                self._where = await of_checked_tasks(storage, self._where, self._args.tasks)
             base_model = self._args.base_model or await _only_base_model(storage, self._where, self._name)
             lesson = await self._lesson(storage, base_model)
         self._say_what(lesson)

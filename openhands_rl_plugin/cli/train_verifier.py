@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from openhands_rl_plugin.cli.fields import settings_from
 from openhands_rl_plugin.cli.stored import filter_of
 from openhands_rl_plugin.cli.stores import open_store
+from openhands_rl_plugin.cli.train_tasks import of_checked_tasks
 from openhands_rl_plugin.config import load_settings
 from openhands_rl_plugin.errors import ConfigError, MissingExtraError
 from openhands_rl_plugin.protocols import Reward
@@ -83,6 +84,8 @@ class VerifierTraining:
             raise MissingExtraError(error.name or "transformers", "train") from error
         prompts = prompts_for(str(self._args.model), self._settings.max_length)
         async with open_store(self._args.store, create=False) as storage:
+            if self._args.tasks:
+                self._where = await of_checked_tasks(storage, self._where, self._args.tasks)
             lesson = await verifier_lesson(
                 storage, self._where, prompts, self._settings, reward=self._reward, seed=self._training.seed
             )

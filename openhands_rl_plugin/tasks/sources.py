@@ -16,6 +16,7 @@ from openhands_rl_plugin.validation import problems
 
 SUITE = "swe-local"
 SUITE_PLAN = "swe_local.toml"
+SUITE_TASKS = "swe_local.jsonl"
 _NAME = r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"
 _VERSION = r"[0-9][A-Za-z0-9.!+_-]*?"
 _RELEASE = re.compile(rf"(?P<name>{_NAME})==((?P<previous>{_VERSION})\.\.)?(?P<version>{_VERSION})")
@@ -90,6 +91,11 @@ def read_plan(path: Path) -> Plan:
 def suite_file(name: str) -> Path:
     """A file that is published with the package."""
     return Path(str(files("openhands_rl_plugin.tasks").joinpath("data", name)))
+
+
+def tasks_file(name: str) -> Path:
+    """``swe-local``, or a file of tasks of one's own."""
+    return suite_file(SUITE_TASKS) if name == SUITE else Path(name)
 
 
 def parse_source(text: str) -> Package:

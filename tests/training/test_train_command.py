@@ -16,6 +16,8 @@ from openhands_rl_plugin.serving.adapters import AdapterStore
 from openhands_rl_plugin.serving.config import ServerConfig
 from openhands_rl_plugin.serving.server import running_server
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
+from openhands_rl_plugin.swe.types import Instance
+from openhands_rl_plugin.tasks.lineage import Lineage, TaskLineage, digest_of, write_lineage, write_tasks
 from openhands_rl_plugin.testing import example_trajectory
 from openhands_rl_plugin.types import (
     Failure,
@@ -178,3 +180,24 @@ def test_episodes_of_two_models_are_not_mixed(model: Path, tmp_path: Path, capsy
     assert "tiny (2), another (1); choose one with --base-model" in capsys.readouterr().err
     assert cli.main([*words, "--base-model", "tiny"]) == 0
     assert "episodes: 2 used; left out: 1 other policy" in capsys.readouterr().out
+
+
+def test_tasks_have_to_have_passed_the_gate(
+    store: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store_of(store, episode(6, 1.0, task=Task(id="other", environment="shop")))
+    file = tmp_path / "tasks.jsonl"
+    row = Instance(instance_id="task", repo="a/b", base_commit="c0ffee", fail_to_pass=("t.py::one",))
+    write_tasks(file, [row], [TaskLineage(instance_id="task", source={})])
+    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), "--dry-run"]
+    assert cli.main([*words, "--tasks", str(file)]) == 1
+    assert f"did not pass the quality gate (1 of 1 tasks); run: openhands-rl tasks check {file}" in _said(capsys)
+    write_lineage(file, Lineage(sha256=digest_of(file), checked=True))
+    assert cli.main([*words, "--tasks", str(file)]) == 0
+    assert "episodes: 4 used" in capsys.readouterr().out
+    assert cli.main([*words, "--tasks", "swe-local"]) == 1
+    assert "no stored episode is of a task of swe-local" in _said(capsys)
+
+
+def _said(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().err.split())
