@@ -10,10 +10,10 @@ from openhands_rl_plugin.settings import RLSettings
 def make_environment(settings: RLSettings) -> Environment:
     """A fresh environment of ``[rl] env_name``, at the configured address. Raises ``ConfigError``.
 
-    A plugin's ``Options`` get what they declare of ``base_url`` and ``react_format``.
+    A plugin's ``Options`` get what they declare of ``base_url`` and ``react_format``, and ``[rl.environment]``.
     """
     declared = getattr(registry.load("environments", settings.env_name), "Options", None)
     fields = declared.model_fields if declared is not None else {}
     known = {"base_url": settings.environment_url, "react_format": settings.react_format}
-    options = {name: value for name, value in known.items() if name in fields}
+    options = {name: value for name, value in known.items() if name in fields} | settings.environment
     return registry.build("environments", settings.env_name, options)

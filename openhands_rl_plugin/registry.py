@@ -31,6 +31,8 @@ BUILTINS: Mapping[Kind, Mapping[str, str]] = {
     },
     "environments": {
         "agentgym": "openhands_rl_plugin.environments.agentgym:AgentGymClient",
+        "nemo-gym": "openhands_rl_plugin.environments.nemo_gym:NeMoGymClient",
+        "openenv": "openhands_rl_plugin.environments.openenv:OpenEnvClient",
         "tools": "openhands_rl_plugin.environments.tools:ToolEnvironment",
         "web": "openhands_rl_plugin.environments.http:WebEnvClient",
         "webshop": "openhands_rl_plugin.environments.http:WebEnvClient",

@@ -282,7 +282,8 @@ class LoopSettings(Settings):
 class RLSettings(Settings):
     """The ``[rl]`` section. The lengths are in tokens; ``max_workers`` is the number of episodes played at a time.
 
-    ``strategy`` is ``[rl.strategy]``: the options of the strategy that ``rollout_strategy`` names.
+    ``strategy`` is ``[rl.strategy]``: the options of the strategy that ``rollout_strategy`` names. ``environment`` is
+    ``[rl.environment]``: those of the environment that ``env_name`` names.
     """
 
     max_turns: int = Field(default=10, ge=1)
@@ -298,6 +299,7 @@ class RLSettings(Settings):
     max_workers: int = Field(default=10, ge=1, le=4096)
     executor: Literal["processes", "ray"] = "processes"
     strategy: JsonObject = Field(default_factory=dict)
+    environment: JsonObject = Field(default_factory=dict)
     storage: StorageSettings = StorageSettings()
     sampling: SamplingSettings = SamplingSettings()
     training: TrainingSettings = TrainingSettings()
@@ -352,19 +354,24 @@ def section_of(location: Location) -> str:
 
 
 def _wrong_options(settings: RLSettings, locate: Locate) -> Iterator[str]:
-    """What is wrong with ``[rl.strategy]``. The keys are the strategy's own; it is loaded only where there are some."""
-    name = settings.rollout_strategy
+    """What is wrong with ``[rl.strategy]`` and ``[rl.environment]``. The keys are the plugin's own; it is loaded only
+    where there are some."""
+    yield from _wrong_section("strategy", "strategies", settings.rollout_strategy, settings.strategy, locate)
+    yield from _wrong_section("environment", "environments", settings.env_name, settings.environment, locate)
+
+
+def _wrong_section(section: str, kind: registry.Kind, name: str, options: JsonObject, locate: Locate) -> Iterator[str]:
     try:
-        if settings.strategy:
-            registry.build("strategies", name, settings.strategy)
+        if options:
+            registry.build(kind, name, options)
     except ConfigError as error:
         for line in str(error).splitlines():
-            where, _, what = line.removeprefix(f"strategy {name!r}: ").partition(": ")
+            where, _, what = line.removeprefix(f"{section} {name!r}: ").partition(": ")
             keys = tuple(where.split("."))
             if where != line and keys[0].isidentifier():
-                yield f"{locate(('strategy', *keys))} {keys[-1]}: {what}"
+                yield f"{locate((section, *keys))} {keys[-1]}: {what}"
             else:
-                yield f"{locate(('strategy', ''))}: {line}"
+                yield f"{locate((section, ''))}: {line}"
 
 
 def _unservable(settings: RLSettings, locate: Locate) -> Iterator[str]:

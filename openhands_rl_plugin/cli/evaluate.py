@@ -35,7 +35,8 @@ EPILOG = """suites:
                         from the hub (needs the datasets package), or their rows with --dataset-file
   FILE                  rows in SWE-bench's columns: .jsonl, .json or .parquet
   webshop               the embedded shop, started for the run
-  environment           the environment and server that [rl] of --config names
+  environment           the environment and server that [rl] of --config names: "agentgym/textcraft", "openenv/...",
+                        "nemo-gym/..."; task 0 to N-1 (--tasks N), or rows (.jsonl) with --dataset-file
 
 examples:
   openhands-rl evaluate swe-local --llm eval --config config.toml --workers 4
@@ -201,7 +202,7 @@ def _entries(args: argparse.Namespace, suite: Suite, settings: RLSettings) -> tu
     if suite.software:
         entries = software_entries(suite, args.dataset_file)
     else:
-        entries = environment_entries(suite, settings.env_name, args.tasks)
+        entries = environment_entries(suite, settings.env_name, args.tasks, args.dataset_file)
     chosen = Selection(include=tuple(args.include), exclude=tuple(args.exclude), shuffle=args.shuffle, limit=args.limit)
     return chosen.of(entries, lambda entry: entry.task.id)
 

@@ -14,24 +14,31 @@ from .http import BaseEnvClient, HttpEnvironmentOptions, ServerAnswer, episode_i
 from .opening import action_language
 from .transport import EndpointMissingError, excerpt
 
+# Sums of step rewards such as 10 x 0.1.
+_ROUNDING = 1e-9
+
 
 class AgentGymDialect(Frozen):
     """How one server words its requests.
 
     ``id_key`` names the episode in every request and ``index_key`` the task in ``/reset``; ``reset_extra`` is added
     there. ``reward_is_level`` marks servers whose ``reward`` is the progress so far instead of what the step earned.
+    ``full_score`` is what a solved task earns there; rewards are divided by it. ``cuts_short`` marks servers that have
+    a limit of their own: an episode that is done but neither solved nor lost (below zero) was cut short there.
     """
 
     id_key: str
     index_key: str
     reset_extra: JsonObject = Field(default_factory=dict)
     reward_is_level: bool = False
+    full_score: float = Field(default=1.0, gt=0)
+    cuts_short: bool = False
 
 
 DIALECTS = {
     "webshop": AgentGymDialect(id_key="env_idx", index_key="session_id"),
     "textcraft": AgentGymDialect(id_key="id", index_key="data_idx"),
-    "sciworld": AgentGymDialect(id_key="id", index_key="data_idx"),
+    "sciworld": AgentGymDialect(id_key="id", index_key="data_idx", full_score=100.0, cuts_short=True),
     "babyai": AgentGymDialect(id_key="id", index_key="data_idx", reward_is_level=True),
     "alfworld": AgentGymDialect(id_key="id", index_key="game", reset_extra={"world_type": "Text"}),
 }
@@ -76,10 +83,12 @@ class AgentGymClient(BaseEnvClient):
     async def act(self, action: str) -> ServerAnswer:
         """``POST /step``."""
         answer = ServerAnswer.parse(await self.post("/step", {**self._key(), "action": action}), "/step")
-        if not self._known_dialect().reward_is_level:
-            return answer
-        gained, self._level = answer.reward - self._level, answer.reward
-        return answer.model_copy(update={"reward": gained})
+        dialect = self._known_dialect()
+        earned = answer.reward / dialect.full_score
+        gained = earned - self._level if dialect.reward_is_level else earned
+        self._level = earned if dialect.reward_is_level else self._level + earned
+        cut = dialect.cuts_short and answer.done and 0 <= self._level < 1 - _ROUNDING
+        return answer.model_copy(update={"reward": gained, "truncated": answer.truncated or cut})
 
     async def release(self) -> None:
         """``POST /close``; AgentGym's WebShop server has none."""

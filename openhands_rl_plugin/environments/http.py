@@ -105,6 +105,10 @@ class EpisodeStep:
         return self.answer.reward if self.answer is not None else 0.0
 
 
+class RefusedActionError(BadEnvironmentError):
+    """An action that was not executed because it makes no sense there: the model is told, and the episode goes on."""
+
+
 class BaseEnvClient(ABC):
     """An environment behind HTTP as ``protocols.Environment``: reset once, step, close once.
 
@@ -129,7 +133,7 @@ class BaseEnvClient(ABC):
 
     @abstractmethod
     async def act(self, action: str) -> ServerAnswer:
-        """Execute one action on the server, exactly once."""
+        """Execute one action on the server, exactly once. ``RefusedActionError`` is answered like a malformed one."""
 
     async def release(self) -> None:  # noqa: B027 - having nothing to release is a sound default
         """Tell the server that the episode is over. Called once, also when opening it failed."""
@@ -142,11 +146,14 @@ class BaseEnvClient(ABC):
         """The action language that the model is told, when the options do not give one."""
         return action_language(task.environment)
 
+    def make_transport(self) -> JsonTransport:
+        """The connection to the server, of one episode."""
+        options = self.options
+        return JsonTransport(options.base_url, timeout=options.timeout, max_bytes=options.max_response_bytes)
+
     async def post(self, path: str, body: JsonObject) -> JsonValue:
         """POST JSON once. Raises ``InfrastructureError`` or ``BadEnvironmentError``."""
-        if self._transport is None:
-            raise RuntimeError("the environment is not open: call reset first and nothing after close")
-        return await self._transport.post(path, body)
+        return await self._open_transport().post(path, body)
 
     async def reset(self, task: Task) -> Observation:
         """Open the episode of ``task``; the observation holds the system message and the first state."""
@@ -154,7 +161,7 @@ class BaseEnvClient(ABC):
             raise RuntimeError("an environment client plays one episode: make a new one")
         self._task = task
         options = self.options
-        self._transport = JsonTransport(options.base_url, timeout=options.timeout, max_bytes=options.max_response_bytes)
+        self._transport = self.make_transport()
         answer = self._opening = self._last = await self._open_with_retries(task)
         messages = opening_messages(
             task,
@@ -173,9 +180,12 @@ class BaseEnvClient(ABC):
             raise RuntimeError("the episode has ended")
         parsed = self._parse(action)
         if parsed.action is None:
-            self.steps.append(EpisodeStep(None))
-            return Observation(messages=(Message(role="user", content=parsed.error),))
-        answer = self._last = await self.act(parsed.action)
+            return self._malformed(parsed.error)
+        try:
+            answer = await self.act(parsed.action)
+        except RefusedActionError as refused:
+            return self._malformed(str(refused))
+        self._last = answer
         self.steps.append(EpisodeStep(parsed.action, answer))
         return Observation(
             messages=(Message(role="user", content=answer.state),),
@@ -233,6 +243,15 @@ class BaseEnvClient(ABC):
         finally:
             await self._transport.close()
             self._transport = None
+
+    def _open_transport(self) -> JsonTransport:
+        if self._transport is None:
+            raise RuntimeError("the environment is not open: call reset first and nothing after close")
+        return self._transport
+
+    def _malformed(self, error: str | None) -> Observation:
+        self.steps.append(EpisodeStep(None))
+        return Observation(messages=(Message(role="user", content=error),))
 
     def _parse(self, action: Message) -> ParsedAction:
         return parse_react(action.content) if self.options.react_format else parse_plain(action.content)

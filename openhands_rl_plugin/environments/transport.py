@@ -52,19 +52,26 @@ class JsonTransport:
             follow_redirects=False,
             # A proxy from the environment must not come between this process and its own machine, and a TLS context
             # takes longer to make than an episode's first request.
-            trust_env=not _is_loopback(url.host),
+            trust_env=not is_loopback(url.host),
             verify=url.scheme == "https",
             headers={"accept": "application/json", "accept-encoding": "identity"},
         )
 
     async def post(self, path: str, body: JsonObject) -> JsonValue:
         """Send ``body`` to ``path`` once. Raises ``InfrastructureError`` or ``BadEnvironmentError``."""
+        return await self._exchange("POST", path, body)
+
+    async def get(self, path: str) -> JsonValue:
+        """Read ``path`` once. Raises ``InfrastructureError`` or ``BadEnvironmentError``."""
+        return await self._exchange("GET", path, None)
+
+    async def _exchange(self, method: str, path: str, body: JsonObject | None) -> JsonValue:
         try:
-            async with asyncio.timeout(self._timeout), self._client.stream("POST", path, json=body) as response:
+            async with asyncio.timeout(self._timeout), self._client.stream(method, path, json=body) as response:
                 content = await self._read(response, path)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise UnavailableError(
-                f"nothing answers at {self._base_url}: start the server with `openhands-rl env webshop`"
+                f"nothing answers at {self._base_url}: start the server (the embedded shop: `openhands-rl env webshop`)"
                 " or set env_server_base and env_port"
             ) from error
         except (TimeoutError, httpx.TimeoutException) as error:
@@ -77,8 +84,9 @@ class JsonTransport:
                 f"the connection to {self._base_url} broke during {path} ({type(error).__name__}):"
                 " see whether the server died"
             ) from error
-        self._check_status(response, path, content)
-        return self._decode(path, content)
+        where = f"{self._base_url}{path}"
+        check_status(where, response.status_code, content, response.headers.get("location"))
+        return decode_json(where, content)
 
     def share(self) -> Self:
         """This transport for one more user, who closes it too."""
@@ -106,33 +114,50 @@ class JsonTransport:
                 )
         return bytes(content)
 
-    def _check_status(self, response: httpx.Response, path: str, content: bytes) -> None:
-        status = response.status_code
-        if status < 300:
-            return
-        said = f"{self._base_url}{path} answered {status}: {excerpt(content)}"
-        if status == 503:
-            raise UnavailableError(said)
-        if status in _NOT_OFFERED:
-            raise EndpointMissingError(f"{said} (is this the address of an environment server?)")
-        if status in _OVERLOADED or status >= 500:
-            raise InfrastructureError(said)
-        if status < 400:
-            target = response.headers.get("location", "elsewhere")[:_EXCERPT_CHARACTERS]
-            raise BadEnvironmentError(
-                f"{self._base_url}{path} redirects to {target}, which is not followed: set the server's own address"
-            )
-        raise BadEnvironmentError(said)
 
-    def _decode(self, path: str, content: bytes) -> JsonValue:
-        try:
-            answer = json.loads(content, parse_constant=_refuse_constant)
-            return whole_json(answer) if b"\\u" in content else answer
-        except (ValueError, RecursionError) as error:
-            reason = str(error) if isinstance(error, _ConstantError) else "something that is not valid JSON"
-            raise BadEnvironmentError(
-                f"{self._base_url}{path} answered {reason}: {excerpt(content)} (is this an environment server?)"
-            ) from error
+class CookieTransport(JsonTransport):
+    """For servers that know an episode by a cookie: whoever shares it gets a session of his own.
+
+    The cookies of the answers are sent back with every request.
+    """
+
+    @property
+    def has_session(self) -> bool:
+        """Whether the server has set a cookie."""
+        return len(self._client.cookies) > 0
+
+    def share(self) -> Self:
+        """Another one to the same server, without this one's cookies."""
+        return type(self)(self._base_url, timeout=self._timeout, max_bytes=self._max_bytes)
+
+
+def check_status(where: str, status: int, content: bytes, location: str | None = None) -> None:
+    """Raise the typed error that an HTTP status of 300 or more stands for. ``location``: where a redirect leads."""
+    if status < 300:
+        return
+    said = f"{where} answered {status}: {excerpt(content)}"
+    if status == 503:
+        raise UnavailableError(said)
+    if status in _NOT_OFFERED:
+        raise EndpointMissingError(f"{said} (is this the address of an environment server?)")
+    if status in _OVERLOADED or status >= 500:
+        raise InfrastructureError(said)
+    if status < 400:
+        target = (location or "elsewhere")[:_EXCERPT_CHARACTERS]
+        raise BadEnvironmentError(f"{where} redirects to {target}, which is not followed: set the server's own address")
+    raise BadEnvironmentError(said)
+
+
+def decode_json(where: str, content: bytes) -> JsonValue:
+    """The JSON in ``content``, in whole characters. Raises ``BadEnvironmentError``, for NaN and Infinity too."""
+    try:
+        answer = json.loads(content, parse_constant=_refuse_constant)
+        return whole_json(answer) if b"\\u" in content else answer
+    except (ValueError, RecursionError) as error:
+        reason = str(error) if isinstance(error, _ConstantError) else "something that is not valid JSON"
+        raise BadEnvironmentError(
+            f"{where} answered {reason}: {excerpt(content)} (is this an environment server?)"
+        ) from error
 
 
 class _ConstantError(ValueError):
@@ -151,7 +176,8 @@ def excerpt(content: bytes | str) -> str:
     return " ".join(text.split())[:_EXCERPT_CHARACTERS] or "(empty)"
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` is this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -9,7 +9,7 @@ from pathlib import Path
 from openhands_rl_plugin.errors import ConfigError, MissingExtraError, describe
 from openhands_rl_plugin.harness.judged import Entry
 from openhands_rl_plugin.harness.prompts import instruction_of
-from openhands_rl_plugin.harness.web import web_entries, webshop_entries
+from openhands_rl_plugin.harness.web import row_entries, web_entries, webshop_entries
 from openhands_rl_plugin.swe.rows import instance_of, read_instances, row_of
 from openhands_rl_plugin.swe.types import Instance
 from openhands_rl_plugin.types import Frozen, Task
@@ -85,14 +85,21 @@ def software_entry(instance: Instance, suite: Suite) -> Entry:
     return Entry(task, row, instance)
 
 
-def environment_entries(suite: Suite, environment: str, count: int | None) -> tuple[Entry, ...]:
-    """Tasks of an environment: goals of the embedded shop, or the first ``count`` numbers. Raises ``ConfigError``."""
+def environment_entries(
+    suite: Suite, environment: str, count: int | None, rows: Path | None = None
+) -> tuple[Entry, ...]:
+    """Tasks of an environment: goals of the embedded shop, the (first ``count``) rows of a file, or the first ``count``
+    numbers. Raises ``ConfigError``."""
     if suite.name == WEBSHOP:
         if suite.split not in ("train", "heldout"):
             raise ConfigError(f"the webshop has the splits train and heldout, not {suite.split!r}")
         return webshop_entries("train" if suite.split == "train" else "heldout")
+    if rows is not None:
+        return row_entries(environment, rows, suite.split)[:count]
     if count is None:
-        raise ConfigError("an environment does not say how many tasks it has: give --tasks N")
+        raise ConfigError(
+            "an environment does not say how many tasks it has: give --tasks N, or its rows with --dataset-file"
+        )
     return web_entries(environment, range(count), suite.split)
 
 

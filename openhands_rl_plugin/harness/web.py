@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from openhands_rl_plugin import registry
 from openhands_rl_plugin.environments.webshop import Split, WebShop, running_webshop
+from openhands_rl_plugin.errors import ConfigError, describe
 from openhands_rl_plugin.harness.judged import Entry, Judged, Runner, stored_with_scores
 from openhands_rl_plugin.harness.plan import EvaluationPlan
 from openhands_rl_plugin.protocols import Reward, TrajectoryStorage
@@ -18,6 +22,7 @@ from openhands_rl_plugin.settings import RLSettings
 from openhands_rl_plugin.types import EpisodeRequest, JsonObject, Score, StopReason, Task, Trajectory
 
 _AS_RETURNED = "return-1"
+_NO_NAME = re.compile(r"[^\w.-]+")
 
 
 class WebPlayer:
@@ -53,12 +58,20 @@ class WebPlayer:
 
 
 def web_entries(environment: str, indices: range | tuple[int, ...], split: str) -> tuple[Entry, ...]:
-    """A task for each index that the environment's ``reset`` understands."""
-    tasks = (
-        Task(id=f"{environment}-{index}", environment=environment, data={"idx": index}, split=split)
-        for index in indices
-    )
+    """A task for each index that the environment's ``reset`` understands. Ids are fit for the names of folders."""
+    name = _NO_NAME.sub("__", environment)
+    tasks = (Task(id=f"{name}-{index}", environment=environment, data={"idx": index}, split=split) for index in indices)
     return tuple(Entry(task, {"idx": task.data["idx"], "environment": environment}) for task in tasks)
+
+
+def row_entries(environment: str, file: Path, split: str) -> tuple[Entry, ...]:
+    """A task for each line of a .jsonl file, which its environment gets as the row. Raises ``ConfigError``."""
+    name = _NO_NAME.sub("__", environment)
+    entries = []
+    for index, row in enumerate(_rows(file)):
+        task = Task(id=f"{name}-{index}", environment=environment, data={"idx": index, "row": row}, split=split)
+        entries.append(Entry(task, {"idx": index, "environment": environment, "row": row}))
+    return tuple(entries)
 
 
 def webshop_entries(split: Split) -> tuple[Entry, ...]:
@@ -72,7 +85,26 @@ def shop_for(settings: RLSettings) -> Iterator[RLSettings]:
     with running_webshop() as url:
         parts = urlsplit(url)
         base = f"{parts.scheme}://{parts.hostname}"
-        yield settings.model_copy(update={"env_name": "webshop", "env_server_base": base, "env_port": parts.port})
+        here = {"env_name": "webshop", "env_server_base": base, "env_port": parts.port}
+        yield settings.model_copy(update=here if settings.env_name == "webshop" else {**here, "environment": {}})
+
+
+def _rows(file: Path) -> Iterator[JsonObject]:
+    try:
+        # Not splitlines(): a JSON text may hold other line separators.
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read ({describe(error)})") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{file}: line {number} is not JSON") from error
+        if not isinstance(row, dict):
+            raise ConfigError(f"{file}: line {number} is not a JSON object")
+        yield row
 
 
 def _reported(trajectory: Trajectory, resolved: bool) -> Judged:

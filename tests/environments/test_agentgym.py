@@ -80,7 +80,26 @@ async def test_sciworld_tells_its_task_with_the_first_observation():
     async with raw_server(handler) as server:
         opening, step = await play(client(server.url), task("agentgym/sciworld"))
     assert opening.messages[1].content == "Boil water.\nA room."
-    assert (opening.reward, step.reward) == (0.0, 3.0)
+    assert (opening.reward, step.reward) == (0.0, 0.03), "a solved task is worth 1.0, not 100"
+
+
+@pytest.mark.parametrize(
+    ("score", "terminated", "truncated"), [(40, False, True), (100, True, False), (-100, True, False)]
+)
+async def test_sciworld_s_own_limit_is_no_end_of_the_task(score: int, terminated: bool, truncated: bool):
+    gains = iter([30, score - 30])
+
+    def handler(path: str, body: Any) -> bytes:
+        if path == "/create":
+            return respond({"id": 5})
+        gain = next(gains) if path == "/step" else 0
+        return respond({"observation": "o", "reward": gain, "score": 0, "done": gain not in (0, 30)})
+
+    async with raw_server(handler) as server:
+        *_, first, last = await play(client(server.url), task("agentgym/sciworld"), steps=2)
+    assert not first.terminated and not first.truncated
+    assert (last.terminated, last.truncated) == (terminated, truncated)
+    assert first.reward + last.reward == pytest.approx(score / 100)
 
 
 async def test_babyai_rewards_are_levels_and_become_gains():

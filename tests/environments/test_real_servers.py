@@ -1,0 +1,318 @@
+"""The clients against the published servers themselves, each in a Python of its own that a variable names.
+
+OPENHANDS_RL_OPENENV_PYTHON     has openenv; OPENHANDS_RL_OPENENV_ENVS may name the folder envs/ of OpenEnv's repository
+OPENHANDS_RL_NEMO_GYM_PYTHON    has nemo-gym
+OPENHANDS_RL_AGENTENV_PYTHON    has fastapi, uvicorn, gymnasium and scienceworld (with Java), and
+OPENHANDS_RL_AGENTENV_HOME      names AgentGym's repository
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openhands_rl_plugin.environments.agentgym import AgentGymClient, AgentGymOptions
+from openhands_rl_plugin.environments.http import BaseEnvClient
+from openhands_rl_plugin.environments.nemo_gym import NeMoGymClient, NeMoGymOptions
+from openhands_rl_plugin.environments.openenv import OpenEnvClient, OpenEnvOptions
+from openhands_rl_plugin.errors import BadEnvironmentError, InfrastructureError
+from openhands_rl_plugin.testing import check_environment
+from openhands_rl_plugin.types import Message, Observation, Task
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+START_S = 120.0
+
+
+def named(variable: str) -> str:
+    """What the variable says; without it the test is skipped."""
+    if not (value := os.environ.get(variable)):
+        pytest.skip(f"set {variable} to test against the real server")
+    return value
+
+
+@contextmanager
+def serving(
+    *command: str, path: str, cwd: Path = HERE, **environ: str
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The command with ``PORT`` in its arguments replaced, once it answers ``path``; its address and process."""
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    arguments = [each.replace("PORT", str(port)) for each in command]
+    # A group of its own: some servers start further processes, which outlive them.
+    with subprocess.Popen(arguments, cwd=cwd, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+        try:
+            deadline = time.monotonic() + START_S
+            while not _answers(url + path):
+                assert process.poll() is None, f"{command} ended with {process.returncode}"
+                assert time.monotonic() < deadline, f"{command} did not start within {START_S:g} s"
+                time.sleep(0.1)
+            yield url, process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+
+
+def task(idx: int = 0, environment: str = "real", **data: Any) -> Task:
+    return Task(id="t", environment=environment, data={"idx": idx, **data})
+
+
+def said(action: str) -> Message:
+    return Message(role="assistant", content=f"Action: {action}")
+
+
+def text(found: Observation) -> str:
+    return found.messages[-1].content or ""
+
+
+async def play(player: BaseEnvClient, of: Task, actions: list[str]) -> list[Observation]:
+    seen = [await player.reset(of)]
+    for action in actions:
+        seen.append(await player.step(said(action)))
+    return seen
+
+
+# OpenEnv
+
+
+@pytest.fixture(scope="module")
+def corridor() -> Iterator[str]:
+    python = named("OPENHANDS_RL_OPENENV_PYTHON")
+    with serving(python, "serve_openenv.py", "PORT", "32", path="/health") as (url, _):
+        yield url
+
+
+def openenv(url: str, **options: Any) -> OpenEnvClient:
+    return OpenEnvClient(OpenEnvOptions.model_validate({"base_url": url, "timeout": 20, "retries": 1, **options}))
+
+
+async def test_openenv_conforms_and_tells_its_schema(corridor: str):
+    actions = ["Action: RIGHT", 'Action: {"move": "RIGHT", "by": 2}', "Action: up", "Action: LEFT"]
+    await check_environment(lambda: openenv(corridor), task(1), actions=actions)
+    player = openenv(corridor)
+    opening, first, refused, last = await play(player, task(2), ["RIGHT", "up", '{"move": "RIGHT", "by": 2}'])
+    assert json.loads(text(opening)) == {"at": 2, "message": "You are in a corridor."}
+    system = opening.messages[0].content or ""
+    assert "move (required) - one of LEFT, RIGHT" in system and "by (optional) - integer" in system
+    assert json.loads(text(first))["at"] == 3
+    assert text(refused) == "Invalid action: move: Input should be 'LEFT' or 'RIGHT'"
+    assert (last.terminated, last.reward) == (True, 1.0)
+    assert (await player.evidence())["state"] == {"episode_id": "corridor", "step_count": 2}
+    await player.close()
+
+
+async def test_openenv_keeps_an_episode_while_a_model_thinks_and_says_what_broke(corridor: str):
+    player = openenv(corridor)
+    await player.reset(task())
+    await asyncio.sleep(3)  # The server pings every second and waits one for the answer.
+    assert json.loads(text(await player.step(said("RIGHT"))))["at"] == 1
+    with pytest.raises(BadEnvironmentError, match="EXECUTION_ERROR: division by zero"):
+        await player.step(said('{"move": "LEFT", "by": 0}'))
+    await player.close()
+
+
+async def test_openenv_plays_twenty_at_once(corridor: str):
+    async def walk(start: int) -> int:
+        player = openenv(corridor)
+        seen = await play(player, task(start), ["RIGHT"] * (5 - start))
+        await player.close()
+        assert seen[-1].terminated
+        return sum(each.terminated for each in seen)
+
+    assert await asyncio.gather(*(walk(at % 5) for at in range(20))) == [1] * 20
+
+
+async def test_openenv_is_full_or_dies():
+    python = named("OPENHANDS_RL_OPENENV_PYTHON")
+    with serving(python, "serve_openenv.py", "PORT", "1", path="/health") as (url, process):
+        for _ in range(3):
+            player = openenv(url, retries=0)
+            await player.reset(task())
+            await player.close()
+        first, second = openenv(url), openenv(url)
+        await first.reset(task())
+        with pytest.raises(InfrastructureError, match=r"CAPACITY_REACHED.*max_concurrent_envs"):
+            await second.reset(task())
+        await second.close()
+        process.kill()
+        with pytest.raises(InfrastructureError, match="see whether the server died"):
+            await first.step(said("RIGHT"))
+        await first.close()
+        third = openenv(url, retries=0)
+        with pytest.raises(InfrastructureError, match="nothing answers"):
+            await third.reset(task())
+        await third.close()
+
+
+async def test_openenv_s_own_grid_world():
+    python, envs = named("OPENHANDS_RL_OPENENV_PYTHON"), Path(named("OPENHANDS_RL_OPENENV_ENVS"))
+    command = [python, "-m", "uvicorn", "--port", "PORT", "--log-level", "warning", "grid_world_env.server.app:app"]
+    with serving(*command, path="/health", cwd=envs) as (url, _):
+        player = openenv(url)
+        *_, last = await play(player, task(environment="openenv/grid_world"), ["RIGHT", "DOWN"] * 4)
+        assert (last.terminated, last.reward) == (True, 1.0)
+        assert (await player.evidence())["return"] == pytest.approx(0.3)
+        await player.close()
+
+
+# NeMo Gym
+
+
+def nemo_gym(url: str, **options: Any) -> NeMoGymClient:
+    return NeMoGymClient(NeMoGymOptions.model_validate({"base_url": url, "timeout": 30, **options}))
+
+
+@contextmanager
+def nemo_server(server: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    python = named("OPENHANDS_RL_NEMO_GYM_PYTHON")
+    with serving(python, "serve_nemo_gym.py", "PORT", server, path="/") as found:
+        yield found
+
+
+async def test_nemo_gym_s_blackjack_keeps_hands_apart():
+    with nemo_server("resources_servers.blackjack.app:BlackjackEnv") as (url, process):
+
+        async def play_hand() -> float:
+            player = nemo_gym(url)
+            found = await player.reset(task())
+            while not found.terminated:
+                hand = text(found)
+                value = int(re.findall(r"= (\d+)", hand)[-1])
+                assert hand.startswith("Your hand: [") and value < 22
+                found = await player.step(said(f"<action>{'hit' if value < 17 else 'stand'}</action>"))
+            info = (await player.evidence())["info"]
+            assert isinstance(info, dict) and info["result"] in ("win", "loss", "draw", "bust")
+            assert info["player"] != "[]", "a hand that the server does not know"
+            await player.close()
+            return found.reward
+
+        rewards = await asyncio.gather(*(play_hand() for _ in range(24)))
+        assert set(rewards) <= {-1.0, 0.0, 1.0} and len(set(rewards)) > 1
+        player = nemo_gym(url)
+        await player.reset(task())
+        process.kill()
+        process.wait()
+        with pytest.raises(InfrastructureError):
+            await player.step(said("<action>stand</action>"))
+        await player.close()
+
+
+async def test_nemo_gym_conforms_with_a_row_of_a_data_set():
+    row = {
+        "responses_create_params": {"input": [{"role": "user", "content": "What is the capital of France?"}]},
+        "follow_ups": ["How many live there?", "Name one famous landmark."],
+        "expected_answer": "Eiffel",
+    }
+    of = task(environment="nemo-gym/multi-turn", row=row)
+    with nemo_server("resources_servers.example_multi_turn_gymnasium.app:ExampleMultiTurnEnv") as (url, _):
+        await check_environment(lambda: nemo_gym(url), of, actions=["Action: Paris", "Action: two million"])
+        player = nemo_gym(url)
+        opening, one, two, last = await play(player, of, ["Paris", "two million", "the Eiffel Tower"])
+        await player.close()
+    assert [text(each) for each in (opening, one, two)] == ["What is the capital of France?", *row["follow_ups"]]
+    assert (last.reward, last.terminated, last.truncated) == (1.0, True, False)
+
+
+# AgentGym
+
+
+def agentgym(url: str, **options: Any) -> AgentGymClient:
+    return AgentGymClient(AgentGymOptions.model_validate({"base_url": url, "timeout": 60, **options}))
+
+
+@contextmanager
+def agentenv(name: str) -> Iterator[str]:
+    python, home = named("OPENHANDS_RL_AGENTENV_PYTHON"), Path(named("OPENHANDS_RL_AGENTENV_HOME"))
+    command = [python, "-m", "uvicorn", "--port", "PORT", "--log-level", "warning", f"agentenv_{name}.server:app"]
+    with serving(*command, path="/", cwd=home / f"agentenv-{name}") as (url, _):
+        yield url
+
+
+async def test_agentgym_s_textcraft():
+    with agentenv("textcraft") as url:
+        of = task(3, environment="agentgym/textcraft")
+        await check_environment(lambda: agentgym(url), of, actions=["Action: inventory", "Action: get 1 rock"])
+        player = agentgym(url)
+        opening = text(await player.reset(of))
+        goal = re.findall(r"Goal: craft (.+)\.", opening)[0]
+        recipe = next(line for line in opening.splitlines() if re.match(rf"craft \d+ {goal} using ", line))
+        for needed in recipe.partition(" using ")[2].split(", "):
+            assert text(await player.step(said(f"get {needed}"))) == f"Got {needed}"
+        last = await player.step(said(recipe))
+        assert (last.reward, last.terminated) == (1.0, True)
+        await player.close()
+        with pytest.raises(BadEnvironmentError, match="/step answered an error: The id 0 is not valid"):
+            await _after_somebody_closed_it(agentgym(url), of)
+
+
+async def _after_somebody_closed_it(player: AgentGymClient, of: Task) -> None:
+    await player.reset(of)
+    player._episode = 0  # Of an episode that is long over.
+    await player.step(said("inventory"))
+
+
+async def test_agentgym_s_sciworld():
+    with agentenv("sciworld") as url:
+        of = task(0, environment="agentgym/sciworld")
+        await check_environment(lambda: agentgym(url), of, actions=["Action: look around", "Action: inventory"])
+        player = agentgym(url)
+        opening, nonsense, focused = await play(player, of, ["dance", "focus on air"])
+        assert text(opening).startswith("Your task is to boil water.") and "This room is called" in text(opening)
+        assert text(nonsense).startswith("No known action") and nonsense.reward == 0.0
+        assert (focused.reward, focused.terminated, focused.truncated) == (-1.0, True, False), "the task is lost"
+        await player.close()
+        idler = agentgym(url)
+        last = await idler.reset(of)
+        while not last.terminated and not last.truncated:
+            last = await idler.step(said("wait1"))
+        assert (last.reward, last.terminated, last.truncated) == (0.0, False, True), "the server's limit of moves"
+        await idler.close()
+        lost = agentgym(url)
+        with pytest.raises(BadEnvironmentError, match="/reset answered an error: list index out of range"):
+            await lost.reset(task(10**6, environment="agentgym/sciworld"))
+        await lost.close()
+
+
+async def test_agentgym_s_webshop_routes():
+    python, home = named("OPENHANDS_RL_AGENTENV_PYTHON"), Path(named("OPENHANDS_RL_AGENTENV_HOME"))
+    script = "serve_agentenv_webshop.py"
+    with serving(python, script, "PORT", str(home / "agentenv-webshop"), path="/") as (url, _):
+        of = task(7, environment="agentgym/webshop")
+        await check_environment(lambda: agentgym(url), of, actions=["Action: search[lamp]", "Action: click[B1]"])
+        player = agentgym(url)
+        opening, last = await play(player, of, ["click[Buy Now]"])
+        assert text(opening) == "WebShop [SEP] Instruction: [SEP] Find me lamp 7 [SEP] Search"
+        assert (text(last), last.reward, last.terminated) == ("7: click[Buy Now]", 1.0, True)
+        await player.close()
+        lost = agentgym(url)
+        await lost.reset(of)
+        lost._episode = -1  # One that the server does not know.
+        with pytest.raises(InfrastructureError, match="/step answered 500"):
+            await lost.step(said("search[lamp]"))
+        with suppress(InfrastructureError):  # It drops the connection after such an answer.
+            await lost.close()
