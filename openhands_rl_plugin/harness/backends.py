@@ -8,6 +8,7 @@ from typing import Literal
 from openhands_rl_plugin.errors import ConfigError
 from openhands_rl_plugin.swe.caching import Cache, default_cache
 from openhands_rl_plugin.swe.docker import DockerBackend
+from openhands_rl_plugin.swe.guard import RewardHackGuard
 from openhands_rl_plugin.swe.local import LocalBackend
 from openhands_rl_plugin.swe.protocols import InstanceBackend
 from openhands_rl_plugin.swe.repositories import CloneSource, MirrorSource
@@ -22,12 +23,13 @@ def make_backend(
     """The back end of that name. ``mirror``: a folder of git repositories, in place of clones from GitHub.
 
     Repositories of our own tasks are made from the packages that their rows name. ``network``: tests may use it.
-    Raises ``ConfigError``.
+    Cheats are always looked for. Raises ``ConfigError``.
     """
     if mirror is not None and not mirror.is_dir():
         raise ConfigError(f"--mirror {mirror}: no such folder")
+    guard = RewardHackGuard()
     if name == "docker":
-        return DockerBackend(mirror=mirror, network=network)
+        return DockerBackend(mirror=mirror, guard=guard, network=network)
     place = cache or default_cache()
     others = CloneSource(Cache(place)) if mirror is None else MirrorSource(mirror)
-    return LocalBackend(cache=place, sources=[TaskRepositories(place), others], network=network)
+    return LocalBackend(cache=place, sources=[TaskRepositories(place), others], guard=guard, network=network)

@@ -47,8 +47,10 @@ class GroupFigures(Frozen):
     """Runs that differ in their number only: same data, agent, model and note.
 
     ``pass_at_1`` is the mean over tasks of the share of attempts that solved them. ``kinds`` counts all attempts; those
-    of which nothing is known are in no rate of success. ``malformed`` is a share of the model's answers, the other
-    rates are shares of the attempts. Tokens and ``cost`` are sums, ``turns`` a mean, ``seconds`` an episode's median.
+    of which nothing is known are in no rate of success. ``flagged``: attempts whose patch or run a guard flagged;
+    ``commands_flagged``: those that looked for the solution elsewhere. ``malformed`` is a share of the model's answers,
+    the other rates are shares of the attempts. Tokens and ``cost`` are sums, ``turns`` a mean, ``seconds`` an episode's
+    median.
     """
 
     name: str
@@ -69,6 +71,7 @@ class GroupFigures(Frozen):
     timed_out: Share
     malformed: Share
     flagged: Share
+    commands_flagged: Share
     turns: float
     prompt_tokens: int
     cached_tokens: int
@@ -129,6 +132,7 @@ def _group(runs: Sequence[RunRecord]) -> GroupFigures:
             count=sum(outcome.malformed for outcome in outcomes), of=sum(outcome.answers for outcome in outcomes)
         ),
         flagged=_share(bool(outcome.flags) for outcome in outcomes),
+        commands_flagged=_share(outcome.commands_flagged > 0 for outcome in outcomes),
         turns=math.fsum(outcome.turns for outcome in outcomes) / len(outcomes) if outcomes else math.nan,
         prompt_tokens=sum(outcome.prompt_tokens for outcome in outcomes),
         cached_tokens=sum(outcome.cached_tokens for outcome in outcomes),

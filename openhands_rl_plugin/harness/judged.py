@@ -7,7 +7,8 @@ from typing import NamedTuple, Protocol
 from openhands_rl_plugin.hosts.v0.place import Place
 from openhands_rl_plugin.protocols import TrajectoryStorage
 from openhands_rl_plugin.records import TrajectoryFilter
-from openhands_rl_plugin.swe.types import Instance, Verdict
+from openhands_rl_plugin.swe.guard_commands import flags_of_commands
+from openhands_rl_plugin.swe.types import Flag, Instance, Verdict
 from openhands_rl_plugin.types import EpisodeRequest, JsonObject, Score, Task, Trajectory
 
 
@@ -20,6 +21,12 @@ class Judged(NamedTuple):
     trajectory: Trajectory
     score: Score | None = None
     verdict: Verdict | None = None
+
+    @property
+    def commands(self) -> tuple[Flag, ...]:
+        """What the agent did to find the solution elsewhere; nothing in tasks without a repository."""
+        repo = self.trajectory.task.data.get("repo")
+        return flags_of_commands(self.trajectory, repo) if isinstance(repo, str) else ()
 
 
 class Entry(NamedTuple):

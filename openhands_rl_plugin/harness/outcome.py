@@ -37,7 +37,8 @@ class Outcome(Frozen):
     """One attempt. ``cost`` is in the currency of the model's prices, ``None`` where none are known; times in seconds.
 
     ``answers`` are all that the model gave, ``malformed`` those that could not be read; ``turns`` are those acted upon.
-    ``verifier`` is what a verifier thinks of the attempt, if one has scored it.
+    ``flags`` are rules of the guard that saw something in the patch or its run; ``commands_flagged`` turns looked for
+    the solution elsewhere. ``verifier`` is what a verifier thinks of the attempt, if one has scored it.
     """
 
     instance_id: str
@@ -50,6 +51,7 @@ class Outcome(Frozen):
     timed_out: bool = False
     empty_patch: bool = False
     flags: tuple[str, ...] = ()
+    commands_flagged: int = 0
     turns: int = 0
     answers: int = 0
     malformed: int = 0
@@ -83,7 +85,8 @@ def outcome_of(judged: Judged, run: int, model: EvaluatedModel) -> Outcome:
         stuck=is_stuck(trajectory.evidence.get(LAST_ERROR)),
         timed_out=trajectory.stop is StopReason.TIMEOUT,
         empty_patch=isinstance(patch, str) and not patch.strip(),
-        flags=tuple(sorted({flag.rule for flag in verdict.flags})) if verdict else (),
+        flags=verdict.flagged if verdict else (),
+        commands_flagged=len({flag.where for flag in judged.commands}),
         turns=sum(1 for _ in trajectory.sampled()),
         answers=sum(node.sampled for node in trajectory.nodes),
         malformed=sum("malformed" in node.metadata for node in trajectory.nodes if node.sampled),

@@ -52,6 +52,8 @@ def output_row(judged: Judged, entry: Entry, outcome: Outcome, metadata: JsonObj
     patch = trajectory.evidence.get("git_patch")
     if isinstance(patch, str):
         result["git_patch"] = patch
+    if commands := judged.commands:
+        result["commands_flagged"] = [flag.model_dump(mode="json") for flag in commands]
     row: JsonObject = {
         "instance_id": entry.task.id,
         "test_result": result,

@@ -10,7 +10,8 @@ from openhands_rl_plugin.statistics import Estimate
 
 HEADINGS = (
     *("runs", "tasks", "attempts", "pass@1", "95% interval", "pass@k", "best@k", "reward", "stuck", "empty patch"),
-    *("timed out", "malformed", "flagged", "turns", "prompt tokens", "sampled tokens", "cost", "seconds"),
+    *("timed out", "malformed", "flagged", "commands flagged", "turns", "prompt tokens", "sampled tokens", "cost"),
+    "seconds",
 )
 
 
@@ -26,7 +27,8 @@ def figure_row(group: GroupFigures) -> tuple[str, ...]:
         f"{number(last_pass[0].estimate.mean)} (k={last_pass[0].k})" if len(group.pass_at_k) > 1 else "-",
         f"{number(last_best[0].estimate.mean)} (k={last_best[0].k})" if last_best else "-",
         "-" if group.reward is None else number(group.reward),
-        *(rate(each) for each in (group.stuck, group.empty_patch, group.timed_out, group.malformed, group.flagged)),
+        *(rate(each) for each in (group.stuck, group.empty_patch, group.timed_out, group.malformed)),
+        *(rate(each) for each in (group.flagged, group.commands_flagged)),
         f"{group.turns:.1f}",
         f"{group.prompt_tokens:,}",
         f"{group.completion_tokens:,}",

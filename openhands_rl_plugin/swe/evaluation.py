@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+import shlex
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -17,12 +18,12 @@ from typing import NamedTuple, Protocol
 from openhands_rl_plugin.errors import InfrastructureError, RLError, describe
 from openhands_rl_plugin.swe.judging import judge, load_judge
 from openhands_rl_plugin.swe.logs import InstanceLogs
-from openhands_rl_plugin.swe.parsers import Statuses, parser_of
-from openhands_rl_plugin.swe.patches import added_files, changed_files, refusal, restored_files
+from openhands_rl_plugin.swe.parsers import Parser, Statuses, parser_of
+from openhands_rl_plugin.swe.patches import added_files, changed_files, refusal, restored_files, touched_files
 from openhands_rl_plugin.swe.processes import Ended
 from openhands_rl_plugin.swe.recipes import Recipe
 from openhands_rl_plugin.swe.scripts import END, START
-from openhands_rl_plugin.swe.types import Flag, Instance, Verdict, VerdictKind
+from openhands_rl_plugin.swe.types import Flag, Instance, Severity, Verdict, VerdictKind
 
 PATCH_INSIDE, SCRIPT_INSIDE = "/tmp/patch.diff", "/eval.sh"
 
@@ -64,7 +65,11 @@ class Equipment(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """What a guard judges a run by. ``log``: what the tests printed; ``left``: the files in ``/guard-out``."""
+    """What a guard judges a run by. ``log``: what the tests printed; ``left``: the files in ``/guard-out``; ``script``:
+    what ran the tests; ``parse``: how its log is read.
+
+    ``word``: the random word, which a guard's own programs get from the shell, so that they can prove who they are.
+    """
 
     instance: Instance
     patch: str
@@ -72,10 +77,13 @@ class Observed(NamedTuple):
     statuses: Statuses
     code: int
     left: Mapping[str, bytes]
+    word: str
+    script: str
+    parse: Parser
 
 
 class Guard(Protocol):
-    """Looks for cheats. A run with a flag is not resolved."""
+    """Looks for cheats. A run with a flag that decides is not resolved."""
 
     def equipment(self, instance: Instance) -> Equipment:
         """What has to be there while the tests run."""
@@ -133,7 +141,7 @@ async def evaluate(
     whose parser is not there.
     """
     parse = parser_of(recipe.parser)
-    flags = guard.look_at_patch(instance, patch)
+    flags = await asyncio.to_thread(guard.look_at_patch, instance, patch)
     if (why := await _apply(box, instance, patch, logs)) is not None:
         return Verdict(instance_id=instance.instance_id, kind=VerdictKind.UNAPPLIED, reason=why, flags=flags)
     loading = asyncio.create_task(asyncio.to_thread(load_judge, recipe))
@@ -161,8 +169,9 @@ async def evaluate(
         raise InfrastructureError(f"the tests were not reached: {ended.last_line}")
     whole = log.whole and not any(mark in log.tests for mark in _SPOILED)
     statuses = parse(log.tests) if whole else {}
-    observed = Observed(instance, patch, log.tests, statuses, ended.code, await box.left())
-    seen = (*found.flags, *guard.look_at_run(observed))
+    left = await box.left()
+    observed = Observed(instance, patch, log.tests, statuses, ended.code, left, word, recipe.evaluation_script, parse)
+    seen = (*found.flags, *await asyncio.to_thread(guard.look_at_run, observed))
     return _judged(found, instance, recipe, statuses, seen, "" if whole else "the run ended before its tests did")
 
 
@@ -172,8 +181,8 @@ def _judged(
     judgement = judge(instance, recipe, statuses)
     resolved = judgement.resolved and not cut
     reason = cut or ("" if statuses else "no test in the log")
-    if resolved and flags:
-        resolved, reason = False, f"flagged: {', '.join(sorted({flag.rule for flag in flags}))}"
+    if resolved and (deciding := sorted({flag.rule for flag in flags if flag.severity is Severity.DECIDES})):
+        resolved, reason = False, f"flagged: {', '.join(deciding)}"
     return found.model_copy(
         update={
             "kind": VerdictKind.RESOLVED if resolved else VerdictKind.UNRESOLVED,
@@ -186,13 +195,17 @@ def _judged(
 
 
 async def _apply(box: Box, instance: Instance, patch: str, logs: InstanceLogs) -> str | None:
-    """Apply, and take away files which the test patch is to create. Why it did not work, or ``None``."""
+    """Apply, take away files which the test patch is to create, and put back those that hold tests of the row: the
+    scripts restore only what the test patch changes. Why it did not work, or ``None``.
+    """
     await box.put(PATCH_INSIDE, patch)
     own = sorted({*added_files(instance.test_patch)} & {*changed_files(patch), *added_files(patch)})
     # A test patch that only adds files makes the official scripts check out the base commit as a whole, which would
     # undo what set-up changed, were that a commit.
     loose = "" if restored_files(instance.test_patch) else f"git reset --quiet --soft {instance.base_commit}\n"
-    script = f'{loose}{_APPLY} || exit 1\n[ "$#" -eq 0 ] || rm -f -- "$@"\n'
+    back = sorted((instance.test_files & touched_files(patch)) - {*own})
+    put_back = "".join(f"git checkout --quiet -- {shlex.quote(file)} || true\n" for file in back)
+    script = f'{loose}{_APPLY} || exit 1\n{put_back}[ "$#" -eq 0 ] || rm -f -- "$@"\n'
     ended = await box.run(["/bin/bash", "-c", script, "apply", *own], timeout=_APPLY_TIME)
     logs.note(f"apply:\n{ended.text}")
     if ended.timed_out:

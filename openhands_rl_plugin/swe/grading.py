@@ -127,5 +127,5 @@ def summary(verdicts: dict[str, Verdict]) -> str:
     """``7 resolved, 2 unresolved, 1 timed out``."""
     counts = Counter(verdict.kind for verdict in verdicts.values())
     said = [f"{counts[kind]} {kind.value.replace('_', ' ')}" for kind in VerdictKind if counts[kind]]
-    flagged = sum(1 for verdict in verdicts.values() if verdict.flags)
+    flagged = sum(1 for verdict in verdicts.values() if verdict.flagged)
     return ", ".join(said) + (f"; {flagged} flagged" if flagged else "") if said else "nothing graded"

@@ -101,7 +101,7 @@ def run_report(verdicts: Mapping[str, Verdict], instances: list[str], submitted:
         "unresolved_ids": unresolved,
         "error_ids": errors,
     }
-    flagged = sorted(name for name, each in verdicts.items() if each.flags)
+    flagged = sorted(name for name, each in verdicts.items() if each.flagged)
     more = {**{f"{kind.value}_ids": kinds[kind] for kind in failures}, "flagged_ids": flagged}
     return {
         "total_instances": len(instances),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 MAX_PATCH = 16 * 2**20
 """Bytes. Larger ones hold generated files, not a fix."""
 
-_HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+_HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 _GIT = re.compile(r'diff --git (?:a/(.*) b/(.*)|"a/(.*)" "b/(.*)")\r?$')
 _WORDS = ("GIT binary patch", "rename from ", "new file mode ", "deleted file mode ", "old mode ")
 _ESCAPED = re.compile(rb"\\([0-7]{3}|.)")
@@ -51,6 +51,38 @@ def added_files(patch: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(each.new for each in sides(patch) if each.new and not each.old))
 
 
+def touched_files(patch: str) -> frozenset[str]:
+    """Every file that the patch changes, adds or takes away, by its names before and after."""
+    named = (_GIT.match(line) for line in _headers(patch))
+    pairs = (
+        (match[1] or _unescaped(match[3] or ""), match[2] or _unescaped(match[4] or "")) for match in named if match
+    )
+    return frozenset(name for pair in (*pairs, *sides(patch)) for name in pair if name)
+
+
+def added_lines(patch: str) -> dict[str, list[tuple[int, str]]]:
+    """The lines that the patch adds, with their numbers, by file."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    lines: list[tuple[int, str]] = []
+    before = after = number = 0
+    for line in patch.split("\n"):
+        if before > 0 or after > 0:
+            if line.startswith("+"):
+                lines.append((number, line[1:].rstrip("\r")))
+            if line.startswith(("-", "+", " ", "\\")) or not line.strip():
+                before -= not line.startswith(("+", "\\"))
+                after -= not line.startswith(("-", "\\"))
+                number += not line.startswith(("-", "\\"))
+                continue
+            before = after = 0
+        if line.startswith("+++ "):
+            lines = found.setdefault(_name(line[4:], "b/") or "", [])
+        elif match := _HUNK.match(line):
+            before, after = (int(match[at]) if match[at] is not None else 1 for at in (1, 3))
+            number = int(match[2])
+    return {file: each for file, each in found.items() if file}
+
+
 def refusal(patch: str) -> str | None:
     """Why a patch is not tried: one clear line, or ``None`` when it may be."""
     size = len(patch.encode("utf-8", "surrogatepass"))
@@ -63,9 +95,7 @@ def refusal(patch: str) -> str | None:
     headers = list(_headers(patch))
     if any(line.startswith("Binary files ") and line.rstrip().endswith(" differ") for line in headers):
         return "the patch changes binary files without their data; make it with git diff --binary"
-    names = {
-        name for each in (*changed_files(patch), *(name for pair in sides(patch) for name in pair)) if (name := each)
-    }
+    names = touched_files(patch)
     if not names or not any(line.startswith(_WORDS) or _HUNK.match(line) for line in headers):
         return "this is not a patch: no file and no hunk in it"
     if inside := next((name for name in sorted(names) if ".git" in name.split("/")), None):
@@ -84,7 +114,7 @@ def _headers(patch: str) -> Iterator[str]:
                 continue
             before = after = 0
         if match := _HUNK.match(line):
-            before, after = (int(count) if count is not None else 1 for count in match.groups())
+            before, after = (int(match[at]) if match[at] is not None else 1 for at in (1, 3))
         yield line
 
 

@@ -29,6 +29,12 @@ class Instance(Frozen):
     environment_setup_commit: str = ""
     extra: JsonObject = Field(default_factory=dict)
 
+    @property
+    def test_files(self) -> frozenset[str]:
+        """The files that the row's tests stand in, as far as their names say so (``file.py::test``)."""
+        names = (*self.fail_to_pass, *self.pass_to_pass)
+        return frozenset(name.partition("::")[0] for name in names if ".py::" in name)
+
 
 class VerdictKind(StrEnum):
     """What became of a patch. Only the first two say something about it; the others are not "unresolved"."""
@@ -53,12 +59,23 @@ class TestsStatus(Frozen):
     failure: tuple[str, ...] = ()
 
 
+class Severity(StrEnum):
+    """What a flag does. ``NOTE`` is about the guard itself: what it could not see."""
+
+    DECIDES = "decides"
+    """The patch is not resolved, whatever its tests say."""
+    COUNTED = "counted"
+    """Honest patches do it, too: it is in the flagged share, and the tests decide."""
+    NOTE = "note"
+
+
 class Flag(Frozen):
     """A sign of reward hacking: which rule saw it, where, and the piece of text that it saw."""
 
     rule: str
     where: str
     detail: str = ""
+    severity: Severity = Severity.DECIDES
 
 
 class Verdict(Frozen):
@@ -79,6 +96,11 @@ class Verdict(Frozen):
     def resolved(self) -> bool:
         """Whether every test of the row came out as it should, without a cheat."""
         return self.kind is VerdictKind.RESOLVED
+
+    @property
+    def flagged(self) -> tuple[str, ...]:
+        """The rules that saw something in the patch or its run, each once."""
+        return tuple(sorted({flag.rule for flag in self.flags if flag.severity is not Severity.NOTE}))
 
 
 class Mount(Frozen):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from openhands_rl_plugin.swe.guard import RewardHackGuard
 from openhands_rl_plugin.swe.local import LocalBackend
 from openhands_rl_plugin.tasks.repositories import TaskRepositories
 
 
 def local_backend(cache: Path) -> LocalBackend:
-    """This machine, in sandboxes. Repositories are made from what rows say; everything is kept in ``cache``."""
-    return LocalBackend(cache=cache, sources=(TaskRepositories(cache),))
+    """This machine, in sandboxes, and guarded. Repositories are made from what rows say; all is kept in ``cache``."""
+    return LocalBackend(cache=cache, sources=(TaskRepositories(cache),), guard=RewardHackGuard())

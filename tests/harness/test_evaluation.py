@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewra
 SUITE = Suite(name="adders", dataset="owner/adders", split="test")
 FIXED = [{"bash": "sed -i s/-/+/ adder.py"}, {"finish": "done"}]
 SPOILT = [{"bash": "echo 'import sys; sys.exit(0)' >> adder.py; sed -i 's/a - b/a * b/' adder.py"}, {"finish": "done"}]
-NOTHING = [{"bash": "echo $INSTANCE; pwd"}, {"text": "I do not know."}, {"finish": "gave up"}]
+NOTHING = [{"bash": "echo $INSTANCE; pwd; git log --all"}, {"text": "I do not know."}, {"finish": "gave up"}]
 LOOPING = [{"bash": "echo again"}]
 
 
@@ -99,6 +99,7 @@ async def test_a_run_from_the_checkout_to_the_report(model: str, tmp_path: Path)
     }
     assert [outcomes[name].stuck for name in "0123"] == [False, False, False, True]
     assert outcomes["1"].flags == ("exit",) and outcomes["2"].turns == 3
+    assert [outcomes[name].commands_flagged for name in "0123"] == [0, 0, 1, 0]
     first = outcomes["0"]
     assert first.cost == pytest.approx(first.prompt_tokens * 0.001 + first.completion_tokens * 0.01)
 
@@ -109,6 +110,7 @@ async def test_a_run_from_the_checkout_to_the_report(model: str, tmp_path: Path)
     assert rows["0"]["test_result"]["report"]["resolved"] is True
     assert "+    return a + b" in rows["0"]["test_result"]["git_patch"]
     assert rows["2"]["test_result"]["report"]["empty_generation"] is True
+    assert [flag["rule"] for flag in rows["2"]["test_result"]["commands_flagged"]] == ["history"]
     assert rows["0"]["instruction"].startswith("<uploaded_files>\n/workspace/owner__adder__1.0\n</uploaded_files>\n")
     assert "owner__adder-2\n/workspace/owner__adder__1.0" in json.dumps(rows["2"]["history"]).replace("\\n", "\n")
     assert json.loads((directory / "metadata.json").read_text())["llm_config"]["model"] == "openai/org/instant"

@@ -72,9 +72,11 @@ def test_rates_and_sums():
         "cost": 0.5,
         "prompt_tokens": 10,
         "flags": ("exit",),
+        "commands_flagged": 2,
     }
     (group,) = figures_of([run(0, [UNRESOLVED] * 3, **odd), run(1, [RESOLVED], turns=5, answers=4)])
     assert (group.stuck.count, group.stuck.of, group.flagged.value) == (3, 4, 0.75)
+    assert (group.commands_flagged.count, group.commands_flagged.of) == (3, 4)
     assert group.malformed.value == 3 / 16 and group.cost == 1.5 and group.prompt_tokens == 30 and group.turns == 3.5
 
 

@@ -101,8 +101,14 @@ class Sample(NamedTuple):
 
 def make_sample(folder: Path) -> Sample:
     """The repository, with the fix as a later commit."""
+    base, later = make_repository(folder, FILES)
+    return Sample(folder / "mirrors", instance(base), later)
+
+
+def make_repository(folder: Path, files: dict[str, str]) -> tuple[str, str]:
+    """A mirror of ``files`` and what is in the working folder besides; its base commit and that of the fix."""
     work = folder / "work"
-    for name, text in FILES.items():
+    for name, text in files.items():
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         (work / name).write_text(text)
     git(work, "init", "--quiet", "--initial-branch=main")
@@ -110,13 +116,13 @@ def make_sample(folder: Path) -> Sample:
     git(work, "commit", "--quiet", "--message=first")
     git(work, "tag", "v1")
     base = git(work, "rev-parse", "HEAD")
-    (work / "calc.py").write_text(FILES["calc.py"].replace("a - b", "a + b"))
+    (work / "calc.py").write_text(files["calc.py"].replace("a - b", "a + b"))
     git(work, "commit", "--quiet", "--all", "--message=the fix")
     git(work, "tag", "v2")
     mirror = folder / "mirrors"
     mirror.mkdir()
     git(folder, "clone", "--quiet", "--mirror", str(work), str(mirror / "someone__calc.git"))
-    return Sample(mirror, instance(base), git(work, "rev-parse", "HEAD"))
+    return base, git(work, "rev-parse", "HEAD")
 
 
 def instance(base: str, **changes) -> Instance:
