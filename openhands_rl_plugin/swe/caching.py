@@ -96,3 +96,9 @@ async def copy_tree(source: Path, target: Path) -> None:
 async def link_tree(source: Path, target: Path) -> None:
     """A folder whose files are those of ``source`` under a second name."""
     await checked(["cp", "-al", "--", str(source), str(target)], f"link {source.name}")
+
+
+def link_files(source: Path, target: Path) -> None:
+    """The files right in ``source`` under a second name in ``target``."""
+    for file in source.iterdir():
+        os.link(file, target / file.name)

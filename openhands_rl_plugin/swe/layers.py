@@ -4,6 +4,7 @@ its repository installed. Both are plain folders with ``PARTS`` in them; nothing
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 import shutil
@@ -30,10 +31,12 @@ from openhands_rl_plugin.swe.uv_cache import shared_folder
 SETUP_TIME = 3600.0
 """Seconds that an environment, or a repository's installation, may take."""
 
-_LAYOUT = "2"
+_LAYOUT = "3"
 """Changes when layers of before cannot be used any more."""
 
 _CLONED = re.compile(r"\bgit clone\b.*?(https://\S+)")
+# The clone borrows all its objects, and what it gets in their place is packed and holds nothing else.
+_PACKING = re.compile(r"^git gc\b.*$", re.MULTILINE)
 _BRANCH = re.compile(r"\bgit clone\b.*--branch (\S+)")
 
 
@@ -69,14 +72,14 @@ class Layers:
         async def make(into: Path) -> None:
             git = await find_repository(instance, self._sources)
             branch = _BRANCH.search(recipe.install_script)
-            await make_origin(git, instance, into, [branch[1]] if branch else [BRANCH])
-            for name in ("conda", "root"):
-                await link_tree(environment / name, into / name)
+            await asyncio.gather(
+                make_origin(self._cache, git, instance, into, [branch[1]] if branch else [BRANCH]),
+                *(link_tree(environment / name, into / name) for name in ("conda", "root")),
+            )
             (into / "testbed").mkdir()
             origin = [Shown(into / "origin.git", ORIGIN_INSIDE), Shown(into / "store.git", STORE_INSIDE)]
-            await self._script(
-                sandbox, into, place, recipe.install_script, "setup_repo.sh", origin, _cloned_from_origin(recipe)
-            )
+            script = _PACKING.sub(r": \g<0>", recipe.install_script)
+            await self._script(sandbox, into, place, script, "setup_repo.sh", origin, _cloned_from_origin(recipe))
             _own_objects(into)
             await remove(into / "origin.git")
             await remove(into / "store.git")
@@ -101,12 +104,12 @@ class Layers:
         variables: dict[str, str] | None = None,
     ) -> None:
         """Run one of the set-up scripts with the network on; its output is kept beside the layer."""
-        file, tmp = layer / name, layer / "tmp"
+        file, tmp, own = layer / name, layer / "tmp", layer / "uv"
         file.write_text(text)
-        for folder in (tmp, *(layer / "built" / part for part in sandbox.private_parts)):
-            folder.mkdir(parents=True)
+        tmp.mkdir()
+        sandbox.make_own(own)
         command = sandbox.wrap(
-            Room(layer, tmp, shared_folder(self._cache)),
+            Room(layer, tmp, shared_folder(self._cache), own),
             ["/bin/bash", f"/{name}"],
             network=True,
             shown=[*shown, Shown(file, f"/{name}")],
@@ -118,6 +121,7 @@ class Layers:
             said = f"not done after {ended.seconds:.0f} s" if ended.timed_out else ended.last_line
             raise InfrastructureError(f"{name} of {place.name}: {said}; see {_log(place)}")
         await remove(tmp)
+        await remove(own)
 
 
 def environment_key(recipe: Recipe, interpreter: Interpreter) -> str:

@@ -215,14 +215,13 @@ async def _open(
         for name in layers:
             for part in ("upper", "work", "merged"):
                 (scratch / name / part).mkdir(parents=True)
-        # A layer may be older than the uv that is there now.
-        for part in sandbox.private_parts:
-            (scratch / "layer" / "upper" / "built" / part).mkdir(parents=True)
+        sandbox.make_own(scratch / "uv" / "upper" / "own")
         overlays = tuple(
             (overlay_options(lower, scratch / name / "upper", scratch / name / "work"), scratch / name / "merged")
             for name, lower in layers.items()
         )
-        room = Room(scratch / "layer" / "merged", scratch / "tmp", scratch / "uv" / "merged", overlays)
+        cache = scratch / "uv" / "merged"
+        room = Room(scratch / "layer" / "merged", scratch / "tmp", cache, cache / "own", overlays)
     else:
         (scratch / "layer").mkdir()
         for name in PARTS:

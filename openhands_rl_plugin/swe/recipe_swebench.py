@@ -1,6 +1,6 @@
 """Recipes from the ``swebench`` package, version 4.1.0: its tables, its scripts, its names of parsers.
 
-Importing it takes seconds and loads a container client, so it is imported when a row needs it.
+It is imported when a row needs it, and only as far as that.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 from pydantic import ValidationError
 
 from openhands_rl_plugin.errors import ConfigError, InfrastructureError, MissingExtraError
+from openhands_rl_plugin.swe.light_import import import_module
 from openhands_rl_plugin.swe.recipes import ReadFile, Recipe
 from openhands_rl_plugin.swe.rows import row_of
 from openhands_rl_plugin.swe.types import Instance

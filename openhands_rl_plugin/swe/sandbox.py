@@ -10,15 +10,15 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from openhands_rl_plugin.errors import ConfigError
-from openhands_rl_plugin.swe import shim
+from openhands_rl_plugin.swe import shim, uv_cache
 from openhands_rl_plugin.swe.caching import Cache
 from openhands_rl_plugin.swe.interpreters import Interpreter, find_uv
-from openhands_rl_plugin.swe.uv_cache import INSIDE, private_parts
 from openhands_rl_plugin.types import Frozen
 
 ENVIRONMENTS = "/conda/envs"
@@ -29,7 +29,8 @@ PARTS = {"conda": ENVIRONMENTS, "root": "/root", "testbed": "/testbed"}
 _GIBIBYTE = 1024**3
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # What root in a container may do, without anything that reaches mounts, devices or other processes' memory.
-_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "NET_BIND_SERVICE")
+# SETPCAP is what a guard takes from the tests, so that they may not look into the shell, which has it.
+_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "NET_BIND_SERVICE")
 _ETC = (
     *("alternatives", "ca-certificates", "ca-certificates.conf", "debian_version", "fonts", "gai.conf", "group"),
     *("host.conf", "hosts", "java-17-openjdk", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types"),
@@ -55,8 +56,8 @@ class SandboxLimits(Frozen):
 
 
 class Room(NamedTuple):
-    """The folders behind one sandbox. ``layer`` holds ``PARTS``, and in ``built`` those parts of uv's cache that are
-    its own; with an overlay it is empty until it is mounted.
+    """The folders behind one sandbox. ``layer`` holds ``PARTS``; with an overlay it is empty until it is mounted.
+    ``uv_own``, in ``uv_cache``, is for those parts of that cache which are not shared.
 
     ``overlays``: options and target of the mounts, made in a namespace that ends with the sandbox.
     """
@@ -64,6 +65,7 @@ class Room(NamedTuple):
     layer: Path
     tmp: Path
     uv_cache: Path | None = None
+    uv_own: Path | None = None
     overlays: tuple[tuple[str, Path], ...] = ()
 
 
@@ -86,7 +88,12 @@ class Sandbox:
         self._limits = limits or SandboxLimits()
         self._uv = find_uv()
         self._shims = _write_shims(cache)
-        self.private_parts = private_parts(cache)
+        self._cache = cache
+        uv_cache.prepare(cache)
+
+    def make_own(self, folder: Path) -> None:
+        """Make the folder that a room has as ``uv_own``."""
+        uv_cache.make_own(self._cache, folder, self._exclude_newer)
 
     def wrap(
         self,
@@ -120,7 +127,7 @@ class Sandbox:
     def _parts(self, room: Room) -> Iterator[tuple[str, str, str]]:
         for name, inside in PARTS.items():
             if name == "conda" and room.uv_cache is not None and room.uv_cache in room.layer.parents:
-                yield "--symlink", str(INSIDE / room.layer.relative_to(room.uv_cache) / name), inside
+                yield "--symlink", str(uv_cache.INSIDE / room.layer.relative_to(room.uv_cache) / name), inside
             elif room.overlays or (room.layer / name).exists():
                 yield "--bind", str(room.layer / name), inside
 
@@ -132,21 +139,36 @@ class Sandbox:
             Shown(self._shims, f"{CONDA}/shims"),
             Shown(self._uv, f"{CONDA}/bin/uv"),
             *(Shown(prefix, str(prefix)) for prefix in self._prefixes()),
-            *_index_settings(),
+            *self._index_settings(),
         ]
-        if room.uv_cache is not None:
-            binds.append(Shown(room.uv_cache, str(INSIDE), writable=True))
-            binds += [
-                Shown(room.layer / "built" / part, str(INSIDE / part), writable=True) for part in self.private_parts
-            ]
         host = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+        links = {f"{CONDA}/host-python": str(host), f"{CONDA}/envs": ENVIRONMENTS}
+        if room.uv_cache is not None:
+            binds.append(Shown(room.uv_cache, str(uv_cache.INSIDE), writable=True))
+            if room.uv_own is not None:
+                links[str(uv_cache.OWN)] = str(uv_cache.INSIDE / room.uv_own.relative_to(room.uv_cache))
         words = [word for each in binds for word in _bind(each)]
-        return [*words, "--symlink", str(host), f"{CONDA}/host-python", "--symlink", ENVIRONMENTS, f"{CONDA}/envs"]
+        return [*words, *(word for inside, to in links.items() for word in ("--symlink", to, inside))]
 
     def _prefixes(self) -> list[Path]:
         """Installations of Python outside the folders that are shown anyway."""
         prefixes = {self._interpreter.prefix.resolve(), Path(sys.base_prefix).resolve()}
         return sorted(prefix for prefix in prefixes if prefix not in (Path("/usr"), Path("/")))
+
+    def _index_settings(self) -> Iterator[Shown]:
+        """Which package index this user has chosen, and indexes that are folders."""
+        home = Path.home()
+        for name in (".config/uv/uv.toml", ".config/pip/pip.conf", ".pip/pip.conf"):
+            if (home / name).exists():
+                yield Shown(home / name, f"/root/{name}")
+        if not (home / ".config/uv/uv.toml").exists() and not Path("/etc/uv").exists():
+            file = uv_cache.index_settings(self._cache, self._exclude_newer, os.environ)
+            if file is not None:
+                yield Shown(file, "/etc/uv/uv.toml")
+        if Path("/opt").is_dir():
+            for folder in sorted(Path("/opt").iterdir()):
+                if folder.is_dir() and str(folder) != CONDA:
+                    yield Shown(folder, str(folder))
 
     def _variables(self, room: Room, *, network: bool) -> dict[str, str]:
         asked = {name: value for name, value in os.environ.items() if _NETWORK_VARIABLES.fullmatch(name)}
@@ -164,7 +186,7 @@ class Sandbox:
             "UV_INDEX_STRATEGY": "unsafe-best-match",
             "UV_NO_PROGRESS": "1",
             "UV_PYTHON_DOWNLOADS": "never",
-            **({"UV_CACHE_DIR": str(INSIDE)} if room.uv_cache else {"UV_NO_CACHE": "1"}),
+            **({"UV_CACHE_DIR": str(uv_cache.INSIDE)} if room.uv_cache else {"UV_NO_CACHE": "1"}),
             **({} if network else {"UV_OFFLINE": "1", "PIP_NO_INDEX": "1"}),
             **git_settings({"safe.directory": "*", "protocol.file.allow": "always", "gc.auto": "0"}),
         }
@@ -247,18 +269,6 @@ def _system() -> list[str]:
     return mounts
 
 
-def _index_settings() -> Iterator[Shown]:
-    """Which package index this user has chosen, and indexes that are folders."""
-    home = Path.home()
-    for name in (".config/uv/uv.toml", ".config/pip/pip.conf", ".pip/pip.conf"):
-        if (home / name).exists():
-            yield Shown(home / name, f"/root/{name}")
-    if Path("/opt").is_dir():
-        for folder in sorted(Path("/opt").iterdir()):
-            if folder.is_dir() and str(folder) != CONDA:
-                yield Shown(folder, str(folder))
-
-
 def _bind(shown: Shown) -> tuple[str, str, str]:
     return "--bind" if shown.writable else "--ro-bind", str(shown.host), shown.inside
 
@@ -290,8 +300,7 @@ def shim_digest() -> str:
 def _write_shims(cache: Cache) -> Path:
     folder = cache.path("shims", shim_digest())
     if not folder.exists():
-        making = folder.with_name(f"{folder.name}.{os.getpid()}")
-        making.mkdir(exist_ok=True, mode=0o700)
+        making = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
         for name, text in _SHIMS.items():
             (making / name).write_text(_HEAD + text)
             (making / name).chmod(0o755)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 
 from common import OFFLINE, SEEDS, python, say, uv, uv_install
 
@@ -51,6 +52,9 @@ def main(words: list[str]) -> int:
 def install(words: list[str]) -> int:
     """``pip install``: by uv; else the dependencies by uv and the project by pip; else all by pip."""
     translated = translate(words)
+    if absent := next((file for file in listed_files(translated) if not os.path.exists(file)), None):
+        say(f"could not open requirements file {absent}: no such file")
+        return 1
     constrained = constraints()
     if not uv_install(*constrained, *translated):
         return 0
@@ -84,6 +88,14 @@ def translate(words: list[str]) -> list[str]:
         else:
             translated.append(word)
     return [word for word in translated if word]
+
+
+def listed_files(words: list[str]) -> list[str]:
+    """The requirements files, as far as they are files of this machine."""
+    options = ("-r", "--requirement", "-c", "--constraint")
+    named = [value for name, value in pairwise(words) if name in options]
+    named += [word.partition("=")[2] for word in words if word.startswith(("--requirement=", "--constraint="))]
+    return [file for file in named if "://" not in file and file != "-"]
 
 
 def constraints() -> list[str]:
