@@ -23,6 +23,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from openhands_rl_plugin.swe.caching import remove
+from openhands_rl_plugin.swe.guard import RewardHackGuard
 from openhands_rl_plugin.swe.local import LocalBackend
 from openhands_rl_plugin.swe.processes import checked
 from openhands_rl_plugin.swe.repositories import MirrorSource, find_repository
@@ -89,7 +90,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = [row for row in read_instances(args.rows) if not args.ids or row.instance_id in args.ids]
     mirrors = MirrorSource(args.mirror)
-    backend = LocalBackend(cache=args.cache, sources=[mirrors])
+    backend = LocalBackend(cache=args.cache, sources=[mirrors], guard=RewardHackGuard())
     asyncio.run(measure(backend, mirrors, tuple(rows), args.repeats, args.timeout))
 
 
