@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -47,9 +48,9 @@ def server() -> Iterator[ScriptedModel]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    before = set(Path("/tmp").glob("openhands-rl-*"))
+    before = set(Path(tempfile.gettempdir()).glob("openhands-rl-*"))
     yield
-    assert set(Path("/tmp").glob("openhands-rl-*")) == before
+    assert set(Path(tempfile.gettempdir()).glob("openhands-rl-*")) == before
     assert not running(SLEEP)
 
 

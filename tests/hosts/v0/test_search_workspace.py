@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def mcts(**more: Any) -> dict[str, Any]:
 
 
 def leftovers() -> list[str]:
-    return [path.name for path in Path("/tmp").glob("openhands-rl-*")]
+    return [path.name for path in Path(tempfile.gettempdir()).glob("openhands-rl-*")]
 
 
 async def test_mcts_finds_what_is_right_and_plays_it(server: ScriptedModel):
