@@ -142,10 +142,10 @@ def attend(
     """The attention function that transformers calls in every layer.
 
     query: [1, heads, tokens, dim]; key, value: [1, kv_heads, tokens, dim], the step's flat tokens. Stores keys and
-    values in their slots, returns ([1, tokens, heads, dim], None). Raises NotImplementedError for score caps and sinks.
+    values in their slots, returns ([1, tokens, heads, dim], None). Raises ValueError for score caps and sinks.
     """
     if softcap is not None or s_aux is not None:
-        raise NotImplementedError("attention with score caps or sinks")
+        raise ValueError("its attention has score caps or sinks")
     layer = cast(int, module.layer_idx)
     keys, values = plan.store.keys[layer], plan.store.values[layer]
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)

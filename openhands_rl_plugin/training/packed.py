@@ -82,7 +82,7 @@ def attend(
     query: [1, heads, N, dim]; key, value: [1, kv_heads, N, dim] -> ([1, N, heads, dim], None).
     """
     if softcap is not None or s_aux is not None:
-        raise NotImplementedError("attention with score caps or sinks")
+        raise ValueError("its attention has score caps or sinks")
     heads, count, dim = query.shape[1:]
     kv_heads = key.shape[1]
     # Heads that share keys become neighbouring rows of one matrix product, so that no key is copied.

@@ -211,7 +211,8 @@ def test_the_command_reads_a_store(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def byte_tokenizer(file: Path) -> None:
     """The toy tokenizer as a file of the ``tokenizers`` library."""
-    tokenizers = pytest.importorskip("tokenizers")
+    import tokenizers
+
     vocabulary = {chr(at) if at < 256 else f"<{at}>": at for at in range(OTHER_END + 1)}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
     made.decoder = tokenizers.decoders.Fuse()

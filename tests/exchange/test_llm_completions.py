@@ -24,7 +24,6 @@ SINGLE = [*CODE[:4], CODE[7], CODE[8], CODE[9]]
 
 def logged_by_openhands(folder: Path, messages: list[Message], *, native: bool) -> None:
     """Ask OpenHands' LLM for every answer of the conversation; what it sends is answered from it."""
-    pytest.importorskip("openhands.llm.llm")
     from litellm import ModelResponse
     from openhands.core.config import LLMConfig
     from openhands.llm.fn_call_converter import convert_tool_call_to_string

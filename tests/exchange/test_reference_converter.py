@@ -6,18 +6,16 @@ import copy
 import json
 from typing import Any
 
-import pytest
 from exchange_samples import CODE, INDENTED, TOOLS, call, said, same_talk, told
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from openhands.llm import fn_call_converter as reference
 
 from openhands_rl_plugin.exchange.sft import read_text_messages, text_messages
 from openhands_rl_plugin.exchange.turns import single_call_turns, until_last_answer
 from openhands_rl_plugin.messages import to_message, to_wire
 from openhands_rl_plugin.templates.function_text import Newlines, read_function_text
 from openhands_rl_plugin.types import Message, ToolCall
-
-reference = pytest.importorskip("openhands.llm.fn_call_converter")
 
 # OpenHands 1.6 cannot describe the parameters of a tool that has none.
 _TOOLS = [*TOOLS]

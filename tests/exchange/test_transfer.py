@@ -258,7 +258,8 @@ def test_a_failed_export_leaves_the_old_file(store: Path, tmp_path: Path, monkey
 
 @pytest.mark.parametrize("name", ["sft-text", "sft-native", "verifier", "predictions"])
 def test_parquet_by_datasets(store: Path, tmp_path: Path, name: str) -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     out = tmp_path / f"{name}.parquet"
     assert run("export", store, "--format", name, "--out", out) == 0
     assert run("export", store, "--format", name, "--out", tmp_path / "rows.jsonl") == 0

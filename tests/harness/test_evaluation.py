@@ -219,7 +219,6 @@ async def test_a_row_that_cannot_be_set_up_costs_itself_only(model: str, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 async def test_the_local_back_end_sets_up_shows_and_grades(model: str, tmp_path: Path):
     """The environment of an instance is there for the agent, and its tests decide."""
     (first,) = make_instances(tmp_path, 1)

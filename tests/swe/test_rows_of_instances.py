@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,9 +67,7 @@ def test_files(tmp_path: Path, form: str) -> None:
     elif form == "json object":
         file.write_text(json.dumps({row["instance_id"]: row for row in (ROW, other)}))
     else:
-        parquet = pytest.importorskip("pyarrow.parquet")
-        table = pytest.importorskip("pyarrow").Table.from_pylist([ROW, other])
-        parquet.write_table(table, file)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ROW, other]), file)
     assert [each.instance_id for each in read_instances(file)] == ["a__b-1", "a__b-2"]
     assert read_instances(file)[0] == instance_of(ROW)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from openhands.core.config import OpenHandsConfig
 from openhands.core.config.mcp_config import MCPConfig, MCPStdioServerConfig
+from openhands.core.exceptions import AgentRuntimeError
 from openhands.events import EventSource
 from openhands.events.action import (
     BrowseInteractiveAction,
@@ -221,12 +222,12 @@ class EnvironmentRuntime(Runtime):
         return _refusal("browser")
 
     def copy_to(self, host_src: str, sandbox_dest: str, recursive: bool = False) -> None:
-        """Refused with ``NotImplementedError``."""
-        raise NotImplementedError("an environment has no files to copy to")
+        """Refused with ``AgentRuntimeError``."""
+        raise AgentRuntimeError("an environment has no files to copy to")
 
     def copy_from(self, path: str) -> Path:
-        """Refused with ``NotImplementedError``."""
-        raise NotImplementedError("an environment has no files to copy from")
+        """Refused with ``AgentRuntimeError``."""
+        raise AgentRuntimeError("an environment has no files to copy from")
 
     def list_files(self, path: str | None = None) -> list[str]:
         """Nothing: an environment has no files."""
