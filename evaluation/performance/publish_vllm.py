@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
@@ -28,6 +27,7 @@ import httpx
 
 from evaluation.performance.random_weights import AdapterWriter, tiny_model
 from evaluation.performance.reload import report
+from evaluation.performance.serving_load import Load, keep_asking
 from evaluation.performance.vllm_server import NAME, NoVLLMError, running_vllm, vllm_python
 from openhands_rl_plugin.errors import PublishError
 from openhands_rl_plugin.serving.adapters import WEIGHTS, AdapterStore
@@ -47,22 +47,6 @@ ADAPTER = "version"
 SIZE = 0.05
 
 
-@dataclass
-class Load:
-    """What the clients did: the version they ask for now, and how it went."""
-
-    model: str
-    wanted: int
-    answers: int = 0
-    failures: list[str] = field(default_factory=list)
-    versions: set[str] = field(default_factory=set)
-    numbers: count[int] = field(default_factory=count)
-
-    @property
-    def done(self) -> bool:
-        return self.answers + len(self.failures) >= self.wanted
-
-
 def prompt(number: int) -> list[int]:
     """Ids that no other request shares from its first token on."""
     return [10 + number % 7, *((number * 31 + 17 * at) % 200 + 5 for at in range(PROMPT_TOKENS - 1))]
@@ -71,22 +55,6 @@ def prompt(number: int) -> list[int]:
 def request(model: str, number: int) -> dict[str, object]:
     """A request for exactly ``ANSWER_TOKENS`` tokens."""
     return {"model": model, "prompt": prompt(number), "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
-
-
-async def keep_asking(client: httpx.AsyncClient, load: Load) -> None:
-    """One client: a request after the other."""
-    while not load.done:
-        asked = load.model
-        try:
-            response = await client.post("/v1/completions", json=request(asked, next(load.numbers)))
-        except httpx.HTTPError as error:
-            load.failures.append(f"{asked}: {type(error).__name__}: {error}")
-            continue
-        if response.status_code == 200 and response.json()["usage"]["completion_tokens"] == ANSWER_TOKENS:
-            load.answers += 1
-            load.versions.add(response.json()["model"])
-        else:
-            load.failures.append(f"{asked}: {response.status_code} {response.text[:200]}")
 
 
 async def first_token(client: httpx.AsyncClient, model: str) -> None:
@@ -139,7 +107,15 @@ async def measure(
         await first_token(client, live[0][0].name)  # vLLM's first answer takes seconds, whatever it is asked
         load = Load(live[0][0].name, requests)
         started = time.perf_counter()
-        asking = [asyncio.create_task(keep_asking(client, load)) for _ in range(clients)]
+        numbers = count()
+
+        def ask(model: str) -> dict[str, object]:
+            return request(model, next(numbers))
+
+        asking = [
+            asyncio.create_task(keep_asking(client, load, "/v1/completions", ask, ANSWER_TOKENS))
+            for _ in range(clients)
+        ]
         for number, (adapter, probe) in enumerate(live[1:], start=1):
             while load.answers < requests * number // (len(live) + 1) and not load.done:
                 await asyncio.sleep(0.005)

@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -26,20 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from evaluation.performance.random_weights import AdapterWriter, tiny_model
+from evaluation.performance.serving_load import Load, keep_asking
 
 PROMPT_WORDS = 150
 ANSWER_TOKENS = 32
-
-
-@dataclass
-class Load:
-    """What the clients did: the version they ask for now, and how it went."""
-
-    model: str
-    done: bool = False
-    answers: int = 0
-    failures: list[str] = field(default_factory=list)
-    versions: set[str] = field(default_factory=set)
 
 
 @contextmanager
@@ -56,22 +45,6 @@ def server(model: Path, *options: str) -> Iterator[str]:
             yield address.split(" at ")[1].split("/v1")[0]
         finally:
             process.terminate()
-
-
-async def keep_asking(client: httpx.AsyncClient, load: Load, number: int) -> None:
-    """One client: a conversation after the other, each with a prompt of its own."""
-    while not load.done:
-        asked = load.model
-        try:
-            response = await client.post("/v1/chat/completions", json=request(asked, f"{number} {load.answers}"))
-        except httpx.HTTPError as error:
-            load.failures.append(f"{asked}: {type(error).__name__}: {error}")
-            continue
-        if response.status_code == 200 and response.json()["usage"]["completion_tokens"] == ANSWER_TOKENS:
-            load.answers += 1
-            load.versions.add(response.json()["model"])
-        else:
-            load.failures.append(f"{asked}: {response.status_code} {response.text[:200]}")
 
 
 def request(model: str, salt: str) -> dict[str, object]:
@@ -108,7 +81,19 @@ async def measure(url: str, writer: AdapterWriter, *, clients: int, reloads: int
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         await change(client, "load", load.model, writer.write(load.model))
         started = time.perf_counter()
-        asking = [asyncio.create_task(keep_asking(client, load, number)) for number in range(clients)]
+        # Each asks with prompts of its own.
+        asking = [
+            asyncio.create_task(
+                keep_asking(
+                    client,
+                    load,
+                    "/v1/chat/completions",
+                    lambda model, number=number: request(model, f"{number} {load.answers}"),
+                    ANSWER_TOKENS,
+                )
+            )
+            for number in range(clients)
+        ]
         await asyncio.sleep(1)
         for version in range(1, reloads + 1):
             name = f"version-v{version:06d}"
@@ -121,7 +106,7 @@ async def measure(url: str, writer: AdapterWriter, *, clients: int, reloads: int
             switched = time.perf_counter()
             await change(client, "unload", old)
             unloading.append(time.perf_counter() - switched)
-        load.done = True
+        load.stopped = True
         await asyncio.gather(*asking)
         seconds = time.perf_counter() - started
     for failure in load.failures[:5]:
