@@ -148,6 +148,7 @@ class TrainingSettings(Settings):
     correction_high: float = Field(default=2.0, ge=1)
     step_rewards: Literal["episode", "environment", "search"] = "episode"
     discount: float = Field(default=1.0, gt=0, le=1)
+    state_weight: float = Field(default=0.0, ge=0)
     tree: Literal["path", "branches"] = "path"
     tree_weight: float = Field(default=1.0, ge=0)
     tree_visits: int = Field(default=1, ge=1)
@@ -175,9 +176,10 @@ class TrainingSettings(Settings):
     def _fits(self) -> Self:
         if self.dual_clip and self.dual_clip <= 1:
             raise ValueError("dual_clip must be 0 (off) or greater than 1: it bounds the ratio where it is above 1")
-        if self.discount < 1 and self.step_rewards == "episode":
+        if self.discount < 1 and self.step_rewards == "episode" and not self.state_weight:
             raise ValueError(
-                'discount needs rewards of steps: set step_rewards = "environment" or "search", or leave 1'
+                'discount needs rewards of steps: set step_rewards = "environment" or "search", or a state_weight, or '
+                "leave 1"
             )
         if self.method == "full" and (self.algorithm not in ("sft", "rejection-sampling") or self.kl != "none"):
             raise ValueError(

@@ -36,8 +36,8 @@ class DemoOptions(Frozen):
     held_out: int = Field(default=100, ge=1)
     demonstrations: int = Field(default=64, ge=1)
     iterations: int = Field(default=8, ge=0)
-    tasks_per_iteration: int = Field(default=8, ge=1)
-    samples_per_task: int = Field(default=8, ge=2)
+    tasks_per_iteration: int = Field(default=10, ge=1)
+    samples_per_task: int = Field(default=6, ge=2)
     concurrency: int = Field(default=32, ge=1)
     results_per_page: int = 4
     max_turns: int = 6
@@ -127,8 +127,12 @@ class DemoOptions(Frozen):
     def _reinforcement(self) -> TrainingSettings:
         return TrainingSettings(
             learning_rate=self.reinforcement_rate,
+            warmup_steps=4,
             num_epochs=1,
-            batch_size=16,
+            batch_size=12,
+            # To buy too early beats not to buy: whole episodes teach it, comparing what was done on that page does not.
+            state_weight=1.0,
+            discount=0.95,
             # Episodes that the policy has left behind meanwhile count by how likely they still are.
             correction="truncate" if self.loop.kind == "async" else "none",
             max_tokens_per_pass=PASS_TOKENS,

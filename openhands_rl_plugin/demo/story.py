@@ -20,7 +20,7 @@ from openhands_rl_plugin.environments.webshop.demonstrator import ORACLE, Demons
 from openhands_rl_plugin.errors import ConfigError, describe
 from openhands_rl_plugin.hosts.v0.executors import open_pool
 from openhands_rl_plugin.protocols import TrajectoryStorage
-from openhands_rl_plugin.rewards.outcome import ReturnReward
+from openhands_rl_plugin.rewards.outcome import ReturnReward, SuccessBonusReward
 from openhands_rl_plugin.runners import SessionRunner
 from openhands_rl_plugin.serving.adapters import AdapterStore
 from openhands_rl_plugin.serving.publisher import AdapterPublisher
@@ -81,7 +81,7 @@ async def _play(stage: _Stage, listener: LoopListener | None) -> DemoResult:
             demonstrator=_demonstrator(stage, storage),
             storage=storage,
             reward=ReturnReward(),
-            objective=ReturnReward(),
+            objective=SuccessBonusReward(),
             adapters=adapters,
             publisher=AdapterPublisher(
                 stage.settings.serving.base_url, adapters, keep=stage.settings.loop.kept_versions

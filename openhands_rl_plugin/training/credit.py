@@ -1,23 +1,26 @@
 """From judged episodes to weighted training sequences: whose tokens get which advantage.
 
 The default gives every sampled token of an episode the episode's advantage. ``step_rewards`` gives each turn what
-followed it, ``tree`` trains the branches of search trees too.
+followed it, ``state_weight`` adds the comparison with what else was done in the same state, ``tree`` trains the
+branches of search trees too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from openhands_rl_plugin.settings import TrainingSettings
 from openhands_rl_plugin.training.advantages import GroupBaseline, ValidGroups, group_advantages, valid_groups
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.batch import samples_of, samples_of_tree
-from openhands_rl_plugin.training.estimators import Rollouts, whiten
+from openhands_rl_plugin.training.estimators import Rollouts, dr_grpo, whiten
 from openhands_rl_plugin.training.tree_advantages import (
     environment_rewards,
     search_rewards,
     sibling_advantages,
+    state_before,
     step_advantages,
 )
 from openhands_rl_plugin.types import Sample, Trajectory
@@ -48,7 +51,7 @@ def credited_samples(
     """
     late = settings.kl != "none" and settings.kl_in == "reward"
     baseline = group_advantages(trajectories, rewards, settings, whitened=not late)
-    if settings.tree == "path" and settings.step_rewards == "episode":
+    if settings.tree == "path" and settings.step_rewards == "episode" and not settings.state_weight:
         weighted = [(t, a) for t, a in zip(trajectories, baseline.advantages, strict=True) if a is not None]
         return Credit(baseline, [s for t, a in weighted for s in samples_of(t, a)], len(weighted))
     nodes = _node_advantages(trajectories, rewards, settings)
@@ -72,13 +75,21 @@ def _node_advantages(
         }
     else:
         nodes = _turn_advantages(trajectories, rewards, chosen, settings)
+    if settings.state_weight:
+        _add(nodes, _state_advantages(trajectories, rewards, chosen, settings), settings.state_weight)
     if settings.tree == "branches":
-        for index in chosen.valid:
-            mine = nodes.setdefault(index, {})
-            siblings = sibling_advantages(trajectories[index], least_visits=settings.tree_visits)
-            for at, value in siblings.items():
-                mine[at] = mine.get(at, 0.0) + settings.tree_weight * value
+        siblings = {
+            index: sibling_advantages(trajectories[index], least_visits=settings.tree_visits) for index in chosen.valid
+        }
+        _add(nodes, siblings, settings.tree_weight)
     return {index: of_nodes for index, of_nodes in nodes.items() if of_nodes}
+
+
+def _add(nodes: dict[int, NodeAdvantages], more: Mapping[int, NodeAdvantages], weight: float) -> None:
+    for index, of_nodes in more.items():
+        mine = nodes.setdefault(index, {})
+        for at, value in of_nodes.items():
+            mine[at] = mine.get(at, 0.0) + weight * value
 
 
 def _turn_advantages(
@@ -88,29 +99,81 @@ def _turn_advantages(
     settings: TrainingSettings,
 ) -> dict[int, NodeAdvantages]:
     """Return to go of every turn, compared with that of the same turn in the other episodes of the group."""
-    places: list[tuple[int, int]] = []
-    returns: list[float] = []
-    groups: dict[tuple[int, int], int] = {}
-    numbers: list[int] = []
+    turns = _turns(trajectories, rewards, chosen, settings)
+    baseline = algorithm_of(settings).estimator.baseline
+    return _compared(turns, [(turn.group, turn.number) for turn in turns], baseline, settings)
+
+
+def _state_advantages(
+    trajectories: Sequence[Trajectory],
+    rewards: Sequence[float | None],
+    chosen: ValidGroups,
+    settings: TrainingSettings,
+) -> dict[int, NodeAdvantages]:
+    """Return to go of every turn, compared with the turns of the group that were taken in the same state, whenever.
+
+    The step level of GiGPO (Feng et al. 2025, arXiv 2505.10978). A state is what was said to the policy since its last
+    answer; a turn in a state that nobody else of the group has met gets 0. Where the algorithm has no groups, the mean
+    of the state is the baseline.
+    """
+    turns = _turns(trajectories, rewards, chosen, settings)
+    states = [(turn.group, state_before(trajectories[turn.index], turn.at)) for turn in turns]
+    estimator = algorithm_of(settings).estimator
+    return _compared(turns, states, estimator.baseline if estimator.grouped else dr_grpo, settings)
+
+
+class _Turn(NamedTuple):
+    """Node ``at`` of trajectory ``index``, which is the ``number``-th answer of an episode of ``group``.
+
+    ``tokens``: how many were sampled; ``to_go``: the discounted return from here on.
+    """
+
+    index: int
+    at: int
+    group: int
+    number: int
+    tokens: int
+    to_go: float
+
+
+def _turns(
+    trajectories: Sequence[Trajectory],
+    rewards: Sequence[float | None],
+    chosen: ValidGroups,
+    settings: TrainingSettings,
+) -> list[_Turn]:
+    turns: list[_Turn] = []
     for group, members in enumerate(chosen.groups):
         for index in members:
             steps = _step_rewards(trajectories[index], rewards[index] or 0.0, settings)
             to_go = step_advantages(trajectories[index], steps, discount=settings.discount)
-            for turn, at in enumerate(_acted(trajectories[index])):
-                places.append((index, at))
-                returns.append(to_go[at])
-                numbers.append(groups.setdefault((group, turn), len(groups)))
-    lengths = [_tokens(trajectories[index], at) for index, at in places]
-    values = algorithm_of(settings).estimator.baseline(Rollouts(returns, numbers, lengths), settings.std_epsilon)
+            for number, at in enumerate(_acted(trajectories[index])):
+                turns.append(_Turn(index, at, group, number, _tokens(trajectories[index], at), to_go[at]))
+    return turns
+
+
+def _compared(
+    turns: Sequence[_Turn],
+    keys: Sequence[Hashable],
+    baseline: Callable[[Rollouts, float], list[float]],
+    settings: TrainingSettings,
+) -> dict[int, NodeAdvantages]:
+    """Returns to go over those of the turns with the same key; ``keys[i]`` is that of ``turns[i]``."""
+    numbers: dict[Hashable, int] = {}
+    rollouts = Rollouts(
+        rewards=[turn.to_go for turn in turns],
+        groups=[numbers.setdefault(key, len(numbers)) for key in keys],
+        lengths=[turn.tokens for turn in turns],
+    )
     nodes: dict[int, NodeAdvantages] = {}
-    for (index, at), value in zip(places, values, strict=True):
-        nodes.setdefault(index, {})[at] = value
+    for turn, value in zip(turns, baseline(rollouts, settings.std_epsilon), strict=True):
+        nodes.setdefault(turn.index, {})[turn.at] = value
     return nodes
 
 
 def _step_rewards(trajectory: Trajectory, reward: float, settings: TrainingSettings) -> Mapping[int, float]:
     """Step rewards that add up to ``reward``: what the judgement says beyond the environment is paid at the end."""
-    steps = environment_rewards(trajectory) if settings.step_rewards == "environment" else search_rewards(trajectory)
+    steps = search_rewards(trajectory) if settings.step_rewards == "search" else environment_rewards(trajectory)
     if steps:
         steps[max(steps)] += reward - trajectory.episode_return
     return steps

@@ -60,6 +60,19 @@ def environment_rewards(trajectory: Trajectory) -> dict[int, float]:
     return {at: trajectory.nodes[at].reward or 0.0 for at in trajectory.path() if trajectory.nodes[at].sampled}
 
 
+def state_before(trajectory: Trajectory, at: int) -> tuple[str, ...]:
+    """What was said to the policy between its last answer and node ``at``: the state, as far as it was shown.
+
+    In a Markov environment whose observations show all of it, the same text is the same state.
+    """
+    said: list[str] = []
+    before = trajectory.nodes[at].parent
+    while before is not None and not trajectory.nodes[before].sampled:
+        said.append(trajectory.nodes[before].message.content or "")
+        before = trajectory.nodes[before].parent
+    return tuple(reversed(said))
+
+
 def search_rewards(trajectory: Trajectory) -> dict[int, float]:
     """``node -> reward`` by how much search raised its opinion of the episode with each turn.
 

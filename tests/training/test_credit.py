@@ -112,6 +112,66 @@ def test_turn_advantages_are_whitened_over_tokens() -> None:
     assert whitened < -0.6
 
 
+def shopping(number: int, *turns: tuple[str, float]) -> Trajectory:
+    """An episode whose turn ``t`` is taken in the state that its text names, and is paid its reward."""
+    bare = episode(number, *(reward for _, reward in turns))
+    nodes: list[Node] = []
+    for (state, _), node in zip(turns, bare.nodes[1:], strict=True):
+        nodes.append(Node(parent=len(nodes) - 1 if nodes else None, message=Message(role="user", content=state)))
+        nodes.append(node.model_copy(update={"parent": len(nodes) - 1}))
+    return bare.model_copy(update={"nodes": tuple(nodes), "head": len(nodes) - 1})
+
+
+SHOPPED = [
+    shopping(0, ("front", 0.0), ("item", 0.0), ("item, red chosen", 1.0)),
+    shopping(1, ("front", 0.0), ("item", 0.5)),
+    shopping(2, ("front", 0.0), ("no such button", 0.0), ("item", 0.5)),
+]
+
+
+def turns_of(played: list[Trajectory], rewards: list[float], chosen: TrainingSettings) -> list[list[float]]:
+    """The advantage of each turn of each episode."""
+    samples = credited_samples(played, rewards, chosen).samples
+    found: list[list[float]] = []
+    for number, trajectory in enumerate(played):
+        mine = [s for s in samples if s.trajectory_id == trajectory.id]
+        values = [s.advantage_at(at) for s in mine for at, sampled in enumerate(s.mask) if sampled]
+        turns = len(list(trajectory.sampled()))
+        starts = [sum(number + earlier + 1 for earlier in range(turn)) for turn in range(turns)]
+        found.append([values[start] for start in starts])
+    return found
+
+
+def test_turns_are_compared_with_what_else_was_done_in_the_same_state() -> None:
+    plain = turns_of(SHOPPED, [1.0, 0.5, 0.5], settings(algorithm="dr-grpo"))
+    both = turns_of(SHOPPED, [1.0, 0.5, 0.5], settings(algorithm="dr-grpo", state_weight=2.0, discount=0.9))
+    added = [[b - p for b, p in zip(after, before, strict=True)] for after, before in zip(both, plain, strict=True)]
+    front = [0.9 * 0.9, 0.9 * 0.5, 0.9 * 0.9 * 0.5]
+    item = [0.9, 0.5, 0.5]
+    means = sum(front) / 3, sum(item) / 3
+    assert added[0] == pytest.approx([2 * (front[0] - means[0]), 2 * (item[0] - means[1]), 0.0])
+    assert added[1] == pytest.approx([2 * (front[1] - means[0]), 2 * (item[1] - means[1])])
+    assert added[2] == pytest.approx([2 * (front[2] - means[0]), 0.0, 2 * (item[2] - means[1])]), "whenever it was met"
+    assert both[1][1] < plain[1][1] < 0, "what was bought too early loses more than what led there"
+
+
+def test_states_are_not_shared_between_tasks() -> None:
+    other = [each.model_copy(update={"id": f"{each.id}'", "group_id": "other"}) for each in SHOPPED[:2]]
+    chosen = settings(algorithm="dr-grpo", state_weight=1.0)
+    alone = turns_of(SHOPPED, [1.0, 0.5, 0.5], chosen)
+    together = credited_samples([*SHOPPED, *other], [1.0, 0.5, 0.5, 0.0, 5.0], chosen).samples
+    first = next(sample for sample in together if sample.trajectory_id == "0")
+    assert next(first.advantage_at(at) for at, sampled in enumerate(first.mask) if sampled) == pytest.approx(
+        alone[0][0]
+    )
+
+
+def test_an_algorithm_without_groups_has_the_mean_of_the_state_as_its_baseline() -> None:
+    raw = settings(algorithm="reinforce++", state_weight=1.0, kl="k1", kl_in="reward")
+    values = turns_of(SHOPPED, [1.0, 0.5, 0.5], raw)
+    assert values[0] == pytest.approx([1.0 + 1 / 3, 1.0 + 1 / 3, 1.0])
+
+
 async def test_branches_are_trained_with_their_advantage_over_their_siblings() -> None:
     one, other = await searched(0), (await searched(1)).model_copy(update={"id": "other"})
     chosen = settings(algorithm="dr-grpo", tree="branches", tree_weight=0.5)
