@@ -35,8 +35,8 @@ class DemoOptions(Frozen):
     seed: int = 0
     held_out: int = Field(default=100, ge=1)
     demonstrations: int = Field(default=64, ge=1)
-    iterations: int = Field(default=8, ge=0)
-    tasks_per_iteration: int = Field(default=10, ge=1)
+    iterations: int = Field(default=5, ge=0)
+    tasks_per_iteration: int = Field(default=8, ge=1)
     samples_per_task: int = Field(default=6, ge=2)
     concurrency: int = Field(default=32, ge=1)
     results_per_page: int = 4
@@ -129,7 +129,7 @@ class DemoOptions(Frozen):
             learning_rate=self.reinforcement_rate,
             warmup_steps=4,
             num_epochs=1,
-            batch_size=12,
+            batch_size=8,
             # To buy too early beats not to buy: whole episodes teach it, comparing what was done on that page does not.
             state_weight=1.0,
             discount=0.95,
