@@ -1,0 +1,87 @@
+"""The budget and the figures of ``evaluation.performance.grpo``, without a model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evaluation.performance.grpo import sft_adapter
+from evaluation.performance.grpo_budget import CpuBudget, read_marks
+from evaluation.performance.grpo_report import Part, difference, overall, read_parts, report
+
+BURNING = """
+import subprocess, sys
+from pathlib import Path
+from evaluation.performance.grpo_budget import CpuBudget
+
+budget, step = CpuBudget(1.0, Path(sys.argv[1])), 0
+budget.end_process_when_spent()
+budget.begin()
+while True:
+    subprocess.run([sys.executable, "-c", "sum(range(4_000_000))"], check=True)
+    step += 1
+    budget.mark(step, Path(f"step-{step}"), {"reward": 0.5})
+"""
+
+
+def test_a_budget_counts_children_and_ends_the_process(tmp_path: Path) -> None:
+    marks = tmp_path / "marks.jsonl"
+    done = subprocess.run([sys.executable, "-c", BURNING, str(marks)], timeout=120, check=False)
+    assert done.returncode == 0
+    found = read_marks(marks)
+    assert found and [mark.step for mark in found] == list(range(1, len(found) + 1))
+    times = [mark.cpu_seconds for mark in found]
+    assert times == sorted(times) and times[0] > 0 and times[-1] <= 1.0
+
+
+def test_an_adapter_that_comes_late_does_not_count(tmp_path: Path) -> None:
+    now = [100.0]
+    budget = CpuBudget(1_000.0, tmp_path / "marks.jsonl", lambda: now[0])
+    budget.begin()
+    now[0] = 1_100.0
+    assert budget.mark(1, Path("one"), {})
+    now[0] = 1_100.5
+    budget.begin()
+    assert not budget.mark(2, Path("two"), {})
+    assert [(mark.step, mark.cpu_seconds) for mark in read_marks(tmp_path / "marks.jsonl")] == [(1, 1_000.0)]
+
+
+def _part(side: str, seed: int, **returns: float) -> Part:
+    return Part(side=side, seed=seed, minutes=30, returns=returns)
+
+
+def test_differences_are_means_over_goals_that_both_sides_played() -> None:
+    parts = [
+        _part("trl", 0, a=0.5, b=1.0, c=0.0),
+        _part("ours", 0, a=1.0, b=1.0, d=1.0),
+        _part("trl", 1, a=0.0, b=0.0),
+        _part("ours", 1, a=1.0, b=0.9),
+        _part("trl", 2, a=1.0),  # the other side is not there
+    ]
+    found = difference(parts, "trl", "ours")
+    assert (found.n, found.mean) == (2, 0.5)
+    assert found.low == 0.0 and found.high == 1.0
+    assert (overall(parts, "trl").n, overall(parts, "trl").mean) == (6, pytest.approx(2 / 6))
+
+
+def test_a_report_over_directories(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in (0, 1):
+        for side, value in (("sft", 0.0), ("ours", 1.0), ("trl", 0.5)):
+            file = tmp_path / str(seed) / f"{side}.json"
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(_part(side, seed, a=value, b=0.0).model_dump_json())
+    report([tmp_path / "0", tmp_path / "1"])
+    told = capsys.readouterr().out
+    assert "ours - trl: +0.500" in told and "trl - sft: +0.000" in told
+    with pytest.raises(SystemExit, match="another sft of seed 0"):
+        read_parts([tmp_path / "0", tmp_path / "0"])
+    with pytest.raises(SystemExit, match="holds no finished side"):
+        read_parts([tmp_path])
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no demo that finished its SFT"):
+        sft_adapter(tmp_path)
