@@ -43,7 +43,7 @@ class DemoOptions(Frozen):
     max_turns: int = 6
     warm_start_epochs: int = 2
     warm_start_rate: float = 1e-3
-    reinforcement_rate: float = 5e-4
+    reinforcement_rate: float = 2e-4
     loop: LoopSettings = LoopSettings()
 
     def shortened(self) -> DemoOptions:
