@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from openhands_rl_plugin.messages import whole_observation
 from openhands_rl_plugin.protocols import Environment, Forkable
+from openhands_rl_plugin.tree import CHARACTERS_PER_TOKEN
 from openhands_rl_plugin.types import JsonObject, Limits, Message, Observation, Task
-
-CHARACTERS_PER_TOKEN = 4
-"""The estimate for text that no tokenizer has read."""
 
 
 def clip(observation: Observation, limits: Limits) -> Observation:

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
-from openhands_rl_plugin.clipping import CHARACTERS_PER_TOKEN, ClippedWorld, clip
+from openhands_rl_plugin.clipping import ClippedWorld, clip
 from openhands_rl_plugin.errors import CaughtFailure, boundary
 from openhands_rl_plugin.journal import EpisodeJournal, JournalledEngine
 from openhands_rl_plugin.protocols import Environment, Forkable, LLMEngine, OffersTools, Strategy, TrajectoryStorage
@@ -179,7 +179,9 @@ class AgentSession:
         world = ClippedWorld(live, limits) if isinstance(live, Forkable) else None
         if self._journal is not None:
             engine = JournalledEngine(engine, self._journal, self.tree)
+        self.tree.longest_prompt = limits.max_prompt_length
         while (stop := reached(self.tree, limits)) is None:
+            self.tree.turns_left = limits.max_turns - self.tree.turns
             with boundary(FailureKind.MODEL, "strategy.decide"):
                 chosen = await self._strategy.decide(self.tree, engine, world)
             self.tree.commit(chosen)
@@ -238,8 +240,4 @@ def reached(tree: EpisodeTree, limits: Limits) -> StopReason | None:
 
 def context_tokens(tree: EpisodeTree) -> int:
     """Length of the next prompt: the recorded ids where there are any, plus an estimate for the text after them."""
-    path = tree.path()
-    recorded = max((at for at, index in enumerate(path) if tree.nodes[index].tokens), default=-1)
-    known = len(tree.context_ids(path[recorded])) if recorded >= 0 else 0
-    rest = sum(len(tree.nodes[index].message.content or "") for index in path[recorded + 1 :])
-    return known + rest // CHARACTERS_PER_TOKEN
+    return tree.prompt_length()

@@ -29,6 +29,9 @@ from openhands_rl_plugin.types import (
     Usage,
 )
 
+CHARACTERS_PER_TOKEN = 4
+"""The estimate for text that no tokenizer has read."""
+
 
 @dataclass
 class DraftNode:
@@ -54,12 +57,18 @@ class DraftNode:
 
 
 class EpisodeTree:
-    """All that was said in one episode, as nodes with integer parents; ``head`` is where the episode stands."""
+    """All that was said in one episode, as nodes with integer parents; ``head`` is where the episode stands.
+
+    ``turns_left`` and ``longest_prompt`` (in tokens) say how far the episode will go on from there, ``None`` as far as
+    it likes: strategies do not plan beyond. Whoever plays the episode sets them before each decision.
+    """
 
     def __init__(self, *, tools: Sequence[JsonObject] = ()) -> None:
         self.tools = tuple(tools)
         self.nodes: list[DraftNode] = []
         self.head: int | None = None
+        self.turns_left: int | None = None
+        self.longest_prompt: int | None = None
         self.terminated = False
         self.truncated = False
         self.usage = Usage()
@@ -169,6 +178,23 @@ class EpisodeTree:
             if tokens is not None:
                 ids = (ids if tokens.extends else ()) + tokens.prompt_ids + tokens.sampled_ids
         return ids
+
+    def prompt_length(self, leaf: int | None = None) -> int:
+        """Tokens of the prompt for an answer at ``leaf`` (default: ``head``): the recorded ids where there are any,
+        plus an estimate for the text after them."""
+        known, characters, recorded = 0, 0, False
+        at = self.head if leaf is None else leaf
+        while at is not None:
+            node = self.nodes[at]
+            if node.tokens is not None:
+                recorded = True
+                known += len(node.tokens.prompt_ids) + len(node.tokens.sampled_ids)
+                if not node.tokens.extends:
+                    break
+            elif not recorded:
+                characters += len(node.message.content or "")
+            at = node.parent
+        return known + characters // CHARACTERS_PER_TOKEN
 
     def freeze(
         self,

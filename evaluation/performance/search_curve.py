@@ -59,6 +59,7 @@ class Cell(Frozen):
     strategy: str
     budget: int
     episodes: int
+    failed: int
     successes: int
     success: float
     low: float
@@ -126,7 +127,7 @@ async def play(
                 played += await roll_out(plan, runner, storage, lambda _: advance())
     finally:
         await storage.close()
-    return cell(policy, strategy, budget, [trajectory for trajectory in played if trajectory.failure is None])
+    return cell(policy, strategy, budget, played)
 
 
 def goals(count: int) -> tuple[Task, ...]:
@@ -136,7 +137,9 @@ def goals(count: int) -> tuple[Task, ...]:
 
 
 def cell(policy: str, strategy: str, budget: int, played: list[Trajectory]) -> Cell:
-    """Counts, intervals and means over valid episodes."""
+    """Counts, intervals and means over valid episodes, and how many failed: those may have been the harder ones."""
+    failed = sum(trajectory.failure is not None for trajectory in played)
+    played = [trajectory for trajectory in played if trajectory.failure is None]
     successes = sum(trajectory.episode_return >= SUCCESS for trajectory in played)
     interval = wilson(successes, len(played))
     tokens = [trajectory.usage.prompt_tokens + trajectory.usage.completion_tokens for trajectory in played]
@@ -146,6 +149,7 @@ def cell(policy: str, strategy: str, budget: int, played: list[Trajectory]) -> C
         strategy=strategy,
         budget=budget,
         episodes=len(played),
+        failed=failed,
         successes=successes,
         success=interval.mean,
         low=interval.low,
@@ -206,7 +210,7 @@ async def policies(args: argparse.Namespace, model_url: str) -> dict[str, str]:
 
 def table(cells: list[Cell]) -> Table:
     """The points as a table."""
-    shown = Table("policy", "strategy", "budget", "success", "95 %", "reward", "tokens", "steps", "episodes")
+    shown = Table("policy", "strategy", "budget", "success", "95 %", "reward", "tokens", "steps", "episodes", "failed")
     for each in cells:
         shown.add_row(
             each.policy,
@@ -218,6 +222,7 @@ def table(cells: list[Cell]) -> Table:
             f"{each.tokens:,.0f}",
             f"{each.steps:.1f}",
             str(each.episodes),
+            str(each.failed),
         )
     return shown
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
@@ -11,14 +10,19 @@ from weakref import WeakKeyDictionary
 from openhands_rl_plugin.errors import CaughtFailure, ConfigError
 from openhands_rl_plugin.protocols import Forkable, LLMEngine
 from openhands_rl_plugin.strategies.budget import Spending
-from openhands_rl_plugin.strategies.search import Search, SearchOptions, ended, note
-from openhands_rl_plugin.strategies.value import Estimate, ValueFunction, built_in, value_of_end
-from openhands_rl_plugin.tree import EpisodeTree
+from openhands_rl_plugin.strategies.notes import ended, note
+from openhands_rl_plugin.strategies.options import SearchOptions
+from openhands_rl_plugin.strategies.search import Search, together
+from openhands_rl_plugin.strategies.value import ModelValue, ValueFunction, built_in, value_of_end
+from openhands_rl_plugin.tree import DraftNode, EpisodeTree
 from openhands_rl_plugin.types import Failure
 
 
 class SearchStrategy(ABC):
-    """A strategy that looks at several actions before it decides. ``value`` says how good a state is."""
+    """A strategy that looks at several actions before it decides. ``value`` says how good a state is.
+
+    Raises ``ConfigError`` for a budget that is too small for one move.
+    """
 
     Parts: ClassVar = {"value": "values"}
     name: ClassVar[str]
@@ -27,6 +31,17 @@ class SearchStrategy(ABC):
         self._options = options
         self._value = value or built_in(options.value, options.value_options)
         self._accounts: WeakKeyDictionary[EpisodeTree, Spending] = WeakKeyDictionary()
+        needed = self.calls_of_a_move(asks=isinstance(self._value, ModelValue))
+        for name, budget in (("turn_budget", options.turn_budget), ("episode_budget", options.episode_budget)):
+            if budget.calls is not None and budget.calls < needed:
+                raise ConfigError(
+                    f"{name}.calls: {budget.calls} is too small for one move of {self.name}, which takes {needed}: "
+                    "raise it, or let fewer branches be looked at"
+                )
+
+    def calls_of_a_move(self, *, asks: bool) -> int:
+        """The fewest calls that a search of one turn takes; ``asks``: every judgement is one, too."""
+        return 1 + asks
 
     async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
         """Search below ``tree.head`` and return the action to commit.
@@ -41,8 +56,7 @@ class SearchStrategy(ABC):
             if chosen is None:
                 chosen = await self._without_search(search)
         report = {"strategy": self.name, "turn": search.turn.report(), "episode": search.episode.report()}
-        counts = {"merged": search.log.merged, "dropped": search.log.dropped, "cut_by": search.log.cut_by}
-        note(tree.nodes[chosen])["report"] = {**report, **counts, **search.log.extra}
+        note(tree.nodes[chosen])["report"] = {**report, **search.log.report()}
         return chosen
 
     @abstractmethod
@@ -63,38 +77,47 @@ class SearchStrategy(ABC):
                 'cannot: use value = "model", or an environment with fork()'
             )
 
-    async def evaluate(self, search: Search, action: int) -> Estimate | None:
+    async def evaluate(self, search: Search, action: int) -> None:
         """The return from ``action`` on: its step in a fork, where the world can fork, and the value of what follows.
 
-        The value stands on the node. ``None``: the branch died.
+        It joins the mean on the node, unless the branch died or nothing can be said about it.
         """
         node = search.tree.nodes[action]
         reward, state = 0.0, action
         if search.world is not None:
-            if not search.stepped(action) and not await search.simulate(action):
-                return None
+            if not await search.simulate(action):
+                return
             reward, state = node.reward or 0.0, search.state(action)
         if ended(node):
             estimate = await value_of_end(self._value, search, state)
         else:
             estimate = await self._value.estimate(search, state)
-        node.visits += 1
-        node.value = reward + search.total(estimate.path) + estimate.value
-        return estimate._replace(value=node.value)
+        if estimate is None:
+            search.log.unjudged += 1
+        else:
+            count_return(node, reward + search.total(estimate.path) + estimate.value)
 
     async def evaluate_all(self, search: Search, actions: Sequence[int]) -> list[int]:
-        """Evaluate side by side; the actions that survived, best first."""
-        await asyncio.gather(*(self.evaluate(search, action) for action in actions))
-        return sorted(search.alive(actions), key=lambda at: -(search.tree.nodes[at].value or 0.0))
+        """Evaluate side by side; the actions that survived and that something is known about, best first."""
+        await together(self.evaluate(search, action) for action in actions)
+        known = [at for at in search.alive(actions) if search.tree.nodes[at].value is not None]
+        return sorted(known, key=lambda at: -(search.tree.nodes[at].value or 0.0))
 
     async def _without_search(self, search: Search) -> int:
         """What is known already, or one plain completion."""
         known = self.favourite(search)
         if known is not None:
             return known
-        if search.log.dropped:
+        # Where the model refuses what follows, the environment is alive, and the episode can still be played.
+        if search.log.dropped and not search.log.refused:
             raise CaughtFailure(_all_dead(search))
         return await search.plain()
+
+
+def count_return(node: DraftNode, value: float) -> None:
+    """Let a return that was seen from an action on join the mean of all."""
+    node.visits += 1
+    node.value = value if node.value is None else node.value + (value - node.value) / node.visits
 
 
 def _all_dead(search: Search) -> Failure:

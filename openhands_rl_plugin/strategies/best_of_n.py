@@ -5,7 +5,8 @@ from __future__ import annotations
 from pydantic import Field
 
 from openhands_rl_plugin.strategies.base import SearchStrategy
-from openhands_rl_plugin.strategies.search import Search, SearchOptions
+from openhands_rl_plugin.strategies.options import SearchOptions
+from openhands_rl_plugin.strategies.search import Search
 from openhands_rl_plugin.strategies.value import ValueFunction
 
 
@@ -26,6 +27,10 @@ class BestOfNStrategy(SearchStrategy):
     ) -> None:
         self.options = options or BestOfNOptions.model_validate(changes)
         super().__init__(self.options, value)
+
+    def calls_of_a_move(self, *, asks: bool) -> int:
+        """Every sample, and its judgement."""
+        return self.options.n * (1 + asks)
 
     async def choose(self, search: Search) -> int | None:
         """Sample, evaluate side by side, take the best."""

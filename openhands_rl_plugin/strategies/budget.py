@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pydantic import Field
 
 from openhands_rl_plugin.types import Completion, Frozen, JsonObject
 
+Counted = Literal["calls", "steps"]
+"""What is entered before it is asked for."""
+
 
 class SearchBudget(Frozen):
-    """Bounds; ``None`` is none. They are looked at before each call and step, so the last one may go over ``tokens``.
+    """Bounds; ``None`` is none.
 
-    ``calls``: completions asked for. ``tokens``: prompt and sampled tokens, as the server bills them. ``steps``: of
-    forked environments. ``seconds``: of wall time.
+    ``calls``: completions asked for. ``steps``: of forked environments, with those that lead back to a state. Both are
+    entered before they are asked for, so that branches side by side keep to them together. ``tokens``: prompt and
+    sampled tokens, as the server bills them; they are known when a call is answered, so that the calls under way may go
+    over. ``seconds``: of wall time; what is under way then is given up, and its tokens are not known.
     """
 
     calls: int | None = Field(default=None, ge=1)
     tokens: int | None = Field(default=None, ge=1)
     steps: int | None = Field(default=None, ge=1)
-    seconds: float | None = Field(default=None, gt=0)
+    seconds: float | None = Field(default=None, ge=0.001)
+
+
+class SpentError(Exception):
+    """A budget does not allow what was asked for."""
 
 
 @dataclass
@@ -38,9 +48,17 @@ class Spending:
         """Wall time since the account was opened."""
         return time.monotonic() - self.started
 
+    @property
+    def seconds_left(self) -> float | None:
+        """Wall time until the budget's is over, ``None`` without a bound."""
+        return None if self.budget.seconds is None else self.budget.seconds - self.seconds
+
+    def enter(self, what: Counted, count: int) -> None:
+        """Count calls or steps that are asked for now."""
+        setattr(self, what, getattr(self, what) + count)
+
     def charge(self, completion: Completion) -> None:
-        """Enter one completion."""
-        self.calls += 1
+        """Add the tokens of an answer, whose call was entered."""
         self.tokens += completion.usage.prompt_tokens + completion.usage.completion_tokens
 
     def exhausted(self) -> str | None:
@@ -51,9 +69,10 @@ class Spending:
                 return name
         return None
 
-    def calls_left(self, wanted: int) -> int:
-        """How many of ``wanted`` completions may be asked for at once."""
-        return wanted if self.budget.calls is None else max(0, min(wanted, self.budget.calls - self.calls))
+    def left(self, what: Counted, wanted: int) -> int:
+        """How many of ``wanted`` calls or steps may be asked for."""
+        bound = getattr(self.budget, what)
+        return wanted if bound is None else max(0, min(wanted, bound - getattr(self, what)))
 
     def report(self) -> JsonObject:
         """The account as JSON."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Literal
 
 from pydantic import Field
 
 from openhands_rl_plugin.errors import ConfigError
 from openhands_rl_plugin.protocols import Forkable
-from openhands_rl_plugin.strategies.base import SearchStrategy
-from openhands_rl_plugin.strategies.search import Search, SearchOptions, ended, note, notes
+from openhands_rl_plugin.strategies.base import SearchStrategy, count_return
+from openhands_rl_plugin.strategies.notes import ended, note, notes
+from openhands_rl_plugin.strategies.options import SearchOptions
+from openhands_rl_plugin.strategies.search import Search, together
 from openhands_rl_plugin.strategies.uct import Arm, best_arm, priors, width
 from openhands_rl_plugin.strategies.value import Estimate, ValueFunction, value_of_end
 from openhands_rl_plugin.tree import DraftNode
@@ -60,23 +62,28 @@ class MCTSStrategy(SearchStrategy):
                 "with fork() (the embedded webshop, any repeatable HTTP environment, a workspace)"
             )
 
+    def calls_of_a_move(self, *, asks: bool) -> int:
+        """The first actions of the root, and the judgement of one."""
+        return min(self.options.first_branches, self.options.num_branches) + asks
+
     async def choose(self, search: Search) -> int | None:
         """Simulate until the number or a budget is reached."""
         walk = _Walk(search, self.options, self._value)
         done = 0
         while done < self.options.num_simulations and not search.exhausted():
             at_once = min(self.options.parallel, self.options.num_simulations - done)
-            fruitful = await asyncio.gather(*(walk.simulate() for _ in range(at_once)))
             done += at_once
-            if not any(fruitful):
+            if not await walk.simulate(at_once):
                 break
         search.log.extra["simulations"] = done
         return self.favourite(search)
 
     def favourite(self, search: Search) -> int | None:
-        """The best of the actions that were visited; equals are told apart by their visits."""
-        known = [at for at in search.actions(search.root) if search.tree.nodes[at].visits]
-        return max(known, key=lambda at: self._merit(search.tree.nodes[at]), default=None)
+        """The best of the actions that were visited, or else of those that are known; equals are told apart by their
+        visits."""
+        known = search.actions(search.root)
+        visited = [at for at in known if search.tree.nodes[at].visits]
+        return max(visited or known, key=lambda at: self._merit(search.tree.nodes[at]), default=None)
 
     def _merit(self, node: DraftNode) -> tuple[float, float, float]:
         value = node.value or 0.0
@@ -98,43 +105,65 @@ class _Walk:
         self._options = options
         self._value = value
         self._under_way: Counter[int] = Counter()
+        self._unjudged: Counter[int] = Counter()
+        self._fresh: set[int] = set()
         self._barren: set[int | None] = set()
-        self._expanding: dict[int | None, asyncio.Lock] = {}
+        self._closed: set[int] = set()
+        self._expanding: defaultdict[int | None, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._judging: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def simulate(self) -> bool:
-        """One simulation; false when nothing was learnt, because a branch died or there is nowhere to go."""
-        path: list[int] = []
-        try:
-            estimate = await self._descend(path)
-        finally:
-            self._under_way.subtract(path)
-        if estimate is None:
-            # A dropped branch leaves others to try, so that only a dead end is the end.
-            return bool(path)
-        self._back_up([*path, *estimate.path], estimate.value)
-        return True
+    async def simulate(self, count: int) -> bool:
+        """So many simulations side by side; false when there is nowhere to go.
+
+        Which one is answered first makes no difference: they choose their ways in their order, and what they found is
+        backed up in their order when all are done.
+        """
+        self._fresh.clear()
+        paths: list[list[int]] = [[] for _ in range(count)]
+        estimates = await together(self._descend(path) for path in paths)
+        self._under_way.clear()
+        for path, estimate in zip(paths, estimates, strict=True):
+            if estimate is None:
+                self._unjudged.update(path)
+            else:
+                self._back_up([*path, *estimate.path], estimate.value)
+        # A branch that died leaves others to try, so that only a dead end is the end.
+        return any(paths)
 
     async def _descend(self, path: list[int]) -> Estimate | None:
-        state = self._search.root
+        search, state = self._search, self._search.root
         while True:
             action = await self._select(state)
             if action is None:
-                return Estimate(0.0) if path else None
+                # Every action there died, so that there is nothing to come again for.
+                self._closed.update(path[-1:])
+                return None
             path.append(action)
             self._under_way[action] += 1
-            fresh = not self._search.stepped(action)
-            if fresh and not await self._search.simulate(action):
-                return None
-            state = self._search.state(action)
+            fresh = action in self._fresh or not search.stepped(action)
+            if fresh:
+                self._fresh.add(action)
+                if not await search.simulate(action):
+                    return None
+            state = search.state(action)
+            at_end = ended(self._tree.nodes[action]) or not search.goes_on(state)
+            if fresh or at_end or len(path) >= self._options.depth:
+                return await self._judge(action, state)
+
+    async def _judge(self, action: int, state: int) -> Estimate | None:
+        # Simulations that meet at a state judge it one after the other, because rollouts go on from what they find.
+        async with self._judging[state]:
             if ended(self._tree.nodes[action]):
-                return await value_of_end(self._value, self._search, state)
-            if fresh or len(path) >= self._options.depth:
-                return await self._value.estimate(self._search, state)
+                estimate = await value_of_end(self._value, self._search, state)
+            else:
+                estimate = await self._value.estimate(self._search, state)
+        self._search.log.unjudged += estimate is None
+        return estimate
 
     async def _select(self, state: int | None) -> int | None:
         # Simulations that meet at a state expand it one after the other, or each would sample the same again.
-        async with self._expanding.setdefault(state, asyncio.Lock()):
-            actions = await self._expand(state)
+        async with self._expanding[state]:
+            actions = [at for at in await self._expand(state) if at not in self._closed]
         if not actions:
             return None
         return actions[best_arm(self._arms(actions), self._options.exploration_weight)]
@@ -157,23 +186,22 @@ class _Walk:
         logprobs = [mean_logprob(node) for node in nodes] if self._options.use_priors else [None]
         known = [logprob for logprob in logprobs if logprob is not None]
         prior = priors(known) if len(known) == len(nodes) else [None] * len(nodes)
-        return [
-            self._arm(node, self._under_way[at], preference)
-            for at, node, preference in zip(actions, nodes, prior, strict=True)
-        ]
+        return [self._arm(at, preference) for at, preference in zip(actions, prior, strict=True)]
 
-    def _arm(self, node: DraftNode, under_way: int, prior: float | None) -> Arm:
-        visits = node.visits + under_way
-        value = (node.value or 0.0) * node.visits / visits if visits else 0.0
-        return Arm(visits, value, prior)
+    def _arm(self, at: int, prior: float | None) -> Arm:
+        """Simulations that are under way count as visits that earn nothing, which keeps others away from them; those
+        that told nothing count as visits, too, and leave the mean return as it is."""
+        node, under_way = self._tree.nodes[at], self._under_way[at]
+        visits = node.visits + self._unjudged[at]
+        value = (node.value or 0.0) * visits / (visits + under_way) if visits else 0.0
+        return Arm(visits + under_way, value, prior)
 
     def _back_up(self, path: list[int], value: float) -> None:
         for at in reversed(path):
             node = self._tree.nodes[at]
             value = (node.reward or 0.0) + self._options.discount * value
             note(node)["best"] = max(value, best_return(node)) if node.visits else value
-            node.visits += 1
-            node.value = (node.value or 0.0) + (value - (node.value or 0.0)) / node.visits
+            count_return(node, value)
 
 
 def best_return(node: DraftNode) -> float:

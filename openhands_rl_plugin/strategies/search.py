@@ -8,64 +8,32 @@ reached again by replaying the actions that lead to it.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+import zlib
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any
 
-from pydantic import Field
-
-from openhands_rl_plugin.errors import BadEnvironmentError, CaughtFailure, boundary
+from openhands_rl_plugin.errors import BadEnvironmentError, CaughtFailure, ModelError, boundary, describe
 from openhands_rl_plugin.messages import whole_observation
 from openhands_rl_plugin.protocols import Environment, Forkable, LLMEngine
-from openhands_rl_plugin.strategies.budget import SearchBudget, Spending
-from openhands_rl_plugin.tree import DraftNode, EpisodeTree
+from openhands_rl_plugin.strategies.budget import Spending, SpentError
+from openhands_rl_plugin.strategies.notes import action_key, ended, note, notes
+from openhands_rl_plugin.strategies.options import SearchLog, SearchOptions
+from openhands_rl_plugin.tree import EpisodeTree
 from openhands_rl_plugin.types import (
     Completion,
     Failure,
     FailureKind,
-    Frozen,
     JsonObject,
     Message,
     Observation,
     SamplingParams,
 )
 
-NOTES = "search"
-"""The key of the strategies' own part of a node's metadata."""
-
+# Larger than any number of answers to one call, whose seeds are consecutive.
 _SEED_STEP = 7_919
-
-
-class SearchOptions(Frozen):
-    """What all searches have in common.
-
-    ``temperature`` makes branches differ; ``seed`` makes a search repeatable (``None`` leaves seeds to the engine).
-    ``turn_budget`` bounds the search for one turn, ``episode_budget`` that of all turns together; once the latter is
-    spent every turn is one plain completion. ``step_timeout`` is in seconds, for one step of a fork; ``open_worlds``
-    bounds the forks held at a time and ``max_nodes`` the tree. ``value`` names what judges a state.
-    """
-
-    value: str = "model"
-    value_options: JsonObject = Field(default_factory=dict)
-    sampling: SamplingParams = SamplingParams()
-    temperature: float = Field(default=1.0, gt=0)
-    seed: int | None = None
-    turn_budget: SearchBudget = SearchBudget()
-    episode_budget: SearchBudget = SearchBudget()
-    step_timeout: float = Field(default=60.0, gt=0)
-    open_worlds: int = Field(default=64, ge=1)
-    max_nodes: int = Field(default=20_000, ge=1)
-
-
-@dataclass
-class SearchLog:
-    """What happened in one search, for the decided node's metadata."""
-
-    merged: int = 0
-    dropped: int = 0
-    last_failure: Failure | None = None
-    cut_by: str | None = None
-    extra: JsonObject = field(default_factory=dict)
+_SEEDS = 2**31
 
 
 class Search:
@@ -88,11 +56,15 @@ class Search:
         self.log = SearchLog()
         self.root = tree.head
         self._worlds: OrderedDict[int | None, Environment] = OrderedDict()
+        self._left = False
+        self._asking: Counter[int | None] = Counter()
+        self._stepping: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def __aenter__(self) -> Search:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._left = True
         worlds, self._worlds = list(self._worlds.values()), OrderedDict()
         await asyncio.gather(*(_close(world) for world in worlds))
 
@@ -104,23 +76,47 @@ class Search:
         self.log.cut_by = reached or self.log.cut_by
         return reached is not None
 
-    async def candidates(self, parent: int | None, count: int) -> list[int]:
-        """Sample ``count`` actions below ``parent``; equal ones are merged into one node, and both are paid for.
+    def goes_on(self, state: int | None) -> bool:
+        """Whether the episode would go on at ``state``: it has turns left there, and its prompt is not too long."""
+        tree = self.tree
+        if tree.turns_left is not None and len(self._actions_to(state)) >= tree.turns_left:
+            return False
+        return tree.longest_prompt is None or tree.prompt_length(state) <= tree.longest_prompt
 
-        Returns the nodes of the sampled actions without repetition, known ones among them.
+    async def candidates(self, parent: int | None, count: int) -> list[int]:
+        """Sample ``count`` actions below ``parent``, or as many as the budgets allow; equal ones are merged into one
+        node, and both are paid for.
+
+        Returns the nodes of the sampled actions without repetition, known ones among them. Where the model refuses the
+        prompt of a branch, the branch is dropped; raises ``ModelError`` where it refuses that of the episode itself.
         """
-        count = self.episode.calls_left(self.turn.calls_left(count))
+        count = 0 if self.exhausted() else self.episode.left("calls", self.turn.left("calls", count))
         if count < 1:
             return []
-        completions = await self.engine.complete(
-            self.tree.messages(parent), tools=self.tree.tools, n=count, sampling=self._sampling()
-        )
+        self._enter_calls(count)
+        sampling = self._sampling(parent)
+        self._asking[parent] += count
+        try:
+            completions = await self._in_time(
+                self.engine.complete(self.tree.messages(parent), tools=self.tree.tools, n=count, sampling=sampling)
+            )
+        except SpentError:
+            return []
+        except ModelError as error:
+            if not (way := self._actions_to(parent)):
+                raise
+            self.log.refused = True
+            self.drop(way[-1], _refusal(error))
+            return []
+        finally:
+            self._asking[parent] -= count
         return list(dict.fromkeys(self._add(parent, completion) for completion in completions))
 
     async def plain(self) -> int:
         """One completion as without search; a budget does not stop it, because every turn needs an action."""
+        self._enter_calls(1)
         completion = (
-            await self.engine.complete(self.tree.messages(), tools=self.tree.tools, sampling=self._sampling())
+            await self.engine.complete(self.tree.messages(), tools=self.tree.tools, sampling=self._sampling(self.root))
         )[0]
         return self._add(self.root, completion)
 
@@ -129,37 +125,53 @@ class Search:
         return sum(self.tree.nodes[at].reward or 0.0 for at in path)
 
     async def ask(self, messages: Sequence[Message], *, max_tokens: int) -> Completion | None:
-        """One greedy completion that is no candidate, ``None`` when the budget does not allow it."""
+        """One greedy completion that is no candidate, ``None`` when no budget allows it or the model refuses."""
         if self.exhausted():
             return None
+        self._enter_calls(1)
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        completion = (await self.engine.complete(messages, sampling=sampling))[0]
+        try:
+            completion = (await self._in_time(self.engine.complete(messages, sampling=sampling)))[0]
+        except SpentError:
+            return None
+        except ModelError as error:
+            self.log.last_failure = _refusal(error)
+            return None
         self._charge(completion)
         self.tree.usage += completion.usage
         return completion
 
     async def simulate(self, action: int) -> bool:
-        """Take ``action`` in a fork of the world at its parent; its observation's nodes come below it.
+        """Take ``action`` in a fork of the world at its parent, unless that was done; the answer comes below it.
 
-        False when the step failed: the action is dropped from the search, with the failure noted on it.
+        False when no budget allows it, or the step failed: then the action is dropped from the search, with the failure
+        noted on it.
         """
         assert self.world is not None
-        try:
-            with boundary(FailureKind.ENVIRONMENT, "search.simulate"):
-                async with asyncio.timeout(self.options.step_timeout):
-                    environment, observation = await self._step(action)
-        except CaughtFailure as caught:
-            self.drop(action, caught.failure)
-            return False
-        self._observe(action, observation)
-        if ended(self.tree.nodes[action]):
-            await _close(environment)
-        else:
-            await self._keep(self.state(action), environment)
-        return True
+        # Those who come to an action side by side wait for one step of it.
+        async with self._stepping[action]:
+            if self.stepped(action) or not self.alive((action,)):
+                return bool(self.alive((action,)))
+            way = self._way_back(self.tree.nodes[action].parent)
+            try:
+                self._enter_steps(1 + len(way))
+                environment, observation = await self._in_time(self._step(action, way))
+            except SpentError:
+                return False
+            except CaughtFailure as caught:
+                self.drop(action, caught.failure)
+                return False
+            self._observe(action, observation)
+            if ended(self.tree.nodes[action]):
+                await _close(environment)
+            else:
+                await self._keep(self.state(action), environment)
+            return True
 
     def drop(self, action: int, failure: Failure) -> None:
         """Take a branch out of the search for good."""
+        if not self.alive((action,)):
+            return
         self.log.dropped += 1
         self.log.last_failure = failure
         note(self.tree.nodes[action])["dropped"] = failure.message
@@ -183,7 +195,15 @@ class Search:
         return state
 
     async def world_at(self, state: int | None) -> Environment:
-        """A fork that stands at ``state`` and belongs to the caller. Raises what forking and stepping raise."""
+        """A fork that stands at ``state`` and belongs to the caller.
+
+        Raises what forking and stepping raise, and ``SpentError`` when no budget allows the way back to the state.
+        """
+        way = self._way_back(state)
+        self._enter_steps(len(way))
+        return await self._fork_at(state, way)
+
+    async def _fork_at(self, state: int | None, way: Sequence[int]) -> Environment:
         assert self.world is not None
         if state == self.root:
             return await self.world.fork()
@@ -192,25 +212,42 @@ class Search:
             if not isinstance(kept, Forkable):
                 return self._worlds.pop(state)
             return await kept.fork()
-        return await self._replayed(state)
+        return await self._replayed(way)
 
-    async def _step(self, action: int) -> tuple[Environment, Observation]:
-        environment = await self.world_at(self.tree.nodes[action].parent)
-        try:
-            self._charge_step()
-            return environment, whole_observation(await environment.step(self.tree.nodes[action].message))
-        except BaseException:
-            await _close(environment)
-            raise
+    def _way_back(self, state: int | None) -> list[int]:
+        """The actions to take again from the root on in order to stand at ``state``."""
+        return [] if state in self._worlds else self._actions_to(state)
 
-    async def _replayed(self, state: int | None) -> Environment:
-        """Walk there from the root again; the answers must be those that the tree holds."""
+    def _actions_to(self, state: int | None) -> list[int]:
+        """The actions that lead from the root to ``state``."""
+        actions: list[int] = []
+        while state is not None and state != self.root:
+            if self.tree.nodes[state].sampled:
+                actions.append(state)
+            state = self.tree.nodes[state].parent
+        return actions[::-1]
+
+    async def _step(self, action: int, way: Sequence[int]) -> tuple[Environment, Observation]:
+        """Raises ``CaughtFailure``."""
+        node = self.tree.nodes[action]
+        with boundary(FailureKind.ENVIRONMENT, "search.simulate"):
+            async with asyncio.timeout(self.options.step_timeout):
+                environment = await self._fork_at(node.parent, way)
+                try:
+                    observation = whole_observation(await environment.step(node.message))
+                    if not math.isfinite(observation.reward):
+                        raise BadEnvironmentError(f"the environment answered with the reward {observation.reward}")
+                    return environment, observation
+                except BaseException:
+                    await _close(environment)
+                    raise
+
+    async def _replayed(self, way: Sequence[int]) -> Environment:
+        """Go that way from the root again; the answers must be those that the tree holds."""
         assert self.world is not None
-        below_root = self.tree.path(state)[len(self.tree.path(self.root)) if self.root is not None else 0 :]
         environment = await self.world.fork()
         try:
-            for action in (at for at in below_root if self.tree.nodes[at].sampled):
-                self._charge_step()
+            for action in way:
                 answer = whole_observation(await environment.step(self.tree.nodes[action].message))
                 path = self.tree.path(self.state(action))
                 if answer.messages != tuple(self.tree.nodes[at].message for at in path[path.index(action) + 1 :]):
@@ -231,6 +268,8 @@ class Search:
             note(node)["ended"] = "terminated" if observation.terminated else "truncated"
 
     async def _keep(self, state: int | None, environment: Environment) -> None:
+        if self._left:
+            return await _close(environment)
         self._worlds[state] = environment
         if len(self._worlds) > self.options.open_worlds:
             _, oldest = self._worlds.popitem(last=False)
@@ -244,50 +283,84 @@ class Search:
         self.tree.usage += completion.usage
         self.log.merged += 1
         seen = note(self.tree.nodes[same])
-        merged = seen.get("merged", 0)
-        seen["merged"] = (merged if isinstance(merged, int) else 0) + 1
+        seen["merged"] = _merged(seen) + 1
         return same
 
     def _says(self, index: int, message: Message) -> bool:
         node = self.tree.nodes[index]
         return node.sampled and action_key(node.message) == action_key(message)
 
-    def _sampling(self) -> SamplingParams:
+    def _sampling(self, parent: int | None) -> SamplingParams:
         update: dict[str, object] = {"temperature": self.options.temperature}
         if self.options.seed is not None:
-            update["seed"] = (self.options.seed + _SEED_STEP * self.episode.calls) % 2**31
+            update["seed"] = (self.options.seed + self._place(parent)) % _SEEDS
         return self.options.sampling.model_copy(update=update)
+
+    def _place(self, parent: int | None) -> int:
+        """A number that tells the calls of an episode apart by where and how often they ask, not by when."""
+        said = 0
+        for at in self.tree.path(parent) if parent is not None else ():
+            if self.tree.nodes[at].sampled:
+                said = zlib.crc32(repr(action_key(self.tree.nodes[at].message)).encode("utf-8", "surrogatepass"), said)
+        below = [self.tree.nodes[at] for at in self.tree.children(parent)]
+        drawn = sum(1 + _merged(notes(node)) for node in below if node.sampled)
+        return said + _SEED_STEP * (drawn + self._asking[parent])
+
+    async def _in_time[T](self, work: Coroutine[Any, Any, T]) -> T:
+        """Ends the work, with ``SpentError``, when the seconds of a budget are over."""
+        bounds = (("seconds", self.turn.seconds_left), ("episode seconds", self.episode.seconds_left))
+        left, name = min(((left, name) for name, left in bounds if left is not None), default=(None, ""))
+        limit = asyncio.timeout(left)
+        try:
+            async with limit:
+                return await work
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            self.log.cut_by = name
+            raise SpentError from error
 
     def _charge(self, completion: Completion) -> None:
         self.turn.charge(completion)
         self.episode.charge(completion)
 
-    def _charge_step(self) -> None:
-        self.turn.steps += 1
-        self.episode.steps += 1
+    def _enter_calls(self, count: int) -> None:
+        self.turn.enter("calls", count)
+        self.episode.enter("calls", count)
+
+    def _enter_steps(self, count: int) -> None:
+        """Raises ``SpentError`` when a budget does not allow them."""
+        for prefix, account in (("", self.turn), ("episode ", self.episode)):
+            late = account.seconds_left is not None and account.seconds_left <= 0
+            if late or account.left("steps", count) < count:
+                self.log.cut_by = prefix + ("seconds" if late else "steps")
+                raise SpentError
+        self.turn.enter("steps", count)
+        self.episode.enter("steps", count)
 
 
-def action_key(message: Message) -> tuple[object, ...]:
-    """Equal for actions that do the same: the text without white space around it, and the calls without their ids."""
-    return (message.content or "").strip(), tuple((call.name, call.arguments) for call in message.tool_calls)
+async def together[T](work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run side by side and return the results in order. Where one raises, the others are ended and waited for, so that
+    nothing goes on behind a search; then its exception is raised."""
+    tasks: list[asyncio.Task[T]] = []
+    first: BaseException | None = None
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks.extend(group.create_task(each) for each in work)
+    except BaseExceptionGroup as several:
+        first = several.exceptions[0]
+    if first is not None:
+        raise first
+    return [task.result() for task in tasks]
 
 
-def notes(node: DraftNode) -> JsonObject:
-    """The strategies' part of a node's metadata, to be read."""
-    found = node.metadata.get(NOTES)
-    return found if isinstance(found, dict) else {}
+def _refusal(error: ModelError) -> Failure:
+    return Failure(kind=FailureKind.MODEL, message=describe(error), boundary="search")
 
 
-def note(node: DraftNode) -> JsonObject:
-    """The strategies' part of a node's metadata, to be written."""
-    found = node.metadata.setdefault(NOTES, {})
-    assert isinstance(found, dict)
-    return found
-
-
-def ended(node: DraftNode) -> bool:
-    """Whether the episode ended, in a simulation, with this action."""
-    return "ended" in notes(node)
+def _merged(noted: JsonObject) -> int:
+    merged = noted.get("merged", 0)
+    return merged if isinstance(merged, int) else 0
 
 
 async def _close(environment: Environment) -> None:

@@ -10,7 +10,8 @@ from pydantic import Field
 
 from openhands_rl_plugin.errors import CaughtFailure, ConfigError, boundary
 from openhands_rl_plugin.protocols import Reward
-from openhands_rl_plugin.strategies.search import Search, ended
+from openhands_rl_plugin.strategies.notes import ended
+from openhands_rl_plugin.strategies.search import Search
 from openhands_rl_plugin.types import (
     Completion,
     FailureKind,
@@ -40,8 +41,8 @@ class ValueFunction(Protocol):
     name: str
     needs_world: bool
 
-    async def estimate(self, search: Search, state: int) -> Estimate:
-        """``state`` is a node of ``search.tree``; the estimate is 0.0 where nothing can be said."""
+    async def estimate(self, search: Search, state: int) -> Estimate | None:
+        """``state`` is a node of ``search.tree``. ``None`` where nothing can be said, which is not the same as 0.0."""
         ...
 
 
@@ -49,12 +50,12 @@ class ValueFunction(Protocol):
 class JudgesEnds(Protocol):
     """A value that also says what an ended episode is worth, where rewards do not. A capability, not a flag."""
 
-    async def estimate_end(self, search: Search, state: int) -> Estimate:
+    async def estimate_end(self, search: Search, state: int) -> Estimate | None:
         """As ``ValueFunction.estimate``, for a state in which the episode has ended."""
         ...
 
 
-async def value_of_end(value: ValueFunction, search: Search, state: int) -> Estimate:
+async def value_of_end(value: ValueFunction, search: Search, state: int) -> Estimate | None:
     """What is expected beyond the rewards that were seen once the episode has ended: nothing, unless it is judged."""
     return await value.estimate_end(search, state) if isinstance(value, JudgesEnds) else Estimate(0.0)
 
@@ -86,20 +87,17 @@ class RolloutValue:
     def __init__(self, options: RolloutOptions | None = None) -> None:
         self._depth = (options or RolloutOptions()).depth
 
-    async def estimate(self, search: Search, state: int) -> Estimate:
-        """Play on. A rollout that is cut by a budget or dies counts with what it has earned so far."""
+    async def estimate(self, search: Search, state: int) -> Estimate | None:
+        """Play on, as long as the live episode would. One that a budget cuts or that dies tells nothing."""
         path: list[int] = []
-        while len(path) < self._depth and not search.exhausted():
-            sampled = await search.candidates(state, 1)
-            if not sampled or not search.alive(sampled):
+        while len(path) < self._depth and search.goes_on(state):
+            sampled = search.alive(await search.candidates(state, 1))
+            if not sampled or not await search.simulate(sampled[0]):
+                return None
+            path.append(sampled[0])
+            if ended(search.tree.nodes[sampled[0]]):
                 break
-            action = sampled[0]
-            if not search.stepped(action) and not await search.simulate(action):
-                break
-            path.append(action)
-            if ended(search.tree.nodes[action]):
-                break
-            state = search.state(action)
+            state = search.state(sampled[0])
         return Estimate(0.0, tuple(path))
 
 
@@ -110,9 +108,9 @@ class ModelValueOptions(Frozen):
         "Look at the conversation so far. Will the task be completed successfully if it goes on like this? "
         "Answer with one word, Yes or No."
     )
-    positive: str = "yes"
-    negative: str = "no"
-    scale: float = 1.0
+    positive: str = Field(default="yes", min_length=1)
+    negative: str = Field(default="no", min_length=1)
+    scale: float = Field(default=1.0, gt=0)
 
 
 class ModelValue:
@@ -125,19 +123,24 @@ class ModelValue:
     def __init__(self, options: ModelValueOptions | None = None) -> None:
         self._options = options or ModelValueOptions()
 
-    async def estimate(self, search: Search, state: int) -> Estimate:
-        """Ask once. An answer that is neither yes nor no counts as undecided, half of the scale."""
+    async def estimate(self, search: Search, state: int) -> Estimate | None:
+        """Ask once. An answer that is neither yes nor no counts as undecided, half of the scale; the report says how
+        many there were, because a model that thinks before it answers gives no others."""
         question = Message(role="user", content=self._options.question)
         answer = await search.ask((*search.tree.messages(state), question), max_tokens=4)
-        return Estimate(0.0 if answer is None else self._options.scale * self._probability(answer))
+        if answer is None:
+            return None
+        probability = self._probability(answer)
+        search.log.undecided += probability is None
+        return Estimate(self._options.scale * (0.5 if probability is None else probability))
 
-    def _probability(self, answer: Completion) -> float:
+    def _probability(self, answer: Completion) -> float | None:
         word = (answer.message.content or "").strip().lower()
         logprobs = answer.tokens.logprobs if answer.tokens is not None else ()
         sure = math.exp(min(logprobs[0], 0.0)) if logprobs else 1.0
-        if word.startswith(self._options.positive):
+        if word.startswith(self._options.positive.lower()):
             return sure
-        return 1.0 - sure if word.startswith(self._options.negative) else 0.5
+        return 1.0 - sure if word.startswith(self._options.negative.lower()) else None
 
 
 class RewardValueOptions(Frozen):
@@ -158,15 +161,20 @@ class RewardValue:
     def __init__(self, options: RewardValueOptions | None = None, *, reward: Reward) -> None:
         self._reward = reward
 
-    async def estimate(self, search: Search, state: int) -> Estimate:
-        """Judge once; what cannot be judged is worth 0. Rewards that were already paid are not counted twice."""
+    async def estimate(self, search: Search, state: int) -> Estimate | None:
+        """Judge once; nothing is said of what cannot be judged. Rewards that were paid are not counted twice."""
         try:
             with boundary(FailureKind.GRADER, f"value {self._reward.version}"):
                 score = await self._reward(await _so_far(search, state))
-        except CaughtFailure:
-            return Estimate(0.0)
-        earned = search.total(tuple(at for at in search.tree.path(state) if search.tree.nodes[at].sampled))
-        return Estimate(0.0 if score.reward is None else score.reward - earned)
+        except CaughtFailure as caught:
+            search.log.last_failure = caught.failure
+            return None
+        return None if score.reward is None else Estimate(score.reward - earned(search, state))
+
+
+def earned(search: Search, state: int) -> float:
+    """The rewards that were paid on the way to ``state``, from the start of the episode on."""
+    return search.total(tuple(at for at in search.tree.path(state) if search.tree.nodes[at].sampled))
 
 
 def built_in(name: str, options: JsonObject) -> ValueFunction:

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 from openhands_rl_plugin.errors import CaughtFailure, boundary
 from openhands_rl_plugin.protocols import Reward
 from openhands_rl_plugin.strategies.search import Search
-from openhands_rl_plugin.strategies.value import Estimate, episode_so_far
+from openhands_rl_plugin.strategies.value import Estimate, earned, episode_so_far
 from openhands_rl_plugin.types import FailureKind, Frozen, JsonObject
 
 
@@ -43,19 +43,16 @@ class VerifierValue:
         self._scale = (options or VerifierValueOptions()).scale
         self._verifier = verifier
 
-    async def estimate(self, search: Search, state: int) -> Estimate:
-        """Judge once; what cannot be judged is worth half of the scale, undecided."""
+    async def estimate(self, search: Search, state: int) -> Estimate | None:
+        """Judge once; nothing is said of what cannot be judged."""
         try:
             with boundary(FailureKind.GRADER, f"value {self._verifier.version}"):
                 score = await self._verifier(episode_so_far(search, state, {}))
-        except CaughtFailure:
-            return Estimate(self._scale / 2)
-        return Estimate(self._scale * (0.5 if score.reward is None else score.reward) - _earned(search, state))
+        except CaughtFailure as caught:
+            search.log.last_failure = caught.failure
+            return None
+        return None if score.reward is None else Estimate(self._scale * score.reward - earned(search, state))
 
-    async def estimate_end(self, search: Search, state: int) -> Estimate:
+    async def estimate_end(self, search: Search, state: int) -> Estimate | None:
         """Where the environment has paid something, that is what the end is worth; else as for any other state."""
-        return Estimate(0.0) if _earned(search, state) else await self.estimate(search, state)
-
-
-def _earned(search: Search, state: int) -> float:
-    return search.total(tuple(at for at in search.tree.path(state) if search.tree.nodes[at].sampled))
+        return Estimate(0.0) if earned(search, state) else await self.estimate(search, state)

@@ -37,21 +37,6 @@ def is_recorded(trajectory: Trajectory, *, need_logprobs: bool = True) -> bool:
     return sampled > 0
 
 
-def samples_of_leaves(
-    trajectory: Trajectory, advantages: Mapping[int, float], *, need_logprobs: bool = True
-) -> list[Sample]:
-    """The training sequences of several leaves of a search tree, as ``leaf -> advantage``.
-
-    The sampled tokens of a node that lies on several of the paths are trained once, with the leaf that comes first.
-    Raises ``TrainingError`` as ``samples_of`` does.
-    """
-    trained: set[int] = set()
-    samples: list[Sample] = []
-    for leaf, advantage in advantages.items():
-        samples.extend(_segments(trajectory, leaf, advantage, trained, need_logprobs))
-    return samples
-
-
 def samples_of_tree(
     trajectory: Trajectory, advantages: Mapping[int, float], *, need_logprobs: bool = True
 ) -> list[Sample]:

@@ -30,21 +30,6 @@ def sibling_advantages(trajectory: Trajectory, *, least_visits: int = 1) -> dict
     }
 
 
-def tree_advantages(
-    trajectory: Trajectory, rollout: float | None, *, within: float = 1.0, least_visits: int = 1
-) -> dict[int, float]:
-    """``node -> advantage``: that of the rollout on the acted path, plus ``within`` times that over the siblings.
-
-    ``rollout`` is the advantage of the episode over the other episodes of its task; ``None`` when it has none.
-    """
-    advantages = {at: within * value for at, value in sibling_advantages(trajectory, least_visits=least_visits).items()}
-    if rollout is not None:
-        for at in trajectory.path():
-            if trajectory.nodes[at].sampled:
-                advantages[at] = advantages.get(at, 0.0) + rollout
-    return advantages
-
-
 def step_advantages(trajectory: Trajectory, rewards: Mapping[int, float], *, discount: float = 1.0) -> dict[int, float]:
     """``node -> return to go`` along the acted path, from step rewards (``node -> reward``)."""
     returns: dict[int, float] = {}

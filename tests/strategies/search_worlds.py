@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import math
 import random
 from collections.abc import Sequence
 
-from openhands_rl_plugin.errors import InfrastructureError
+from openhands_rl_plugin.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.protocols import Environment, Strategy
 from openhands_rl_plugin.testing import ScriptedEngine
 from openhands_rl_plugin.testing_planning import PlanningEnvironment, PlanningOptions
@@ -17,13 +19,17 @@ TASK = Task(id="plan", environment="planning")
 
 
 class SeededEngine(ScriptedEngine):
-    """Says a number below ``ways``, drawn from the seed that is asked for, or from its own when there is none."""
+    """Says a number below ``ways``, drawn from the seed that is asked for, or from its own when there is none.
 
-    def __init__(self, ways: int = 4, seed: int = 0) -> None:
+    It answers after others had their turn, as a server does; ``pauses`` draws how often they have it.
+    """
+
+    def __init__(self, ways: int = 4, seed: int = 0, pauses: int | None = None) -> None:
         super().__init__([])
         self.asked: list[SamplingParams | None] = []
         self._ways = ways
         self._random = random.Random(seed)
+        self._pauses = None if pauses is None else random.Random(pauses)
 
     async def complete(
         self,
@@ -34,6 +40,8 @@ class SeededEngine(ScriptedEngine):
         sampling: SamplingParams | None = None,
     ) -> list[Completion]:
         self.asked.append(sampling)
+        for _ in range(1 if self._pauses is None else self._pauses.randrange(20)):
+            await asyncio.sleep(0)
         seed = sampling.seed if sampling is not None else None
         drawn = self._random if seed is None else random.Random(f"{seed}/{len(messages)}/{messages[-1].content}")
         voice = ScriptedEngine([str(drawn.randrange(self._ways)) for _ in range(n)])
@@ -60,18 +68,27 @@ class EveryWayEngine(ScriptedEngine):
 
 
 class FragileWorld(PlanningEnvironment):
-    """Its forks die of the ways in ``deadly``; one of ``slow`` ways takes a second."""
+    """Its forks die of the ways in ``deadly`` and answer ``garbled`` ones with nonsense; ``slow`` ways take ``pause``
+    seconds, and ``worthless`` ones earn a reward that is no number.
+    """
 
     deadly: frozenset[str] = frozenset()
+    garbled: frozenset[str] = frozenset()
+    worthless: frozenset[str] = frozenset()
     slow: frozenset[str] = frozenset()
+    pause = 1.0
     copied = False
 
     async def step(self, action: Message) -> Observation:
         if self.copied and action.content in self.deadly:
             raise InfrastructureError("the server of this fork is gone")
+        if self.copied and action.content in self.garbled:
+            raise BadEnvironmentError("the answer of this fork is no JSON")
         if self.copied and action.content in self.slow:
-            await asyncio.sleep(1)
-        return await super().step(action)
+            await asyncio.sleep(self.pause)
+        answer = await super().step(action)
+        worthless = self.copied and action.content in self.worthless
+        return answer.model_copy(update={"reward": math.nan}) if worthless else answer
 
     async def fork(self) -> PlanningEnvironment:
         twin = await super().fork()
@@ -94,6 +111,43 @@ async def played(strategy: Strategy, environment: PlanningEnvironment, engine: S
         tree.commit(await strategy.decide(tree, engine, environment))
         tree.observe(await environment.step(tree.action))
     return tree
+
+
+class CountedWorld(PlanningEnvironment):
+    """Knows which of its forks are open; a step in a fork lets others have their turn."""
+
+    def __init__(self, options: PlanningOptions | None = None) -> None:
+        super().__init__(options)
+        self.opened: list[CountedWorld] = []
+        self.closed = False
+
+    @property
+    def left_open(self) -> int:
+        return sum(not twin.closed for twin in self.opened)
+
+    async def step(self, action: Message) -> Observation:
+        if self in self.opened:
+            await asyncio.sleep(0.01)
+        return await super().step(action)
+
+    async def fork(self) -> PlanningEnvironment:
+        twin = copy.copy(self)
+        twin.steps_taken = 0
+        self.opened.append(twin)
+        return twin
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def ways_of(tree: EpisodeTree) -> dict[tuple[str, ...], tuple[int, float | None]]:
+    """The actions that lead to each sampled node -> its visits and value."""
+    nodes = tree.nodes
+    return {
+        tuple(nodes[up].message.content or "" for up in tree.path(at) if nodes[up].sampled): (node.visits, node.value)
+        for at, node in enumerate(nodes)
+        if node.sampled
+    }
 
 
 def planning(seed: int = 0, depth: int = 4, branching: int = 4) -> PlanningEnvironment:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
-from search_worlds import EveryWayEngine, SeededEngine, opened, planning, played, report
+from search_worlds import EveryWayEngine, SeededEngine, opened, planning, played, report, ways_of
 
 from openhands_rl_plugin.errors import ConfigError
 from openhands_rl_plugin.strategies.mcts import MCTSOptions, MCTSStrategy
 from openhands_rl_plugin.strategies.uct import Arm, best_arm, priors, width
 from openhands_rl_plugin.testing import GridEnvironment, ScriptedEngine, check_strategy
 from openhands_rl_plugin.testing_planning import PlanningEnvironment
+from openhands_rl_plugin.types import Completion, Message, Tokens
 
 PLANNER = MCTSOptions(
     num_simulations=40,
@@ -133,9 +137,21 @@ async def test_the_subtree_below_the_committed_move_is_used_again():
 @pytest.mark.parametrize("parallel", [1, 8])
 async def test_a_search_with_a_seed_can_be_repeated(parallel: int):
     options = PLANNER.model_copy(update={"seed": 7, "parallel": parallel})
-    trees = [await played(MCTSStrategy(options), planning(3), SeededEngine()) for _ in range(2)]
-    first, second = ([(n.parent, n.message, n.visits, n.value) for n in tree.nodes] for tree in trees)
-    assert first == second
+    trees = [await played(MCTSStrategy(options), planning(3), SeededEngine(pauses=pauses)) for pauses in range(4)]
+    acted = [[tree.nodes[at].message.content for at in tree.path()] for tree in trees]
+    assert all(way == acted[0] for way in acted)
+    assert all(ways_of(tree) == ways_of(trees[0]) for tree in trees), "whoever is answered first"
+    other = await played(MCTSStrategy(options.model_copy(update={"seed": 8})), planning(3), SeededEngine())
+    assert ways_of(other) != ways_of(trees[0])
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+async def test_rollouts_from_one_state_differ(seed: int | None):
+    world = planning(depth=3)
+    tree = await opened(world)
+    options = MCTSOptions(num_simulations=12, num_branches=1, first_branches=1, depth=1, seed=seed)
+    await MCTSStrategy(options).decide(tree, SeededEngine(), world)
+    assert len({way for way in ways_of(tree) if len(way) == 3}) > 3
 
 
 async def test_forks_that_were_given_up_are_reached_again_by_replay():
@@ -150,12 +166,39 @@ async def test_forks_that_were_given_up_are_reached_again_by_replay():
     assert worlds[0].earned == worlds[1].earned
 
 
-async def test_a_state_gets_more_actions_with_its_visits():
-    options = MCTSOptions(num_simulations=30, first_branches=1, num_branches=3, widening=0.5, value="none")
+@pytest.mark.parametrize(("simulations", "actions"), [(1, 1), (4, 2), (9, 3), (17, 4), (40, 4)])
+async def test_a_state_gets_more_actions_with_its_visits(simulations: int, actions: int):
+    options = MCTSOptions(num_simulations=simulations, first_branches=1, num_branches=4, widening=0.5, value="none")
     world = planning(1)
     tree = await opened(world)
-    await MCTSStrategy(options).decide(tree, SeededEngine(), world)
-    assert 2 <= len(tree.children(tree.head)) <= 3
+    said = itertools.count()
+    await MCTSStrategy(options).decide(tree, ScriptedEngine(lambda messages: str(next(said))), world)
+    assert len(tree.children(tree.head)) == actions == width(simulations - 1, 1, 0.5, 4)
+
+
+class Biased(ScriptedEngine):
+    """Says left with a probability of 0.8 and up with 0.2; ``mute``: without logprobs of up."""
+
+    def __init__(self, *, mute: bool = False) -> None:
+        super().__init__([])
+        self._mute = mute
+
+    async def complete(self, messages: Sequence[Message], **asked: Any) -> list[Completion]:
+        return [self._said("left", 0.8), self._said("up", 0.2)]
+
+    def _said(self, word: str, probability: float) -> Completion:
+        logprobs = () if self._mute and word == "up" else (math.log(probability),) * 3
+        tokens = Tokens(prompt_ids=(1,), sampled_ids=(2, 3, 4), logprobs=logprobs)
+        return Completion(message=Message(role="assistant", content=word), tokens=tokens)
+
+
+@pytest.mark.parametrize(("mute", "visits"), [(False, [16, 4]), (True, [10, 10])], ids=["PUCT", "UCT"])
+async def test_where_nothing_is_earned_visits_follow_the_prior_if_all_have_one(mute: bool, visits: list[int]):
+    world = GridEnvironment()
+    tree = await opened(world)
+    options = MCTSOptions(num_simulations=20, num_branches=2, value="none", depth=1)
+    await MCTSStrategy(options).decide(tree, Biased(mute=mute), world)
+    assert [tree.nodes[at].visits for at in tree.children(tree.head)] == visits
 
 
 async def test_without_forks_it_refuses_in_one_line():

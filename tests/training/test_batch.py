@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from openhands_rl_plugin.errors import TrainingError
 from openhands_rl_plugin.testing import example_trajectory
-from openhands_rl_plugin.training.batch import pack, samples_of, samples_of_leaves
+from openhands_rl_plugin.training.batch import pack, samples_of, samples_of_tree
 from openhands_rl_plugin.training.layout import lay_out
 from openhands_rl_plugin.types import Message, Node, PolicyRef, Sample, Tokens, Trajectory
 
@@ -68,12 +68,13 @@ def test_a_node_of_several_leaves_is_trained_once() -> None:
         answered(0, turn(1, extends=False, sampled=(2, 3))),
         answered(1, turn(4, extends=True, sampled=(5,))),
         answered(1, turn(6, extends=True, sampled=(7,))),
+        head=2,
     )
-    first, second = samples_of_leaves(played, {2: 1.0, 3: -1.0})
+    first, second = samples_of_tree(played, {1: 1.0, 2: 1.0, 3: -1.0})
     assert (first.input_ids, first.mask) == ((1, 2, 3, 4, 5), (False, True, True, False, True))
     assert (second.input_ids, second.mask) == ((1, 2, 3, 6, 7), (False, False, False, False, True))
     assert (first.advantage, second.advantage) == (1.0, -1.0)
-    assert samples_of_leaves(played, {2: 1.0, 1: 1.0}) == [first], "nothing is left to train above the first leaf"
+    assert samples_of_tree(played, {1: 1.0, 2: 1.0}) == [first], "nothing is left to train for the second leaf"
 
 
 def test_an_episode_that_never_began_has_no_samples() -> None:

@@ -11,7 +11,6 @@ from openhands_rl_plugin.training.tree_advantages import (
     search_rewards,
     sibling_advantages,
     step_advantages,
-    tree_advantages,
 )
 
 
@@ -28,20 +27,9 @@ async def test_siblings_are_compared_with_what_their_state_was_worth():
     assert all(trajectory.nodes[at].visits >= 5 for at in sibling_advantages(trajectory, least_visits=5))
 
 
-async def test_the_acted_path_also_gets_the_episodes_advantage():
-    trajectory = await searched()
-    within, both = tree_advantages(trajectory, None), tree_advantages(trajectory, 2.0)
-    acted = {at for at in trajectory.path() if trajectory.nodes[at].sampled}
-    assert all(both[at] == pytest.approx(within.get(at, 0.0) + 2.0) for at in acted)
-    assert all(both[at] == within[at] for at in within if at not in acted)
-    assert tree_advantages(trajectory, 2.0, within=0.0) == {
-        at: 2.0 if at in acted else 0.0 for at in acted | set(within)
-    }
-
-
 async def test_every_node_of_a_tree_is_trained_once_with_its_own_advantage():
     trajectory = await searched()
-    advantages = tree_advantages(trajectory, 1.0)
+    advantages = sibling_advantages(trajectory)
     samples = samples_of_tree(trajectory, advantages)
     wanted = sum(
         len(node.tokens.sampled_ids) for at, node in enumerate(trajectory.nodes) if at in advantages and node.tokens

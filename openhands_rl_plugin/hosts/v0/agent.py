@@ -24,7 +24,6 @@ from openhands.llm.router import RouterLLM
 from openhands.memory.condenser.condenser import Condensation
 from openhands.memory.condenser.impl.no_op_condenser import NoOpCondenser
 
-from openhands_rl_plugin.clipping import CHARACTERS_PER_TOKEN
 from openhands_rl_plugin.errors import CaughtFailure, ConfigError, boundary, describe
 from openhands_rl_plugin.hosts.v0.background import background
 from openhands_rl_plugin.hosts.v0.dialogue import EnvironmentDialogue
@@ -38,6 +37,7 @@ from openhands_rl_plugin.hosts.v0.standalone import StandaloneKeeper, standalone
 from openhands_rl_plugin.hosts.v0.workspace_conversation import WorkspaceConversation
 from openhands_rl_plugin.hosts.v0.workspace_world import ForkableRuntime, Position, WorkspaceWorld
 from openhands_rl_plugin.messages import WireMessage
+from openhands_rl_plugin.tree import CHARACTERS_PER_TOKEN
 from openhands_rl_plugin.types import Failure, FailureKind, StopReason
 
 ENVIRONMENT_RUNTIME = "EnvironmentRuntime"

@@ -24,6 +24,7 @@ from openhands.core.exceptions import (
 from openhands.events.action import Action
 from openhands.llm.llm import LLM
 
+from openhands_rl_plugin.engines.seeded import ConversationSeeds
 from openhands_rl_plugin.errors import EpisodeError, InfrastructureError, ModelError, describe
 from openhands_rl_plugin.hosts.v0.background import background
 from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode
@@ -89,6 +90,7 @@ class ControllerEngine:
         self._episode = episode
         self._read_actions = read_actions
         self._calls = itertools.count()
+        self._seeds = ConversationSeeds()
         self._turn = HostTurn(session="", step=0)
         self._turns: dict[tuple[Message, ...], HostTurn] = {}
         self._outcomes: dict[Message, HostOutcome] = {}
@@ -121,8 +123,9 @@ class ControllerEngine:
     ) -> list[Completion]:
         """Sample ``n`` answers side by side. A conversation that goes on from the host's is sent in the host's form.
 
-        Raises ``InfrastructureError`` or ``ModelError``, with OpenHands' own exception as the cause, and
-        ``StorageError`` when what was said and sampled before cannot be stored; that is done meanwhile.
+        Fewer come back where some calls fail: those that were answered are paid for. Raises ``InfrastructureError`` or
+        ``ModelError``, with OpenHands' own exception as the cause, when all fail, and ``StorageError`` when what was
+        said and sampled before cannot be stored; that is done meanwhile.
         """
         goes_on = self._goes_on_from(tuple(messages))
         turn = goes_on or replace(self._turn, path=(), prompt=(), wire=())
@@ -131,15 +134,18 @@ class ControllerEngine:
         offered = turn.tools if tools or described_in_prompt else ()
         after = self._goes_on_after(messages)
         calls = (
-            background().blocking(partial(self._ask, turn, call, prompt, offered, sampling, after))
-            for call in itertools.islice(self._calls, n)
+            background().blocking(partial(self._ask, turn, call, prompt, offered, seeded, after))
+            for call, seeded in [(next(self._calls), self._seeded(sampling, messages)) for _ in range(n)]
         )
-        answers = await asyncio.gather(self._episode.keep_up(), *calls, return_exceptions=True)
+        kept, *answers = await asyncio.gather(self._episode.keep_up(), *calls, return_exceptions=True)
         completions = [answer for answer in answers if isinstance(answer, Completion)]
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
+        for error in (kept, *answers):
+            if isinstance(error, BaseException) and not (completions and isinstance(error, EpisodeError)):
+                raise error
         return completions
+
+    def _seeded(self, sampling: SamplingParams | None, messages: Sequence[Message]) -> SamplingParams:
+        return self._episode.sampling_for(sampling, self._seeds.next(messages))
 
     def _goes_on_from(self, messages: tuple[Message, ...]) -> HostTurn | None:
         """The turn that knows the longest beginning of a conversation, if there is one."""
@@ -158,11 +164,11 @@ class ControllerEngine:
         call: int,
         prompt: Sequence[WireMessage],
         tools: Sequence[JsonObject],
-        sampling: SamplingParams | None,
+        sampling: SamplingParams,
         after: Tokens | None,
     ) -> Completion:
         # litellm may change what it is given, and several calls share the prompt.
-        arguments = self._arguments(call, [dict(message) for message in prompt], tools, sampling)
+        arguments = self._arguments([dict(message) for message in prompt], tools, sampling)
         episode = self._episode
         log = CallLog(turn.session, turn.step, episode.base_model, ask_tokens=episode.token_ids, after=after)
         with recording(log):
@@ -200,12 +206,10 @@ class ControllerEngine:
 
     def _arguments(
         self,
-        call: int,
         prompt: list[dict[str, Any]],
         tools: Sequence[JsonObject],
-        sampling: SamplingParams | None,
+        wanted: SamplingParams,
     ) -> dict[str, Any]:
-        wanted = self._episode.sampling_for(sampling, call)
         config, request = self._llm.config, self._episode.request
         longest = min(filter(None, (wanted.max_tokens, config.max_output_tokens)))
         arguments: dict[str, Any] = {

@@ -44,7 +44,6 @@ from .wire import EnvironmentReply
 LAST_ERROR = "last_error"
 """The key of an episode's evidence under which OpenHands' own last error stands, if there was one."""
 
-_SEED_STEP = 1_000_003
 _SEEDS = 2**31
 _LARGEST_ID = 2**63 - 1
 
@@ -102,6 +101,8 @@ class ControllerEpisode:
 
     async def decide(self, engine: LLMEngine, world: SessionWorld | None) -> int:
         """The node to act on next, by the strategy. However it ends, no fork of ``world`` is left."""
+        self.tree.turns_left = self.limits.max_turns - max(self.turns, self.tree.turns)
+        self.tree.longest_prompt = self.limits.max_prompt_length
         try:
             return await self.strategy.decide(self.tree, engine, world)
         finally:
@@ -180,15 +181,15 @@ class ControllerEpisode:
             return StopReason.TIMEOUT
         return None
 
-    def sampling_for(self, asked: SamplingParams | None, call: int) -> SamplingParams:
-        """How the ``call``-th completion is sampled: the strategy's wishes over the request's over the settings'.
+    def sampling_for(self, asked: SamplingParams | None, number: int) -> SamplingParams:
+        """How a completion is sampled: the strategy's wishes over the request's over the settings'.
 
-        Every call has a seed of its own, which depends on nothing but the episode's.
+        Every call has a seed of its own, which is the episode's or the strategy's moved on by ``number``.
         """
         wanted = overlay(self.sampling, asked or SamplingParams())
         seed = self.request.seed if wanted.seed is None else wanted.seed
         longest = min(wanted.max_tokens or self.limits.max_response_length, self.limits.max_response_length)
-        return wanted.model_copy(update={"max_tokens": longest, "seed": (seed + call * _SEED_STEP) % _SEEDS})
+        return wanted.model_copy(update={"max_tokens": longest, "seed": (seed + number) % _SEEDS})
 
     def freeze(
         self,
@@ -276,7 +277,8 @@ def _whole_numbers(tokens: Tokens) -> bool:
 
 def _limits_of(settings: RLSettings, environment_mode: bool) -> Limits:
     limits = settings.limits()
-    if environment_mode or "max_prompt_length" in settings.model_fields_set:
+    if environment_mode or settings.max_prompt_length != RLSettings.model_fields["max_prompt_length"].default:
         return limits
-    # The default is made for short conversations; the CodeAct agent's own instructions are longer than that.
+    # The default is made for short conversations; the CodeAct agent's own instructions are longer than that. So it can
+    # be meant by nobody, also where it is written out: in a copied example, or in what a worker process is sent.
     return limits.model_copy(update={"max_prompt_length": None})

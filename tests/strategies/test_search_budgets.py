@@ -1,0 +1,199 @@
+"""Budgets hold for what is done side by side, and nothing goes on behind a search that ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from search_worlds import CountedWorld, EveryWayEngine, FragileWorld, SeededEngine, opened, planning, report
+
+from openhands_rl_plugin import registry
+from openhands_rl_plugin.engines.seeded import SeededEngine as EpisodeEngine
+from openhands_rl_plugin.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.protocols import Strategy
+from openhands_rl_plugin.strategies.best_of_n import BestOfNStrategy
+from openhands_rl_plugin.strategies.budget import SearchBudget
+from openhands_rl_plugin.strategies.mcts import MCTSStrategy
+from openhands_rl_plugin.strategies.tot import ToTStrategy
+from openhands_rl_plugin.strategies.value import NoValue, RolloutValue
+from openhands_rl_plugin.testing import ScriptedEngine
+from openhands_rl_plugin.tree import EpisodeTree
+from openhands_rl_plugin.types import Completion, JsonObject, Message, SamplingParams
+
+
+def spent(tree: EpisodeTree, chosen: int) -> JsonObject:
+    turn = report(tree, chosen)["turn"]
+    assert isinstance(turn, dict)
+    return turn
+
+
+def searches(**budget: float) -> list[Strategy]:
+    turn_budget = SearchBudget.model_validate(budget)
+    return [
+        BestOfNStrategy(n=8, value=RolloutValue(), turn_budget=turn_budget),
+        ToTStrategy(num_branches=8, depth=3, beam=8, value=NoValue(), turn_budget=turn_budget),
+        MCTSStrategy(num_simulations=64, parallel=16, turn_budget=turn_budget),
+    ]
+
+
+@pytest.mark.parametrize("bound", ["calls", "steps"])
+async def test_branches_side_by_side_keep_to_a_bound_together(bound: str):
+    for strategy in searches(**{bound: 11}):
+        world = CountedWorld()
+        tree = await opened(world)
+        chosen = await strategy.decide(tree, SeededEngine(ways=64), world)
+        assert spent(tree, chosen)[bound] == 11, strategy
+        assert sum(twin.steps_taken for twin in world.opened) == spent(tree, chosen)["steps"]
+        assert tree.usage.calls == spent(tree, chosen)["calls"]
+
+
+async def test_what_is_sampled_at_once_is_not_stepped_beyond_the_bound():
+    world = CountedWorld()
+    tree = await opened(world)
+    strategy = BestOfNStrategy(n=32, value=NoValue(), turn_budget=SearchBudget(steps=5))
+    chosen = await strategy.decide(tree, EveryWayEngine(), world)
+    assert spent(tree, chosen)["steps"] == 5 and report(tree, chosen)["cut_by"] == "steps"
+    assert sum(tree.nodes[at].visits for at in tree.children(tree.head)) == 5
+
+
+async def test_the_way_back_to_a_state_counts_as_steps():
+    world = CountedWorld()
+    tree = await opened(world)
+    budget = SearchBudget(steps=40)
+    strategy = MCTSStrategy(num_simulations=200, open_worlds=1, value=NoValue(), turn_budget=budget)
+    chosen = await strategy.decide(tree, SeededEngine(), world)
+    taken = sum(twin.steps_taken for twin in world.opened)
+    assert 30 < taken == spent(tree, chosen)["steps"] <= 40
+
+
+class Hanging(SeededEngine):
+    """Its first call takes half a minute."""
+
+    async def complete(self, messages: Sequence[Message], **asked: Any) -> list[Completion]:
+        if not self.asked:
+            self.asked.append(None)
+            await asyncio.sleep(30)
+        return await super().complete(messages, **asked)
+
+
+@pytest.mark.parametrize("account", ["turn", "episode"])
+async def test_a_call_is_given_up_when_the_seconds_are_over(account: str):
+    for strategy in (
+        BestOfNStrategy(n=2, value=NoValue(), **{f"{account}_budget": SearchBudget(seconds=0.2)}),
+        MCTSStrategy(num_simulations=9, **{f"{account}_budget": SearchBudget(seconds=0.2)}),
+    ):
+        world = planning()
+        tree = await opened(world)
+        started = time.monotonic()
+        chosen = await strategy.decide(tree, Hanging(), world)
+        assert time.monotonic() - started < 10
+        told = report(tree, chosen)
+        assert told["cut_by"] == ("seconds" if account == "turn" else "episode seconds")
+        assert len(tree.children(tree.head)) == 1, "one plain completion, because every turn needs an action"
+
+
+async def test_a_step_is_given_up_when_the_seconds_are_over_and_is_not_the_branchs_fault():
+    world = FragileWorld()
+    world.slow, world.pause = frozenset("0123"), 30.0
+    tree = await opened(world)
+    strategy = BestOfNStrategy(n=4, value=NoValue(), turn_budget=SearchBudget(seconds=0.05))
+    started = time.monotonic()
+    chosen = await strategy.decide(tree, EveryWayEngine(), world)
+    assert time.monotonic() - started < 10
+    told = report(tree, chosen)
+    assert (told["dropped"], told["cut_by"]) == (0, "seconds")
+
+
+class Failing(SeededEngine):
+    """The server goes away at the tenth call."""
+
+    async def complete(self, messages: Sequence[Message], **asked: Any) -> list[Completion]:
+        if len(self.asked) == 9:
+            self.asked.append(None)
+            raise InfrastructureError("the model is away") from OSError("no route")
+        return await super().complete(messages, **asked)
+
+
+async def test_a_failure_ends_all_that_goes_on_beside_it_and_leaves_no_fork():
+    for strategy in searches():
+        world = CountedWorld()
+        tree = await opened(world)
+        engine = Failing(ways=64)
+        with pytest.raises(InfrastructureError, match="the model is away") as caught:
+            await strategy.decide(tree, engine, world)
+        assert isinstance(caught.value.__cause__, OSError), "the host looks at it"
+        asked, known, forks = len(engine.asked), len(tree.nodes), len(world.opened)
+        assert forks and world.left_open == 0
+        await asyncio.sleep(0.05)
+        assert (len(engine.asked), len(tree.nodes), len(world.opened)) == (asked, known, forks)
+
+
+async def test_who_is_stopped_leaves_no_fork_either():
+    for strategy in searches():
+        world = CountedWorld()
+        tree = await opened(world)
+        search = asyncio.ensure_future(strategy.decide(tree, SeededEngine(ways=64), world))
+        while not world.opened:
+            await asyncio.sleep(0)
+        search.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await search
+        assert world.left_open == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("BestOfN", {"n": 4, "value": "none", "turn_budget": {"calls": 3}}, "too small for one move of BestOfN.* 4"),
+        ("BestOfN", {"n": 4, "turn_budget": {"calls": 7}}, "turn_budget.calls: 7 is too small .* takes 8: raise it"),
+        ("ToT", {"num_branches": 3, "value": "none", "turn_budget": {"calls": 2}}, "one move of ToT, which takes 3"),
+        ("MCTS", {"turn_budget": {"calls": 1}}, "one move of MCTS, which takes 2"),
+        ("MCTS", {"first_branches": 3, "value": "model", "episode_budget": {"calls": 3}}, "episode_budget.calls.* 4"),
+        ("MCTS", {"turn_budget": {"seconds": 1e-9}}, "turn_budget.seconds: must be greater than or equal to 0.001"),
+        ("MCTS", {"turn_budget": {"steps": 0}}, "turn_budget.steps: must be greater than or equal to 1"),
+    ],
+)
+def test_a_budget_too_small_for_one_move_is_refused(name: str, options: JsonObject, says: str):
+    with pytest.raises(ConfigError, match=says):
+        registry.build("strategies", name, options)
+
+
+def test_a_budget_that_just_suffices_is_taken():
+    registry.build("strategies", "BestOfN", {"n": 4, "value": "none", "turn_budget": {"calls": 4}})
+    registry.build("strategies", "BestOfN", {"n": 4, "turn_budget": {"calls": 8}})
+    registry.build("strategies", "MCTS", {"first_branches": 5, "num_branches": 1, "turn_budget": {"calls": 1}})
+    BestOfNStrategy(n=4, value=NoValue(), turn_budget=SearchBudget(calls=4))
+
+
+class Echo(ScriptedEngine):
+    """Notes the seeds that it is asked with."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda messages: "x")
+        self.seeds: dict[str, list[int | None]] = {}
+
+    async def complete(self, messages: Sequence[Message], **asked: Any) -> list[Completion]:
+        sampling = asked["sampling"]
+        assert isinstance(sampling, SamplingParams)
+        self.seeds.setdefault(str(messages[-1].content), []).append(sampling.seed)
+        return await super().complete(messages, **asked)
+
+
+async def test_an_episodes_seeds_follow_from_what_is_asked_and_not_from_when():
+    said = [Message(role="user", content=word) for word in "abc"]
+    notes: list[dict[str, list[int | None]]] = []
+    for order in ([0, 1, 2, 0], [2, 0, 0, 1]):
+        echo = Echo()
+        engine = EpisodeEngine(echo, SamplingParams(), 5)
+        for at in order:
+            await engine.complete([said[at]])
+        notes.append(echo.seeds)
+    assert notes[0] == notes[1]
+    seeds = [seed for each in notes[0].values() for seed in each]
+    assert len(set(seeds)) == 4 and all(seed is not None and 0 <= seed < 2**31 for seed in seeds)
+    unseeded = Echo()
+    await EpisodeEngine(unseeded, SamplingParams(), None).complete([said[0]])
+    assert unseeded.seeds == {"a": [None]}
