@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from itertools import compress
+from operator import ne
 from typing import Any, Protocol, Self
+
+from pydantic import JsonValue
 
 from openhands_rl_plugin.protocols import LLMEngine, TrajectoryStorage
 from openhands_rl_plugin.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, NodeMark, TrajectoryFilter
 from openhands_rl_plugin.tree import DraftNode, EpisodeTree
 from openhands_rl_plugin.types import Completion, JsonObject, Message, Node, SamplingParams, Trajectory
+
+_Facts = tuple[float | None, bool, float | None, int, JsonValue]
+"""What a mark tells of a node: reward, simulated, value, visits, and the strategy's notes."""
 
 
 class EpisodeSink(Protocol):
@@ -50,6 +57,8 @@ class EpisodeJournal:
         self._ended = False
         self._head: int | None = None
         self._kept: list[Node] = []
+        # Of the kept actions; what an environment or a host said is not changed any more.
+        self._facts: dict[int, _Facts] = {}
         self._turn = asyncio.Lock()
 
     @classmethod
@@ -57,7 +66,7 @@ class EpisodeJournal:
         """The journal of an episode that goes on after the nodes that are stored."""
         journal = cls(storage, EpisodeStart.of(unfinished))
         journal._begun = True
-        journal._head, journal._kept = unfinished.head, list(unfinished.nodes)
+        journal._remember(unfinished.nodes, (), unfinished.head)
         return journal
 
     async def keep(self, tree: EpisodeTree) -> None:
@@ -74,7 +83,7 @@ class EpisodeJournal:
                 return
             await self._begin()
             known = len(self._kept)
-            marks = _changed_marks(self._kept, tree.nodes)
+            marks = self._changes(tree.nodes)
             if len(tree.nodes) == known and not marks and tree.head == self._head:
                 return
             nodes = tuple(Node(**vars(node)) for node in tree.nodes[known:])
@@ -95,7 +104,7 @@ class EpisodeJournal:
 
     async def _grow_to(self, trajectory: Trajectory) -> None:
         known = len(self._kept)
-        marks, nodes = _changed_marks(self._kept, trajectory.nodes), trajectory.nodes[known:]
+        marks, nodes = self._changes(trajectory.nodes), trajectory.nodes[known:]
         if marks or nodes:
             await self._storage.grow(
                 EpisodeGrowth(trajectory_id=trajectory.id, first=known, nodes=nodes, head=trajectory.head, marks=marks)
@@ -107,9 +116,20 @@ class EpisodeJournal:
             await self._storage.begin(self._start)
             self._begun = True
 
+    def _changes(self, nodes: Sequence[Node] | Sequence[DraftNode]) -> tuple[NodeMark, ...]:
+        """Marks for the kept actions that are not any more as they were kept. A search asks thousands of times."""
+        kept = [nodes[at] for at in self._facts]
+        # As in ``_facts``, but without a call for each, which would take twice as long.
+        now = [(one.reward, one.simulated, one.value, one.visits, one.metadata.get("search")) for one in kept]
+        changed = compress(self._facts, map(ne, self._facts.values(), now))
+        return tuple(_mark(at, nodes[at]) for at in changed)
+
     def _remember(self, nodes: Sequence[Node], marks: Sequence[NodeMark], head: int | None) -> None:
         for mark in marks:
-            self._kept[mark.index] = _marked_as(self._kept[mark.index], mark)
+            node = self._kept[mark.index]
+            self._kept[mark.index] = node.model_copy(update=mark.changes(node))
+            self._facts[mark.index] = _facts(self._kept[mark.index])
+        self._facts |= {at: _facts(node) for at, node in enumerate(nodes, len(self._kept)) if node.sampled}
         self._kept.extend(nodes)
         self._head = head
 
@@ -120,7 +140,8 @@ class EpisodeJournal:
         """
         kept, final = self._kept, trajectory.nodes
         return len(kept) <= len(final) and all(
-            one == other or _marked_as(one, other) == other for one, other in zip(kept, final, strict=False)
+            one == other or (one.sampled and one.model_copy(update=_mark(at, other).changes(one)) == other)
+            for at, (one, other) in enumerate(zip(kept, final, strict=False))
         )
 
 
@@ -151,17 +172,19 @@ async def stored_episode(storage: TrajectoryStorage, trajectory_id: str) -> Traj
     return next(iter([found async for found, _ in storage.find(where)]), None)
 
 
-def _changed_marks(kept: Sequence[Node], now: Sequence[Node] | Sequence[DraftNode]) -> tuple[NodeMark, ...]:
-    return tuple(
-        NodeMark(index=at, reward=new.reward, simulated=new.simulated, value=new.value, visits=new.visits)
-        for at, (old, new) in enumerate(zip(kept, now, strict=False))
-        if (old.reward, old.simulated, old.value, old.visits) != (new.reward, new.simulated, new.value, new.visits)
+def _facts(node: Node) -> _Facts:
+    return node.reward, node.simulated, node.value, node.visits, node.metadata.get("search")
+
+
+def _mark(index: int, node: Node | DraftNode) -> NodeMark:
+    return NodeMark(
+        index=index,
+        reward=node.reward,
+        simulated=node.simulated,
+        value=node.value,
+        visits=node.visits,
+        search=node.metadata.get("search"),
     )
-
-
-def _marked_as(node: Node, other: Node | NodeMark) -> Node:
-    marks = {"reward": other.reward, "simulated": other.simulated, "value": other.value, "visits": other.visits}
-    return node.model_copy(update=marks)
 
 
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Self
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from openhands_rl_plugin.types import (
     SCHEMA_VERSION,
@@ -54,13 +54,22 @@ class EpisodeStart(Frozen):
 
 
 class NodeMark(Frozen):
-    """What became known of a node after it was stored: the step's reward, or what search thinks of it."""
+    """What became known of a node after it was stored: the step's reward, or what search thinks of it.
+
+    ``search`` is all that the strategy noted, under that key of the node's metadata; ``None`` leaves it as it was.
+    """
 
     index: int
     reward: float | None = None
     simulated: bool = False
     value: float | None = None
     visits: int = 0
+    search: JsonValue = None
+
+    def changes(self, node: Node) -> dict[str, object]:
+        """The fields of ``node`` that the mark sets, with their new values."""
+        known: dict[str, object] = {name: value for name, value in self if name not in ("index", "search")}
+        return known if self.search is None else known | {"metadata": node.metadata | {"search": self.search}}
 
 
 class EpisodeGrowth(Frozen):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import subprocess
 import sys
@@ -20,8 +21,11 @@ from keep_playing import PLAN
 from openhands_rl_plugin.errors import StorageError
 from openhands_rl_plugin.journal import EpisodeJournal, JournalledEngine, stored_episode
 from openhands_rl_plugin.records import EpisodeGrowth, EpisodeStart, TrajectoryFilter
+from openhands_rl_plugin.redaction import REDACTED
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
+from openhands_rl_plugin.strategies.mcts import MCTSOptions, MCTSStrategy
 from openhands_rl_plugin.testing import ScriptedEngine, example_trajectory
+from openhands_rl_plugin.testing_planning import PlanningEnvironment, PlanningOptions
 from openhands_rl_plugin.tree import EpisodeTree
 from openhands_rl_plugin.types import EpisodeRequest, Message, Observation, StopReason, Trajectory
 
@@ -217,7 +221,7 @@ async def test_an_engine_is_asked_when_everything_before_is_stored(storage: File
 
 
 STEPS = st.lists(
-    st.sampled_from(["observe", "repeat", "propose", "below", "commit", "mark", "simulate", "note", "keep"]),
+    st.sampled_from(["observe", "repeat", "propose", "below", "commit", "mark", "simulate", "think", "note", "keep"]),
     max_size=14,
 )
 
@@ -249,8 +253,10 @@ def test_whatever_is_done_to_a_tree_is_stored(lives: list[list[str]], chance: ra
 
 
 def bare(trajectory: Trajectory) -> list[dict]:
-    """The nodes without what was noted on them after they were stored, which only the end stores."""
-    return [node.model_dump(exclude={"metadata"}) for node in trajectory.nodes]
+    """The nodes without what a host noted on them after they were stored, which only the end stores."""
+    search = [node.metadata.get("search") for node in trajectory.nodes]
+    nodes = [node.model_dump(exclude={"metadata"}) for node in trajectory.nodes]
+    return [{**node, "search": notes} for node, notes in zip(nodes, search, strict=True)]
 
 
 async def change(tree: EpisodeTree, step: str, chance: random.Random) -> None:
@@ -275,8 +281,56 @@ async def change(tree: EpisodeTree, step: str, chance: random.Random) -> None:
         node.value, node.visits = chance.random(), node.visits + 1
     elif step == "simulate":
         node.reward, node.simulated = 0.5, True
+    elif step == "think":
+        notes = node.metadata.setdefault("search", {})
+        assert isinstance(notes, dict)
+        notes["report"] = {"turn": {"calls": chance.randrange(3)}}
     elif step == "note":
         node.metadata["noted"] = len(tree.nodes)
+
+
+async def test_a_search_that_is_killed_knows_afterwards_what_it_has_tried(storage: FileTrajectoryStorage):
+    """The actions of a state are sampled at once, so that some are stored before they are tried in a fork."""
+    world = PlanningEnvironment(PlanningOptions(depth=4, branching=3))
+    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
+    tree.observe(await world.reset(EXAMPLE.task))
+    ways = itertools.cycle("012")
+    engine = ScriptedEngine(lambda messages: next(ways))
+    strategy = MCTSStrategy(MCTSOptions(num_simulations=60, first_branches=3, num_branches=3, value="none"))
+    await strategy.decide(tree, JournalledEngine(engine, journal, tree), world)
+    tried = len(tree.nodes)
+
+    unfinished = await stored_episode(storage, EXAMPLE.id)
+    assert unfinished is not None
+    tree, journal = EpisodeTree.thaw(unfinished), EpisodeJournal.resumed(storage, unfinished)
+    await strategy.decide(tree, JournalledEngine(engine, journal, tree), world)
+    assert len(tree.nodes) > tried
+    answers = Counter(
+        node.parent
+        for node in tree.nodes
+        if node.parent is not None and not node.sampled and tree.nodes[node.parent].sampled
+    )
+    assert set(answers.values()) == {1}, "what a fork has answered is not asked for, and stored, twice"
+    await journal.end(frozen(tree))
+    assert await everything(storage) == [frozen(tree)]
+
+
+async def test_what_a_search_notes_later_is_stored_without_secrets_and_without_storing_the_episode_again(
+    storage: FileTrajectoryStorage, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("SHOP_API_KEY", "hunter2-hunter2")
+    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
+    tree.observe(said("state"))
+    node = await sampled(tree)
+    await journal.keep(tree)
+    tree.nodes[node].metadata["search"] = {"dropped": "the key hunter2-hunter2 is wrong", "state": 3}
+    await journal.keep(tree)
+    (found,) = await everything(storage)
+    assert found.nodes[node].metadata["search"] == {"dropped": f"the key {REDACTED} is wrong", "state": 3}
+    monkeypatch.setattr(storage, "add", None)
+    tree.nodes[node].metadata["search"] = {"merged": 2}
+    await journal.end(frozen(tree))
+    assert await everything(storage) == [frozen(tree)]
 
 
 async def test_a_run_that_is_killed_again_and_again_asks_no_stored_call_twice(tmp_path: Path):

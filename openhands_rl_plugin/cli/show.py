@@ -21,7 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_store(parser)
     parser.add_argument("id", metavar="ID", help="the episode's id, or enough of its beginning")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--tree", action="store_true", help="a line for each node, with siblings, visits and values")
+    how.add_argument(
+        "--tree",
+        action="store_true",
+        help="a line for each node, with siblings, visits, values and what the search spent",
+    )
     how.add_argument("--full", action="store_true", help="all of every message, however long")
     how.add_argument(
         "--json",

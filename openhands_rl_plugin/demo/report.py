@@ -32,7 +32,7 @@ async def write_report(
         _evaluation_table(state),
         "<h2>Adapters</h2>",
         _lineage_table(lineage),
-        "<h2>Before and after</h2>",
+        "<h2>Before and after: the goals whose return rose most</h2>",
         *(_pair(*pair) for pair in _examples(before, after)),
     ]
     path.write_text(html_page("openhands-rl demo", body), encoding="utf-8")
@@ -117,7 +117,7 @@ def _lineage_table(lineage: Sequence[Adapter]) -> str:
 
 
 def _examples(before: Sequence[Trajectory], after: Sequence[Trajectory]) -> list[tuple[Trajectory, Trajectory]]:
-    """Three goals played both times; those whose return rose the most come first."""
+    """The three goals played both times whose return rose the most."""
     later = {trajectory.task.id: trajectory for trajectory in after}
     pairs = [(first, later[first.task.id]) for first in before if first.task.id in later]
     pairs.sort(key=lambda pair: (pair[0].episode_return - pair[1].episode_return, pair[0].task.id))

@@ -22,6 +22,7 @@ from .transport import EndpointMissingError, JsonTransport, UnavailableError, ex
 _LONGEST_PAUSE = 5.0
 _CLAIM_POLL = 0.01
 _LEDGER = EpisodeLedger()
+_WITHOUT_FORKS = 'use rollout_strategy = "StandardReAct", which needs no forks'
 
 
 class HttpEnvironmentOptions(Frozen):
@@ -264,7 +265,7 @@ class BaseEnvClient(ABC):
         if not same:
             raise BadEnvironmentError(
                 f"{self.options.base_url} cannot be forked: it answered the same actions differently the second time; "
-                'use a strategy that needs no forks (StandardReAct, ToT or BestOfN with value = "model")'
+                f"{_WITHOUT_FORKS}"
             )
 
     async def _open_with_retries(self, task: Task) -> ServerAnswer:
@@ -329,8 +330,16 @@ class WebEnvClient(BaseEnvClient):
         return ServerAnswer.parse(await self.post("/step", {"action": action, **self._key()}), "/step")
 
     async def fork_episode(self, twin: Self) -> bool:
-        """``POST /fork`` where the server keeps sessions and has it, answered with a new ``session``."""
-        if self._session is None or not self._server_forks:
+        """``POST /fork`` where the server has it, answered with a new ``session``.
+
+        Raises ``BadEnvironmentError`` for a server without sessions: a second episode of its index would be the first.
+        """
+        if self._session is None:
+            raise BadEnvironmentError(
+                f"{self.options.base_url} cannot be forked: it keeps no sessions, so that a copy would be the episode "
+                f"itself; {_WITHOUT_FORKS}, or a server whose /reset answers a session"
+            )
+        if not self._server_forks:
             return False
         try:
             answer = await self.post("/fork", self._key())

@@ -165,7 +165,14 @@ async def _add(trajectory: Trajectory, known: Trajectory | None, storage: Trajec
         return
     await storage.begin(EpisodeStart.of(trajectory))
     marks = tuple(
-        NodeMark(index=at, reward=node.reward, simulated=node.simulated, value=node.value, visits=node.visits)
+        NodeMark(
+            index=at,
+            reward=node.reward,
+            simulated=node.simulated,
+            value=node.value,
+            visits=node.visits,
+            search=node.metadata.get("search"),
+        )
         for at, node in enumerate(trajectory.nodes[: len(known.nodes) if known is not None else 0])
     )
     await storage.grow(

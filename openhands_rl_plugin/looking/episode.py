@@ -7,7 +7,19 @@ from collections.abc import Sequence
 from openhands_rl_plugin.errors import StorageError
 from openhands_rl_plugin.protocols import TrajectoryStorage
 from openhands_rl_plugin.records import TrajectoryFilter
-from openhands_rl_plugin.types import Failure, Frozen, Message, PolicyRef, Score, StopReason, Task, Trajectory, Usage
+from openhands_rl_plugin.types import (
+    Failure,
+    Frozen,
+    JsonObject,
+    Message,
+    Node,
+    PolicyRef,
+    Score,
+    StopReason,
+    Task,
+    Trajectory,
+    Usage,
+)
 
 MOST_NAMED = 10
 """So many of the ids that a beginning fits are told."""
@@ -18,6 +30,10 @@ class Turn(Frozen):
 
     ``turn`` counts the sampled nodes above and ``segment`` the runs of turns that extend each other, both from 1; they
     are ``None`` where nothing was sampled, and ``segment`` also where there are no token ids.
+
+    What search knows: ``simulated``, the reward is that of a fork's step; ``merged``, so many equal answers were taken
+    for this one; ``dropped``, why the branch was given up; ``search_report``, on the answer that a search decided for,
+    what it spent. ``temperature`` is the one that the answer was sampled at.
     """
 
     node: int
@@ -29,6 +45,11 @@ class Turn(Frozen):
     reward: float | None = None
     value: float | None = None
     visits: int = 0
+    simulated: bool = False
+    merged: int = 0
+    dropped: str | None = None
+    search_report: JsonObject | None = None
+    temperature: float | None = None
     policy: PolicyRef | None = None
     prompt_tokens: int | None = None
     sampled_tokens: int | None = None
@@ -128,6 +149,8 @@ def _turns(trajectory: Trajectory) -> tuple[Turn, ...]:
             segments += not (tokens.extends and segments)
             context = (context if tokens.extends else 0) + len(tokens.prompt_ids) + len(tokens.sampled_ids)
         counted.append((sampled, segments, context))
+        notes = _notes(node)
+        merged, dropped, report = notes.get("merged"), notes.get("dropped"), notes.get("report")
         turns.append(
             Turn(
                 node=index,
@@ -139,6 +162,11 @@ def _turns(trajectory: Trajectory) -> tuple[Turn, ...]:
                 reward=node.reward,
                 value=node.value,
                 visits=node.visits,
+                simulated=node.simulated,
+                merged=merged if isinstance(merged, int) else 0,
+                dropped=dropped if isinstance(dropped, str) else None,
+                search_report=report if isinstance(report, dict) else None,
+                temperature=node.sampling.temperature if node.sampling is not None else None,
                 policy=node.policy,
                 prompt_tokens=len(tokens.prompt_ids) if tokens else None,
                 sampled_tokens=len(tokens.sampled_ids) if tokens else None,
@@ -147,3 +175,9 @@ def _turns(trajectory: Trajectory) -> tuple[Turn, ...]:
             )
         )
     return tuple(turns)
+
+
+def _notes(node: Node) -> JsonObject:
+    """What a strategy noted. A guest's may be of any form."""
+    notes = node.metadata.get("search")
+    return notes if isinstance(notes, dict) else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pydantic import JsonValue
 from rich.console import Console
 from rich.text import Text
 
@@ -27,6 +28,7 @@ def print_episode(console: Console, episode: Episode, *, full: bool = False) -> 
             segment = turn.segment
             console.print(Text(f"── segment {segment}: this prompt does not extend the turn before ──", "yellow"))
         console.print(Text(f"{_name(turn)}  {_figures(turn)}".rstrip(), f"bold {_STYLES[turn.message.role]}"))
+        _print_report(console, turn, "  ")
         for line in _lines(turn.message, full):
             console.print(Text(f"  {line}"), soft_wrap=True)
     _print_totals(console, episode)
@@ -39,6 +41,7 @@ def print_tree(console: Console, episode: Episode) -> None:
         mark, said = ("●" if turn.acted else "○"), one_line(_said(turn.message), _LINE_WIDTH)
         style = "bold" if turn.acted else "dim"
         console.print(Text(f"{'  ' * depth}{mark} {_name(turn)}  {_figures(turn)}  {said}", style), soft_wrap=True)
+        _print_report(console, turn, "  " * (depth + 1))
     _print_totals(console, episode)
 
 
@@ -47,6 +50,20 @@ def _print_head(console: Console, episode: Episode) -> None:
     console.print(Text(visible(f"{episode.id}  run {episode.run_id}  task {task}"), "bold"), soft_wrap=True)
     console.print(Text(visible(f"{episode.strategy}  {episode.policy.served_name}")), soft_wrap=True)
     console.print()
+
+
+def _print_report(console: Console, turn: Turn, indent: str) -> None:
+    """In a line, what was spent on the search that decided for this answer."""
+    if turn.search_report is not None:
+        entries = ((name, entry) for name, entry in turn.search_report.items() if entry is not None)
+        told = "; ".join(f"{name.replace('_', ' ')} {_entry(entry)}" for name, entry in entries)
+        console.print(Text(f"{indent}search: {visible(told)}", "yellow"), soft_wrap=True)
+
+
+def _entry(entry: JsonValue) -> str:
+    if isinstance(entry, dict):
+        return ", ".join(f"{_entry(count)} {what}" for what, count in entry.items())
+    return number(entry) if isinstance(entry, int | float) else str(entry)
 
 
 def _print_totals(console: Console, episode: Episode) -> None:
@@ -81,11 +98,17 @@ def _figures(turn: Turn) -> str:
     elif turn.turn is not None:
         parts.append("no token ids")
     if turn.reward is not None:
-        parts.append(f"reward {number(turn.reward)}")
+        parts.append(f"{'simulated ' if turn.simulated else ''}reward {number(turn.reward)}")
     if turn.value is not None:
         parts.append(f"value {number(turn.value)}")
     if turn.visits:
         parts.append(f"{turn.visits} visits")
+    if turn.merged:
+        parts.append(f"{turn.merged} merged")
+    if turn.dropped is not None:
+        parts.append(visible(f"dropped: {one_line(turn.dropped, _LINE_WIDTH)}"))
+    if turn.temperature is not None:
+        parts.append(f"temperature {number(turn.temperature)}")
     if turn.policy is not None:
         parts.append(visible(turn.policy.served_name))
     if turn.finish_reason not in {None, "stop", "tool_calls"}:

@@ -66,7 +66,10 @@ class SecretGuard:
         self._remember(stored.id, _Seen(len(stored.nodes), frozenset(tainted)))
 
     def growth(self, growth: EpisodeGrowth) -> EpisodeGrowth:
-        """Appended nodes."""
+        """Appended nodes, and marks: a strategy may have noted what an environment said."""
+        if any(mark.search for mark in growth.marks):
+            clean = redact_value(growth.model_copy(update={"nodes": ()}))
+            growth = growth.model_copy(update={"marks": clean.marks})
         seen = self._seen.get(growth.trajectory_id, _Seen())
         nodes, tainted = redact_nodes(growth.nodes, first=growth.first, tainted=seen.tainted)
         if seen.tainted >= _ALL:

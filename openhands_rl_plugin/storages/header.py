@@ -223,19 +223,16 @@ def marked(nodes: Sequence[Node], marks: Iterable[NodeMark]) -> tuple[Node, ...]
     """``nodes`` with what became known later; of two marks of one node the later one holds."""
     changed = list(nodes)
     for mark in marks:
-        changed[mark.index] = changed[mark.index].model_copy(update=_told(mark))
+        node = changed[mark.index]
+        changed[mark.index] = node.model_copy(update=mark.changes(node))
     return tuple(changed)
 
 
 def mark_fresh(node: Node, mark: NodeMark) -> None:
     """Put a mark on a node that was just made and that nobody else has seen; many times faster than a copy."""
-    told = _told(mark)
+    told = mark.changes(node)
     vars(node).update(told)
     node.__pydantic_fields_set__.update(told)
-
-
-def _told(mark: NodeMark) -> dict[str, object]:
-    return {name: value for name, value in mark if name != "index"}
 
 
 def _finite(identity: str, seconds: float) -> float:

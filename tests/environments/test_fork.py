@@ -10,8 +10,13 @@ from test_http import CountingServer, options, said, task
 
 from openhands_rl_plugin.environments.http import WebEnvClient
 from openhands_rl_plugin.environments.webshop import running_webshop
-from openhands_rl_plugin.errors import BadEnvironmentError, InfrastructureError
-from openhands_rl_plugin.protocols import Forkable
+from openhands_rl_plugin.errors import BadEnvironmentError
+from openhands_rl_plugin.protocols import Forkable, Strategy
+from openhands_rl_plugin.session import AgentSession
+from openhands_rl_plugin.strategies.best_of_n import BestOfNOptions, BestOfNStrategy
+from openhands_rl_plugin.strategies.mcts import MCTSOptions, MCTSStrategy
+from openhands_rl_plugin.testing import ScriptedEngine
+from openhands_rl_plugin.types import EpisodeRequest, FailureKind, PolicyRef, StrategySpec
 
 
 def react(action: str) -> Any:
@@ -80,14 +85,35 @@ async def test_a_server_that_answers_otherwise_the_second_time_is_refused():
         await client.close()
 
 
-async def test_a_server_without_sessions_has_room_for_one_episode_only():
+async def test_a_server_without_sessions_is_refused_without_being_asked():
     async with raw_server(CountingServer(sessions=False)) as server:
         client = WebEnvClient(options(server.url))
         await client.reset(task(7))
-        with pytest.raises(InfrastructureError, match="keeps no sessions"):
+        with pytest.raises(BadEnvironmentError, match=r'cannot be forked: it keeps no sessions.* "StandardReAct"'):
             await client.fork()
+        assert server.paths() == ["/reset"]
         assert (await client.step(react("one"))).messages[0].content == "count 1"
         await client.close()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [MCTSStrategy(MCTSOptions(num_simulations=8, value="none")), BestOfNStrategy(BestOfNOptions(n=2, value="none"))],
+)
+async def test_a_search_on_a_server_without_sessions_fails_once_and_says_what_to_do(strategy: Strategy):
+    """It is the environment's failure, which no retry mends: candidates would be paid for again."""
+    async with raw_server(CountingServer(sessions=False)) as server:
+        session = AgentSession(
+            environment=WebEnvClient(options(server.url)),
+            strategy=strategy,
+            strategy_spec=StrategySpec(name="search"),
+            engine=ScriptedEngine(["Action: one", "Action: two"] * 8),
+            policy=PolicyRef(base_model="scripted"),
+        )
+        played = await session.run(EpisodeRequest(task=task(7), run_id="run", group_id="group"))
+        assert played.failure is not None and played.failure.kind is FailureKind.ENVIRONMENT
+        assert "keeps no sessions" in played.failure.message and '"StandardReAct"' in played.failure.message
+        assert server.paths() == ["/reset"]
 
 
 async def test_a_fork_that_is_no_new_session_is_refused():

@@ -11,13 +11,17 @@ from pathlib import Path
 import pytest
 
 from openhands_rl_plugin import cli
+from openhands_rl_plugin.errors import InfrastructureError
 from openhands_rl_plugin.looking.episode import view_of
 from openhands_rl_plugin.looking.figures import figures_of, mean_of
 from openhands_rl_plugin.looking.tables import short_ids
 from openhands_rl_plugin.looking.terminal import number, one_line, sparkline, visible
 from openhands_rl_plugin.records import TrajectorySummary
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
-from openhands_rl_plugin.testing import example_trajectory
+from openhands_rl_plugin.strategies.best_of_n import BestOfNOptions, BestOfNStrategy
+from openhands_rl_plugin.strategies.budget import SearchBudget
+from openhands_rl_plugin.testing import ScriptedEngine, example_trajectory
+from openhands_rl_plugin.testing_planning import PlanningEnvironment, PlanningOptions
 from openhands_rl_plugin.tree import EpisodeTree
 from openhands_rl_plugin.types import (
     Completion,
@@ -28,6 +32,7 @@ from openhands_rl_plugin.types import (
     PolicyRef,
     Score,
     StopReason,
+    Task,
     Times,
     Tokens,
     ToolCall,
@@ -102,6 +107,60 @@ def test_the_tree_marks_what_was_acted_on(store: Path, capsys: pytest.CaptureFix
     aside = next(line for line in lines if line.endswith("aside"))
     taken = next(line for line in lines if "taken" in line)
     assert aside.startswith("  ○ #1") and taken.startswith("  ● #2")
+
+
+class Rotten(PlanningEnvironment):
+    """The second way kills every fork that takes it."""
+
+    async def step(self, action: Message) -> Observation:
+        if action.content == "1":
+            raise InfrastructureError("this branch is rotten\x1b[2J")
+        return await super().step(action)
+
+
+async def best_of_n(folder: Path) -> None:
+    """Two turns: the first drops a branch, the second merges two."""
+    world = Rotten(PlanningOptions(depth=2, branching=3))
+    engine = ScriptedEngine(["0", "1", "2", "2", "2"])
+    options = BestOfNOptions(n=3, value="none", temperature=0.7, episode_budget=SearchBudget(calls=5))
+    strategy = BestOfNStrategy(options)
+    tree = EpisodeTree()
+    tree.observe(await world.reset(Task(id="plan", environment="planning")))
+    while not tree.terminated:
+        tree.commit(await strategy.decide(tree, engine, world))
+        tree.observe(await world.step(tree.action))
+    nodes = tuple(Node(**vars(each)) for each in tree.nodes)
+    trajectory = example_trajectory(0).model_copy(update={"id": "best-of-n", "nodes": nodes, "head": tree.head})
+    async with FileTrajectoryStorage(folder) as storage:
+        await storage.add(trajectory)
+
+
+def test_what_a_search_spent_and_why_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asyncio.run(best_of_n(tmp_path))
+    printed = shown(capsys, "show", tmp_path, "best", "--tree")
+    first, second = [line for line in printed.splitlines() if line.strip().startswith("search: ")]
+    assert "turn 3 calls" in first and "dropped 1" in first and "cut by" not in first
+    assert "turn 2 calls" in second and "episode 5 calls" in second and "merged 1" in second
+    aside = next(line for line in printed.splitlines() if "dropped:" in line)
+    assert aside.lstrip().startswith("○") and "rotten\\x1b[2J" in aside
+    assert "simulated reward" in printed and printed.count("temperature 0.7") == 4
+    assert "· 1 merged ·" in printed
+    assert "search: strategy BestOfN" in shown(capsys, "show", tmp_path, "best")
+    turns = json.loads(shown(capsys, "show", tmp_path, "best", "--json"))["turns"]
+    decided = [turn["search_report"] for turn in turns if turn["search_report"]]
+    assert [report["turn"]["calls"] for report in decided] == [3, 2]
+    assert [turn["merged"] for turn in turns if turn["merged"]] == [1]
+    assert ["rotten" in turn["dropped"] for turn in turns if turn["dropped"]] == [True]
+    assert {turn["temperature"] for turn in turns} == {None, 0.7}
+    assert any(turn["simulated"] for turn in turns if not turn["acted"])
+
+
+def test_notes_of_any_form_are_no_error() -> None:
+    episode = example_trajectory(0)
+    odd = [{"search": "a lot"}, {"search": {"merged": "x", "dropped": 5, "report": [1]}}]
+    nodes = [node.model_copy(update={"metadata": odd[at % 2]}) for at, node in enumerate(episode.nodes)]
+    turns = view_of(episode.model_copy(update={"nodes": tuple(nodes)})).turns
+    assert {(turn.merged, turn.dropped, turn.search_report) for turn in turns} == {(0, None, None)}
 
 
 def test_an_episode_as_json(store: Path, capsys: pytest.CaptureFixture[str]) -> None:

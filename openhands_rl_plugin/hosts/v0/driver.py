@@ -163,6 +163,7 @@ class ControllerRunner:
         return controller_config(
             self._settings,
             runtime=self._options.runtime,
+            model=episode.request.served_model,
             limits=episode.limits,
             native_tool_calling=self._options.native_tool_calling,
             command_timeout=self._options.command_timeout,

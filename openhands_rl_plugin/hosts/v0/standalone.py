@@ -31,18 +31,20 @@ def standalone_episode(
 ) -> ControllerEpisode:
     """The episode of an OpenHands session. Raises ``ConfigError`` for a strategy that cannot be loaded.
 
-    In environment mode its task is the environment's, else the session itself.
+    In environment mode its task is the environment's, else the session itself. With a ``[rl.sampling] seed`` the same
+    task is sampled the same again; without one no two runs are.
     """
     task = Task(id=session, environment=WORKSPACE, instruction=instruction)
     if environment_mode:
         task = task_from_environment_variable(settings).model_copy(update={"instruction": instruction})
     run_id = f"standalone-{uuid.uuid4().hex}"
+    given = "seed" in settings.sampling.model_fields_set
+    seed = (str(settings.sampling.seed), task.environment, str(task.data), instruction) if given else (run_id,)
     request = EpisodeRequest(
         task=task,
         run_id=run_id,
         group_id=session,
-        # Runs differ from each other unless the same seed is wanted for the same run.
-        seed=zlib.crc32(f"{settings.sampling.seed}/{run_id}".encode()),
+        seed=zlib.crc32("\0".join(seed).encode()),
     )
     return ControllerEpisode(
         request,
@@ -59,7 +61,8 @@ def task_from_environment_variable(settings: RLSettings) -> Task:
     text = os.environ.get(TASK_INDEX_VARIABLE, "0")
     if not text.isdecimal():
         raise ConfigError(f"{TASK_INDEX_VARIABLE} must be a whole number from 0, not {text!r}")
-    return Task(id=f"{settings.env_name}/{int(text)}", environment=settings.env_name, data={"idx": int(text)})
+    # The same id as ``RLAgent.run`` gives it.
+    return Task(id=f"{settings.env_name}-{int(text)}", environment=settings.env_name, data={"idx": int(text)})
 
 
 class StandaloneKeeper:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 from scripted_model import ScriptedModel, call, refusal, says, serve, with_prompt_ids
 
+from openhands_rl_plugin.config import load_settings
 from openhands_rl_plugin.hosts.v0.driver import WORKSPACE_RUNTIME, ControllerOptions, ControllerRunner
+from openhands_rl_plugin.hosts.v0.workers import WorkerPoolRunner
 from openhands_rl_plugin.protocols import Forkable, LLMEngine
 from openhands_rl_plugin.settings import RLSettings, ServingSettings
 from openhands_rl_plugin.strategies.react import StandardReActStrategy
@@ -23,6 +27,9 @@ from openhands_rl_plugin.types import (
     Trajectory,
 )
 
+EXAMPLE = Path(__file__).parents[3] / "config.toml.example"
+TASK = Task(id="t", environment="workspace", instruction="Think.")
+FINISH = says(None, call("finish", {"message": "done"}))
 THINK = says(None, call("think", {"thought": "hm"}))
 
 
@@ -35,6 +42,14 @@ class FirstThatParses(StandardReActStrategy):
         await engine.complete([*tree.messages(), Message(role="user", content="Which is best?")])
         await engine.complete([Message(role="user", content="Judge.")], sampling=SamplingParams(temperature=0.0))
         return next(node for node in nodes if "malformed" not in tree.nodes[node].metadata)
+
+
+class FirstOfThree(StandardReActStrategy):
+    """Takes the first of as many of three candidates as it gets."""
+
+    async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
+        nodes = [tree.propose(answer) for answer in await engine.complete(tree.messages(), n=3)]
+        return nodes[0]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +68,7 @@ async def play(
     )
     runner = ControllerRunner(own, ControllerOptions(runtime=WORKSPACE_RUNTIME, environment_mode=False))
     limits = request.pop("limits", None)
-    task = Task(id="t", environment="workspace", instruction="Think.", limits=limits)
+    task = TASK.model_copy(update={"limits": limits})
     try:
         return await runner.run(EpisodeRequest(task=task, run_id="r", group_id="g", **request))
     finally:
@@ -95,8 +110,20 @@ async def test_candidates_are_sampled_side_by_side_and_a_broken_one_is_passed_ov
     assert judged["temperature"] == 0.0 and requests[0]["temperature"] == 1.0
 
 
+async def test_candidates_that_were_answered_are_kept_when_another_one_fails(finished):
+    finished.script("lucky", [THINK, refusal(422, "out of luck"), THINK])
+    trajectory = await play(finished, "lucky", strategy="test_agent_episodes:FirstOfThree", limits=Limits(max_turns=1))
+    assert trajectory.stop is StopReason.MAX_TURNS and trajectory.failure is None
+    assert sum(node.sampled for node in trajectory.nodes) == trajectory.usage.calls == 2
+    assert "out of luck" in str([node.metadata.get("failed_attempts") for node in trajectory.nodes])
+    finished.script("unlucky", [refusal(422, "out of luck")] * 3)
+    trajectory = await play(finished, "unlucky", strategy="test_agent_episodes:FirstOfThree")
+    assert trajectory.failure is not None and trajectory.failure.kind is FailureKind.MODEL
+    assert "out of luck" in trajectory.failure.message
+
+
 async def test_the_served_adapter_is_asked_for_and_recorded(finished):
-    finished.script("shop-v000007", [says(None, call("finish", {"message": "done"}))])
+    finished.script("shop-v000007", [FINISH])
     trajectory = await play(
         finished, "base", served_model="shop-v000007", sampling=SamplingParams(temperature=0.0, top_p=0.5), seed=3
     )
@@ -118,8 +145,34 @@ async def test_it_finishes_before_the_prompt_grows_too_long(finished):
 
 
 async def test_the_default_prompt_length_does_not_bind_a_workspace(finished):
-    finished.script("free", [THINK, says(None, call("finish", {"message": "done"}))])
+    finished.script("free", [THINK, FINISH])
     assert (await play(finished, "free")).stop is StopReason.TERMINATED
+
+
+async def test_a_copied_example_plays_in_the_runtime_that_it_names(finished):
+    finished.script("copied", [THINK, FINISH])
+    serving = ServingSettings(base_url=finished.url, model="copied", request_timeout=20.0)
+    settings = load_settings(EXAMPLE).model_copy(update={"serving": serving})
+    runtime = tomllib.loads(EXAMPLE.read_text())["core"]["runtime"]
+    runner = ControllerRunner(settings, ControllerOptions(runtime=runtime, environment_mode=False))
+    try:
+        trajectory = await runner.run(EpisodeRequest(task=TASK, run_id="r", group_id="g"))
+    finally:
+        await runner.close()
+    assert trajectory.stop is StopReason.TERMINATED and trajectory.failure is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_the_default_does_not_bind_a_workspace_in_a_worker_process_which_is_sent_all_settings(finished):
+    finished.script("pooled", [THINK, FINISH])
+    own = RLSettings(serving=ServingSettings(base_url=finished.url, model="pooled", request_timeout=20.0))
+    pool = WorkerPoolRunner(own, ControllerOptions(runtime=WORKSPACE_RUNTIME, environment_mode=False), workers=1)
+    try:
+        trajectory = await pool.run(EpisodeRequest(task=TASK, run_id="r", group_id="g"))
+    finally:
+        await pool.close()
+    assert trajectory.stop is StopReason.TERMINATED and trajectory.failure is None
 
 
 async def test_a_full_context_window_ends_the_episode_as_a_limit_does(finished):

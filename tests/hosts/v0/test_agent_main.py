@@ -102,7 +102,7 @@ class Run:
 
 
 def start(folder: Path, server: ScriptedModel, model: str, sections: str, **values: object) -> subprocess.Popen[str]:
-    (folder / "workspace").mkdir(parents=True)
+    (folder / "workspace").mkdir(parents=True, exist_ok=True)
     (folder / "home").mkdir()
     log_level = values.pop("log_level", "INFO")
     given = {"native": "true", "runtime": WORKSPACE, "shop": "http://127.0.0.1:1", **values}

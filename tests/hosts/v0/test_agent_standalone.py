@@ -7,18 +7,20 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 
 import pytest
 from scripted_model import call, says, serve
 
 from openhands_rl_plugin import FileTrajectoryStorage, Message, RLSettings, Trajectory
+from openhands_rl_plugin.agent import task_id_of
 from openhands_rl_plugin.errors import ConfigError, StorageError
 from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode, bind_episode, controller_end, current_episode
 from openhands_rl_plugin.hosts.v0.standalone import TASK_INDEX_VARIABLE, StandaloneKeeper, standalone_episode
 from openhands_rl_plugin.hosts.v0.worker import PoolStorage
 from openhands_rl_plugin.hosts.v0.worker_messages import FromWorker, Store, Stored
 from openhands_rl_plugin.records import TrajectoryFilter
-from openhands_rl_plugin.settings import StorageSettings
+from openhands_rl_plugin.settings import SamplingSettings, StorageSettings
 from openhands_rl_plugin.types import Completion, FailureKind, SamplingParams, StopReason, Tokens
 
 LEAVES_EARLY = """
@@ -109,6 +111,24 @@ def test_an_episode_of_an_environment_has_the_environments_task(monkeypatch):
     )
     task = episode.request.task
     assert (task.environment, task.data, task.instruction) == ("webshop", {"idx": 12}, "Buy it.")
+    assert task.id == task_id_of("webshop", 12), "agent.train(task_id=12) finds what openhands.core.main has played"
+
+
+@pytest.mark.parametrize("environment_mode", [True, False])
+def test_a_seed_makes_a_run_repeatable_and_no_seed_does_not(environment_mode):
+    def seed(sampling: SamplingSettings, instruction: str = "Do it.") -> int | None:
+        return standalone_episode(
+            RLSettings(sampling=sampling),
+            session=uuid.uuid4().hex,
+            instruction=instruction,
+            base_model="m",
+            environment_mode=environment_mode,
+        ).request.seed
+
+    seven = SamplingSettings(seed=7)
+    assert seed(seven) == seed(seven)
+    assert len({seed(seven), seed(seven, "Do that."), seed(SamplingSettings(seed=8))}) == 3
+    assert seed(SamplingSettings()) != seed(SamplingSettings())
 
 
 @pytest.mark.slow

@@ -167,7 +167,7 @@ def test_a_server_that_dies_in_mid_episode():
 def test_plain_openhands_runs_take_their_task_from_the_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(TASK_INDEX_VARIABLE, "12")
     runtime = make_runtime(None)
-    assert runtime.play._task == Task(id="webshop/12", environment="webshop", data={"idx": 12})
+    assert runtime.play._task == Task(id="webshop-12", environment="webshop", data={"idx": 12})
     runtime.close()
     runtime.event_stream.close()
     monkeypatch.setenv(TASK_INDEX_VARIABLE, "twelve")

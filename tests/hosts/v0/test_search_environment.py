@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -10,17 +11,24 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvicorn
+from openhands.core.config.extended_config import ExtendedConfig
+from openhands.core.main import auto_continue_response, run_controller
+from openhands.events.action import MessageAction
 from scripted_model import ScriptedModel, says, serve
 from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
+from openhands_rl_plugin import FileTrajectoryStorage
 from openhands_rl_plugin.environments.webshop import WebShop, create_app
 from openhands_rl_plugin.errors import ConfigError
-from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
+from openhands_rl_plugin.hosts.v0.controller_config import controller_config
+from openhands_rl_plugin.hosts.v0.driver import ENVIRONMENT_RUNTIME, ControllerRunner
+from openhands_rl_plugin.hosts.v0.standalone import TASK_INDEX_VARIABLE
 from openhands_rl_plugin.hosts.v0.workers import WorkerPoolRunner
 from openhands_rl_plugin.settings import RLSettings, ServingSettings
 from openhands_rl_plugin.types import EpisodeRequest, JsonObject, Message, Observation, StopReason, Task, Trajectory
@@ -151,6 +159,34 @@ async def test_what_was_simulated_becomes_what_is_real(server: ScriptedModel, sh
     assert nodes[acted[1]].visits > 0 and again["turn"]["calls"] < again["episode"]["calls"]
     known = [node for node in nodes if node.sampled and node.parent == nodes[acted[1]].parent]
     assert sum(node.visits for node in known) > 10, "visits of the search before count on"
+
+
+def test_openhands_main_searches_in_forks_of_an_environment(
+    server: ScriptedModel, shop: CountedShop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The way of ``python -m openhands.core.main``: nobody drives the episode, and it is stored by itself."""
+    monkeypatch.setenv(TASK_INDEX_VARIABLE, "3")
+    tree_of_thoughts = {"num_branches": 2, "depth": 2, "beam": 1, "value": "none", "temperature": 0.6}
+    settings = settings_for(server, shop, "main", rollout_strategy="ToT", strategy=tree_of_thoughts)
+    given = settings.model_dump(exclude={"serving"}, exclude_unset=True)
+    config = controller_config(settings, runtime=ENVIRONMENT_RUNTIME)
+    config.extended = ExtendedConfig({"rl": {**given, "storage": {"path": str(tmp_path)}}})
+
+    async def read() -> list[Trajectory]:
+        async with FileTrajectoryStorage(tmp_path) as storage:
+            return [trajectory async for trajectory, _ in storage.find()]
+
+    said = MessageAction(content="Buy it.")
+    asyncio.run(run_controller(config=config, initial_user_action=said, fake_user_response_fn=auto_continue_response))
+    (trajectory,) = asyncio.run(read())
+    assert (trajectory.task.id, trajectory.strategy.name) == ("webshop-3", "ToT")
+    assert trajectory.failure is None and trajectory.stop is StopReason.MAX_TURNS
+    (live,) = shop.opened
+    assert shop.steps()[live] == trajectory.usage.steps == trajectory.evidence["steps"] == 3
+    assert shop.closed() == shop.forks() + 1 > 3
+    siblings = Counter(node.parent for node in trajectory.nodes if node.sampled)
+    assert max(siblings.values()) == 2 and any(node.simulated for node in trajectory.nodes)
+    assert {body["temperature"] for body in server.requests["main"]} == {0.6}
 
 
 @pytest.mark.slow
