@@ -127,7 +127,9 @@ class InProcessPolicy(Policy):
     async def publish(self, adapter: Adapter, probe: Probe | None) -> None:
         """As ``AdapterPublisher`` does it on a server."""
         self.store.verify(adapter)
-        await asyncio.to_thread(self._load, adapter, probe)
+        if probe is not None:
+            self.store.keep_probe(adapter, probe)
+        await asyncio.to_thread(self._load, adapter, probe or self.store.probe(adapter))
         self.store.point(adapter)
         loaded = [held.name for held in self._generator.adapters if held.name != adapter.name]
         for name in loaded[: max(0, len(loaded) - (self.kept - 1))]:

@@ -62,9 +62,9 @@ async def raw_server(handler: Handler) -> AsyncIterator[RawServer]:
 
 async def _exchange(reader: asyncio.StreamReader, handler: Handler, seen: RawServer) -> Answer:
     head = (await reader.readuntil(b"\r\n\r\n")).decode()
-    length = next(int(line[15:]) for line in head.lower().split("\r\n") if line.startswith("content-length:"))
+    length = next((int(line[15:]) for line in head.lower().split("\r\n") if line.startswith("content-length:")), 0)
     path = head.split(" ")[1]
-    body = json.loads(await reader.readexactly(length))
+    body = json.loads(await reader.readexactly(length)) if length else None
     seen.requests.append((path, body))
     answer = handler(path, body)
     return await answer if isinstance(answer, Awaitable) else answer

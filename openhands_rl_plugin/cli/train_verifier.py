@@ -20,7 +20,7 @@ from openhands_rl_plugin.config import load_settings
 from openhands_rl_plugin.errors import ConfigError, MissingExtraError
 from openhands_rl_plugin.protocols import Reward
 from openhands_rl_plugin.registry import build
-from openhands_rl_plugin.settings import RLSettings, TrainingSettings
+from openhands_rl_plugin.settings import RLSettings, ServingSettings, TrainingSettings
 from openhands_rl_plugin.statistics import Estimate
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 StartingPoint = Callable[["AdapterStore", str, str], "Adapter | None"]
 Progress = Callable[[], AbstractContextManager[Callable[["TrainProgress"], None]]]
-Publish = Callable[[str, "AdapterStore", "Adapter", "Probe"], Awaitable[None]]
+Publish = Callable[[ServingSettings, "AdapterStore", "Adapter", "Probe"], Awaitable[None]]
 
 PUBLISHED = TrainingSettings(
     algorithm="sft",
@@ -141,6 +141,8 @@ class VerifierTraining:
                 step=trained.metrics.steps + (self._parent.step if self._parent else 0),
                 metrics=trained.metrics.as_floats() | trained.report.as_floats(),
             )
+        self._adapters.keep_probe(adapter, trained.probe)  # a later ``adapters publish`` proves itself by it
+        self._adapters.keep_probe(adapter, trained.probe)  # a later ``adapters publish`` proves itself by it
         return adapter, trained
 
 

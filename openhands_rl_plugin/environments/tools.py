@@ -26,7 +26,7 @@ from .tools_calls import Outcome, ToolBox, ToolListener
 from .tools_calls import ToolCallStarted as ToolCallStarted
 from .tools_calls import ToolEvent as ToolEvent
 from .tools_calls import ToolResult as ToolResult
-from .tools_dialects import Dialect, NativeDialect, ReadAnswer, TextDialect
+from .tools_dialects import Dialect, NativeDialect, OpenedThought, ReadAnswer, TextDialect
 from .tools_feedback import Feedback, FeedbackCode
 
 _WITH_TOOLS = "You are a careful assistant. Solve the task step by step with the tools that you are given."
@@ -39,12 +39,15 @@ class ToolOptions(Frozen):
     """``tools``: names for ``load_tool``.
 
     ``template``: the family in whose form calls stand in the text; empty: the server's own tool calls.
+    ``opens_thought``: the model's prompt ends with ``<think>`` (Qwen3-Thinking, DeepSeek-R1), and the server leaves the
+    thought in the answer; all up to ``</think>`` is then a thought.
     ``system_prompt`` replaces the built-in words; a system message of the conversation is kept after it.
     ``tool_timeout`` is in seconds and bounds one call, ``max_result_length`` is in characters.
     """
 
     tools: tuple[str, ...] = (ThinkTool.name, FinalTool.name)
     template: str = ""
+    opens_thought: bool = False
     system_prompt: str | None = None
     tool_timeout: float = Field(default=60.0, gt=0)
     max_result_length: int = Field(default=65_536, ge=1)
@@ -72,7 +75,8 @@ class ToolEnvironment:
         self.options = options or ToolOptions()
         self._tools = checked([load_tool(name) for name in self.options.tools] if tools is None else tools)
         self._box = ToolBox(self._tools, self.options.tool_timeout, self.options.max_result_length, listener)
-        self._dialect: Dialect = TextDialect(self.options.template) if self.options.template else NativeDialect()
+        dialect = TextDialect(self.options.template) if self.options.template else NativeDialect()
+        self._dialect: Dialect = OpenedThought(dialect) if self.options.opens_thought else dialect
         self._schemas = tuple(tool.openai_tool() for tool in self._tools)
         self._ending = tuple(tool.name for tool in self._tools if tool.ends)
         self._answer: str | None = None

@@ -14,7 +14,7 @@ from openhands_rl_plugin.templates.parsed import ParsedAnswer
 from openhands_rl_plugin.types import JsonObject, Message, ToolCall
 
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.IGNORECASE | re.DOTALL)
-_THOUGHT_END = "</think>"
+_THOUGHT_BEGIN, _THOUGHT_END = "<think>", "</think>"
 _TAGGED = ("<tool_call", "</tool_call")
 _BARE = ("{", "<|python_tag|>")
 # Call forms, for families whose own template shows no tools in the system message.
@@ -121,6 +121,24 @@ class TextDialect:
         return f"# Tools\n\nThese functions can be called:\n{lines}\n\nA call looks like this:\n{self._form}"
 
 
+class OpenedThought:
+    """A dialect of a model whose prompt has opened a thought already, so that every answer begins inside of it."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        self._dialect = dialect
+        self.offered = dialect.offered
+        self.system = dialect.system
+        self.results = dialect.results
+
+    def read(self, message: Message) -> ReadAnswer:
+        if not message.content:
+            return self._dialect.read(message)
+        return self._dialect.read(message.model_copy(update={"content": _THOUGHT_BEGIN + message.content}))
+
+    def said(self, unfinished: str) -> str:
+        return self._dialect.said(_THOUGHT_BEGIN + unfinished)
+
+
 def without_thought(text: str) -> str:
     """``text`` without what stands in ``<think>``, also where only the thought's end, or its beginning, is marked."""
     rest = _THOUGHT.sub("", text)
@@ -137,7 +155,7 @@ def _certain(unfinished: str, openings: Sequence[str]) -> str:
     text = without_thought(unfinished)
     lower = text.lower()
     end = min((at for opening in openings if (at := lower.find(opening)) >= 0), default=len(text))
-    for opening in (*openings, "<think>", _THOUGHT_END):
+    for opening in (*openings, _THOUGHT_BEGIN, _THOUGHT_END):
         for length in range(min(len(opening) - 1, end), 0, -1):
             if lower[:end].endswith(opening[:length]):
                 end -= length

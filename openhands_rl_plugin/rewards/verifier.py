@@ -6,9 +6,10 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, ClassVar, Protocol
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from pydantic import Field
 
@@ -28,7 +29,7 @@ class VerifierOptions(Frozen):
 
     With ``base_url`` (up to and including /v1) a server is asked, which knows the adapter as ``served_model`` (default:
     the directory's name); ``api_key_env`` names a variable with the key, ``timeout`` is in seconds. Without it the
-    model is loaded here; ``tokens_per_pass`` go through it together.
+    model is loaded here, once for all rewards that use it; ``tokens_per_pass`` go through it together.
     """
 
     adapter: str = Field(min_length=1)
@@ -117,7 +118,7 @@ class VerifierReward:
     def _judge(self) -> Judge:
         options = self._options
         if not options.base_url:
-            return _Here(self._directory, self._base, options.tokens_per_pass)
+            return _Here.of(self._directory, self._card.sha256, self._base, options.tokens_per_pass)
         return ServedVerifier(
             options.base_url,
             options.served_model or self._directory.name,
@@ -132,21 +133,61 @@ class VerifierReward:
         return self._options.model or self._card.model
 
 
+class _Asked:
+    """Prompts that wait for their verdicts."""
+
+    def __init__(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        self.prompts = prompts
+        self.verdicts: list[Verdict] | None = None
+
+
 class _Here:
-    """A model in this process, loaded when it is first asked."""
+    """A model in this process, loaded when it is first asked. Whatever waits for it is judged together.
+
+    Any thread may ask, and any event loop.
+    """
+
+    _shared: ClassVar[WeakValueDictionary[tuple[str, ...], _Here]] = WeakValueDictionary()
+    _newest: ClassVar[_Here | None] = None
+    _sharing: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, directory: Path, base: str, tokens_per_pass: int) -> None:
         self._directory = directory
         self._base = base
         self._tokens_per_pass = tokens_per_pass
-        self._loading = threading.Lock()
+        self._turn = threading.Lock()
+        self._waiting: set[_Asked] = set()
+
+    @classmethod
+    def of(cls, directory: Path, sha256: str, base: str, tokens_per_pass: int) -> _Here:
+        """The one that all rewards with the same weights share.
+
+        Every episode has a reward of its own, so the newest model stays for the next one.
+        """
+        key = (str(directory.resolve()), sha256, base, str(tokens_per_pass))
+        with cls._sharing:
+            here = cls._shared.get(key) or cls(directory, base, tokens_per_pass)
+            cls._shared[key] = cls._newest = here
+            return here
 
     async def judge(self, prompts: Sequence[tuple[int, ...]]) -> list[Verdict | Failure]:
-        return await asyncio.to_thread(lambda: [*self._loaded().judge(prompts)])
+        asked = _Asked(prompts)
+        self._waiting.add(asked)
+        try:
+            return [*await asyncio.to_thread(self._answer, asked)]
+        finally:
+            self._waiting.discard(asked)
 
-    def _loaded(self) -> VerifierModel:
-        with self._loading:
-            return self._model
+    def _answer(self, asked: _Asked) -> list[Verdict]:
+        with self._turn:
+            if asked.verdicts is None:
+                model = self._model
+                together = [each for each in {*self._waiting, asked} if each.verdicts is None]
+                verdicts = iter(model.judge([prompt for each in together for prompt in each.prompts]))
+                for each in together:
+                    each.verdicts = list(islice(verdicts, len(each.prompts)))
+            assert asked.verdicts is not None
+            return asked.verdicts
 
     @cached_property
     def _model(self) -> VerifierModel:

@@ -28,6 +28,10 @@ class PolicyConfig(Frozen):
         default="",
         description="family whose calls stand in the text (qwen3, ...); unset: the server reads them",
     )
+    opens_thought: bool = Field(
+        default=False,
+        description="true for a model whose prompt ends with <think>, behind a server that leaves thoughts in answers",
+    )
     system_prompt: str | None = Field(default=None, description="system message in place of the built-in one")
     max_turns: int = Field(default=32, ge=1, description="answers of the model to one request")
     max_tokens: int = Field(default=2048, ge=1, description="tokens of one answer of the model")
@@ -38,7 +42,12 @@ class PolicyConfig(Frozen):
 
     def options(self) -> ToolOptions:
         """Of the environment. A conversation without tools has no system message of its own."""
-        return ToolOptions(tools=self.tools, template=self.template, system_prompt=self.system_prompt)
+        return ToolOptions(
+            tools=self.tools,
+            template=self.template,
+            opens_thought=self.opens_thought,
+            system_prompt=self.system_prompt,
+        )
 
     def limits(self) -> Limits:
         """Of one request."""

@@ -10,12 +10,14 @@ from pydantic import BaseModel, ValidationError
 from openhands_rl_plugin.errors import PublishError, describe
 
 _LONGEST_CAUSE = 300
+_AWAY = frozenset({429, 502, 503, 504})
 
 
 class Connection:
     """Requests below ``base_url``, which may end in ``/v1`` or not. ``timeout`` is in seconds a request.
 
-    Every request raises ``PublishError``; where nobody answered, its ``__cause__`` is an ``httpx.TransportError``.
+    Every request raises ``PublishError``; where nobody answered, its ``__cause__`` is an ``httpx.TransportError``, and
+    where a status says that the server is away or too busy, an ``httpx.HTTPStatusError``: both may pass.
     """
 
     def __init__(self, base_url: str, *, api_key: str | None = None, timeout: float = 120.0) -> None:
@@ -53,7 +55,11 @@ class Connection:
         """Raise unless the status is one of success."""
         if not response.is_success:
             cause = " ".join(response.text[:_LONGEST_CAUSE].split())
-            raise PublishError(f"{what}: HTTP {response.status_code} {cause}")
+            problem = f"{what}: HTTP {response.status_code} {cause}"
+            away = response.status_code in _AWAY
+            raise PublishError(problem) from (
+                httpx.HTTPStatusError(problem, request=response.request, response=response) if away else None
+            )
 
     async def _send(self, method: str, path: str, body: dict[str, object] | None = None) -> httpx.Response:
         try:

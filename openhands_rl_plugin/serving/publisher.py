@@ -1,7 +1,7 @@
 """Adapters into servers that are serving: check, load, prove, move the pointer, unload what is stale.
 
 An adapter is in use only after every server's logprobs of a fixed text, the canary, were found to be the trainer's;
-otherwise it is unloaded again, from all of them, and the old one stays.
+otherwise it is unloaded again, from all that had it not before, and the old one stays.
 """
 
 from __future__ import annotations
@@ -194,12 +194,11 @@ async def _load(server: AdapterServer, adapter: Adapter, undo: AsyncExitStack) -
 
 
 async def _prove(server: AdapterServer, adapter: Adapter, canary: Probe) -> float:
-    """The mean absolute difference in nats. Raises ``PublishError`` when it is above the bound, and unloads."""
+    """The mean absolute difference in nats. Raises ``PublishError`` when it is above the bound."""
     served = await server.logprobs(adapter.name, canary.token_ids)
     difference = sum(abs(a - b) for a, b in zip(served, canary.logprobs, strict=True)) / len(served)
     if math.isfinite(difference) and difference <= canary.max_difference:
         return difference
-    await _unload_quietly(server, adapter.name)
     raise PublishError(
         f"{adapter.name} was refused: the server's logprobs differ from the trainer's by {difference:.4f} nats "
         f"on average, the bound is {canary.max_difference:.4f}; the version in use stays. Does the server serve "

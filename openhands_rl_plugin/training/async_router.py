@@ -2,6 +2,7 @@
 
 Episodes keep asking for the version that they began with; the router in front of the model server asks for the one that
 the store's pointer names. The answer says which that was, so that every sampled node carries the version it came from.
+An episode that began on the base model, before there was a version, ends on it.
 """
 
 from __future__ import annotations
@@ -114,10 +115,13 @@ class _Router:
         except ValueError:
             return body  # the server says what is wrong with it
         model = asked.get("model") if isinstance(asked, dict) else None
-        if not isinstance(model, str) or PolicyRef.from_served_name("", model).adapter != self._adapter:
+        if not isinstance(model, str):
+            return body
+        base, colon, name = model.rpartition(":")  # SGLang is asked for BASE:ADAPTER
+        if PolicyRef.from_served_name("", name).adapter != self._adapter:
             return body
         current = self._store.current(self._adapter)
-        return body if current is None else json.dumps({**asked, "model": current.name}).encode()
+        return body if current is None else json.dumps({**asked, "model": f"{base}{colon}{current.name}"}).encode()
 
 
 async def _content(answer: httpx.Response) -> AsyncIterator[bytes]:

@@ -1,4 +1,7 @@
-"""A model server that may be away for a while: who needs it waits, instead of collecting failed episodes."""
+"""A model server that may be away for a while: who needs it waits, instead of collecting failed episodes.
+
+Away is a server that does not answer, or whose proxy answers for it (429, 502, 503, 504).
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,7 @@ class PatientServer:
             try:
                 report = await self._publisher.publish(adapter, probe)
             except PublishError as error:
-                if not isinstance(error.__cause__, httpx.TransportError):
+                if not isinstance(error.__cause__, httpx.TransportError | httpx.HTTPStatusError):
                     raise
                 self._note_away(str(error))
                 left = deadline - time.monotonic()

@@ -7,12 +7,18 @@ from dataclasses import asdict, dataclass, field
 
 @dataclass(frozen=True)
 class TrainProgress:
-    """Where a call stands after step ``done`` of ``total``; ``loss`` is that step's token mean."""
+    """Where a call stands after step ``done`` of ``total``.
+
+    The rest is that step's: ``loss``, ``ratio``, ``approx_kl`` and ``entropy`` are means over its trained tokens.
+    """
 
     done: int
     total: int
     loss: float
     grad_norm: float
+    ratio: float
+    approx_kl: float
+    entropy: float
 
 
 @dataclass(frozen=True)

@@ -85,8 +85,15 @@ def weaken(items: Sequence[Item], negative_scale: float) -> None:
         item.advantages = torch.where(item.advantages < 0, item.advantages * negative_scale, item.advantages)
 
 
+def newest_version(samples: Sequence[Sample], known: int) -> int:
+    """The newest of the versions that samples were drawn from and the one that is ``known``."""
+    return max(known, *map(_version, samples))
+
+
 def staleness(samples: Sequence[Sample], newest: int) -> float:
-    """Mean number of versions between the newest known one and the one that a sample was drawn from (base: 0)."""
-    versions = [(sample.policy.version if sample.policy is not None else None) or 0 for sample in samples]
-    newest = max(newest, *versions)
-    return sum(newest - version for version in versions) / len(versions)
+    """Mean number of versions between the newest one and the one that a sample was drawn from (base: 0)."""
+    return sum(newest - _version(sample) for sample in samples) / len(samples)
+
+
+def _version(sample: Sample) -> int:
+    return (sample.policy.version if sample.policy is not None else None) or 0

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from openhands_rl_plugin.training.pass_loss import Imitation, Pass, PassLoss, Pr
 from openhands_rl_plugin.training.policy import WEIGHTS_FILE, TrainablePolicy
 from openhands_rl_plugin.training.preparation import (
     check_samples,
+    newest_version,
     policy_logprobs,
     staleness,
     subtract_divergence,
@@ -38,6 +40,7 @@ from openhands_rl_plugin.training.preparation import (
 )
 from openhands_rl_plugin.training.run_files import RunFiles, fingerprint
 from openhands_rl_plugin.training.schedule import learning_rate_at
+from openhands_rl_plugin.training.trackers import NoTracker, tracked
 from openhands_rl_plugin.types import Adapter, Probe, Sample
 
 OnProgress = Callable[[TrainProgress], None]
@@ -156,7 +159,10 @@ class Trainer:
         self, items: list[Item], loss: PassLoss, on_progress: OnProgress | None, run: Path | None
     ) -> TrainMetrics:
         samples = [item.sample for item in items]
-        files = self._files(samples, loss, run)
+        newest = newest_version(samples, self._version)
+        name = self._name(samples, loss, run)
+        leads = self._ranks.rank == 0
+        files = RunFiles(run, name) if run is not None and leads else None
         done, first_step, tally = self._begin(items, loss, files)
         order = batches(
             items,
@@ -166,31 +172,33 @@ class Trainer:
         )
         self._call = range(first_step, first_step + len(order))
         started = time.monotonic() - tally.seconds
-        for number, batch in enumerate(order[done:], start=done + 1):
-            found = self._step(batch, loss, tally)
-            tally.seconds = time.monotonic() - started
-            progress = TrainProgress(
-                number, len(order), tally.losses[-1] if found.tokens else 0.0, tally.norms[-1] if found.tokens else 0.0
-            )
-            if files is not None:
-                files.log(self._record(progress, found, tally))
-                if self.settings.checkpoint_steps and number % self.settings.checkpoint_steps == 0:
-                    counters = {"first_step": str(first_step), "tally": json.dumps(asdict(tally))}
-                    old = {_OLD: torch.cat([item.old for item in items])} if loss.starts_from_now else {}
-                    files.checkpoint(self._state() | old, self._counters() | counters, number)
-            if on_progress is not None:
-                on_progress(progress)
+        with tracked(self.settings, name, run) if leads else nullcontext(NoTracker()) as tracker:
+            for number, batch in enumerate(order[done:], start=done + 1):
+                found = self._step(batch, loss, tally)
+                tally.seconds = time.monotonic() - started
+                progress = _progress(number, len(order), found, tally)
+                record = self._record(progress, found, tally)
+                record["staleness"] = staleness([item.sample for item in batch], newest)
+                tracker.log(number, record)
+                if files is not None:
+                    files.log(record)
+                    if self.settings.checkpoint_steps and number % self.settings.checkpoint_steps == 0:
+                        counters = {"first_step": str(first_step), "tally": json.dumps(asdict(tally))}
+                        old = {_OLD: torch.cat([item.old for item in items])} if loss.starts_from_now else {}
+                        files.checkpoint(self._state() | old, self._counters() | counters, number)
+                if on_progress is not None:
+                    on_progress(progress)
         if files is not None:
             files.finish()
-        return tally.metrics(len(items), staleness(samples, self._version))
+        return tally.metrics(len(items), staleness(samples, newest))
 
-    def _files(self, samples: list[Sample], loss: PassLoss, run: Path | None) -> RunFiles | None:
-        """What the run leaves on the disk; rank 0 writes for all."""
-        if run is None and self._ranks.size == 1:
-            return None
+    def _name(self, samples: list[Sample], loss: PassLoss, run: Path | None) -> str:
+        """Names the run where somebody needs a name for it; all ranks must have the same."""
+        if run is None and self._ranks.size == 1 and self.settings.tracker == "none":
+            return ""
         name = self._fingerprint(samples, loss)
         self._ranks.agree("episodes, weights or settings", name)
-        return RunFiles(run, name) if run is not None and self._ranks.rank == 0 else None
+        return name
 
     def _checked(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         check_samples(samples, longest=self._policy.longest, vocabulary=self._policy.vocabulary)
@@ -282,7 +290,7 @@ class Trainer:
         return own | asdict(progress) | asdict(found)
 
     def _fingerprint(self, samples: list[Sample], loss: PassLoss) -> str:
-        settings = self.settings.model_dump_json(exclude={"checkpoint_steps", "sharding"})
+        settings = self.settings.model_dump_json(exclude={"checkpoint_steps", "sharding", "tracker"})
         what = f"{type(loss).__name__}\n{self._policy.model_path}\n{settings}"
         return fingerprint(what, samples, self._policy.weights(), self.step)
 
@@ -314,6 +322,12 @@ class LoraTrainer(Trainer):
         """Write the adapter in PEFT's format (adapter_config.json, adapter_model.safetensors)."""
         directory.mkdir(parents=True, exist_ok=True)
         self._adapter.save(directory)
+
+
+def _progress(number: int, total: int, found: Diagnostics, tally: Tally) -> TrainProgress:
+    """After a step; one without tokens was skipped."""
+    loss, norm = (tally.losses[-1], tally.norms[-1]) if found.tokens else (0.0, 0.0)
+    return TrainProgress(number, total, loss, norm, found.ratio, found.approx_kl, found.entropy)
 
 
 def _check_file(adapter: Adapter) -> None:

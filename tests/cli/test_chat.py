@@ -75,6 +75,16 @@ async def test_tools_are_shown_and_notes_are_not(tmp_path: Path, monkeypatch: py
     assert [tool["function"]["name"] for tool in asked[0]["tools"]] == ["think", "final", "look_up"]
 
 
+async def test_a_thought_that_the_prompt_opened_is_not_printed() -> None:
+    def reply(path: str, body: Any) -> Any:
+        return respond(
+            answer("It is a SECRET" + ("." if body["messages"][-1]["content"] == "cut" else "</think>three"))
+        )
+
+    printed, _ = await talk(reply, "How many?\ncut\n", "--opens-thought", "true", "--max-turns", "1")
+    assert printed.startswith("three\n(no answer: ") and "SECRET" not in printed
+
+
 async def test_a_model_that_refuses_is_told_and_the_chat_goes_on() -> None:
     def reply(path: str, body: Any) -> Any:
         if body["messages"][-1]["content"] == "bad":

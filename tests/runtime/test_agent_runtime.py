@@ -67,8 +67,10 @@ class StreamingScript(ScriptedEngine):
             self.closed += 1
 
 
-def agent(engine: Any, *tools: Any, limits: Limits | None = None, **more: Any) -> AgentRuntime:
-    options = ToolOptions(template="qwen3")
+def agent(
+    engine: Any, *tools: Any, limits: Limits | None = None, opens_thought: bool = False, **more: Any
+) -> AgentRuntime:
+    options = ToolOptions(template="qwen3", opens_thought=opens_thought)
     return AgentRuntime(
         engine if not isinstance(engine, list) else ScriptedEngine(engine),
         tools,
@@ -109,6 +111,22 @@ async def test_speech_is_streamed_without_thoughts_and_calls() -> None:
     assert isinstance(last, Answer) and last.streamed and last.text == said[2]
     assert not any(SECRET in repr(event) for event in events)
     assert engine.closed == 2
+
+
+async def test_a_thought_that_the_prompt_opened_is_not_streamed() -> None:
+    hidden = f"{SECRET} {call('look_up', word='hidden')}"
+    script = [f"{hidden}</think>I look it up. {call('look_up', word='a')}", f"{SECRET}</think>\n\nIt is three."]
+    runtime = agent(StreamingScript(script), FunctionTool(look_up), opens_thought=True)
+    *events, last = [event async for event in runtime.stream(ASKED)]
+    said = {turn: "".join(e.text for e in events if isinstance(e, TextDelta) and e.turn == turn) for turn in (1, 2)}
+    assert said == {1: "I look it up.", 2: "It is three."}
+    assert isinstance(last, Answer) and last.streamed and last.text == said[2]
+    assert not any(SECRET in repr(event) or "hidden" in repr(event) for event in events)
+    # A thought that is cut off is no answer, streamed or whole.
+    cut = agent(StreamingScript([SECRET] * 2), opens_thought=True, limits=Limits(max_turns=1))
+    (end,) = [event async for event in cut.stream(ASKED)]
+    assert isinstance(end, Stopped) and end.result.answer is None
+    assert (await cut.run(ASKED)).answer is None
 
 
 async def test_an_engine_that_cannot_stream_says_it_at_once() -> None:

@@ -206,6 +206,18 @@ async def test_replicas_all_have_it_or_none(
         assert served(embedded) == served(replica) == {"base"}
 
 
+async def test_a_version_in_use_stays_loaded_when_it_is_proven_again_and_fails(
+    embedded: str, model: Path, store: AdapterStore, reference: Generator
+) -> None:
+    await clear(embedded, store)
+    async with AdapterPublisher(embedded, store) as publisher:
+        adapter = stored(store, model, 0)
+        await publisher.publish(adapter, canary(reference, adapter))
+        with pytest.raises(PublishError, match="live-v000001 was refused"):
+            await publisher.publish(adapter, canary(reference, adapter, UNLIKE))
+    assert served(embedded) == {"base", adapter.name} and store.current("live") == adapter
+
+
 async def test_a_replica_that_is_away_stops_the_publication(embedded: str, model: Path, store: AdapterStore) -> None:
     await clear(embedded, store)
     async with AdapterPublisher([embedded, "http://127.0.0.1:9"], store) as publisher:

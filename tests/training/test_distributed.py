@@ -26,6 +26,8 @@ from openhands_rl_plugin.training.distributed import Alone, Together, joined_ran
 from openhands_rl_plugin.training.trainer import LoraTrainer
 
 HERE = Path(__file__).parent
+CLUSTER = HERE.parents[1] / "evaluation" / "configs" / "cluster"
+ACCELERATE = ["--config_file", str(CLUSTER / "accelerate-fsdp2.yaml")]
 
 
 def free_port() -> int:
@@ -96,16 +98,24 @@ def test_processes_that_were_killed_go_on_together(model: Path, tmp_path: Path) 
     assert [json.loads(line)["done"] for line in lines] == list(range(1, 13))
 
 
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--nproc-per-node", "2", "--master-port"],
+    # With --cpu it would start a single process, whatever --num_processes says.
+    "accelerate": ["accelerate.commands.launch", *ACCELERATE, "--num_processes", "2", "--main_process_port"],
+}
+
+
 @pytest.mark.slow
-def test_torchrun_trains_one_version(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_launcher_trains_one_version(model: Path, tmp_path: Path, launcher: str) -> None:
     episodes = [episode(number, float(number % 2)) for number in range(6)]
     command = ["train", str(store_of(tmp_path / "store", *episodes)), "--model", str(model), *TINY]
     command += ["--batch-size", "4", "--max-tokens-per-pass", "64"]
-    port = str(free_port())
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
-    torchrun += ["-m", "openhands_rl_plugin.cli", *command, "--adapters", str(tmp_path / "two")]
+    launched = [sys.executable, "-m", *LAUNCHERS[launcher], str(free_port())]
+    launched += ["-m", "openhands_rl_plugin.cli", *command, "--adapters", str(tmp_path / "two")]
+    launched += ["--sharding", "layers"]  # which a process alone refuses
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    said = subprocess.run(torchrun, env=environment, capture_output=True, text=True, timeout=110)
+    said = subprocess.run(launched, env=environment, capture_output=True, text=True, timeout=110)
     assert said.returncode == 0, said.stderr
     assert said.stdout.count("policy-v000001:") == 1, "rank 0 speaks for all"
     torch.set_num_threads(1)

@@ -1,7 +1,8 @@
-"""Advantages against the golden values of verl, TRL and OpenRLHF."""
+"""Advantages against the golden values of verl, TRL and OpenRLHF, and to 1e-9 against the formulas behind them."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,9 +55,49 @@ def test_reinforce_pp_with_the_groups_baseline(variance: Variance, values: list[
     assert ESTIMATORS["reinforce++-baseline"](BATCH, variance=variance) == close(*values)
 
 
+def by_formula(name: str, rollouts: Rollouts, *, variance: Variance = "biased", epsilon: float = 1e-6) -> list[float]:
+    """The published formulas, group by group and token by token, in float64."""
+    rewards, groups = np.array(rollouts.rewards, float), np.array(rollouts.groups)
+    values = rewards.copy()
+    for at, group in enumerate(groups):
+        mine = rewards[groups == group]
+        others = np.delete(rewards, at)[np.delete(groups, at) == group]
+        if name in ("rloo", "grpo") and not len(others):
+            values[at] = 0.0
+            continue
+        match name:
+            case "rloo":
+                values[at] = rewards[at] - others.mean()
+            case "grpo":
+                values[at] = (rewards[at] - mine.mean()) / (mine.std(ddof=1) + epsilon)
+            case "dr-grpo" | "reinforce++-baseline":
+                values[at] = rewards[at] - mine.mean()
+    if name.startswith("reinforce++"):
+        tokens = np.repeat(values, rollouts.lengths)
+        spread = max(tokens.var(), 1e-8) if variance == "biased" else tokens.var(ddof=1) + 1e-8
+        values = (values - tokens.mean()) / np.sqrt(spread)
+    return values.tolist()
+
+
+@pytest.mark.parametrize("variance", ["biased", "unbiased"])
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_the_golden_batch_agrees_with_the_formulas_to_more_digits(name: str, variance: Variance):
+    expected = by_formula(name, BATCH, variance=variance)
+    assert ESTIMATORS[name](BATCH, variance=variance) == pytest.approx(expected, rel=0, abs=1e-9)
+
+
 ROLLOUTS = st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 3), st.integers(1, 50)), min_size=1, max_size=20).map(
     lambda rows: Rollouts(*zip(*rows, strict=True))
 )
+
+
+@given(ROLLOUTS.filter(lambda rollouts: len(rollouts.rewards) > 1), st.sampled_from(["biased", "unbiased"]))
+def test_every_estimator_is_its_formula(rollouts: Rollouts, variance: Variance):
+    # Nearly equal rewards are divided by next to nothing.
+    rounded = rollouts._replace(rewards=[round(reward, 2) for reward in rollouts.rewards])
+    for name, estimate in ESTIMATORS.items():
+        expected = by_formula(name, rounded, variance=variance)
+        assert estimate(rounded, variance=variance) == pytest.approx(expected, rel=1e-6, abs=1e-6), name
 
 
 @given(ROLLOUTS)
