@@ -35,10 +35,10 @@ from openhands_rl_plugin.agent_policies import open_policy
 from openhands_rl_plugin.agent_thread import LoopThread
 from openhands_rl_plugin.environment import make_environment
 from openhands_rl_plugin.errors import CaughtFailure, ConfigError, MissingExtraError, boundary
+from openhands_rl_plugin.protocols import Reward
 from openhands_rl_plugin.records import TrajectoryFilter
-from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.rollout import RolloutPlan, roll_out
-from openhands_rl_plugin.scoring import judge
+from openhands_rl_plugin.scoring import judge_all
 from openhands_rl_plugin.settings import RLSettings, TrainingSettings
 from openhands_rl_plugin.storage import open_storage
 from openhands_rl_plugin.types import Adapter, FailureKind, Limits, PolicyRef, Score, Task
@@ -75,6 +75,8 @@ class RLAgent:
         self.config = config or RLSettings()
         make_environment(self.config)
         registry.build("strategies", self.config.rollout_strategy, self.config.strategy)
+        self.config.training.check_servable()
+        self._reward: Reward = registry.build("rewards", self.config.reward.name, self.config.reward.options)
         self._storage = open_storage(self.config)
         self._policy = open_policy(model, tokenizer, self.config)
         self._thread = LoopThread("rl-agent")
@@ -151,7 +153,8 @@ class RLAgent:
         """Learn from what this agent's model did, as far as it is in the storage, and use the new adapter from now on.
 
         By ``[rl.training] algorithm`` (default: REINFORCE++ with a group baseline) over the recorded token ids, where
-        episodes of one task differ in their returns; else fine-tuning on the episodes with a positive return. What is
+        episodes of one task differ in their rewards; else fine-tuning on the episodes with a positive one. The reward
+        is that of ``[rl.reward]`` (default: the return); scores of its version that are stored count. What is
         left out is taken from ``config.training`` (1e-5, 3 epochs, 8 episodes a step, 1.0).
 
         Args:
@@ -187,6 +190,7 @@ class RLAgent:
                 where,
                 base_model=self._policy.base_model,
                 adapter=self.config.serving.adapter,
+                reward=self._reward,
             )
             episodes = self._thread.wait_for(collecting)
             lesson = make_lesson(episodes, settings)
@@ -249,8 +253,7 @@ class RLAgent:
             played = await roll_out(plan, runner, storage)
         finally:
             await engine.aclose()
-        reward = ReturnReward()
-        outcomes = [await judge(reward, trajectory) for trajectory in played]
+        outcomes = await judge_all(self._reward, played)
         await self._storage.add_scores([outcome for outcome in outcomes if isinstance(outcome, Score)])
         return [result_of(trajectory, outcome) for trajectory, outcome in zip(played, outcomes, strict=True)]
 
@@ -316,7 +319,6 @@ def _overridden(settings: TrainingSettings, given: Mapping[str, float]) -> Train
 
 
 def _trainer(weights: str, settings: TrainingSettings, adapter: Adapter | None) -> LoraTrainer:
-    settings.check_servable()
     try:
         from openhands_rl_plugin.training.make_trainer import make_trainer
     except ModuleNotFoundError as error:

@@ -32,8 +32,8 @@ ConversationMessage = TypedDict(
 class EpisodeResult(TypedDict):
     """One episode of ``RLAgent.run``.
 
-    ``reward`` is the return, or ``None`` when there is no valid one; then ``failure`` says why. ``text`` is the whole
-    conversation. ``trajectory_id`` finds the episode in the storage.
+    ``reward`` is that of ``[rl.reward]`` (default: the return), or ``None`` when there is no valid one; then
+    ``failure`` says why. ``text`` is the whole conversation. ``trajectory_id`` finds the episode in the storage.
     """
 
     conversation: list[ConversationMessage]

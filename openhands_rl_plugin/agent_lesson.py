@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 from openhands_rl_plugin.errors import TrainingError
 from openhands_rl_plugin.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.records import TrajectoryFilter
-from openhands_rl_plugin.rewards.outcome import ReturnReward
-from openhands_rl_plugin.scoring import judge
+from openhands_rl_plugin.scoring import judge_all
 from openhands_rl_plugin.settings import AlgorithmName, TrainingSettings
 from openhands_rl_plugin.training.algorithms import algorithm_of, needs_logprobs
 from openhands_rl_plugin.training.batch import is_recorded, samples_of
 from openhands_rl_plugin.training.credit import credited_samples
 from openhands_rl_plugin.training.imitation import Pair, imitated, preference_pairs
-from openhands_rl_plugin.types import Adapter, Failure, Frozen, PolicyRef, Sample, Score, Trajectory
+from openhands_rl_plugin.types import Adapter, Frozen, PolicyRef, Sample, Score, Trajectory
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.training.metrics import TrainMetrics
@@ -79,21 +78,25 @@ async def collected_episodes(
     *,
     base_model: str,
     adapter: str,
-    reward: Reward | None = None,
+    reward: Reward,
 ) -> Episodes:
     """The stored episodes that ``base_model`` sampled, alone or below any version of ``adapter``.
 
-    An episode that has no score of the reward yet (default: the return) is judged here, without storing the score.
+    An episode that has no score of the reward yet is judged here, without storing the score.
     """
-    judged_by = reward or ReturnReward()
-    own: list[tuple[Trajectory, float | None]] = []
+    own: list[Trajectory] = []
+    known: dict[str, Score] = {}
     others = 0
     async for trajectory, scores in storage.find(where):
         if _is_own(trajectory.policy, base_model, adapter):
-            own.append((trajectory, await _reward(judged_by, trajectory, scores)))
+            own.append(trajectory)
+            known |= {score.trajectory_id: score for score in scores if score.reward_version == reward.version}
         else:
             others += 1
-    valid = [(trajectory, value) for trajectory, value in own if value is not None]
+    open_ones = [trajectory for trajectory in own if trajectory.failure is None and trajectory.id not in known]
+    outcomes = await judge_all(reward, open_ones)
+    known |= {outcome.trajectory_id: outcome for outcome in outcomes if isinstance(outcome, Score)}
+    valid = [(trajectory, value) for trajectory in own if (value := _reward(trajectory, known)) is not None]
     return Episodes(
         trajectories=tuple(trajectory for trajectory, _ in valid),
         returns=tuple(value for _, value in valid),
@@ -189,10 +192,9 @@ def regrouped(trajectory: Trajectory) -> Trajectory:
     return trajectory.model_copy(update={"group_id": key})
 
 
-async def _reward(reward: Reward, trajectory: Trajectory, scores: Sequence[Score]) -> float | None:
-    known = [score for score in scores if score.reward_version == reward.version]
-    outcome = known[-1] if known else await judge(reward, trajectory)
-    return None if isinstance(outcome, Failure) or trajectory.failure is not None else outcome.reward
+def _reward(trajectory: Trajectory, scores: Mapping[str, Score]) -> float | None:
+    score = scores.get(trajectory.id)
+    return None if score is None or trajectory.failure is not None else score.reward
 
 
 def _is_own(policy: PolicyRef, base_model: str, adapter: str) -> bool:

@@ -1,27 +1,20 @@
-"""Scores a whole store with one reward: task by task, kept as it goes, so that a run that was killed goes on."""
+"""Scores what is stored with one reward: task by task, kept as it goes, so that a run that was killed goes on.
+
+What was judged before is never judged again by the same version, and never overwritten.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from openhands_rl_plugin.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.records import TrajectoryFilter
-from openhands_rl_plugin.scoring import ScoreReport, judge
+from openhands_rl_plugin.scoring import ScoreReport, judge_all
 from openhands_rl_plugin.types import Failure, Score, Trajectory
 
 AT_ONCE = 32
 """Episodes that are judged and stored together; attempts at one task are neighbours."""
-
-
-@runtime_checkable
-class BatchReward(Protocol):
-    """A reward that is quicker with many episodes at a time. A capability, not a flag."""
-
-    async def judge_all(self, trajectories: Sequence[Trajectory]) -> list[Score | Failure]:
-        """One outcome an episode, in order."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -52,7 +45,7 @@ async def rescore(
         some = ids[start : start + AT_ONCE]
         open_ones, known = await _without_score(storage, some, reward.version)
         already += known
-        outcomes = await _outcomes(reward, open_ones) if open_ones and not dry_run else []
+        outcomes = await judge_all(reward, open_ones) if open_ones and not dry_run else []
         scores = [outcome for outcome in outcomes if isinstance(outcome, Score)]
         pairs = zip(open_ones, outcomes, strict=False)
         unscored += [(one.id, outcome) for one, outcome in pairs if isinstance(outcome, Failure)]
@@ -62,6 +55,21 @@ async def rescore(
         if on_progress is not None:
             on_progress(ScoreProgress(done, len(ids), already))
     return ScoreReport(scored=scored, already_scored=already, unscored=tuple(unscored))
+
+
+async def stored_rewards(
+    storage: TrajectoryStorage, version: str, trajectories: Sequence[Trajectory]
+) -> list[float | None]:
+    """The newest stored reward of this version of each trajectory, ``None`` where there is none, in the given order.
+
+    Nothing is judged. A failed episode has none, whatever is stored.
+    """
+    valid = tuple(trajectory.id for trajectory in trajectories if trajectory.failure is None)
+    found: dict[str, float | None] = {}
+    async for trajectory, scores in storage.find(TrajectoryFilter(ids=valid)):
+        own = [score.reward for score in scores if score.reward_version == version]
+        found[trajectory.id] = own[-1] if own else None
+    return [found.get(trajectory.id) for trajectory in trajectories]
 
 
 async def _by_task(storage: TrajectoryStorage, where: TrajectoryFilter) -> list[str]:
@@ -82,9 +90,3 @@ async def _without_score(storage: TrajectoryStorage, ids: Sequence[str], version
         else:
             open_ones[trajectory.id] = trajectory
     return [open_ones[each] for each in ids if each in open_ones], known
-
-
-async def _outcomes(reward: Reward, trajectories: Sequence[Trajectory]) -> list[Score | Failure]:
-    if isinstance(reward, BatchReward):
-        return await reward.judge_all(trajectories)
-    return [await judge(reward, trajectory) for trajectory in trajectories]

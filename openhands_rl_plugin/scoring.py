@@ -1,13 +1,22 @@
-"""Rewards over stored trajectories: offline, re-runnable, never overwriting what was judged before."""
+"""Rewards over trajectories, one judgement or many together; ``rescoring`` judges what is stored."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 from openhands_rl_plugin.errors import CaughtFailure, boundary
-from openhands_rl_plugin.protocols import Reward, TrajectoryStorage
-from openhands_rl_plugin.records import TrajectoryFilter
+from openhands_rl_plugin.protocols import Reward
 from openhands_rl_plugin.types import Failure, FailureKind, Frozen, Score, Trajectory
+
+
+@runtime_checkable
+class BatchReward(Protocol):
+    """A reward that is quicker with many episodes at a time. A capability, not a flag."""
+
+    async def judge_all(self, trajectories: Sequence[Trajectory]) -> list[Score | Failure]:
+        """One outcome an episode, in order."""
+        ...
 
 
 class ScoreReport(Frozen):
@@ -16,26 +25,6 @@ class ScoreReport(Frozen):
     scored: int = 0
     already_scored: int = 0
     unscored: tuple[tuple[str, Failure], ...] = ()
-
-
-async def score_stored(
-    storage: TrajectoryStorage, reward: Reward, where: TrajectoryFilter | None = None
-) -> ScoreReport:
-    """Judge every matching trajectory that has no score of ``reward.version`` yet, and append the scores."""
-    scores: list[Score] = []
-    unscored: list[tuple[str, Failure]] = []
-    already = 0
-    async for trajectory, judged in storage.find(where):
-        if any(score.reward_version == reward.version for score in judged):
-            already += 1
-            continue
-        outcome = await judge(reward, trajectory)
-        if isinstance(outcome, Score):
-            scores.append(outcome)
-        else:
-            unscored.append((trajectory.id, outcome))
-    await storage.add_scores(scores)
-    return ScoreReport(scored=len(scores), already_scored=already, unscored=tuple(unscored))
 
 
 async def judge(reward: Reward, trajectory: Trajectory) -> Score | Failure:
@@ -49,7 +38,8 @@ async def judge(reward: Reward, trajectory: Trajectory) -> Score | Failure:
         return caught.failure
 
 
-async def scored_rewards(reward: Reward, trajectories: Sequence[Trajectory]) -> list[float | None]:
-    """The reward of each trajectory, ``None`` where there is none, in the given order."""
-    outcomes = [await judge(reward, trajectory) for trajectory in trajectories]
-    return [outcome.reward if isinstance(outcome, Score) else None for outcome in outcomes]
+async def judge_all(reward: Reward, trajectories: Sequence[Trajectory]) -> list[Score | Failure]:
+    """One judgement of each, in order; together where the reward can."""
+    if isinstance(reward, BatchReward):
+        return await reward.judge_all(trajectories)
+    return [await judge(reward, trajectory) for trajectory in trajectories]

@@ -6,7 +6,6 @@ field, each naming the section, the key and the remedy; secrets are referred to 
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -26,24 +25,16 @@ from pydantic import ModelWrapValidatorHandler as Handler
 from openhands_rl_plugin import registry
 from openhands_rl_plugin.errors import ConfigError
 from openhands_rl_plugin.settings_fields import DatabaseName, HttpUrl, SafeName, Settings, VariableName
+from openhands_rl_plugin.settings_training import AlgorithmName as AlgorithmName
+from openhands_rl_plugin.settings_training import TrainingSettings as TrainingSettings
 from openhands_rl_plugin.types import JsonObject, Limits, SamplingParams
 from openhands_rl_plugin.validation import Location, problems
 
 Locate = Callable[[Location], str]
 """Names the section (and file) that a setting was read from."""
 
-# PEFT's options for weights beside the low-rank ones.
-_UNSERVABLE = ("modules_to_save", "bias", "lora_bias", "use_dora", "trainable_token_indices")
 _SECRET_KEY = re.compile(r"(^|_)(api_?key|password|passwd|secret|token|credentials?)\Z", re.IGNORECASE)
 _URL_WITH_PASSWORD = re.compile(r"\w://[^/@\s]*:[^/@\s]*@")
-
-
-def _provable_targets(value: tuple[str, ...]) -> tuple[str, ...]:
-    if found := sorted({name.rpartition(".")[2] for name in value} & {"lm_head", "embed_tokens"}):
-        raise ValueError(
-            f"adapters of {', '.join(found)} are not trained: servers leave them out of the logprobs that prove them"
-        )
-    return value
 
 
 def _registered(kind: registry.Kind) -> AfterValidator:
@@ -91,120 +82,6 @@ class SamplingSettings(Settings):
     temperature: float = Field(default=1.0, ge=0, le=10)
     top_p: float = Field(default=1.0, gt=0, le=1)
     seed: int = Field(default=0, ge=0)
-
-
-AlgorithmName = Literal[
-    "sft",
-    "rejection-sampling",
-    "reinforce++",
-    "reinforce++-baseline",
-    "rloo",
-    "grpo",
-    "dr-grpo",
-    "dapo",
-    "gspo",
-    "cispo",
-    "dpo",
-]
-
-
-class TrainingSettings(Settings):
-    """``[rl.training]``: the algorithm, its options, the adapter and its optimiser.
-
-    ``batch_size`` is in trajectories (of DPO: pairs) an optimiser step. A bound or an aggregation that is left to the
-    algorithm (0, "auto") is that of its paper; see ``training/algorithms.py``.
-    """
-
-    algorithm: AlgorithmName = "reinforce++-baseline"
-    method: Literal["lora", "qlora", "full"] = "lora"
-    learning_rate: float = Field(default=1e-5, gt=0, le=1)
-    num_epochs: int = Field(default=3, ge=1)
-    batch_size: int = Field(default=8, ge=1)
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    lora_rank: int = Field(default=16, ge=1, le=1024)
-    lora_alpha: int = Field(default=32, ge=1)
-    lora_variant: Literal["lora", "rslora", "dora"] = "lora"
-    target_modules: Annotated[tuple[str, ...], AfterValidator(_provable_targets)] = Field(
-        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        min_length=1,
-        strict=False,
-    )
-    clip_low: float = Field(default=0.0, ge=0, lt=1)
-    clip_high: float = Field(default=0.0, ge=0)
-    negative_scale: float = Field(default=1.0, ge=0, le=1)
-    dual_clip: float = Field(default=0.0, ge=0)
-    cispo_low: float = Field(default=0.2, gt=0, le=1)
-    variance: Literal["biased", "unbiased"] = "biased"
-    std_epsilon: float = Field(default=1e-6, ge=0)
-    aggregation: Literal["auto", "token", "sequence", "fixed", "rollout"] = "auto"
-    fixed_length: int = Field(default=0, ge=0)
-    overlong: Literal["keep", "leave-out"] = "keep"
-    kl: Literal["none", "k1", "k2", "k3"] = "none"
-    kl_coefficient: float = Field(default=0.001, ge=0)
-    kl_in: Literal["loss", "reward"] = "loss"
-    correction: Literal["none", "truncate", "mask"] = "none"
-    correction_level: Literal["token", "sequence"] = "token"
-    correction_low: float = Field(default=0.5, ge=0, le=1)
-    correction_high: float = Field(default=2.0, ge=1)
-    step_rewards: Literal["episode", "environment", "search"] = "episode"
-    discount: float = Field(default=1.0, gt=0, le=1)
-    state_weight: float = Field(default=0.0, ge=0)
-    tree: Literal["path", "branches"] = "path"
-    tree_weight: float = Field(default=1.0, ge=0)
-    tree_visits: int = Field(default=1, ge=1)
-    imitate_above: float = 0.0
-    keep_best: int = Field(default=1, ge=1)
-    dpo_beta: float = Field(default=0.1, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    warmup_steps: int = Field(default=0, ge=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    max_tokens_per_pass: int = Field(default=4096, ge=1)
-    gradient_checkpointing: bool = False
-    checkpoint_steps: int = Field(default=20, ge=0)
-    sharding: Literal["auto", "none", "layers"] = "auto"
-    seed: int = Field(default=0, ge=0)
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _servable(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and (found := [key for key in _UNSERVABLE if key in data]):
-            raise ValueError(f"{', '.join(found)}: only LoRA's own weights are trained, as servers load nothing else")
-        return data
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if self.dual_clip and self.dual_clip <= 1:
-            raise ValueError("dual_clip must be 0 (off) or greater than 1: it bounds the ratio where it is above 1")
-        if self.discount < 1 and self.step_rewards == "episode" and not self.state_weight:
-            raise ValueError(
-                'discount needs rewards of steps: set step_rewards = "environment" or "search", or a state_weight, or '
-                "leave 1"
-            )
-        if self.method == "full" and (self.algorithm not in ("sft", "rejection-sampling") or self.kl != "none"):
-            raise ValueError(
-                'method = "full" fine-tunes: set algorithm = "sft" or "rejection-sampling" and kl = "none", or train '
-                'an adapter with method = "lora"'
-            )
-        if self.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
-            raise ValueError(
-                'method = "qlora" needs bitsandbytes, which is not installed here: pip install bitsandbytes, or set '
-                'method = "lora"'
-            )
-        return self
-
-    def check_servable(self) -> None:
-        """Raise ``ConfigError`` for what no server can load as an adapter while it runs."""
-        if self.method == "full":
-            raise ConfigError(
-                '[rl.training] method = "full" makes a whole model, which is not loaded into a running server as an '
-                'adapter: start a server with its directory, or set method = "lora"'
-            )
-        if self.lora_variant == "dora":
-            raise ConfigError(
-                '[rl.training] lora_variant = "dora": neither `openhands-rl serve` nor vLLM can serve it; train it '
-                'without publishing, or use "lora" or "rslora"'
-            )
 
 
 class ServingSettings(Settings):
@@ -264,21 +141,47 @@ class VerifierSettings(Settings):
     calibration: Literal["none", "temperature", "platt"] = "none"
 
 
+class RewardSettings(Settings):
+    """``[rl.reward]``: what an episode is worth in training. ``options`` are those of the reward of that ``name``."""
+
+    name: Annotated[str, _registered("rewards")] = "return"
+    options: JsonObject = Field(default_factory=dict)
+
+    def overridden(self, name: str | None, options: JsonObject | None = None) -> Self:
+        """With another reward, whose options are the given ones, or with other options for this one."""
+        if options is None:
+            options = self.options if name in (None, self.name) else {}
+        return self.model_copy(update={"name": name or self.name, "options": options})
+
+
 class LoopSettings(Settings):
-    """``[rl.loop]``: whether rollouts go on while the policy is trained, and how far they may be behind it.
+    """``[rl.loop]``: whether rollouts go on while the policy is trained, how far they may be behind it, and its sizes.
 
     ``max_staleness`` is in versions of the policy. ``patience`` is in seconds: how long a model server may be away.
+    ``held_out`` and ``demonstrations`` count tasks, ``samples_per_task`` episodes; ``success_at`` is a reward.
     """
 
     kind: Literal["sync", "async"] = "sync"
     max_staleness: int = Field(default=1, ge=0, le=64)
     partial_rollouts: Literal["finish", "continue"] = "finish"
     patience: float = Field(default=600.0, ge=0)
+    iterations: int = Field(default=5, ge=0)
+    tasks_per_iteration: int = Field(default=8, ge=1)
+    samples_per_task: int = Field(default=8, ge=2)
+    held_out: int = Field(default=50, ge=1)
+    success_at: float = 0.999
+    demonstrations: int = Field(default=0, ge=0)
+    warm_start_epochs: int = Field(default=2, ge=1)
 
     @property
     def kept_versions(self) -> int:
         """Versions that a server must keep loaded for episodes to end on."""
         return 2 if self.kind == "sync" else self.max_staleness + 1
+
+    @property
+    def stages(self) -> int:
+        """Stages of a whole run: evaluations and iterations, and what demonstrations bring with them."""
+        return self.iterations + (5 if self.demonstrations else 2)
 
 
 class RLSettings(Settings):
@@ -304,6 +207,7 @@ class RLSettings(Settings):
     environment: JsonObject = Field(default_factory=dict)
     storage: StorageSettings = StorageSettings()
     sampling: SamplingSettings = SamplingSettings()
+    reward: RewardSettings = RewardSettings()
     training: TrainingSettings = TrainingSettings()
     verifier: VerifierSettings = VerifierSettings()
     loop: LoopSettings = LoopSettings()
@@ -356,24 +260,30 @@ def section_of(location: Location) -> str:
 
 
 def _wrong_options(settings: RLSettings, locate: Locate) -> Iterator[str]:
-    """What is wrong with ``[rl.strategy]`` and ``[rl.environment]``. The keys are the plugin's own; it is loaded only
-    where there are some."""
-    yield from _wrong_section("strategy", "strategies", settings.rollout_strategy, settings.strategy, locate)
-    yield from _wrong_section("environment", "environments", settings.env_name, settings.environment, locate)
+    """What is wrong with plugins' options. The keys are a plugin's own; it is loaded only where there are some, and a
+    reward where it may want some."""
+    strategy, environment, reward = settings.rollout_strategy, settings.env_name, settings.reward
+    if settings.strategy:
+        yield from _wrong_section(("strategy",), "strategies", strategy, settings.strategy, locate)
+    if settings.environment:
+        yield from _wrong_section(("environment",), "environments", environment, settings.environment, locate)
+    if reward != RewardSettings():
+        yield from _wrong_section(("reward", "options"), "rewards", reward.name, reward.options, locate)
 
 
-def _wrong_section(section: str, kind: registry.Kind, name: str, options: JsonObject, locate: Locate) -> Iterator[str]:
+def _wrong_section(
+    section: Location, kind: registry.Kind, name: str, options: JsonObject, locate: Locate
+) -> Iterator[str]:
     try:
-        if options:
-            registry.build(kind, name, options)
+        registry.build(kind, name, options)
     except ConfigError as error:
         for line in str(error).splitlines():
-            where, _, what = line.removeprefix(f"{section} {name!r}: ").partition(": ")
+            where, _, what = line.removeprefix(f"{section[0]} {name!r}: ").partition(": ")
             keys = tuple(where.split("."))
             if where != line and keys[0].isidentifier():
-                yield f"{locate((section, *keys))} {keys[-1]}: {what}"
+                yield f"{locate((*section, *keys))} {keys[-1]}: {what}"
             else:
-                yield f"{locate((section, ''))}: {line}"
+                yield f"{locate((*section, ''))}: {line}"
 
 
 def _unservable(settings: RLSettings, locate: Locate) -> Iterator[str]:

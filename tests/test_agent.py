@@ -34,6 +34,7 @@ from openhands_rl_plugin.errors import (
 )
 from openhands_rl_plugin.protocols import Forkable, LLMEngine
 from openhands_rl_plugin.records import EpisodeStart, TrajectoryFilter
+from openhands_rl_plugin.serving.adapters import AdapterStore
 from openhands_rl_plugin.serving.config import ServerConfig
 from openhands_rl_plugin.serving.generator import Generator
 from openhands_rl_plugin.serving.server import running_server
@@ -211,6 +212,14 @@ def test_training_reinforces_and_the_next_run_uses_it(model: Path, config: RLAge
     }
     with RLAgent(model, config=config) as resumed:
         assert resumed.adapter is not None and resumed.adapter.name == "policy-v000002"
+    # The canary stays with the version: going on is proven by it, as a later publication to a server is.
+    versions = AdapterStore(config.serving.adapters_directory)
+    canary = versions.probe(again.adapter)
+    assert canary is not None
+    moved = tuple(logprob - 1.0 for logprob in canary.logprobs)
+    versions.keep_probe(again.adapter, canary.model_copy(update={"logprobs": moved}))
+    with pytest.raises(PublishError, match="policy-v000002 was refused"):
+        RLAgent(model, config=config)
 
 
 def test_runs_of_one_task_form_a_group(model: Path, config: RLAgentConfig) -> None:
@@ -239,6 +248,25 @@ def test_what_is_trained_on_can_be_chosen(model: Path, config: RLAgentConfig, tm
         assert stranger.adapter is None
         with pytest.raises(TrainingError, match="12 by other models"):
             stranger.train()
+
+
+def test_the_reward_is_that_of_the_configuration(model: Path, config: RLAgentConfig, tmp_path: Path) -> None:
+    half = changed(
+        config,
+        rollout_strategy="test_agent:ScriptedStrategy",
+        reward={"name": "success", "options": {"threshold": 0.5}},
+    )
+    with RLAgent(model, config=half) as agent:
+        (episode,) = agent.run(INSTRUCTION, task_indices=[GOAL])
+    ((trajectory, (score,)),) = stored(config)
+    assert trajectory.episode_return == pytest.approx(0.75) and episode["reward"] == score.reward == 1.0
+    assert score.reward_version == "success-1@0.5"
+    apart = {"path": str(tmp_path / "apart"), "durable": False}
+    out_of_reach = changed(config, storage=apart, reward={"name": "success", "options": {"threshold": 2.0}})
+    with RLAgent(model, config=out_of_reach) as agent:
+        agent.run(INSTRUCTION, task_indices=[GOAL], batch_size=8)
+        with pytest.raises(TrainingError, match="none succeeded"):
+            agent.train(num_epochs=1)
 
 
 def test_without_a_baseline_it_is_fine_tuned_on_successes(model: Path, config: RLAgentConfig) -> None:
@@ -370,6 +398,8 @@ def test_wrong_arguments_are_refused_with_the_remedy(model: Path, config: RLAgen
         RLAgent("http://127.0.0.1:9/v1", config=config)
     with pytest.raises(ConfigError, match="NoSuchKlass"):
         RLAgent(model, config=changed(config, env_name="test_agent:NoSuchKlass"))
+    with pytest.raises(ConfigError, match="nor vLLM can serve it"):
+        RLAgent(model, config=changed(config, training={"lora_variant": "dora"}))
     with RLAgent(model, config=config) as agent:
         for arguments, remedy in (
             ({"batch_size": 0}, "batch_size must be at least 1"),

@@ -11,10 +11,10 @@ from openhands_rl_plugin.errors import ConfigError, GraderError, InfrastructureE
 from openhands_rl_plugin.journal import EpisodeJournal
 from openhands_rl_plugin.protocols import Environment, TrajectoryStorage
 from openhands_rl_plugin.records import EpisodeStart, TrajectoryFilter
+from openhands_rl_plugin.rescoring import rescore
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.rollout import RolloutPlan, group_by_task, roll_out
 from openhands_rl_plugin.runners import SessionRunner
-from openhands_rl_plugin.scoring import score_stored
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
 from openhands_rl_plugin.strategies.react import StandardReActStrategy
 from openhands_rl_plugin.testing import GridEnvironment, ScriptedEngine
@@ -122,7 +122,7 @@ async def test_infrastructure_failures_are_replaced_and_kept(tmp_path: Path) -> 
 async def test_a_server_that_stays_away_leaves_failures_not_zeros(tmp_path: Path) -> None:
     async with FileTrajectoryStorage(tmp_path) as storage:
         played = await roll_out(plan(samples_per_task=1, retries=0), Counting(outages=99).runner(), storage)
-        report = await score_stored(storage, ReturnReward())
+        report = await rescore(storage, ReturnReward())
         scored = [scores async for _, scores in storage.find()]
     assert all(trajectory.failure is not None for trajectory in played)
     assert (report.scored, len(report.unscored)) == (0, 3)
@@ -132,8 +132,8 @@ async def test_a_server_that_stays_away_leaves_failures_not_zeros(tmp_path: Path
 async def test_scores_are_given_once_a_version(tmp_path: Path) -> None:
     async with FileTrajectoryStorage(tmp_path) as storage:
         await roll_out(plan(samples_per_task=1), Counting().runner(), storage)
-        first = await score_stored(storage, ReturnReward())
-        second = await score_stored(storage, ReturnReward())
+        first = await rescore(storage, ReturnReward())
+        second = await rescore(storage, ReturnReward())
     assert (first.scored, second.scored, second.already_scored) == (3, 0, 3)
 
 
@@ -146,7 +146,7 @@ async def test_a_grader_that_cannot_judge_leaves_no_score(tmp_path: Path) -> Non
 
     async with FileTrajectoryStorage(tmp_path) as storage:
         await roll_out(plan(samples_per_task=1), Counting().runner(), storage)
-        report = await score_stored(storage, Broken())
+        report = await rescore(storage, Broken())
     assert report.scored == 0
     assert {failure.message for _, failure in report.unscored} == {"GraderError: no report"}
 

@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, str] = {
     "grade": "openhands_rl_plugin.cli.grade",
     "import": "openhands_rl_plugin.cli.import_",
     "list": "openhands_rl_plugin.cli.list_",
+    "loop": "openhands_rl_plugin.cli.loop",
     "report": "openhands_rl_plugin.cli.report",
     "score": "openhands_rl_plugin.cli.score",
     "serve": "openhands_rl_plugin.cli.serve",
@@ -60,6 +61,7 @@ _EPILOG = """examples:
   openhands-rl compare evaluation_outputs/before evaluation_outputs/after
   openhands-rl export ~/.openhands/rl_trajectories --format sft-text --out sft.jsonl --resolved
   openhands-rl train ~/.openhands/rl_trajectories --model ./model --adapters ./adapters --algorithm grpo --dry-run
+  openhands-rl loop webshop --config config.toml --model ./SmolLM2-135M-Instruct --demonstrations 64
   openhands-rl score ~/.openhands/rl_trajectories --verifier ./adapters/verifier-v000001
   openhands-rl adapters list --adapters ./adapters
   openhands-rl import output.jsonl --format output-jsonl --into ~/.openhands/rl_trajectories

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, get_args
 
 from pydantic import ValidationError
 
+from openhands_rl_plugin.cli.publishing import publisher_for
 from openhands_rl_plugin.config import load_settings
 from openhands_rl_plugin.errors import ConfigError
 from openhands_rl_plugin.settings import ServingSettings
@@ -16,7 +17,6 @@ from openhands_rl_plugin.validation import problems
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.serving.adapters import AdapterStore
-    from openhands_rl_plugin.serving.publisher import AdapterPublisher
     from openhands_rl_plugin.types import Adapter
 
 HELP = "list the versions of an adapter, bring one into use, or go back"
@@ -67,7 +67,7 @@ async def _run(args: argparse.Namespace) -> int:
     adapter = _version(store, serving.adapter, wanted) if wanted else _before(store, serving.adapter)
     if not serving.publish_urls:
         raise ConfigError("there is no server to publish to: give --base-url, or base_url in [rl.serving]")
-    async with _publisher(store, serving) as publisher:
+    async with publisher_for(serving, store) as publisher:
         report = await publisher.publish(adapter)
         asked = await publisher.served_model(adapter)
     proof = "no canary" if report.difference is None else f"canary within {report.difference:.4f} nats"
@@ -100,7 +100,7 @@ async def _list(store: AdapterStore, serving: ServingSettings) -> None:
         for each in versions
     ]
     if serving.publish_urls:
-        async with _publisher(store, serving) as publisher:
+        async with publisher_for(serving, store) as publisher:
             servers = await publisher.loaded()
         columns.append("loaded on")
         for row, each in zip(rows, versions, strict=True):
@@ -123,19 +123,6 @@ def _settings(args: argparse.Namespace) -> ServingSettings:
         names = {"adapters_path": "adapters", "base_urls": "base-url"}
         lines = (f"--{names.get(at[-1], at[-1])}: {what}" for at, what in problems(error, ServingSettings))
         raise ConfigError("\n".join(lines)) from error
-
-
-def _publisher(store: AdapterStore, serving: ServingSettings) -> AdapterPublisher:
-    from openhands_rl_plugin.serving.publisher import AdapterPublisher
-
-    return AdapterPublisher(
-        serving.publish_urls,
-        store,
-        api_key=serving.api_key(),
-        keep=max(1, serving.max_adapters - 1),
-        timeout=serving.request_timeout,
-        server=serving.server,
-    )
 
 
 def _version(store: AdapterStore, name: str, wanted: str) -> Adapter:

@@ -43,7 +43,8 @@ examples:
   openhands-rl evaluate swe-bench-verified --model openai/qwen --base-url http://127.0.0.1:8100/v1 --runs 4 --workers 16
   openhands-rl evaluate rows.jsonl --llm eval --config config.toml --agent RLAgent --strategy BestOfN \\
       --strategy-option n=4 --include 'pytest-dev__*' --limit 20 --dry-run
-  openhands-rl evaluate webshop --agent RLAgent --model policy-v000007 --base-url http://127.0.0.1:8100/v1 --limit 50
+  openhands-rl evaluate webshop --agent RLAgent --model policy-v000007 --base-model SmolLM2-135M-Instruct \\
+      --base-url http://127.0.0.1:8100/v1 --limit 50
 
 A run is OUT/<dataset>-<split>/<agent>/<model>_maxiter_<n>_N_<note>-run_<i>/ with output.jsonl, metadata.json,
 llm_completions/, predictions.jsonl and report.json. Run 0 samples at temperature 0 and the others at 0.5 unless
@@ -91,6 +92,11 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--config", type=Path, metavar="FILE", help="a config.toml with [llm.NAME] and [rl]")
     group.add_argument("--llm", metavar="NAME", help="[llm.NAME] of the config.toml (llm.NAME is understood, too)")
     group.add_argument("--model", metavar="NAME", help="the model's name, as in [llm]")
+    group.add_argument(
+        "--base-model",
+        metavar="NAME",
+        help="what --model adapts, where that is a version of an adapter (default: [rl.serving] model)",
+    )
     group.add_argument("--base-url", metavar="URL", help="an OpenAI-compatible server")
     group.add_argument("--api-key-env", metavar="VARIABLE", help="the environment variable that holds the key")
     group.add_argument("--temperature", type=float, metavar="T", help="of all runs")
@@ -147,6 +153,7 @@ def _plan(args: argparse.Namespace) -> tuple[EvaluationPlan, Suite]:
             split=suite.split,
             agent=args.agent,
             model=model,
+            base_model=_base_model(args, model),
             out=args.out.absolute(),
             note=args.note,
             strategy=args.strategy,
@@ -174,6 +181,25 @@ def _model(args: argparse.Namespace) -> EvaluatedModel:
 
     named = {name: getattr(args, name, None) for name in (*EvaluatedModel.model_fields, "model")}
     return evaluated_model({name: value for name, value in named.items() if value is not None}, args.config, args.llm)
+
+
+def _base_model(args: argparse.Namespace, model: EvaluatedModel) -> str:
+    """What the evaluated version of an adapter adapts; empty when no adapter is evaluated."""
+    from openhands_rl_plugin.config import load_settings
+    from openhands_rl_plugin.types import PolicyRef
+
+    if args.base_model:
+        return args.base_model
+    if PolicyRef.from_served_name("", model.name).adapter is None:
+        return ""
+    base, colon, _ = model.name.rpartition(":")  # SGLang's name of an adapter holds the base model's
+    known = load_settings(args.config).serving.model if args.config else ""
+    if not (found := base if colon else known):
+        raise ConfigError(
+            f"{model.name} is a version of an adapter: name the model that it adapts, as its server calls it, with "
+            "--base-model, or as model in [rl.serving] of --config"
+        )
+    return found
 
 
 def _temperatures(args: argparse.Namespace, model: EvaluatedModel) -> tuple[float, ...]:
@@ -274,10 +300,11 @@ def _said(plan: EvaluationPlan, suite: Suite, args: argparse.Namespace) -> list[
     count = (
         f"{len(known)} instances" if known is not None else f"instances of {suite.dataset} ({suite.split}), on the hub"
     )
+    adapts = f" on {plan.base_model}" if plan.base_model else ""
     said = [
         f"{suite.name}: {count}, {plan.runs} runs, {plan.workers} at a time",
         f"  agent: {agent}, at most {plan.max_iterations} iterations and {plan.timeout:g} s",
-        f"  model: {plan.model.name} at {plan.model.base_url}",
+        f"  model: {plan.model.name}{adapts} at {plan.model.base_url}",
     ]
     for run in plan.each_run():
         directory = plan.run_directory(run)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.stored import add_filters, add_store, filter_of
 from openhands_rl_plugin.cli.stores import open_store
+from openhands_rl_plugin.cli.train_reward import json_options
 from openhands_rl_plugin.errors import ConfigError
 from openhands_rl_plugin.protocols import Reward
 from openhands_rl_plugin.registry import build
@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--reward", metavar="NAME", help="return, success, matching, ..., or module:Class")
     what.add_argument("--verifier", metavar="DIR", help="the directory of a version that `train --verifier` made")
-    parser.add_argument("--options", type=_options, default={}, metavar="JSON", help="the reward's options, an object")
+    parser.add_argument(
+        "--options", type=json_options, default={}, metavar="JSON", help="the reward's options, an object"
+    )
     parser.add_argument("--model", metavar="DIR", help="of a verifier: its base model, where that has moved")
     parser.add_argument("--base-url", metavar="URL", help="of a verifier: ask this server instead of loading the model")
     parser.add_argument("--served-model", metavar="NAME", help="its name there (default: that of the directory)")
@@ -104,13 +106,3 @@ def _progress() -> Iterator[Callable[[ScoreProgress], None]]:
             progress.update(task, completed=at.done, total=at.total)
 
         yield advanced
-
-
-def _options(text: str) -> dict[str, object]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError('must be a JSON object, such as {"threshold": 0.5}')
-    return found

@@ -12,20 +12,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.fields import add_fields, given_fields, option_of, settings_from
+from openhands_rl_plugin.cli.publishing import publish, publish_servers
 from openhands_rl_plugin.cli.stored import add_filters, filter_of
 from openhands_rl_plugin.cli.stores import STORE_HELP, open_store
 from openhands_rl_plugin.cli.train_ranks import joined
+from openhands_rl_plugin.cli.train_reward import add_reward, reward_of
 from openhands_rl_plugin.cli.train_tasks import HELP as TASKS_HELP
 from openhands_rl_plugin.cli.train_tasks import of_checked_tasks
 from openhands_rl_plugin.config import load_settings
 from openhands_rl_plugin.errors import ConfigError, MissingExtraError, TrainingError
 from openhands_rl_plugin.records import TrajectoryFilter
-from openhands_rl_plugin.registry import build
-from openhands_rl_plugin.settings import TrainingSettings, VerifierSettings
+from openhands_rl_plugin.settings import RLSettings, TrainingSettings, VerifierSettings
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.agent_lesson import Lesson
-    from openhands_rl_plugin.protocols import Reward, TrajectoryStorage
+    from openhands_rl_plugin.protocols import TrajectoryStorage
     from openhands_rl_plugin.serving.adapters import AdapterStore
     from openhands_rl_plugin.training.distributed import Ranks
     from openhands_rl_plugin.training.metrics import TrainProgress
@@ -39,7 +40,9 @@ EPILOG = """examples:
   openhands-rl train ./trajectories --model ./model --adapters ./adapters --algorithm rejection-sampling --keep-best 2
   openhands-rl train ./trajectories --model ./model --adapters ./adapters --adapter webshop --algorithm dapo \\
       --run night-3 --learning-rate 1e-4 --publish http://127.0.0.1:8100/v1
-  openhands-rl train ./trajectories --model ./model --adapters ./adapters --config config.toml --from base
+  openhands-rl train ./trajectories --model ./model --config config.toml --from base --publish
+  openhands-rl train ./trajectories --model ./model --adapters ./adapters --algorithm grpo --reward verifier \\
+      --reward-options '{"adapter": "./adapters/verifier-v000001"}'
   openhands-rl train --dry-run --model ./qwen2.5-coder-32b --config policy-full-32b.toml
   openhands-rl train ./trajectories --verifier --model ./Qwen2.5-Coder-32B --adapters ./adapters --negatives 1 \\
       --max-length 10240 --gradient-checkpointing true
@@ -51,7 +54,7 @@ unless --from says otherwise. A verifier learns from the episodes of all policie
 has not seen. ADAPTERS/NAME.training/ holds metrics.jsonl, a line a step, and the last checkpoint.
 """
 LATEST, BASE = "latest", "base"
-POLICY, VERIFIER = "policy", "verifier"
+VERIFIER = "verifier"
 _PROBE_TOKENS = 128
 
 
@@ -60,8 +63,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", metavar="STORE", nargs="?", help=f"{STORE_HELP}; --dry-run can do without")
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the base model's weights")
     parser.add_argument("--base-model", metavar="NAME", help="the model, as the server calls it; if episodes differ")
-    parser.add_argument("--reward", default="return", metavar="NAME", help="return, success or module:Class")
-    parser.add_argument("--publish", metavar="URL", help="bring the new version into use on this server")
+    add_reward(parser)
+    parser.add_argument(
+        "--publish",
+        action="append",
+        nargs="?",
+        const="",
+        metavar="URL",
+        help="bring the new version into use on this server (once for each replica), or on those of [rl.serving]",
+    )
     parser.add_argument("--config", type=Path, metavar="FILE", help="a config.toml; options given here override it")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be trained on")
     parser.add_argument("--tasks", metavar="FILE", help=TASKS_HELP)
@@ -69,9 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # One adapter is trained, and whose episodes these are follows from it: it takes the place of the filter.
     own = parser.add_argument_group("adapter", conflict_handler="resolve")
     own.add_argument(
-        "--adapter", metavar="NAME", help=f"the adapter's name (default: {POLICY}; of a verifier: {VERIFIER})"
+        "--adapter", metavar="NAME", help=f"its name (default: [rl.serving] adapter, policy; a verifier's: {VERIFIER})"
     )
-    own.add_argument("--adapters", type=Path, metavar="DIR", help="where versions are kept: [rl.serving] adapters_path")
+    own.add_argument(
+        "--adapters", type=Path, metavar="DIR", help="where versions are kept (default: [rl.serving] adapters_path)"
+    )
     own.add_argument(
         "--from", dest="start", default=LATEST, metavar="VERSION", help="a number, latest (the default) or base"
     )
@@ -86,13 +98,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, or say what would be. Raises ``RLError`` when options, store, episodes, model or server are wrong."""
-    args.adapter = args.adapter or (VERIFIER if args.verifier else POLICY)
     if args.store is None:
         from openhands_rl_plugin.cli.train_shapes import say_shapes
 
         return say_shapes(args)
-    if args.adapters is None:
-        raise ConfigError("--adapters DIR is needed: the directory where the versions are kept")
+    serving = (load_settings(args.config) if args.config else RLSettings()).serving
+    args.adapter = args.adapter or (VERIFIER if args.verifier else serving.adapter)
+    # A server may have another working directory, so that the paths it is told must be absolute.
+    args.adapters = (args.adapters or serving.adapters_directory).resolve()
+    args.publish = publish_servers(serving, args.publish) if args.publish else None
     with joined(args) as ranks:
         return _run(args, ranks)
 
@@ -114,12 +128,13 @@ class _Training:
         self._args = args
         self._ranks = ranks
         self._leads = ranks is None or ranks.rank == 0
-        self._settings = settings_from(args, load_settings(args.config).training if args.config else TrainingSettings())
+        read = load_settings(args.config) if args.config else RLSettings()
+        self._settings = settings_from(args, read.training)
         if args.publish:
             self._settings.check_servable()
         self._name = check_name(args.adapter)
         self._where = filter_of(args).model_copy(update={"adapter": None})
-        self._reward: Reward = build("rewards", args.reward)
+        self._reward = reward_of(args, read.reward)
         self._adapters = AdapterStore(args.adapters)
         self._whole = self._settings.method == "full"
         if self._whole and ranks is not None:
@@ -150,10 +165,10 @@ class _Training:
 
     async def _lesson(self, storage: TrajectoryStorage, base_model: str) -> Lesson:
         from openhands_rl_plugin.agent_lesson import collected_episodes, lesson_of
-        from openhands_rl_plugin.scoring import score_stored
+        from openhands_rl_plugin.rescoring import rescore
 
         if not self._args.dry_run and self._leads:
-            await score_stored(storage, self._reward, self._where)
+            await rescore(storage, self._reward, self._where)
         if self._ranks is not None:
             self._ranks.tell(None)  # the scores are there now
         episodes = await collected_episodes(
@@ -225,15 +240,6 @@ class _Training:
         )
 
 
-async def publish(url: str, adapters: AdapterStore, adapter: Adapter, probe: Probe) -> None:
-    """Bring a version into use on a server and say so. Raises ``PublishError``."""
-    from openhands_rl_plugin.serving.publisher import AdapterPublisher
-
-    async with AdapterPublisher(url, adapters) as publisher:
-        report = await publisher.publish(adapter, probe)
-    print(f"{adapter.name} is in use at {url} after {report.seconds:.1f} s")
-
-
 def starting_point(adapters: AdapterStore, name: str, start: str) -> Adapter | None:
     """The version that training goes on from; ``None`` for the base model. Raises ``ConfigError``."""
     if start == BASE:
@@ -262,7 +268,7 @@ async def _only_base_model(storage: TrajectoryStorage, where: TrajectoryFilter, 
 
 @contextmanager
 def training_progress() -> Iterator[Callable[[TrainProgress], None]]:
-    """A bar with the loss and the time left on stderr, where that is a terminal."""
+    """A bar with the loss, the step's figures and the time left on stderr, where that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -272,7 +278,9 @@ def training_progress() -> Iterator[Callable[[TrainProgress], None]]:
         task = progress.add_task("training", total=None)
 
         def advanced(at: TrainProgress) -> None:
-            progress.update(task, completed=at.done, total=at.total, description=f"training, loss {at.loss:.4f}")
+            figures = f"entropy {at.entropy:.3f}, KL {at.approx_kl:.4f}, ratio {at.ratio:.3f}"
+            description = f"training, loss {at.loss:.4f}, {figures}"
+            progress.update(task, completed=at.done, total=at.total, description=description)
 
         yield advanced
 

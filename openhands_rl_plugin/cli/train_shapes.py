@@ -32,6 +32,8 @@ def say_shapes(args: argparse.Namespace) -> int:
     rows = max(settings.max_tokens_per_pass, longest)
     print(f"  a pass: {rows:,} tokens; a step: {settings.batch_size} trajectories; {settings.num_epochs} epochs")
     print(f"  learning rate: {settings.learning_rate:g}, {settings.schedule} after {settings.warmup_steps} steps")
+    if alone := "all weights" if settings.method == "full" else "a verifier" if args.verifier else "":
+        print(f"  one process only: one device must hold {alone}; several train adapters of policies alone")
     memory = estimate_memory(args.model, settings, longest)
     parts = ", ".join(f"{name} {part / 1e9:.2f}" for name, part in memory.parts().items())
     print(f"  memory: about {memory.total / 1e9:.2f} GB ({parts})")

@@ -71,10 +71,10 @@ def stage_line(record: StageRecord) -> str:
 _SHOWN = {"success": "success", "reward": "reward", "last_loss": "loss", "approx_kl": "KL"}
 
 
-def final_table(state: LoopState) -> Table:
-    """The evaluations as a table."""
-    table = Table(title="Held-out goals")
-    for heading in ("stage", "success", "95% interval", "mean reward", "turns", "goals"):
+def final_table(state: LoopState, tasks: str = "goals") -> Table:
+    """The evaluations as a table; ``tasks``: what the tasks are called."""
+    table = Table(title=f"Held-out {tasks}")
+    for heading in ("stage", "success", "95% interval", "mean reward", "turns", tasks):
         table.add_column(heading, justify="left" if heading == "stage" else "right")
     for one in evaluations(state):
         table.add_row(

@@ -46,9 +46,9 @@ def success_difference(before: Sequence[Trajectory], after: Sequence[Trajectory]
     return paired_difference([first[task] for task in shared], [later[task] for task in shared])
 
 
-def comparison_sentence(name: str, difference: Estimate) -> str:
+def comparison_sentence(name: str, difference: Estimate, tasks: str = "goals") -> str:
     """``RL over SFT: +0.21 (95% interval +0.10 to +0.32, 100 goals)``."""
     return (
         f"{name}: {difference.mean:+.2f} in success (95% interval {difference.low:+.2f} to {difference.high:+.2f}, "
-        f"{difference.n} goals played both times)"
+        f"{difference.n} {tasks} played both times)"
     )

@@ -23,6 +23,7 @@ from openhands_rl_plugin.hosts.v0.executors import open_pool
 from openhands_rl_plugin.protocols import TrajectoryStorage
 from openhands_rl_plugin.settings import ServingSettings
 from openhands_rl_plugin.swe.protocols import InstanceBackend
+from openhands_rl_plugin.types import StrategySpec
 
 BUBBLEWRAP_RUNTIME = "openhands_rl_plugin.hosts.v0.runtime.BubblewrapRuntime"
 STORE = "trajectories"
@@ -78,20 +79,44 @@ async def _player(
     with ExitStack() as opened:
         if suite.name == WEBSHOP:
             settings = opened.enter_context(shop_for(settings))
-        if processes:
-            runner: Runner = open_pool(settings, options, workers=processes, storage=storage)
-        else:
-            runner = ControllerRunner(settings, options, storage=storage)
-        try:
+        async with open_runner(settings, options, storage, processes) as runner:
             if backend is None:
                 yield WebPlayer(plan, runner, storage=storage)
             else:
-                strategy, grader = options.strategy_spec(settings), backend if grade else None
-                yield InstancePlayer(
-                    plan, runner, strategy=strategy, storage=storage, checkouts=backend, grader=grader, scratch=scratch
-                )
-        finally:
-            await runner.close()
+                strategy = options.strategy_spec(settings)
+                yield open_player(plan, runner, strategy, storage, backend, scratch, grade=grade)
+
+
+@asynccontextmanager
+async def open_runner(
+    settings: RLSettings, options: ControllerOptions, storage: TrajectoryStorage, processes: int
+) -> AsyncIterator[Runner]:
+    """OpenHands' controllers in ``processes`` workers, or in this process (0), until the block ends."""
+    if processes:
+        runner: Runner = open_pool(settings, options, workers=processes, storage=storage)
+    else:
+        runner = ControllerRunner(settings, options, storage=storage)
+    try:
+        yield runner
+    finally:
+        await runner.close()
+
+
+def open_player(
+    plan: EvaluationPlan,
+    runner: Runner,
+    strategy: StrategySpec,
+    storage: TrajectoryStorage,
+    backend: InstanceBackend,
+    scratch: Path,
+    *,
+    grade: bool = True,
+) -> InstancePlayer:
+    """Who plays software tasks in checkouts of ``backend``, which grades them too."""
+    grader = backend if grade else None
+    return InstancePlayer(
+        plan, runner, strategy=strategy, storage=storage, checkouts=backend, grader=grader, scratch=scratch
+    )
 
 
 def options_of(plan: EvaluationPlan, suite: Suite, processes: int) -> ControllerOptions:
@@ -120,7 +145,7 @@ def settings_of(plan: EvaluationPlan, config: Path | None) -> RLSettings:
     settings = load_settings(config) if config is not None else RLSettings()
     serving = ServingSettings(
         base_url=plan.model.base_url,
-        model=plan.model.name,
+        model=plan.base_model or plan.model.name,
         api_key_env=plan.model.api_key_env,
         request_timeout=plan.model.timeout,
     )

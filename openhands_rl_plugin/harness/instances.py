@@ -121,11 +121,12 @@ class InstancePlayer:
         )
 
     async def _failed(self, request: EpisodeRequest, failure: Failure, started: float) -> Trajectory:
+        base = self._plan.base_model or self._plan.model.name
         trajectory = EpisodeTree().freeze(
             request,
             trajectory_id=trajectory_id(request),
             strategy=self._strategy,
-            policy=PolicyRef.from_served_name(self._plan.model.name, self._plan.model.name),
+            policy=PolicyRef.from_served_name(base, request.served_model or base),
             stop=StopReason.ERROR,
             times=Times(started=started, finished=time.time()),
             failure=failure,

@@ -24,6 +24,7 @@ class Run(Frozen):
 class EvaluationPlan(Frozen):
     """One evaluation. ``timeout`` bounds an episode and ``test_timeout`` the tests of one patch, in seconds.
 
+    ``base_model``: what the server calls the model without its adapter, where ``model`` is one's version; else empty.
     ``temperatures``: the n-th run takes the n-th, the rest the last; empty leaves them to the model. ``retries`` bounds
     the replacements of an episode, and of a grading, that failed for want of infrastructure.
     """
@@ -33,6 +34,7 @@ class EvaluationPlan(Frozen):
     split: str
     agent: str
     model: EvaluatedModel
+    base_model: str = ""
     out: Path
     note: str = "v1"
     strategy: str = ""
@@ -86,5 +88,6 @@ class EvaluationPlan(Frozen):
             sample=run.index,
             attempt=attempt,
             seed=zlib.crc32(f"{self.seed}/{run.index}/{task.id}".encode()) % 2**31,
+            served_model=self.model.name if self.base_model else None,
             sampling=SamplingParams(temperature=run.temperature, top_p=self.model.top_p),
         )

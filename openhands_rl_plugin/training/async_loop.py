@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.errors import InfrastructureError, StorageError
 from openhands_rl_plugin.records import TrajectoryFilter
-from openhands_rl_plugin.scoring import score_stored
 from openhands_rl_plugin.settings import LoopSettings
 from openhands_rl_plugin.training.async_groups import GroupPlayer
 from openhands_rl_plugin.training.async_lineage import Lineage
@@ -94,8 +93,7 @@ class AsyncLoop(LoopStages):
         chosen = time.time()
         where = TrajectoryFilter(ids=batch.trajectories)
         metrics = await self._judge(where, played)
-        await score_stored(self._parts.storage, self._parts.objective, where)
-        credit = await self._credit(played)
+        credit = await self._credit(where, played)
         metrics |= credit.baseline.as_floats()
         adapter = None
         if credit.samples:

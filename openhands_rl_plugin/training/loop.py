@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 
-from openhands_rl_plugin.scoring import score_stored
 from openhands_rl_plugin.training.loop_stages import LoopListener as LoopListener
 from openhands_rl_plugin.training.loop_stages import LoopParts as LoopParts
 from openhands_rl_plugin.training.loop_stages import LoopStages, iteration_name
@@ -34,8 +33,7 @@ class ClosedLoop(LoopStages):
         played = await self._roll_out(stage, tasks, self._plan.samples_per_task, self._plan.sampling)
         rolled_out = time.time()
         metrics = await self._judge(self._where(stage), played)
-        await score_stored(self._parts.storage, self._parts.objective, self._where(stage))
-        credit = await self._credit(played)
+        credit = await self._credit(self._where(stage), played)
         metrics |= credit.baseline.as_floats() | {"rollout_seconds": rolled_out - started}
         if not credit.samples:
             return self._record(stage, started, metrics)

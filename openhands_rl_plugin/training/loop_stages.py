@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from openhands_rl_plugin.errors import TrainingError
 from openhands_rl_plugin.protocols import EpisodeRunner, Reward, TrajectoryStorage
 from openhands_rl_plugin.records import TrajectoryFilter
+from openhands_rl_plugin.rescoring import rescore, stored_rewards
 from openhands_rl_plugin.rollout import RolloutPlan, roll_out
-from openhands_rl_plugin.scoring import score_stored, scored_rewards
 from openhands_rl_plugin.training.credit import Credit, credited_samples
 from openhands_rl_plugin.training.demonstrations import ChatTokenizer, demonstration_sample
 from openhands_rl_plugin.training.memory import forget_unused
@@ -89,6 +89,8 @@ class LoopStages:
     async def _begin(self) -> None:
         """What comes before reinforcement."""
         await self._stage("evaluate-base", self._evaluate)
+        if not self._plan.demonstrations:
+            return
         await self._stage("demonstrate", self._demonstrate)
         await self._stage("warm-start", self._warm_start)
         await self._stage("evaluate-warm-start", self._evaluate)
@@ -122,8 +124,8 @@ class LoopStages:
         adapter = await self._publish(stage, trainer, metrics.as_floats())
         return self._record(stage, started, metrics.as_floats(), adapter)
 
-    async def _credit(self, played: Sequence[Trajectory]) -> Credit:
-        rewards = await scored_rewards(self._parts.objective, played)
+    async def _credit(self, where: TrajectoryFilter, played: Sequence[Trajectory]) -> Credit:
+        rewards = await self._rewards(self._parts.objective, where, played)
         return credited_samples(played, rewards, self._plan.reinforcement)
 
     async def _roll_out(
@@ -153,8 +155,15 @@ class LoopStages:
         return await roll_out(plan, runner or self._parts.runner, self._parts.storage, count)
 
     async def _judge(self, where: TrajectoryFilter, played: Sequence[Trajectory]) -> dict[str, float]:
-        await score_stored(self._parts.storage, self._parts.reward, where)
-        return success_metrics(played, await scored_rewards(self._parts.reward, played), self._plan.success_at)
+        rewards = await self._rewards(self._parts.reward, where, played)
+        return success_metrics(played, rewards, self._plan.success_at)
+
+    async def _rewards(
+        self, reward: Reward, where: TrajectoryFilter, played: Sequence[Trajectory]
+    ) -> list[float | None]:
+        """Judged once a version, whichever stage, process or other reward asks for it."""
+        await rescore(self._parts.storage, reward, where)
+        return await stored_rewards(self._parts.storage, reward.version, played)
 
     async def _reinforcement_trainer(self) -> LoraTrainer:
         if self._trainer is None:

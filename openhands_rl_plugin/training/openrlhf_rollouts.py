@@ -82,9 +82,9 @@ class _TaskRow(Frozen):
 class RolloutConfig:
     """How episodes are played, from the process's environment.
 
-    ``OPENHANDS_RL_CONFIG``: a config.toml; ``OPENHANDS_RL_REWARD``: a reward's name (default: return);
-    ``OPENHANDS_RL_TEMPLATE``: the model's family, for an ``AgentInstance`` that is not given a tokenizer (default:
-    qwen3); ``OPENHANDS_RL_RETRIES``: how often an episode that failed is replaced (default: 2).
+    ``OPENHANDS_RL_CONFIG``: a config.toml; ``OPENHANDS_RL_REWARD``: another reward than that of ``[rl.reward]``, with
+    its default options; ``OPENHANDS_RL_TEMPLATE``: the model's family, for an ``AgentInstance`` that is not given a
+    tokenizer (default: qwen3); ``OPENHANDS_RL_RETRIES``: how often an episode that failed is replaced (default: 2).
     """
 
     settings: RLSettings
@@ -101,9 +101,11 @@ class RolloutConfig:
         retries = environ.get(RETRIES, "2")
         if not retries.isdecimal():
             raise ConfigError(f"{RETRIES} must be a whole number, not {retries!r}")
+        settings = load_settings(Path(path), environ)
+        reward = settings.reward.overridden(environ.get(REWARD) or None)
         return cls(
-            settings=load_settings(Path(path), environ),
-            reward=registry.build("rewards", environ.get(REWARD, "return")),
+            settings=settings,
+            reward=registry.build("rewards", reward.name, reward.options),
             template=template_for(environ.get(TEMPLATE, "qwen3")),
             retries=int(retries),
         )

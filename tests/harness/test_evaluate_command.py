@@ -60,6 +60,24 @@ def test_a_dry_run_says_what_would_be_done(
     assert not (tmp_path / "out").exists() and "sk-planted" not in said
 
 
+def test_whose_adapter_is_evaluated(rows: Path, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A version of an adapter is no base model, or nothing could be trained on its episodes."""
+    config.write_text(CONFIG + '[rl.serving]\nmodel = "org/base"\n')
+    words = ["evaluate", str(rows), "--agent", "RLAgent", "--out", str(tmp_path / "out"), "--dry-run"]
+    words += ["--base-url", "http://127.0.0.1:1/v1", "--api-key-env", ""]
+    for options, said in (
+        (["--model", "policy-v000007", "--config", str(config)], "policy-v000007 on org/base at"),
+        (["--model", "policy-v000007", "--base-model", "other"], "policy-v000007 on other at"),
+        (["--model", "org/sgl:policy-v000007", "--config", str(config)], "policy-v000007 on org/sgl at"),
+        (["--model", "org/base", "--config", str(config)], "model: org/base at"),
+        (["--model", "policy-v000007", "--agent", "CodeActAgent", "--base-model", "b"], "policy-v000007 on b at"),
+    ):
+        assert main([*words, *options]) == 0
+        assert said in capsys.readouterr().out
+    assert main([*words, "--model", "policy-v000007"]) == 1
+    assert "policy-v000007 is a version of an adapter: name the model that it adapts" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -27,6 +27,7 @@ from openhands_rl_plugin.harness.suites import environment_entries, find_suite
 from openhands_rl_plugin.harness.web import shop_for
 from openhands_rl_plugin.settings import RLSettings
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
+from openhands_rl_plugin.types import PolicyRef
 
 SUITE = find_suite("environment")
 WALK = script([{"text": f"Action: {move}"} for move in ("RIGHT", "DOWN") * 4])
@@ -38,8 +39,10 @@ def model() -> Iterator[str]:
         yield url
 
 
-async def outcomes_of(config: Path, model: str, entries: Sequence[Entry], out: Path, **more: Any) -> list[Outcome]:
-    evaluated = EvaluatedModel(name="org/instant", base_url=model, num_retries=1)
+async def outcomes_of(
+    config: Path, model: str, entries: Sequence[Entry], out: Path, *, name: str = "org/instant", **more: Any
+) -> list[Outcome]:
+    evaluated = EvaluatedModel(name=name, base_url=model, num_retries=1)
     given = {"suite": SUITE.name, "dataset": SUITE.dataset, "split": SUITE.split, "model": evaluated, "out": out}
     bounds = {"agent": "RLAgent", "workers": 2, "max_iterations": 12, "timeout": 60.0, "retries": 0}
     plan = EvaluationPlan.model_validate({**given, **bounds, **more})
@@ -94,6 +97,20 @@ async def test_nemo_gym_with_the_rows_of_a_data_set(model: str, tmp_path: Path):
     ]
     row = json.loads(next((tmp_path / "out").rglob("output.jsonl")).read_text().splitlines()[0])
     assert row["instance"]["row"]["expected_answer"] in ("42", "41")
+
+
+async def test_episodes_of_a_served_adapter_are_those_of_its_base_model(model: str, tmp_path: Path):
+    async with openenv_server(tell_the_walk) as server:
+        config = write_config(tmp_path, 'env_name = "openenv/grid_world"', f'env_server_base = "{server.url}"')
+        entries = environment_entries(SUITE, "openenv/grid_world", 1)
+        adapted = {"name": "policy-v000007", "base_model": "org/base", "max_iterations": 2}
+        (outcome,) = await outcomes_of(config, model, entries, tmp_path / "out", **adapted)
+    assert outcome.turns == 2
+    async with FileTrajectoryStorage(tmp_path / "out" / "trajectories") as storage:
+        ((trajectory, _),) = [found async for found in storage.find()]
+    expected = PolicyRef(base_model="org/base", adapter="policy", version=7)
+    assert trajectory.policy == expected
+    assert [node.policy for node in trajectory.sampled()] == [expected] * 2
 
 
 async def test_a_server_that_dies_is_infrastructure_and_no_zero(model: str, tmp_path: Path):

@@ -73,6 +73,13 @@ def test_episodes_on_slurm(tmp_path: Path) -> None:
     (ours,) = (words for words in given if "openhands-rl" in words)
     args = parsed(after(ours, "openhands-rl"))
     assert (args.suite, args.processes, args.workers, args.limit) == ("environment", 8, 128, 5)
+    gives_something_to_compare(args)
+
+
+def gives_something_to_compare(args: argparse.Namespace) -> None:
+    """Several episodes of each task, not all the same, and whose episodes they are."""
+    assert args.runs > 1 and args.temperature is not None and args.temperature > 0
+    assert load_settings(CLUSTER / "rollouts.toml").serving.model
 
 
 def test_scripts_ask_for_what_is_missing(tmp_path: Path) -> None:
@@ -111,6 +118,7 @@ def test_episodes_on_kubernetes() -> None:
     room = workers["replicas"] * int(container["resources"]["limits"]["cpu"])
     assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0" and args.processes <= room
     assert args.store.startswith(container["volumeMounts"][1]["mountPath"])
+    gives_something_to_compare(args)
 
 
 def test_the_settings_of_episodes() -> None:

@@ -103,6 +103,17 @@ async def test_failed_episodes_are_replaced_and_never_worth_nothing(tmp_path: Pa
         await play(without, ScriptedVllm(tokenizer, ["down"]), tokenizer)
 
 
+async def test_the_reward_of_the_configuration_counts(tmp_path: Path, tokenizer: Any) -> None:
+    section = ("[rl.reward]", 'name = "success-bonus"', "options = { threshold = 1.0, share = 0.25 }")
+    vllm = ScriptedVllm(tokenizer, WALK)
+    assert (await play(rollouts(tmp_path, *section), vllm, tokenizer))["reward"] == 1.0
+    short = ScriptedVllm(tokenizer, ["up"])
+    unlikely = ("max_turns = 1", "[rl.reward]", 'name = "success"', "options = { threshold = -1.0 }")
+    assert (await play(rollouts(tmp_path, *unlikely), short, tokenizer))["reward"] == 1.0
+    other = rollouts(tmp_path, *unlikely, OPENHANDS_RL_REWARD="return")
+    assert (await play(other, ScriptedVllm(tokenizer, ["up"]), tokenizer))["reward"] == 0.0
+
+
 async def test_rows_of_the_data_set(tmp_path: Path, tokenizer: Any) -> None:
     config = rollouts(tmp_path).config
     plain = config.task("walk", "42")

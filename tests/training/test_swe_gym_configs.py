@@ -35,6 +35,8 @@ def test_they_dry_run_without_weights_and_episodes(config: Path, capsys: pytest.
     assert f"memory: about {estimate_memory(model, settings, 0).total / 1e9:.2f} GB" in printed
     assert settings.method == ("full" if "full" in config.stem else "lora")
     assert settings.method == "full" or settings.lora_rank == 64
+    alone = settings.method == "full" or bool(verifier)
+    assert ("one process only" in printed) == alone == ("in one process" in config.read_text())
 
 
 def test_there_is_one_for_every_published_run() -> None:

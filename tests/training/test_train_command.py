@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from openhands_rl_plugin import cli
+from openhands_rl_plugin.registry import build
 from openhands_rl_plugin.serving.adapters import AdapterStore
 from openhands_rl_plugin.serving.config import ServerConfig
 from openhands_rl_plugin.serving.server import running_server
@@ -25,6 +26,7 @@ from openhands_rl_plugin.types import (
     Message,
     Node,
     PolicyRef,
+    Score,
     StopReason,
     Task,
     Tokens,
@@ -148,7 +150,73 @@ def test_a_configuration_file_is_read_and_overridden(
     assert "by sft" in printed and "steps: 4 (2 epochs)" in printed
 
 
+def test_the_reward_comes_from_the_configuration_or_from_options(
+    store: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text('[rl.reward]\nname = "success"\noptions = { threshold = 2.0 }\n')
+    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *TINY]
+    assert cli.main([*words, "--config", str(config)]) == 1
+    assert "nothing to compare" in _said(capsys) and scores_in(store) == ["success-1@2"] * 5
+    assert cli.main([*words, "--config", str(config), "--reward-options", '{"threshold": 0.5}']) == 0
+    assert cli.main([*words, "--config", str(config), "--reward", "return"]) == 0
+    assert sorted(set(scores_in(store))) == ["return-1", "success-1@0.5", "success-1@2"]
+    assert cli.main([*words, "--reward-options", "0.5"]) == 2
+    assert 'must be a JSON object, such as {"threshold": 0.5}' in capsys.readouterr().err
+
+
+def test_what_a_verifier_said_is_learnt(
+    model: Path, verifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The environment gave nothing; its stored scores differ, and no model is asked again."""
+    options = {"adapter": str(verifier)}
+    version = build("rewards", "verifier", options).version
+    episodes = [episode(number, 0.0) for number in range(4)]
+    store = store_of(tmp_path / "store", *episodes)
+
+    async def judge() -> None:
+        async with FileTrajectoryStorage(store) as storage:
+            rewards = zip(episodes, (0.1, 0.9, 0.2, 0.8), strict=True)
+            await storage.add_scores(
+                [Score(trajectory_id=each.id, reward=reward, reward_version=version) for each, reward in rewards]
+            )
+
+    asyncio.run(judge())
+    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *TINY]
+    assert cli.main([*words, "--algorithm", "grpo"]) == 1
+    assert "nothing to compare" in _said(capsys)
+    given = ["--reward", "verifier", "--reward-options", json.dumps(options)]
+    assert cli.main([*words, "--algorithm", "grpo", *given]) == 0
+    assert "episodes: 4 used" in capsys.readouterr().out
+    assert scores_in(store) == [version, "return-1"] * 4
+
+
+def test_a_version_is_published_to_all_servers_of_the_configuration(
+    store: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the key that they ask for, below the directory and under the name that ``[rl.serving]`` says."""
+    monkeypatch.setenv("KEY_OF_A_TEST", "a-key-of-a-test")
+    serving = ServerConfig(
+        model=str(model), served_model_name="tiny", port=0, dtype="float32", api_key_env="KEY_OF_A_TEST"
+    )
+    config = tmp_path / "config.toml"
+    with running_server(serving) as one, running_server(serving) as two:
+        config.write_text(
+            f'[rl.serving]\nbase_urls = ["{one}/v1", "{two}/v1"]\napi_key_env = "KEY_OF_A_TEST"\n'
+            f'adapter = "own"\nadapters_path = "{tmp_path / "adapters"}"\n'
+        )
+        words = ["train", str(store), "--model", str(model), "--config", str(config), *TINY]
+        assert cli.main([*words, "--publish"]) == 0
+        key = {"authorization": "Bearer a-key-of-a-test"}
+        for url in (one, two):
+            assert "own-v000001" in httpx.get(f"{url}/v1/models", headers=key).text
+    assert f"own-v000001 is in use at {one}/v1, {two}/v1" in capsys.readouterr().out
+
+
 WRONG = [
+    (["--publish"], "--publish: there is no server to publish to: give its URL, or base_url in [rl.serving]"),
+    (["--publish", "nowhere"], "--publish nowhere: must be an http:// or https:// URL"),
+    (["--reward", "verifier"], "adapter: is required"),
     (["--learning-rate", "fast"], "--learning-rate: must be a valid number"),
     (["--algorithm", "ppo"], "--algorithm: must be 'sft'"),
     (["--lora-variant", "dora", "--publish", "http://127.0.0.1:9/v1"], "nor vLLM can serve it"),

@@ -1,0 +1,302 @@
+"""``openhands-rl loop SUITE``: roll out, train and publish by turns, over any environment or suite of tasks."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from openhands_rl_plugin.cli.fields import add_fields, settings_from
+from openhands_rl_plugin.cli.quiet import quieten
+from openhands_rl_plugin.config import load_settings
+from openhands_rl_plugin.errors import ConfigError, MissingExtraError
+from openhands_rl_plugin.serving.threads import prepare_threads
+from openhands_rl_plugin.settings import LoopSettings, RLSettings
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.demo.progress import ProgressListener
+    from openhands_rl_plugin.looping.run import LoopJob, LoopResult
+    from openhands_rl_plugin.looping.tasks import LoopTasks, TaskSource
+    from openhands_rl_plugin.types import JsonObject
+
+HELP = "roll out, train and publish by turns, over an environment or a suite of tasks"
+RESUME = "what is finished is kept, and the same command goes on"
+EPILOG = """suites: those of `openhands-rl evaluate`
+  webshop               the embedded shop, started for the run
+  environment           the environment and server that [rl] of --config names; task 0 to N-1 (--tasks N), or rows
+                        (.jsonl) with --dataset-file
+  swe-local, swe-gym, FILE, ...
+                        repository tasks: each episode ends with the verdict of its tests, which is its reward
+
+examples:
+  openhands-rl loop webshop --config config.toml --model ./SmolLM2-135M-Instruct --demonstrations 64
+  openhands-rl loop environment --config config.toml --tasks 500 --held-out 100 --run-dir runs/babyai --dry-run
+  openhands-rl loop environment --config config.toml --dataset-file train.jsonl --held-out-file test.jsonl \\
+      --kind async --iterations 20
+  openhands-rl loop swe-local --config config.toml --model ./Qwen3-4B --samples-per-task 8 --timeout 900
+
+The stages: a measurement on held-out tasks, then (with --demonstrations) fine-tuning on a script's episodes and another
+measurement, the iterations, and a last measurement. [rl.training] says how is learnt, [rl.reward] what is maximised.
+Where [rl.serving] names no server, the embedded one is started with --model for the time of the run. Episodes go to
+[rl.storage], adapters to [rl.serving] adapters_path, and what is needed to go on to --run-dir.
+"""
+_CACHE_BYTES = 256 * 1024**2
+_MOST_AT_ONCE = 256
+_LONGEST_QUEUE = 512
+_NAMES = {"timeout": "--timeout", "count": "--tasks", "limit": "--limit"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The suite, the settings, the model, the run, one option for each field of ``LoopSettings``, and the bounds."""
+    parser.add_argument("suite", metavar="SUITE", help="the name of a suite, or a file of rows")
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="a config.toml with an [rl] section")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="the base model's weights, unless its server tells")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/loop"), metavar="DIR", help="(%(default)s)")
+    parser.add_argument("--fresh", action="store_true", help="forget what the run directory holds of an earlier run")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    sizes = parser.add_argument_group("loop", "The keys of [rl.loop]; config.toml.example explains them.")
+    add_fields(sizes, LoopSettings)
+    _add_tasks(parser.add_argument_group("which tasks"))
+    _add_bounds(parser.add_argument_group("how episodes are played"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run, or go on. Raises ``RLError`` when an option, a task, a server, the store or the disk does not allow it."""
+    quieten()
+    prepare_threads()
+    settings = _settings(args)
+    try:
+        from openhands_rl_plugin.looping.run import check_trainable
+        from openhands_rl_plugin.looping.tasks import loop_tasks
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(error.name or "openhands", "openhands") from error
+    check_trainable(settings)
+    if not settings.serving.base_url:
+        _given_weights(args)
+    tasks = loop_tasks(_source(args), settings)
+    if args.dry_run:
+        print("\n".join(_said(args, settings, tasks)))
+        return 0
+    return _play(args, settings, tasks)
+
+
+def _add_tasks(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--split", help="of the suite, to train on (default: train, where it has one)")
+    group.add_argument("--dataset-file", type=Path, metavar="FILE", help="rows to train on: .jsonl, .json or .parquet")
+    group.add_argument("--held-out-file", type=Path, metavar="FILE", help="rows that are only measured")
+    group.add_argument("--tasks", type=int, metavar="N", help="how many tasks an environment has")
+    group.add_argument("--include", nargs="+", default=[], metavar="ID", help="ids or patterns such as 'psf__*'")
+    group.add_argument("--exclude", nargs="+", default=[], metavar="ID", help="ids or patterns")
+    group.add_argument("--limit", type=int, metavar="N", help="train on at most N tasks")
+
+
+def _add_bounds(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--processes", type=int, metavar="N", help="that episodes are spread over (0: this one)")
+    group.add_argument("--timeout", type=float, default=7200.0, metavar="S", help="of an episode (%(default)s)")
+    group.add_argument("--backend", choices=["local", "docker"], default="local", help="of repositories (%(default)s)")
+    group.add_argument("--mirror", type=Path, metavar="DIR", help="git repositories, as owner/name.git; else clones")
+    group.add_argument("--cache", type=Path, metavar="DIR", help="environments of the local back end")
+    group.add_argument("--graders", type=int, metavar="N", help="patches tested at a time (default: as processors)")
+    group.add_argument(
+        "--test-timeout", type=float, default=1800.0, metavar="S", help="of a patch's tests (%(default)s)"
+    )
+    group.add_argument("--command-timeout", type=int, default=300, metavar="S", help="of a command (%(default)s)")
+    group.add_argument(
+        "--native-tool-calling", action=argparse.BooleanOptionalAction, default=True, help="else calls are text"
+    )
+
+
+def _settings(args: argparse.Namespace) -> RLSettings:
+    settings = load_settings(args.config)
+    return settings.model_copy(update={"loop": settings_from(args, settings.loop)})
+
+
+def _source(args: argparse.Namespace) -> TaskSource:
+    from pydantic import ValidationError
+
+    from openhands_rl_plugin.looping.tasks import TaskSource
+    from openhands_rl_plugin.validation import problems
+
+    try:
+        return TaskSource(
+            suite=args.suite,
+            split=args.split,
+            rows=args.dataset_file,
+            held_out_rows=args.held_out_file,
+            count=args.tasks,
+            include=tuple(args.include),
+            exclude=tuple(args.exclude),
+            limit=args.limit,
+        )
+    except ValidationError as error:
+        lines = (f"{_NAMES.get(at[-1], at[-1])}: {what}" for at, what in problems(error, TaskSource))
+        raise ConfigError("\n".join(lines)) from error
+
+
+def _play(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks) -> int:
+    from openhands_rl_plugin.demo.progress import ProgressListener
+    from openhands_rl_plugin.looping.claim import claim, forget
+
+    directory = args.run_dir.absolute()
+    if args.fresh:
+        forget(directory)
+    claim(directory, _identity(args, settings))
+    started = time.monotonic()
+    with ProgressListener(settings.loop.stages) as listener, _servers(args, settings, tasks, directory) as found:
+        result = asyncio.run(_run(args, _job(args, *found, tasks, directory), listener))
+    _report(result, listener)
+    minutes = (time.monotonic() - started) / 60
+    listener.console.print(
+        f"{minutes:.1f} minutes; in use: {result.state.adapter or 'the base model'}; run: {directory}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+async def _run(args: argparse.Namespace, job: LoopJob, listener: ProgressListener) -> LoopResult:
+    from openhands_rl_plugin.looping.run import run_loop
+
+    if not job.tasks.suite.software:
+        return await run_loop(job, listener)
+    from openhands_rl_plugin.harness.backends import make_backend
+
+    backend = make_backend(args.backend, mirror=args.mirror, cache=args.cache)
+    try:
+        return await run_loop(replace(job, backend=backend), listener)
+    finally:
+        await backend.close()
+
+
+def _job(args: argparse.Namespace, settings: RLSettings, model: Path, tasks: LoopTasks, directory: Path) -> LoopJob:
+    from openhands_rl_plugin.harness.composing import process_count
+    from openhands_rl_plugin.looping.claim import run_id_of
+    from openhands_rl_plugin.looping.run import LoopJob
+
+    return LoopJob(
+        settings=settings,
+        tasks=tasks,
+        model=model,
+        directory=directory,
+        run_id=run_id_of(directory),
+        limits=settings.limits().model_copy(update={"timeout": args.timeout}),
+        processes=process_count(settings.max_workers) if args.processes is None else args.processes,
+        graders=args.graders or os.cpu_count() or 1,
+        test_timeout=args.test_timeout,
+        command_timeout=args.command_timeout,
+        native_tool_calling=args.native_tool_calling,
+    )
+
+
+@contextmanager
+def _servers(
+    args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, directory: Path
+) -> Iterator[tuple[RLSettings, Path]]:
+    """The settings by which everything is reached, and the weights of the base model; what is not there is started."""
+    from openhands_rl_plugin.demo.child import free_port, running_command
+    from openhands_rl_plugin.harness.suites import WEBSHOP
+
+    logs = directory / "logs"
+    with ExitStack() as opened:
+        if tasks.suite.name == WEBSHOP:
+            shop = opened.enter_context(running_command(["env", "webshop"], free_port(), logs / "webshop.log"))
+            options = settings.environment if settings.env_name == WEBSHOP else {}
+            there = {"env_name": WEBSHOP, "env_server_base": shop, "environment": options}
+            settings = settings.model_copy(update=there)
+        if settings.serving.base_url:
+            yield _at_server(args, settings)
+            return
+        model = _given_weights(args)
+        name = settings.serving.model or model.name
+        url = opened.enter_context(running_command(_serve(settings, model, name), free_port(), logs / "serve.log"))
+        own = {"base_url": f"{url}/v1", "base_urls": (), "model": name, "api_key_env": "", "server": "embedded"}
+        yield settings.model_copy(update={"serving": settings.serving.model_copy(update=own)}), model
+
+
+def _serve(settings: RLSettings, model: Path, name: str) -> list[str]:
+    """The command of the embedded server, with room for the run."""
+    sizes = {
+        "max-batch": min(settings.max_workers, _MOST_AT_ONCE),
+        "max-queue": max(settings.max_workers, _LONGEST_QUEUE),
+        "max-adapters": settings.loop.kept_versions + 1,
+        "cache-bytes": _CACHE_BYTES,
+        # With "auto" a processor that has no bfloat16 is not made to emulate it token by token.
+        "dtype": "float32" if settings.training.dtype == "float32" else "auto",
+        "api-key-env": "",
+    }
+    words = ["serve", "--model", str(model), "--served-model-name", name]
+    return [*words, *(f"--{option}={size}" for option, size in sizes.items())]
+
+
+def _at_server(args: argparse.Namespace, settings: RLSettings) -> tuple[RLSettings, Path]:
+    """What the server says of its base model, whose weights training needs here."""
+    from openhands_rl_plugin.agent_server import served_base
+
+    serving = settings.serving
+    base = served_base(serving.base_url, serving.model, serving.api_key(), serving.request_timeout)
+    model = _given_weights(args) if args.model is not None else base.weights
+    if model is None:
+        raise ConfigError(
+            f"the weights of {base.name!r} are not on this machine (its server names no local directory as root): give "
+            "the model's directory with --model"
+        )
+    return settings.model_copy(update={"serving": serving.model_copy(update={"model": base.name})}), model
+
+
+def _given_weights(args: argparse.Namespace) -> Path:
+    from openhands_rl_plugin.agent_server import local_weights
+
+    if args.model is None:
+        raise ConfigError(
+            "there is no model: give its directory with --model, or name its server as base_url in [rl.serving]"
+        )
+    if (weights := local_weights(args.model)) is None:
+        raise ConfigError(f"--model {args.model}: this is not a model's directory (it has no config.json)")
+    return weights
+
+
+def _identity(args: argparse.Namespace, settings: RLSettings) -> JsonObject:
+    """What makes the run what it is: all but where things are reached, and how many at a time."""
+    where = {"env_port": True, "env_server_base": True, "max_workers": True, "executor": True, "verifier": True}
+    kept = {"model", "adapter", "adapters_path"}
+    serving = {name: True for name in type(settings.serving).model_fields if name not in kept}
+    rl = settings.model_dump(mode="json", exclude={**where, "serving": serving, "loop": {"patience": True}})
+    model = str(args.model.resolve()) if args.model is not None else None
+    return {"tasks": _source(args).model_dump(mode="json"), "timeout": args.timeout, "model": model, "rl": rl}
+
+
+def _said(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks) -> list[str]:
+    """What a dry run says."""
+    from openhands_rl_plugin.looping.parts import STATE
+    from openhands_rl_plugin.looping.run import objective_of
+    from openhands_rl_plugin.training.plan import LoopState
+
+    loop, serving = settings.loop, settings.serving
+    done = len(LoopState.load(args.run_dir / STATE).records)
+    scripted = f", {len(tasks.demonstrations)} for demonstrations" if tasks.demonstrations else ""
+    ahead = f", at most {loop.max_staleness} versions behind" if loop.kind == "async" else ""
+    policy = f"{serving.model or 'the base model'} at {serving.base_url}"
+    return [
+        f"{tasks.suite.name}: {len(tasks.training)} tasks to train on, {len(tasks.held_out)} held out{scripted}",
+        f"  stages: {loop.stages}, {done} done; iterations: {loop.iterations} of {loop.tasks_per_iteration} tasks by "
+        f"{loop.samples_per_task} episodes, {loop.kind}{ahead}",
+        f"  learnt by {settings.training.algorithm} from the reward {objective_of(tasks, settings).name!r}",
+        f"  agent: {settings.rollout_strategy}, at most {settings.max_turns} turns, {settings.max_workers} at a time",
+        f"  model: {policy if serving.base_url else f'{_given_weights(args)}, by the embedded server'}",
+        f"  adapters: {serving.adapter} in {serving.adapters_directory}; run: {args.run_dir.absolute()}",
+    ]
+
+
+def _report(result: LoopResult, listener: ProgressListener) -> None:
+    from openhands_rl_plugin.demo.progress import final_table
+    from openhands_rl_plugin.demo.summary import comparison_sentence
+
+    listener.console.print(final_table(result.state, "tasks"))
+    for name, change in result.changes:
+        listener.console.print(comparison_sentence(name, change, "tasks"), highlight=False, soft_wrap=True)

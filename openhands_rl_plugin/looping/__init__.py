@@ -1,0 +1,1 @@
+"""Rolling out, training and publishing by turns: runs put together from settings, for ``loop`` and ``demo``."""

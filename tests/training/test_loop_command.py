@@ -1,0 +1,242 @@
+"""``openhands-rl loop``: the closed loop from a configuration file, over a shop and a tiny random model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from counted_reward import ASKED, CountedReward
+from shopper_model import SHOP
+from shopping_loop import MODEL, write_talker
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.environments.webshop import running_webshop
+from openhands_rl_plugin.serving.adapters import AdapterStore
+from openhands_rl_plugin.serving.config import ServerConfig
+from openhands_rl_plugin.serving.server import running_server
+from openhands_rl_plugin.storages.file import FileTrajectoryStorage
+from openhands_rl_plugin.training.plan import LoopState
+from openhands_rl_plugin.types import Score, Trajectory
+
+STAGES = ["evaluate-base", "iteration-000", "iteration-001", "evaluate-final"]
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return write_talker(tmp_path_factory.mktemp("models") / MODEL)
+
+
+@pytest.fixture(scope="module")
+def served(talker: Path) -> Iterator[tuple[str, str]]:
+    """The URLs of a small shop and of a model server."""
+    config = ServerConfig(
+        model=str(talker), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=64, threads=1
+    )
+    with running_webshop(SHOP) as shop, running_server(config) as server:
+        yield shop, server
+
+
+def write_config(folder: Path, *, shop: str = "", server: str = "", more: str = "") -> Path:
+    """Two iterations of two tasks, three episodes each."""
+    file = folder / "config.toml"
+    file.write_text(f"""
+[rl]
+env_name = "webshop"
+{f'env_server_base = "{shop}"' if shop else ""}
+react_format = false
+max_turns = 2
+max_prompt_length = 3500
+max_response_length = 8
+max_workers = 6
+[rl.reward]
+name = "counted_reward:CountedReward"
+[rl.storage]
+path = "{folder / "trajectories"}"
+durable = false
+[rl.training]
+dtype = "float32"
+lora_rank = 4
+lora_alpha = 8
+batch_size = 6
+num_epochs = 1
+learning_rate = 1e-3
+[rl.loop]
+iterations = 2
+tasks_per_iteration = 2
+samples_per_task = 3
+held_out = 2
+[rl.serving]
+{f'base_url = "{server}/v1"' if server else ""}
+model = "{MODEL}"
+adapter = "{folder.name.replace("_", "-")}"
+adapters_path = "{folder / "adapters"}"
+{more}
+""")
+    return file
+
+
+def words(config: Path, *more: str) -> list[str]:
+    run = ["--run-dir", str(config.parent / "run"), "--processes", "0"]
+    return ["loop", "environment", "--config", str(config), "--tasks", "6", *run, *more]
+
+
+def stored(folder: Path) -> list[tuple[Trajectory, tuple[Score, ...]]]:
+    async def read() -> list[tuple[Trajectory, tuple[Score, ...]]]:
+        async with FileTrajectoryStorage(folder / "trajectories") as storage:
+            return [found async for found in storage.find()]
+
+    return asyncio.run(read())
+
+
+def interrupt_after(stage: str, state_file: Path) -> threading.Thread:
+    """Presses Ctrl-C when the stage is finished."""
+
+    def watch() -> None:
+        while LoopState.load(state_file).record(stage) is None:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", ["sync", pytest.param("async", marks=pytest.mark.slow)])
+def test_an_interrupted_run_goes_on_where_it_was(
+    kind: str, served: tuple[str, str], talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, shop=served[0], server=served[1])
+    command, state_file = words(config, "--kind", kind), tmp_path / "run" / "state.json"
+    watching = interrupt_after("iteration-000", state_file)
+    assert cli.main(command) == 130
+    watching.join()
+    assert "interrupted; what is finished is kept" in capsys.readouterr().err
+    finished = LoopState.load(state_file).records
+    assert [record.name for record in finished][:2] == STAGES[:2] and len(finished) < len(STAGES)
+
+    assert cli.main(command) == 0
+    state = LoopState.load(state_file)
+    assert state.records[: len(finished)] == finished and [record.name for record in state.records] == STAGES
+    printed = capsys.readouterr().out
+    assert "Held-out tasks" in printed and f"in use: {state.adapter}" in printed
+    assert "After RL against the base model: " in printed and "2 tasks played both times" in printed
+
+    adapters = AdapterStore(tmp_path / "adapters")
+    assert state.adapter is not None and adapters.get(state.adapter).base_model == MODEL
+    assert state.adapter in httpx.get(f"{served[1]}/v1/models").text
+    played = stored(tmp_path)
+    assert len({trajectory.id for trajectory, _ in played}) == len(played) >= 2 + 2 * 6 + 2
+    assert {trajectory.policy.base_model for trajectory, _ in played} == {MODEL}
+    learnt = {
+        trajectory.id: [score.reward_version for score in scores]
+        for trajectory, scores in played
+        if "/evaluate-" not in trajectory.run_id
+    }
+    taken = [versions for versions in learnt.values() if CountedReward.version in versions]
+    assert len(taken) == 12 and all(sorted(versions) == ["counted-vowels-1", "return-1"] for versions in taken)
+    assert {ASKED[identity] for identity, versions in learnt.items() if versions} == {1}, "judged once"
+
+    assert cli.main([*command, "--samples-per-task", "4"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "holds a run with other options (rl.loop.samples_per_task: 3, now 4)" in line and "--fresh" in line
+
+
+WRONG = [
+    ([], "", "there is no model: give its directory with --model, or name its server as base_url in [rl.serving]"),
+    (["--model", "nowhere"], "", "--model nowhere: this is not a model's directory"),
+    (["--model", "MODEL", "--held-out", "6"], "", "too few tasks: 0 to train on, 6 held out"),
+    (["--model", "MODEL", "--demonstrations", "2"], "", "only the webshop has a script that plays them"),
+    (["--model", "MODEL", "--kind", "asynchronous"], "", "--kind: must be 'sync' or 'async'"),
+    (["--model", "MODEL"], "[rl.sampling]\ntemperature = 0.0", "with nothing to compare; set 1.0"),
+    (["--model", "MODEL"], '[rl.training]\nalgorithm = "sft"', '"sft" does not reinforce'),
+    (["--model", "MODEL"], '[rl.training]\nlora_variant = "dora"', "nor vLLM can serve it"),
+    (["--model", "MODEL"], '[rl.reward]\nname = "verifier"', "[rl.reward.options] adapter: is required"),
+]
+
+
+@pytest.mark.parametrize(("options", "more", "says"), WRONG, ids=[says[:30] for *_, says in WRONG])
+def test_wrong_input_is_one_line(
+    options: list[str], more: str, says: str, talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(f"[rl]\nreact_format = false\n[rl.loop]\nheld_out = 2\n{more}\n")
+    given = [str(talker) if word == "MODEL" else word for word in options]
+    assert cli.main([*words(config), *given]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and says in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_servers_that_are_not_there_end_it_before_it_begins(
+    served: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nobody = "http://127.0.0.1:9"
+    assert cli.main(words(write_config(tmp_path, shop=served[0], server=nobody))) == 1
+    assert "no model server answers at http://127.0.0.1:9/v1" in capsys.readouterr().err
+    assert cli.main(words(write_config(tmp_path, shop=nobody, server=served[1]), "--fresh")) == 1
+    assert "127.0.0.1:9" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "state.json").exists() and stored(tmp_path) == []
+
+
+def test_a_dry_run_says_what_would_be_done(talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["loop", "webshop", "--config", str(write_config(tmp_path)), "--model", str(talker), "--dry-run"]
+    assert cli.main([*command, "--run-dir", str(tmp_path / "run"), "--demonstrations", "5", "--kind", "async"]) == 0
+    said = capsys.readouterr().out
+    assert "1195 tasks to train on, 2 held out, 5 for demonstrations" in said
+    assert "stages: 7, 0 done" in said and "async, at most 1 versions behind" in said
+    assert "by the embedded server" in said and "'counted_reward:CountedReward'" in said
+    assert cli.main(["loop", "swe-local", *command[2:]]) == 0
+    assert "swe-local: 52 tasks to train on, 2 held out" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists() and not (tmp_path / "trajectories").exists()
+
+
+def test_rows_that_are_held_out_are_not_trained_on(
+    talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path)
+    files = [tmp_path / "train.jsonl", tmp_path / "test.jsonl"]
+    for file, numbers in zip(files, ((1, 2, 3), (4, 5)), strict=True):
+        file.write_text("".join(f'{{"goal": {number}}}\n' for number in numbers))
+    command = ["loop", "environment", "--config", str(config), "--model", str(talker), "--dry-run"]
+    command += ["--dataset-file", str(files[0]), "--held-out-file", str(files[1])]
+    assert cli.main(command) == 0
+    assert "environment: 3 tasks to train on, 2 held out" in capsys.readouterr().out
+    files[1].write_text('{"goal": 3}\n')
+    assert cli.main(command) == 1
+    assert "1 tasks would be trained on and held out too" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_killed_run_with_servers_of_its_own_goes_on(talker: Path, tmp_path: Path) -> None:
+    """The embedded shop and the embedded server as children, demonstrations, workers, and kill -9."""
+    config = write_config(tmp_path)
+    config.write_text(config.read_text().replace("counted_reward:CountedReward", "success-bonus"))
+    command = [sys.executable, "-m", "openhands_rl_plugin.cli", "loop", "webshop", "--config", str(config)]
+    command += ["--model", str(talker), "--run-dir", str(tmp_path / "run"), "--demonstrations", "2", "--processes", "1"]
+    first, state_file = subprocess.Popen(command, stdout=subprocess.DEVNULL), tmp_path / "run" / "state.json"
+    while LoopState.load(state_file).record("warm-start") is None:
+        assert first.poll() is None
+        time.sleep(0.2)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    finished = LoopState.load(state_file).records
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    state = LoopState.load(state_file)
+    assert state.records[: len(finished)] == finished
+    names = [STAGES[0], "demonstrate", "warm-start", "evaluate-warm-start", *STAGES[1:]]
+    assert [record.name for record in state.records] == names
+    assert "After SFT against the base model: " in done.stdout and "After RL against SFT: " in done.stdout
