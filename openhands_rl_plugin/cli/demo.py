@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 HELP = "watch a small model learn to shop inside OpenHands: roll out, train, reload, evaluate"
 EPILOG = """examples:
-  openhands-rl demo                      the whole demo, about half an hour on two cores: five iterations
+  openhands-rl demo                      the whole demo, about half an hour on two cores: eight iterations
                                          of 8 tasks by 6 episodes
   openhands-rl demo --tiny               the same path in under two minutes
   openhands-rl demo --seed 1 --run-dir runs/seed-1

@@ -35,7 +35,7 @@ class DemoOptions(Frozen):
     seed: int = 0
     held_out: int = Field(default=100, ge=1)
     demonstrations: int = Field(default=64, ge=1)
-    iterations: int = Field(default=5, ge=0)
+    iterations: int = Field(default=8, ge=0)
     tasks_per_iteration: int = Field(default=8, ge=1)
     samples_per_task: int = Field(default=6, ge=2)
     concurrency: int = Field(default=32, ge=1)

@@ -20,10 +20,12 @@ class ConversationSeeds:
     """Numbers for the seeds of an episode's calls.
 
     A number follows from the conversation that an answer is sampled to, and from how often that was asked about. So an
-    episode can be sampled again whatever is played beside it, and whichever of its own branches is answered first.
+    episode can be sampled again whatever is played beside it, and whichever of its own branches is answered first. The
+    first call's is 0, so that a request's seed is the one that its first answer is sampled with.
     """
 
     def __init__(self) -> None:
+        self._first: int | None = None
         self._asked: Counter[int] = Counter()
 
     def next(self, messages: Sequence[Message]) -> int:
@@ -33,9 +35,10 @@ class ConversationSeeds:
             said = zlib.crc32(f"{message.role}\0{message.content}\0".encode("utf-8", "surrogatepass"), said)
             for call in message.tool_calls:
                 said = zlib.crc32(repr((call.name, call.arguments)).encode("utf-8", "surrogatepass"), said)
+        self._first = said if self._first is None else self._first
         times = self._asked[said]
         self._asked[said] += 1
-        return said + times * _SEED_STEP
+        return (said ^ self._first) + times * _SEED_STEP
 
 
 class SeededEngine:

@@ -198,11 +198,11 @@ def test_binding_lasts_as_long_as_its_block(tmp_path):
 def test_wishes_of_the_strategy_come_before_those_of_the_request_and_the_settings(tmp_path):
     episode = episode_in(tmp_path)
     episode.sampling = episode.sampling.model_copy(update={"temperature": 0.5})
-    sampling = episode.sampling_for(SamplingParams(top_p=0.5, max_tokens=7), call=1)
+    sampling = episode.sampling_for(SamplingParams(top_p=0.5, max_tokens=7), number=1)
     assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.5, 0.5, 7)
-    assert episode.sampling_for(None, call=1).max_tokens == 512
-    assert episode.sampling_for(None, call=1).seed != episode.sampling_for(None, call=2).seed
-    assert episode.sampling_for(None, call=2).seed == episode.sampling_for(None, call=2).seed
+    assert episode.sampling_for(None, number=1).max_tokens == 512
+    assert episode.sampling_for(None, number=1).seed != episode.sampling_for(None, number=2).seed
+    assert episode.sampling_for(None, number=2).seed == episode.sampling_for(None, number=2).seed
 
 
 @pytest.mark.parametrize("wrong", [1.5, "7", -1, 2**63])

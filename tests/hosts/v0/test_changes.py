@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,6 +46,24 @@ def changed(sandbox: Sandbox, root: Path, tmp_path: Path) -> Changed:
         return baseline.changes(sandbox)
 
     return changed
+
+
+def test_a_change_in_the_second_of_the_start_is_seen(sandbox: Sandbox, root: Path, tmp_path: Path):
+    """Git compares whole seconds, and sizes; a file that looks the same is read again if the index is as young."""
+    path = root / "old.py"
+    path.write_text("a = 1\n")
+    git(root, "init", "-q")
+    second = int(time.time()) - 100
+    os.utime(path, (second, second))
+    git(root, "add", "-A")
+    git(root, "commit", "-qm", "start")
+    os.utime(root / ".git" / "index", (second, second))
+    baseline = Baseline(root, tmp_path)
+    baseline.remember(sandbox)
+    os.utime(tmp_path / "start.git" / "index", (second, second))
+    path.write_text("a = 2\n")
+    os.utime(path, (second, second))
+    assert baseline.changes(sandbox)["changed_files"] == {"old.py": "modified"}
 
 
 @pytest.mark.parametrize("repository", ["none", "clean", "dirty"])
