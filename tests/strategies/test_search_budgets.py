@@ -185,13 +185,14 @@ class Echo(ScriptedEngine):
 async def test_an_episodes_seeds_follow_from_what_is_asked_and_not_from_when():
     said = [Message(role="user", content=word) for word in "abc"]
     notes: list[dict[str, list[int | None]]] = []
-    for order in ([0, 1, 2, 0], [2, 0, 0, 1]):
+    # An episode begins with its opening, whose first answer has the seed itself.
+    for order in ([0, 1, 2, 0], [0, 2, 0, 1]):
         echo = Echo()
         engine = EpisodeEngine(echo, SamplingParams(), 5)
         for at in order:
             await engine.complete([said[at]])
         notes.append(echo.seeds)
-    assert notes[0] == notes[1]
+    assert notes[0] == notes[1] and notes[0]["a"][0] == 5
     seeds = [seed for each in notes[0].values() for seed in each]
     assert len(set(seeds)) == 4 and all(seed is not None and 0 <= seed < 2**31 for seed in seeds)
     unseeded = Echo()
