@@ -141,7 +141,7 @@ class ServedModel:
             actual = self.step([StepRow(0, len(probe) - 1, probe[-1:], None, [0])])[0]
         except (NotImplementedError, TypeError, AttributeError, RuntimeError, ValueError) as error:
             raise StartError(f"{self.name}: this architecture cannot be served: {_first_line(error)}") from error
-        difference = float((actual - expected).norm() / expected.norm())
+        difference = float((actual - expected).norm() / expected.norm().clamp(min=torch.finfo(torch.float32).tiny))
         if not difference <= _SELF_CHECK_TOLERANCE:
             raise StartError(f"{self.name}: this architecture cannot be served: its logits differ by {difference:.0%}")
 
