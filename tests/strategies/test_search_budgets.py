@@ -161,11 +161,26 @@ def test_a_budget_too_small_for_one_move_is_refused(name: str, options: JsonObje
         registry.build("strategies", name, options)
 
 
-def test_a_budget_that_just_suffices_is_taken():
-    registry.build("strategies", "BestOfN", {"n": 4, "value": "none", "turn_budget": {"calls": 4}})
-    registry.build("strategies", "BestOfN", {"n": 4, "turn_budget": {"calls": 8}})
-    registry.build("strategies", "MCTS", {"first_branches": 5, "num_branches": 1, "turn_budget": {"calls": 1}})
-    BestOfNStrategy(n=4, value=NoValue(), turn_budget=SearchBudget(calls=4))
+@pytest.mark.parametrize(
+    ("name", "options", "calls"),
+    [
+        ("BestOfN", {"n": 4, "value": "none"}, 4),
+        ("BestOfN", {"n": 4}, 8),
+        ("MCTS", {"first_branches": 5, "num_branches": 1}, 1),
+    ],
+)
+def test_a_budget_that_just_suffices_is_taken(name: str, options: JsonObject, calls: int):
+    built = registry.build("strategies", name, {**options, "turn_budget": {"calls": calls}})
+    assert built.options.turn_budget == SearchBudget(calls=calls)
+    if calls > 1:
+        with pytest.raises(ConfigError, match=f"which takes {calls}"):
+            registry.build("strategies", name, {**options, "turn_budget": {"calls": calls - 1}})
+
+
+def test_a_value_that_is_given_asks_nothing():
+    assert BestOfNStrategy(n=4, value=NoValue(), turn_budget=SearchBudget(calls=4)).options.n == 4
+    with pytest.raises(ConfigError, match="which takes 4"):
+        BestOfNStrategy(n=4, value=NoValue(), turn_budget=SearchBudget(calls=3))
 
 
 class Echo(ScriptedEngine):
