@@ -162,23 +162,15 @@ class Ways:
         assert (tokens := self._tree.nodes[node].tokens) is not None and tokens.extends is (turn > 0)
 
     def engine(self, turn: int) -> None:
-        """The agent's engine, with the seed that the server needs."""
+        """The agent's engine, as a turn of the controller goes through it."""
         prompt, tree = self._session.prompts[turn], self._episode.tree
         self._engine_conversation.follow(prompt)
         tree.tools = tree.tools or tuple(self._session.tools)
         self._engine.open(
             HostTurn(session="s", step=turn, path=tree.messages(), prompt=prompt, wire=prompt, tools=tree.tools)
         )
-        # The server is told the turn by the seed, so the engine's own mixing of it is undone here.
-        self._episode.sampling = self._episode.sampling.model_copy(update={"seed": _unmixed(self._episode, turn)})
         completion = background().wait_for(self._engine.complete(tree.messages(), tools=tree.tools))[0]
         self._engine_conversation.acted(tree.propose(completion))
-
-
-def _unmixed(episode: Any, turn: int) -> int:
-    mixed = episode.sampling_for(None, turn).seed
-    base = episode.sampling.seed if episode.sampling.seed is not None else episode.request.seed
-    return (base + turn - mixed) % 2**31
 
 
 @dataclass(frozen=True)

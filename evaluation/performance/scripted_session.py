@@ -25,6 +25,7 @@ FIRST_PROMPT = 6_000
 LAST_PROMPT = 35_000
 SAMPLED = 150
 VOCABULARY = 150_000
+_OPENING, _ADDED = 2, 2  # messages before the first answer, and what each turn adds
 
 
 @dataclass(frozen=True)
@@ -110,13 +111,14 @@ def _response(
 
 
 def serve(turns: int) -> None:
-    """Answer the completions of the session; ``seed`` in the request is the number of the turn."""
+    """Answer the completions of the session; the number of messages tells the turn."""
     session = Session.make(turns)
 
     async def answer(request: Request) -> Response:
         body = await request.json()
         answers = session.with_ids if body.get("return_token_ids") else session.bare
-        return Response(answers[body["seed"]], media_type="application/json")
+        turn = (len(body["messages"]) - _OPENING) // _ADDED
+        return Response(answers[turn], media_type="application/json")
 
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # else asyncio leaves Nagle on
     listener.bind(("127.0.0.1", 0))
