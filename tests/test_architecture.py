@@ -42,6 +42,7 @@ ARROWS: dict[str, set[str]] = {
     "settings_training": {"errors", "settings_fields"},
     "settings": {"errors", "types", "validation", "registry", "settings_fields", "settings_training"},
     "config": {"errors", "types", "validation", "settings"},
+    "publishing": {"serving", "settings"},
     "storage": {"protocols", "registry", "settings"},
     "environment": {"protocols", "registry", "settings"},
     "clipping": CORE,

@@ -49,6 +49,7 @@ from openhands_rl_plugin.types import (
 )
 
 SUCCESS = 0.999
+CACHE_BYTES = 2 * 1024**3  # the trees of all episodes in flight: what goes out of it is read again at every simulation
 COLOURS = {"ReAct": "#666666", "BestOfN": "#1f77b4", "ToT": "#ff7f0e", "MCTS": "#2ca02c"}
 
 
@@ -175,7 +176,7 @@ def servers(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     shop = ["env", "webshop", "--results-per-page", str(DemoOptions(run_directory=Path()).results_per_page)]
     shop += ["--separator", "newline"]
     policy = ["serve", "--model", str(ensure_model(args.model)), "--served-model-name", NAME]
-    policy += [f"--max-batch={args.concurrency}", f"--max-model-len={CONTEXT_TOKENS}", "--cache-bytes=268435456"]
+    policy += [f"--max-batch={args.concurrency}", f"--max-model-len={CONTEXT_TOKENS}", f"--cache-bytes={CACHE_BYTES}"]
     with (
         running_command(shop, free_port(), args.out / "webshop.log") as shop_url,
         running_command(policy, free_port(), args.out / "serve.log") as model_url,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, get_args
 
 from pydantic import ValidationError
 
-from openhands_rl_plugin.cli.publishing import publisher_for
 from openhands_rl_plugin.config import load_settings
 from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.publishing import publisher_for
 from openhands_rl_plugin.settings import ServingSettings
 from openhands_rl_plugin.validation import problems
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.publishing import publisher_for
 from openhands_rl_plugin.settings import ServingSettings
 from openhands_rl_plugin.validation import problems
 
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from openhands_rl_plugin.serving.adapters import AdapterStore
-    from openhands_rl_plugin.serving.publisher import AdapterPublisher
     from openhands_rl_plugin.types import Adapter, Probe
 
 
@@ -30,20 +30,6 @@ def publish_servers(serving: ServingSettings, urls: Sequence[str]) -> ServingSet
     except ValidationError as error:
         lines = (f"--publish {' '.join(given)}: {what}" for _, what in problems(error, ServingSettings))
         raise ConfigError("\n".join(lines)) from error
-
-
-def publisher_for(serving: ServingSettings, store: AdapterStore) -> AdapterPublisher:
-    """All servers of ``serving``, with its key, kind and timeout. Raises ``ConfigError``."""
-    from openhands_rl_plugin.serving.publisher import AdapterPublisher
-
-    return AdapterPublisher(
-        serving.publish_urls,
-        store,
-        api_key=serving.api_key(),
-        keep=max(1, serving.max_adapters - 1),
-        timeout=serving.request_timeout,
-        server=serving.server,
-    )
 
 
 async def publish(serving: ServingSettings, adapters: AdapterStore, adapter: Adapter, probe: Probe) -> None:

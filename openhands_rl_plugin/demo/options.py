@@ -22,7 +22,7 @@ from openhands_rl_plugin.types import Frozen, SamplingParams, Task
 ADAPTER = "webshop"
 ANSWER_TOKENS = 24
 CONTEXT_TOKENS = 1280  # six turns fit; the server keeps room for that many tokens of every episode in flight
-PASS_TOKENS = 1024  # of a training pass; its activations are the trainer's largest piece of memory
+PASS_TOKENS = 768  # of a training pass; its activations are the trainer's largest piece of memory
 SEPARATOR = "\n"  # a page costs a third fewer tokens than with WebShop's " [SEP] "
 HELD_OUT_ORDER = 20_240  # fixed, so that every seed of the demo is measured on the same goals
 
@@ -38,7 +38,7 @@ class DemoOptions(Frozen):
     iterations: int = Field(default=8, ge=0)
     tasks_per_iteration: int = Field(default=8, ge=1)
     samples_per_task: int = Field(default=6, ge=2)
-    concurrency: int = Field(default=32, ge=1)
+    concurrency: int = Field(default=24, ge=1)
     results_per_page: int = 4
     max_turns: int = 6
     warm_start_epochs: int = 2

@@ -44,10 +44,11 @@ async def comparisons(storage: FileTrajectoryStorage, run_id: str) -> tuple[str,
     base, warm, final = [
         await _stage_episodes(storage, f"{run_id}/evaluate-{stage}") for stage in ("base", "warm-start", "final")
     ]
-    return (
-        comparison_sentence("After SFT against the base model", success_difference(base, warm)),
-        comparison_sentence("After RL against SFT", success_difference(warm, final)),
-    )
+    changes = {
+        "After SFT against the base model": success_difference(base, warm),
+        "After RL against SFT": success_difference(warm, final),
+    }
+    return tuple(comparison_sentence(name, change) for name, change in changes.items() if change.n)
 
 
 async def _stage_episodes(storage: FileTrajectoryStorage, run_id: str) -> list[Trajectory]:

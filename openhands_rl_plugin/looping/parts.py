@@ -10,9 +10,9 @@ from typing import Any
 from openhands_rl_plugin.environments.http import HttpEnvironmentOptions, WebEnvClient
 from openhands_rl_plugin.environments.webshop.demonstrator import ORACLE, DemonstratorOptions, WebShopDemonstrator
 from openhands_rl_plugin.protocols import EpisodeRunner, Reward, TrajectoryStorage
+from openhands_rl_plugin.publishing import publisher_for
 from openhands_rl_plugin.runners import SessionRunner
 from openhands_rl_plugin.serving.adapters import AdapterStore
-from openhands_rl_plugin.serving.publisher import AdapterPublisher
 from openhands_rl_plugin.settings import RLSettings
 from openhands_rl_plugin.testing import ScriptedEngine
 from openhands_rl_plugin.training.loop_stages import LoopParts
@@ -52,14 +52,7 @@ async def open_parts(
     serving = settings.serving
     tokenizer: Any = load_tokenizer(str(model))
     adapters = AdapterStore(serving.adapters_directory.resolve())
-    publisher = AdapterPublisher(
-        serving.publish_urls,
-        adapters,
-        api_key=serving.api_key(),
-        keep=settings.loop.kept_versions,
-        timeout=serving.request_timeout,
-        server=serving.server,
-    )
+    publisher = publisher_for(serving, adapters, keep=settings.loop.kept_versions)
     try:
         yield LoopParts(
             runner=runner,
