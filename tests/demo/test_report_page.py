@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin.demo.report import write_report
+from openhands_rl_plugin.demo.report import comparisons, write_report
 from openhands_rl_plugin.serving.adapters import WEIGHTS, AdapterStore
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
 from openhands_rl_plugin.training.plan import LoopState, StageRecord
@@ -167,3 +167,12 @@ async def test_the_page_needs_nothing_else(page: str) -> None:
     needs.feed(page)
     assert needs.found == []
     assert "url(" not in page and "@import" not in page
+
+
+async def test_what_was_played_once_only_is_compared_with_nothing(tmp_path: Path) -> None:
+    async with FileTrajectoryStorage(tmp_path / "store") as storage:
+        for stage, returns in (("warm-start", BEFORE), ("final", AFTER)):
+            for goal, earned in returns.items():
+                await storage.add(played(stage, goal, earned))
+        (sentence,) = await comparisons(storage, "run")
+    assert sentence.startswith("After RL against SFT: +0.00 in success") and "5 goals" in sentence
