@@ -11,7 +11,9 @@ run one after the other, each in a process of its own. A side's budget is user a
 loaded before that is free. The adapter that counts is the last one that was ready within the budget. Both, and that of
 SFT, then play the same held-out goals through the demo's model server and OpenHands; that time is not counted.
 
-A part that OUT holds is not run again. --report reads finished directories, one of every seed.
+A part that OUT holds is not run again. --report reads finished directories, one of every seed. With --ours-run our side
+is a demo run that went on from the same adapter: its last evaluation counts, with the wall time of its iterations. How
+much processor time they took is for the caller to know.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from evaluation.performance.grpo_trl import PASS_EPISODES
 from openhands_rl_plugin.demo.model import NAME, ensure_model
 from openhands_rl_plugin.demo.options import DemoOptions
 from openhands_rl_plugin.errors import RLError
+from openhands_rl_plugin.serving.adapters import WEIGHTS
 from openhands_rl_plugin.training.plan import LoopState
 from openhands_rl_plugin.types import Task
 
@@ -130,6 +133,28 @@ def trained_part(side: str, job: Job) -> Part:
     )
 
 
+def taken_part(job: Job, run: Path) -> Part:
+    """Our side as a finished demo run has it. Exits when it did not go on from the job's adapter."""
+    mine = sft_adapter(run)
+    if (mine / WEIGHTS).read_bytes() != (job.adapter / WEIGHTS).read_bytes():
+        raise SystemExit(f"{run} went on from another adapter than {job.run}")
+    records = LoopState.load(run / "state.json").records
+    learnt = [record for record in records if record.name.startswith("iteration-")]
+    returns = held_out_returns(run, job.seed, FINAL)
+    if len(returns) < job.held_out:
+        raise SystemExit(f"{run} played {len(returns)} of {job.held_out} held-out goals to their end")
+    return Part(
+        side="ours",
+        seed=job.seed,
+        minutes=job.minutes,
+        returns=returns,
+        steps=len(learnt),
+        episodes=int(sum(record.metrics["episodes"] for record in learnt)),
+        wall_seconds=sum(record.finished - record.started for record in learnt),
+        rollout_success=tuple(record.metrics["success"] for record in learnt),
+    )
+
+
 def rollout_share(last: Mark, marks: Sequence[Mark]) -> float:
     """Of the processor time until ``last`` where the side knows it (TRL's), else of the wall time."""
     took = {name: sum(mark.figures.get(name, 0.0) for mark in marks) for name in (CPU_OF_ROLLOUTS, WALL_OF_ROLLOUTS)}
@@ -179,7 +204,10 @@ def compare(args: argparse.Namespace) -> None:
             continue
         Console(stderr=True).print(f"{side} ...")
         mine = job.model_copy(update={"out": job.out / side})
-        part = sft_part(mine) if side == "sft" else trained_part(side, mine)
+        if side == "ours" and args.ours_run is not None:
+            part = taken_part(mine, args.ours_run)
+        else:
+            part = sft_part(mine) if side == "sft" else trained_part(side, mine)
         noted.write_text(part.model_dump_json(indent=1))
     report([job.out])
 
@@ -204,6 +232,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="of tasks and sampling (default: the run's)")
     parser.add_argument("--cpu-minutes", type=float, default=30.0, help="of every side (default: %(default)s)")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--ours-run", type=Path, metavar="RUN", help="take our side from this finished demo run")
     parser.add_argument("--held-out", type=int, default=100, metavar="GOALS", help="default: %(default)s")
     demo = DemoOptions(run_directory=Path())
     parser.add_argument("--tasks", type=int, default=demo.tasks_per_iteration, help="of an iteration (%(default)s)")

@@ -22,7 +22,8 @@ class Part(Frozen):
     """A side of one seed. ``returns``: task -> return of its held-out episode; times are of the adapter that counts.
 
     ``rollout_success``: of the training rollouts, batch by batch, as far as they were trained on within the budget;
-    ``rollout_share``: of the time until the adapter that counts, processor time for TRL, wall time for ours.
+    ``rollout_share``: of the time until the adapter that counts, processor time for TRL, wall time for ours; 0 where it
+    is not known, as ``cpu_seconds``.
     """
 
     side: str
@@ -85,7 +86,8 @@ def report(directories: Sequence[Path]) -> None:
         shown.add_column(column, justify="left" if column == "side" else "right")
     for part in sorted(parts, key=lambda part: (part.seed, SIDES.index(part.side))):
         reward = f"{statistics.fmean(part.returns.values()):.3f}" if part.returns else "-"
-        counts = (str(part.steps), str(part.episodes), f"{part.cpu_seconds / 60:.1f}", f"{part.minutes:g}")
+        spent = f"{part.cpu_seconds / 60:.1f}" if part.cpu_seconds else "-"
+        counts = (str(part.steps), str(part.episodes), spent, f"{part.minutes:g}")
         learned = (*counts, f"{part.wall_seconds / 60:.1f}") if part.side != "sft" else ("-",) * 5
         shown.add_row(str(part.seed), part.side, *_shown(part.success), reward, *learned)
     for side in sides:
@@ -102,10 +104,8 @@ def report(directories: Sequence[Path]) -> None:
     for part in parts:
         if part.rollout_success:
             told = " ".join(f"{value:.2f}" for value in part.rollout_success)
-            console.print(
-                f"seed {part.seed}, {part.side}: success of the training rollouts {told}; "
-                f"they took {part.rollout_share:.0%} of the time"
-            )
+            share = f"; they took {part.rollout_share:.0%} of the time" if part.rollout_share else ""
+            console.print(f"seed {part.seed}, {part.side}: success of the training rollouts {told}{share}")
 
 
 def _shown(estimate: Estimate) -> tuple[str, str, str]:
