@@ -50,6 +50,7 @@ class TrainingSettings(Settings):
     learning_rate: float = Field(default=1e-5, gt=0, le=1)
     num_epochs: int = Field(default=3, ge=1)
     batch_size: int = Field(default=8, ge=1)
+    batch_order: Literal["shuffled", "alike"] = "shuffled"
     max_grad_norm: float = Field(default=1.0, gt=0)
     lora_rank: int = Field(default=16, ge=1, le=1024)
     lora_alpha: int = Field(default=32, ge=1)

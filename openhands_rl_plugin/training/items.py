@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from torch import Tensor
 from openhands_rl_plugin.training.batch import pack
 from openhands_rl_plugin.training.imitation import Pair
 from openhands_rl_plugin.types import Sample
+
+BatchOrder = Literal["shuffled", "alike"]
 
 
 @dataclass(eq=False)
@@ -56,17 +59,38 @@ def items_of_pairs(pairs: Sequence[Pair]) -> list[Item]:
     ]
 
 
-def batches(items: Sequence[Item], *, size: int, epochs: int, seed: str) -> list[list[Item]]:
-    """Optimiser batches of all epochs: ``size`` units each, in a new order every epoch."""
+def batches(
+    items: Sequence[Item], *, size: int, epochs: int, seed: str, order: BatchOrder = "shuffled"
+) -> list[list[Item]]:
+    """Optimiser batches of all epochs: ``size`` units each, in a new order every epoch.
+
+    With ``"alike"``, units that begin alike, as the rollouts of a group do, are in the same batches, and only the
+    batches are shuffled: what they have in common is computed once a batch.
+    """
     by_unit: dict[int, list[Item]] = {}
     for item in items:
         by_unit.setdefault(item.unit, []).append(item)
+    make = _alike if order == "alike" else _shuffled
     made: list[list[Item]] = []
     for epoch in range(epochs):
-        order = list(by_unit)
-        random.Random(f"{seed}:{epoch}").shuffle(order)
-        for start in range(0, len(order), size):
-            made.append([item for unit in order[start : start + size] for item in by_unit[unit]])
+        for units in make(by_unit, size, random.Random(f"{seed}:{epoch}")):
+            made.append([item for unit in units for item in by_unit[unit]])
+    return made
+
+
+def _shuffled(by_unit: Mapping[int, Sequence[Item]], size: int, source: random.Random) -> list[list[int]]:
+    order = list(by_unit)
+    source.shuffle(order)
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def _alike(by_unit: Mapping[int, Sequence[Item]], size: int, source: random.Random) -> list[list[int]]:
+    order = sorted(by_unit, key=lambda unit: by_unit[unit][0].sample.input_ids)
+    # Begun elsewhere in every epoch, or the same units would always meet.
+    begin = source.randrange(len(order)) if order else 0
+    order = order[begin:] + order[:begin]
+    made = [order[start : start + size] for start in range(0, len(order), size)]
+    source.shuffle(made)
     return made
 
 

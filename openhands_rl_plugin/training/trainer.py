@@ -169,6 +169,7 @@ class Trainer:
             size=self.settings.batch_size,
             epochs=self.settings.num_epochs,
             seed=f"{self.settings.seed}:{first_step}",
+            order=self.settings.batch_order,
         )
         self._call = range(first_step, first_step + len(order))
         started = time.monotonic() - tally.seconds
