@@ -28,6 +28,7 @@ ARROWS: dict[str, set[str]] = {
     "__init__": set(),
     "types": set(),
     "validation": set(),
+    "memory": set(),
     "secret_shapes": set(),
     "redaction": {"types", "secret_shapes"},
     "errors": {"types", "redaction"},
@@ -59,8 +60,8 @@ ARROWS: dict[str, set[str]] = {
     "testing_samples": CORE,
     "testing_storage": CORE | {"testing_samples"},
     "testing": CORE | {"session", "testing_storage"},
-    "serving": CORE | {"templates"},
-    "training": CORE | {"settings"},
+    "serving": CORE | {"memory", "templates"},
+    "training": CORE | {"memory", "settings"},
     "exchange": CORE | {"templates", "journal"},
     # Not a part of serving: it stands in front of any model server, and needs no torch.
     "gateway": CORE | {"serving", "session", "settings"},

@@ -226,11 +226,19 @@ class Generator:
     def _receive(self) -> bool:
         """Take in what was submitted, waiting when there is nothing to compute; False ends the thread."""
         if self._scheduler.idle:
-            self._take(self._inbox.get())
+            self._take(self._awaited())
         while not self._inbox.empty():
             self._take(self._inbox.get())
         self._settle(())
         return not self._closing
+
+    def _awaited(self) -> Sequence | None:
+        """What comes next. When nothing does for a while, others may have the memory: a trainer, say."""
+        try:
+            return self._inbox.get(timeout=self.config.rest_after)
+        except queue.Empty:
+            self._scheduler.rest()
+            return self._inbox.get()
 
     def _take(self, item: Sequence | None) -> None:
         """None only wakes the thread up."""

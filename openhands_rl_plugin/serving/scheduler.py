@@ -6,6 +6,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from openhands_rl_plugin.memory import return_freed_memory
 from openhands_rl_plugin.serving.model import ServedModel, StepRow
 from openhands_rl_plugin.serving.prefix import BLOCK_TOKENS, PrefixCache
 from openhands_rl_plugin.serving.sampling import observe, sample
@@ -56,6 +57,13 @@ class Scheduler:
         if ready:
             self._sample(ready, logits)
         return left + self._retire()
+
+    def rest(self) -> None:
+        """Give back the memory that only running sequences need. The prefix cache stays. To be called when idle."""
+        self._model.slots.clear()
+        return_freed_memory()
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def abort(self) -> list[Sequence]:
         """Cancel everything; returns the sequences that left."""

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.errors import TrainingError
+from openhands_rl_plugin.memory import forget_unused
 from openhands_rl_plugin.protocols import EpisodeRunner, Reward, TrajectoryStorage
 from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.rescoring import rescore, stored_rewards
 from openhands_rl_plugin.rollout import RolloutPlan, roll_out
 from openhands_rl_plugin.training.credit import Credit, credited_samples
 from openhands_rl_plugin.training.demonstrations import ChatTokenizer, demonstration_sample
-from openhands_rl_plugin.training.memory import forget_unused
 from openhands_rl_plugin.training.plan import LoopPlan, LoopState, StageRecord, success_metrics
 from openhands_rl_plugin.types import Adapter, Probe, SamplingParams, Task, Trajectory
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from openhands_rl_plugin.errors import TrainingError
+from openhands_rl_plugin.memory import return_freed_memory
 from openhands_rl_plugin.settings import TrainingSettings
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.checkpoint import load_checkpoint, save_checkpoint
@@ -24,7 +25,6 @@ from openhands_rl_plugin.training.imitation import Pair
 from openhands_rl_plugin.training.items import Item, batches, items_of_pairs, items_of_rollouts
 from openhands_rl_plugin.training.layout import lay_out
 from openhands_rl_plugin.training.loss import Diagnostics
-from openhands_rl_plugin.training.memory import return_freed_memory
 from openhands_rl_plugin.training.metrics import Tally, TrainMetrics, TrainProgress
 from openhands_rl_plugin.training.packed_model import PackedModel
 from openhands_rl_plugin.training.pass_loss import Imitation, Pass, PassLoss, Preference, Reinforcement

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from openhands_rl_plugin.errors import TrainingError
+from openhands_rl_plugin.memory import forget_unused
 from openhands_rl_plugin.settings import TrainingSettings, VerifierSettings
-from openhands_rl_plugin.training.memory import forget_unused
 from openhands_rl_plugin.training.metrics import TrainMetrics
 from openhands_rl_plugin.training.trainer import LoraTrainer, OnProgress
 from openhands_rl_plugin.training.verifier_card import CARD_FILE, VerifierCard

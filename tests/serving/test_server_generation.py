@@ -1,5 +1,7 @@
 """The generation core against the original model: equal tokens and logprobs, however requests are batched."""
 
+import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,6 +17,7 @@ from openhands_rl_plugin.serving.failures import StartError
 from openhands_rl_plugin.serving.generator import Generator
 from openhands_rl_plugin.serving.sampling import SamplingParams
 from openhands_rl_plugin.serving.sequence import FinishReason, Generation, Ticket
+from openhands_rl_plugin.serving.slots import SlotStore
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -37,6 +40,10 @@ def reference(
         tokens.append(ids[-1])
         logprobs.append(float(distribution.max()))
     return tokens, logprobs
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def same(one: Generation, other: Generation) -> None:
@@ -210,6 +217,35 @@ def test_the_memory_of_the_slots_bounds_the_context(tiny_model: Path) -> None:
         assert generator.max_len == 128
     with pytest.raises(StartError, match="raise it"):
         Generator(config.model_copy(update={"kv_bytes": 2**20}))
+
+
+def test_a_server_that_nobody_asks_gives_the_memory_of_sequences_back(tiny_model: Path, generator: Generator) -> None:
+    config = GeneratorConfig(model=str(tiny_model), dtype="float32", threads=1, rest_after=0.2)
+    with Generator(config) as restful:
+        first = restful.generate(prompt(40), GREEDY)
+        assert restful.model.slots.capacity
+        deadline = time.monotonic() + 30
+        while restful.model.slots.capacity:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        again = restful.generate(prompt(40), GREEDY)
+        same(first, again)
+        same(again, generator.generate(prompt(40), GREEDY))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slots_take_memory_where_they_are_written(dtype: torch.dtype) -> None:
+    before = resident_bytes()
+    store = SlotStore(layers=8, slots=64, kv_heads=4, head_dim=64, dtype=dtype, device=torch.device("cpu"))
+    store.ensure(1024)
+    whole = store.bytes_per_token * store.capacity
+    assert whole > 500_000_000 and resident_bytes() - before < whole / 10
+    block = torch.randn((8, 2, 4, 16, 64)).to(dtype)
+    store.write(3, 100, block)
+    store.ensure(1100)
+    assert torch.equal(store.read(3, 100, 116), block)
+    assert not store.read(3, 116, 132).any() and not store.read(2, 100, 116).any()
 
 
 def test_the_number_of_threads_changes_nothing_but_the_pace(tiny_model: Path, generator: Generator) -> None:
