@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.fields import add_fields, settings_from
 from openhands_rl_plugin.cli.quiet import quieten
+from openhands_rl_plugin.cli.starting import BASE, starting_point
 from openhands_rl_plugin.config import load_settings
 from openhands_rl_plugin.errors import ConfigError, MissingExtraError
 from openhands_rl_plugin.serving.threads import prepare_threads
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.demo.progress import ProgressListener
     from openhands_rl_plugin.looping.run import LoopJob, LoopResult
     from openhands_rl_plugin.looping.tasks import LoopTasks, TaskSource
-    from openhands_rl_plugin.types import JsonObject
+    from openhands_rl_plugin.types import Adapter, JsonObject
 
 HELP = "roll out, train and publish by turns, over an environment or a suite of tasks"
 RESUME = "what is finished is kept, and the same command goes on"
@@ -40,6 +41,7 @@ examples:
   openhands-rl loop environment --config config.toml --dataset-file train.jsonl --held-out-file test.jsonl \\
       --kind async --iterations 20
   openhands-rl loop swe-local --config config.toml --model ./Qwen3-4B --samples-per-task 8 --timeout 900
+  openhands-rl loop swe-local --config config.toml --model ./Qwen3-4B --from latest    # after `openhands-rl train`
 
 The stages: a measurement on held-out tasks, then (with --demonstrations) fine-tuning on a script's episodes and another
 measurement, the iterations, and a last measurement. [rl.training] says how is learnt, [rl.reward] what is maximised.
@@ -58,6 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="a config.toml with an [rl] section")
     parser.add_argument("--model", type=Path, metavar="DIR", help="the base model's weights, unless its server tells")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/loop"), metavar="DIR", help="(%(default)s)")
+    parser.add_argument(
+        "--from",
+        dest="start",
+        default=BASE,
+        metavar="VERSION",
+        help="of [rl.serving] adapter, which a new run goes on from: a number, latest, or base (the default)",
+    )
     parser.add_argument("--fresh", action="store_true", help="forget what the run directory holds of an earlier run")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
     sizes = parser.add_argument_group("loop", "The keys of [rl.loop]; config.toml.example explains them.")
@@ -80,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
     if not settings.serving.base_url:
         _given_weights(args)
     tasks = loop_tasks(_source(args), settings)
+    _start(args, settings)
     if args.dry_run:
         print("\n".join(_said(args, settings, tasks)))
         return 0
@@ -191,7 +201,19 @@ def _job(args: argparse.Namespace, settings: RLSettings, model: Path, tasks: Loo
         test_timeout=args.test_timeout,
         command_timeout=args.command_timeout,
         native_tool_calling=args.native_tool_calling,
+        start=_start(args, settings),
     )
+
+
+def _start(args: argparse.Namespace, settings: RLSettings) -> Adapter | None:
+    from openhands_rl_plugin.serving.adapters import AdapterStore
+    from openhands_rl_plugin.training.starting import check_start
+
+    serving = settings.serving
+    start = starting_point(AdapterStore(serving.adapters_directory.resolve()), serving.adapter, args.start)
+    if start is not None:
+        check_start(start, settings.training)
+    return start
 
 
 @contextmanager
@@ -268,7 +290,8 @@ def _identity(args: argparse.Namespace, settings: RLSettings) -> JsonObject:
     serving = {name: True for name in type(settings.serving).model_fields if name not in kept}
     rl = settings.model_dump(mode="json", exclude={**where, "serving": serving, "loop": {"patience": True}})
     model = str(args.model.resolve()) if args.model is not None else None
-    return {"tasks": _source(args).model_dump(mode="json"), "timeout": args.timeout, "model": model, "rl": rl}
+    begun = {"start": args.start} if args.start != BASE else {}
+    return {"tasks": _source(args).model_dump(mode="json"), "timeout": args.timeout, "model": model, "rl": rl, **begun}
 
 
 def _said(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks) -> list[str]:
@@ -282,6 +305,7 @@ def _said(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks) -> l
     scripted = f", {len(tasks.demonstrations)} for demonstrations" if tasks.demonstrations else ""
     ahead = f", at most {loop.max_staleness} versions behind" if loop.kind == "async" else ""
     policy = f"{serving.model or 'the base model'} at {serving.base_url}"
+    start = _start(args, settings)
     return [
         f"{tasks.suite.name}: {len(tasks.training)} tasks to train on, {len(tasks.held_out)} held out{scripted}",
         f"  stages: {loop.stages}, {done} done; iterations: {loop.iterations} of {loop.tasks_per_iteration} tasks by "
@@ -290,6 +314,7 @@ def _said(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks) -> l
         f"  agent: {settings.rollout_strategy}, at most {settings.max_turns} turns, {settings.max_workers} at a time",
         f"  model: {policy if serving.base_url else f'{_given_weights(args)}, by the embedded server'}",
         f"  adapters: {serving.adapter} in {serving.adapters_directory}; run: {args.run_dir.absolute()}",
+        f"  begins with {start.name if start is not None else 'the base model'}",
     ]
 
 

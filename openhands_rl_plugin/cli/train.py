@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.fields import add_fields, given_fields, option_of, settings_from
 from openhands_rl_plugin.cli.publishing import publish, publish_servers
+from openhands_rl_plugin.cli.starting import LATEST, starting_point
 from openhands_rl_plugin.cli.stored import add_filters, filter_of
 from openhands_rl_plugin.cli.stores import STORE_HELP, open_store
 from openhands_rl_plugin.cli.train_ranks import joined
@@ -27,7 +28,6 @@ from openhands_rl_plugin.settings import RLSettings, TrainingSettings, VerifierS
 if TYPE_CHECKING:
     from openhands_rl_plugin.agent_lesson import Lesson
     from openhands_rl_plugin.protocols import TrajectoryStorage
-    from openhands_rl_plugin.serving.adapters import AdapterStore
     from openhands_rl_plugin.training.distributed import Ranks
     from openhands_rl_plugin.training.metrics import TrainProgress
     from openhands_rl_plugin.training.trainer import LoraTrainer
@@ -53,7 +53,6 @@ Episodes of the base model and of the adapter's own versions are used. The new v
 unless --from says otherwise. A verifier learns from the episodes of all policies and is judged by tasks that it
 has not seen. ADAPTERS/NAME.training/ holds metrics.jsonl, a line a step, and the last checkpoint.
 """
-LATEST, BASE = "latest", "base"
 VERIFIER = "verifier"
 _PROBE_TOKENS = 128
 
@@ -238,19 +237,6 @@ class _Training:
             step=trainer.step + (self._parent.step if self._parent else 0),
             metrics=metrics,
         )
-
-
-def starting_point(adapters: AdapterStore, name: str, start: str) -> Adapter | None:
-    """The version that training goes on from; ``None`` for the base model. Raises ``ConfigError``."""
-    if start == BASE:
-        return None
-    if start == LATEST:
-        return adapters.latest(name)
-    found = [each for each in adapters.versions(name) if start in (str(each.version), each.name)]
-    if not found:
-        known = ", ".join(str(each.version) for each in adapters.versions(name)) or "none"
-        raise ConfigError(f"--from {start}: {name} has no such version in {adapters.root}; it has: {known}")
-    return found[0]
 
 
 async def _only_base_model(storage: TrajectoryStorage, where: TrajectoryFilter, adapter: str) -> str:

@@ -19,7 +19,7 @@ from openhands_rl_plugin.harness.llm import EvaluatedModel
 from openhands_rl_plugin.harness.plan import EvaluationPlan
 from openhands_rl_plugin.looping.claim import CHECKOUTS, EVALUATION
 from openhands_rl_plugin.looping.graded import GradedRunner
-from openhands_rl_plugin.looping.parts import open_parts, probe_ids, shop_demonstrator
+from openhands_rl_plugin.looping.parts import STATE, open_parts, probe_ids, shop_demonstrator
 from openhands_rl_plugin.looping.tasks import LoopTasks
 from openhands_rl_plugin.protocols import EpisodeRunner, Reward, TrajectoryStorage
 from openhands_rl_plugin.records import TrajectoryFilter
@@ -32,7 +32,7 @@ from openhands_rl_plugin.training.async_loop import make_loop
 from openhands_rl_plugin.training.async_router import rollout_settings
 from openhands_rl_plugin.training.loop_stages import LoopListener, LoopParts
 from openhands_rl_plugin.training.plan import LoopPlan, LoopState
-from openhands_rl_plugin.types import FailureKind, Limits, Task
+from openhands_rl_plugin.types import Adapter, FailureKind, Limits, Task
 
 RETURN, TESTS = "return", "tests"
 
@@ -41,8 +41,9 @@ RETURN, TESTS = "return", "tests"
 class LoopJob:
     """What is to be run: settings that lead to all servers, tasks, the base model's directory and the run's own.
 
-    ``backend`` is for software tasks. ``processes``: workers that OpenHands' controllers are spread over; 0 plays in
-    this one. ``limits`` bound an episode; the other times are in seconds.
+    ``start``: the adapter that a new run goes on from. ``backend`` is for software tasks. ``processes``: workers that
+    OpenHands' controllers are spread over; 0 plays in this one. ``limits`` bound an episode; the other times are in
+    seconds.
     """
 
     settings: RLSettings
@@ -57,6 +58,7 @@ class LoopJob:
     test_timeout: float = 1800.0
     command_timeout: int = 300
     native_tool_calling: bool = True
+    start: Adapter | None = None
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
     if not job.tasks.suite.software:
         await _greet(job.settings, job.tasks.held_out[0].task)
     plan = loop_plan(job, probe_ids(job.model))
+    _note_start(job)
     reward: Reward = registry.build("rewards", TESTS if job.tasks.suite.software else RETURN)
     wanted = objective_of(job.tasks, job.settings)
     objective: Reward = registry.build("rewards", wanted.name, wanted.options)
@@ -148,6 +151,19 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
             return LoopResult(state, await _changes(plan, parts))
     finally:
         await storage.close()
+
+
+def _note_start(job: LoopJob) -> None:
+    """Where a new run begins; one that goes on knows it."""
+    file = job.directory / STATE
+    if job.start is None or file.exists():
+        return
+    if job.start.base_model != job.settings.serving.model:
+        raise ConfigError(
+            f"--from: {job.start.name} was trained on {job.start.base_model!r}, and {job.settings.serving.model!r} is "
+            "served: serve its base model, or choose another version"
+        )
+    LoopState(start=job.start.name).save(file)
 
 
 @asynccontextmanager
@@ -210,7 +226,8 @@ async def _changes(plan: LoopPlan, parts: LoopParts) -> tuple[tuple[str, Estimat
     """Paired differences of the success rates over the tasks that were played validly both times."""
     stages = ["base", *(["warm-start"] if plan.demonstrations else []), "final"]
     names = {"warm-start": "After SFT", "final": "After RL"}
-    against = {"base": "the base model", "warm-start": "SFT"}
+    began = LoopState.load(parts.state_file).start or "the base model"
+    against = {"base": began, "warm-start": "SFT"}
     measured = {stage: await _successes(plan, parts, f"evaluate-{stage}") for stage in stages}
     changes: list[tuple[str, Estimate]] = []
     for before, after in itertools.pairwise(stages):

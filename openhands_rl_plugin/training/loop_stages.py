@@ -118,7 +118,7 @@ class LoopStages:
             )
         good.sort(key=lambda trajectory: trajectory.id)
         samples = [demonstration_sample(trajectory, self._parts.tokenizer) for trajectory in good]
-        trainer = await asyncio.to_thread(self._parts.make_trainer, self._plan.warm_start, None)
+        trainer = await asyncio.to_thread(self._parts.make_trainer, self._plan.warm_start, self._adapter())
         advance = self._advance(stage, "training")
         metrics = await asyncio.to_thread(trainer.sft, samples, advance, run=self._run_directory(stage))
         adapter = await self._publish(stage, trainer, metrics.as_floats())

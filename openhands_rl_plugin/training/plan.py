@@ -73,15 +73,19 @@ class ChosenBatch(Frozen):
 
 
 class LoopState(Frozen):
-    """The finished stages of a run, in order, and the batch of the stage that has begun, where it was chosen."""
+    """The finished stages of a run, in order, and the batch of the stage that has begun, where it was chosen.
 
+    ``start``: the adapter that the run began with, if it was not the base model alone.
+    """
+
+    start: str | None = None
     records: tuple[StageRecord, ...] = ()
     batch: ChosenBatch | None = None
 
     @property
     def adapter(self) -> str | None:
         """The adapter that the next stage starts from."""
-        return self.records[-1].adapter if self.records else None
+        return self.records[-1].adapter if self.records else self.start
 
     def record(self, name: str) -> StageRecord | None:
         """The record of a stage, if it is finished."""

@@ -40,6 +40,7 @@ from openhands_rl_plugin.training.preparation import (
 )
 from openhands_rl_plugin.training.run_files import RunFiles, fingerprint
 from openhands_rl_plugin.training.schedule import learning_rate_at
+from openhands_rl_plugin.training.starting import check_start
 from openhands_rl_plugin.training.trackers import NoTracker, tracked
 from openhands_rl_plugin.types import Adapter, Probe, Sample
 
@@ -311,9 +312,11 @@ class LoraTrainer(Trainer):
         adapter: Adapter | None = None,
         make_policy: type[TrainablePolicy] = TrainablePolicy,
     ) -> None:
-        self._adapter = make_policy(model_path, settings)
         if adapter is not None:
             _check_file(adapter)
+            check_start(adapter, settings)
+        self._adapter = make_policy(model_path, settings)
+        if adapter is not None:
             self._adapter.load(Path(adapter.path))
         if is_sharded(settings.sharding):
             self._adapter.shard()

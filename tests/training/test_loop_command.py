@@ -153,6 +153,44 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert "holds a run with other options (rl.loop.samples_per_task: 3, now 4)" in line and "--fresh" in line
 
 
+@pytest.mark.timeout(400)
+def test_a_run_goes_on_from_an_adapter_that_is_there(
+    served: tuple[str, str], talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, shop=served[0], server=served[1])
+    learnt = words(config, "--iterations", "1", "--held-out", "1")
+    assert cli.main(learnt) == 0
+    first = LoopState.load(tmp_path / "run" / "state.json").adapter
+    assert first is not None
+    capsys.readouterr()
+
+    command = [*learnt, "--run-dir", str(tmp_path / "next"), "--from", "latest"]
+    assert cli.main([*command, "--dry-run"]) == 0
+    assert f"begins with {first}" in capsys.readouterr().out
+    assert cli.main(command) == 0
+    state = LoopState.load(tmp_path / "next" / "state.json")
+    assert state.start == first and state.records[0].adapter == first
+    assert state.adapter is not None and AdapterStore(tmp_path / "adapters").get(state.adapter).parent == first
+    assert f"After RL against {first}: " in capsys.readouterr().out
+    run_id = (tmp_path / "next" / "run_id").read_text()
+    measured = [t for t, _ in stored(tmp_path) if t.run_id == f"{run_id}/evaluate-base"]
+    assert measured and {trajectory.policy.served_name for trajectory in measured} == {first}
+
+    # A run that goes on has its own beginning, whatever is the latest by now.
+    assert cli.main(command) == 0
+    assert LoopState.load(tmp_path / "next" / "state.json") == state
+    capsys.readouterr()
+    for more, says in (
+        (["--from", "99"], "--from 99: "),
+        (["--from", "1"], "lora_alpha = 8, and [rl.training] has 16: set lora_alpha = 8"),
+    ):
+        config.write_text(config.read_text().replace("lora_alpha = 8", "lora_alpha = 16"))
+        assert cli.main([*learnt, "--run-dir", str(tmp_path / "third"), *more]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert says in line
+    assert not (tmp_path / "third" / "state.json").exists()
+
+
 WRONG = [
     ([], "", "there is no model: give its directory with --model, or name its server as base_url in [rl.serving]"),
     (["--model", "nowhere"], "", "--model nowhere: this is not a model's directory"),

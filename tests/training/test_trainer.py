@@ -231,8 +231,14 @@ def test_a_trainer_starts_from_a_stored_adapter(model: Path, tmp_path: Path) -> 
     again = LoraTrainer(model, EXACT, adapter=adapter)
     assert again.probe(range(2, 20)).logprobs == first.probe(range(2, 20)).logprobs
 
-    with pytest.raises(TrainingError, match="lora_rank"):
-        LoraTrainer(model, EXACT.model_copy(update={"lora_rank": 4}), adapter=adapter)
+    for name, value, says in (
+        ("lora_rank", 4, r"lora_rank = \d+, and \[rl.training\] has 4"),
+        ("lora_alpha", 77, r"lora_alpha = \d+, and \[rl.training\] has 77"),
+        ("lora_variant", "rslora", 'lora_variant = "lora", and .* "rslora"'),
+        ("target_modules", ("q_proj",), r'target_modules = \[.*\], and .* \["q_proj"\]'),
+    ):
+        with pytest.raises(TrainingError, match=says):
+            LoraTrainer(model, EXACT.model_copy(update={name: value}), adapter=adapter)
     other = write_model(tmp_path / "other", hidden_size=32)
     with pytest.raises(TrainingError, match="does not fit"):
         LoraTrainer(other, EXACT, adapter=adapter)
