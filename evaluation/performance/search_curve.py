@@ -76,7 +76,8 @@ def options_of(strategy: str, budget: int, seed: int) -> JsonObject:
     spend: JsonObject = {"episode_budget": {"tokens": budget}}
     match strategy:
         case "BestOfN":
-            return {**rollout, **spend, "n": 4}
+            # As many as the budget is spent on, or the larger ones would not be equal: four spend about 7,000 tokens.
+            return {**rollout, **spend, "n": max(4, budget // 1_750)}
         case "ToT":
             return {**rollout, **spend, "num_branches": 3, "depth": 2, "beam": 2}
         case "MCTS":
