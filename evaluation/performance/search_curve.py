@@ -15,8 +15,10 @@ import argparse
 import asyncio
 import contextlib
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -35,7 +37,7 @@ from openhands_rl_plugin.rollout import RolloutPlan, roll_out
 from openhands_rl_plugin.runners import SessionRunner
 from openhands_rl_plugin.serving.adapters import AdapterStore
 from openhands_rl_plugin.serving.publisher import AdapterPublisher
-from openhands_rl_plugin.statistics import wilson
+from openhands_rl_plugin.statistics import paired_difference, wilson
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
 from openhands_rl_plugin.types import (
     EpisodeRequest,
@@ -54,7 +56,7 @@ COLOURS = {"ReAct": "#666666", "BestOfN": "#1f77b4", "ToT": "#ff7f0e", "MCTS": "
 
 
 class Cell(Frozen):
-    """One point of the curve."""
+    """One point of the curve. ``by_goal``: task -> mean success over the seeds."""
 
     policy: str
     strategy: str
@@ -68,6 +70,7 @@ class Cell(Frozen):
     reward: float
     tokens: float
     steps: float
+    by_goal: dict[str, float]
 
 
 def options_of(strategy: str, budget: int, seed: int) -> JsonObject:
@@ -146,6 +149,9 @@ def cell(policy: str, strategy: str, budget: int, played: list[Trajectory]) -> C
     interval = wilson(successes, len(played))
     tokens = [trajectory.usage.prompt_tokens + trajectory.usage.completion_tokens for trajectory in played]
     steps = [sum(node.sampled and node.reward is not None for node in trajectory.nodes) for trajectory in played]
+    by_goal: dict[str, list[float]] = defaultdict(list)
+    for trajectory in played:
+        by_goal[trajectory.task.id].append(float(trajectory.episode_return >= SUCCESS))
     return Cell(
         policy=policy,
         strategy=strategy,
@@ -159,6 +165,7 @@ def cell(policy: str, strategy: str, budget: int, played: list[Trajectory]) -> C
         reward=sum(trajectory.episode_return for trajectory in played) / max(len(played), 1),
         tokens=sum(tokens) / max(len(tokens), 1),
         steps=sum(steps) / max(len(steps), 1),
+        by_goal={goal: fmean(values) for goal, values in by_goal.items()},
     )
 
 
@@ -229,6 +236,25 @@ def table(cells: list[Cell]) -> Table:
     return shown
 
 
+def differences(cells: list[Cell]) -> Iterator[str]:
+    """What the searches with a tree earn beyond the others with the same budget, goal by goal."""
+    for each in cells:
+        if each.strategy not in ("MCTS", "ToT"):
+            continue
+        for other in cells:
+            if (
+                other.policy == each.policy
+                and other.strategy in ("ReAct", "BestOfN")
+                and other.budget in (0, each.budget)
+            ):
+                goals = sorted(each.by_goal.keys() & other.by_goal.keys())
+                found = paired_difference([other.by_goal[g] for g in goals], [each.by_goal[g] for g in goals])
+                yield (
+                    f"{each.policy}, {each.budget:,} tokens: {each.strategy} - {other.strategy}: {found.mean:+.2f} "
+                    f"[{found.low:+.2f}, {found.high:+.2f}] (paired bootstrap over {found.n} goals)"
+                )
+
+
 def chart(cells: list[Cell], budgets: list[int]) -> str:
     """Success against budget as SVG; ReAct, which has no budget, is a level line."""
     series = []
@@ -262,7 +288,10 @@ def main() -> None:
     with servers(args) as urls:
         cells = asyncio.run(measure(args, urls))
     (args.out / "search_curve.svg").write_text(chart(cells, args.budgets))
-    Console().print(table(cells))
+    console = Console(width=110)  # of the table, also where the output is a file
+    console.print(table(cells))
+    for line in differences(cells):
+        console.print(line, highlight=False)
 
 
 if __name__ == "__main__":
