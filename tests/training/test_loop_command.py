@@ -261,7 +261,8 @@ def test_rows_that_are_held_out_are_not_trained_on(
 def test_a_killed_run_with_servers_of_its_own_goes_on(talker: Path, tmp_path: Path) -> None:
     """The embedded shop and the embedded server as children, demonstrations, workers, and kill -9."""
     config = write_config(tmp_path)
-    config.write_text(config.read_text().replace("counted_reward:CountedReward", "success-bonus"))
+    changed = config.read_text().replace("counted_reward:CountedReward", "success-bonus")
+    config.write_text(changed.replace("max_turns = 2", "max_turns = 8"))  # as many as the script may need
     command = [sys.executable, "-m", "openhands_rl_plugin.cli", "loop", "webshop", "--config", str(config)]
     command += ["--model", str(talker), "--run-dir", str(tmp_path / "run"), "--demonstrations", "2", "--processes", "1"]
     first, state_file = subprocess.Popen(command, stdout=subprocess.DEVNULL), tmp_path / "run" / "state.json"
