@@ -9,16 +9,19 @@ from openhands_rl_plugin.types import Frozen
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 300, 48, 16, 16, 58
 
-STYLE = """
+_CHART_STYLE = ".grid{stroke:#e4e9ef} .tick{font-size:11px;fill:#5a6775}"
+STYLE = (
+    _CHART_STYLE
+    + """
 body{font:15px/1.5 system-ui,sans-serif;max-width:900px;margin:2rem auto;padding:0 1rem;color:#1c2430}
 h1{font-size:1.6rem} h2{font-size:1.2rem;margin-top:2.2rem}
 table{border-collapse:collapse;width:100%} td,th{padding:.3rem .6rem;border-bottom:1px solid #dde3ea;text-align:right}
 td:first-child,th:first-child{text-align:left} code{font-size:.85em}
-.grid{stroke:#e4e9ef} .tick{font-size:11px;fill:#5a6775}
 .pair{display:grid;grid-template-columns:1fr 1fr;gap:1rem} .turns{background:#f6f8fa;padding:.6rem;border-radius:6px}
 .turn{margin:.3rem 0;overflow-wrap:anywhere;white-space:pre-line}
 .sampled{color:#0b5fae;font-weight:600} .page{color:#5a6775;font-size:.8rem}
 """
+)
 COLOURS = ("#0b5fae", "#c25e00", "#5b8c3e", "#8a3e8c", "#946c00", "#3e7f8c")
 
 
@@ -53,6 +56,13 @@ def html_page(title: str, body: Sequence[str]) -> str:
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f"<style>{STYLE}</style></head><body>{''.join(body)}</body></html>"
     )
+
+
+def svg_file(chart: str) -> str:
+    """A chart as a file of its own: with its styles, on white."""
+    opening, bracket, content = chart.partition(">")
+    style = "<style>text{font-family:system-ui,sans-serif}" + _CHART_STYLE + "</style>"
+    return f'{opening}{bracket}{style}<rect width="100%" height="100%" fill="#fff"/>{content}'
 
 
 def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

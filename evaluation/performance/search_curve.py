@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from openhands_rl_plugin import registry
-from openhands_rl_plugin.charts import Point, Series, line_chart
+from openhands_rl_plugin.charts import Point, Series, line_chart, svg_file
 from openhands_rl_plugin.demo.child import free_port, running_command
 from openhands_rl_plugin.demo.model import NAME, ensure_model
 from openhands_rl_plugin.demo.options import ADAPTER, ANSWER_TOKENS, CONTEXT_TOKENS, DemoOptions
@@ -287,7 +287,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     with servers(args) as urls:
         cells = asyncio.run(measure(args, urls))
-    (args.out / "search_curve.svg").write_text(chart(cells, args.budgets))
+    (args.out / "search_curve.svg").write_text(svg_file(chart(cells, args.budgets)))
     console = Console(width=110)  # of the table, also where the output is a file
     console.print(table(cells))
     for line in differences(cells):

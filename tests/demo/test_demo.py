@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from openhands_rl_plugin.charts import Point, Series, line_chart
+from openhands_rl_plugin.charts import Point, Series, line_chart, svg_file
 from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.demo.child import free_port, running_command
 from openhands_rl_plugin.demo.options import DemoOptions
@@ -62,6 +62,8 @@ def test_charts_are_well_formed_and_draw_every_point() -> None:
     root = ElementTree.fromstring(chart)
     assert len(root.findall(".//{*}circle")) == 4
     assert "a < b" in "".join(root.itertext())
+    alone = ElementTree.fromstring(svg_file(chart))
+    assert len(alone.findall(".//{*}circle")) == 4 and ".grid{" in (alone.findtext("{*}style") or "")
 
 
 def test_goals_of_demonstrations_training_and_evaluation_are_disjoint(tmp_path: Path) -> None:
