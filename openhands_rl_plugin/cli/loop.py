@@ -89,11 +89,11 @@ def run(args: argparse.Namespace) -> int:
     if not settings.serving.base_url:
         _given_weights(args)
     tasks = loop_tasks(_source(args), settings)
-    _start(args, settings)
+    start = _start(args, settings)
     if args.dry_run:
-        print("\n".join(_said(args, settings, tasks)))
+        print("\n".join(_said(args, settings, tasks, start)))
         return 0
-    return _play(args, settings, tasks)
+    return _play(args, settings, tasks, start)
 
 
 def _add_tasks(group: argparse._ArgumentGroup) -> None:
@@ -149,7 +149,7 @@ def _source(args: argparse.Namespace) -> TaskSource:
         raise ConfigError("\n".join(lines)) from error
 
 
-def _play(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks) -> int:
+def _play(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, start: Adapter | None) -> int:
     from openhands_rl_plugin.demo.progress import ProgressListener
     from openhands_rl_plugin.looping.claim import claim, forget
 
@@ -159,7 +159,8 @@ def _play(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks) -> i
     claim(directory, _identity(args, settings))
     started = time.monotonic()
     with ProgressListener(settings.loop.stages) as listener, _servers(args, settings, tasks, directory) as found:
-        result = asyncio.run(_run(args, _job(args, *found, tasks, directory), listener))
+        job = replace(_job(args, *found, tasks, directory), start=start)
+        result = asyncio.run(_run(args, job, listener))
     _report(result, listener)
     minutes = (time.monotonic() - started) / 60
     listener.console.print(
@@ -201,18 +202,23 @@ def _job(args: argparse.Namespace, settings: RLSettings, model: Path, tasks: Loo
         test_timeout=args.test_timeout,
         command_timeout=args.command_timeout,
         native_tool_calling=args.native_tool_calling,
-        start=_start(args, settings),
     )
 
 
 def _start(args: argparse.Namespace, settings: RLSettings) -> Adapter | None:
     from openhands_rl_plugin.serving.adapters import AdapterStore
-    from openhands_rl_plugin.training.starting import check_start
+    from openhands_rl_plugin.training.adapter_shape import check_start
 
     serving = settings.serving
-    start = starting_point(AdapterStore(serving.adapters_directory.resolve()), serving.adapter, args.start)
+    adapters = AdapterStore(serving.adapters_directory.resolve())
+    start = starting_point(adapters, serving.adapter, args.start)
     if start is not None:
         check_start(start, settings.training)
+    elif args.start != BASE:
+        raise ConfigError(
+            f"--from {args.start}: there is no version of {serving.adapter} in {adapters.root} yet; train one with "
+            "`openhands-rl train`, or leave --from away"
+        )
     return start
 
 
@@ -294,7 +300,7 @@ def _identity(args: argparse.Namespace, settings: RLSettings) -> JsonObject:
     return {"tasks": _source(args).model_dump(mode="json"), "timeout": args.timeout, "model": model, "rl": rl, **begun}
 
 
-def _said(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks) -> list[str]:
+def _said(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, start: Adapter | None) -> list[str]:
     """What a dry run says."""
     from openhands_rl_plugin.looping.parts import STATE
     from openhands_rl_plugin.looping.run import objective_of
@@ -305,7 +311,6 @@ def _said(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks) -> l
     scripted = f", {len(tasks.demonstrations)} for demonstrations" if tasks.demonstrations else ""
     ahead = f", at most {loop.max_staleness} versions behind" if loop.kind == "async" else ""
     policy = f"{serving.model or 'the base model'} at {serving.base_url}"
-    start = _start(args, settings)
     return [
         f"{tasks.suite.name}: {len(tasks.training)} tasks to train on, {len(tasks.held_out)} held out{scripted}",
         f"  stages: {loop.stages}, {done} done; iterations: {loop.iterations} of {loop.tasks_per_iteration} tasks by "

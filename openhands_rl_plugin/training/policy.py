@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 
 from openhands_rl_plugin.errors import TrainingError, describe
 from openhands_rl_plugin.settings import TrainingSettings
+from openhands_rl_plugin.training.adapter_shape import CONFIG_FILE
 from openhands_rl_plugin.training.distributed_sharding import shard_layers
 from openhands_rl_plugin.training.fused import fuse_layers
 from openhands_rl_plugin.training.lora import adapter_config
 from openhands_rl_plugin.training.packed_model import PackedModel
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
 
 
 class TrainablePolicy(PackedModel):

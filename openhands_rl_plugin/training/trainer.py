@@ -17,6 +17,7 @@ from torch import Tensor
 from openhands_rl_plugin.errors import TrainingError
 from openhands_rl_plugin.memory import return_freed_memory
 from openhands_rl_plugin.settings import TrainingSettings
+from openhands_rl_plugin.training.adapter_shape import check_start
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.checkpoint import load_checkpoint, save_checkpoint
 from openhands_rl_plugin.training.distributed import add_up, connected_ranks, shares
@@ -40,7 +41,6 @@ from openhands_rl_plugin.training.preparation import (
 )
 from openhands_rl_plugin.training.run_files import RunFiles, fingerprint
 from openhands_rl_plugin.training.schedule import learning_rate_at
-from openhands_rl_plugin.training.starting import check_start
 from openhands_rl_plugin.training.trackers import NoTracker, tracked
 from openhands_rl_plugin.types import Adapter, Probe, Sample
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from torch import nn
 
 from openhands_rl_plugin.errors import TrainingError, describe
 from openhands_rl_plugin.settings import TrainingSettings
+from openhands_rl_plugin.training.adapter_shape import read_shape
 from openhands_rl_plugin.training.batch import pack
 from openhands_rl_plugin.training.layout import lay_out
 from openhands_rl_plugin.training.packed import PackedRows, hidden_states
-from openhands_rl_plugin.training.policy import CONFIG_FILE, WEIGHTS_FILE, TrainablePolicy
+from openhands_rl_plugin.training.policy import WEIGHTS_FILE, TrainablePolicy
 from openhands_rl_plugin.training.verifier_card import Verdict, VerifierCard
 from openhands_rl_plugin.training.verifier_prompt import VerifierPrompts, load_tokenizer
 from openhands_rl_plugin.types import Sample
@@ -47,7 +47,7 @@ class VerifierModel(TrainablePolicy):
         self.prompts = VerifierPrompts(load_tokenizer(base), self.card.max_length)
         if (self.prompts.yes, self.prompts.no) != (self.card.yes, self.card.no):
             raise TrainingError(f"{base} has another tokenizer than the model that {directory} was trained on")
-        super().__init__(base, _shape_of(directory).model_copy(update={"dtype": dtype}))
+        super().__init__(base, _settings_of(directory).model_copy(update={"dtype": dtype}))
         self.load(directory)
         self._tokens_per_pass = tokens_per_pass
         self._turn = threading.Lock()
@@ -96,26 +96,16 @@ def _sample(prompt: tuple[int, ...]) -> Sample:
     return Sample.model_construct(trajectory_id="", leaf=0, input_ids=prompt, mask=(), logprobs=())
 
 
-class _AdapterConfig(BaseModel):
-    """What the weights' names and shapes follow from, in PEFT's file."""
-
-    model_config = ConfigDict(extra="ignore")
-    r: int
-    lora_alpha: int
-    use_rslora: bool = False
-    use_dora: bool = False
-    target_modules: tuple[str, ...]
-
-
-def _shape_of(directory: Path) -> TrainingSettings:
-    path = directory / CONFIG_FILE
+def _settings_of(directory: Path) -> TrainingSettings:
+    shape = read_shape(directory)
     try:
-        found = _AdapterConfig.model_validate(json.loads(path.read_text(encoding="utf-8")))
-        return TrainingSettings(
-            lora_rank=found.r,
-            lora_alpha=found.lora_alpha,
-            lora_variant="dora" if found.use_dora else "rslora" if found.use_rslora else "lora",
-            target_modules=found.target_modules,
+        return TrainingSettings.model_validate(
+            {
+                "lora_rank": shape.r,
+                "lora_alpha": shape.lora_alpha,
+                "lora_variant": shape.variant,
+                "target_modules": shape.layers,
+            }
         )
-    except (OSError, ValueError, ValidationError) as error:
-        raise TrainingError(f"{path} cannot be read: {describe(error)}") from error
+    except ValidationError as error:
+        raise TrainingError(f"the adapter in {directory} cannot be used here: {describe(error)}") from error

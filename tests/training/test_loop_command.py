@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from shopping_loop import MODEL, write_talker
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.environments.webshop import running_webshop
-from openhands_rl_plugin.serving.adapters import AdapterStore
+from openhands_rl_plugin.serving.adapters import WEIGHTS, AdapterStore
 from openhands_rl_plugin.serving.config import ServerConfig
 from openhands_rl_plugin.serving.server import running_server
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
@@ -159,6 +160,9 @@ def test_a_run_goes_on_from_an_adapter_that_is_there(
 ) -> None:
     config = write_config(tmp_path, shop=served[0], server=served[1])
     learnt = words(config, "--iterations", "1", "--held-out", "1")
+    assert cli.main([*learnt, "--from", "latest"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--from latest: there is no version of" in line and "openhands-rl train" in line
     assert cli.main(learnt) == 0
     first = LoopState.load(tmp_path / "run" / "state.json").adapter
     assert first is not None
@@ -179,16 +183,26 @@ def test_a_run_goes_on_from_an_adapter_that_is_there(
     # A run that goes on has its own beginning, whatever is the latest by now.
     assert cli.main(command) == 0
     assert LoopState.load(tmp_path / "next" / "state.json") == state
+    adapters = AdapterStore(tmp_path / "adapters")
+    made = Path(adapters.get(first).path)
+
+    def copied(folder: Path) -> None:
+        for file in ("adapter_config.json", WEIGHTS):
+            shutil.copyfile(made / file, folder / file)
+
+    foreign = adapters.create(adapters.get(first).name.rpartition("-v")[0], copied, base_model="another-model")
     capsys.readouterr()
-    for more, says in (
-        (["--from", "99"], "--from 99: "),
-        (["--from", "1"], "lora_alpha = 8, and [rl.training] has 16: set lora_alpha = 8"),
+    for number, alpha, says in (
+        ("99", 8, "--from 99: "),
+        (str(foreign.version), 8, "was trained on 'another-model', and"),
+        ("1", 16, "lora_alpha = 8, and [rl.training] has 16: set lora_alpha = 8"),
     ):
-        config.write_text(config.read_text().replace("lora_alpha = 8", "lora_alpha = 16"))
-        assert cli.main([*learnt, "--run-dir", str(tmp_path / "third"), *more]) == 1
-        (line,) = capsys.readouterr().err.splitlines()
+        config.write_text(config.read_text().replace("lora_alpha = 8", f"lora_alpha = {alpha}"))
+        run = ["--run-dir", str(tmp_path / f"from-{number}"), "--from", number]
+        assert cli.main([*learnt, *run]) == 1
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
         assert says in line
-    assert not (tmp_path / "third" / "state.json").exists()
+        assert not (tmp_path / f"from-{number}" / "state.json").exists()
 
 
 WRONG = [
