@@ -17,10 +17,10 @@ from openhands_rl_plugin.agent_snapshot import Savable, snapshot
 from openhands_rl_plugin.engines.openai import OpenAIEngine
 from openhands_rl_plugin.errors import ConfigError, MissingExtraError, PublishError
 from openhands_rl_plugin.protocols import LLMEngine
+from openhands_rl_plugin.publishing import publisher_for
 from openhands_rl_plugin.serving.adapters import AdapterStore
 from openhands_rl_plugin.serving.config import GeneratorConfig
 from openhands_rl_plugin.serving.failures import ServingError
-from openhands_rl_plugin.serving.publisher import AdapterPublisher
 from openhands_rl_plugin.settings import RLSettings
 from openhands_rl_plugin.types import Adapter, Probe
 
@@ -175,14 +175,8 @@ class EndpointPolicy(Policy):
         base = served_base(self._url, serving.model, self._key, serving.request_timeout)
         super().__init__(base.name, settings)
         self._weights = weights or base.weights
-        self._publisher = AdapterPublisher(
-            serving.base_urls or self._url,
-            self.store,
-            api_key=self._key,
-            keep=self.kept,
-            timeout=serving.request_timeout,
-            server=serving.server,
-        )
+        reached = serving.model_copy(update={"base_url": self._url})
+        self._publisher = publisher_for(reached, self.store, keep=self.kept)
         self._asked = base.name
 
     def engine(self) -> ClosableEngine:
