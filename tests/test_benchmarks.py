@@ -1,4 +1,4 @@
-"""The benchmarks run: what a figure comes from is kept up with the code that it measures."""
+"""The benchmarks that need no model, peer or suite run: they are kept up with the code that they measure."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
 
@@ -40,6 +40,7 @@ from openhands_rl_plugin.serving.publisher import AdapterPublisher
 from openhands_rl_plugin.statistics import paired_difference, wilson
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
 from openhands_rl_plugin.types import (
+    Adapter,
     EpisodeRequest,
     Frozen,
     JsonObject,
@@ -194,27 +195,39 @@ def servers(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 async def measure(args: argparse.Namespace, urls: tuple[str, str]) -> list[Cell]:
     """Every point, written down as soon as it is there."""
-    served: Mapping[str, str] = await policies(args, urls[1])
     cells: list[Cell] = []
-    for policy, name in served.items():
+    for policy, adapter in (await policies(args, urls[1])).items():
+        name, weights = (NAME, NAME) if adapter is None else (adapter.name, adapter.sha256)
         for strategy in args.strategies:
             for budget in args.budgets if strategy != "ReAct" else [0]:
+                claim(args.out, policy, strategy, budget, weights)
                 cells.append(await play(policy, name, strategy, budget, args, urls))
                 (args.out / "search_curve.json").write_text(json.dumps([each.model_dump() for each in cells], indent=1))
     return cells
 
 
-async def policies(args: argparse.Namespace, model_url: str) -> dict[str, str]:
-    """Label -> served name: the base model and the run's current adapter."""
-    served = {"base": NAME}
+def claim(out: Path, policy: str, strategy: str, budget: int, weights: str) -> None:
+    """Bind a point's episodes to the weights and options that play them. Exits where it has others."""
+    noted = out / "points" / f"{policy}-{strategy}-{budget}.json"
+    wanted = json.dumps({"weights": weights, "options": options_of(strategy, budget, 0)}, indent=1)
+    if not noted.exists():
+        noted.parent.mkdir(exist_ok=True)
+        noted.write_text(wanted)
+    elif noted.read_text() != wanted:
+        raise SystemExit(f"{out} holds episodes of {policy} {strategy} {budget} with other options: give another --out")
+
+
+async def policies(args: argparse.Namespace, model_url: str) -> dict[str, Adapter | None]:
+    """Label -> what is served on top of the base model: nothing, and the run's current adapter."""
+    served: dict[str, Adapter | None] = {"base": None}
     if args.run_dir is not None:
         store = AdapterStore(args.run_dir / "adapters")
         adapter = store.current(ADAPTER)
         if adapter is None:
             raise SystemExit(f"{args.run_dir} has no adapter: give a finished run of openhands-rl demo")
         await AdapterPublisher(f"{model_url}/v1", store).publish(adapter)
-        served["trained"] = adapter.name
-    return {label: name for label, name in served.items() if label in args.policies}
+        served["trained"] = adapter
+    return {label: adapter for label, adapter in served.items() if label in args.policies}
 
 
 def table(cells: list[Cell]) -> Table:
