@@ -18,7 +18,7 @@ HELP = "watch a small model learn to shop inside OpenHands: roll out, train, rel
 EPILOG = """examples:
   openhands-rl demo                      the whole demo, about half an hour on two cores: eight iterations
                                          of 8 tasks by 6 episodes
-  openhands-rl demo --tiny               the same path in under two minutes
+  openhands-rl demo --tiny               the same path in two to four minutes
   openhands-rl demo --seed 1 --run-dir runs/seed-1
   openhands-rl demo --loop async         rollouts and training side by side
   openhands-rl demo --fresh              start over instead of resuming

@@ -47,7 +47,7 @@ class DemoOptions(Frozen):
     loop: LoopSettings = LoopSettings()
 
     def shortened(self) -> DemoOptions:
-        """The same path in under two minutes."""
+        """The same path in minutes, for CI."""
         return self.model_copy(
             update={
                 "held_out": 4,
