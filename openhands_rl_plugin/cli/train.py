@@ -136,8 +136,6 @@ class _Training:
         self._reward = reward_of(args, read.reward)
         self._adapters = AdapterStore(args.adapters)
         self._whole = self._settings.method == "full"
-        if self._whole and ranks is not None:
-            raise ConfigError("--method full trains in one process: start it without torchrun or accelerate launch")
         self._parent = None if self._whole else starting_point(self._adapters, self._name, args.start)
 
     async def run(self) -> int:
@@ -202,7 +200,10 @@ class _Training:
             root=self._adapters.root,
             name=self._name,
             base_model=base_model,
+            leads=self._leads,
         )
+        if made is None:
+            return
         print(f"{made.path}: {', '.join(f'{name} {value:.4g}' for name, value in made.metrics.items())}")
 
     def _train(self, lesson: Lesson, base_model: str) -> tuple[dict[str, float], Adapter | None, Probe]:

@@ -142,7 +142,6 @@ class VerifierTraining:
                 metrics=trained.metrics.as_floats() | trained.report.as_floats(),
             )
         self._adapters.keep_probe(adapter, trained.probe)  # a later ``adapters publish`` proves itself by it
-        self._adapters.keep_probe(adapter, trained.probe)  # a later ``adapters publish`` proves itself by it
         return adapter, trained
 
 

@@ -25,13 +25,20 @@ def train_whole(
     root: Path,
     name: str,
     base_model: str,
-) -> TrainedModel:
-    """Train, and write ``ROOT/NAME-model-v000001`` (or the next free number). Raises ``RLError``."""
+    leads: bool,
+) -> TrainedModel | None:
+    """Train, and write ``ROOT/NAME-model-v000001`` (or the next free number), which who leads returns.
+
+    Raises ``RLError``.
+    """
     from openhands_rl_plugin.training.full_trainer import FullTrainer
 
     trainer = FullTrainer(model, settings)
     with progress as advanced:
         metrics = trainer.sft(lesson.samples, advanced, run=root / f"{name}.training").as_floats()
+    if not leads:
+        trainer.hand_over()
+        return None
     names = (root / f"{name}-model-v{number:06d}" for number in count(1))
     target = next(path for path in names if not path.exists())
     return trainer.save_model(target, base_model=base_model, metrics=metrics)

@@ -46,6 +46,16 @@ def load_checkpoint(directory: Path) -> tuple[dict[str, Tensor], dict[str, str]]
         raise TrainingError(f"cannot read the training state {source}: {describe(error)}") from error
 
 
+def load_counters(directory: Path) -> dict[str, str]:
+    """What ``load_checkpoint`` gives, without the tensors. Raises ``TrainingError``."""
+    source = directory / STATE_FILE
+    try:
+        with safe_open(source, framework="pt") as file:
+            return file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise TrainingError(f"cannot read the training state {source}: {describe(error)}") from error
+
+
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from shutil import copyfile
 
@@ -80,31 +81,38 @@ class FullPolicy(PackedModel):
             raise StorageError(f"the model cannot be written to {directory}: {describe(error)}") from error
 
     def _write(self, directory: Path) -> None:
-        shards: list[dict[str, Tensor]] = [{}]
-        used = total = 0
-        for name, tensor in self.weights().items():
-            stored = tensor.to(self.dtype).cpu().contiguous()
-            if used and used + stored.nbytes > _SHARD_BYTES:
-                shards.append({})
-                used = 0
-            shards[-1][name] = stored
-            used, total = used + stored.nbytes, total + stored.nbytes
-        names = _file_names(len(shards))
-        for name, shard in zip(names, shards, strict=True):
-            save_file(shard, directory / name, {"format": "pt"})
-        if len(shards) > 1:
-            places = {each: name for name, shard in zip(names, shards, strict=True) for each in shard}
+        files = _files({name: parameter.numel() * self.dtype.itemsize for name, parameter in self.parameters.items()})
+        weights = self.stored()
+        for file, names in files.items():
+            save_file({name: next(weights) for name in names}, directory / file, {"format": "pt"})
+        if len(files) > 1:
+            places = {name: file for file, names in files.items() for name in names}
+            total = sum(parameter.numel() for parameter in self.parameters.values()) * self.dtype.itemsize
             index = {"metadata": {"total_size": total}, "weight_map": places}
             (directory / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+    def stored(self) -> Iterator[Tensor]:
+        """Every trained weight whole, in the order of ``parameters``, as it is written into files."""
+        for parameter in self.parameters.values():
+            yield parameter.detach().to(self.dtype).cpu().contiguous()
 
     def _score(self, hidden: Tensor, targets: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor]:
         return trained_token_logprobs(hidden, targets, head.weight, head.bias)
 
 
-def _file_names(count: int) -> list[str]:
-    if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{at:05d}-of-{count:05d}.safetensors" for at in range(1, count + 1)]
+def _files(sizes: Mapping[str, int]) -> dict[str, list[str]]:
+    """The names in each file, no more of them than fit; ``sizes``: bytes of each tensor."""
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, size in sizes.items():
+        if used and used + size > _SHARD_BYTES:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{at:05d}-of-{len(shards):05d}.safetensors": names for at, names in enumerate(shards, start=1)}
 
 
 def _hand_over(master: nn.Parameter):

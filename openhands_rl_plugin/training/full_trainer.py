@@ -11,7 +11,9 @@ from pathlib import Path
 
 from openhands_rl_plugin.errors import PublishError, StorageError, TrainingError, describe
 from openhands_rl_plugin.settings import TrainingSettings
+from openhands_rl_plugin.training.distributed_sharding import is_sharded
 from openhands_rl_plugin.training.full_policy import FullPolicy
+from openhands_rl_plugin.training.full_sharded import ShardedFullPolicy
 from openhands_rl_plugin.training.imitation import Pair
 from openhands_rl_plugin.training.metrics import TrainMetrics
 from openhands_rl_plugin.training.trainer import OnProgress, Trainer
@@ -37,7 +39,8 @@ class FullTrainer(Trainer):
     """
 
     def __init__(self, model_path: str | Path, settings: TrainingSettings) -> None:
-        policy = FullPolicy(model_path, settings)
+        kind = ShardedFullPolicy if is_sharded(settings.sharding) else FullPolicy
+        policy = kind(model_path, settings)
         super().__init__(policy, settings)
         self._model = policy
         self._optimizer.register_step_post_hook(lambda *_: policy.round())
@@ -53,6 +56,12 @@ class FullTrainer(Trainer):
     ) -> TrainMetrics:
         """Raises ``TrainingError``."""
         raise TrainingError(_FINE_TUNES)
+
+    def hand_over(self) -> None:
+        """Give rank 0 this rank's part of the weights: to be called by all others while it calls ``save_model``."""
+        if self._model.in_parts:
+            for _ in self._model.stored():
+                pass
 
     def save_model(self, directory: Path, *, base_model: str, metrics: dict[str, float] | None = None) -> TrainedModel:
         """Write a model directory that any server can start from, whole or not at all; an existing one is refused.

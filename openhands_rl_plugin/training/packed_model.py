@@ -58,13 +58,10 @@ class PackedModel(ABC):
         """
         rows = [layout.rows[s][t - 1] for s, t in wanted]
         targets = [layout.ids[layout.rows[s][t]] for s, t in wanted]
-        hidden = hidden_states(self._base, PackedRows(layout, self.device))
-        head = self._base.get_output_embeddings()
-        assert isinstance(head, nn.Linear)  # checked when it was loaded
-        return self._score(
-            hidden[torch.tensor(rows, device=self.device)],
+        return self._compute(
+            PackedRows(layout, self.device),
+            torch.tensor(rows, device=self.device),
             torch.tensor(targets, device=self.device),
-            head,
         )
 
     def sequence_logprobs(self, token_ids: tuple[int, ...]) -> list[float]:
@@ -78,6 +75,11 @@ class PackedModel(ABC):
         """Inside the block it is the model that training began with, where that is still known."""
         raise TrainingError('the model as it was before is not kept; set kl = "none", or train an adapter')
         yield
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether every rank has a part of what is trained only: ``weights`` and ``parameters`` are those parts."""
+        return False
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
@@ -101,6 +103,12 @@ class PackedModel(ABC):
 
     def _open(self) -> PreTrainedModel:
         return load_model(self.model_path, self.dtype, self.device)
+
+    def _compute(self, packed: PackedRows, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """[K] logprobs and entropies of ``targets`` behind ``rows``."""
+        head = self._base.get_output_embeddings()
+        assert isinstance(head, nn.Linear)  # checked when it was loaded
+        return self._score(hidden_states(self._base, packed)[rows], targets, head)
 
     def _score(self, hidden: Tensor, targets: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor]:
         return token_logprobs(hidden, targets, head.weight, head.bias)

@@ -1,4 +1,4 @@
-"""What one training run leaves on the disk while it goes on: its metrics, a line a step, and where it stands."""
+"""What one training run is named by, and its metrics, a line a step."""
 
 from __future__ import annotations
 
@@ -9,42 +9,18 @@ from array import array
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from torch import Tensor
-
 from openhands_rl_plugin.errors import StorageError, describe
-from openhands_rl_plugin.training.checkpoint import STATE_FILE, load_checkpoint, save_checkpoint
 from openhands_rl_plugin.types import Sample
 
 METRICS_FILE = "metrics.jsonl"
 
 
-class RunFiles:
-    """``directory/metrics.jsonl`` and, until the run is finished, its newest checkpoint. Both are for the owner only.
+class MetricsFile:
+    """``directory/metrics.jsonl``, for the owner only. Raises ``StorageError`` when the directory cannot be made."""
 
-    ``fingerprint`` names the run: data, settings and starting point. A checkpoint of another run is not continued.
-    """
-
-    def __init__(self, directory: Path, fingerprint: str) -> None:
-        self._directory = directory
-        self._fingerprint = fingerprint
+    def __init__(self, directory: Path) -> None:
         self._metrics = directory / METRICS_FILE
-        try:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise StorageError(f"{directory} cannot be made ({describe(error)}): choose another directory") from error
-
-    def resume(self) -> tuple[dict[str, Tensor], dict[str, str]] | None:
-        """The newest checkpoint of this run, if there is one; the metrics are cut back to it."""
-        found = load_checkpoint(self._directory) if (self._directory / STATE_FILE).exists() else None
-        if found is None or found[1].get("fingerprint") != self._fingerprint:
-            self._keep_lines(0)
-            return None
-        self._keep_lines(int(found[1]["done"]))
-        return found
-
-    def checkpoint(self, tensors: dict[str, Tensor], counters: dict[str, str], done: int) -> None:
-        """Note that ``done`` steps are done. Raises ``StorageError``."""
-        save_checkpoint(self._directory, tensors, {**counters, "fingerprint": self._fingerprint, "done": str(done)})
+        make_directory(directory)
 
     def log(self, record: Mapping[str, float]) -> None:
         """Append one line to the metrics."""
@@ -54,11 +30,8 @@ class RunFiles:
         except OSError as error:
             raise StorageError(f"{self._metrics} cannot be written: {describe(error)}; free some space") from error
 
-    def finish(self) -> None:
-        """Forget the checkpoint: the run is done."""
-        (self._directory / STATE_FILE).unlink(missing_ok=True)
-
-    def _keep_lines(self, count: int) -> None:
+    def keep_lines(self, count: int) -> None:
+        """Cut it back to the steps that are done."""
         try:
             lines = self._metrics.read_text(encoding="utf-8").splitlines(keepends=True) if count else []
         except (OSError, UnicodeDecodeError):
@@ -67,8 +40,16 @@ class RunFiles:
             file.writelines(lines[:count])
 
 
-def fingerprint(settings: str, samples: Iterable[Sample], weights: Mapping[str, Tensor], step: int) -> str:
-    """Names a run by everything that its result depends on."""
+def make_directory(directory: Path) -> None:
+    """For the owner only, if it is not there. Raises ``StorageError``."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise StorageError(f"{directory} cannot be made ({describe(error)}): choose another directory") from error
+
+
+def fingerprint(settings: str, samples: Iterable[Sample], weights: Iterable[int], step: int) -> str:
+    """Names a run by everything that its result depends on. ``weights``: a checksum of each tensor it begins with."""
     digest = hashlib.sha256(f"{settings}\n{step}\n".encode())
     for sample in samples:
         digest.update(f"{sample.trajectory_id}\n{sample.advantage}\n{len(sample.input_ids)}\n".encode())
@@ -76,9 +57,7 @@ def fingerprint(settings: str, samples: Iterable[Sample], weights: Mapping[str, 
         digest.update(bytes(sample.mask))
         digest.update(array("d", sample.logprobs).tobytes())
         digest.update(array("d", sample.token_advantages).tobytes())
-    for name in sorted(weights):
-        digest.update(name.encode())
-        digest.update(weights[name].detach().cpu().contiguous().numpy().tobytes())
+    digest.update(array("q", weights).tobytes())
     return digest.hexdigest()
 
 

@@ -21,9 +21,10 @@ from openhands_rl_plugin.training.adapter_shape import check_start
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.checkpoint import load_checkpoint, save_checkpoint
 from openhands_rl_plugin.training.distributed import add_up, connected_ranks, shares
-from openhands_rl_plugin.training.distributed_sharding import is_sharded
+from openhands_rl_plugin.training.distributed_sharding import is_sharded, own_part, split_as, whole
 from openhands_rl_plugin.training.imitation import Pair
 from openhands_rl_plugin.training.items import Item, batches, items_of_pairs, items_of_rollouts
+from openhands_rl_plugin.training.kept_state import KeptInParts, KeptState, KeptWhole
 from openhands_rl_plugin.training.layout import lay_out
 from openhands_rl_plugin.training.loss import Diagnostics
 from openhands_rl_plugin.training.metrics import Tally, TrainMetrics, TrainProgress
@@ -39,7 +40,7 @@ from openhands_rl_plugin.training.preparation import (
     trained_tokens,
     weaken,
 )
-from openhands_rl_plugin.training.run_files import RunFiles, fingerprint
+from openhands_rl_plugin.training.run_files import MetricsFile, fingerprint
 from openhands_rl_plugin.training.schedule import learning_rate_at
 from openhands_rl_plugin.training.trackers import NoTracker, tracked
 from openhands_rl_plugin.types import Adapter, Probe, Sample
@@ -120,7 +121,10 @@ class Trainer:
         """Write weights, optimiser and step counter into one file, atomically. Raises ``StorageError``.
 
         Shuffling depends on the seed and the step counter only, so these are the whole state of the random numbers.
+        Raises ``TrainingError`` where every rank has a part only: such a state is kept by giving ``run`` to ``sft``.
         """
+        if self._policy.in_parts:
+            raise TrainingError("the weights are split among processes, one file cannot hold them; give run= to sft")
         save_checkpoint(directory, self._state(), self._counters())
 
     def load_state(self, directory: Path) -> None:
@@ -134,7 +138,7 @@ class Trainer:
         tensors = {f"weights.{name}": tensor for name, tensor in self._policy.weights().items()}
         for name, parameter in self._policy.parameters.items():
             for key, moment in self._optimizer.state.get(parameter, {}).items():
-                tensors[f"{key}.{name}"] = moment
+                tensors[f"{key}.{name}"] = own_part(moment)
         return tensors
 
     def _restore(self, tensors: dict[str, Tensor], counters: dict[str, str], source: str) -> None:
@@ -152,7 +156,7 @@ class Trainer:
         self._optimizer.state.clear()
         for name, parameter in parameters.items():
             self._optimizer.state[parameter] = {
-                key: moment if key == "step" else moment.to(parameter.device) for key, moment in moments[name].items()
+                key: moment if key == "step" else split_as(parameter, moment) for key, moment in moments[name].items()
             }
         self.step = step
 
@@ -163,8 +167,11 @@ class Trainer:
         newest = newest_version(samples, self._version)
         name = self._name(samples, loss, run)
         leads = self._ranks.rank == 0
-        files = RunFiles(run, name) if run is not None and leads else None
-        done, first_step, tally = self._begin(items, loss, files)
+        lines = MetricsFile(run) if run is not None and leads else None
+        kept = self._kept(run, name) if run is not None else None
+        done, first_step, tally = self._begin(items, loss, kept)
+        if lines is not None:
+            lines.keep_lines(done)
         order = batches(
             items,
             size=self.settings.batch_size,
@@ -182,17 +189,21 @@ class Trainer:
                 record = self._record(progress, found, tally)
                 record["staleness"] = staleness([item.sample for item in batch], newest)
                 tracker.log(number, record)
-                if files is not None:
-                    files.log(record)
-                    if self.settings.checkpoint_steps and number % self.settings.checkpoint_steps == 0:
-                        counters = {"first_step": str(first_step), "tally": json.dumps(asdict(tally))}
-                        old = {_OLD: torch.cat([item.old for item in items])} if loss.starts_from_now else {}
-                        files.checkpoint(self._state() | old, self._counters() | counters, number)
+                if lines is not None:
+                    lines.log(record)
+                if kept is not None and self.settings.checkpoint_steps and number % self.settings.checkpoint_steps == 0:
+                    counters = {"first_step": str(first_step), "tally": json.dumps(asdict(tally))}
+                    old = {_OLD: torch.cat([item.old for item in items])} if loss.starts_from_now else {}
+                    kept.keep(self._state() | old, self._counters() | counters, number)
                 if on_progress is not None:
                     on_progress(progress)
-        if files is not None:
-            files.finish()
+        if kept is not None:
+            kept.forget()
         return tally.metrics(len(items), staleness(samples, newest))
+
+    def _kept(self, run: Path, name: str) -> KeptState:
+        kind = KeptInParts if self._policy.in_parts else KeptWhole
+        return kind(run, name, self._ranks)
 
     def _name(self, samples: list[Sample], loss: PassLoss, run: Path | None) -> str:
         """Names the run where somebody needs a name for it; all ranks must have the same."""
@@ -206,9 +217,9 @@ class Trainer:
         check_samples(samples, longest=self._policy.longest, vocabulary=self._policy.vocabulary)
         return samples
 
-    def _begin(self, items: list[Item], loss: PassLoss, files: RunFiles | None) -> tuple[int, int, Tally]:
+    def _begin(self, items: list[Item], loss: PassLoss, kept: KeptState | None) -> tuple[int, int, Tally]:
         """Steps that were done before this call was killed, the step that it began with, and its sums."""
-        found = self._ranks.tell(files.resume() if files is not None else None)
+        found = kept.resume() if kept is not None else None
         done, first_step, tally, old = 0, self.step, Tally(), None
         if found is not None:
             tensors, counters = found
@@ -253,9 +264,10 @@ class Trainer:
             total, diagnostics = total + share, diagnostics + found
         for group in idle:
             self._backward(group, [0.0] * len(group), loss)
-        self._ranks.add([parameter.grad for parameter in self.parameters.values() if parameter.grad is not None])
+        if not self._policy.in_parts:  # parts are added up as they are computed
+            self._ranks.add([parameter.grad for parameter in self.parameters.values() if parameter.grad is not None])
         total, diagnostics = add_up(self._ranks, total, diagnostics)
-        norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters.values(), self.settings.max_grad_norm).item()
+        norm = self._clip_gradients()
         if not (math.isfinite(total) and math.isfinite(norm)):
             self._optimizer.zero_grad(set_to_none=True)
             raise TrainingError(
@@ -276,6 +288,11 @@ class Trainer:
         tally.trained_tokens, tally.means = means.pop("tokens"), means
         return diagnostics
 
+    def _clip_gradients(self) -> float:
+        """Their norm before."""
+        norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters.values(), self.settings.max_grad_norm)
+        return whole(norm).item()
+
     def _backward(self, group: list[Item], weights: list[float], loss: PassLoss) -> tuple[float, Diagnostics]:
         """Add one pass's share of the batch's gradient; returns its share of the loss."""
         layout = lay_out([item.sample.input_ids for item in group])
@@ -294,7 +311,12 @@ class Trainer:
     def _fingerprint(self, samples: list[Sample], loss: PassLoss) -> str:
         settings = self.settings.model_dump_json(exclude={"checkpoint_steps", "sharding", "tracker"})
         what = f"{type(loss).__name__}\n{self._policy.model_path}\n{settings}"
-        return fingerprint(what, samples, self._policy.weights(), self.step)
+        # Sums of integers are the same however the weights are split.
+        parts = self._policy.weights().values()
+        sums = torch.stack([part.contiguous().view(torch.int32).sum(dtype=torch.int64).cpu() for part in parts])
+        if self._policy.in_parts:
+            self._ranks.add([sums])
+        return fingerprint(what, samples, sums.tolist(), self.step)
 
 
 class LoraTrainer(Trainer):

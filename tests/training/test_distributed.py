@@ -23,6 +23,7 @@ from openhands_rl_plugin.errors import TrainingError
 from openhands_rl_plugin.serving.adapters import AdapterStore
 from openhands_rl_plugin.training.checkpoint import STATE_FILE
 from openhands_rl_plugin.training.distributed import Alone, Together, joined_ranks
+from openhands_rl_plugin.training.full_trainer import verify_model
 from openhands_rl_plugin.training.trainer import LoraTrainer
 
 HERE = Path(__file__).parent
@@ -96,6 +97,54 @@ def test_processes_that_were_killed_go_on_together(model: Path, tmp_path: Path) 
     check_same(model, tmp_path / "two", tmp_path / "one", "gspo")
     lines = (tmp_path / "two" / "gspo" / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["done"] for line in lines] == list(range(1, 13))
+
+
+def check_same_model(model: Path, together: Path, alone: Path, kind: str, *, parts: float = 1.0) -> None:
+    """The same figures and nearly the same weights, of which a rank holds a share only."""
+    torch.set_num_threads(1)
+    expected = train(model, alone, kind)
+    found = json.loads((together / kind / "metrics.json").read_text())
+    assert found.pop("parts") == expected.pop("parts") * parts
+    low = "low" in kind
+    assert found == pytest.approx(expected, rel=3e-2 if low else 1e-5, abs=3e-2 if low else 1e-5)
+    made = verify_model(together / kind / "model")
+    ours, theirs = (load_file(each / kind / "model" / "model.safetensors") for each in (together, alone))
+    assert ours.keys() == theirs.keys() and made.step == expected["steps"]
+    before = load_file(model / "model.safetensors")
+    for name, weight in ours.items():
+        assert weight.dtype == (torch.bfloat16 if low else torch.float32)
+        moved = (theirs[name].float() - before[name].float()).norm()
+        # Adam makes a step of any size out of a gradient that is nearly zero, so that single weights tell little.
+        assert (weight.float() - theirs[name].float()).norm() <= moved * (0.5 if low else 0.01), name
+
+
+def test_two_processes_train_a_whole_model_as_one_does(model: Path, tmp_path: Path) -> None:
+    assert run_both(model, tmp_path / "two", "layers", 0, "full") == [0, 0]
+    check_same_model(model, tmp_path / "two", tmp_path / "one", "full", parts=0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sharding", "kind", "parts"), [("none", "full", 1.0), ("layers", "full-low", 0.5)])
+def test_whole_models_together_and_in_bfloat16(
+    model: Path, tmp_path: Path, sharding: str, kind: str, parts: float
+) -> None:
+    assert run_both(model, tmp_path / "two", sharding, 0, kind) == [0, 0]
+    check_same_model(model, tmp_path / "two", tmp_path / "one", kind, parts=parts)
+
+
+@pytest.mark.slow
+def test_processes_with_parts_of_a_model_that_were_killed_go_on_together(model: Path, tmp_path: Path) -> None:
+    assert run_both(model, tmp_path / "two", "layers", 5, "full-killed") != [0, 0]
+    parts = tmp_path / "two" / "full-killed" / "run" / "parts"
+    kept = sorted(str(file.relative_to(parts)) for file in parts.rglob(STATE_FILE))
+    assert kept == [f"00000004/{rank}-of-2/{STATE_FILE}" for rank in (1, 2)]
+    with pytest.raises(TrainingError, match="in 2 processes with split weights: start it like that"):
+        train(model, tmp_path / "two", "full-killed")
+    assert run_both(model, tmp_path / "two", "layers", 0, "full-killed") == [0, 0]
+    check_same_model(model, tmp_path / "two", tmp_path / "one", "full-killed", parts=0.5)
+    lines = (parts.parent / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["done"] for line in lines] == list(range(1, 13))
+    assert not parts.exists()
 
 
 LAUNCHERS = {

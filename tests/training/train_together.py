@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from made_samples import EXACT, make_samples
 from torch.distributed.tensor import DTensor
 
 from openhands_rl_plugin.training.distributed import joined_ranks
-from openhands_rl_plugin.training.distributed_sharding import shard_layers
+from openhands_rl_plugin.training.distributed_sharding import own_part, shard_layers
+from openhands_rl_plugin.training.full_trainer import FullTrainer
 from openhands_rl_plugin.training.imitation import Pair
 from openhands_rl_plugin.training.packed_model import load_model
 from openhands_rl_plugin.training.trainer import LoraTrainer
@@ -28,6 +30,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": "grpo", "correction": "truncate", "kl": "k3", "batch_size": 3},
     "passes": {"algorithm": "dapo", "batch_size": 5, "max_tokens_per_pass": 64},
     "dpo": {"algorithm": "dpo"},
+    "full": {"method": "full", "algorithm": "sft", "learning_rate": 1e-3, "batch_size": 3, "max_tokens_per_pass": 100},
+    "full-low": {"method": "full", "algorithm": "sft", "learning_rate": 1e-3, "batch_size": 3, "dtype": "bfloat16"},
+    "full-killed": {
+        **{"method": "full", "algorithm": "sft", "learning_rate": 1e-3, "gradient_checkpointing": True},
+        **{"num_epochs": 3, "checkpoint_steps": 2},
+    },
     "gspo": {"algorithm": "gspo", "aggregation": "rollout", "num_epochs": 3, "checkpoint_steps": 2},
 }
 
@@ -43,6 +51,8 @@ def train(model: Path, out: Path, kind: str, sharding: str = "none", steps: int 
             print("killed", file=sys.stderr, flush=True)
             os._exit(1)
 
+    if settings.method == "full":
+        return train_whole(FullTrainer(model, settings), out / kind, stop)
     trainer = LoraTrainer(model, settings)
     if kind == "dpo":
         pairs = [Pair((samples[at],), (samples[at + 1],)) for at in (0, 2, 4)]
@@ -58,6 +68,20 @@ def train(model: Path, out: Path, kind: str, sharding: str = "none", steps: int 
         trainer.save_adapter(out / kind / "adapter")
         trainer.save_state(out / kind)
         (out / kind / "metrics.json").write_text(json.dumps(figures))
+    return figures
+
+
+def train_whole(trainer: FullTrainer, out: Path, stop: Callable[[Any], None]) -> dict[str, float]:
+    """The same for all weights; a model directory comes out."""
+    metrics = trainer.sft(make_samples(7), stop, run=out / "run")
+    figures = {name: value for name, value in asdict(metrics).items() if name != "seconds"}
+    figures["probe"] = sum(trainer.probe(make_samples(1)[0].input_ids).logprobs)
+    figures["parts"] = sum(own_part(parameter).numel() for parameter in trainer.parameters.values())
+    if int(os.environ.get("RANK", "0")):
+        trainer.hand_over()
+        return figures
+    trainer.save_model(out / "model", base_model="tiny")
+    (out / "metrics.json").write_text(json.dumps(figures))
     return figures
 
 

@@ -1,0 +1,134 @@
+"""Where a training run stands, kept until it is finished: by rank 0, or by every rank its part.
+
+``fingerprint`` names the run: data, settings and starting point. What another run has left is not continued.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from openhands_rl_plugin.errors import TrainingError
+from openhands_rl_plugin.training.checkpoint import STATE_FILE, load_checkpoint, load_counters, save_checkpoint
+from openhands_rl_plugin.training.distributed import Checkpoint, Ranks
+from openhands_rl_plugin.training.run_files import make_directory
+
+PARTS = "parts"
+
+
+class KeptState(Protocol):
+    """Every method is to be called by all ranks."""
+
+    def resume(self) -> Checkpoint | None:
+        """The newest checkpoint of this run, if there is one. Raises ``TrainingError``."""
+        ...
+
+    def keep(self, tensors: dict[str, Tensor], counters: dict[str, str], done: int) -> None:
+        """Note that ``done`` steps are done. Raises ``StorageError``."""
+        ...
+
+    def forget(self) -> None:
+        """The run is finished."""
+        ...
+
+
+class KeptWhole:
+    """All ranks have the same state; rank 0 keeps it, in one file."""
+
+    def __init__(self, directory: Path, fingerprint: str, ranks: Ranks) -> None:
+        self._directory = directory
+        self._fingerprint = fingerprint
+        self._ranks = ranks
+
+    def resume(self) -> Checkpoint | None:
+        """What rank 0 finds."""
+        parts = self._ranks.tell(({}, _newest(self._directory / PARTS, self._fingerprint)))
+        if parts is not None and parts[1]:
+            raise _kept_otherwise(self._directory / PARTS, f"in {parts[1]['size']} processes with split weights")
+        mine = self._ranks.rank == 0 and _is_of(self._directory, self._fingerprint)
+        return self._ranks.tell(load_checkpoint(self._directory) if mine else None)
+
+    def keep(self, tensors: dict[str, Tensor], counters: dict[str, str], done: int) -> None:
+        """At any moment there is the old one or the new one."""
+        if self._ranks.rank == 0:
+            mine = {**counters, "fingerprint": self._fingerprint, "done": str(done)}
+            save_checkpoint(self._directory, tensors, mine)
+
+    def forget(self) -> None:
+        """Remove the file."""
+        if self._ranks.rank == 0:
+            (self._directory / STATE_FILE).unlink(missing_ok=True)
+
+
+class KeptInParts:
+    """Every rank keeps its own part: ``parts/STEP/RANK-of-RANKS``. A step counts when all of its parts are there.
+
+    The step before it is removed only then, so that there is always one to go on from.
+    """
+
+    def __init__(self, directory: Path, fingerprint: str, ranks: Ranks) -> None:
+        self._directory = directory
+        self._parts = directory / PARTS
+        self._fingerprint = fingerprint
+        self._ranks = ranks
+
+    def resume(self) -> Checkpoint | None:
+        """This rank's part of the newest step that rank 0 sees whole."""
+        whole = {"whole": "yes"} if _is_of(self._directory, self._fingerprint) else {}
+        told = self._ranks.tell(({}, _newest(self._parts, self._fingerprint) | whole))
+        found = told[1] if told is not None else {}
+        if "whole" in found:
+            raise _kept_otherwise(self._directory / STATE_FILE, "by one process alone, or without splitting")
+        if not found:
+            return None
+        if int(found["size"]) != self._ranks.size:
+            raise _kept_otherwise(self._parts, f"in {found['size']} processes, not {self._ranks.size}")
+        return load_checkpoint(self._own(found["step"]))
+
+    def keep(self, tensors: dict[str, Tensor], counters: dict[str, str], done: int) -> None:
+        """This rank's part; when all have theirs, what was there before is removed."""
+        step = f"{done:08d}"
+        make_directory(self._parts / step)
+        mine = {**counters, "fingerprint": self._fingerprint, "done": str(done)}
+        save_checkpoint(self._own(step), tensors, mine)
+        self._ranks.agree("steps done", step)
+        if self._ranks.rank == 0:
+            for other in _steps(self._parts):
+                if other.name != step:
+                    shutil.rmtree(other, ignore_errors=True)
+
+    def forget(self) -> None:
+        """Remove them all."""
+        self._ranks.agree("steps done", "all")
+        if self._ranks.rank == 0:
+            shutil.rmtree(self._parts, ignore_errors=True)
+
+    def _own(self, step: str) -> Path:
+        return self._parts / step / f"{self._ranks.rank + 1}-of-{self._ranks.size}"
+
+
+def _kept_otherwise(path: Path, how: str) -> TrainingError:
+    return TrainingError(f"{path} is of this run {how}: start it like that to go on, or remove it to begin again")
+
+
+def _is_of(directory: Path, fingerprint: str) -> bool:
+    return (directory / STATE_FILE).exists() and load_counters(directory).get("fingerprint") == fingerprint
+
+
+def _steps(parts: Path) -> list[Path]:
+    """The newest first."""
+    return sorted(parts.iterdir() if parts.exists() else (), reverse=True)
+
+
+def _newest(parts: Path, fingerprint: str) -> dict[str, str]:
+    """Which step of the run is there whole, and of how many ranks; empty where none is."""
+    for step in _steps(parts):
+        for first in step.glob("1-of-*"):
+            size = first.name.removeprefix("1-of-")
+            each = [step / f"{rank}-of-{size}" / STATE_FILE for rank in range(1, int(size) + 1)]
+            if all(part.exists() for part in each) and _is_of(first, fingerprint):
+                return {"step": step.name, "size": size}
+    return {}
