@@ -47,7 +47,7 @@ EPILOG = """examples:
   openhands-rl train ./trajectories --verifier --model ./Qwen2.5-Coder-32B --adapters ./adapters --negatives 1 \\
       --max-length 10240 --gradient-checkpointing true
   torchrun --standalone --nproc-per-node 8 -m openhands_rl_plugin.cli train ./trajectories --model ./model \
-      --adapters ./adapters --sharding layers
+      --adapters ./adapters --sharding layers            (also with --method full, and with --verifier)
 
 Episodes of the base model and of the adapter's own versions are used. The new version goes on from the newest one,
 unless --from says otherwise. A verifier learns from the episodes of all policies and is judged by tasks that it
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     # A server may have another working directory, so that the paths it is told must be absolute.
     args.adapters = (args.adapters or serving.adapters_directory).resolve()
     args.publish = publish_servers(serving, args.publish) if args.publish else None
-    with joined(args) as ranks:
+    with joined() as ranks:
         return _run(args, ranks)
 
 
@@ -114,7 +114,7 @@ def _run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     if args.verifier:
         from openhands_rl_plugin.cli.train_verifier import VerifierTraining
 
-        return asyncio.run(VerifierTraining(args, starting_point, training_progress, publish).run())
+        return asyncio.run(VerifierTraining(args, starting_point, training_progress, publish, ranks).run())
     if foreign := given_fields(args, VerifierSettings):
         raise ConfigError(f"{option_of(min(foreign))} is for a verifier: give --verifier too, or leave it out")
     return asyncio.run(_Training(args, ranks).run())

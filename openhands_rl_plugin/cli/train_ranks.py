@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.errors import ConfigError, MissingExtraError
+from openhands_rl_plugin.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.training.distributed import Ranks
 
 
 @contextmanager
-def joined(args: argparse.Namespace) -> Iterator[Ranks | None]:
-    """This process among the others; ``None`` when there are no others. Of several, rank 0 alone speaks.
-
-    Raises ``ConfigError`` for what one process does alone.
-    """
+def joined() -> Iterator[Ranks | None]:
+    """This process among the others; ``None`` when there are no others. Of several, rank 0 alone speaks."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield None
         return
-    if args.verifier:
-        raise ConfigError("--verifier trains in one process: start it without torchrun or accelerate launch")
     try:
         from openhands_rl_plugin.serving.threads import prepare_threads
 

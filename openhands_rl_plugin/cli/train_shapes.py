@@ -9,13 +9,15 @@ from openhands_rl_plugin.config import load_settings
 from openhands_rl_plugin.errors import ConfigError
 from openhands_rl_plugin.settings import RLSettings, TrainingSettings
 
+_PROCESSES = (2, 8, 16, 32)
+
 
 def say_shapes(args: argparse.Namespace) -> int:
     """Say what a run would train and how much memory it would want, from ``config.json`` alone if there is no more.
 
     Raises ``ConfigError`` unless it is a dry run, ``TrainingError`` when the model's files cannot be read.
     """
-    from openhands_rl_plugin.training.estimate import estimate_memory, model_size
+    from openhands_rl_plugin.training.estimate import estimate_memory, estimate_share, model_size
 
     if not args.dry_run:
         raise ConfigError("STORE: a store of episodes is needed to train; only --dry-run can do without")
@@ -32,11 +34,15 @@ def say_shapes(args: argparse.Namespace) -> int:
     rows = max(settings.max_tokens_per_pass, longest)
     print(f"  a pass: {rows:,} tokens; a step: {settings.batch_size} trajectories; {settings.num_epochs} epochs")
     print(f"  learning rate: {settings.learning_rate:g}, {settings.schedule} after {settings.warmup_steps} steps")
-    if alone := "all weights" if settings.method == "full" else "a verifier" if args.verifier else "":
-        print(f"  one process only: one device must hold {alone}; several train adapters of policies alone")
     memory = estimate_memory(args.model, settings, longest)
     parts = ", ".join(f"{name} {part / 1e9:.2f}" for name, part in memory.parts().items())
     print(f"  memory: about {memory.total / 1e9:.2f} GB ({parts})")
+    if settings.method != "qlora" and settings.sharding != "none":
+        shares = [estimate_share(args.model, settings, longest, count).total for count in _PROCESSES]
+        each = ", ".join(f"{share / 1e9:.2f}" for share in shares)
+        counts = ", ".join(map(str, _PROCESSES))
+        print(f"  split among {counts} processes (--sharding layers): about {each} GB each; the base model in whole")
+        print("  on each device while they start")
     return 0
 
 

@@ -7,8 +7,8 @@ import asyncio
 import math
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from openhands_rl_plugin.statistics import Estimate
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.serving.adapters import AdapterStore
+    from openhands_rl_plugin.training.distributed import Ranks
     from openhands_rl_plugin.training.metrics import TrainProgress
     from openhands_rl_plugin.training.verifier import TrainedVerifier
     from openhands_rl_plugin.training.verifier_data import Example, VerifierLesson
@@ -53,11 +54,17 @@ class VerifierTraining:
     """One run of the command; the functions are those of ``openhands-rl train``."""
 
     def __init__(
-        self, args: argparse.Namespace, starting_point: StartingPoint, progress: Progress, publish: Publish
+        self,
+        args: argparse.Namespace,
+        starting_point: StartingPoint,
+        progress: Progress,
+        publish: Publish,
+        ranks: Ranks | None,
     ) -> None:
         from openhands_rl_plugin.serving.adapters import AdapterStore, check_name
 
         self._args = args
+        self._ranks = ranks
         read = load_settings(args.config) if args.config else RLSettings(training=PUBLISHED)
         self._training = settings_from(args, read.training)
         if self._training.method != "lora":
@@ -93,6 +100,8 @@ class VerifierTraining:
         if self._args.dry_run:
             return 0
         adapter, trained = await asyncio.to_thread(self._train, lesson, prompts)
+        if adapter is None:
+            return 0
         print("\n".join([f"{adapter.name}:", *report_lines(trained.report)]))
         print(f"  {adapter.path}/{_report_file()}")
         if self._args.publish:
@@ -114,28 +123,31 @@ class VerifierTraining:
         print(f"  steps: {steps} ({self._training.num_epochs} epochs)")
         print(f"  memory: about {memory.total / 1e9:.2f} GB", flush=True)
 
-    def _train(self, lesson: VerifierLesson, prompts: VerifierPrompts) -> tuple[Adapter, TrainedVerifier]:
+    def _train(self, lesson: VerifierLesson, prompts: VerifierPrompts) -> tuple[Adapter | None, TrainedVerifier]:
+        """The new version, of which rank 0 alone knows, and what it was made of."""
         try:
             from openhands_rl_plugin.training.verifier import train_verifier
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or "torch", "train") from error
-        self._adapters.root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".verifier-", dir=self._adapters.root) as scratch:
+        with self._scratch() as scratch:
             with self._progress() as advanced:
                 trained = train_verifier(
                     self._args.model,
                     lesson,
                     self._training,
                     self._settings,
-                    Path(scratch),
+                    scratch,
                     prompts=prompts,
                     parent=self._parent,
                     on_progress=advanced,
                     run=self._adapters.root / f"{self._name}.training",
+                    ranks=self._ranks,
                 )
+            if self._ranks is not None and self._ranks.rank > 0:
+                return None, trained
             adapter = self._adapters.create(
                 self._name,
-                lambda directory: _copy(Path(scratch), directory),
+                lambda directory: _copy(scratch, directory),
                 base_model=self._args.base_model or self._args.model.resolve().name,
                 parent=self._parent.name if self._parent else None,
                 step=trained.metrics.steps + (self._parent.step if self._parent else 0),
@@ -143,6 +155,20 @@ class VerifierTraining:
             )
         self._adapters.keep_probe(adapter, trained.probe)  # a later ``adapters publish`` proves itself by it
         return adapter, trained
+
+    @contextmanager
+    def _scratch(self) -> Iterator[Path]:
+        """A directory of rank 0, which all ranks know."""
+        if self._ranks is not None and self._ranks.rank > 0:
+            told = self._ranks.tell(None)
+            assert told is not None  # rank 0 tells below
+            yield Path(told[1]["scratch"])
+            return
+        self._adapters.root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".verifier-", dir=self._adapters.root) as scratch:
+            if self._ranks is not None:
+                self._ranks.tell(({}, {"scratch": scratch}))
+            yield Path(scratch)
 
 
 def report_lines(report: VerifierReport) -> list[str]:

@@ -9,7 +9,7 @@ import json
 import math
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -127,6 +127,25 @@ def estimate_memory(model: Path, settings: TrainingSettings, longest: int) -> Me
         quantised = sum(math.prod(dimensions) for name, dimensions in tensors if _is_quantised(name, dimensions))
         weights = (parameters - quantised) * size + int(quantised * _QUANTISED_BITS / 8)
     return MemoryEstimate(weights, _adapter_parameters(tensors, settings) * _ADAPTER_BYTES, activations)
+
+
+def estimate_share(model: Path, settings: TrainingSettings, longest: int, processes: int) -> MemoryEstimate:
+    """``estimate_memory`` for each of several processes with ``sharding = "layers"``, once they have begun.
+
+    ``weights`` are its part of them and those that it has fetched: the ones in use, the next layer's, and their
+    gradients where they have some. Raises ``TrainingError`` when the model's files cannot be read.
+    """
+    alone, size = estimate_memory(model, settings, longest), _BYTES[settings.dtype]
+    shape = _shape(model)
+    sizes = [(name, math.prod(dimensions)) for name, dimensions in _tensors(model, shape)]
+    layers = sum(count for name, count in sizes if ".layers." in name)
+    outside = sum(count for name, count in sizes) - layers
+    fetched = 2 * layers // shape.num_hidden_layers * size
+    if settings.method == "full":
+        kept = (layers + outside) * (_FLOAT32_COPY + _GRADIENT_AND_MOMENTS)
+        fetched = 2 * (fetched + outside * size)
+        return replace(alone, weights=fetched, optimiser=kept // processes)
+    return replace(alone, weights=layers * size // processes + outside * size + fetched)
 
 
 def _adapter_parameters(tensors: Sequence[_Tensor], settings: TrainingSettings) -> int:

@@ -10,9 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from openhands_rl_plugin.errors import TrainingError
 from openhands_rl_plugin.memory import forget_unused
 from openhands_rl_plugin.settings import TrainingSettings, VerifierSettings
+from openhands_rl_plugin.training.distributed import Alone, Ranks
 from openhands_rl_plugin.training.metrics import TrainMetrics
 from openhands_rl_plugin.training.trainer import LoraTrainer, OnProgress
 from openhands_rl_plugin.training.verifier_card import CARD_FILE, VerifierCard
@@ -51,45 +54,59 @@ def train_verifier(
     on_progress: OnProgress | None = None,
     on_judged: OnJudged | None = None,
     run: Path | None = None,
+    ranks: Ranks | None = None,
 ) -> TrainedVerifier:
     """Fill an existing directory with an adapter, its card and its report.
 
-    ``parent``: the verifier to go on from. ``run``: as for ``LoraTrainer.sft``. Raises ``TrainingError``,
-    ``StorageError``.
+    ``parent``: the verifier to go on from. ``run``: as for ``LoraTrainer.sft``. ``ranks``: the processes that train it
+    together, each of which judges a share of what is held out; ``directory`` is that of rank 0, which writes, on a file
+    system of them all. Raises ``TrainingError``, ``StorageError``.
     """
+    ranks = ranks or Alone()
     if parent is not None and not (Path(parent.path) / CARD_FILE).exists():
         raise TrainingError(f"{parent.name} is no verifier; choose another --adapter name, or --from base")
     trainer = LoraTrainer(model, training, adapter=parent)
     metrics = trainer.sft([example.sample() for example in lesson.training], on_progress, run=run)
-    trainer.save_adapter(directory)
     probe = trainer.probe(lesson.training[0].prompt[-PROBE_TOKENS:])
+    if ranks.rank == 0:
+        trainer.save_adapter(directory)
+        _card(model, directory, prompts).save(directory)
     del trainer
     forget_unused()
-    card = VerifierCard(
+    ranks.tell(None)  # the files are there now
+    judged = _judge(VerifierModel(directory, dtype=training.dtype), lesson.held_out, on_judged, ranks)
+    report = report_of(judged, settings)
+    card = VerifierCard.load(directory).model_copy(update={"calibration": report.calibration})
+    ranks.agree("verdicts", report.model_dump_json())  # and all have read the card
+    if ranks.rank == 0:
+        card.save(directory)
+        (directory / REPORT_FILE).write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    return TrainedVerifier(card, report, metrics, probe)
+
+
+def _card(model: Path, directory: Path, prompts: VerifierPrompts) -> VerifierCard:
+    return VerifierCard(
         model=str(model.resolve()),
         sha256=weights_sha256(directory),
         max_length=prompts.max_length,
         yes=prompts.yes,
         no=prompts.no,
     )
-    card.save(directory)
-    judged = _judge(VerifierModel(directory, dtype=training.dtype), lesson.held_out, on_judged)
-    report = report_of(judged, settings)
-    card = card.model_copy(update={"calibration": report.calibration})
-    card.save(directory)
-    (directory / REPORT_FILE).write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    return TrainedVerifier(card, report, metrics, probe)
 
 
-def _judge(model: VerifierModel, examples: Sequence[Example], on_judged: OnJudged | None) -> list[Judged]:
-    """In the order of the tasks, so that attempts at one meet in a pass."""
-    judged: list[Judged] = []
+def _judge(model: VerifierModel, examples: Sequence[Example], on_judged: OnJudged | None, ranks: Ranks) -> list[Judged]:
+    """In the order of the tasks, so that attempts at one meet in a pass; each rank judges its stretch of them."""
     ordered = sorted(examples, key=lambda example: example.label.task)
-    for start in range(0, len(ordered), _AT_ONCE):
-        some = ordered[start : start + _AT_ONCE]
-        verdicts = model.judge([example.prompt for example in some])
-        for example, verdict in zip(some, verdicts, strict=True):
-            judged.append(Judged(example.label.task, verdict.margin, example.label.success, verdict.mass))
+    begin, end = (len(ordered) * at // ranks.size for at in (ranks.rank, ranks.rank + 1))
+    verdicts = torch.zeros(len(ordered), 2, dtype=torch.float64)
+    for start in range(begin, end, _AT_ONCE):
+        some = ordered[start : min(start + _AT_ONCE, end)]
+        found = model.judge([example.prompt for example in some])
+        verdicts[start : start + len(some)] = torch.tensor([(one.margin, one.mass) for one in found])
         if on_judged is not None:
-            on_judged(len(judged), len(ordered))
-    return judged
+            on_judged(start + len(some) - begin, end - begin)
+    ranks.add([verdicts])
+    return [
+        Judged(example.label.task, margin, example.label.success, mass)
+        for example, (margin, mass) in zip(ordered, verdicts.tolist(), strict=True)
+    ]

@@ -15,12 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_samples import EXACT, assert_same
 from safetensors.torch import load_file
-from test_train_command import TINY, episode, store_of
 from train_together import train
 
-from openhands_rl_plugin import cli
 from openhands_rl_plugin.errors import TrainingError
-from openhands_rl_plugin.serving.adapters import AdapterStore
 from openhands_rl_plugin.training.checkpoint import STATE_FILE
 from openhands_rl_plugin.training.distributed import Alone, Together, joined_ranks
 from openhands_rl_plugin.training.full_trainer import verify_model
@@ -145,44 +142,6 @@ def test_processes_with_parts_of_a_model_that_were_killed_go_on_together(model: 
     lines = (parts.parent / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["done"] for line in lines] == list(range(1, 13))
     assert not parts.exists()
-
-
-LAUNCHERS = {
-    "torchrun": ["torch.distributed.run", "--nproc-per-node", "2", "--master-port"],
-    # With --cpu it would start a single process, whatever --num_processes says.
-    "accelerate": ["accelerate.commands.launch", *ACCELERATE, "--num_processes", "2", "--main_process_port"],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_launcher_trains_one_version(model: Path, tmp_path: Path, launcher: str) -> None:
-    episodes = [episode(number, float(number % 2)) for number in range(6)]
-    command = ["train", str(store_of(tmp_path / "store", *episodes)), "--model", str(model), *TINY]
-    command += ["--batch-size", "4", "--max-tokens-per-pass", "64"]
-    launched = [sys.executable, "-m", *LAUNCHERS[launcher], str(free_port())]
-    launched += ["-m", "openhands_rl_plugin.cli", *command, "--adapters", str(tmp_path / "two")]
-    launched += ["--sharding", "layers"]  # which a process alone refuses
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    said = subprocess.run(launched, env=environment, capture_output=True, text=True, timeout=110)
-    assert said.returncode == 0, said.stderr
-    assert said.stdout.count("policy-v000001:") == 1, "rank 0 speaks for all"
-    torch.set_num_threads(1)
-    assert cli.main([*command, "--adapters", str(tmp_path / "one")]) == 0
-    two, one = (AdapterStore(tmp_path / each).versions("policy") for each in ("two", "one"))
-    assert len(two) == len(one) == 1
-    clock = {"seconds", "tokens_per_second"}
-    metrics = [{name: value for name, value in each[0].metrics.items() if name not in clock} for each in (two, one)]
-    assert metrics[0] == pytest.approx(metrics[1], rel=1e-5, abs=1e-5)
-
-
-def test_what_one_process_does_is_refused_to_several(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    command = ["train", str(tmp_path), "--model", str(model), "--adapters", str(tmp_path / "adapters"), "--verifier"]
-    assert cli.main(command) == 1
-    assert "without torchrun or accelerate launch" in capsys.readouterr().err
 
 
 @given(passes=st.integers(0, 40), size=st.integers(1, 9))

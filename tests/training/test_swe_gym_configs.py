@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.config import load_settings
 from openhands_rl_plugin.settings import TrainingSettings
-from openhands_rl_plugin.training.estimate import estimate_memory, model_size
+from openhands_rl_plugin.training.estimate import estimate_memory, estimate_share, model_size
 
 FOLDER = Path(__file__).parents[2] / "evaluation" / "configs" / "swe-gym"
 CONFIGS = sorted(FOLDER.glob("*.toml"))
@@ -35,8 +35,11 @@ def test_they_dry_run_without_weights_and_episodes(config: Path, capsys: pytest.
     assert f"memory: about {estimate_memory(model, settings, 0).total / 1e9:.2f} GB" in printed
     assert settings.method == ("full" if "full" in config.stem else "lora")
     assert settings.method == "full" or settings.lora_rank == 64
-    alone = settings.method == "full" or bool(verifier)
-    assert ("one process only" in printed) == alone == ("in one process" in config.read_text())
+    longest = load_settings(config).verifier.max_length if verifier else 0
+    shares = [estimate_share(model, settings, longest, count).total for count in (2, 8, 16, 32)]
+    assert ", ".join(f"{share / 1e9:.2f}" for share in shares) + " GB each" in printed
+    assert shares == sorted(shares, reverse=True) and shares[1] < estimate_memory(model, settings, longest).total
+    assert shares[2] < 80e9, "16 GPUs of the published runs' size hold it"
 
 
 def test_there_is_one_for_every_published_run() -> None:
