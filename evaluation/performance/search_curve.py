@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from openhands_rl_plugin import registry
+from openhands_rl_plugin.attempts import over_tasks
 from openhands_rl_plugin.charts import Point, Series, line_chart, svg_file
 from openhands_rl_plugin.demo.child import free_port, running_command
 from openhands_rl_plugin.demo.model import NAME, ensure_model
@@ -147,12 +148,14 @@ def cell(policy: str, strategy: str, budget: int, played: list[Trajectory]) -> C
     failed = sum(trajectory.failure is not None for trajectory in played)
     played = [trajectory for trajectory in played if trajectory.failure is None]
     successes = sum(trajectory.episode_return >= SUCCESS for trajectory in played)
-    interval = wilson(successes, len(played))
     tokens = [trajectory.usage.prompt_tokens + trajectory.usage.completion_tokens for trajectory in played]
     steps = [sum(node.sampled and node.reward is not None for node in trajectory.nodes) for trajectory in played]
     by_goal: dict[str, list[float]] = defaultdict(list)
     for trajectory in played:
         by_goal[trajectory.task.id].append(float(trajectory.episode_return >= SUCCESS))
+    means = {goal: fmean(values) for goal, values in by_goal.items()}
+    # Episodes of one goal are alike: with several seeds it is the goals that are independent.
+    interval = wilson(successes, len(played)) if len(played) == len(means) else over_tasks(list(means.values()))
     return Cell(
         policy=policy,
         strategy=strategy,
@@ -166,7 +169,7 @@ def cell(policy: str, strategy: str, budget: int, played: list[Trajectory]) -> C
         reward=sum(trajectory.episode_return for trajectory in played) / max(len(played), 1),
         tokens=sum(tokens) / max(len(tokens), 1),
         steps=sum(steps) / max(len(steps), 1),
-        by_goal={goal: fmean(values) for goal, values in by_goal.items()},
+        by_goal=means,
     )
 
 
