@@ -11,17 +11,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import TypeAdapter
+
 from openhands_rl_plugin.cli.fields import add_fields, given_fields, option_of, settings_from
 from openhands_rl_plugin.cli.publishing import publish, publish_servers
 from openhands_rl_plugin.cli.starting import LATEST, starting_point
 from openhands_rl_plugin.cli.stored import add_filters, filter_of
 from openhands_rl_plugin.cli.stores import STORE_HELP, open_store
-from openhands_rl_plugin.cli.train_ranks import joined
+from openhands_rl_plugin.cli.train_ranks import joined, shared
 from openhands_rl_plugin.cli.train_reward import add_reward, reward_of
 from openhands_rl_plugin.cli.train_tasks import HELP as TASKS_HELP
 from openhands_rl_plugin.cli.train_tasks import of_checked_tasks
 from openhands_rl_plugin.config import load_settings
 from openhands_rl_plugin.errors import ConfigError, MissingExtraError, TrainingError
+from openhands_rl_plugin.memory import forget_unused
 from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.settings import RLSettings, TrainingSettings, VerifierSettings
 
@@ -114,10 +117,10 @@ def _run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     if args.verifier:
         from openhands_rl_plugin.cli.train_verifier import VerifierTraining
 
-        return asyncio.run(VerifierTraining(args, starting_point, training_progress, publish, ranks).run())
+        return VerifierTraining(args, starting_point, training_progress, publish, ranks).run()
     if foreign := given_fields(args, VerifierSettings):
         raise ConfigError(f"{option_of(min(foreign))} is for a verifier: give --verifier too, or leave it out")
-    return asyncio.run(_Training(args, ranks).run())
+    return _Training(args, ranks).run()
 
 
 class _Training:
@@ -133,48 +136,60 @@ class _Training:
             self._settings.check_servable()
         self._name = check_name(args.adapter)
         self._where = filter_of(args).model_copy(update={"adapter": None})
-        self._reward = reward_of(args, read.reward)
+        self._rewards = read.reward
+        reward_of(args, self._rewards)  # a wrong one is refused before anything is read
         self._adapters = AdapterStore(args.adapters)
         self._whole = self._settings.method == "full"
+        if self._whole and args.start != LATEST:
+            raise ConfigError(f"--from {args.start}: with --method full it is the model itself, --model, that goes on")
         self._parent = None if self._whole else starting_point(self._adapters, self._name, args.start)
 
-    async def run(self) -> int:
-        async with open_store(self._args.store, create=False) as storage:
-            if self._args.tasks:
-                self._where = await of_checked_tasks(storage, self._where, self._args.tasks)
-            base_model = self._args.base_model or await _only_base_model(storage, self._where, self._name)
-            lesson = await self._lesson(storage, base_model)
+    def run(self) -> int:
+        """Training is in the main thread: it has the device of its rank, and Ctrl-C ends it."""
+        from openhands_rl_plugin.agent_lesson import Lesson
+        from openhands_rl_plugin.rewards.verifier import forget_models
+
+        kind = TypeAdapter(tuple[str, Lesson])
+        base_model, lesson = shared(self._ranks, kind, lambda: asyncio.run(self._read()))
+        forget_models()  # a verifier's, which judged
+        forget_unused()
         self._say_what(lesson)
         if self._args.dry_run:
             return 0
         if not lesson.samples:
             raise TrainingError(_nothing(self._settings))
         if self._whole:
-            await asyncio.to_thread(self._train_whole, lesson, base_model)
+            self._train_whole(lesson, base_model)
             return 0
-        metrics, adapter, probe = await asyncio.to_thread(self._train, lesson, base_model)
+        metrics, adapter, probe = self._train(lesson, base_model)
         if adapter is None:
             return 0
         print(f"{adapter.name}: {', '.join(f'{name} {value:.4g}' for name, value in metrics.items())}")
         if self._args.publish:
-            await publish(self._args.publish, self._adapters, adapter, probe)
+            asyncio.run(publish(self._args.publish, self._adapters, adapter, probe))
         return 0
+
+    async def _read(self) -> tuple[str, Lesson]:
+        async with open_store(self._args.store, create=False) as storage:
+            if self._args.tasks:
+                self._where = await of_checked_tasks(storage, self._where, self._args.tasks)
+            base_model = self._args.base_model or await _only_base_model(storage, self._where, self._name)
+            return base_model, await self._lesson(storage, base_model)
 
     async def _lesson(self, storage: TrajectoryStorage, base_model: str) -> Lesson:
         from openhands_rl_plugin.agent_lesson import collected_episodes, lesson_of
         from openhands_rl_plugin.rescoring import rescore
 
-        if not self._args.dry_run and self._leads:
-            await rescore(storage, self._reward, self._where)
-        if self._ranks is not None:
-            self._ranks.tell(None)  # the scores are there now
+        reward = reward_of(self._args, self._rewards)
+        if not self._args.dry_run:
+            await rescore(storage, reward, self._where)
         episodes = await collected_episodes(
-            storage, self._where, base_model=base_model, adapter=self._name, reward=self._reward
+            storage, self._where, base_model=base_model, adapter=self._name, reward=reward
         )
         return lesson_of(episodes, self._settings)
 
     def _say_what(self, lesson: Lesson) -> None:
-        from openhands_rl_plugin.training.estimate import estimate_memory
+        from openhands_rl_plugin.training.estimate import estimate_memory, estimate_share
 
         print(f"{self._name} from {self._parent.name if self._parent else 'the base model'}, by {lesson.algorithm}")
         left_out = [f"{n} {why.replace('_', ' ')}" for why, n in lesson.excluded.model_dump().items() if n]
@@ -188,6 +203,9 @@ class _Training:
             steps = math.ceil(units / self._settings.batch_size) * self._settings.num_epochs
             print(f"  steps: {steps} ({self._settings.num_epochs} epochs)")
         print(f"  memory: about {memory.total / 1e9:.2f} GB ({of_parts})", flush=True)
+        if self._ranks is not None and self._settings.sharding != "none":
+            share = estimate_share(self._args.model, self._settings, longest, self._ranks.size).total
+            print(f"  split by --sharding layers: about {share / 1e9:.2f} GB in each process", flush=True)
 
     def _train_whole(self, lesson: Lesson, base_model: str) -> None:
         from openhands_rl_plugin.cli.train_whole import train_whole
@@ -222,6 +240,7 @@ class _Training:
         with training_progress() as advanced:
             metrics = teach(trainer, lesson, advanced, run=directory).as_floats()
         adapter = self._keep(trainer, metrics | {"episodes_used": float(lesson.used)}, base_model)
+        trainer.finish()
         probe = trainer.probe(lesson.samples[0].input_ids[-_PROBE_TOKENS:])
         if adapter is not None:
             self._adapters.keep_probe(adapter, probe)  # a later ``adapters publish`` proves itself by it

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING
+
+from pydantic import TypeAdapter
 
 from openhands_rl_plugin.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.training.distributed import Ranks
+
+_LESSON = "lesson"
+
+
+def shared[T](ranks: Ranks | None, kind: TypeAdapter[T], make: Callable[[], T]) -> T:
+    """What rank 0 makes: the others neither read the store nor judge episodes.
+
+    So all have the same, also from a store that is being written to.
+    """
+    if ranks is None:
+        return make()
+    told = ranks.tell(({}, {_LESSON: kind.dump_json(make()).decode()}) if ranks.rank == 0 else None)
+    assert told is not None  # rank 0 has told it
+    return kind.validate_json(told[1][_LESSON])
 
 
 @contextmanager

@@ -7,14 +7,17 @@ import asyncio
 import math
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.fields import settings_from
+from pydantic import TypeAdapter
+
+from openhands_rl_plugin.cli.fields import given_fields, settings_from
 from openhands_rl_plugin.cli.stored import filter_of
 from openhands_rl_plugin.cli.stores import open_store
+from openhands_rl_plugin.cli.train_ranks import shared
 from openhands_rl_plugin.cli.train_tasks import of_checked_tasks
 from openhands_rl_plugin.config import load_settings
 from openhands_rl_plugin.errors import ConfigError, MissingExtraError
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
 StartingPoint = Callable[["AdapterStore", str, str], "Adapter | None"]
 Progress = Callable[[], AbstractContextManager[Callable[["TrainProgress"], None]]]
-Publish = Callable[[ServingSettings, "AdapterStore", "Adapter", "Probe"], Awaitable[None]]
+Publish = Callable[[ServingSettings, "AdapterStore", "Adapter", "Probe"], Coroutine[object, object, None]]
 
 PUBLISHED = TrainingSettings(
     algorithm="sft",
@@ -69,6 +72,12 @@ class VerifierTraining:
         self._training = settings_from(args, read.training)
         if self._training.method != "lora":
             raise ConfigError(f"--method {self._training.method} trains no verifier; use lora")
+        if args.publish:
+            self._training.check_servable()
+        if args.reward or args.reward_options:
+            raise ConfigError("--reward: a verifier learns from labels; name what they come from with --label")
+        if "algorithm" in given_fields(args, TrainingSettings):
+            raise ConfigError("--algorithm: a verifier is always fine-tuned; leave it out")
         self._settings = settings_from(args, read.verifier)
         self._name = check_name(args.adapter)
         self._where = filter_of(args).model_copy(update={"adapter": None})
@@ -79,34 +88,39 @@ class VerifierTraining:
         self._progress = progress
         self._publish = publish
 
-    async def run(self) -> int:
+    def run(self) -> int:
         """Train, or say what would be, and print how good the result is on held-out tasks."""
         try:
             from openhands_rl_plugin.serving.threads import prepare_threads
 
             prepare_threads()
-            from openhands_rl_plugin.training.verifier_data import verifier_lesson
+            from openhands_rl_plugin.training.verifier_data import VerifierLesson
             from openhands_rl_plugin.training.verifier_prompt import prompts_for
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or "transformers", "train") from error
         prompts = prompts_for(str(self._args.model), self._settings.max_length)
-        async with open_store(self._args.store, create=False) as storage:
-            if self._args.tasks:
-                self._where = await of_checked_tasks(storage, self._where, self._args.tasks)
-            lesson = await verifier_lesson(
-                storage, self._where, prompts, self._settings, reward=self._reward, seed=self._training.seed
-            )
+        lesson = shared(self._ranks, TypeAdapter(VerifierLesson), lambda: asyncio.run(self._read(prompts)))
         self._say_what(lesson)
         if self._args.dry_run:
             return 0
-        adapter, trained = await asyncio.to_thread(self._train, lesson, prompts)
+        adapter, trained = self._train(lesson, prompts)
         if adapter is None:
             return 0
         print("\n".join([f"{adapter.name}:", *report_lines(trained.report)]))
         print(f"  {adapter.path}/{_report_file()}")
         if self._args.publish:
-            await self._publish(self._args.publish, self._adapters, adapter, trained.probe)
+            asyncio.run(self._publish(self._args.publish, self._adapters, adapter, trained.probe))
         return 0
+
+    async def _read(self, prompts: VerifierPrompts) -> VerifierLesson:
+        from openhands_rl_plugin.training.verifier_data import verifier_lesson
+
+        async with open_store(self._args.store, create=False) as storage:
+            if self._args.tasks:
+                self._where = await of_checked_tasks(storage, self._where, self._args.tasks)
+            return await verifier_lesson(
+                storage, self._where, prompts, self._settings, reward=self._reward, seed=self._training.seed
+            )
 
     def _say_what(self, lesson: VerifierLesson) -> None:
         from openhands_rl_plugin.training.estimate import estimate_memory
@@ -144,6 +158,7 @@ class VerifierTraining:
                     ranks=self._ranks,
                 )
             if self._ranks is not None and self._ranks.rank > 0:
+                trained.unsaved.forget()
                 return None, trained
             adapter = self._adapters.create(
                 self._name,
@@ -154,6 +169,7 @@ class VerifierTraining:
                 metrics=trained.metrics.as_floats() | trained.report.as_floats(),
             )
         self._adapters.keep_probe(adapter, trained.probe)  # a later ``adapters publish`` proves itself by it
+        trained.unsaved.forget()
         return adapter, trained
 
     @contextmanager

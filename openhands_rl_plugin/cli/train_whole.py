@@ -38,7 +38,10 @@ def train_whole(
         metrics = trainer.sft(lesson.samples, advanced, run=root / f"{name}.training").as_floats()
     if not leads:
         trainer.hand_over()
+        trainer.finish()
         return None
     names = (root / f"{name}-model-v{number:06d}" for number in count(1))
     target = next(path for path in names if not path.exists())
-    return trainer.save_model(target, base_model=base_model, metrics=metrics)
+    made = trainer.save_model(target, base_model=base_model, metrics=metrics)
+    trainer.finish()
+    return made

@@ -133,6 +133,11 @@ class VerifierReward:
         return self._options.model or self._card.model
 
 
+def forget_models() -> None:
+    """Let go of the models that no reward uses any more; the newest one stays otherwise."""
+    _Here.forget()
+
+
 class _Asked:
     """Prompts that wait for their verdicts."""
 
@@ -169,6 +174,12 @@ class _Here:
             here = cls._shared.get(key) or cls(directory, base, tokens_per_pass)
             cls._shared[key] = cls._newest = here
             return here
+
+    @classmethod
+    def forget(cls) -> None:
+        """Do not keep the newest for rewards to come."""
+        with cls._sharing:
+            cls._newest = None
 
     async def judge(self, prompts: Sequence[tuple[int, ...]]) -> list[Verdict | Failure]:
         asked = _Asked(prompts)

@@ -23,6 +23,7 @@ from openhands_rl_plugin.types import Adapter, Frozen, Probe, versioned_name
 WEIGHTS = "adapter_model.safetensors"
 MANIFEST = "manifest.json"
 PROBE = "probe.json"
+LOADED = "loaded.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
 
 
@@ -30,6 +31,12 @@ class Pointer(Frozen):
     """Which version of an adapter is in use."""
 
     name: str
+
+
+class LoadedBy(Frozen):
+    """The servers that were given a version from its directory."""
+
+    urls: tuple[str, ...] = ()
 
 
 class AdapterStore:
@@ -133,6 +140,27 @@ class AdapterStore:
             return None
         except (OSError, ValidationError) as error:
             raise StorageError(f"{path} cannot be read: {describe(error)}; remove it") from error
+
+    def note_loaded(self, adapter: Adapter, url: str) -> None:
+        """Note that the server at ``url`` was given these weights. Raises ``StorageError``."""
+        path = self.root / adapter.name / LOADED
+        try:
+            _write_durably(path, LoadedBy(urls=(*sorted({*self._loaded_by(path), url}),)).model_dump_json())
+        except OSError as error:
+            raise StorageError(f"{path} cannot be written: {describe(error)}") from error
+
+    def was_loaded(self, adapter: Adapter, url: str) -> bool:
+        """Whether what the server at ``url`` has by this name are these weights, and not those of a former run.
+
+        The note is in the version's directory, so that it is gone when the directory was made anew.
+        """
+        return url in self._loaded_by(self.root / adapter.name / LOADED)
+
+    def _loaded_by(self, path: Path) -> tuple[str, ...]:
+        try:
+            return LoadedBy.model_validate_json(path.read_bytes()).urls
+        except (OSError, ValidationError):
+            return ()
 
     def _commit(
         self, name: str, fresh: Path, base_model: str, parent: str | None, step: int, metrics: dict[str, float]

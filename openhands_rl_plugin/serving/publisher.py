@@ -94,7 +94,7 @@ class AdapterPublisher:
         servers = await self._opened()
         await _on_all(servers, lambda server: self._prepare(server, adapter))
         async with AsyncExitStack() as undo:
-            await _on_all(servers, lambda server: _load(server, adapter, undo))
+            await _on_all(servers, lambda server: self._load(server, adapter, undo))
             differences = await _on_all(servers, lambda server: _prove(server, adapter, canary)) if canary else []
             self._store.point(adapter)
             undo.pop_all()
@@ -177,20 +177,20 @@ class AdapterPublisher:
         done = tuple(name for name, gone in unloaded.items() if gone)
         return done, tuple(name for name, gone in unloaded.items() if not gone)
 
+    async def _load(self, server: AdapterServer, adapter: Adapter, undo: AsyncExitStack) -> None:
+        path = (await server.loaded()).get(adapter.name)
+        if path == adapter.path and self._store.was_loaded(adapter, server.url):
+            return
+        if path is not None:
+            # Another run's version of the same name, perhaps at the same place, or this one before it was moved.
+            await server.unload(adapter.name)
+        # A load that failed may have left something behind too.
+        undo.push_async_callback(_unload_quietly, server, adapter.name)
+        await server.load(adapter)
+        self._store.note_loaded(adapter, server.url)
+
     def _mine(self, adapter: Adapter) -> tuple[Adapter, ...]:
         return self._store.versions(_name(adapter))
-
-
-async def _load(server: AdapterServer, adapter: Adapter, undo: AsyncExitStack) -> None:
-    path = (await server.loaded()).get(adapter.name)
-    if path == adapter.path:
-        return
-    if path is not None:
-        # Another run's version of the same name, or this one before its directory was moved.
-        await server.unload(adapter.name)
-    # A load that failed may have left something behind too.
-    undo.push_async_callback(_unload_quietly, server, adapter.name)
-    await server.load(adapter)
 
 
 async def _prove(server: AdapterServer, adapter: Adapter, canary: Probe) -> float:

@@ -108,6 +108,7 @@ class AsyncLoop(LoopStages):
         if credit.samples:
             adapter = await self._publish(stage, trainer, metrics)
             await asyncio.to_thread(trainer.save_state, self._trainer_directory(adapter))
+            trainer.finish()
         metrics |= player.meter.read() | {"training_waiting_share": (chosen - started) / (time.time() - started)}
         record = self._record(stage, started, metrics, adapter)
         return record.model_copy(update={"groups": (*batch.groups, *batch.dropped)})

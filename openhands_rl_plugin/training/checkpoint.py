@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save_file
 from torch import Tensor
 
 from openhands_rl_plugin.errors import StorageError, TrainingError, describe
@@ -18,19 +18,19 @@ def save_checkpoint(directory: Path, tensors: dict[str, Tensor], counters: dict[
     """Write ``directory/STATE_FILE``; at any moment it is either the old or the new one. Raises ``StorageError``."""
     target = directory / STATE_FILE
     partial = directory / f".{STATE_FILE}.{os.getpid()}"
-    data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, counters)
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         directory.mkdir(parents=True, exist_ok=True)
         try:
-            with open(partial, "wb", opener=_private) as file:
-                file.write(data)
-                file.flush()
+            open(partial, "wb", opener=_private).close()
+            save_file(state, partial, counters)
+            with open(partial, "rb") as file:
                 os.fsync(file.fileno())
             partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)
         sync_directory(directory)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise StorageError(
             f"cannot write {target}: {describe(error)}; free some space or choose another path"
         ) from error

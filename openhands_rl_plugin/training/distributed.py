@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -23,6 +24,10 @@ from torch import Tensor
 from openhands_rl_plugin.errors import TrainingError, describe
 from openhands_rl_plugin.training.items import Item, passes
 from openhands_rl_plugin.training.loss import Diagnostics
+
+_PIECE = 64 * 1024**2
+_PATIENCE = timedelta(days=1)
+"""The others wait while rank 0 scores episodes or writes a model; when a process dies the launcher ends them all."""
 
 Checkpoint = tuple[dict[str, Tensor], dict[str, str]]
 """Tensors and counters, as ``checkpoint`` reads and writes them."""
@@ -114,14 +119,17 @@ class Together:
         return mine, list(passes[:1]) * (-(-len(passes) // self.size) - len(mine))
 
     def _told(self, data: bytes) -> bytes:
-        """The data of rank 0."""
+        """The data of rank 0, a piece at a time: the device is full of other things."""
         length = torch.tensor([len(data)], device=self._device)
         group.broadcast(length, src=0)
-        content = torch.zeros(int(length.item()), dtype=torch.uint8, device=self._device)
-        if self.rank == 0:
-            content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        group.broadcast(content, src=0)
-        return content.cpu().numpy().tobytes()
+        found = bytearray(int(length.item()))
+        for start in range(0, len(found), _PIECE):
+            piece = torch.zeros(min(_PIECE, len(found) - start), dtype=torch.uint8, device=self._device)
+            if self.rank == 0:
+                piece.copy_(torch.frombuffer(bytearray(data[start : start + _PIECE]), dtype=torch.uint8))
+            group.broadcast(piece, src=0)
+            found[start : start + _PIECE] = piece.cpu().numpy().tobytes()
+        return bytes(found)
 
 
 @contextmanager
@@ -139,7 +147,7 @@ def joined_ranks(environ: Mapping[str, str] | None = None) -> Iterator[Ranks]:
         device = torch.device("cuda", int(known.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     try:
-        group.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        group.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
     except (RuntimeError, ValueError) as error:
         raise TrainingError(
             f"the other processes of this training cannot be joined: {describe(error)}; start all of them with "

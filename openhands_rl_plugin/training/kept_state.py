@@ -1,4 +1,4 @@
-"""Where a training run stands, kept until it is finished: by rank 0, or by every rank its part.
+"""Where a training run stands, kept until what it has made is saved: by rank 0, or by every rank its part.
 
 ``fingerprint`` names the run: data, settings and starting point. What another run has left is not continued.
 """
@@ -31,8 +31,24 @@ class KeptState(Protocol):
         ...
 
     def forget(self) -> None:
-        """The run is finished."""
+        """What the run has made is saved."""
         ...
+
+
+class Unsaved:
+    """The checkpoints whose results are saved nowhere else yet."""
+
+    def __init__(self) -> None:
+        self._states: list[KeptState] = []
+
+    def add(self, state: KeptState) -> None:
+        """One more."""
+        self._states.append(state)
+
+    def forget(self) -> None:
+        """All results are saved now; to be called by all ranks."""
+        while self._states:
+            self._states.pop().forget()
 
 
 class KeptWhole:
@@ -64,7 +80,7 @@ class KeptWhole:
 
 
 class KeptInParts:
-    """Every rank keeps its own part: ``parts/STEP/RANK-of-RANKS``. A step counts when all of its parts are there.
+    """Every rank keeps its own part: ``parts/STEP/RANK-of-RANKS``. A step counts when all parts of one run are there.
 
     The step before it is removed only then, so that there is always one to go on from.
     """
@@ -128,7 +144,7 @@ def _newest(parts: Path, fingerprint: str) -> dict[str, str]:
     for step in _steps(parts):
         for first in step.glob("1-of-*"):
             size = first.name.removeprefix("1-of-")
-            each = [step / f"{rank}-of-{size}" / STATE_FILE for rank in range(1, int(size) + 1)]
-            if all(part.exists() for part in each) and _is_of(first, fingerprint):
+            each = [step / f"{rank}-of-{size}" for rank in range(1, int(size) + 1)]
+            if all(_is_of(part, fingerprint) for part in each):
                 return {"step": step.name, "size": size}
     return {}

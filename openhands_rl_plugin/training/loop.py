@@ -43,4 +43,5 @@ class ClosedLoop(LoopStages):
         metrics |= learned.as_floats() | {"training_seconds": time.time() - rolled_out}
         adapter = await self._publish(stage, trainer, metrics)
         await asyncio.to_thread(trainer.save_state, self._trainer_directory(adapter))
+        trainer.finish()
         return self._record(stage, started, metrics, adapter)

@@ -122,6 +122,7 @@ class LoopStages:
         advance = self._advance(stage, "training")
         metrics = await asyncio.to_thread(trainer.sft, samples, advance, run=self._run_directory(stage))
         adapter = await self._publish(stage, trainer, metrics.as_floats())
+        trainer.finish()
         return self._record(stage, started, metrics.as_floats(), adapter)
 
     async def _credit(self, where: TrajectoryFilter, played: Sequence[Trajectory]) -> Credit:

@@ -7,6 +7,7 @@ import json
 import os
 from array import array
 from collections.abc import Iterable, Mapping
+from itertools import count
 from pathlib import Path
 
 from openhands_rl_plugin.errors import StorageError, describe
@@ -30,14 +31,22 @@ class MetricsFile:
         except OSError as error:
             raise StorageError(f"{self._metrics} cannot be written: {describe(error)}; free some space") from error
 
-    def keep_lines(self, count: int) -> None:
-        """Cut it back to the steps that are done."""
+    def keep_lines(self, done: int) -> None:
+        """Cut it back to the steps that are done; with none, what another run has left is set aside."""
+        if not done:
+            self._set_aside()
         try:
-            lines = self._metrics.read_text(encoding="utf-8").splitlines(keepends=True) if count else []
+            lines = self._metrics.read_text(encoding="utf-8").splitlines(keepends=True) if done else []
         except (OSError, UnicodeDecodeError):
             lines = []  # lost with the machine; the run itself is in the checkpoint
         with open(self._metrics, "w", encoding="utf-8", opener=_private) as file:
-            file.writelines(lines[:count])
+            file.writelines(lines[:done])
+
+    def _set_aside(self) -> None:
+        if not self._metrics.exists() or not self._metrics.stat().st_size:
+            return
+        names = (self._metrics.with_name(f"metrics-{number:06d}.jsonl") for number in count(1))
+        self._metrics.rename(next(path for path in names if not path.exists()))
 
 
 def make_directory(directory: Path) -> None:

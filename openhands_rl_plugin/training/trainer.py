@@ -24,7 +24,7 @@ from openhands_rl_plugin.training.distributed import add_up, connected_ranks, sh
 from openhands_rl_plugin.training.distributed_sharding import is_sharded, own_part, split_as, whole
 from openhands_rl_plugin.training.imitation import Pair
 from openhands_rl_plugin.training.items import Item, batches, items_of_pairs, items_of_rollouts
-from openhands_rl_plugin.training.kept_state import KeptInParts, KeptState, KeptWhole
+from openhands_rl_plugin.training.kept_state import KeptInParts, KeptState, KeptWhole, Unsaved
 from openhands_rl_plugin.training.layout import lay_out
 from openhands_rl_plugin.training.loss import Diagnostics
 from openhands_rl_plugin.training.metrics import Tally, TrainMetrics, TrainProgress
@@ -63,6 +63,8 @@ class Trainer:
         self.step = 0
         """Optimiser steps so far, over all calls."""
         self._call = range(0)
+        self.unsaved = Unsaved()
+        """The checkpoints of the calls so far, until ``finish``."""
         self._version = version
         self._policy = policy
         self._ranks = connected_ranks(policy.device)
@@ -81,7 +83,8 @@ class Trainer:
         """Fine-tune for ``num_epochs``: minimise the mean negative log-likelihood of the sampled tokens, in nats.
 
         Advantages and recorded logprobs are not looked at. ``run``: a directory for the metrics and checkpoints of this
-        call; the same call goes on where one that was killed stood. Raises ``TrainingError`` or ``StorageError``.
+        call; until ``finish`` says that its result is saved, the same call goes on where one that was killed stood.
+        Raises ``TrainingError`` or ``StorageError``.
         """
         return self._train(items_of_rollouts(self._checked(samples)), Imitation(self.settings), on_progress, run)
 
@@ -116,6 +119,10 @@ class Trainer:
             logprobs=tuple(self._policy.sequence_logprobs(ids)),
             max_difference=max_difference or self._policy.probe_tolerance,
         )
+
+    def finish(self) -> None:
+        """Forget the checkpoints of the calls so far, whose results are saved now; to be called by all ranks."""
+        self.unsaved.forget()
 
     def save_state(self, directory: Path) -> None:
         """Write weights, optimiser and step counter into one file, atomically. Raises ``StorageError``.
@@ -156,7 +163,9 @@ class Trainer:
         self._optimizer.state.clear()
         for name, parameter in parameters.items():
             self._optimizer.state[parameter] = {
-                key: moment if key == "step" else split_as(parameter, moment) for key, moment in moments[name].items()
+                # Where the step is counted on the device, fused AdamW wants it there.
+                key: moment.to(parameter.device) if key == "step" else split_as(parameter, moment)
+                for key, moment in moments[name].items()
             }
         self.step = step
 
@@ -191,15 +200,20 @@ class Trainer:
                 tracker.log(number, record)
                 if lines is not None:
                     lines.log(record)
-                if kept is not None and self.settings.checkpoint_steps and number % self.settings.checkpoint_steps == 0:
+                if kept is not None and self._is_kept(number, len(order)):
                     counters = {"first_step": str(first_step), "tally": json.dumps(asdict(tally))}
                     old = {_OLD: torch.cat([item.old for item in items])} if loss.starts_from_now else {}
                     kept.keep(self._state() | old, self._counters() | counters, number)
                 if on_progress is not None:
                     on_progress(progress)
         if kept is not None:
-            kept.forget()
+            self.unsaved.add(kept)
         return tally.metrics(len(items), staleness(samples, newest))
+
+    def _is_kept(self, number: int, last: int) -> bool:
+        """The last step is kept too, until what was learnt is saved elsewhere."""
+        each = self.settings.checkpoint_steps
+        return each > 0 and (number % each == 0 or number == last)
 
     def _kept(self, run: Path, name: str) -> KeptState:
         kind = KeptInParts if self._policy.in_parts else KeptWhole

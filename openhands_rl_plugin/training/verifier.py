@@ -16,6 +16,7 @@ from openhands_rl_plugin.errors import TrainingError
 from openhands_rl_plugin.memory import forget_unused
 from openhands_rl_plugin.settings import TrainingSettings, VerifierSettings
 from openhands_rl_plugin.training.distributed import Alone, Ranks
+from openhands_rl_plugin.training.kept_state import Unsaved
 from openhands_rl_plugin.training.metrics import TrainMetrics
 from openhands_rl_plugin.training.trainer import LoraTrainer, OnProgress
 from openhands_rl_plugin.training.verifier_card import CARD_FILE, VerifierCard
@@ -34,12 +35,13 @@ _AT_ONCE = 32
 
 @dataclass(frozen=True)
 class TrainedVerifier:
-    """``probe``: what a server of the adapter is checked against."""
+    """``probe``: what a server of the adapter is checked against; ``unsaved``: to be forgotten when all is kept."""
 
     card: VerifierCard
     report: VerifierReport
     metrics: TrainMetrics
     probe: Probe
+    unsaved: Unsaved
 
 
 def train_verifier(
@@ -66,6 +68,7 @@ def train_verifier(
     if parent is not None and not (Path(parent.path) / CARD_FILE).exists():
         raise TrainingError(f"{parent.name} is no verifier; choose another --adapter name, or --from base")
     trainer = LoraTrainer(model, training, adapter=parent)
+    unsaved = trainer.unsaved
     metrics = trainer.sft([example.sample() for example in lesson.training], on_progress, run=run)
     probe = trainer.probe(lesson.training[0].prompt[-PROBE_TOKENS:])
     if ranks.rank == 0:
@@ -81,7 +84,7 @@ def train_verifier(
     if ranks.rank == 0:
         card.save(directory)
         (directory / REPORT_FILE).write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    return TrainedVerifier(card, report, metrics, probe)
+    return TrainedVerifier(card, report, metrics, probe, unsaved)
 
 
 def _card(model: Path, directory: Path, prompts: VerifierPrompts) -> VerifierCard:

@@ -38,6 +38,7 @@ class SGLangDouble:
     owner: str = "sglang"
     old_info_route: bool = False
     adapters: dict[str, str] = field(default_factory=dict)
+    loads: int = 0
 
     def app(self) -> Starlette:
         info = "/get_server_info" if self.old_info_route else "/server_info"
@@ -76,6 +77,7 @@ class SGLangDouble:
         except ServingError as error:
             return self._updated(str(error))
         self.adapters[name] = path
+        self.loads += 1
         return self._updated()
 
     async def _unload(self, request: Request) -> Response:

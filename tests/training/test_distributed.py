@@ -21,6 +21,7 @@ from openhands_rl_plugin.errors import TrainingError
 from openhands_rl_plugin.training.checkpoint import STATE_FILE
 from openhands_rl_plugin.training.distributed import Alone, Together, joined_ranks
 from openhands_rl_plugin.training.full_trainer import verify_model
+from openhands_rl_plugin.training.kept_state import KeptInParts
 from openhands_rl_plugin.training.trainer import LoraTrainer
 
 HERE = Path(__file__).parent
@@ -142,6 +143,23 @@ def test_processes_with_parts_of_a_model_that_were_killed_go_on_together(model: 
     lines = (parts.parent / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["done"] for line in lines] == list(range(1, 13))
     assert not parts.exists()
+
+
+def test_parts_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
+    class Rank(Alone):
+        def __init__(self, rank: int) -> None:
+            self.rank, self.size = rank, 2
+
+    def keep(run: str, rank: int, done: int) -> None:
+        KeptInParts(tmp_path, run, Rank(rank)).keep({"weights.a": torch.full((2,), float(rank))}, {}, done)
+
+    keep("first", 1, 20)
+    keep("first", 0, 20)
+    keep("second", 0, 20)  # and killed before rank 1 had its part
+    assert KeptInParts(tmp_path, "second", Rank(0)).resume() is None
+    keep("second", 1, 20)
+    found = KeptInParts(tmp_path, "second", Rank(0)).resume()
+    assert found is not None and found[1]["done"] == "20" and found[0]["weights.a"].tolist() == [0.0, 0.0]
 
 
 @given(passes=st.integers(0, 40), size=st.integers(1, 9))

@@ -48,7 +48,29 @@ def test_a_killed_run_ends_bit_by_bit_as_one_that_was_not(
     assert replace(same, seconds=0.0) == replace(metrics, seconds=0.0)
     assert [line["done"] for line in lines_of(run)] == list(range(1, 10))
     assert lines_of(run) == lines_of(tmp_path / "straight")
+
+
+def test_what_was_learnt_is_kept_until_it_is_saved(model: Path, tmp_path: Path) -> None:
+    learned, metrics = train(model, tmp_path / "run", "none")
+    state = tmp_path / "run" / STATE_FILE
+    assert state.exists(), "killed now, before an adapter is written, it would not begin again"
+    again, same = train(model, tmp_path / "run", "none")
+    assert again.step == 9 and replace(same, seconds=0.0) == replace(metrics, seconds=0.0)
+    assert_same(adapter_of(again, tmp_path / "a"), adapter_of(learned, tmp_path / "b"))
+    assert [line["done"] for line in lines_of(tmp_path / "run")] == list(range(1, 10)), "no step was done twice"
+    again.finish()
     assert not state.exists()
+
+
+def test_metrics_of_another_run_are_set_aside(model: Path, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    for seed in range(3):
+        trainer = LoraTrainer(model, EXACT)
+        trainer.sft(make_samples(seed=seed), run=tmp_path / "run")
+        trainer.finish()
+    names = sorted(file.name for file in (tmp_path / "run").iterdir())
+    assert names == ["metrics-000001.jsonl", "metrics-000002.jsonl", METRICS_FILE]
+    assert len((tmp_path / "run" / names[0]).read_text().splitlines()) == 6
 
 
 def test_a_checkpoint_of_another_run_is_not_continued(model: Path, tmp_path: Path) -> None:

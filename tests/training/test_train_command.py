@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -222,6 +226,7 @@ WRONG = [
     (["--lora-variant", "dora", "--publish", "http://127.0.0.1:9/v1"], "nor vLLM can serve it"),
     (["--discount", "0.9"], "discount needs rewards of steps"),
     (["--from", "9"], "--from 9: policy has no such version"),
+    (["--method", "full", "--algorithm", "sft", "--from", "9"], "it is the model itself, --model, that goes on"),
     (["--adapter", "../policy"], "is no adapter name"),
     (["--reward", "retrun"], "unknown reward 'retrun'; did you mean 'return'?"),
     (["--run", "no-such-run"], "no stored episode of policy or a base model matches"),
@@ -239,6 +244,35 @@ def test_wrong_input_is_one_line(
     assert cli.main(words) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and says in line
+
+
+@pytest.mark.slow
+def test_an_interrupted_training_ends_at_once_and_goes_on(model: Path, store: Path, tmp_path: Path) -> None:
+    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *TINY]
+    words += ["--num-epochs", "300", "--checkpoint-steps", "5"]
+    lines = tmp_path / "adapters" / "policy.training" / "metrics.jsonl"
+
+    def steps() -> list[int]:
+        return [json.loads(line)["done"] for line in lines.read_text().splitlines()] if lines.exists() else []
+
+    command = [sys.executable, "-m", "openhands_rl_plugin.cli", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=default_interrupts) as process:
+        deadline = time.monotonic() + 100
+        while len(steps()) < 12 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=20)[1]
+    assert process.returncode == 130 and "interrupted; the same command goes on" in said
+    before = steps()
+    assert len(before) < 200, "it ended where it was"
+    assert cli.main(words) == 0
+    assert steps() == list(range(1, 301)), "and went on from the last checkpoint"
+    assert not lines.with_name("metrics-000001.jsonl").exists()
+
+
+def default_interrupts() -> None:
+    """As in a terminal; what runs in the background ignores them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_episodes_of_two_models_are_not_mixed(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

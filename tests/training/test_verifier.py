@@ -134,6 +134,9 @@ WRONG = [
     (["--max-length", "200"], "max_length = 200 leaves"),
     (["--task", "task-1"], "1 task(s) have labelled episodes"),
     (["--method", "full"], "--method full trains no verifier"),
+    (["--reward", "return"], "a verifier learns from labels; name what they come from with --label"),
+    (["--algorithm", "dapo"], "--algorithm: a verifier is always fine-tuned"),
+    (["--lora-variant", "dora", "--publish", "http://127.0.0.1:9/v1"], "nor vLLM can serve it"),
     (["--model", "no-such-model"], "cannot read no-such-model/config.json"),
 ]
 

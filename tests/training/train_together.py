@@ -79,8 +79,10 @@ def train_whole(trainer: FullTrainer, out: Path, stop: Callable[[Any], None]) ->
     figures["parts"] = sum(own_part(parameter).numel() for parameter in trainer.parameters.values())
     if int(os.environ.get("RANK", "0")):
         trainer.hand_over()
+        trainer.finish()
         return figures
     trainer.save_model(out / "model", base_model="tiny")
+    trainer.finish()
     (out / "metrics.json").write_text(json.dumps(figures))
     return figures
 
