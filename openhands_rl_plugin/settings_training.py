@@ -113,7 +113,18 @@ class TrainingSettings(Settings):
                 'discount needs rewards of steps: set step_rewards = "environment" or "search", or a state_weight, or '
                 "leave 1"
             )
-        if self.method == "full" and (self.algorithm not in ("sft", "rejection-sampling") or self.kl != "none"):
+        imitates = self.algorithm in ("sft", "rejection-sampling")
+        if self.tree == "branches" and imitates:
+            raise ValueError(
+                f'tree = "branches" has no effect on algorithm = "{self.algorithm}", which imitates whole episodes: '
+                'leave "path", or choose "dpo" or an algorithm that reinforces'
+            )
+        if self.step_rewards != "episode" and (imitates or self.algorithm == "dpo"):
+            raise ValueError(
+                f'step_rewards = "{self.step_rewards}" has no effect on algorithm = "{self.algorithm}", which weights '
+                'no turns: leave "episode", or choose an algorithm that reinforces'
+            )
+        if self.method == "full" and (not imitates or self.kl != "none"):
             raise ValueError(
                 'method = "full" fine-tunes: set algorithm = "sft" or "rejection-sampling" and kl = "none", or train '
                 'an adapter with method = "lora"'

@@ -139,6 +139,13 @@ WRONG = [
     ('[rl.training]\nmethod = "full"', '[rl] training: method = "full" fine-tunes: set algorithm = "sft"'),
     ("[rl.training]\ndual_clip = 0.5", "[rl] training: dual_clip must be 0 (off) or greater than 1"),
     ("[rl.training]\ndiscount = 0.9", "[rl] training: discount needs rewards of steps: set step_rewards"),
+    ('[rl.training]\nalgorithm = "sft"\ntree = "branches"', '[rl] training: tree = "branches" has no effect on'),
+    ('[rl.training]\nalgorithm = "rejection-sampling"\ntree = "branches"', '[rl] training: tree = "branches" has no'),
+    (
+        '[rl.training]\nalgorithm = "sft"\nstep_rewards = "search"',
+        '[rl] training: step_rewards = "search" has no effect',
+    ),
+    ('[rl.training]\nalgorithm = "dpo"\nstep_rewards = "environment"', '[rl] training: step_rewards = "environment" '),
     ('[rl.training]\nkl = "k4"', "[rl.training] kl: must be 'none', 'k1', 'k2' or 'k3', got 'k4'"),
     ("[rl.training]\nlearning_rate = nan", "[rl.training] learning_rate: "),
     ("[agent.RLAgent.rl.sampling]\ntop_p = 0", "[agent.RLAgent.rl.sampling] top_p: must be greater than 0, got 0"),

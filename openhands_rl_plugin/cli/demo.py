@@ -58,10 +58,10 @@ def run(args: argparse.Namespace) -> int:
     quieten()
     prepare_threads()
     from openhands_rl_plugin.demo.options import DemoOptions
+    from openhands_rl_plugin.looping.claim import check_alone, held
 
+    check_alone()
     directory = (args.run_dir or Path("runs") / ("demo-tiny" if args.tiny else "demo")).absolute()
-    if args.fresh:
-        _forget(directory)
     loop = {"kind": args.loop, "max_staleness": args.max_staleness, "partial_rollouts": args.partial_rollouts}
     options = DemoOptions.model_validate(
         {"run_directory": directory, "model_directory": args.model, "seed": args.seed, "loop": loop}
@@ -71,7 +71,10 @@ def run(args: argparse.Namespace) -> int:
     options = DemoOptions.model_validate(
         options.model_dump() | {name: value for name, value in given.items() if value is not None}
     )
-    return _play(options)
+    with held(directory):
+        if args.fresh:
+            _forget(directory)
+        return _play(options)
 
 
 def _play(options: DemoOptions) -> int:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.harness.judged import Entry
     from openhands_rl_plugin.harness.llm import EvaluatedModel
     from openhands_rl_plugin.harness.outcome import Outcome
-    from openhands_rl_plugin.harness.plan import EvaluationPlan
+    from openhands_rl_plugin.harness.plan import EvaluationPlan, PlayedBy
     from openhands_rl_plugin.harness.suites import Suite
     from openhands_rl_plugin.protocols import TrajectoryStorage
     from openhands_rl_plugin.settings import RLSettings
@@ -48,7 +48,8 @@ examples:
 
 A run is OUT/<dataset>-<split>/<agent>/<model>_maxiter_<n>_N_<note>-run_<i>/ with output.jsonl, metadata.json,
 llm_completions/, predictions.jsonl and report.json. Run 0 samples at temperature 0 and the others at 0.5 unless
---temperatures or the model's own temperature says otherwise.
+--temperatures or the model's own temperature says otherwise; a search samples at its strategy's own temperature. A run
+that was played with another strategy, model, seed or bound is not gone on with: --note tells experiments apart.
 """
 _SWE_GYM_TEMPERATURES = (0.0, 0.5)
 
@@ -71,13 +72,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate. Raises ``RLError`` when an option, the data, the machine or the disk does not allow it."""
+    from openhands_rl_plugin.harness.composing import played_by, settings_of
+
     plan, suite = _plan(args)
+    settings = settings_of(plan, args.config)
+    by = played_by(plan, settings)
+    _check_temperature(args, by)
     if args.dry_run:
-        print("\n".join(_said(plan, suite, args)))
+        print("\n".join(_said(plan, suite, settings, by, args)))
         return 0
     # OpenHands logs every step otherwise, and asks for a price list on the network.
     os.environ.setdefault("LOG_LEVEL", "ERROR")
-    asyncio.run(_evaluate(args, plan, suite))
+    asyncio.run(_evaluate(args, plan, suite, settings))
     return _report(plan)
 
 
@@ -211,6 +217,18 @@ def _temperatures(args: argparse.Namespace, model: EvaluatedModel) -> tuple[floa
         raise ConfigError(f"--temperatures {args.temperatures}: give numbers with commas between them") from error
 
 
+def _check_temperature(args: argparse.Namespace, by: PlayedBy | None) -> None:
+    """Refuse a temperature of the runs where a search samples at its own."""
+    if by is None or by.temperature is None:
+        return
+    for option in ("temperature", "temperatures"):
+        if getattr(args, option) is not None:
+            raise ConfigError(
+                f"--{option}: {by.strategy} samples at a temperature of its own ({by.temperature:g}): set that with "
+                "--strategy-option temperature=..."
+            )
+
+
 def _option(text: str) -> tuple[str, JsonValue]:
     name, equals, value = text.partition("=")
     if not equals:
@@ -233,11 +251,10 @@ def _entries(args: argparse.Namespace, suite: Suite, settings: RLSettings) -> tu
     return chosen.of(entries, lambda entry: entry.task.id)
 
 
-async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan, suite: Suite) -> None:
-    from openhands_rl_plugin.harness.composing import evaluate, process_count, settings_of
+async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan, suite: Suite, settings: RLSettings) -> None:
+    from openhands_rl_plugin.harness.composing import evaluate, process_count
     from openhands_rl_plugin.harness.progress import EvaluationProgress
 
-    settings = settings_of(plan, args.config)
     entries = _entries(args, suite, settings)
     progress: EvaluationProgress | None = None
 
@@ -289,14 +306,16 @@ async def _backend(args: argparse.Namespace, suite: Suite) -> AsyncIterator[Inst
         await backend.close()
 
 
-def _said(plan: EvaluationPlan, suite: Suite, args: argparse.Namespace) -> list[str]:
+def _said(
+    plan: EvaluationPlan, suite: Suite, settings: RLSettings, by: PlayedBy | None, args: argparse.Namespace
+) -> list[str]:
     """What a dry run says. Data sets of the hub are not downloaded for it."""
-    from openhands_rl_plugin.harness.composing import settings_of
     from openhands_rl_plugin.harness.run_files import finished_instances
+    from openhands_rl_plugin.harness.same_run import check_same_run
 
-    settings = settings_of(plan, args.config)
     known = None if suite.on_hub and args.dataset_file is None else _entries(args, suite, settings)
-    agent = plan.agent if plan.agent != "RLAgent" else f"RLAgent with {settings.rollout_strategy}"
+    agent = plan.agent if by is None else f"{plan.agent} with {by.strategy}"
+    own = None if by is None else by.temperature
     count = (
         f"{len(known)} instances" if known is not None else f"instances of {suite.dataset} ({suite.split}), on the hub"
     )
@@ -307,10 +326,12 @@ def _said(plan: EvaluationPlan, suite: Suite, args: argparse.Namespace) -> list[
         f"  model: {plan.model.name}{adapts} at {plan.model.base_url}",
     ]
     for run in plan.each_run():
+        check_same_run(plan, run, by)
         directory = plan.run_directory(run)
         done = len(finished_instances(directory))
-        temperature = "the model's" if run.temperature is None else f"{run.temperature:g}"
-        said.append(f"  run {run.index}: temperature {temperature}, {done} done, {directory}")
+        temperature = run.temperature if own is None else own
+        sampled = "the model's" if temperature is None else f"{temperature:g}"
+        said.append(f"  run {run.index}: temperature {sampled}, {done} done, {directory}")
     return said
 
 

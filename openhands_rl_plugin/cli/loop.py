@@ -79,6 +79,9 @@ def run(args: argparse.Namespace) -> int:
     """Run, or go on. Raises ``RLError`` when an option, a task, a server, the store or the disk does not allow it."""
     quieten()
     prepare_threads()
+    from openhands_rl_plugin.looping.claim import check_alone, held
+
+    check_alone()
     settings = _settings(args)
     try:
         from openhands_rl_plugin.looping.run import check_trainable
@@ -93,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print("\n".join(_said(args, settings, tasks, start)))
         return 0
-    return _play(args, settings, tasks, start)
+    with held(args.run_dir.absolute()):
+        return _play(args, settings, tasks, start)
 
 
 def _add_tasks(group: argparse._ArgumentGroup) -> None:

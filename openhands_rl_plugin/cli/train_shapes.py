@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from openhands_rl_plugin.cli.fields import settings_from
+from openhands_rl_plugin.cli.train_verifier import PUBLISHED
 from openhands_rl_plugin.config import load_settings
 from openhands_rl_plugin.errors import ConfigError
 from openhands_rl_plugin.settings import RLSettings, TrainingSettings
@@ -21,8 +22,11 @@ def say_shapes(args: argparse.Namespace) -> int:
 
     if not args.dry_run:
         raise ConfigError("STORE: a store of episodes is needed to train; only --dry-run can do without")
-    read = load_settings(args.config) if args.config else RLSettings()
+    default = RLSettings(training=PUBLISHED) if args.verifier else RLSettings()
+    read = load_settings(args.config) if args.config else default
     settings = settings_from(args, read.training)
+    if args.verifier and settings.method != "lora":
+        raise ConfigError(f"--method {settings.method} trains no verifier; use lora")
     longest = settings_from(args, read.verifier).max_length if args.verifier else 0
     size = model_size(args.model, settings)
     shape = size.shape

@@ -14,7 +14,7 @@ from openhands_rl_plugin.harness.evaluation import Evaluation
 from openhands_rl_plugin.harness.instances import InstancePlayer
 from openhands_rl_plugin.harness.judged import Entry, Player, Runner
 from openhands_rl_plugin.harness.outcome import Outcome
-from openhands_rl_plugin.harness.plan import EvaluationPlan
+from openhands_rl_plugin.harness.plan import EvaluationPlan, PlayedBy
 from openhands_rl_plugin.harness.prompts import REPLIES
 from openhands_rl_plugin.harness.suites import WEBSHOP, Suite
 from openhands_rl_plugin.harness.web import WebPlayer, shop_for
@@ -55,7 +55,7 @@ async def evaluate(
         raise ConfigError(f"{suite.name} needs a back end for its instances")
     if backend is not None:
         await backend.check()
-    evaluation = Evaluation(plan, entries, retry_failed=retry_failed)
+    evaluation = Evaluation(plan, entries, by=played_by(plan, settings), retry_failed=retry_failed)
     try:
         listener = started(evaluation) if started else None
         async with _player(plan, suite, settings, storage, backend, grade, evaluation.scratch, processes) as player:
@@ -140,8 +140,11 @@ def options_of(plan: EvaluationPlan, suite: Suite, processes: int) -> Controller
 def settings_of(plan: EvaluationPlan, config: Path | None) -> RLSettings:
     """``[rl]`` of the configuration file, with what the plan says about model, strategy and bounds.
 
-    Raises ``ConfigError``.
+    Raises ``ConfigError``, also for a strategy that the plan's agent would not ask.
     """
+    if plan.agent != RL_AGENT and (plan.strategy or plan.strategy_options):
+        option = "--strategy" if plan.strategy else "--strategy-option"
+        raise ConfigError(f"{option}: only {RL_AGENT} has a strategy, not {plan.agent}; give --agent {RL_AGENT} too")
     settings = load_settings(config) if config is not None else RLSettings()
     serving = ServingSettings(
         base_url=plan.model.base_url,
@@ -164,6 +167,16 @@ def settings_of(plan: EvaluationPlan, config: Path | None) -> RLSettings:
             "sampling": settings.sampling.model_copy(update={"temperature": temperature, "seed": plan.seed}),
         }
     )
+
+
+def played_by(plan: EvaluationPlan, settings: RLSettings) -> PlayedBy | None:
+    """The strategy of ``settings`` that plays the plan; ``None`` for an agent that has none."""
+    if plan.agent != RL_AGENT:
+        return None
+    strategy, options = settings.rollout_strategy, settings.strategy
+    made: object = getattr(registry.build("strategies", strategy, options), "options", None)
+    own: object = getattr(made, "temperature", None)
+    return PlayedBy(strategy=strategy, options=options, temperature=own if isinstance(own, float) else None)
 
 
 def process_count(workers: int) -> int:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from openhands_rl_plugin.harness.judged import Entry, Judged, Player
 from openhands_rl_plugin.harness.outcome import Outcome, OutcomeKind, outcome_of
-from openhands_rl_plugin.harness.plan import EvaluationPlan, Run
+from openhands_rl_plugin.harness.plan import EvaluationPlan, PlayedBy, Run
 from openhands_rl_plugin.harness.rows import completion_files, metadata_of, output_row
 from openhands_rl_plugin.harness.run_files import RunFiles
 from openhands_rl_plugin.harness.run_report import write_run_report
+from openhands_rl_plugin.harness.same_run import check_same_run
 from openhands_rl_plugin.types import FailureKind, JsonObject
 
 SCRATCH = ".work"
@@ -39,7 +40,8 @@ class Work:
 class Evaluation:
     """The runs of a plan over ``entries``, resumed where an earlier process left them. One process at a time.
 
-    ``retry_failed`` plays again what failed for want of infrastructure. Close it. Raises ``ConfigError``.
+    ``by``: the strategy that plays it, where the agent has one. ``retry_failed`` plays again what failed for want of
+    infrastructure. Close it. Raises ``ConfigError``, also for runs that were played otherwise.
     """
 
     def __init__(
@@ -47,17 +49,19 @@ class Evaluation:
         plan: EvaluationPlan,
         entries: Sequence[Entry],
         *,
-        details: Mapping[str, str] | None = None,
+        by: PlayedBy | None = None,
         retry_failed: bool = False,
     ) -> None:
         self.plan = plan
         self.entries = tuple(entries)
         self.work: tuple[Work, ...] = ()
         for run in plan.each_run():
+            check_same_run(plan, run, by)
+        for run in plan.each_run():
             files = RunFiles(plan.run_directory(run))
             if retry_failed:
                 files.forget(_failed_row)
-            metadata = metadata_of(plan, run, time.time(), {**(details or {})})
+            metadata = metadata_of(plan, run, time.time(), by)
             left = tuple(entry for entry in entries if entry.task.id not in files.done)
             self.work += (Work(run, files, metadata, left),)
         shutil.rmtree(self.scratch, ignore_errors=True)

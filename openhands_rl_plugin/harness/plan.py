@@ -21,6 +21,17 @@ class Run(Frozen):
     temperature: float | None = None
 
 
+class PlayedBy(Frozen):
+    """The strategy that plays a plan, as options and settings decide it.
+
+    ``temperature``: that of a search, which sets its own whatever a run has; ``None`` for other strategies.
+    """
+
+    strategy: str
+    options: JsonObject = Field(default_factory=dict)
+    temperature: float | None = None
+
+
 class EvaluationPlan(Frozen):
     """One evaluation. ``timeout`` bounds an episode and ``test_timeout`` the tests of one patch, in seconds.
 

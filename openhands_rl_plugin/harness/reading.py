@@ -42,6 +42,17 @@ def read_runs(paths: tuple[Path, ...]) -> tuple[RunRecord, ...]:
     return tuple(_run(file, at) for at, file in enumerate(files))
 
 
+def read_metadata(file: Path) -> JsonObject:
+    """``metadata.json``; empty where there is none. Raises ``ConfigError``."""
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
+    return read if isinstance(read, dict) else {}
+
+
 def outcome_of_row(row: JsonObject, run: int = 0) -> Outcome:
     """The attempt in a line of ``output.jsonl``; what only our harness writes is left open in those of others.
 
@@ -64,19 +75,9 @@ def _run(file: Path, at: int) -> RunRecord:
         name=match["name"] if match else directory.name,
         index=index,
         directory=directory,
-        metadata=_metadata(directory / METADATA),
+        metadata=read_metadata(directory / METADATA),
         outcomes=tuple(outcome_of_row(row, index) for row in read_rows(file)),
     )
-
-
-def _metadata(file: Path) -> JsonObject:
-    try:
-        read = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
-    return read if isinstance(read, dict) else {}
 
 
 def _foreign(row: JsonObject, result: JsonObject, run: int) -> Outcome:

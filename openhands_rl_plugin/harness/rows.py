@@ -10,21 +10,21 @@ from openhands_rl_plugin.exchange.dates import date_of
 from openhands_rl_plugin.exchange.foreign import LeftOutError
 from openhands_rl_plugin.harness.judged import Entry, Judged
 from openhands_rl_plugin.harness.outcome import Outcome
-from openhands_rl_plugin.harness.plan import EvaluationPlan, Run
+from openhands_rl_plugin.harness.plan import EvaluationPlan, PlayedBy, Run
 from openhands_rl_plugin.hosts.v0.episode import LAST_ERROR
 from openhands_rl_plugin.redaction import redact_json
 from openhands_rl_plugin.types import JsonObject, Trajectory
 
 
-def metadata_of(plan: EvaluationPlan, run: Run, started: float, details: JsonObject) -> JsonObject:
-    """``metadata.json``, with OpenHands' keys; what it has no key for is in ``details``."""
+def metadata_of(plan: EvaluationPlan, run: Run, started: float, by: PlayedBy | None = None) -> JsonObject:
+    """``metadata.json``, with OpenHands' keys; what it has no key for is in ``details``. ``by`` is the strategy."""
     own: JsonObject = {
         "suite": plan.suite,
         "run": run.index,
-        "temperature": run.temperature,
+        "temperature": run.temperature if by is None or by.temperature is None else by.temperature,
         "seed": plan.seed,
-        "strategy": plan.strategy or None,
-        "strategy_options": plan.strategy_options,
+        "strategy": (by.strategy if by is not None else plan.strategy) or None,
+        "strategy_options": redact_json(by.options if by is not None else plan.strategy_options),
         "timeout": plan.timeout,
         "test_timeout": plan.test_timeout,
     }
@@ -37,7 +37,7 @@ def metadata_of(plan: EvaluationPlan, run: Run, started: float, details: JsonObj
         "git_commit": "",
         "dataset": plan.dataset,
         "data_split": plan.split,
-        "details": {**own, **details},
+        "details": own,
     }
 
 

@@ -34,14 +34,9 @@ class RunFiles:
         self.directory = directory
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f"{directory}: cannot be written to: {error.strerror}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(self._lock)
-            raise ConfigError(f"{directory}: another process evaluates into this folder; wait for it") from error
+        self._lock = lock_folder(directory, "another process evaluates into this folder; wait for it")
         _cut_half_line(directory / OUTPUT)
         self.done = finished_instances(directory)
         self._output: IO[bytes] | None = None
@@ -99,6 +94,24 @@ class RunFiles:
             if self._output is not None:
                 self._output.close()
         os.close(self._lock)
+
+
+def lock_folder(directory: Path, taken: str) -> int:
+    """Hold a folder that is there, until the descriptor is closed or the process ends, however it does.
+
+    Raises ``ConfigError``, with the words ``taken`` where another process holds it.
+    """
+    try:
+        lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{directory}: cannot be written to: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        why = taken if isinstance(error, BlockingIOError) else f"cannot be locked: {error.strerror}"
+        raise ConfigError(f"{directory}: {why}") from error
+    return lock
 
 
 def read_rows(file: Path) -> Iterator[JsonObject]:

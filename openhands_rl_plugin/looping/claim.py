@@ -1,4 +1,7 @@
-"""A run's directory belongs to one set of options, so that a run is never continued as another one."""
+"""A run's directory belongs to one set of options, so that a run is never continued as another one.
+
+It belongs to one process at a time, too: two of them would take each other's stages for their own.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from openhands_rl_plugin.errors import ConfigError, describe
+from openhands_rl_plugin.harness.run_files import lock_folder
 from openhands_rl_plugin.types import JsonObject
 
 OPTIONS = "options.json"
@@ -20,12 +25,30 @@ _FILES = ("state.json", OPTIONS, _RUN)
 _SHOWN = 3
 
 
+def check_alone() -> None:
+    """Raise ``ConfigError`` in one of several processes of a launcher, each of which would run a loop of its own."""
+    count = os.environ.get("WORLD_SIZE", "1")
+    if count.isdecimal() and int(count) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE is {count}, and a loop is one process: start it without torchrun and accelerate launch (or "
+            "unset WORLD_SIZE); several processes train on stored episodes with `openhands-rl train`"
+        )
+
+
+@contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Keep other processes from the run in ``directory`` until the block ends. Raises ``ConfigError``."""
+    _make(directory)
+    lock = lock_folder(directory, "another process runs here; wait for it to end, or choose another --run-dir")
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
 def claim(directory: Path, options: JsonObject) -> None:
     """Bind ``directory`` to ``options``. Raises ``ConfigError`` when it is bound to others, or cannot be made."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{directory} cannot be made ({describe(error)}): choose another --run-dir") from error
+    _make(directory)
     noted = directory / OPTIONS
     if not noted.exists():
         _write(noted, json.dumps(options, indent=1))
@@ -50,6 +73,13 @@ def forget(directory: Path) -> None:
         shutil.rmtree(directory / name, ignore_errors=True)
     for name in _FILES:
         (directory / name).unlink(missing_ok=True)
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be made ({describe(error)}): choose another --run-dir") from error
 
 
 def _read(file: Path) -> JsonObject:

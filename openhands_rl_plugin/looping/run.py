@@ -78,6 +78,11 @@ def check_trainable(settings: RLSettings) -> None:
             f'[rl.training] algorithm = "{training.algorithm}" does not reinforce: choose "reinforce++-baseline", '
             '"grpo" or another one that does, or train on stored episodes with `openhands-rl train`'
         )
+    if training.sharding == "layers":
+        raise ConfigError(
+            '[rl.training] sharding = "layers" splits a model among several processes, and a loop trains in one: leave '
+            '"auto", or train on stored episodes with torchrun and `openhands-rl train`'
+        )
     if settings.sampling.temperature == 0:
         raise ConfigError(
             "[rl.sampling] temperature = 0: all episodes of a task would be the same, with nothing to compare; set 1.0"
@@ -94,10 +99,11 @@ def _is_verdict(tasks: LoopTasks, settings: RLSettings) -> bool:
 
 
 def loop_plan(job: LoopJob, canary: tuple[int, ...]) -> LoopPlan:
-    """The stages that the settings stand for. The warm start is ``[rl.training]`` as fine-tuning."""
+    """The stages that the settings stand for. The warm start is ``[rl.training]`` as fine-tuning of episodes."""
     settings = job.settings
     loop, training, sampling = settings.loop, settings.training, settings.sampling_params()
     fine_tuning = {"algorithm": "sft", "num_epochs": loop.warm_start_epochs, "kl": "none"}
+    of_turns = {"tree": "path", "step_rewards": "episode", "state_weight": 0.0, "discount": 1.0}
     return LoopPlan(
         run_id=job.run_id,
         base_model=settings.serving.model,
@@ -108,7 +114,7 @@ def loop_plan(job: LoopJob, canary: tuple[int, ...]) -> LoopPlan:
         iterations=loop.iterations,
         tasks_per_iteration=loop.tasks_per_iteration,
         samples_per_task=loop.samples_per_task,
-        warm_start=training.model_copy(update=fine_tuning),
+        warm_start=training.model_copy(update={**fine_tuning, **of_turns}),
         reinforcement=training,
         sampling=sampling,
         evaluation=sampling,

@@ -56,8 +56,59 @@ def test_a_dry_run_says_what_would_be_done(
     assert main([*words, "--agent", "RLAgent", "--runs", "2", "--include", "*-1", "*-3", "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "2 instances, 2 runs" in said and "RLAgent with BestOfN" in said and "org/qwen at http://127.0.0.1:1" in said
-    assert "rows-test/RLAgent/qwen_maxiter_50_N_v1-run_1" in said and "temperature 0.25" in said
+    assert "rows-test/RLAgent/qwen_maxiter_50_N_v1-run_1" in said and "temperature 1, 0 done" in said
     assert not (tmp_path / "out").exists() and "sk-planted" not in said
+    assert main([*words, "--dry-run"]) == 0
+    assert "temperature 0.25, 0 done" in capsys.readouterr().out, "a stock agent samples as the model's section says"
+
+
+NOTED = {"strategy": "BestOfN", "strategy_options": {"n": 4}, "temperature": 1.0, "seed": 0}
+SAME = ["--strategy", "BestOfN", "--strategy-option", "n=4"]
+
+
+@pytest.mark.parametrize(
+    ("details", "words", "said"),
+    [
+        (NOTED, SAME, ""),
+        (NOTED, [], "(strategy_options.n: 4, now null)"),
+        (NOTED, ["--strategy", "MCTS"], 'strategy: "BestOfN", now "MCTS"; strategy_options.n: 4, now null)'),
+        (NOTED, [*SAME, "--seed", "1"], "(seed: 0, now 1)"),
+        (NOTED, [*SAME, "--top-p", "0.5"], "(top_p: 1.0, now 0.5)"),
+        (NOTED, ["--strategy", "MCTS", "--note", "v2"], ""),
+        # As older versions noted it, or not at all.
+        ({"strategy": None, "strategy_options": {}, "temperature": 0.0}, [], ""),
+        ({"strategy": None, "strategy_options": {"n": 2}}, ["--strategy", "MCTS"], 'rollout_strategy", now "MCTS")'),
+        ({"strategy": "ToT", "strategy_options": {}}, ["--strategy", "MCTS"], '(strategy: "ToT", now "MCTS")'),
+        ({}, ["--strategy", "MCTS"], ""),
+        (None, ["--strategy", "MCTS"], ""),
+    ],
+)
+@pytest.mark.parametrize("noted_in", ["metadata.json", "output.jsonl"])
+def test_results_are_not_shown_as_those_of_other_settings(
+    details: dict | None,
+    words: list[str],
+    said: str,
+    noted_in: str,
+    rows: Path,
+    config: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    directory = tmp_path / "out/rows-test/RLAgent/qwen_maxiter_50_N_v1-run_0"
+    directory.mkdir(parents=True)
+    metadata = {} if details is None else {"llm_config": {"model": "openai/org/qwen", "top_p": 1.0}, "details": details}
+    if noted_in == "metadata.json":
+        (directory / noted_in).write_text(json.dumps(metadata))
+    row = {"instance_id": "owner__adder-1", **({"metadata": metadata} if noted_in == "output.jsonl" else {})}
+    (directory / "output.jsonl").write_text(json.dumps(row) + "\n")
+    command = ["evaluate", str(rows), "--llm", "eval", "--config", str(config), "--out", str(tmp_path / "out")]
+    assert main([*command, "--agent", "RLAgent", *words, "--dry-run"]) == (1 if said else 0)
+    printed = capsys.readouterr()
+    if said:
+        (line,) = printed.err.splitlines()
+        assert said in line and str(directory) in line and "--note or another --out" in line
+    else:
+        assert f"{0 if '--note' in words else 1} done" in printed.out
 
 
 def test_whose_adapter_is_evaluated(rows: Path, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -88,6 +139,14 @@ def test_whose_adapter_is_evaluated(rows: Path, config: Path, tmp_path: Path, ca
         (["ROWS", "--llm", "evil"], "did you mean 'eval'"),
         (["ROWS", "--agent", "RLAgent", "--strategy", "BestOfM"], "BestOfN"),
         (["ROWS", "--agent", "RLAgent", "--strategy-option", "n"], "NAME=VALUE"),
+        (["ROWS", "--strategy", "BestOfN"], "--strategy: only RLAgent has a strategy, not CodeActAgent"),
+        (["ROWS", "--strategy", "Nonsense"], "give --agent RLAgent too"),
+        (["ROWS", "--strategy-option", "n=2"], "--strategy-option: only RLAgent has a strategy"),
+        (["ROWS", "--agent", "RLAgent", "--temperature", "0.7"], "BestOfN samples at a temperature of its own (1)"),
+        (
+            ["ROWS", "--agent", "RLAgent", "--strategy", "MCTS", "--temperatures", "0,0.5"],
+            "--temperatures: MCTS samples at a temperature of its own (1): set that with --strategy-option temperature",
+        ),
         (["ROWS", "--temperatures", "0;1"], "numbers with commas"),
         (["ROWS", "--api-key-env", "NOT_THERE_AT_ALL"], "NOT_THERE_AT_ALL is not set"),
         (["environment"], "--tasks N"),

@@ -33,6 +33,7 @@ FIXED = [{"bash": "sed -i s/-/+/ adder.py"}, {"finish": "done"}]
 SPOILT = [{"bash": "echo 'import sys; sys.exit(0)' >> adder.py; sed -i 's/a - b/a * b/' adder.py"}, {"finish": "done"}]
 NOTHING = [{"bash": "echo $INSTANCE; pwd; git log --all"}, {"text": "I do not know."}, {"finish": "gave up"}]
 LOOPING = [{"bash": "echo again"}]
+OTHER = {"strategy": "", "strategy_options": {}, "seed": 7}
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,27 @@ async def stored(plan: EvaluationPlan) -> list[tuple[Trajectory, tuple[Score, ..
 
 def lines(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+async def test_a_run_is_only_gone_on_with_by_the_strategy_that_played_it(model: str, tmp_path: Path):
+    entries = entries_of(make_instances(tmp_path, 2), [FIXED, FIXED])
+    one = plan_for(model, tmp_path / "out", agent="RLAgent")
+    assert len(await played(one, entries[:1], GitBackend(tmp_path / "grade"))) == 1
+    search = one.model_copy(update={"strategy": "BestOfN", "strategy_options": {"n": 2, "value": "none"}})
+    for plan, said in ((search, 'strategy: "StandardReAct", now "BestOfN"'), (search.model_copy(update=OTHER), "seed")):
+        with pytest.raises(ConfigError, match=said):
+            await played(plan, entries, GitBackend(tmp_path / "grade"))
+    assert len(await played(one, entries, GitBackend(tmp_path / "grade"))) == 1, "the same goes on"
+
+    noted = search.model_copy(update={"note": "search"})
+    assert len(await played(noted, entries[:1], GitBackend(tmp_path / "grade"))) == 1
+    (run,) = read_runs((noted.run_directory(noted.each_run()[0]),))
+    details = run.metadata["details"]
+    assert isinstance(details, dict) and details["strategy"] == "BestOfN" and details["temperature"] == 1.0
+    assert details["strategy_options"] == {"n": 2, "value": "none"}
+    warmer = noted.model_copy(update={"strategy_options": {"n": 2, "value": "none", "temperature": 0.5}})
+    with pytest.raises(ConfigError, match=r"strategy_options.temperature: null, now 0.5"):
+        await played(warmer, entries, GitBackend(tmp_path / "grade"))
 
 
 async def test_a_run_from_the_checkout_to_the_report(model: str, tmp_path: Path):

@@ -21,14 +21,27 @@ from shopper_model import SHOP
 from shopping_loop import MODEL, write_talker
 
 from openhands_rl_plugin import cli
+from openhands_rl_plugin.config import load_settings
 from openhands_rl_plugin.environments.webshop import running_webshop
+from openhands_rl_plugin.looping.claim import held
+from openhands_rl_plugin.looping.run import LoopJob, loop_plan
+from openhands_rl_plugin.looping.tasks import TaskSource, loop_tasks
 from openhands_rl_plugin.serving.adapters import WEIGHTS, AdapterStore
 from openhands_rl_plugin.serving.config import ServerConfig
 from openhands_rl_plugin.serving.server import running_server
+from openhands_rl_plugin.settings import TrainingSettings
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
 from openhands_rl_plugin.training.plan import LoopState
 from openhands_rl_plugin.types import Score, Trajectory
 
+HOLDING = """
+import sys
+from pathlib import Path
+from openhands_rl_plugin.looping.claim import held
+with held(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
 STAGES = ["evaluate-base", "iteration-000", "iteration-001", "evaluate-final"]
 
 
@@ -214,6 +227,7 @@ WRONG = [
     (["--model", "MODEL"], "[rl.sampling]\ntemperature = 0.0", "with nothing to compare; set 1.0"),
     (["--model", "MODEL"], '[rl.training]\nalgorithm = "sft"', '"sft" does not reinforce'),
     (["--model", "MODEL"], '[rl.training]\nlora_variant = "dora"', "nor vLLM can serve it"),
+    (["--model", "MODEL"], '[rl.training]\nsharding = "layers"', "and a loop trains in one: leave"),
     (["--model", "MODEL"], '[rl.reward]\nname = "verifier"', "[rl.reward.options] adapter: is required"),
 ]
 
@@ -229,6 +243,46 @@ def test_wrong_input_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and says in line
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["loop", "demo"])
+def test_a_launchers_processes_do_not_each_run_a_loop(
+    command: str, talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [*words(write_config(tmp_path)), "--model", str(talker), "--dry-run"] if command == "loop" else ["demo"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main(given) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: WORLD_SIZE is 2, and a loop is one process") and "torchrun" in line
+    assert not (tmp_path / "run").exists() and not (tmp_path / "runs").exists()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert command == "demo" or cli.main(given) == 0
+
+
+@pytest.mark.parametrize("command", ["loop", "demo"])
+def test_a_second_process_is_kept_from_a_run(
+    command: str, talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever holds the directory's lock is at work there; --fresh does not take its state from under it."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    (directory / "state.json").write_text("{}")
+    given = [*words(write_config(tmp_path)), "--model", str(talker)] if command == "loop" else ["demo", "--tiny"]
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLDING, str(directory)], stdout=subprocess.PIPE, stdin=subprocess.PIPE
+    )
+    assert first.stdout is not None and first.stdout.readline() == b"held\n"
+    try:
+        assert cli.main([*given, "--run-dir", str(directory), "--fresh"]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{directory}: another process runs here" in line and "--run-dir" in line
+        assert (directory / "state.json").exists() and not (directory / "options.json").exists()
+    finally:
+        first.kill()
+        first.communicate()
+    with held(directory):
+        pass  # a killed process holds nothing
 
 
 def test_servers_that_are_not_there_end_it_before_it_begins(
@@ -252,6 +306,21 @@ def test_a_dry_run_says_what_would_be_done(talker: Path, tmp_path: Path, capsys:
     assert cli.main(["loop", "swe-local", *command[2:]]) == 0
     assert "swe-local: 52 tasks to train on, 2 held out" in capsys.readouterr().out
     assert not (tmp_path / "run").exists() and not (tmp_path / "trajectories").exists()
+
+
+def test_the_warm_start_leaves_out_what_only_reinforcement_has(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    turns = (
+        'tree = "branches"\nstep_rewards = "environment"\ndiscount = 0.9\nkl = "k3"\n[rl.loop]\ndemonstrations = 2\n'
+    )
+    config.write_text(config.read_text().replace("[rl.loop]\n", turns))
+    settings = load_settings(config)
+    tasks = loop_tasks(TaskSource(suite="webshop"), settings)
+    job = LoopJob(settings, tasks, tmp_path, tmp_path / "run", "loop-0", settings.limits())
+    plan = loop_plan(job, (1, 2))
+    assert len(plan.demonstrations) == 2 and plan.reinforcement == settings.training
+    fine_tuning = TrainingSettings.model_validate(plan.warm_start.model_dump())
+    assert (fine_tuning.algorithm, fine_tuning.lora_rank, fine_tuning.tree) == ("sft", 4, "path")
 
 
 def test_rows_that_are_held_out_are_not_trained_on(

@@ -42,6 +42,20 @@ def test_they_dry_run_without_weights_and_episodes(config: Path, capsys: pytest.
     assert shares[2] < 80e9, "16 GPUs of the published runs' size hold it"
 
 
+def test_a_verifier_has_the_same_defaults_without_a_store(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--dry-run", "--model", str(FOLDER / "qwen2.5-coder-7b")]
+    assert cli.main([*words, "--verifier"]) == 0
+    printed = capsys.readouterr().out
+    assert "lora of rank 64" in printed and "2 epochs" in printed
+    assert "learning rate: 0.0002, linear after 15 steps" in printed
+    assert cli.main([*words, "--verifier", "--lora-rank", "8"]) == 0
+    assert "lora of rank 8" in capsys.readouterr().out
+    assert cli.main(words) == 0
+    assert "lora of rank 16" in capsys.readouterr().out
+    assert cli.main([*words, "--verifier", "--method", "full"]) == 1
+    assert "--method full trains no verifier; use lora" in capsys.readouterr().err
+
+
 def test_there_is_one_for_every_published_run() -> None:
     names = [f"policy-{method}-{size}" for method in ("full", "lora") for size in ("14b", "32b", "7b")]
     assert [path.stem for path in CONFIGS] == [*names, "verifier-lora-32b"]
