@@ -29,6 +29,11 @@ class ClippedWorld:
         self._environment = environment
         self._limits = limits
 
+    @property
+    def fork_steps(self) -> int:
+        """As its environment says."""
+        return getattr(self._environment, "fork_steps", 0)
+
     async def fork(self) -> Environment:
         """A copy of the episode as it stands. Raises what its environment raises."""
         return _clipped(await self._environment.fork(), self._limits)
@@ -54,6 +59,11 @@ class _ClippedFork:
 
 
 class _ForkableClippedFork(_ClippedFork):
+    @property
+    def fork_steps(self) -> int:
+        """As its environment says."""
+        return getattr(self.environment, "fork_steps", 0)
+
     async def fork(self) -> Environment:
         assert isinstance(self.environment, Forkable)
         return _clipped(await self.environment.fork(), self.limits)

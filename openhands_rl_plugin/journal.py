@@ -153,6 +153,11 @@ class JournalledEngine:
         self._journal = journal
         self._tree = tree
 
+    @property
+    def episode_seed(self) -> int | None:
+        """The episode's seed, where the engine knows it."""
+        return getattr(self._engine, "episode_seed", None)
+
     async def complete(
         self,
         messages: Sequence[Message],

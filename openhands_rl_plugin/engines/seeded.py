@@ -53,6 +53,11 @@ class SeededEngine:
         self._seed = seed
         self._seeds = ConversationSeeds()
 
+    @property
+    def episode_seed(self) -> int | None:
+        """The episode's seed, for a search that has one of its own and mixes them."""
+        return self._seed
+
     async def complete(
         self,
         messages: Sequence[Message],

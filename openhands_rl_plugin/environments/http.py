@@ -127,6 +127,12 @@ class BaseEnvClient(ABC):
         self._opening: ServerAnswer | None = None
         self._last: ServerAnswer | None = None
         self._closed = False
+        self._server_forks = False
+
+    @property
+    def fork_steps(self) -> int:
+        """The actions that a fork plays again; 0 where the server copies, or may copy and was not asked yet."""
+        return 0 if self._server_forks else sum(step.action is not None for step in self.steps)
 
     @abstractmethod
     async def open_episode(self, task: Task) -> ServerAnswer:
@@ -213,7 +219,7 @@ class BaseEnvClient(ABC):
             with suppress(EpisodeError):
                 await twin.close()
             raise
-        twin.steps, twin._last = list(self.steps), self._last
+        twin.steps, twin._last, twin._server_forks = list(self.steps), self._last, self._server_forks
         return twin
 
     async def evidence(self) -> JsonObject:

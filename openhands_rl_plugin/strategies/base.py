@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
@@ -9,39 +10,50 @@ from weakref import WeakKeyDictionary
 
 from openhands_rl_plugin.errors import CaughtFailure, ConfigError
 from openhands_rl_plugin.protocols import Forkable, LLMEngine
-from openhands_rl_plugin.strategies.budget import Spending
-from openhands_rl_plugin.strategies.notes import ended, note
+from openhands_rl_plugin.strategies.budget import Least, Spending
+from openhands_rl_plugin.strategies.notes import note, notes
 from openhands_rl_plugin.strategies.options import SearchOptions
-from openhands_rl_plugin.strategies.search import Search, together
-from openhands_rl_plugin.strategies.value import ModelValue, ValueFunction, built_in, value_of_end
+from openhands_rl_plugin.strategies.search import Search
+from openhands_rl_plugin.strategies.together import together
+from openhands_rl_plugin.strategies.value import NoValue, RolloutValue, ValueFunction, built_in, least_of, value_after
+from openhands_rl_plugin.strategies.worlds import pays_rewards
 from openhands_rl_plugin.tree import DraftNode, EpisodeTree
 from openhands_rl_plugin.types import Failure
+
+_LOG = logging.getLogger(__name__)
 
 
 class SearchStrategy(ABC):
     """A strategy that looks at several actions before it decides. ``value`` says how good a state is.
+
+    Where a world refuses forks as it stands, a strategy and a value that need none do without for that turn.
 
     Raises ``ConfigError`` for a budget that is too small for one move.
     """
 
     Parts: ClassVar = {"value": "values"}
     name: ClassVar[str]
+    needs_forks: ClassVar[bool] = False
 
-    def __init__(self, options: SearchOptions, value: ValueFunction | None) -> None:
+    def __init__(self, options: SearchOptions, value: ValueFunction | str | None) -> None:
         self._options = options
-        self._value = value or built_in(options.value, options.value_options)
+        given = None if isinstance(value, str) else value
+        self._value: ValueFunction = given or built_in(options.value, options.value_options)
+        self._told = False
         self._accounts: WeakKeyDictionary[EpisodeTree, Spending] = WeakKeyDictionary()
-        needed = self.calls_of_a_move(asks=isinstance(self._value, ModelValue))
+        least = self.least_of_a_move(least_of(self._value))._asdict()
         for name, budget in (("turn_budget", options.turn_budget), ("episode_budget", options.episode_budget)):
-            if budget.calls is not None and budget.calls < needed:
-                raise ConfigError(
-                    f"{name}.calls: {budget.calls} is too small for one move of {self.name}, which takes {needed}: "
-                    "raise it, or let fewer branches be looked at"
-                )
+            for what, needed in least.items():
+                bound = getattr(budget, what)
+                if bound is not None and bound < needed:
+                    raise ConfigError(
+                        f"{name}.{what}: {bound} is too small for one move of {self.name}, which takes {needed}: "
+                        "raise it, or let fewer branches be looked at"
+                    )
 
-    def calls_of_a_move(self, *, asks: bool) -> int:
-        """The fewest calls that a search of one turn takes; ``asks``: every judgement is one, too."""
-        return 1 + asks
+    def least_of_a_move(self, judgement: Least) -> Least:
+        """The fewest calls and steps that a search of one turn takes, of which each judgement takes so many."""
+        return judgement.after(Least(1, 1))
 
     async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
         """Search below ``tree.head`` and return the action to commit.
@@ -50,9 +62,8 @@ class SearchStrategy(ABC):
         every branch died.
         """
         self.check_world(world)
-        account = self._accounts.setdefault(tree, Spending(self._options.episode_budget))
-        async with Search(tree, engine, world, self._options, account) as search:
-            chosen = await self.choose(search) if not search.exhausted() else None
+        async with Search(tree, engine, world, self._options, self._account(tree)) as search:
+            chosen = await self._choose(search) if not search.exhausted() else None
             if chosen is None:
                 chosen = await self._without_search(search)
         report = {"strategy": self.name, "turn": search.turn.report(), "episode": search.episode.report()}
@@ -76,6 +87,11 @@ class SearchStrategy(ABC):
                 f"{self.name} with value = {self._value.name!r} needs an environment that can fork, and this one "
                 'cannot: use value = "model", or an environment with fork()'
             )
+        if not pays_rewards(world) and isinstance(self._value, NoValue | RolloutValue):
+            raise ConfigError(
+                f"{self.name} with value = {self._value.name!r} adds up the rewards of steps, "
+                'and a workspace pays none: set value = "model", "verifier" or "reward" in [rl.strategy]'
+            )
 
     async def evaluate(self, search: Search, action: int) -> None:
         """The return from ``action`` on: its step in a fork, where the world can fork, and the value of what follows.
@@ -88,10 +104,7 @@ class SearchStrategy(ABC):
             if not await search.simulate(action):
                 return
             reward, state = node.reward or 0.0, search.state(action)
-        if ended(node):
-            estimate = await value_of_end(self._value, search, state)
-        else:
-            estimate = await self._value.estimate(search, state)
+        estimate = await value_after(self._value, search, action, state)
         if estimate is None:
             search.log.unjudged += 1
         else:
@@ -102,6 +115,22 @@ class SearchStrategy(ABC):
         await together(self.evaluate(search, action) for action in actions)
         known = [at for at in search.alive(actions) if search.tree.nodes[at].value is not None]
         return sorted(known, key=lambda at: -(search.tree.nodes[at].value or 0.0))
+
+    def _account(self, tree: EpisodeTree) -> Spending:
+        """The episode's, which goes on from what the last turn reported where the episode is resumed."""
+        if tree not in self._accounts:
+            reports = [notes(tree.nodes[at]).get("report") for at in tree.path()]
+            last = next((each["episode"] for each in reversed(reports) if isinstance(each, dict)), {})
+            self._accounts[tree] = Spending.resumed(self._options.episode_budget, last)
+        return self._accounts[tree]
+
+    async def _choose(self, search: Search) -> int | None:
+        if search.world is not None and not self.needs_forks and not self._value.needs_world:
+            refused = await search.without_forks()
+            if refused is not None and not self._told:
+                self._told = True
+                _LOG.warning("%s judges without forks, as the environment refuses them now: %s", self.name, refused)
+        return await self.choose(search)
 
     async def _without_search(self, search: Search) -> int:
         """What is known already, or one plain completion."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pydantic import Field
 
 from openhands_rl_plugin.strategies.base import SearchStrategy
-from openhands_rl_plugin.strategies.options import SearchOptions
+from openhands_rl_plugin.strategies.budget import Least
+from openhands_rl_plugin.strategies.options import SearchOptions, options_of
 from openhands_rl_plugin.strategies.search import Search
 from openhands_rl_plugin.strategies.value import ValueFunction
 
@@ -23,14 +24,14 @@ class BestOfNStrategy(SearchStrategy):
     name = "BestOfN"
 
     def __init__(
-        self, options: BestOfNOptions | None = None, *, value: ValueFunction | None = None, **changes: object
+        self, options: BestOfNOptions | None = None, *, value: ValueFunction | str | None = None, **changes: object
     ) -> None:
-        self.options = options or BestOfNOptions.model_validate(changes)
+        self.options = options_of(BestOfNOptions, options, changes, value)
         super().__init__(self.options, value)
 
-    def calls_of_a_move(self, *, asks: bool) -> int:
-        """Every sample, and its judgement."""
-        return self.options.n * (1 + asks)
+    def least_of_a_move(self, judgement: Least) -> Least:
+        """Every sample, its step and its judgement."""
+        return judgement.after(Least(1, 1)).times(self.options.n)
 
     async def choose(self, search: Search) -> int | None:
         """Sample, evaluate side by side, take the best."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple, Self
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from openhands_rl_plugin.types import Completion, Frozen, JsonObject
 
@@ -29,6 +29,21 @@ class SearchBudget(Frozen):
     seconds: float | None = Field(default=None, ge=0.001)
 
 
+class Least(NamedTuple):
+    """The fewest calls and steps that something takes."""
+
+    calls: int = 0
+    steps: int = 0
+
+    def times(self, count: int) -> Least:
+        """So often."""
+        return Least(count * self.calls, count * self.steps)
+
+    def after(self, before: Least) -> Least:
+        """Together with what comes before."""
+        return Least(self.calls + before.calls, self.steps + before.steps)
+
+
 class SpentError(Exception):
     """A budget does not allow what was asked for."""
 
@@ -42,6 +57,14 @@ class Spending:
     tokens: int = 0
     steps: int = 0
     started: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def resumed(cls, budget: SearchBudget, report: JsonValue) -> Self:
+        """An account that goes on from its own ``report``, or a new one when there is none."""
+        told = report if isinstance(report, dict) else {}
+        known = {name: spent for name, spent in told.items() if isinstance(spent, int | float)}
+        counts = {name: int(known.get(name, 0)) for name in ("calls", "tokens", "steps")}
+        return cls(budget, **counts, started=time.monotonic() - known.get("seconds", 0.0))
 
     @property
     def seconds(self) -> float:

@@ -11,11 +11,13 @@ from pydantic import Field
 from openhands_rl_plugin.errors import ConfigError
 from openhands_rl_plugin.protocols import Forkable
 from openhands_rl_plugin.strategies.base import SearchStrategy, count_return
+from openhands_rl_plugin.strategies.budget import Least
 from openhands_rl_plugin.strategies.notes import ended, note, notes
-from openhands_rl_plugin.strategies.options import SearchOptions
-from openhands_rl_plugin.strategies.search import Search, together
+from openhands_rl_plugin.strategies.options import SearchOptions, options_of
+from openhands_rl_plugin.strategies.search import Search
+from openhands_rl_plugin.strategies.together import together
 from openhands_rl_plugin.strategies.uct import Arm, best_arm, priors, width
-from openhands_rl_plugin.strategies.value import Estimate, ValueFunction, value_of_end
+from openhands_rl_plugin.strategies.value import Estimate, ValueFunction, value_after
 from openhands_rl_plugin.tree import DraftNode
 
 
@@ -47,11 +49,12 @@ class MCTSStrategy(SearchStrategy):
 
     Options = MCTSOptions
     name = "MCTS"
+    needs_forks = True
 
     def __init__(
-        self, options: MCTSOptions | None = None, *, value: ValueFunction | None = None, **changes: object
+        self, options: MCTSOptions | None = None, *, value: ValueFunction | str | None = None, **changes: object
     ) -> None:
-        self.options = options or MCTSOptions.model_validate(changes)
+        self.options = options_of(MCTSOptions, options, changes, value)
         super().__init__(self.options, value)
 
     def check_world(self, world: Forkable | None) -> None:
@@ -61,10 +64,11 @@ class MCTSStrategy(SearchStrategy):
                 "MCTS needs an environment that can fork, and this one cannot: use ToT or BestOfN, or an environment "
                 "with fork() (the embedded webshop, any repeatable HTTP environment, a workspace)"
             )
+        super().check_world(world)
 
-    def calls_of_a_move(self, *, asks: bool) -> int:
-        """The first actions of the root, and the judgement of one."""
-        return min(self.options.first_branches, self.options.num_branches) + asks
+    def least_of_a_move(self, judgement: Least) -> Least:
+        """The first actions of the root, and the step and the judgement of one."""
+        return judgement.after(Least(min(self.options.first_branches, self.options.num_branches), 1))
 
     async def choose(self, search: Search) -> int | None:
         """Simulate until the number or a budget is reached."""
@@ -107,7 +111,7 @@ class _Walk:
         self._under_way: Counter[int] = Counter()
         self._unjudged: Counter[int] = Counter()
         self._fresh: set[int] = set()
-        self._barren: set[int | None] = set()
+        self._barren: dict[int | None, int] = {}
         self._closed: set[int] = set()
         self._expanding: defaultdict[int | None, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._judging: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -153,10 +157,7 @@ class _Walk:
     async def _judge(self, action: int, state: int) -> Estimate | None:
         # Simulations that meet at a state judge it one after the other, because rollouts go on from what they find.
         async with self._judging[state]:
-            if ended(self._tree.nodes[action]):
-                estimate = await value_of_end(self._value, self._search, state)
-            else:
-                estimate = await self._value.estimate(self._search, state)
+            estimate = await value_after(self._value, self._search, action, state)
         self._search.log.unjudged += estimate is None
         return estimate
 
@@ -173,12 +174,13 @@ class _Walk:
         actions = search.actions(state)
         visits = sum(self._tree.nodes[at].visits + self._under_way[at] for at in actions)
         allowed = width(visits, options.first_branches, options.widening, options.num_branches)
-        if len(actions) >= allowed or state in self._barren or search.exhausted():
+        if len(actions) >= allowed or self._barren.get(state, 0) >= allowed or search.exhausted():
             return actions
         await search.candidates(state, allowed - len(actions))
         grown = search.actions(state)
         if len(grown) == len(actions):
-            self._barren.add(state)
+            # A peaked policy repeats itself, so that it is asked again when the state is worth a further look.
+            self._barren[state] = allowed
         return grown
 
     def _arms(self, actions: list[int]) -> list[Arm]:

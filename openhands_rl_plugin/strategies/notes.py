@@ -29,6 +29,12 @@ def ended(node: DraftNode) -> bool:
     return "ended" in notes(node)
 
 
+def times_merged(noted: JsonObject) -> int:
+    """How often an equal action was sampled again."""
+    merged = noted.get("merged", 0)
+    return merged if isinstance(merged, int) else 0
+
+
 def action_key(message: Message) -> tuple[object, ...]:
     """Equal for answers that say the same: the text without white space around it, and the calls without their ids,
     and without the white space and the order of keys in their arguments.

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pydantic import Field, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
+from openhands_rl_plugin.errors import ConfigError
 from openhands_rl_plugin.strategies.budget import SearchBudget
 from openhands_rl_plugin.types import Failure, Frozen, JsonObject, SamplingParams
+from openhands_rl_plugin.validation import problems
 
 
 class SearchOptions(Frozen):
     """What all searches have in common.
 
     ``temperature`` makes branches differ. ``seed`` makes a search repeatable as long as no budget cuts it and no branch
-    dies: a call's seed follows from it and from the actions before the call, not from what is asked side by side
-    (``None`` leaves seeds to the engine). ``sampling`` holds what else is asked for. ``turn_budget`` bounds the search
-    for one turn, ``episode_budget`` that of all turns together; once the latter is spent every turn is one plain
-    completion. A budget with fewer calls than one move takes is refused. ``step_timeout`` is in seconds, for one step
-    of a fork; ``open_worlds`` bounds the forks held at a time and ``max_nodes`` the tree. ``value`` names what judges a
-    state.
+    dies: a call's seed follows from it, from the episode's own where the engine says that, and from the actions before
+    the call, not from what is asked side by side (``None`` leaves seeds to the engine). ``sampling`` holds what else is
+    asked for. ``turn_budget`` bounds the search for one turn, ``episode_budget`` that of all turns together; once the
+    latter is spent every turn is one plain completion. A budget with fewer calls or steps than one move takes is
+    refused. ``step_timeout`` is in seconds, for one step of a fork; ``open_worlds`` bounds the forks held at a time and
+    ``max_nodes`` the tree. ``value`` names what judges a state.
     """
 
     value: str = "model"
@@ -40,6 +43,27 @@ class SearchOptions(Frozen):
             if getattr(sampling, name) is not None:
                 raise ValueError(f"sampling.{name} has no effect in a search: set {name} itself")
         return sampling
+
+
+def checked[M: BaseModel](kind: type[M], options: Mapping[str, object]) -> M:
+    """``options`` as a model. Raises ``ConfigError`` that names the wrong ones, each on a line."""
+    try:
+        return kind.model_validate(options)
+    except ValidationError as error:
+        lines = (f"{kind.__name__}: {'.'.join(at)}: {what}" for at, what in problems(error, kind))
+        raise ConfigError("\n".join(lines)) from error
+
+
+def options_of[O: SearchOptions](kind: type[O], options: O | None, changes: Mapping[str, object], value: object) -> O:
+    """The options of a strategy, which are given whole or one by one; ``value`` may be a name, which is one of them.
+
+    Raises ``ConfigError`` for wrong ones, and where both are given.
+    """
+    if isinstance(value, str):
+        changes = {**changes, "value": value}
+    if options is not None and changes:
+        raise ConfigError(f"{', '.join(sorted(changes))}: has no effect beside {kind.__name__}: set it in there")
+    return checked(kind, changes) if options is None else options
 
 
 @dataclass

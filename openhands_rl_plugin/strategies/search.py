@@ -2,38 +2,45 @@
 
 The live environment is never stepped: a simulation walks in forks of it. A fork is kept at every state that was
 reached, up to a limit, so that going on from there costs one fork and one step; a state whose fork was given up is
-reached again by replaying the actions that lead to it.
+reached again by replaying the actions that lead to it. A fork at which the episode ended is kept until that end was
+judged.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import zlib
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from typing import Any, NamedTuple
 
 from openhands_rl_plugin.errors import BadEnvironmentError, CaughtFailure, ModelError, boundary, describe
 from openhands_rl_plugin.messages import whole_observation
 from openhands_rl_plugin.protocols import Environment, Forkable, LLMEngine
 from openhands_rl_plugin.strategies.budget import Spending, SpentError
-from openhands_rl_plugin.strategies.notes import action_key, ended, note, notes
+from openhands_rl_plugin.strategies.notes import action_key, ended, note, notes, times_merged
 from openhands_rl_plugin.strategies.options import SearchLog, SearchOptions
+from openhands_rl_plugin.strategies.seeds import call_seed
+from openhands_rl_plugin.strategies.worlds import OpenWorlds, fork_steps, pays_rewards
 from openhands_rl_plugin.tree import EpisodeTree
 from openhands_rl_plugin.types import (
     Completion,
     Failure,
     FailureKind,
-    JsonObject,
     Message,
     Observation,
     SamplingParams,
 )
 
-# Larger than any number of answers to one call, whose seeds are consecutive.
-_SEED_STEP = 7_919
-_SEEDS = 2**31
+
+class _Start(NamedTuple):
+    """Where a fork at ``state`` comes from: it is there (``ready``), or ``origin`` is copied and goes ``way``."""
+
+    state: int | None
+    ready: Environment | None = None
+    origin: Forkable | None = None
+    way: Sequence[int] = ()
 
 
 class Search:
@@ -55,8 +62,7 @@ class Search:
         self.episode = episode
         self.log = SearchLog()
         self.root = tree.head
-        self._worlds: OrderedDict[int | None, Environment] = OrderedDict()
-        self._left = False
+        self._worlds = OpenWorlds(options.open_worlds)
         self._asking: Counter[int | None] = Counter()
         self._stepping: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -64,9 +70,12 @@ class Search:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._left = True
-        worlds, self._worlds = list(self._worlds.values()), OrderedDict()
-        await asyncio.gather(*(_close(world) for world in worlds))
+        await self._worlds.close()
+
+    @property
+    def pays(self) -> bool:
+        """Whether the world's steps can earn rewards."""
+        return pays_rewards(self.world)
 
     def exhausted(self) -> bool:
         """Whether a budget or the limit of the tree's size is reached; the log says which."""
@@ -152,21 +161,38 @@ class Search:
         async with self._stepping[action]:
             if self.stepped(action) or not self.alive((action,)):
                 return bool(self.alive((action,)))
-            way = self._way_back(self.tree.nodes[action].parent)
             try:
-                self._enter_steps(1 + len(way))
-                environment, observation = await self._in_time(self._step(action, way))
+                environment, observation = await self._in_time(self._step(action))
             except SpentError:
                 return False
             except CaughtFailure as caught:
                 self.drop(action, caught.failure)
                 return False
             self._observe(action, observation)
-            if ended(self.tree.nodes[action]):
-                await _close(environment)
-            else:
-                await self._keep(self.state(action), environment)
+            await self._worlds.keep(self.state(action), environment)
             return True
+
+    async def give_up(self, state: int) -> None:
+        """Close the fork that is kept at ``state``, because nobody needs it any more."""
+        if (environment := self._worlds.take(state)) is not None:
+            await self._worlds.end(environment)
+
+    async def without_forks(self) -> str | None:
+        """Go without a world for the rest of the turn if it refuses to be forked as it stands; the reason why.
+
+        A fork that was made for this is used for the first step.
+        """
+        try:
+            with boundary(FailureKind.ENVIRONMENT, "search.fork"):
+                environment = await self._in_time(self._forked_in_time(await self._start(self.root, 0)))
+        except CaughtFailure as caught:
+            if not isinstance(caught.__cause__, BadEnvironmentError):
+                return None
+            self.world = None
+            self.log.extra["without_forks"] = caught.failure.message
+            return caught.failure.message
+        await self._worlds.keep(self.root, environment)
+        return None
 
     def drop(self, action: int, failure: Failure) -> None:
         """Take a branch out of the search for good."""
@@ -194,29 +220,65 @@ class Search:
         assert isinstance(state, int)
         return state
 
-    async def world_at(self, state: int | None) -> Environment:
-        """A fork that stands at ``state`` and belongs to the caller.
+    @asynccontextmanager
+    async def world_at(self, state: int | None) -> AsyncIterator[Environment]:
+        """A fork that stands at ``state``, to be looked at; where the episode has ended, the one that came there.
 
         Raises what forking and stepping raise, and ``SpentError`` when no budget allows the way back to the state.
         """
-        way = self._way_back(state)
-        self._enter_steps(len(way))
-        return await self._fork_at(state, way)
+        environment = await self._forked(await self._start(state, 0))
+        try:
+            yield environment
+        finally:
+            await self._worlds.end(environment)
 
-    async def _fork_at(self, state: int | None, way: Sequence[int]) -> Environment:
-        assert self.world is not None
-        if state == self.root:
-            return await self.world.fork()
-        if (kept := self._worlds.get(state)) is not None:
-            self._worlds.move_to_end(state)
-            if not isinstance(kept, Forkable):
-                return self._worlds.pop(state)
-            return await kept.fork()
-        return await self._replayed(way)
+    async def _start(self, state: int | None, steps: int) -> _Start:
+        """Where a fork at ``state`` comes from, with a place for it; its steps and ``steps`` more are entered.
 
-    def _way_back(self, state: int | None) -> list[int]:
-        """The actions to take again from the root on in order to stand at ``state``."""
-        return [] if state in self._worlds else self._actions_to(state)
+        Raises ``SpentError``. What is said here is true until others have their turn.
+        """
+        if (kept := self._worlds.get(state)) is not None and self._is_last(state, kept):
+            self._enter_steps(steps)
+            return _Start(state, ready=self._worlds.take(state))
+        await self._worlds.enter()
+        kept = self._worlds.get(state)
+        origin, way = (kept, []) if isinstance(kept, Forkable) else (self.world, self._actions_to(state))
+        try:
+            self._enter_steps(steps + len(way) + fork_steps(origin))
+        except SpentError:
+            self._worlds.leave()
+            raise
+        return _Start(state, origin=origin, way=way)
+
+    def _is_last(self, state: int | None, kept: Environment) -> bool:
+        """Whether what is kept there need not be copied, or cannot be."""
+        way = self._actions_to(state)
+        return not way or not isinstance(kept, Forkable) or ended(self.tree.nodes[way[-1]])
+
+    async def _forked(self, start: _Start) -> Environment:
+        """The fork; where it cannot be made, its place is given back."""
+        if start.ready is not None:
+            return start.ready
+        assert start.origin is not None
+        known = fork_steps(start.origin)
+        try:
+            with nullcontext() if start.way else self._worlds.copied(start.state):
+                environment = await start.origin.fork()
+        except BaseException:
+            self._worlds.leave()
+            raise
+        # A server says that it cannot copy only when it is asked to.
+        self._count_steps(max(0, fork_steps(start.origin) - known))
+        try:
+            await self._replay(environment, start.way)
+        except BaseException:
+            await self._worlds.end(environment)
+            raise
+        return environment
+
+    async def _forked_in_time(self, start: _Start) -> Environment:
+        async with asyncio.timeout(self.options.step_timeout):
+            return await self._forked(start)
 
     def _actions_to(self, state: int | None) -> list[int]:
         """The actions that lead from the root to ``state``."""
@@ -227,35 +289,29 @@ class Search:
             state = self.tree.nodes[state].parent
         return actions[::-1]
 
-    async def _step(self, action: int, way: Sequence[int]) -> tuple[Environment, Observation]:
-        """Raises ``CaughtFailure``."""
+    async def _step(self, action: int) -> tuple[Environment, Observation]:
+        """Raises ``CaughtFailure`` and ``SpentError``."""
         node = self.tree.nodes[action]
+        start = await self._start(node.parent, 1)
         with boundary(FailureKind.ENVIRONMENT, "search.simulate"):
             async with asyncio.timeout(self.options.step_timeout):
-                environment = await self._fork_at(node.parent, way)
+                environment = await self._forked(start)
                 try:
                     observation = whole_observation(await environment.step(node.message))
                     if not math.isfinite(observation.reward):
                         raise BadEnvironmentError(f"the environment answered with the reward {observation.reward}")
                     return environment, observation
                 except BaseException:
-                    await _close(environment)
+                    await self._worlds.end(environment)
                     raise
 
-    async def _replayed(self, way: Sequence[int]) -> Environment:
-        """Go that way from the root again; the answers must be those that the tree holds."""
-        assert self.world is not None
-        environment = await self.world.fork()
-        try:
-            for action in way:
-                answer = whole_observation(await environment.step(self.tree.nodes[action].message))
-                path = self.tree.path(self.state(action))
-                if answer.messages != tuple(self.tree.nodes[at].message for at in path[path.index(action) + 1 :]):
-                    raise BadEnvironmentError("the environment answered a replayed action otherwise than before")
-        except BaseException:
-            await _close(environment)
-            raise
-        return environment
+    async def _replay(self, environment: Environment, way: Sequence[int]) -> None:
+        """Go that way again; the answers must be those that the tree holds."""
+        for action in way:
+            answer = whole_observation(await environment.step(self.tree.nodes[action].message))
+            path = self.tree.path(self.state(action))
+            if answer.messages != tuple(self.tree.nodes[at].message for at in path[path.index(action) + 1 :]):
+                raise BadEnvironmentError("the environment answered a replayed action otherwise than before")
 
     def _observe(self, action: int, observation: Observation) -> None:
         node = self.tree.nodes[action]
@@ -267,14 +323,6 @@ class Search:
         if observation.terminated or observation.truncated:
             note(node)["ended"] = "terminated" if observation.terminated else "truncated"
 
-    async def _keep(self, state: int | None, environment: Environment) -> None:
-        if self._left:
-            return await _close(environment)
-        self._worlds[state] = environment
-        if len(self._worlds) > self.options.open_worlds:
-            _, oldest = self._worlds.popitem(last=False)
-            await _close(oldest)
-
     def _add(self, parent: int | None, completion: Completion) -> int:
         self._charge(completion)
         same = next((at for at in self.tree.children(parent) if self._says(at, completion.message)), None)
@@ -283,7 +331,7 @@ class Search:
         self.tree.usage += completion.usage
         self.log.merged += 1
         seen = note(self.tree.nodes[same])
-        seen["merged"] = _merged(seen) + 1
+        seen["merged"] = times_merged(seen) + 1
         return same
 
     def _says(self, index: int, message: Message) -> bool:
@@ -293,18 +341,8 @@ class Search:
     def _sampling(self, parent: int | None) -> SamplingParams:
         update: dict[str, object] = {"temperature": self.options.temperature}
         if self.options.seed is not None:
-            update["seed"] = (self.options.seed + self._place(parent)) % _SEEDS
+            update["seed"] = call_seed(self.options.seed, self.engine, self.tree, parent, self._asking[parent])
         return self.options.sampling.model_copy(update=update)
-
-    def _place(self, parent: int | None) -> int:
-        """A number that tells the calls of an episode apart by where and how often they ask, not by when."""
-        said = 0
-        for at in self.tree.path(parent) if parent is not None else ():
-            if self.tree.nodes[at].sampled:
-                said = zlib.crc32(repr(action_key(self.tree.nodes[at].message)).encode("utf-8", "surrogatepass"), said)
-        below = [self.tree.nodes[at] for at in self.tree.children(parent)]
-        drawn = sum(1 + _merged(notes(node)) for node in below if node.sampled)
-        return said + _SEED_STEP * (drawn + self._asking[parent])
 
     async def _in_time[T](self, work: Coroutine[Any, Any, T]) -> T:
         """Ends the work, with ``SpentError``, when the seconds of a budget are over."""
@@ -335,38 +373,12 @@ class Search:
             if late or account.left("steps", count) < count:
                 self.log.cut_by = prefix + ("seconds" if late else "steps")
                 raise SpentError
+        self._count_steps(count)
+
+    def _count_steps(self, count: int) -> None:
         self.turn.enter("steps", count)
         self.episode.enter("steps", count)
 
 
-async def together[T](work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run side by side and return the results in order. Where one raises, the others are ended and waited for, so that
-    nothing goes on behind a search; then its exception is raised."""
-    tasks: list[asyncio.Task[T]] = []
-    first: BaseException | None = None
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks.extend(group.create_task(each) for each in work)
-    except BaseExceptionGroup as several:
-        first = several.exceptions[0]
-    if first is not None:
-        raise first
-    return [task.result() for task in tasks]
-
-
 def _refusal(error: ModelError) -> Failure:
     return Failure(kind=FailureKind.MODEL, message=describe(error), boundary="search")
-
-
-def _merged(noted: JsonObject) -> int:
-    merged = noted.get("merged", 0)
-    return merged if isinstance(merged, int) else 0
-
-
-async def _close(environment: Environment) -> None:
-    """A failed close leaks a fork but does not spoil the search."""
-    try:
-        with boundary(FailureKind.INFRASTRUCTURE, "search.close"):
-            await environment.close()
-    except CaughtFailure:
-        return

@@ -9,9 +9,11 @@ from __future__ import annotations
 from pydantic import Field
 
 from openhands_rl_plugin.strategies.base import SearchStrategy, count_return
+from openhands_rl_plugin.strategies.budget import Least
 from openhands_rl_plugin.strategies.notes import ended
-from openhands_rl_plugin.strategies.options import SearchOptions
-from openhands_rl_plugin.strategies.search import Search, together
+from openhands_rl_plugin.strategies.options import SearchOptions, options_of
+from openhands_rl_plugin.strategies.search import Search
+from openhands_rl_plugin.strategies.together import together
 from openhands_rl_plugin.strategies.value import ValueFunction
 
 
@@ -32,14 +34,14 @@ class ToTStrategy(SearchStrategy):
     name = "ToT"
 
     def __init__(
-        self, options: ToTOptions | None = None, *, value: ValueFunction | None = None, **changes: object
+        self, options: ToTOptions | None = None, *, value: ValueFunction | str | None = None, **changes: object
     ) -> None:
-        self.options = options or ToTOptions.model_validate(changes)
+        self.options = options_of(ToTOptions, options, changes, value)
         super().__init__(self.options, value)
 
-    def calls_of_a_move(self, *, asks: bool) -> int:
-        """Every proposal of the first level, and its judgement."""
-        return self.options.num_branches * (1 + asks)
+    def least_of_a_move(self, judgement: Least) -> Least:
+        """Every proposal of the first level, its step and its judgement."""
+        return judgement.after(Least(1, 1)).times(self.options.num_branches)
 
     async def choose(self, search: Search) -> int | None:
         """Grow level by level; a branch that ended, or that the budget did not allow to look beyond, stays in the race

@@ -10,7 +10,9 @@ from pydantic import Field
 
 from openhands_rl_plugin.errors import CaughtFailure, ConfigError, boundary
 from openhands_rl_plugin.protocols import Reward
-from openhands_rl_plugin.strategies.notes import ended
+from openhands_rl_plugin.strategies.budget import Least
+from openhands_rl_plugin.strategies.notes import ended, note, notes
+from openhands_rl_plugin.strategies.options import checked
 from openhands_rl_plugin.strategies.search import Search
 from openhands_rl_plugin.types import (
     Completion,
@@ -47,6 +49,21 @@ class ValueFunction(Protocol):
 
 
 @runtime_checkable
+class SaysWhatItTakes(Protocol):
+    """A value that says what one judgement takes at least. One that does not say so takes nothing."""
+
+    @property
+    def least(self) -> Least:
+        """The fewest calls and steps; a state at which nothing is left to do may take none."""
+        ...
+
+
+def least_of(value: ValueFunction) -> Least:
+    """What one judgement takes at least."""
+    return value.least if isinstance(value, SaysWhatItTakes) else Least()
+
+
+@runtime_checkable
 class JudgesEnds(Protocol):
     """A value that also says what an ended episode is worth, where rewards do not. A capability, not a flag."""
 
@@ -55,9 +72,27 @@ class JudgesEnds(Protocol):
         ...
 
 
-async def value_of_end(value: ValueFunction, search: Search, state: int) -> Estimate | None:
-    """What is expected beyond the rewards that were seen once the episode has ended: nothing, unless it is judged."""
-    return await value.estimate_end(search, state) if isinstance(value, JudgesEnds) else Estimate(0.0)
+async def value_after(value: ValueFunction, search: Search, action: int, state: int) -> Estimate | None:
+    """What is expected beyond the rewards that were seen, at ``state``, to which ``action`` led."""
+    if ended(search.tree.nodes[action]):
+        return await _value_of_end(value, search, action, state)
+    if search.world is not None and search.pays and not search.goes_on(state):
+        # Nothing is earned beyond the last turn, so that what looks promising there is worth what it has earned.
+        return await value.estimate_end(search, state) if isinstance(value, JudgesEnds) else Estimate(0.0)
+    return await value.estimate(search, state)
+
+
+async def _value_of_end(value: ValueFunction, search: Search, action: int, state: int) -> Estimate | None:
+    """Nothing, unless it is judged. That is done once, because nothing follows; then the fork is closed."""
+    node = search.tree.nodes[action]
+    known = notes(node).get("worth_of_end")
+    if isinstance(known, float):
+        return Estimate(known)
+    estimate = await value.estimate_end(search, state) if isinstance(value, JudgesEnds) else Estimate(0.0)
+    await search.give_up(state)
+    if estimate is not None and isinstance(value, JudgesEnds):
+        note(node)["worth_of_end"] = estimate.value
+    return estimate
 
 
 class NoValue:
@@ -83,6 +118,7 @@ class RolloutValue:
     Options = RolloutOptions
     name = "rollout"
     needs_world = True
+    least = Least(calls=1, steps=1)
 
     def __init__(self, options: RolloutOptions | None = None) -> None:
         self._depth = (options or RolloutOptions()).depth
@@ -95,9 +131,10 @@ class RolloutValue:
             if not sampled or not await search.simulate(sampled[0]):
                 return None
             path.append(sampled[0])
-            if ended(search.tree.nodes[sampled[0]]):
-                break
             state = search.state(sampled[0])
+            if ended(search.tree.nodes[sampled[0]]):
+                await search.give_up(state)
+                break
         return Estimate(0.0, tuple(path))
 
 
@@ -119,6 +156,7 @@ class ModelValue:
     Options = ModelValueOptions
     name = "model"
     needs_world = False
+    least = Least(calls=1)
 
     def __init__(self, options: ModelValueOptions | None = None) -> None:
         self._options = options or ModelValueOptions()
@@ -133,6 +171,10 @@ class ModelValue:
         probability = self._probability(answer)
         search.log.undecided += probability is None
         return Estimate(self._options.scale * (0.5 if probability is None else probability))
+
+    async def estimate_end(self, search: Search, state: int) -> Estimate | None:
+        """Where the world pays rewards, they are what the end is worth; else as for any other state."""
+        return Estimate(0.0) if search.pays else await self.estimate(search, state)
 
     def _probability(self, answer: Completion) -> float | None:
         word = (answer.message.content or "").strip().lower()
@@ -151,7 +193,10 @@ class RewardValueOptions(Frozen):
 
 
 class RewardValue:
-    """What a reward function (a verifier, say) makes of the episode up to the state, with the fork's evidence."""
+    """What a reward function (a verifier, say) makes of the episode up to the state, with the fork's evidence.
+
+    Raises ``ConfigError`` for the reward ``tests``: what it reads is there only when an episode was graded.
+    """
 
     Options = RewardValueOptions
     Parts: ClassVar = {"reward": "rewards"}
@@ -159,6 +204,11 @@ class RewardValue:
     needs_world = True
 
     def __init__(self, options: RewardValueOptions | None = None, *, reward: Reward) -> None:
+        if reward.version.startswith("tests-"):
+            raise ConfigError(
+                "value 'reward' cannot judge by reward = 'tests', because a task's tests run only after its episode: "
+                'use another reward, or value = "model" or "verifier"'
+            )
         self._reward = reward
 
     async def estimate(self, search: Search, state: int) -> Estimate | None:
@@ -171,6 +221,10 @@ class RewardValue:
             return None
         return None if score.reward is None else Estimate(score.reward - earned(search, state))
 
+    async def estimate_end(self, search: Search, state: int) -> Estimate | None:
+        """As for any other state."""
+        return await self.estimate(search, state)
+
 
 def earned(search: Search, state: int) -> float:
     """The rewards that were paid on the way to ``state``, from the start of the episode on."""
@@ -178,26 +232,22 @@ def earned(search: Search, state: int) -> float:
 
 
 def built_in(name: str, options: JsonObject) -> ValueFunction:
-    """A value function that needs nothing else. Raises ``ConfigError`` for any other name."""
+    """A value function that needs nothing else. Raises ``ConfigError`` for any other name, and for wrong options."""
     match name:
         case "none":
             return NoValue()
         case "rollout":
-            return RolloutValue(RolloutOptions.model_validate(options))
+            return RolloutValue(checked(RolloutOptions, options))
         case "model":
-            return ModelValue(ModelValueOptions.model_validate(options))
+            return ModelValue(checked(ModelValueOptions, options))
     raise ConfigError(
         f"value {name!r} is none of none, rollout, model: hand over value=..., or let registry.build make the strategy"
     )
 
 
 async def _so_far(search: Search, state: int) -> Trajectory:
-    world = await search.world_at(state)
-    try:
-        evidence = await world.evidence()
-    finally:
-        await world.close()
-    return episode_so_far(search, state, evidence)
+    async with search.world_at(state) as world:
+        return episode_so_far(search, state, await world.evidence())
 
 
 def episode_so_far(search: Search, state: int, evidence: JsonObject) -> Trajectory:

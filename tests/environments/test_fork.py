@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ from openhands_rl_plugin.errors import BadEnvironmentError
 from openhands_rl_plugin.protocols import Forkable, Strategy
 from openhands_rl_plugin.session import AgentSession
 from openhands_rl_plugin.strategies.best_of_n import BestOfNOptions, BestOfNStrategy
+from openhands_rl_plugin.strategies.budget import SearchBudget
 from openhands_rl_plugin.strategies.mcts import MCTSOptions, MCTSStrategy
+from openhands_rl_plugin.strategies.value import NoValue
 from openhands_rl_plugin.testing import ScriptedEngine
+from openhands_rl_plugin.tree import EpisodeTree
 from openhands_rl_plugin.types import EpisodeRequest, FailureKind, PolicyRef, StrategySpec
 
 
@@ -68,6 +72,49 @@ async def test_a_server_that_cannot_copy_gets_the_same_actions_again():
             await each.close()
 
 
+@pytest.mark.parametrize("forks", [False, True], ids=["replay", "copy"])
+async def test_a_copy_says_how_many_steps_it_takes(forks: bool):
+    class Copying(CountingServer):
+        async def __call__(self, path: str, body: Any) -> bytes:
+            if path != "/fork" or not forks:
+                return await super().__call__(path, body)
+            key = len(self.counts)
+            self.counts[key] = self.counts[int(body["session"][1:])]
+            return respond({"session": f"s{key}"})
+
+    async with raw_server(Copying(sessions=True)) as server:
+        client = WebEnvClient(options(server.url))
+        await client.reset(task(7))
+        await client.step(react("one"))
+        await client.step(said("nothing to act on in here"))
+        assert client.fork_steps == 0, "not known before the server was asked"
+        twin = await client.fork()
+        assert (client.fork_steps, twin.fork_steps) == ((0, 0) if forks else (1, 1))
+        await twin.step(react("two"))
+        assert twin.fork_steps == (0 if forks else 2)
+        for each in (client, twin):
+            await each.close()
+
+
+async def test_a_search_counts_the_steps_that_its_forks_play_again():
+    """The second turn's actions take two steps each, of which one leads to where the episode stands."""
+    async with raw_server(CountingServer(sessions=True)) as server:
+        client = WebEnvClient(options(server.url).model_copy(update={"react_format": False}))
+        tree = EpisodeTree()
+        tree.observe(await client.reset(task(7)))
+        strategy = BestOfNStrategy(n=4, value=NoValue(), turn_budget=SearchBudget(steps=6))
+        said = itertools.count()
+        for bound in (4, 6):
+            sent = server.paths().count("/step")
+            chosen = await strategy.decide(tree, ScriptedEngine(lambda messages: str(next(said))), client)
+            report = tree.nodes[chosen].metadata["search"]["report"]
+            assert report["turn"]["steps"] == server.paths().count("/step") - sent == bound
+            tree.commit(chosen)
+            tree.observe(await client.step(tree.action))
+        assert report["cut_by"] == "steps"
+        await client.close()
+
+
 async def test_a_server_that_answers_otherwise_the_second_time_is_refused():
     class Moody(CountingServer):
         async def __call__(self, path: str, body: Any) -> bytes:
@@ -98,7 +145,7 @@ async def test_a_server_without_sessions_is_refused_without_being_asked():
 
 @pytest.mark.parametrize(
     "strategy",
-    [MCTSStrategy(MCTSOptions(num_simulations=8, value="none")), BestOfNStrategy(BestOfNOptions(n=2, value="none"))],
+    [MCTSStrategy(MCTSOptions(num_simulations=8, value="none")), BestOfNStrategy(BestOfNOptions(n=2, value="rollout"))],
 )
 async def test_a_search_on_a_server_without_sessions_fails_once_and_says_what_to_do(strategy: Strategy):
     """It is the environment's failure, which no retry mends: candidates would be paid for again."""

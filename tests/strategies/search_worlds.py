@@ -161,3 +161,16 @@ def report(tree: EpisodeTree, node: int) -> JsonObject:
     found = notes["report"]
     assert isinstance(found, dict)
     return found
+
+
+class UnforkableWorld(PlanningEnvironment):
+    """Counts its forks, and makes none while they are ``refused``, as a workspace in which processes run."""
+
+    refused = False
+    forks = 0
+
+    async def fork(self) -> PlanningEnvironment:
+        if self.refused:
+            raise BadEnvironmentError("it cannot be forked while processes run")
+        self.forks += 1
+        return await super().fork()

@@ -176,6 +176,21 @@ async def test_a_state_gets_more_actions_with_its_visits(simulations: int, actio
     assert len(tree.children(tree.head)) == actions == width(simulations - 1, 1, 0.5, 4)
 
 
+@pytest.mark.parametrize(("simulations", "asked", "actions"), [(5, 2, 1), (6, 4, 2), (40, 5, 2)])
+async def test_a_state_whose_sample_was_known_is_sampled_again_with_its_visits(
+    simulations: int, asked: int, actions: int
+):
+    """Each width that brings nothing is asked for once."""
+    options = MCTSOptions(
+        num_simulations=simulations, first_branches=1, num_branches=3, widening=0.5, depth=1, value="none"
+    )
+    said = iter("0001" + "1" * 40)
+    world = planning(1)
+    tree = await opened(world)
+    await MCTSStrategy(options).decide(tree, ScriptedEngine(lambda messages: next(said)), world)
+    assert (tree.usage.calls, len(tree.children(tree.head))) == (asked, actions)
+
+
 class Biased(ScriptedEngine):
     """Says left with a probability of 0.8 and up with 0.2; ``mute``: without logprobs of up."""
 
@@ -233,5 +248,5 @@ def test_selection_by_priors_prefers_what_the_policy_prefers_until_returns_tell_
     [{"num_simulations": 0}, {"num_branches": 0}, {"exploration_weight": -1.0}, {"depth": 0}, {"discount": 0.0}],
 )
 def test_senseless_options_are_refused(options: dict[str, float]):
-    with pytest.raises(ValueError, match=next(iter(options))):
+    with pytest.raises(ConfigError, match=next(iter(options))):
         MCTSStrategy(**options)

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from search_worlds import TASK, EveryWayEngine, FragileWorld, SeededEngine, opened, planning, report
+from search_worlds import (
+    TASK,
+    EveryWayEngine,
+    FragileWorld,
+    SeededEngine,
+    UnforkableWorld,
+    opened,
+    planning,
+    report,
+)
 
 from openhands_rl_plugin import registry
 from openhands_rl_plugin.errors import CaughtFailure, ConfigError
@@ -49,7 +58,7 @@ async def test_they_keep_the_rules_of_strategies(make: Make):
 
 
 @EVERY
-@pytest.mark.parametrize(("bound", "amount"), [("calls", 6), ("tokens", 900), ("steps", 5)])
+@pytest.mark.parametrize(("bound", "amount"), [("calls", 8), ("tokens", 900), ("steps", 8)])
 async def test_every_bound_of_a_turn_is_kept_and_reported(make: Make, bound: str, amount: int):
     world = planning()
     tree = await opened(world)
@@ -61,9 +70,9 @@ async def test_every_bound_of_a_turn_is_kept_and_reported(make: Make, bound: str
     assert tree.nodes[chosen].parent == tree.head and world.steps_taken == before
     match bound:
         case "calls":
-            assert spent["calls"] <= 6
+            assert spent["calls"] <= 8
         case "steps":
-            assert spent["steps"] <= 5
+            assert spent["steps"] <= 8
         case "tokens":
             assert isinstance(spent["tokens"], int) and spent["tokens"] < 900 + 8 * 200
     assert told["cut_by"] in (bound, None)
@@ -76,7 +85,7 @@ async def test_a_spent_episode_budget_leaves_plain_turns(make: Make):
     world = planning()
     tree = await opened(world)
     engine = SeededEngine()
-    strategy = make(episode_budget=SearchBudget(calls=5))
+    strategy = make(episode_budget=SearchBudget(calls=8))
     calls = []
     while not tree.terminated:
         before = len(engine.calls)
@@ -265,6 +274,39 @@ async def test_a_value_that_needs_forks_is_refused_without():
         await BestOfNStrategy(value=RolloutValue()).decide(tree, SeededEngine(), None)
 
 
+@pytest.mark.parametrize("make", [BestOfNStrategy, ToTStrategy])
+async def test_in_a_turn_in_which_forks_are_refused_it_is_judged_without(make: Make, caplog: pytest.LogCaptureFixture):
+    world = UnforkableWorld()
+    strategy = make(value=ModelValue())
+    tree = await opened(world)
+    reasons: list[object] = []
+    for refused in (True, True, False):
+        world.refused = refused
+        chosen = await strategy.decide(tree, EveryWayEngine(), world)
+        told = report(tree, chosen)
+        reasons.append(told.get("without_forks"))
+        assert told["dropped"] == 0 and tree.nodes[chosen].visits and bool(world.forks) is not refused
+        tree.commit(chosen)
+        tree.observe(await world.step(tree.action))
+    assert reasons == ["BadEnvironmentError: it cannot be forked while processes run"] * 2 + [None]
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "said once"
+
+
+@pytest.mark.parametrize("make", [mcts, best_of_n], ids=["a strategy", "a value"])
+async def test_who_needs_forks_fails_where_they_are_refused(make: Make):
+    world = UnforkableWorld()
+    world.refused = True
+    with pytest.raises(CaughtFailure, match="cannot be forked while processes run") as caught:
+        await make().decide(await opened(world), EveryWayEngine(), world)
+    assert caught.value.failure.kind is FailureKind.ENVIRONMENT
+
+
+async def test_the_fork_that_was_tried_is_the_first_that_is_stepped():
+    world = UnforkableWorld()
+    await BestOfNStrategy(n=4, value=NoValue()).decide(await opened(world), EveryWayEngine(), world)
+    assert world.forks == 4
+
+
 async def test_tot_finds_what_a_greedy_choice_misses():
     wins = 0
     for seed in range(20):
@@ -293,6 +335,51 @@ async def test_the_registry_makes_strategies_with_their_values():
         registry.build("strategies", "ToT", {"num_branches": 0})
     with pytest.raises(ConfigError, match=r"turn_budget.calls"):
         registry.build("strategies", "ToT", {"turn_budget": {"calls": 0}})
+
+
+@pytest.mark.parametrize("kind", [BestOfNStrategy, ToTStrategy, MCTSStrategy])
+async def test_a_value_may_be_named_and_wrong_options_are_named_too(kind: Callable[..., Strategy]):
+    world = planning()
+    tree = await opened(world)
+    chosen = await kind(value="model").decide(tree, SeededEngine(), world)
+    undecided = report(tree, chosen)["undecided"]
+    assert isinstance(undecided, int) and undecided > 0, "the model was asked"
+    with pytest.raises(ConfigError, match=r"^\w+Options: temperature: must be greater than 0, got 0$"):
+        kind(temperature=0)
+    with pytest.raises(ConfigError, match=r"^\w+Options: num_branch: unknown key; did you mean|available"):
+        kind(num_branch=7)
+    with pytest.raises(ConfigError, match=r"^RolloutOptions: depth: must be greater"):
+        kind(value="rollout", value_options={"depth": 0})
+    with pytest.raises(ConfigError, match=r"value 'reward' is none of none, rollout, model: hand over value="):
+        kind(value="reward")
+
+
+@pytest.mark.parametrize(("kind", "options"), [(BestOfNStrategy, BestOfNOptions), (ToTStrategy, ToTOptions)])
+def test_options_beside_options_are_refused(kind: Callable[..., Strategy], options: type[SearchOptions]):
+    with pytest.raises(ConfigError, match=f"^seed, value: has no effect beside {options.__name__}: set it in there"):
+        kind(options(), seed=7, value="none")
+    assert kind(options(), value=NoValue())
+
+
+class OfEpisode(SeededEngine):
+    """Says which seed its episode has."""
+
+    def __init__(self, episode_seed: int | None) -> None:
+        super().__init__(ways=50)
+        self.episode_seed = episode_seed
+
+
+@EVERY
+async def test_episodes_that_share_a_searchs_seed_differ_by_their_own(make: Make):
+    async def searched(seed: int, episode_seed: int | None) -> list[str | None]:
+        world = planning(branching=50)
+        tree = await opened(world)
+        await make(seed=seed).decide(tree, OfEpisode(episode_seed), world)
+        return [node.message.content for node in tree.nodes]
+
+    ways = [await searched(seed, own) for seed in (0, 1) for own in (None, 0, 1)]
+    assert len({tuple(map(str, way)) for way in ways}) == 6
+    assert ways[1] == await searched(0, 0)
 
 
 def test_the_probability_of_yes_is_read_from_the_logprob():

@@ -33,7 +33,7 @@ def spent(tree: EpisodeTree, chosen: int) -> JsonObject:
 def searches(**budget: float) -> list[Strategy]:
     turn_budget = SearchBudget.model_validate(budget)
     return [
-        BestOfNStrategy(n=8, value=RolloutValue(), turn_budget=turn_budget),
+        BestOfNStrategy(n=5, value=RolloutValue(), turn_budget=turn_budget),
         ToTStrategy(num_branches=8, depth=3, beam=8, value=NoValue(), turn_budget=turn_budget),
         MCTSStrategy(num_simulations=64, parallel=16, turn_budget=turn_budget),
     ]
@@ -53,7 +53,8 @@ async def test_branches_side_by_side_keep_to_a_bound_together(bound: str):
 async def test_what_is_sampled_at_once_is_not_stepped_beyond_the_bound():
     world = CountedWorld()
     tree = await opened(world)
-    strategy = BestOfNStrategy(n=32, value=NoValue(), turn_budget=SearchBudget(steps=5))
+    wide = {"num_simulations": 32, "parallel": 32, "first_branches": 32, "num_branches": 32}
+    strategy = MCTSStrategy(**wide, value=NoValue(), turn_budget=SearchBudget(steps=5))
     chosen = await strategy.decide(tree, EveryWayEngine(), world)
     assert spent(tree, chosen)["steps"] == 5 and report(tree, chosen)["cut_by"] == "steps"
     assert sum(tree.nodes[at].visits for at in tree.children(tree.head)) == 5
@@ -150,7 +151,12 @@ async def test_who_is_stopped_leaves_no_fork_either():
         ("BestOfN", {"n": 4, "value": "none", "turn_budget": {"calls": 3}}, "too small for one move of BestOfN.* 4"),
         ("BestOfN", {"n": 4, "turn_budget": {"calls": 7}}, "turn_budget.calls: 7 is too small .* takes 8: raise it"),
         ("ToT", {"num_branches": 3, "value": "none", "turn_budget": {"calls": 2}}, "one move of ToT, which takes 3"),
-        ("MCTS", {"turn_budget": {"calls": 1}}, "one move of MCTS, which takes 2"),
+        ("BestOfN", {"n": 4, "value": "rollout", "turn_budget": {"calls": 7}}, r"turn_budget.calls: 7 is .* takes 8"),
+        ("BestOfN", {"n": 4, "value": "none", "turn_budget": {"steps": 3}}, r"turn_budget.steps: 3 is .* takes 4"),
+        ("ToT", {"num_branches": 3, "value": "rollout", "turn_budget": {"calls": 5}}, "ToT, which takes 6"),
+        ("ToT", {"num_branches": 3, "value": "rollout", "episode_budget": {"steps": 5}}, "episode_budget.steps: 5"),
+        ("MCTS", {"turn_budget": {"calls": 2}}, "one move of MCTS, which takes 3"),
+        ("MCTS", {"turn_budget": {"steps": 1}}, "one move of MCTS, which takes 2"),
         ("MCTS", {"first_branches": 3, "value": "model", "episode_budget": {"calls": 3}}, "episode_budget.calls.* 4"),
         ("MCTS", {"turn_budget": {"seconds": 1e-9}}, "turn_budget.seconds: must be greater than or equal to 0.001"),
         ("MCTS", {"turn_budget": {"steps": 0}}, "turn_budget.steps: must be greater than or equal to 1"),
@@ -166,7 +172,8 @@ def test_a_budget_too_small_for_one_move_is_refused(name: str, options: JsonObje
     [
         ("BestOfN", {"n": 4, "value": "none"}, 4),
         ("BestOfN", {"n": 4}, 8),
-        ("MCTS", {"first_branches": 5, "num_branches": 1}, 1),
+        ("MCTS", {"first_branches": 5, "num_branches": 1, "value": "reward"}, 1),
+        ("MCTS", {"first_branches": 5, "num_branches": 1}, 2),
     ],
 )
 def test_a_budget_that_just_suffices_is_taken(name: str, options: JsonObject, calls: int):

@@ -133,6 +133,25 @@ async def test_no_search_goes_beyond_the_longest_prompt(make: Make):
     assert max(len(prompt_ids(messages)) for messages in engine.calls) <= 100 + newest
 
 
+@EVERY
+async def test_a_resumed_episode_goes_on_with_what_its_budget_has_left(make: Make):
+    trajectory = await play(make(), SeededEngine(), Limits(max_turns=2))
+    tree = EpisodeTree.thaw(trajectory)
+    world = planning()
+    await world.reset(TASK)
+    acted = [at for at in tree.path() if tree.nodes[at].sampled]
+    for at in acted:
+        await world.step(tree.nodes[at].message)
+    before = report(tree, acted[-1])["episode"]
+    chosen = await make().decide(tree, SeededEngine(), world)
+    told = report(tree, chosen)
+    turn, episode = told["turn"], told["episode"]
+    assert isinstance(before, dict) and isinstance(turn, dict) and isinstance(episode, dict)
+    for name in ("calls", "tokens", "steps"):
+        assert before[name] and episode[name] == before[name] + turn[name]
+    assert episode["seconds"] >= before["seconds"]
+
+
 class Noting(StandardReActStrategy):
     """Notes how far the episode goes on."""
 

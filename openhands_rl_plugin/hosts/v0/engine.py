@@ -96,6 +96,11 @@ class ControllerEngine:
         self._outcomes: dict[Message, HostOutcome] = {}
         record_completions(llm)
 
+    @property
+    def episode_seed(self) -> int | None:
+        """The request's seed, for a search that has one of its own and mixes them."""
+        return self._episode.request.seed
+
     def open(self, turn: HostTurn) -> None:
         """Begin a turn. What is known of earlier ones is forgotten, unless search may still come there."""
         self._turn = turn

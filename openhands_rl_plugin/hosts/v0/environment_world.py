@@ -16,6 +16,11 @@ class EnvironmentWorld:
         self._limits = limits
         self._branches = Branches()
 
+    @property
+    def fork_steps(self) -> int:
+        """As its environment says."""
+        return getattr(self._environment, "fork_steps", 0)
+
     async def fork(self) -> Environment:
         """A copy of the live episode as it stands. Raises what its environment raises."""
         return await self.branch(self._environment)
@@ -70,6 +75,11 @@ class EnvironmentBranch:
 
 class ForkableEnvironmentBranch(EnvironmentBranch):
     """A fork that can be forked again."""
+
+    @property
+    def fork_steps(self) -> int:
+        """As its environment says."""
+        return getattr(self.environment, "fork_steps", 0)
 
     async def fork(self) -> Environment:
         """A copy of this fork as it stands."""

@@ -111,6 +111,8 @@ class Position:
 class WorkspaceWorld:
     """The live session at one decision. It can only be forked: nothing here touches its workspace or its events."""
 
+    pays_rewards = False
+
     def __init__(self, runtime: ForkableRuntime, position: Position, engine: ControllerEngine, write: Write) -> None:
         self.engine = engine
         self.write = write

@@ -31,6 +31,9 @@ pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewra
 SUBPROCESSES = "openhands_rl_plugin.hosts.v0.runtime.SubprocessRuntime"
 
 
+BY_PATCH = {"value": "reward", "value_options": {"reward": "test_search_workspace:PatchReward"}}
+
+
 class PatchReward:
     """1 when the workspace holds the right line, by the evidence of where the episode stands."""
 
@@ -95,8 +98,7 @@ async def play(
 
 
 def mcts(**more: Any) -> dict[str, Any]:
-    value = {"value": "reward", "value_options": {"reward": "test_search_workspace:PatchReward"}}
-    options = {"num_simulations": 8, "first_branches": 2, "num_branches": 3, "depth": 4, **value, **more}
+    options = {"num_simulations": 8, "first_branches": 2, "num_branches": 3, "depth": 4, **BY_PATCH, **more}
     return {"rollout_strategy": "MCTS", "strategy": options}
 
 
@@ -148,7 +150,7 @@ async def test_a_branchs_prompt_is_the_one_that_comes_later(server: ScriptedMode
 
     name = f"same-{native}"
     options = ControllerOptions(runtime=WORKSPACE_RUNTIME, environment_mode=False, native_tool_calling=native)
-    strategy = {"rollout_strategy": "ToT", "strategy": {"num_branches": 2, "depth": 3, "beam": 2, "value": "none"}}
+    strategy = {"rollout_strategy": "ToT", "strategy": {"num_branches": 2, "depth": 3, "beam": 2, **BY_PATCH}}
     trajectory = await play(server, name, policy, options=options, **strategy, max_turns=3)
     assert trajectory.failure is None
     sent = states(server.requests[name])
@@ -232,22 +234,68 @@ async def test_the_others_do_without_forks(server: ScriptedModel, strategy: str)
         await play(server, "r", judging, options=options, rollout_strategy=strategy, strategy={"value": "rollout"})
 
 
-async def test_background_processes_are_not_copied_but_refused(server: ScriptedModel):
-    def policy(body: dict[str, Any]) -> dict[str, Any]:
-        return bash("sleep 300 & until pgrep -x sleep; do :; done", "go") if depth(body) == 0 else writer(body)
+def sleeper(body: dict[str, Any]) -> dict[str, Any]:
+    """Starts a process that goes on, then works; answers questions, too."""
+    return judging(body) if depth(body) else bash("sleep 300 & until pgrep -x sleep; do :; done", "go")
 
-    strategy = {"rollout_strategy": "ToT", "strategy": {"num_branches": 1, "depth": 1, "value": "none"}}
-    trajectory = await play(server, "background", policy, **strategy)
+
+async def test_background_processes_are_not_copied_but_refused(server: ScriptedModel):
+    strategy = {"rollout_strategy": "ToT", "strategy": {"num_branches": 1, "depth": 1, **BY_PATCH}}
+    trajectory = await play(server, "background", sleeper, **strategy)
     assert trajectory.failure is not None and trajectory.failure.kind is FailureKind.ENVIRONMENT
     assert "cannot be forked while background processes run (sleep)" in trajectory.failure.message
     assert trajectory.usage.steps == 1, "the first turn was played, and its branch kept the process to itself"
+
+
+@pytest.mark.parametrize("strategy", ["ToT", "BestOfN"])
+async def test_while_background_processes_run_a_value_that_needs_no_forks_judges_without(
+    server: ScriptedModel, strategy: str
+):
+    def policy(body: dict[str, Any]) -> dict[str, Any]:
+        return judging(body) if "Yes or No" in str(body["messages"][-1]["content"]) else sleeper(body)
+
+    trajectory = await play(server, f"sleeper-{strategy}", policy, rollout_strategy=strategy)
+    assert trajectory.failure is None and trajectory.stop is StopReason.TERMINATED
+    acted = [trajectory.nodes[at] for at in trajectory.path() if trajectory.nodes[at].sampled]
+    reports = [str(node.metadata["search"]) for node in acted]
+    assert ["without_forks" in report for report in reports] == [False, True, True]
+    assert "cannot be forked while background processes run (sleep)" in reports[1]
+
+
+@pytest.mark.parametrize("strategy", ["ToT", "BestOfN", "MCTS"])
+async def test_who_may_finish_or_go_on_finishes_when_the_work_is_done(server: ScriptedModel, strategy: str):
+    """The model finds a finished episode good, and one that goes on not."""
+
+    def policy(body: dict[str, Any]) -> dict[str, Any]:
+        if "Yes or No" in str(body["messages"][-1]["content"]):
+            return says("Yes" if "finish" in str(body["messages"][-2]) else "No")
+        seed = body["seed"]
+        if depth(body) == 0:
+            return bash("echo right > answer.txt", f"write{seed}")
+        return finish(f"end{seed}") if seed % 2 else bash("cat answer.txt", f"look{seed}")
+
+    fewer = {"num_simulations": 6, "depth": 2} if strategy == "MCTS" else {}
+    options = {"value": "model", **fewer}
+    trajectory = await play(
+        server, f"done-{strategy}", policy, rollout_strategy=strategy, strategy=options, max_turns=4
+    )
+    assert trajectory.failure is None and trajectory.stop is StopReason.TERMINATED
+    assert trajectory.usage.steps < 4
+    ends = [node for node in trajectory.nodes if "finish" in str(node.message.tool_calls) and node.visits]
+    assert ends and all((node.value or 0.0) > 0.5 for node in ends)
+
+
+async def test_mcts_says_what_to_set_where_its_value_adds_up_rewards(server: ScriptedModel):
+    with pytest.raises(ConfigError, match=r"^MCTS with value = 'rollout' .* set value = \"model\", \"verifier\" or"):
+        await play(server, "unset", writer, rollout_strategy="MCTS")
+    assert not server.requests["unset"]
 
 
 async def test_an_answer_that_does_not_parse_is_told_what_openhands_would_tell(server: ScriptedModel):
     def policy(body: dict[str, Any]) -> dict[str, Any]:
         return says(None, call("execute_bash", '{"command": ', "x")) if depth(body) == 0 else finish("end")
 
-    strategy = {"rollout_strategy": "ToT", "strategy": {"num_branches": 1, "depth": 2, "value": "none"}}
+    strategy = {"rollout_strategy": "ToT", "strategy": {"num_branches": 1, "depth": 2, **BY_PATCH}}
     trajectory = await play(server, "malformed", policy, **strategy, max_turns=1)
     malformed = next(at for at, node in enumerate(trajectory.nodes) if node.sampled)
     told = [node.message.content for node in trajectory.nodes if node.parent == malformed]
@@ -260,7 +308,7 @@ async def test_branches_side_by_side_hear_of_their_own_only(server: ScriptedMode
         seed = body["seed"]
         return bash(f"echo {seed} >> mine; echo {seed} >> /tmp/mine; cat mine /tmp/mine; ls | wc -l", f"id{seed}")
 
-    strategy = {"rollout_strategy": "BestOfN", "strategy": {"n": 32, "value": "none"}}
+    strategy = {"rollout_strategy": "BestOfN", "strategy": {"n": 32, **BY_PATCH}}
     async with FileTrajectoryStorage(tmp_path) as storage:
         trajectory = await play(server, "beside", policy, **strategy, max_turns=2, storage_of_episodes=storage)
         assert [stored async for stored, _ in storage.find()] == [trajectory]

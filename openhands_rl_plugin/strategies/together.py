@@ -1,0 +1,22 @@
+"""Work side by side, of which nothing goes on when one part of it fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import Any
+
+
+async def together[T](work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run side by side and return the results in order. Where one raises, the others are ended and waited for, so that
+    nothing goes on behind a search; then its exception is raised."""
+    tasks: list[asyncio.Task[T]] = []
+    first: BaseException | None = None
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks.extend(group.create_task(each) for each in work)
+    except BaseExceptionGroup as several:
+        first = several.exceptions[0]
+    if first is not None:
+        raise first
+    return [task.result() for task in tasks]
