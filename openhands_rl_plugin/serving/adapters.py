@@ -12,7 +12,9 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -24,6 +26,10 @@ WEIGHTS = "adapter_model.safetensors"
 MANIFEST = "manifest.json"
 PROBE = "probe.json"
 LOADED = "loaded.json"
+UNFINISHED = (".new-*", ".verifier-*")
+"""What is not whole yet, and nobody's but its writer's."""
+
+_ABANDONED = 24 * 3600.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
 
 
@@ -63,6 +69,7 @@ class AdapterStore:
         check_name(name)
         try:
             self.root.mkdir(parents=True, exist_ok=True)
+            sweep(self.root)
             fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=self.root))
             try:
                 write(fresh)
@@ -200,6 +207,15 @@ def check_name(name: str) -> str:
     if not _NAME.match(name) or ".." in name:
         raise ConfigError(f"{name[:100]!r} is no adapter name: use letters, digits, '.', '_' and '-', and no '..'")
     return name
+
+
+def sweep(root: Path) -> None:
+    """Remove what writers that were killed have left below ``root``: unfinished directories of more than a day ago."""
+    for pattern in UNFINISHED:
+        for left in root.glob(pattern):
+            with suppress(FileNotFoundError):  # somebody else has swept it
+                if time.time() - left.stat().st_mtime > _ABANDONED:
+                    shutil.rmtree(left, ignore_errors=True)
 
 
 def file_sha256(path: Path) -> str:

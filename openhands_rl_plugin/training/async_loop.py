@@ -98,11 +98,7 @@ class AsyncLoop(LoopStages):
         adapter = None
         if credit.samples:
             trainer = await self._reinforcement_trainer()
-            run = self._run_directory(stage)
-            # In a thread: torch holds no lock of the interpreter while it computes, and rollouts need little of this.
-            learned = await asyncio.to_thread(
-                trainer.reinforce, credit.samples, self._advance(stage, "training"), run=run
-            )
+            learned = await self._learn(stage, trainer.reinforce, credit.samples)
             metrics |= learned.as_floats() | {"training_seconds": time.time() - chosen}
         metrics |= self._staleness(batch, played)
         if credit.samples:

@@ -38,8 +38,7 @@ class ClosedLoop(LoopStages):
         if not credit.samples:
             return self._record(stage, started, metrics)
         trainer = await self._reinforcement_trainer()
-        advance = self._advance(stage, "training")
-        learned = await asyncio.to_thread(trainer.reinforce, credit.samples, advance, run=self._run_directory(stage))
+        learned = await self._learn(stage, trainer.reinforce, credit.samples)
         metrics |= learned.as_floats() | {"training_seconds": time.time() - rolled_out}
         adapter = await self._publish(stage, trainer, metrics)
         await asyncio.to_thread(trainer.save_state, self._trainer_directory(adapter))

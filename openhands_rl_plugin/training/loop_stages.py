@@ -8,11 +8,12 @@ continues where it was.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from openhands_rl_plugin.errors import TrainingError
 from openhands_rl_plugin.memory import forget_unused
@@ -23,16 +24,28 @@ from openhands_rl_plugin.rollout import RolloutPlan, roll_out
 from openhands_rl_plugin.training.credit import Credit, credited_samples
 from openhands_rl_plugin.training.demonstrations import ChatTokenizer, demonstration_sample
 from openhands_rl_plugin.training.plan import LoopPlan, LoopState, StageRecord, success_metrics
-from openhands_rl_plugin.types import Adapter, Probe, SamplingParams, Task, Trajectory
+from openhands_rl_plugin.types import Adapter, Probe, Sample, SamplingParams, Task, Trajectory
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.serving.adapters import AdapterStore
     from openhands_rl_plugin.serving.publisher import AdapterPublisher, PublishReport
     from openhands_rl_plugin.settings import TrainingSettings
-    from openhands_rl_plugin.training.metrics import TrainProgress
+    from openhands_rl_plugin.training.metrics import TrainMetrics, TrainProgress
     from openhands_rl_plugin.training.trainer import LoraTrainer
 
-Advance = Callable[["TrainProgress"], None]
+
+class _CancelledTraining(Exception):
+    """Ends the thread of a training that nobody waits for any more."""
+
+
+class Learn(Protocol):
+    """``Trainer.sft`` or ``Trainer.reinforce``."""
+
+    def __call__(
+        self, samples: Sequence[Sample], on_progress: Callable[[TrainProgress], None] | None, *, run: Path | None
+    ) -> TrainMetrics:
+        """Train on the samples."""
+        ...
 
 
 class LoopListener:
@@ -119,8 +132,7 @@ class LoopStages:
         good.sort(key=lambda trajectory: trajectory.id)
         samples = [demonstration_sample(trajectory, self._parts.tokenizer) for trajectory in good]
         trainer = await asyncio.to_thread(self._parts.make_trainer, self._plan.warm_start, self._adapter())
-        advance = self._advance(stage, "training")
-        metrics = await asyncio.to_thread(trainer.sft, samples, advance, run=self._run_directory(stage))
+        metrics = await self._learn(stage, trainer.sft, samples)
         adapter = await self._publish(stage, trainer, metrics.as_floats())
         trainer.finish()
         return self._record(stage, started, metrics.as_floats(), adapter)
@@ -206,8 +218,23 @@ class LoopStages:
         name = self._state.adapter
         return self._parts.adapters.get(name) if name is not None else None
 
-    def _advance(self, stage: str, activity: str) -> Advance:
-        return lambda progress: self._listener.advanced(stage, activity, progress.done, progress.total)
+    async def _learn(self, stage: str, learn: Learn, samples: Sequence[Sample]) -> TrainMetrics:
+        """Train in a thread: torch holds no lock of the interpreter while it computes.
+
+        Whoever cancels this waits for the step that is under way, and for no more.
+        """
+        cancelled = threading.Event()
+
+        def advanced(progress: TrainProgress) -> None:
+            if cancelled.is_set():
+                raise _CancelledTraining
+            self._listener.advanced(stage, "training", progress.done, progress.total)
+
+        try:
+            return await asyncio.to_thread(learn, samples, advanced, run=self._run_directory(stage))
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
 
     def _record(
         self, stage: str, started: float, metrics: dict[str, float], adapter: Adapter | None = None

@@ -91,7 +91,7 @@ async def test_a_run_is_only_gone_on_with_by_the_strategy_that_played_it(model: 
     entries = entries_of(make_instances(tmp_path, 2), [FIXED, FIXED])
     one = plan_for(model, tmp_path / "out", agent="RLAgent")
     assert len(await played(one, entries[:1], GitBackend(tmp_path / "grade"))) == 1
-    search = one.model_copy(update={"strategy": "BestOfN", "strategy_options": {"n": 2, "value": "none"}})
+    search = one.model_copy(update={"strategy": "BestOfN", "strategy_options": {"n": 2, "value": "model"}})
     for plan, said in ((search, 'strategy: "StandardReAct", now "BestOfN"'), (search.model_copy(update=OTHER), "seed")):
         with pytest.raises(ConfigError, match=said):
             await played(plan, entries, GitBackend(tmp_path / "grade"))
@@ -102,8 +102,8 @@ async def test_a_run_is_only_gone_on_with_by_the_strategy_that_played_it(model: 
     (run,) = read_runs((noted.run_directory(noted.each_run()[0]),))
     details = run.metadata["details"]
     assert isinstance(details, dict) and details["strategy"] == "BestOfN" and details["temperature"] == 1.0
-    assert details["strategy_options"] == {"n": 2, "value": "none"}
-    warmer = noted.model_copy(update={"strategy_options": {"n": 2, "value": "none", "temperature": 0.5}})
+    assert details["strategy_options"] == {"n": 2, "value": "model"}
+    warmer = noted.model_copy(update={"strategy_options": {"n": 2, "value": "model", "temperature": 0.5}})
     with pytest.raises(ConfigError, match=r"strategy_options.temperature: null, now 0.5"):
         await played(warmer, entries, GitBackend(tmp_path / "grade"))
 

@@ -220,6 +220,35 @@ async def test_an_interrupted_run_loses_nothing_and_trains_nothing_twice(world: 
 
 
 @pytest.mark.slow
+class Steps(LoopListener):
+    """The optimiser steps so far."""
+
+    def __init__(self) -> None:
+        self.done: list[int] = []
+
+    def advanced(self, stage: str, activity: str, done: int, total: int) -> None:
+        if activity == "training":
+            self.done.append(done)
+
+
+async def test_a_cancelled_loop_ends_with_the_step_under_way(world: ShopWorld, tmp_path: Path) -> None:
+    plan = make_plan("cancelled", iterations=1, demonstrations=())
+    long = plan.reinforcement.model_copy(update={"num_epochs": 5_000})
+    parts, steps = world.parts(tmp_path), Steps()
+    running = asyncio.create_task(
+        ClosedLoop(plan.model_copy(update={"reinforcement": long}), parts, steps).run(),
+    )
+    while not steps.done:
+        await asyncio.sleep(0.02)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    at_most = len(steps.done) + 1
+    await asyncio.sleep(1.0)
+    assert len(steps.done) <= at_most
+    await finish(parts)
+
+
 async def test_a_state_of_one_loop_is_read_by_the_other(world: ShopWorld, tmp_path: Path) -> None:
     plan, parts = make_plan("swap", iterations=1), world.parts(tmp_path)
     with pytest.raises(Killed):
