@@ -174,14 +174,23 @@ class _Walk:
         actions = search.actions(state)
         visits = sum(self._tree.nodes[at].visits + self._under_way[at] for at in actions)
         allowed = width(visits, options.first_branches, options.widening, options.num_branches)
-        if len(actions) >= allowed or self._barren.get(state, 0) >= allowed or search.exhausted():
+        if len(actions) >= allowed or self._is_barren(state, allowed) or search.exhausted():
             return actions
         await search.candidates(state, allowed - len(actions))
         grown = search.actions(state)
         if len(grown) == len(actions):
-            # A peaked policy repeats itself, so that it is asked again when the state is worth a further look.
             self._barren[state] = allowed
         return grown
+
+    def _is_barren(self, state: int | None, allowed: int) -> bool:
+        """Whether asking for another action there gave none that is new.
+
+        A peaked policy repeats itself, so that for the move itself it is asked again with every further action that its
+        visits allow. Below it each such call costs a prompt, and there are many states.
+        """
+        if state == self._search.root:
+            return self._barren.get(state, 0) >= allowed
+        return state in self._barren
 
     def _arms(self, actions: list[int]) -> list[Arm]:
         nodes = [self._tree.nodes[at] for at in actions]
