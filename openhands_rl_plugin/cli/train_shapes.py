@@ -45,8 +45,8 @@ def say_shapes(args: argparse.Namespace) -> int:
         shares = [estimate_share(args.model, settings, longest, count).total for count in _PROCESSES]
         each = ", ".join(f"{share / 1e9:.2f}" for share in shares)
         counts = ", ".join(map(str, _PROCESSES))
-        print(f"  split among {counts} processes (--sharding layers): about {each} GB each; the base model in whole")
-        print("  on each device while they start")
+        print(f"  split among {counts} processes (--sharding layers): about {each} GB each")
+        print("  while it starts, each device holds the whole base model")
     return 0
 
 
