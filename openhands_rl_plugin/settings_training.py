@@ -119,11 +119,13 @@ class TrainingSettings(Settings):
                 f'tree = "branches" has no effect on algorithm = "{self.algorithm}", which imitates whole episodes: '
                 'leave "path", or choose "dpo" or an algorithm that reinforces'
             )
-        if self.step_rewards != "episode" and (imitates or self.algorithm == "dpo"):
-            raise ValueError(
-                f'step_rewards = "{self.step_rewards}" has no effect on algorithm = "{self.algorithm}", which weights '
-                'no turns: leave "episode", or choose an algorithm that reinforces'
-            )
+        if imitates or self.algorithm == "dpo":
+            if self.step_rewards != "episode":
+                raise ValueError(
+                    _weights_no_turns(f'step_rewards = "{self.step_rewards}"', self.algorithm, '"episode"')
+                )
+            if self.state_weight:
+                raise ValueError(_weights_no_turns(f"state_weight = {self.state_weight:g}", self.algorithm, "0"))
         if self.method == "full" and (not imitates or self.kl != "none"):
             raise ValueError(
                 'method = "full" fine-tunes: set algorithm = "sft" or "rejection-sampling" and kl = "none", or train '
@@ -153,3 +155,10 @@ class TrainingSettings(Settings):
                 '[rl.training] lora_variant = "dora": neither `openhands-rl serve` nor vLLM can serve it; train it '
                 'without publishing, or use "lora" or "rslora"'
             )
+
+
+def _weights_no_turns(setting: str, algorithm: str, default: str) -> str:
+    return (
+        f'{setting} has no effect on algorithm = "{algorithm}", which weights no turns: leave {default}, or choose an '
+        "algorithm that reinforces"
+    )

@@ -146,6 +146,8 @@ WRONG = [
         '[rl] training: step_rewards = "search" has no effect',
     ),
     ('[rl.training]\nalgorithm = "dpo"\nstep_rewards = "environment"', '[rl] training: step_rewards = "environment" '),
+    ('[rl.training]\nalgorithm = "dpo"\nstate_weight = 1', "[rl] training: state_weight = 1 has no effect on"),
+    ('[rl.training]\nalgorithm = "sft"\nstate_weight = 0.5', "[rl] training: state_weight = 0.5 has no effect on"),
     ('[rl.training]\nkl = "k4"', "[rl.training] kl: must be 'none', 'k1', 'k2' or 'k3', got 'k4'"),
     ("[rl.training]\nlearning_rate = nan", "[rl.training] learning_rate: "),
     ("[agent.RLAgent.rl.sampling]\ntop_p = 0", "[agent.RLAgent.rl.sampling] top_p: must be greater than 0, got 0"),

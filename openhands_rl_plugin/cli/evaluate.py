@@ -72,10 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate. Raises ``RLError`` when an option, the data, the machine or the disk does not allow it."""
-    from openhands_rl_plugin.harness.composing import played_by, settings_of
+    from openhands_rl_plugin.harness.composing import options_of, played_by, settings_of
 
     plan, suite = _plan(args)
     settings = settings_of(plan, args.config)
+    options_of(plan, suite, 0)  # an agent that cannot play the suite is refused now
     by = played_by(plan, settings)
     _check_temperature(args, by)
     if args.dry_run:

@@ -14,8 +14,6 @@ from openhands_rl_plugin.errors import MissingExtraError
 if TYPE_CHECKING:
     from openhands_rl_plugin.training.distributed import Ranks
 
-_LESSON = "lesson"
-
 
 def shared[T](ranks: Ranks | None, kind: TypeAdapter[T], make: Callable[[], T]) -> T:
     """What rank 0 makes: the others neither read the store nor judge episodes.
@@ -24,9 +22,7 @@ def shared[T](ranks: Ranks | None, kind: TypeAdapter[T], make: Callable[[], T]) 
     """
     if ranks is None:
         return make()
-    told = ranks.tell(({}, {_LESSON: kind.dump_json(make()).decode()}) if ranks.rank == 0 else None)
-    assert told is not None  # rank 0 has told it
-    return kind.validate_json(told[1][_LESSON])
+    return kind.validate_json(ranks.say(kind.dump_json(make()).decode() if ranks.rank == 0 else ""))
 
 
 @contextmanager

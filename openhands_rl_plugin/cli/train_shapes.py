@@ -22,6 +22,7 @@ def say_shapes(args: argparse.Namespace) -> int:
 
     if not args.dry_run:
         raise ConfigError("STORE: a store of episodes is needed to train; only --dry-run can do without")
+    _refuse_without_episodes(args)
     default = RLSettings(training=PUBLISHED) if args.verifier else RLSettings()
     read = load_settings(args.config) if args.config else default
     settings = settings_from(args, read.training)
@@ -48,6 +49,12 @@ def say_shapes(args: argparse.Namespace) -> int:
         print(f"  split among {counts} processes (--sharding layers): about {each} GB each")
         print("  while it starts, each device holds the whole base model")
     return 0
+
+
+def _refuse_without_episodes(args: argparse.Namespace) -> None:
+    for name in ("tasks", "reward", "publish"):
+        if getattr(args, name) is not None:
+            raise ConfigError(f"--{name} says nothing of a model's shapes: give a STORE too, or leave it out")
 
 
 def _trained(settings: TrainingSettings) -> str:

@@ -176,14 +176,12 @@ class VerifierTraining:
     def _scratch(self) -> Iterator[Path]:
         """A directory of rank 0, which all ranks know."""
         if self._ranks is not None and self._ranks.rank > 0:
-            told = self._ranks.tell(None)
-            assert told is not None  # rank 0 tells below
-            yield Path(told[1]["scratch"])
+            yield Path(self._ranks.say(""))
             return
         self._adapters.root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".verifier-", dir=self._adapters.root) as scratch:
             if self._ranks is not None:
-                self._ranks.tell(({}, {"scratch": scratch}))
+                self._ranks.say(scratch)
             yield Path(scratch)
 
 

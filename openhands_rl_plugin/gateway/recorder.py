@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ from openhands_rl_plugin.gateway.replay import events
 from openhands_rl_plugin.gateway.replies import EVENTS, Reply, refusal
 from openhands_rl_plugin.gateway.routing import AdapterRoute
 from openhands_rl_plugin.gateway.upstream import Upstream, UpstreamError
+from openhands_rl_plugin.redaction import redacting_logger
 
-_LOG = logging.getLogger(__name__)
+_LOG = redacting_logger(__name__)
 
 CHAT = "chat/completions"
 NOT_RECORDED = {"x-openhands-rl-recorded": "no"}

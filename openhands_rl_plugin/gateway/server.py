@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -15,8 +14,9 @@ from openhands_rl_plugin.gateway.app import Gateway
 from openhands_rl_plugin.gateway.config import GatewayConfig
 from openhands_rl_plugin.gateway.pool import SessionPool
 from openhands_rl_plugin.protocols import TrajectoryStorage
+from openhands_rl_plugin.redaction import redacting_logger
 
-_LOG = logging.getLogger(__name__)
+_LOG = redacting_logger(__name__)
 _BACKLOG = 1024
 _PATIENCE = 10.0
 _LONGEST_PAUSE = 60.0

@@ -80,10 +80,10 @@ async def _player(
         if suite.name == WEBSHOP:
             settings = opened.enter_context(shop_for(settings))
         async with open_runner(settings, options, storage, processes) as runner:
+            strategy = options.strategy_spec(settings)
             if backend is None:
-                yield WebPlayer(plan, runner, storage=storage)
+                yield WebPlayer(plan, runner, strategy=strategy, storage=storage)
             else:
-                strategy = options.strategy_spec(settings)
                 yield open_player(plan, runner, strategy, storage, backend, scratch, grade=grade)
 
 

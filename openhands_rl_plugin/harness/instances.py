@@ -84,7 +84,7 @@ class InstancePlayer:
 
     async def _stored(self, identity: str) -> Judged | None:
         """What an earlier process left of the episode, with its verdict if it came to that."""
-        found = await stored_with_scores(self._storage, identity)
+        found = await stored_with_scores(self._storage, identity, self._strategy)
         if found is None:
             return None
         trajectory, scores = found

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import NamedTuple, Protocol
 
+from openhands_rl_plugin.errors import ConfigError
 from openhands_rl_plugin.hosts.v0.place import Place
 from openhands_rl_plugin.protocols import TrajectoryStorage
 from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.swe.guard_commands import flags_of_commands
 from openhands_rl_plugin.swe.types import Flag, Instance, Verdict
-from openhands_rl_plugin.types import EpisodeRequest, JsonObject, Score, Task, Trajectory
+from openhands_rl_plugin.types import EpisodeRequest, JsonObject, Score, StopReason, StrategySpec, Task, Trajectory
 
 
 class Judged(NamedTuple):
@@ -60,7 +62,22 @@ class Player(Protocol):
         ...
 
 
-async def stored_with_scores(storage: TrajectoryStorage, identity: str) -> tuple[Trajectory, tuple[Score, ...]] | None:
-    """What an earlier process left of an episode, finished or not, with its scores. Raises ``StorageError``."""
+async def stored_with_scores(
+    storage: TrajectoryStorage, identity: str, by: StrategySpec
+) -> tuple[Trajectory, tuple[Score, ...]] | None:
+    """What an earlier process left of an episode, finished or not, with its scores.
+
+    Raises ``ConfigError`` for a finished one that another strategy than ``by`` played, and ``StorageError``.
+    """
     where = TrajectoryFilter(ids=(identity,), finished=None)
-    return next(iter([found async for found in storage.find(where)]), None)
+    found = next(iter([found async for found in storage.find(where)]), None)
+    if found is not None and found[0].stop is not StopReason.UNFINISHED and found[0].strategy != by:
+        raise ConfigError(
+            f"the store has {found[0].task.id} of this run as {_shown(found[0].strategy)} played it, not {_shown(by)}: "
+            "tell this run apart by --note, or give another --store"
+        )
+    return found
+
+
+def _shown(strategy: StrategySpec) -> str:
+    return f"{strategy.name} {json.dumps(strategy.options)}" if strategy.options else strategy.name

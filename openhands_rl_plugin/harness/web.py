@@ -19,7 +19,7 @@ from openhands_rl_plugin.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.scoring import judge
 from openhands_rl_plugin.session import trajectory_id
 from openhands_rl_plugin.settings import RLSettings
-from openhands_rl_plugin.types import EpisodeRequest, JsonObject, Score, StopReason, Task, Trajectory
+from openhands_rl_plugin.types import EpisodeRequest, JsonObject, Score, StopReason, StrategySpec, Task, Trajectory
 
 _AS_RETURNED = "return-1"
 _NO_NAME = re.compile(r"[^\w.-]+")
@@ -33,9 +33,11 @@ class WebPlayer:
         plan: EvaluationPlan,
         runner: Runner,
         *,
+        strategy: StrategySpec,
         storage: TrajectoryStorage,
         success_at: float = 1.0,
     ) -> None:
+        self._strategy = strategy
         self._storage = storage
         self._runner = runner
         self._playing = asyncio.Semaphore(plan.workers)
@@ -43,7 +45,7 @@ class WebPlayer:
 
     async def play(self, request: EpisodeRequest, entry: Entry) -> Judged:
         """As in ``Player``."""
-        found = await stored_with_scores(self._storage, trajectory_id(request))
+        found = await stored_with_scores(self._storage, trajectory_id(request), self._strategy)
         trajectory, scores = found or (None, ())
         if trajectory is None or trajectory.stop is StopReason.UNFINISHED:
             async with self._playing:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
@@ -10,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from openhands_rl_plugin.errors import CaughtFailure, ConfigError
 from openhands_rl_plugin.protocols import Forkable, LLMEngine
+from openhands_rl_plugin.redaction import redacting_logger
 from openhands_rl_plugin.strategies.budget import Least, Spending
 from openhands_rl_plugin.strategies.notes import note, notes
 from openhands_rl_plugin.strategies.options import SearchOptions
@@ -20,7 +20,7 @@ from openhands_rl_plugin.strategies.worlds import pays_rewards
 from openhands_rl_plugin.tree import DraftNode, EpisodeTree
 from openhands_rl_plugin.types import Failure
 
-_LOG = logging.getLogger(__name__)
+_LOG = redacting_logger(__name__)
 
 
 class SearchStrategy(ABC):

@@ -49,6 +49,10 @@ class Ranks(Protocol):
         """What rank 0 knows; what the others give is not looked at."""
         ...
 
+    def say(self, text: str) -> str:
+        """The text of rank 0, likewise."""
+        ...
+
     def agree(self, what: str, digest: str) -> None:
         """Raise ``TrainingError`` unless all ranks have the same ``digest`` of ``what``."""
         ...
@@ -72,6 +76,10 @@ class Alone:
     def tell(self, state: Checkpoint | None) -> Checkpoint | None:
         """What it knows itself."""
         return state
+
+    def say(self, text: str) -> str:
+        """Its own."""
+        return text
 
     def agree(self, what: str, digest: str) -> None:
         """It does."""
@@ -98,10 +106,14 @@ class Together:
 
     def tell(self, state: Checkpoint | None) -> Checkpoint | None:
         """As a file in memory, and a text."""
-        counters = json.loads(self._told(json.dumps(state[1] if state is not None else None).encode()))
+        counters = json.loads(self.say(json.dumps(state[1] if state is not None else None)))
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state[0].items()} if state else {}
         found = load(self._told(save(tensors)))
         return None if counters is None else (found, counters)
+
+    def say(self, text: str) -> str:
+        """As UTF-8."""
+        return self._told(text.encode()).decode()
 
     def agree(self, what: str, digest: str) -> None:
         """By comparing with rank 0."""

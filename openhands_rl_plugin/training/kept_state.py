@@ -15,6 +15,7 @@ from openhands_rl_plugin.errors import TrainingError
 from openhands_rl_plugin.training.checkpoint import STATE_FILE, load_checkpoint, load_counters, save_checkpoint
 from openhands_rl_plugin.training.distributed import Checkpoint, Ranks
 from openhands_rl_plugin.training.run_files import make_directory
+from openhands_rl_plugin.types import Frozen
 
 PARTS = "parts"
 
@@ -61,10 +62,10 @@ class KeptWhole:
 
     def resume(self) -> Checkpoint | None:
         """What rank 0 finds."""
-        parts = self._ranks.tell(({}, _newest(self._directory / PARTS, self._fingerprint)))
-        if parts is not None and parts[1]:
-            raise _kept_otherwise(self._directory / PARTS, f"in {parts[1]['size']} processes with split weights")
-        mine = self._ranks.rank == 0 and _is_of(self._directory, self._fingerprint)
+        found = _found(self._directory, self._fingerprint, self._ranks)
+        if found.step is not None:
+            raise _kept_otherwise(self._directory / PARTS, f"in {found.size} processes with split weights")
+        mine = self._ranks.rank == 0 and found.whole
         return self._ranks.tell(load_checkpoint(self._directory) if mine else None)
 
     def keep(self, tensors: dict[str, Tensor], counters: dict[str, str], done: int) -> None:
@@ -93,16 +94,14 @@ class KeptInParts:
 
     def resume(self) -> Checkpoint | None:
         """This rank's part of the newest step that rank 0 sees whole."""
-        whole = {"whole": "yes"} if _is_of(self._directory, self._fingerprint) else {}
-        told = self._ranks.tell(({}, _newest(self._parts, self._fingerprint) | whole))
-        found = told[1] if told is not None else {}
-        if "whole" in found:
+        found = _found(self._directory, self._fingerprint, self._ranks)
+        if found.whole:
             raise _kept_otherwise(self._directory / STATE_FILE, "by one process alone, or without splitting")
-        if not found:
+        if found.step is None:
             return None
-        if int(found["size"]) != self._ranks.size:
-            raise _kept_otherwise(self._parts, f"in {found['size']} processes, not {self._ranks.size}")
-        return load_checkpoint(self._own(found["step"]))
+        if found.size != self._ranks.size:
+            raise _kept_otherwise(self._parts, f"in {found.size} processes, not {self._ranks.size}")
+        return load_checkpoint(self._own(found.step))
 
     def keep(self, tensors: dict[str, Tensor], counters: dict[str, str], done: int) -> None:
         """This rank's part; when all have theirs, what was there before is removed."""
@@ -126,6 +125,21 @@ class KeptInParts:
         return self._parts / step / f"{self._ranks.rank + 1}-of-{self._ranks.size}"
 
 
+class _Found(Frozen):
+    """What of a run is there: all in one file, or a step in parts of ``size`` ranks."""
+
+    whole: bool
+    step: str | None = None
+    size: int = 0
+
+
+def _found(directory: Path, fingerprint: str, ranks: Ranks) -> _Found:
+    """What rank 0 sees."""
+    seen = _newest(directory / PARTS, fingerprint)
+    seen = seen.model_copy(update={"whole": _is_of(directory, fingerprint)})
+    return _Found.model_validate_json(ranks.say(seen.model_dump_json()))
+
+
 def _kept_otherwise(path: Path, how: str) -> TrainingError:
     return TrainingError(f"{path} is of this run {how}: start it like that to go on, or remove it to begin again")
 
@@ -139,12 +153,12 @@ def _steps(parts: Path) -> list[Path]:
     return sorted(parts.iterdir() if parts.exists() else (), reverse=True)
 
 
-def _newest(parts: Path, fingerprint: str) -> dict[str, str]:
-    """Which step of the run is there whole, and of how many ranks; empty where none is."""
+def _newest(parts: Path, fingerprint: str) -> _Found:
+    """The newest step of which all parts are there."""
     for step in _steps(parts):
         for first in step.glob("1-of-*"):
             size = first.name.removeprefix("1-of-")
             each = [step / f"{rank}-of-{size}" for rank in range(1, int(size) + 1)]
             if all(_is_of(part, fingerprint) for part in each):
-                return {"step": step.name, "size": size}
-    return {}
+                return _Found(whole=False, step=step.name, size=int(size))
+    return _Found(whole=False)

@@ -76,7 +76,7 @@ def train_verifier(
         _card(model, directory, prompts).save(directory)
     del trainer
     forget_unused()
-    ranks.tell(None)  # the files are there now
+    ranks.say("")  # the files are there now
     judged = _judge(VerifierModel(directory, dtype=training.dtype), lesson.held_out, on_judged, ranks)
     report = report_of(judged, settings)
     card = VerifierCard.load(directory).model_copy(update={"calibration": report.calibration})

@@ -40,14 +40,21 @@ def model() -> Iterator[str]:
 
 
 async def outcomes_of(
-    config: Path, model: str, entries: Sequence[Entry], out: Path, *, name: str = "org/instant", **more: Any
+    config: Path,
+    model: str,
+    entries: Sequence[Entry],
+    out: Path,
+    *,
+    name: str = "org/instant",
+    store: Path | None = None,
+    **more: Any,
 ) -> list[Outcome]:
     evaluated = EvaluatedModel(name=name, base_url=model, num_retries=1)
     given = {"suite": SUITE.name, "dataset": SUITE.dataset, "split": SUITE.split, "model": evaluated, "out": out}
     bounds = {"agent": "RLAgent", "workers": 2, "max_iterations": 12, "timeout": 60.0, "retries": 0}
     plan = EvaluationPlan.model_validate({**given, **bounds, **more})
     outcomes: list[Outcome] = []
-    async with FileTrajectoryStorage(plan.out / "trajectories") as storage:
+    async with FileTrajectoryStorage(store or plan.out / "trajectories") as storage:
         settings = settings_of(plan, config)
         await evaluate(plan, SUITE, entries, settings=settings, storage=storage, started=lambda _: outcomes.append)
     return sorted(outcomes, key=lambda each: each.instance_id)
@@ -111,6 +118,20 @@ async def test_episodes_of_a_served_adapter_are_those_of_its_base_model(model: s
     expected = PolicyRef(base_model="org/base", adapter="policy", version=7)
     assert trajectory.policy == expected
     assert [node.policy for node in trajectory.sampled()] == [expected] * 2
+
+
+async def test_an_episode_that_another_strategy_has_played_is_not_taken_for_its_own(model: str, tmp_path: Path):
+    async with openenv_server(tell_the_walk) as server:
+        config = write_config(tmp_path, 'env_name = "openenv/grid_world"', f'env_server_base = "{server.url}"')
+        entries = environment_entries(SUITE, "openenv/grid_world", 1)
+        (first,) = await outcomes_of(config, model, entries, tmp_path / "first", store=tmp_path / "store")
+        assert await outcomes_of(config, model, entries, tmp_path / "again", store=tmp_path / "store") == [first]
+        with pytest.raises(ConfigError, match=r"as StandardReAct played it, not BestOfN: .*--note"):
+            await outcomes_of(config, model, entries, tmp_path / "other", store=tmp_path / "store", strategy="BestOfN")
+        (noted,) = await outcomes_of(
+            config, model, entries, tmp_path / "other", store=tmp_path / "store", strategy="BestOfN", note="best"
+        )
+    assert noted.turns == first.turns
 
 
 async def test_a_server_that_dies_is_infrastructure_and_no_zero(model: str, tmp_path: Path):

@@ -56,6 +56,14 @@ def test_a_verifier_has_the_same_defaults_without_a_store(capsys: pytest.Capture
     assert "--method full trains no verifier; use lora" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "option", [["--tasks", "tasks.jsonl"], ["--reward", "success"], ["--publish"]], ids=lambda words: words[0]
+)
+def test_what_chooses_or_judges_episodes_needs_a_store(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--dry-run", "--model", str(FOLDER / "qwen2.5-coder-7b"), *option]) == 1
+    assert f"{option[0]} says nothing of a model's shapes: give a STORE too" in capsys.readouterr().err
+
+
 def test_there_is_one_for_every_published_run() -> None:
     names = [f"policy-{method}-{size}" for method in ("full", "lora") for size in ("14b", "32b", "7b")]
     assert [path.stem for path in CONFIGS] == [*names, "verifier-lora-32b"]
