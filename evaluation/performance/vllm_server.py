@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -116,7 +117,7 @@ def _install(home: Path) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as overrides:
         overrides.write("\n".join(OVERRIDES))
         overrides.flush()
-        _uv(uv, "venv", "--quiet", "--clear", "--python", "3.12", str(home))
+        _uv(uv, "venv", "--quiet", "--clear", "--python", sys.executable, str(home))
         _uv(uv, "pip", "install", "--quiet", "--python", str(home), "--override", overrides.name, PACKAGE)
     (home / "complete").touch()
 
