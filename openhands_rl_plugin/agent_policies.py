@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from openhands_rl_plugin.publishing import publisher_for
 from openhands_rl_plugin.serving.adapters import AdapterStore
 from openhands_rl_plugin.serving.config import GeneratorConfig
 from openhands_rl_plugin.serving.failures import ServingError
+from openhands_rl_plugin.serving.freshness import Former, check_fresh
 from openhands_rl_plugin.settings import RLSettings
 from openhands_rl_plugin.types import Adapter, Probe
 
@@ -142,24 +144,24 @@ class InProcessPolicy(Policy):
     def _load(self, adapter: Adapter, probe: Probe | None) -> None:
         try:
             self._generator.load_adapter(adapter.name, Path(adapter.path))
-            difference = self._difference(adapter, probe) if probe is not None else 0.0
+            served = self._logprobs(adapter, probe.token_ids) if probe is not None else []
         except ServingError as error:
             raise PublishError(str(error)) from error
-        if probe is not None and not difference <= probe.max_difference:
+        try:
+            if probe is not None:
+                former = self.store.former_probe(adapter, probe.token_ids)
+                check_fresh(adapter.name, served, probe, former and Former(former[0], former[1].logprobs))
+        except PublishError:
             self._generator.unload_adapter(adapter.name).result()
-            raise PublishError(
-                f"{adapter.name} was refused: its served logprobs differ from the trainer's by {difference:.4f} nats "
-                f"on average, the bound is {probe.max_difference:.4f}; the version in use stays"
-            )
+            raise
 
-    def _difference(self, adapter: Adapter, probe: Probe) -> float:
-        """Mean absolute difference of the probe's logprobs, in nats."""
+    def _logprobs(self, adapter: Adapter, token_ids: Sequence[int]) -> list[float]:
+        """Of all tokens but the first."""
         from openhands_rl_plugin.serving.sampling import SamplingParams
 
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        prompt = self._generator.generate(probe.token_ids, params, adapter=adapter.name).prompt or ()
-        served = [math.nan if seen is None else seen.logprob for seen in prompt[1:]]
-        return sum(abs(a - b) for a, b in zip(served, probe.logprobs, strict=True)) / len(probe.logprobs)
+        prompt = self._generator.generate(token_ids, params, adapter=adapter.name).prompt or ()
+        return [math.nan if seen is None else seen.logprob for seen in prompt[1:]]
 
 
 class EndpointPolicy(Policy):

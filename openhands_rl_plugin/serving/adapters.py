@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -147,6 +147,15 @@ class AdapterStore:
             return None
         except (OSError, ValidationError) as error:
             raise StorageError(f"{path} cannot be read: {describe(error)}; remove it") from error
+
+    def former_probe(self, adapter: Adapter, token_ids: Sequence[int]) -> tuple[str, Probe] | None:
+        """The newest version before ``adapter`` that has a probe of the same text, and that probe."""
+        for each in reversed(self.versions(adapter.name.rpartition("-v")[0])):
+            if each.version < adapter.version:
+                with suppress(StorageError):  # a damaged one proves nothing, and is no reason to refuse a new version
+                    if (probe := self.probe(each)) is not None and probe.token_ids == tuple(token_ids):
+                        return each.name, probe
+        return None
 
     def note_loaded(self, adapter: Adapter, url: str) -> None:
         """Note that the server at ``url`` was given these weights. Raises ``StorageError``."""

@@ -1,13 +1,13 @@
 """Adapters into servers that are serving: check, load, prove, move the pointer, unload what is stale.
 
-An adapter is in use only after every server's logprobs of a fixed text, the canary, were found to be the trainer's;
-otherwise it is unloaded again, from all that had it not before, and the old one stays.
+An adapter is in use only after every server's logprobs of a fixed text, the canary, were found to be the trainer's, and
+to have moved as the trainer's did since the version before; otherwise it is unloaded again, from all that had it not
+before, and the old one stays.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -16,6 +16,7 @@ from types import TracebackType
 from openhands_rl_plugin.errors import PublishError
 from openhands_rl_plugin.redaction import redacting_logger
 from openhands_rl_plugin.serving.adapters import AdapterStore
+from openhands_rl_plugin.serving.freshness import Former, check_fresh
 from openhands_rl_plugin.serving.publish_checks import check_servable
 from openhands_rl_plugin.serving.publish_connection import Connection
 from openhands_rl_plugin.serving.publish_servers import AdapterServer, Capacity, ServerKind, open_server
@@ -65,6 +66,8 @@ class AdapterPublisher:
         self._kind: ServerKind = server
         self._store = store
         self._keep = keep
+        self._said: dict[tuple[str, str], tuple[float, ...]] = {}
+        """What each server said of the canary, by its URL and the version that it had just proven."""
 
     async def __aenter__(self) -> AdapterPublisher:
         return self
@@ -95,7 +98,7 @@ class AdapterPublisher:
         await _on_all(servers, lambda server: self._prepare(server, adapter))
         async with AsyncExitStack() as undo:
             await _on_all(servers, lambda server: self._load(server, adapter, undo))
-            differences = await _on_all(servers, lambda server: _prove(server, adapter, canary)) if canary else []
+            differences = await self._proven(servers, adapter, canary) if canary else []
             self._store.point(adapter)
             undo.pop_all()
         unloaded, stale = await self._retire_older(servers, adapter)
@@ -189,21 +192,23 @@ class AdapterPublisher:
         await server.load(adapter)
         self._store.note_loaded(adapter, server.url)
 
+    async def _proven(self, servers: Sequence[AdapterServer], adapter: Adapter, canary: Probe) -> list[float]:
+        """Each server's mean absolute difference in nats. Raises ``PublishError`` when one is not fresh."""
+        older = self._store.former_probe(adapter, canary.token_ids)
+        said: dict[tuple[str, str], tuple[float, ...]] = {}
+
+        async def prove(server: AdapterServer) -> float:
+            served = tuple(await server.logprobs(adapter.name, canary.token_ids))
+            former = older and Former(older[0], older[1].logprobs, self._said.get((server.url, older[0])))
+            said[server.url, adapter.name] = served
+            return check_fresh(adapter.name, served, canary, former)
+
+        differences = await _on_all(servers, prove)
+        self._said = said
+        return differences
+
     def _mine(self, adapter: Adapter) -> tuple[Adapter, ...]:
         return self._store.versions(_name(adapter))
-
-
-async def _prove(server: AdapterServer, adapter: Adapter, canary: Probe) -> float:
-    """The mean absolute difference in nats. Raises ``PublishError`` when it is above the bound."""
-    served = await server.logprobs(adapter.name, canary.token_ids)
-    difference = sum(abs(a - b) for a, b in zip(served, canary.logprobs, strict=True)) / len(served)
-    if math.isfinite(difference) and difference <= canary.max_difference:
-        return difference
-    raise PublishError(
-        f"{adapter.name} was refused: the server's logprobs differ from the trainer's by {difference:.4f} nats "
-        f"on average, the bound is {canary.max_difference:.4f}; the version in use stays. Does the server serve "
-        "the base model that was trained?"
-    )
 
 
 async def _unload_quietly(server: AdapterServer, name: str) -> None:

@@ -39,6 +39,8 @@ class SGLangDouble:
     old_info_route: bool = False
     adapters: dict[str, str] = field(default_factory=dict)
     loads: int = 0
+    answers_as: dict[str, str] = field(default_factory=dict)
+    """Adapters that it says it serves, and those whose answers it gives instead."""
 
     def app(self) -> Starlette:
         info = "/get_server_info" if self.old_info_route else "/server_info"
@@ -101,7 +103,8 @@ class SGLangDouble:
             temperature=0.0, max_tokens=body["sampling_params"]["max_new_tokens"], prompt_logprobs=0
         )
         ids = tuple(body["input_ids"])
-        made = await run_in_threadpool(self.generator.generate, ids, params, adapter=body["lora_path"])
+        adapter = self.answers_as.get(body["lora_path"], body["lora_path"])
+        made = await run_in_threadpool(self.generator.generate, ids, params, adapter=adapter)
         seen = [None if each is None else each.logprob for each in made.prompt or ()]
         logprobs = [[logprob, token, None] for logprob, token in zip(seen, ids, strict=True)]
         return JSONResponse({"text": "", "meta_info": {"prompt_tokens": len(ids), "input_token_logprobs": logprobs}})

@@ -89,6 +89,17 @@ def canary(reference: Generator, adapter: Adapter, moved: float = 0.0) -> Probe:
     return Probe(token_ids=CANARY, logprobs=logprobs, max_difference=0.01)
 
 
+def nearly(adapter: Adapter, path: Path) -> None:
+    """The adapter as one more step of training may leave it."""
+    shutil.copytree(adapter.path, path, dirs_exist_ok=True)
+    tensors = load_file(Path(adapter.path) / WEIGHTS)
+    save_file({name: tensor * 1.02 for name, tensor in tensors.items()}, path / WEIGHTS)
+
+
+def mean_distance(some: Probe, other: Probe) -> float:
+    return sum(abs(a - b) for a, b in zip(some.logprobs, other.logprobs, strict=True)) / len(some.logprobs)
+
+
 def served(url: str) -> set[str]:
     return {card["id"] for card in httpx.get(f"{url}/v1/models", trust_env=False).json()["data"]}
 
@@ -143,6 +154,42 @@ async def test_sglang_keeps_the_old_version_where_the_new_one_is_not_the_trainer
                 await publisher.publish(second, canary(reference, second, UNLIKE))
     assert set(sglang.adapters) == {"live-v000001"}
     assert store.current("live") == first
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["same publisher", "publisher started again"])
+async def test_a_server_that_goes_on_answering_as_the_version_before_is_found_out(
+    sglang: SGLangDouble, model: Path, store: AdapterStore, reference: Generator, again: bool
+) -> None:
+    bound = 0.15  # of bfloat16: more than these versions differ by
+    with running_sglang(sglang) as url:
+        async with AdapterPublisher(url, store) as publisher:
+            first = stored(store, model, 0)
+            before = canary(reference, first)
+            await publisher.publish(first, before.model_copy(update={"max_difference": bound}))
+            second = store.create("live", lambda path: nearly(first, path), base_model="base")
+            after = canary(reference, second)
+            assert 0.001 < mean_distance(before, after) < bound
+            sglang.answers_as = {second.name: first.name}
+            async with AdapterPublisher(url, store) as other:
+                now = other if again else publisher
+                with pytest.raises(PublishError, match=f"goes on answering as {first.name} did"):
+                    await now.publish(second, after.model_copy(update={"max_difference": bound}))
+                assert store.current("live") == first and set(sglang.adapters) == {first.name}
+                sglang.answers_as = {}
+                report = await now.publish(second, after.model_copy(update={"max_difference": bound}))
+            assert report.difference is not None and report.difference < 1e-4
+            assert store.current("live") == second
+
+
+async def test_versions_that_are_alike_are_not_told_apart(
+    sglang: SGLangDouble, model: Path, store: AdapterStore, reference: Generator
+) -> None:
+    with running_sglang(sglang) as url:
+        async with AdapterPublisher(url, store) as publisher:
+            for _ in range(2):
+                same = stored(store, model, 0)
+                await publisher.publish(same, canary(reference, same))
+            assert store.current("live") == same and same.version == 2
 
 
 @pytest.mark.parametrize(
