@@ -14,6 +14,7 @@ from openhands_rl_plugin.templates.parsed import ParsedAnswer
 from openhands_rl_plugin.types import JsonObject, Message, ToolCall
 
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.IGNORECASE | re.DOTALL)
+_UP_TO_THOUGHT_END = re.compile(r"\A.*</think>", re.IGNORECASE | re.DOTALL)
 _THOUGHT_BEGIN, _THOUGHT_END = "<think>", "</think>"
 _TAGGED = ("<tool_call", "</tool_call")
 _BARE = ("{", "<|python_tag|>")
@@ -142,8 +143,7 @@ class OpenedThought:
 def without_thought(text: str) -> str:
     """``text`` without what stands in ``<think>``, also where only the thought's end, or its beginning, is marked."""
     rest = _THOUGHT.sub("", text)
-    end = rest.lower().rfind(_THOUGHT_END)
-    return rest[end + len(_THOUGHT_END) :] if end >= 0 else rest
+    return _UP_TO_THOUGHT_END.sub("", rest)
 
 
 def _speech(parsed: ParsedAnswer) -> str:
@@ -153,11 +153,11 @@ def _speech(parsed: ParsedAnswer) -> str:
 def _certain(unfinished: str, openings: Sequence[str]) -> str:
     """The speech up to what is, or may become, a call or a thought."""
     text = without_thought(unfinished)
-    lower = text.lower()
-    end = min((at for opening in openings if (at := lower.find(opening)) >= 0), default=len(text))
+    begun = re.search("|".join(map(re.escape, openings)), text, re.IGNORECASE)
+    end = begun.start() if begun else len(text)
     for opening in (*openings, _THOUGHT_BEGIN, _THOUGHT_END):
         for length in range(min(len(opening) - 1, end), 0, -1):
-            if lower[:end].endswith(opening[:length]):
+            if text[end - length : end].lower() == opening[:length]:
                 end -= length
                 break
     return text[:end].strip()

@@ -129,6 +129,19 @@ async def test_a_thought_that_the_prompt_opened_is_not_streamed() -> None:
     assert (await cut.run(ASKED)).answer is None
 
 
+async def test_letters_that_are_longer_in_lower_case_move_nothing() -> None:
+    capitals = "\u0130" * 40  # of Turkish: two characters in lower case
+    script = [
+        f"{capitals} one. {call('think', notes=SECRET)}{call('look_up', word='a')}",
+        f"{capitals} {SECRET}</think>{capitals} It is three.",
+    ]
+    runtime = agent(StreamingScript(script), ThinkTool(), FunctionTool(look_up))
+    *events, last = [event async for event in runtime.stream(ASKED)]
+    said = {turn: "".join(e.text for e in events if isinstance(e, TextDelta) and e.turn == turn) for turn in (1, 2)}
+    assert said[1] == f"{capitals} one." and SECRET not in said[1]
+    assert isinstance(last, Answer) and last.text == f"{capitals} It is three."
+
+
 async def test_an_engine_that_cannot_stream_says_it_at_once() -> None:
     runtime = agent(["It is three."])
     *events, last = [event async for event in runtime.stream(ASKED)]

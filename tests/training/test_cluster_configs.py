@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from openhands_rl_plugin import cli
 from openhands_rl_plugin.cli import evaluate, train
 from openhands_rl_plugin.config import load_settings
 
@@ -68,12 +69,19 @@ def test_training_on_slurm(tmp_path: Path) -> None:
 
 def test_episodes_on_slurm(tmp_path: Path) -> None:
     variables = {"CONFIG": "c.toml", "STORE": "s", "MODEL": "m", "BASE_URL": "http://policy:8100/v1"}
-    given = run_script("rollouts.sbatch", tmp_path, "--limit", "5", **variables)
+    given = run_script("rollouts.sbatch", tmp_path, "--tasks", "5", **variables)
     assert sum("ray" in words for words in given) == 2, "a head, and the other nodes"
     (ours,) = (words for words in given if "openhands-rl" in words)
     args = parsed(after(ours, "openhands-rl"))
-    assert (args.suite, args.processes, args.workers, args.limit) == ("environment", 8, 128, 5)
+    assert (args.suite, args.processes, args.workers, args.tasks) == ("environment", 8, 128, 5)
     gives_something_to_compare(args)
+    would_begin(after(ours, "openhands-rl"), tmp_path)
+
+
+def would_begin(words: Sequence[str], tmp_path: Path) -> None:
+    """Nothing of what can be known before the first episode speaks against it."""
+    places = ["--config", str(CLUSTER / "rollouts.toml"), "--store", str(tmp_path / "store"), "--out", str(tmp_path)]
+    assert cli.main([*words, *places, "--dry-run"]) == 0
 
 
 def gives_something_to_compare(args: argparse.Namespace) -> None:
@@ -107,10 +115,12 @@ def test_training_on_kubernetes() -> None:
     assert parsed(after(words, "-m", "openhands_rl_plugin.cli")).sharding == "layers"
 
 
-def test_episodes_on_kubernetes() -> None:
+def test_episodes_on_kubernetes(tmp_path: Path) -> None:
     (job,) = documents("rollouts-rayjob.yaml")
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
-    args = parsed(after(shlex.split(job["spec"]["entrypoint"]), "openhands-rl"))
+    words = after(shlex.split(job["spec"]["entrypoint"]), "openhands-rl")
+    would_begin(words, tmp_path)
+    args = parsed(words)
     cluster = job["spec"]["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]
     (container,) = workers["template"]["spec"]["containers"]
