@@ -34,6 +34,11 @@ class ClippedWorld:
         """As its environment says."""
         return getattr(self._environment, "fork_steps", 0)
 
+    @property
+    def pays_rewards(self) -> bool:
+        """As its environment says."""
+        return getattr(self._environment, "pays_rewards", True)
+
     async def fork(self) -> Environment:
         """A copy of the episode as it stands. Raises what its environment raises."""
         return _clipped(await self._environment.fork(), self._limits)

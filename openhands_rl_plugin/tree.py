@@ -121,7 +121,7 @@ class EpisodeTree:
                 policy=completion.policy,
                 sampling=completion.sampling,
                 finish_reason=completion.finish_reason,
-                metadata=completion.metadata,
+                metadata=dict(completion.metadata),  # search writes into it, and an engine may give it twice
             )
         )
         if completion.tokens is not None and not completion.tokens.extends:

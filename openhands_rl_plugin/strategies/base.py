@@ -87,6 +87,11 @@ class SearchStrategy(ABC):
                 f"{self.name} with value = {self._value.name!r} needs an environment that can fork, and this one "
                 'cannot: use value = "model", or an environment with fork()'
             )
+        if world is None and isinstance(self._value, NoValue):
+            raise ConfigError(
+                f"{self.name} with value = 'none' compares the rewards of steps in forks, and this environment cannot "
+                'fork: set value = "model" or "verifier", or act without a search (StandardReAct)'
+            )
         if not pays_rewards(world) and isinstance(self._value, NoValue | RolloutValue):
             raise ConfigError(
                 f"{self.name} with value = {self._value.name!r} adds up the rewards of steps, "
@@ -125,7 +130,8 @@ class SearchStrategy(ABC):
         return self._accounts[tree]
 
     async def _choose(self, search: Search) -> int | None:
-        if search.world is not None and not self.needs_forks and not self._value.needs_world:
+        needs_forks = self.needs_forks or self._value.needs_world or isinstance(self._value, NoValue)
+        if search.world is not None and not needs_forks:
             refused = await search.without_forks()
             if refused is not None and not self._told:
                 self._told = True

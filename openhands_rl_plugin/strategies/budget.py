@@ -8,19 +8,21 @@ from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, JsonValue
 
-from openhands_rl_plugin.types import Completion, Frozen, JsonObject
+from openhands_rl_plugin.strategies.strict import StrictOptions
+from openhands_rl_plugin.types import Completion, JsonObject
 
 Counted = Literal["calls", "steps"]
 """What is entered before it is asked for."""
 
 
-class SearchBudget(Frozen):
+class SearchBudget(StrictOptions):
     """Bounds; ``None`` is none.
 
     ``calls``: completions asked for. ``steps``: of forked environments, with those that lead back to a state. Both are
     entered before they are asked for, so that branches side by side keep to them together. ``tokens``: prompt and
     sampled tokens, as the server bills them; they are known when a call is answered, so that the calls under way may go
-    over. ``seconds``: of wall time; what is under way then is given up, and its tokens are not known.
+    over. ``seconds``: of wall time; what is under way then is given up, and its tokens are not known. They alone bound
+    what a verifier or a reward computes to judge a state.
     """
 
     calls: int | None = Field(default=None, ge=1)

@@ -9,11 +9,12 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from openhands_rl_plugin.errors import ConfigError
 from openhands_rl_plugin.strategies.budget import SearchBudget
-from openhands_rl_plugin.types import Failure, Frozen, JsonObject, SamplingParams
+from openhands_rl_plugin.strategies.strict import StrictOptions
+from openhands_rl_plugin.types import Failure, JsonObject, SamplingParams
 from openhands_rl_plugin.validation import problems
 
 
-class SearchOptions(Frozen):
+class SearchOptions(StrictOptions):
     """What all searches have in common.
 
     ``temperature`` makes branches differ. ``seed`` makes a search repeatable as long as no budget cuts it and no branch

@@ -150,6 +150,10 @@ class Search:
         self.tree.usage += completion.usage
         return completion
 
+    async def in_time[T](self, judgement: Coroutine[Any, Any, T]) -> T:
+        """What others find out for the search. Ended, with ``SpentError``, when the seconds of a budget are over."""
+        return await self._in_time(judgement)
+
     async def simulate(self, action: int) -> bool:
         """Take ``action`` in a fork of the world at its parent, unless that was done; the answer comes below it.
 

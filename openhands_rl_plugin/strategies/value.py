@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import math
 import time
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Coroutine
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from pydantic import Field
 
 from openhands_rl_plugin.errors import CaughtFailure, ConfigError, boundary
 from openhands_rl_plugin.protocols import Reward
-from openhands_rl_plugin.strategies.budget import Least
+from openhands_rl_plugin.strategies.budget import Least, SpentError
 from openhands_rl_plugin.strategies.notes import ended, note, notes
 from openhands_rl_plugin.strategies.options import checked
 from openhands_rl_plugin.strategies.search import Search
+from openhands_rl_plugin.strategies.strict import StrictOptions
 from openhands_rl_plugin.types import (
     Completion,
+    Failure,
     FailureKind,
-    Frozen,
     JsonObject,
     Message,
     Node,
     PolicyRef,
+    Score,
     StopReason,
     StrategySpec,
     Task,
@@ -73,7 +76,19 @@ class JudgesEnds(Protocol):
 
 
 async def value_after(value: ValueFunction, search: Search, action: int, state: int) -> Estimate | None:
-    """What is expected beyond the rewards that were seen, at ``state``, to which ``action`` led."""
+    """What is expected beyond the rewards that were seen, at ``state``, to which ``action`` led.
+
+    ``None`` where nothing can be said, which a value that is not finite does not either; the log says why.
+    """
+    estimate = await _estimated(value, search, action, state)
+    if estimate is None or math.isfinite(estimate.value):
+        return estimate
+    what = f"value {value.name} is {estimate.value}, which tells nothing"
+    search.log.last_failure = Failure(kind=FailureKind.GRADER, message=what, boundary="search")
+    return None
+
+
+async def _estimated(value: ValueFunction, search: Search, action: int, state: int) -> Estimate | None:
     if ended(search.tree.nodes[action]):
         return await _value_of_end(value, search, action, state)
     if search.world is not None and search.pays and not search.goes_on(state):
@@ -90,9 +105,13 @@ async def _value_of_end(value: ValueFunction, search: Search, action: int, state
         return Estimate(known)
     estimate = await value.estimate_end(search, state) if isinstance(value, JudgesEnds) else Estimate(0.0)
     await search.give_up(state)
-    if estimate is not None and isinstance(value, JudgesEnds):
+    if estimate is not None and math.isfinite(estimate.value) and isinstance(value, JudgesEnds):
         note(node)["worth_of_end"] = estimate.value
     return estimate
+
+
+class NoValueOptions(StrictOptions):
+    """There are none."""
 
 
 class NoValue:
@@ -106,7 +125,7 @@ class NoValue:
         return Estimate(0.0)
 
 
-class RolloutOptions(Frozen):
+class RolloutOptions(StrictOptions):
     """``depth``: the most actions of one rollout."""
 
     depth: int = Field(default=20, ge=1)
@@ -138,7 +157,7 @@ class RolloutValue:
         return Estimate(0.0, tuple(path))
 
 
-class ModelValueOptions(Frozen):
+class ModelValueOptions(StrictOptions):
     """The question put to the model, and the word that means yes. ``scale`` is the value of a sure yes."""
 
     question: str = (
@@ -185,7 +204,7 @@ class ModelValue:
         return 1.0 - sure if word.startswith(self._options.negative.lower()) else None
 
 
-class RewardValueOptions(Frozen):
+class RewardValueOptions(StrictOptions):
     """Names a reward of the registry."""
 
     reward: str = "return"
@@ -213,17 +232,29 @@ class RewardValue:
 
     async def estimate(self, search: Search, state: int) -> Estimate | None:
         """Judge once; nothing is said of what cannot be judged. Rewards that were paid are not counted twice."""
-        try:
-            with boundary(FailureKind.GRADER, f"value {self._reward.version}"):
-                score = await self._reward(await _so_far(search, state))
-        except CaughtFailure as caught:
-            search.log.last_failure = caught.failure
-            return None
-        return None if score.reward is None else Estimate(score.reward - earned(search, state))
+        score = await judged_in_time(search, self._reward, _so_far(search, state))
+        return None if score is None else Estimate(score - earned(search, state))
 
     async def estimate_end(self, search: Search, state: int) -> Estimate | None:
         """As for any other state."""
         return await self.estimate(search, state)
+
+
+async def judged_in_time(search: Search, reward: Reward, episode: Coroutine[Any, Any, Trajectory]) -> float | None:
+    """What ``reward`` makes of ``episode``; ``None`` where it fails, does not know, or the seconds of a budget are over
+    before it does. The log says why."""
+
+    async def judge() -> Score:
+        with boundary(FailureKind.GRADER, f"value {reward.version}"):
+            return await reward(await episode)
+
+    try:
+        return (await search.in_time(judge())).reward
+    except SpentError:
+        return None
+    except CaughtFailure as caught:
+        search.log.last_failure = caught.failure
+        return None
 
 
 def earned(search: Search, state: int) -> float:
@@ -235,6 +266,7 @@ def built_in(name: str, options: JsonObject) -> ValueFunction:
     """A value function that needs nothing else. Raises ``ConfigError`` for any other name, and for wrong options."""
     match name:
         case "none":
+            checked(NoValueOptions, options)
             return NoValue()
         case "rollout":
             return RolloutValue(checked(RolloutOptions, options))

@@ -6,14 +6,14 @@ from typing import ClassVar
 
 from pydantic import ConfigDict, Field
 
-from openhands_rl_plugin.errors import CaughtFailure, boundary
 from openhands_rl_plugin.protocols import Reward
 from openhands_rl_plugin.strategies.search import Search
-from openhands_rl_plugin.strategies.value import Estimate, earned, episode_so_far
-from openhands_rl_plugin.types import FailureKind, Frozen, JsonObject
+from openhands_rl_plugin.strategies.strict import StrictOptions
+from openhands_rl_plugin.strategies.value import Estimate, earned, episode_so_far, judged_in_time
+from openhands_rl_plugin.types import JsonObject, Trajectory
 
 
-class VerifierValueOptions(Frozen):
+class VerifierValueOptions(StrictOptions):
     """``scale`` is the value of a sure success. All other keys are those of the reward ``verifier``, such as
     ``adapter`` and ``base_url``; ``verifier`` names another reward of that kind.
     """
@@ -45,14 +45,13 @@ class VerifierValue:
 
     async def estimate(self, search: Search, state: int) -> Estimate | None:
         """Judge once; nothing is said of what cannot be judged."""
-        try:
-            with boundary(FailureKind.GRADER, f"value {self._verifier.version}"):
-                score = await self._verifier(episode_so_far(search, state, {}))
-        except CaughtFailure as caught:
-            search.log.last_failure = caught.failure
-            return None
-        return None if score.reward is None else Estimate(self._scale * score.reward - earned(search, state))
+        score = await judged_in_time(search, self._verifier, _so_far(search, state))
+        return None if score is None else Estimate(self._scale * score - earned(search, state))
 
     async def estimate_end(self, search: Search, state: int) -> Estimate | None:
         """Where the environment has paid something, that is what the end is worth; else as for any other state."""
         return Estimate(0.0) if earned(search, state) else await self.estimate(search, state)
+
+
+async def _so_far(search: Search, state: int) -> Trajectory:
+    return episode_so_far(search, state, {})

@@ -37,22 +37,43 @@ def is_recorded(trajectory: Trajectory, *, need_logprobs: bool = True) -> bool:
     return sampled > 0
 
 
+def recorded_nodes(trajectory: Trajectory, *, need_logprobs: bool = True) -> frozenset[int]:
+    """The nodes that can be trained, or be context: they hold what ``samples_of`` needs, and so do all before them.
+
+    A branch may hold less than the acted path, because what looked like a secret in it was taken out of the store.
+    """
+    whole: set[int] = set()
+    for at, node in enumerate(trajectory.nodes):
+        if node.parent is not None and node.parent not in whole:
+            continue
+        try:
+            if node.sampled:
+                _check(trajectory.id, at, node, need_logprobs)
+        except TrainingError:
+            continue
+        whole.add(at)
+    return frozenset(whole)
+
+
 def samples_of_tree(
     trajectory: Trajectory, advantages: Mapping[int, float], *, need_logprobs: bool = True
 ) -> list[Sample]:
     """The training sequences of a search tree in which every sampled node has an advantage of its own.
 
-    ``advantages`` is ``node -> advantage``; sampled nodes that it does not name are context only. Every node is trained
-    once, however many leaves lie below it. Raises ``TrainingError`` as ``samples_of`` does.
+    ``advantages`` is ``node -> advantage``; sampled nodes that it does not name are context only, and nodes of branches
+    that were not wholly recorded are left out. Every node is trained once, however many leaves lie below it. Raises
+    ``TrainingError`` as ``samples_of`` does, of the path that was acted on.
     """
-    skipped = {at for at, node in enumerate(trajectory.nodes) if node.sampled and at not in advantages}
-    ends = [at for at in trajectory.leaves() if any(up in advantages for up in trajectory.path(at))]
+    acted = set(trajectory.path())
+    recorded = recorded_nodes(trajectory, need_logprobs=need_logprobs)
+    named = {at: value for at, value in advantages.items() if at in acted or at in recorded}
+    inner = {up for at in named for up in trajectory.path(at)[:-1]}
     # The path that was acted on comes first, so that it stays one sequence.
-    ends.sort(key=lambda leaf: trajectory.head not in trajectory.path(leaf))
-    trained = set(skipped)
+    ends = sorted(named.keys() - inner, key=lambda at: (at not in acted, at))
+    trained = {at for at, node in enumerate(trajectory.nodes) if node.sampled and at not in named}
     samples: list[Sample] = []
     for leaf in ends:
-        samples.extend(_segments(trajectory, leaf, advantages, trained, need_logprobs))
+        samples.extend(_segments(trajectory, leaf, named, trained, need_logprobs))
     return samples
 
 

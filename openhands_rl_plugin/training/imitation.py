@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from openhands_rl_plugin.settings import TrainingSettings
 from openhands_rl_plugin.training.advantages import EQUAL
-from openhands_rl_plugin.training.batch import samples_of, samples_of_tree
+from openhands_rl_plugin.training.batch import recorded_nodes, samples_of, samples_of_tree
 from openhands_rl_plugin.types import Sample, Trajectory
 
 
@@ -64,8 +64,9 @@ def preference_pairs(
 
 def _sibling_pairs(trajectory: Trajectory, least_visits: int) -> Iterator[Pair]:
     siblings: dict[int | None, list[int]] = {}
+    recorded = recorded_nodes(trajectory, need_logprobs=False)
     for at, node in enumerate(trajectory.nodes):
-        if node.sampled and node.value is not None and node.visits >= least_visits:
+        if at in recorded and node.sampled and node.value is not None and node.visits >= least_visits:
             siblings.setdefault(node.parent, []).append(at)
     for members in siblings.values():
         values = {at: trajectory.nodes[at].value or 0.0 for at in members}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from search_worlds import EveryWayEngine, SeededEngine, opened, planning, played, report, ways_of
 
+from openhands_rl_plugin import registry
 from openhands_rl_plugin.errors import ConfigError
 from openhands_rl_plugin.strategies.mcts import MCTSOptions, MCTSStrategy
 from openhands_rl_plugin.strategies.uct import Arm, best_arm, priors, width
@@ -250,3 +251,47 @@ def test_selection_by_priors_prefers_what_the_policy_prefers_until_returns_tell_
 def test_senseless_options_are_refused(options: dict[str, float]):
     with pytest.raises(ConfigError, match=next(iter(options))):
         MCTSStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_simulations": True},
+        {"num_branches": "4"},
+        {"exploration_weight": math.inf},
+        {"temperature": math.inf},
+        {"seed": False},
+        {"turn_budget": {"calls": True}},
+        {"value": "model", "value_options": {"scale": math.inf}},
+        {"value": "none", "value_options": {"depth": 3}},
+    ],
+    ids=str,
+)
+def test_options_of_another_kind_or_without_end_are_refused(options: dict[str, object]):
+    wrong = list(options)[-1]
+    inner = options[wrong]
+    with pytest.raises(ConfigError, match=next(iter(inner)) if isinstance(inner, dict) else wrong):
+        registry.build("strategies", "MCTS", options)
+
+
+class Caching(SeededEngine):
+    """Gives the very same completion again for what it was asked before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[tuple[str, int], list[Completion]] = {}
+
+    async def complete(self, messages: Sequence[Message], **asked: Any) -> list[Completion]:
+        key = (str(messages), asked.get("n", 1))
+        if key not in self._known:
+            self._known[key] = await super().complete(messages, **asked)
+        return self._known[key]
+
+
+async def test_what_search_notes_stays_out_of_the_engines_answers():
+    world, engine = planning(), Caching()
+    tree = await opened(world)
+    await MCTSStrategy(num_simulations=20).decide(tree, engine, world)
+    assert not any("search" in answer.metadata for answers in engine._known.values() for answer in answers)
+    noted = [id(node.metadata) for node in tree.nodes if node.sampled]
+    assert len(noted) == len(set(noted))

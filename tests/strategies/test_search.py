@@ -27,8 +27,16 @@ from openhands_rl_plugin.strategies.best_of_n import BestOfNOptions, BestOfNStra
 from openhands_rl_plugin.strategies.budget import SearchBudget
 from openhands_rl_plugin.strategies.mcts import MCTSOptions, MCTSStrategy
 from openhands_rl_plugin.strategies.options import SearchOptions
+from openhands_rl_plugin.strategies.search import Search
 from openhands_rl_plugin.strategies.tot import ToTOptions, ToTStrategy
-from openhands_rl_plugin.strategies.value import ModelValue, ModelValueOptions, NoValue, RewardValue, RolloutValue
+from openhands_rl_plugin.strategies.value import (
+    Estimate,
+    ModelValue,
+    ModelValueOptions,
+    NoValue,
+    RewardValue,
+    RolloutValue,
+)
 from openhands_rl_plugin.testing import ScriptedEngine, check_strategy
 from openhands_rl_plugin.types import Completion, EpisodeRequest, FailureKind, PolicyRef, StrategySpec, Tokens, ToolCall
 from openhands_rl_plugin.types import Message as Said
@@ -187,11 +195,21 @@ class Caller(ScriptedEngine):
         return [calling(arguments) for arguments in self._arguments]
 
 
+class Same:
+    """Finds everything equally good."""
+
+    name = "same"
+    needs_world = False
+
+    async def estimate(self, search: Search, state: int) -> Estimate | None:
+        return Estimate(0.5)
+
+
 async def test_calls_that_differ_in_white_space_and_order_only_are_equal():
     deep = "[" * 200_000
     said = ('{"at": 1, "on": [1, 2]}', '{"on":[1,2],"at":1}', '{"on": [2, 1], "at": 1}', "{at", " {at", deep)
     tree = await opened(planning())
-    await best_of_n(n=6, value="none").decide(tree, Caller(*said), None)
+    await BestOfNStrategy(n=6, value=Same()).decide(tree, Caller(*said), None)
     kept = [tree.nodes[at].message.tool_calls[0].arguments for at in tree.children(tree.head)]
     assert kept == [said[0], said[2], said[3], deep]
 
@@ -272,6 +290,14 @@ async def test_a_value_that_needs_forks_is_refused_without():
     tree = await opened(planning())
     with pytest.raises(ConfigError, match="BestOfN with value = 'rollout' needs an environment that can fork"):
         await BestOfNStrategy(value=RolloutValue()).decide(tree, SeededEngine(), None)
+
+
+@pytest.mark.parametrize("make", [BestOfNStrategy, ToTStrategy])
+async def test_without_a_judge_and_without_forks_there_is_nothing_to_compare(make: Make):
+    engine = SeededEngine()
+    with pytest.raises(ConfigError, match="value = 'none' compares the rewards of steps in forks"):
+        await make(value="none").decide(await opened(planning()), engine, None)
+    assert not engine.calls
 
 
 @pytest.mark.parametrize("make", [BestOfNStrategy, ToTStrategy])

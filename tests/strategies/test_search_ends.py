@@ -7,18 +7,31 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from search_worlds import opened
+from search_worlds import TASK, opened
 
 from openhands_rl_plugin import registry
 from openhands_rl_plugin.errors import ConfigError
 from openhands_rl_plugin.protocols import Strategy
 from openhands_rl_plugin.rewards.tests import TestsReward
+from openhands_rl_plugin.session import AgentSession
 from openhands_rl_plugin.strategies.best_of_n import BestOfNStrategy
 from openhands_rl_plugin.strategies.mcts import MCTSStrategy
 from openhands_rl_plugin.strategies.tot import ToTStrategy
 from openhands_rl_plugin.strategies.value import ModelValue, NoValue, RewardValue, RolloutValue, ValueFunction
 from openhands_rl_plugin.testing import ScriptedEngine
-from openhands_rl_plugin.types import Completion, JsonObject, Message, Observation, Score, Task, Trajectory
+from openhands_rl_plugin.types import (
+    Completion,
+    EpisodeRequest,
+    JsonObject,
+    Limits,
+    Message,
+    Observation,
+    PolicyRef,
+    Score,
+    StrategySpec,
+    Task,
+    Trajectory,
+)
 
 Make = Callable[[ValueFunction], Strategy]
 
@@ -183,3 +196,18 @@ def test_tests_are_no_value_because_they_run_after_the_episode():
         RewardValue(reward=TestsReward())
     with pytest.raises(ConfigError, match="run only after its episode"):
         registry.build("strategies", "MCTS", {"value": "reward", "value_options": {"reward": "tests"}})
+
+
+@EVERY
+async def test_a_session_hands_on_that_its_world_pays_nothing(make: Make):
+    session = AgentSession(
+        environment=Desk(),
+        strategy=make(ModelValue()),
+        strategy_spec=StrategySpec(name="search"),
+        engine=Worker("look", "fix", liked="fix"),
+        policy=PolicyRef(base_model="scripted"),
+        limits=Limits(max_turns=1),
+    )
+    played = await session.run(EpisodeRequest(task=TASK, run_id="r", group_id="g"))
+    acted = [played.nodes[at] for at in played.path() if played.nodes[at].sampled]
+    assert [node.message.content for node in acted] == ["fix"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import math
+import time
+from collections.abc import Callable, Mapping
 
 import pytest
 from search_worlds import EveryWayEngine, opened, planning, report
@@ -40,17 +43,25 @@ class Liking:
 
     version = "liking-1"
 
-    def __init__(self, liked: str, unknown: str = "", broken: str = "") -> None:
-        self.liked, self.unknown, self.broken = liked, unknown, broken
+    def __init__(
+        self,
+        liked: str,
+        unknown: str = "",
+        broken: str = "",
+        odd: Mapping[str, float] | None = None,
+        seconds: float = 0.0,
+    ) -> None:
+        self.liked, self.unknown, self.broken, self.odd, self.seconds = liked, unknown, broken, odd or {}, seconds
         self.judged = 0
 
     async def __call__(self, trajectory: Trajectory) -> Score:
         first = next(trajectory.nodes[at] for at in trajectory.path() if trajectory.nodes[at].sampled)
         said = first.message.content or ""
         self.judged += 1
+        await asyncio.sleep(self.seconds)
         if said == self.broken:
             raise GraderError("the verifier is away")
-        reward = None if said == self.unknown else 0.9 if said == self.liked else 0.0
+        reward = None if said == self.unknown else 0.9 if said == self.liked else self.odd.get(said, 0.0)
         return Score(trajectory_id=trajectory.id, reward=reward, reward_version=self.version)
 
 
@@ -75,6 +86,32 @@ async def test_what_cannot_be_judged_has_no_value(make: Make, kind: type[RewardV
     told = report(tree, chosen)
     assert isinstance(told["unjudged"], int) and told["unjudged"] >= 2
     assert told["last_failure"] == "GraderError: the verifier is away"
+
+
+@EVERY
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+async def test_a_judgement_that_is_no_number_has_no_value(make: Make, odd: float):
+    world = Unpaid()
+    tree = await opened(world)
+    chosen = await make(RewardValue(reward=Liking("2", odd={"0": odd}))).decide(tree, EveryWayEngine(), world)
+    assert tree.nodes[chosen].message.content == "2"
+    assert all(node.value is None or math.isfinite(node.value) for node in tree.nodes)
+    told = report(tree, chosen)
+    assert isinstance(told["unjudged"], int) and told["unjudged"] >= 1
+    assert told["last_failure"] == f"value reward is {odd}, which tells nothing"
+
+
+@pytest.mark.parametrize("kind", [RewardValue, VerifierValue])
+async def test_a_judgement_is_bounded_by_the_seconds_of_a_budget(kind: type[RewardValue] | type[VerifierValue]):
+    slow = Liking("1", seconds=20.0)
+    value = RewardValue(reward=slow) if kind is RewardValue else VerifierValue(verifier=slow)
+    world = Unpaid()
+    tree = await opened(world)
+    started = time.monotonic()
+    strategy = BestOfNStrategy(n=2, value=value, turn_budget=SearchBudget(seconds=0.3))
+    chosen = await strategy.decide(tree, EveryWayEngine(), world)
+    assert time.monotonic() - started < 10
+    assert report(tree, chosen)["cut_by"] == "seconds" and report(tree, chosen)["unjudged"] == 2
 
 
 @EVERY

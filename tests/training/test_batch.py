@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from openhands_rl_plugin.errors import TrainingError
 from openhands_rl_plugin.testing import example_trajectory
-from openhands_rl_plugin.training.batch import pack, samples_of, samples_of_tree
+from openhands_rl_plugin.training.batch import pack, recorded_nodes, samples_of, samples_of_tree
 from openhands_rl_plugin.training.layout import lay_out
 from openhands_rl_plugin.types import Message, Node, PolicyRef, Sample, Tokens, Trajectory
 
@@ -75,6 +75,24 @@ def test_a_node_of_several_leaves_is_trained_once() -> None:
     assert (second.input_ids, second.mask) == ((1, 2, 3, 6, 7), (False, False, False, False, True))
     assert (first.advantage, second.advantage) == (1.0, -1.0)
     assert samples_of_tree(played, {1: 1.0, 2: 1.0}) == [first], "nothing is left to train for the second leaf"
+
+
+def test_a_branch_that_was_not_wholly_recorded_is_left_out() -> None:
+    """As when the store took what looked like a secret out of a simulated branch."""
+    played = episode(
+        asked(None),
+        answered(0, turn(1, extends=False, sampled=(2, 3))),
+        answered(1, turn(4, extends=True, sampled=(5,))),
+        answered(1, None),
+        answered(3, turn(6, extends=True, sampled=(7,))),
+        head=2,
+    )
+    acted = samples_of_tree(played, {1: 1.0, 2: 1.0})
+    assert [sample.input_ids for sample in acted] == [(1, 2, 3, 4, 5)]
+    assert samples_of_tree(played, {1: 1.0, 2: 1.0, 3: -1.0, 4: -1.0}) == acted
+    assert recorded_nodes(played) == {0, 1, 2}
+    with pytest.raises(TrainingError, match="node 3: no token ids"):
+        samples_of_tree(played.model_copy(update={"head": 4}), {1: 1.0, 3: 1.0, 4: 1.0})
 
 
 def test_an_episode_that_never_began_has_no_samples() -> None:

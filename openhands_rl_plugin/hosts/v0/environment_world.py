@@ -21,6 +21,11 @@ class EnvironmentWorld:
         """As its environment says."""
         return getattr(self._environment, "fork_steps", 0)
 
+    @property
+    def pays_rewards(self) -> bool:
+        """As its environment says."""
+        return getattr(self._environment, "pays_rewards", True)
+
     async def fork(self) -> Environment:
         """A copy of the live episode as it stands. Raises what its environment raises."""
         return await self.branch(self._environment)

@@ -27,7 +27,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from openhands_rl_plugin.errors import InfrastructureError
+from openhands_rl_plugin.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.types import Frozen
 
 ForkMethod = Literal["overlay", "reflink", "copy"]
@@ -93,7 +93,8 @@ def fork_tree(
 ) -> Tree:
     """A copy of ``source`` below ``into``, an existing empty directory of the caller's. Blocks.
 
-    Raises ``InfrastructureError`` when a limit is reached, ``stop`` is set, or none of ``methods`` works here.
+    Raises ``BadEnvironmentError`` when a limit is reached or none of ``methods`` works here: the workspace does not
+    fork as it stands. Raises ``InfrastructureError`` when ``stop`` is set or the copying fails.
     """
     limits, stop = limits or ForkLimits(), stop or threading.Event()
     target = into / "workspace"
@@ -176,9 +177,11 @@ def _check_size(paths: Sequence[str], limits: ForkLimits) -> None:
                 else:
                     size += entry.stat(follow_symlinks=False).st_size
         if files > limits.files or size > limits.size:
-            raise InfrastructureError(
-                "the workspace is too large to be copied for a search: it has more than "
-                + (f"{limits.files} files" if files > limits.files else f"{limits.size >> 20} MiB")
+            found = f"{limits.files} files" if files > limits.files else f"{limits.size >> 20} MiB"
+            raise BadEnvironmentError(
+                f"the workspace is too large to be copied for a search: it has more than {found}; make it smaller, or "
+                'take a strategy and a value that can do without copies (BestOfN or ToT with value = "model" or '
+                '"verifier", StandardReAct)'
             )
 
 
@@ -190,7 +193,7 @@ def _first_that_works(methods: Sequence[ForkMethod], source: Path, into: Path) -
     for method in methods:
         if _works(method, source, into):
             return method
-    raise InfrastructureError(f"the workspace cannot be copied here by {' or '.join(methods)}")
+    raise BadEnvironmentError(f"the workspace cannot be copied here by {' or '.join(methods)}")
 
 
 def _works(method: ForkMethod, source: Path, into: Path) -> bool:

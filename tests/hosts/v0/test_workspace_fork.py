@@ -217,7 +217,7 @@ def test_what_is_too_large_or_slow_is_refused(make: Make, tmp_path: Path):
         (ForkLimits(files=3), "more than 3 files"),
     ):
         runtime.fork_limits = limits
-        with pytest.raises(InfrastructureError, match=reason):
+        with pytest.raises(BadEnvironmentError, match=f"{reason}; make it smaller, or"):
             runtime.fork(threading.Event())
     stop = threading.Event()
     runtime.fork_limits = ForkLimits(seconds=1e-9)
