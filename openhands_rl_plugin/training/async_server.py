@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import httpx
@@ -28,7 +28,7 @@ class PatientServer:
     """The server of a publisher. ``patience`` is in seconds; ``tell`` hears why it is waited for, and ``""`` when not.
 
     A server that was started again has forgotten its adapters, so asking whether it is there brings the version in use
-    into it once more.
+    into it once more. While the base model is all that is in use, an answer is enough.
     """
 
     def __init__(self, publisher: AdapterPublisher, patience: float, tell: Callable[[str], None]) -> None:
@@ -47,7 +47,7 @@ class PatientServer:
         """As ``AdapterPublisher.publish``, as soon as somebody answers. Raises ``InfrastructureError`` when nobody does
         for too long, ``PublishError`` when the server is there and refuses."""
         async with self._turn:
-            report = await self._ask(adapter, probe)
+            report = await self._answer(lambda: self._publisher.publish(adapter, probe))
             self._adapter = adapter
             return report
 
@@ -56,21 +56,25 @@ class PatientServer:
         await self._there.wait()
 
     async def check(self) -> None:
-        """Return when it answers and holds the version in use. Raises as ``publish`` does."""
+        """Return when it answers and holds the version in use, if there is one. Raises as ``publish`` does."""
         asked = time.monotonic()
         async with self._turn:
             # Others may have asked for the same reason, and waited for the answer.
-            if self._adapter is None or self._checked >= asked:
+            if self._checked >= asked:
                 return
             started = time.monotonic()
-            await self._ask(self._adapter, None)
+            if (adapter := self._adapter) is None:
+                await self._answer(self._publisher.loaded)
+            else:
+                await self._answer(lambda: self._publisher.publish(adapter))
             self._checked = started
 
-    async def _ask(self, adapter: Adapter, probe: Probe | None) -> PublishReport:
+    async def _answer[T](self, ask: Callable[[], Awaitable[T]]) -> T:
+        """What the server says, as soon as it says anything."""
         deadline, pause = time.monotonic() + self._patience, _FIRST_PAUSE
         while True:
             try:
-                report = await self._publisher.publish(adapter, probe)
+                answer = await ask()
             except PublishError as error:
                 if not isinstance(error.__cause__, httpx.TransportError | httpx.HTTPStatusError):
                     raise
@@ -87,7 +91,7 @@ class PatientServer:
                 if not self._there.is_set():
                     self._there.set()
                     self._tell("")
-                return report
+                return answer
 
     def _note_away(self, why: str) -> None:
         if self._there.is_set():

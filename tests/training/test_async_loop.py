@@ -260,17 +260,17 @@ async def test_a_state_of_one_loop_is_read_by_the_other(world: ShopWorld, tmp_pa
 
 
 class Outage(LoopListener):
-    """Stops the server when an iteration begins, and starts it again a while later, without any adapter."""
+    """Stops the server when a stage begins, and starts it again a while later, without any adapter."""
 
-    def __init__(self, config: ServerConfig, generator: Generator, seconds: float) -> None:
-        self.config, self.generator, self.seconds = config, generator, seconds
+    def __init__(self, config: ServerConfig, generator: Generator, seconds: float, stage: str = ITERATIONS[1]) -> None:
+        self.config, self.generator, self.seconds, self.stage = config, generator, seconds, stage
         self.told: list[str] = []
         self.serving = running_server(config, generator)
         self.url = self.serving.__enter__()
         self.back: asyncio.TimerHandle | None = None
 
     def stage_started(self, name: str) -> None:
-        if name == ITERATIONS[1]:
+        if name == self.stage:
             self.serving.__exit__(None, None, None)
             for adapter in self.generator.adapters:
                 self.generator.unload_adapter(adapter.name)
@@ -300,6 +300,31 @@ async def test_a_server_that_is_away_pauses_the_loop(served: ShopWorld, tmp_path
     assert "going on" in outage.told
     assert [each["episodes_used"] + each["episodes_flat"] for each in iterations(state)] == [8, 8, 8]
     assert [each["failed"] for each in iterations(state)] == [0, 0, 0]
+    await finish(parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["evaluate-base", ITERATIONS[0]])
+async def test_a_server_that_is_away_before_anything_is_published_pauses_the_loop(
+    served: ShopWorld, tmp_path: Path, stage: str
+) -> None:
+    config = ServerConfig(
+        model=str(served.model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=64
+    )
+    with Generator(config) as generator:
+        outage = Outage(config, generator, 6.0, stage)
+        world = ShopWorld(served.shop, outage.url, served.model)
+        parts = world.parts(tmp_path)
+        plan = make_plan("cold", demonstrations=(), iterations=1)
+        state = await AsyncLoop(plan, parts, BEHIND, outage).run()
+        outage.serving.__exit__(None, None, None)
+    assert any(activity.startswith("paused: nothing answers at http") for activity in outage.told)
+    assert "going on" in outage.told
+    assert [(record.name, record.metrics["failed"]) for record in state.records] == [
+        ("evaluate-base", 0),
+        (ITERATIONS[0], 0),
+        ("evaluate-final", 0),
+    ]
     await finish(parts)
 
 

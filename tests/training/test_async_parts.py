@@ -19,10 +19,21 @@ from openhands_rl_plugin.serving.publisher import AdapterPublisher
 from openhands_rl_plugin.testing import example_trajectory
 from openhands_rl_plugin.training.async_lineage import Lineage, Staleness
 from openhands_rl_plugin.training.async_router import running_router
-from openhands_rl_plugin.training.async_server import PatientServer
+from openhands_rl_plugin.training.async_server import PatientRunner, PatientServer
 from openhands_rl_plugin.training.async_supply import Group, Meter, Supply
 from openhands_rl_plugin.training.plan import LoopState, StageRecord
-from openhands_rl_plugin.types import Adapter, Message, Node, PolicyRef, Tokens, Trajectory
+from openhands_rl_plugin.types import (
+    Adapter,
+    EpisodeRequest,
+    Failure,
+    FailureKind,
+    Message,
+    Node,
+    PolicyRef,
+    Task,
+    Tokens,
+    Trajectory,
+)
 
 
 class Simulation:
@@ -198,6 +209,44 @@ async def test_a_server_that_stays_away_ends_the_waiting_and_one_that_refuses_is
         answers["/v1/models"] = respond("no", "500 Internal Server Error")
         with pytest.raises(PublishError, match="HTTP 500"):
             await PatientServer(publisher, 30.0, lambda _: None).publish(adapter)
+
+
+class Lost:
+    """A runner whose episodes all fail for want of a server."""
+
+    async def run(self, request: EpisodeRequest) -> Trajectory:
+        failure = Failure(kind=FailureKind.INFRASTRUCTURE, message="nothing answers", boundary="model")
+        return example_trajectory(0).model_copy(update={"failure": failure})
+
+    async def close(self) -> None:
+        pass
+
+
+REQUEST = EpisodeRequest(task=Task(id="t", environment="e"), run_id="r", group_id="g")
+
+
+async def test_a_server_is_waited_for_before_any_version_is_in_use(tmp_path: Path) -> None:
+    refusals, told = 2, list[str]()
+
+    def answer(path: str, body: Any) -> bytes:
+        nonlocal refusals
+        if refusals:
+            refusals -= 1
+            return respond("the model is being loaded", "503 Service Unavailable")
+        return respond({"data": [{"id": "m", "owned_by": "vllm"}]})
+
+    async with raw_server(answer) as upstream, AdapterPublisher(upstream.url, AdapterStore(tmp_path)) as publisher:
+        server = PatientServer(publisher, 30.0, told.append)
+        await PatientRunner(Lost(), server).run(REQUEST)
+        assert not refusals and server.outages == 1
+        assert len(told) == 3 and "503" in told[0] and told[-1] == ""
+        assert upstream.paths() == ["/v1/models"] * len(upstream.paths()), "there is nothing to load"
+
+
+async def test_a_server_that_stays_away_ends_a_run_before_any_version_is_in_use(tmp_path: Path) -> None:
+    async with AdapterPublisher("http://127.0.0.1:9", AdapterStore(tmp_path)) as publisher:
+        with pytest.raises(InfrastructureError, match=r"has been away for 0 s .*run the same again"):
+            await PatientRunner(Lost(), PatientServer(publisher, 0.0, lambda _: None)).run(REQUEST)
 
 
 def stored(path: Path) -> tuple[AdapterStore, Adapter]:
