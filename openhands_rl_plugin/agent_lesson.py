@@ -26,12 +26,14 @@ if TYPE_CHECKING:
 class ExcludedEpisodes(Frozen):
     """Stored episodes that were not trained on, by reason.
 
-    ``other_policy``: sampled from another model or another agent's adapter; ``failed``: no valid reward;
+    ``held_out``: of a split that only measures (``HELD_OUT_SPLITS``), which no filter named; ``other_policy``: sampled
+    from another model or another agent's adapter; ``failed``: no valid reward;
     ``no_tokens``: the ids (or, for reinforcement learning, logprobs) were not recorded; ``overlong``: a limit cut them
     short, where such are to be left out; ``no_signal``: no other episode of the task with another reward, or, for
     fine-tuning, no success, or not among the best.
     """
 
+    held_out: int = 0
     other_policy: int = 0
     failed: int = 0
     no_tokens: int = 0
@@ -82,13 +84,16 @@ async def collected_episodes(
 ) -> Episodes:
     """The stored episodes that ``base_model`` sampled, alone or below any version of ``adapter``.
 
+    Those of a split that only measures are left out, unless ``where`` names it.
     An episode that has no score of the reward yet is judged here, without storing the score.
     """
     own: list[Trajectory] = []
     known: dict[str, Score] = {}
-    others = 0
+    others = held_out = 0
     async for trajectory, scores in storage.find(where):
-        if _is_own(trajectory.policy, base_model, adapter):
+        if where.only_measures(trajectory.task.split):
+            held_out += 1
+        elif _is_own(trajectory.policy, base_model, adapter):
             own.append(trajectory)
             known |= {score.trajectory_id: score for score in scores if score.reward_version == reward.version}
         else:
@@ -100,7 +105,7 @@ async def collected_episodes(
     return Episodes(
         trajectories=tuple(trajectory for trajectory, _ in valid),
         returns=tuple(value for _, value in valid),
-        excluded=ExcludedEpisodes(other_policy=others, failed=len(own) - len(valid)),
+        excluded=ExcludedEpisodes(held_out=held_out, other_policy=others, failed=len(own) - len(valid)),
     )
 
 
@@ -202,4 +207,5 @@ def _is_own(policy: PolicyRef, base_model: str, adapter: str) -> bool:
 
 
 def _counts(excluded: ExcludedEpisodes) -> str:
-    return f"{excluded.failed} failed, {excluded.other_policy} by other models"
+    held_out = f", {excluded.held_out} of held-out splits" if excluded.held_out else ""
+    return f"{excluded.failed} failed, {excluded.other_policy} by other models{held_out}"

@@ -119,6 +119,14 @@ class TrajectoryOrder(StrEnum):
     REWARD = "reward"
 
 
+HELD_OUT = "heldout"
+HELD_OUT_SPLITS = frozenset({HELD_OUT, "held-out", "validation"})
+"""Splits that only measure: nothing is learnt from their episodes unless a filter names the split.
+
+``test`` is none of them: it is also what rows and environments have that say nothing of splits.
+"""
+
+
 class TrajectoryFilter(Frozen):
     """Which stored trajectories to stream, in which order. Every field that is set must match; bounds are inclusive.
 
@@ -150,6 +158,10 @@ class TrajectoryFilter(Frozen):
     descending: bool = False
     offset: int = Field(default=0, ge=0)
     limit: int | None = Field(default=None, ge=0)
+
+    def only_measures(self, split: str) -> bool:
+        """Whether what this filter finds of ``split`` must not be learnt from."""
+        return self.split is None and split in HELD_OUT_SPLITS
 
 
 class TrajectorySummary(Frozen):

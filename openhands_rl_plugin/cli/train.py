@@ -29,7 +29,7 @@ from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.settings import RLSettings, TrainingSettings, VerifierSettings
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.agent_lesson import Lesson
+    from openhands_rl_plugin.agent_lesson import ExcludedEpisodes, Lesson
     from openhands_rl_plugin.protocols import TrajectoryStorage
     from openhands_rl_plugin.training.distributed import Ranks
     from openhands_rl_plugin.training.metrics import TrainProgress
@@ -52,8 +52,9 @@ EPILOG = """examples:
   torchrun --standalone --nproc-per-node 8 -m openhands_rl_plugin.cli train ./trajectories --model ./model \
       --adapters ./adapters --sharding layers            (also with --method full, and with --verifier)
 
-Episodes of the base model and of the adapter's own versions are used. The new version goes on from the newest one,
-unless --from says otherwise. A verifier learns from the episodes of all policies and is judged by tasks that it
+Episodes of the base model and of the adapter's own versions are used, but none of a split that only measures (heldout,
+held-out, validation), such as a loop's held-out tasks, unless --split names it. The new version goes on from the newest
+one, unless --from says otherwise. A verifier learns from the episodes of all policies and is judged by tasks that it
 has not seen. ADAPTERS/NAME.training/ holds metrics.jsonl, a line a step, and the last checkpoint.
 """
 VERIFIER = "verifier"
@@ -157,7 +158,7 @@ class _Training:
         if self._args.dry_run:
             return 0
         if not lesson.samples:
-            raise TrainingError(_nothing(self._settings))
+            raise TrainingError(_nothing(self._settings, lesson.excluded))
         if self._whole:
             self._train_whole(lesson, base_model)
             return 0
@@ -300,10 +301,13 @@ def _sizes(samples: Sequence[Sample]) -> str:
     return f"sequences: {len(samples)}; tokens: {tokens:,}, of them unique {unique:,}, trained {trained:,}"
 
 
-def _nothing(settings: TrainingSettings) -> str:
+def _nothing(settings: TrainingSettings, excluded: ExcludedEpisodes) -> str:
+    count = excluded.held_out
+    aside = f" ({count} of held-out splits were left out: name one with --split)" if count else ""
     if settings.algorithm in ("sft", "rejection-sampling"):
-        return f"nothing to imitate: no episode has a reward above {settings.imitate_above:g}; see --imitate-above"
+        above = f"{settings.imitate_above:g}; see --imitate-above"
+        return f"nothing to imitate: no episode has a reward above {above}{aside}"
     return (
         "nothing to compare: no task has episodes of one policy version with different rewards; roll out several "
-        "episodes a task, or imitate the best with --algorithm rejection-sampling"
+        f"episodes a task, or imitate the best with --algorithm rejection-sampling{aside}"
     )

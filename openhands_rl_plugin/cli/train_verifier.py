@@ -126,7 +126,7 @@ class VerifierTraining:
         from openhands_rl_plugin.training.estimate import estimate_memory
 
         print(f"{self._name} from {self._parent.name if self._parent else 'the base model'}, a verifier")
-        left_out = [f"{n} {why}" for why, n in lesson.left_out.model_dump().items() if n]
+        left_out = [f"{n} {why.replace('_', ' ')}" for why, n in lesson.left_out.model_dump().items() if n]
         print(f"  training: {_counts(lesson.training)}; left out: {', '.join(left_out) or 'none'}")
         print(f"  held out: {_counts(lesson.held_out)}")
         longest = max(len(example.prompt) + 1 for example in lesson.training)

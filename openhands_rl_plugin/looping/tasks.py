@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,10 +14,11 @@ from openhands_rl_plugin.errors import ConfigError
 from openhands_rl_plugin.harness.judged import Entry
 from openhands_rl_plugin.harness.selection import Selection
 from openhands_rl_plugin.harness.suites import LOCAL, WEBSHOP, Suite, environment_entries, find_suite, software_entries
+from openhands_rl_plugin.records import HELD_OUT
 from openhands_rl_plugin.settings import RLSettings
 from openhands_rl_plugin.types import Frozen
 
-_SPLITS: Mapping[str, tuple[str, str]] = {LOCAL: ("train", "heldout"), WEBSHOP: ("train", "heldout")}
+_SPLITS: Mapping[str, tuple[str, str]] = {LOCAL: ("train", HELD_OUT), WEBSHOP: ("train", HELD_OUT)}
 """Suite -> its split for training, and the one that is held out."""
 
 _HELD_OUT_ORDER = 20_240  # fixed, so that runs of all seeds are measured by the same tasks
@@ -27,7 +28,8 @@ class TaskSource(Frozen):
     """Where tasks come from. ``count``: the environment's tasks are the numbers below; ``rows``: a file of them.
 
     Without ``held_out_rows``, and where the suite has no split for it, the tasks that are held out are taken from the
-    same ones. ``include`` and ``exclude`` (ids or patterns) and ``limit`` are of those that are trained on.
+    same ones; always their split is ``heldout``, by which `openhands-rl train` knows their episodes. ``include`` and
+    ``exclude`` (ids or patterns) and ``limit`` are of those that are trained on.
     """
 
     suite: str
@@ -66,7 +68,7 @@ def loop_tasks(source: TaskSource, settings: RLSettings) -> LoopTasks:
         held_out, pool = order[: settings.loop.held_out], order[settings.loop.held_out :]
     pool = _shuffled(pool, settings.sampling.seed)[: source.limit]
     scripted = settings.loop.demonstrations
-    tasks = LoopTasks(suite, tuple(pool[:scripted]), tuple(pool[scripted:]), tuple(held_out))
+    tasks = LoopTasks(suite, tuple(pool[:scripted]), tuple(pool[scripted:]), _measured(held_out))
     _check(tasks, settings)
     return tasks
 
@@ -82,10 +84,11 @@ def _apart(suite: Suite, entries: tuple[Entry, ...]) -> list[Entry]:
     own."""
     if suite.software:
         return [*entries]
-    return [
-        entry._replace(task=entry.task.model_copy(update={"id": f"{entry.task.id}-held-out", "split": "held-out"}))
-        for entry in entries
-    ]
+    return [entry._replace(task=entry.task.model_copy(update={"id": f"{entry.task.id}-held-out"})) for entry in entries]
+
+
+def _measured(entries: Sequence[Entry]) -> tuple[Entry, ...]:
+    return tuple(entry._replace(task=entry.task.model_copy(update={"split": HELD_OUT})) for entry in entries)
 
 
 def _check(tasks: LoopTasks, settings: RLSettings) -> None:

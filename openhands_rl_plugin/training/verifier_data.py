@@ -52,8 +52,13 @@ class Example:
 
 
 class LeftOut(Frozen):
-    """Episodes that teach a verifier nothing, by reason. ``balance``: more failures than were wanted."""
+    """Episodes that teach a verifier nothing, by reason.
 
+    ``of_held_out_splits``: they measure policies that the verifier may choose for (``HELD_OUT_SPLITS``), and no filter
+    named the split; ``balance``: more failures than were wanted.
+    """
+
+    of_held_out_splits: int = 0
     failed: int = 0
     unlabelled: int = 0
     balance: int = 0
@@ -95,8 +100,11 @@ async def verifier_lesson(
     Only what is kept is rendered, so that the store is read twice. Raises ``TrainingError`` when there is too little.
     """
     labelled: list[Labelled] = []
-    failed = unlabelled = 0
+    failed = unlabelled = measuring = 0
     async for trajectory, scores in storage.find(where):
+        if where.only_measures(trajectory.task.split):
+            measuring += 1
+            continue
         success = await label_of(trajectory, scores, settings, reward)
         failed += trajectory.failure is not None
         unlabelled += trajectory.failure is None and success is None
@@ -114,7 +122,9 @@ async def verifier_lesson(
     return VerifierLesson(
         training=tuple(examples[one.trajectory_id] for one in kept if one.trajectory_id in examples),
         held_out=tuple(examples[one.trajectory_id] for one in held_out if one.trajectory_id in examples),
-        left_out=LeftOut(failed=failed, unlabelled=unlabelled, balance=len(training) - len(kept)),
+        left_out=LeftOut(
+            of_held_out_splits=measuring, failed=failed, unlabelled=unlabelled, balance=len(training) - len(kept)
+        ),
     )
 
 
@@ -149,7 +159,7 @@ def split_by_task(examples: Sequence[Labelled], settings: VerifierSettings, seed
     if len(places) < 2:
         raise TrainingError(
             f"{len(places)} task(s) have labelled episodes; a verifier needs at least two: one to learn from and one, "
-            "held out, to be judged by; see [rl.verifier] label"
+            "held out, to be judged by; see [rl.verifier] label, and --split where all are of a held-out split"
         )
     order = sorted(places, key=places.__getitem__)
     held = {task for task in order if places[task] < settings.held_out} or {order[0]}

@@ -23,6 +23,7 @@ from shopping_loop import MODEL, write_talker
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.config import load_settings
 from openhands_rl_plugin.environments.webshop import running_webshop
+from openhands_rl_plugin.harness.suites import local_rows
 from openhands_rl_plugin.looping.claim import held
 from openhands_rl_plugin.looping.run import LoopJob, loop_plan
 from openhands_rl_plugin.looping.tasks import TaskSource, loop_tasks
@@ -161,6 +162,10 @@ def test_an_interrupted_run_goes_on_where_it_was(
     taken = [versions for versions in learnt.values() if CountedReward.version in versions]
     assert len(taken) == 12 and all(sorted(versions) == ["counted-vowels-1", "return-1"] for versions in taken)
     assert {ASKED[identity] for identity, versions in learnt.items() if versions} == {1}, "judged once"
+
+    where = ["--model", str(talker), "--adapters", str(tmp_path / "adapters"), "--adapter", state.adapter[:-8]]
+    assert cli.main(["train", str(tmp_path / "trajectories"), *where, "--algorithm", "grpo", "--dry-run"]) == 0
+    assert "left out: 4 held out" in capsys.readouterr().out, "what the run measured with is not learnt from later"
 
     assert cli.main([*command, "--samples-per-task", "4"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
@@ -321,6 +326,25 @@ def test_the_warm_start_leaves_out_what_only_reinforcement_has(tmp_path: Path) -
     assert len(plan.demonstrations) == 2 and plan.reinforcement == settings.training
     fine_tuning = TrainingSettings.model_validate(plan.warm_start.model_dump())
     assert (fine_tuning.algorithm, fine_tuning.lora_rank, fine_tuning.tree) == ("sft", 4, "path")
+
+
+def test_tasks_that_are_held_out_have_a_split_of_their_own(tmp_path: Path) -> None:
+    rows = [tmp_path / "train.jsonl", tmp_path / "test.jsonl"]
+    for file, numbers in zip(rows, ((1, 2, 3), (4, 5)), strict=True):
+        file.write_text("".join(f'{{"goal": {number}}}\n' for number in numbers))
+    software = local_rows()
+    settings = load_settings(write_config(tmp_path))
+    for source, split in (
+        (TaskSource(suite="environment", count=6), "test"),
+        (TaskSource(suite="environment", rows=rows[0], held_out_rows=rows[1]), "test"),
+        (TaskSource(suite="swe-gym", rows=software), "train"),
+        (TaskSource(suite=str(software)), "test"),
+        (TaskSource(suite="swe-local"), "train"),
+        (TaskSource(suite="webshop"), "train"),
+    ):
+        tasks = loop_tasks(source, settings)
+        assert [entry.task.split for entry in tasks.held_out] == ["heldout", "heldout"]
+        assert {entry.task.split for entry in tasks.training} == {split}
 
 
 def test_rows_that_are_held_out_are_not_trained_on(

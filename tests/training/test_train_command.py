@@ -217,6 +217,36 @@ def test_a_version_is_published_to_all_servers_of_the_configuration(
     assert f"own-v000001 is in use at {one}/v1, {two}/v1" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("algorithm", ["sft", "rejection-sampling", "reinforce++"])
+def test_what_only_measures_is_not_learnt_from_unless_it_is_named(
+    algorithm: str, store: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    splits = ("heldout", "held-out", "validation", "test", "heldout")
+    measured = (
+        episode(10 + at, float(at > 3), task=Task(id="other", environment="shop", split=split))
+        for at, split in enumerate(splits)
+    )
+    store_of(store, *measured)
+    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters")]
+    words += ["--algorithm", algorithm, *TINY]
+    assert cli.main([*words, "--dry-run"]) == 0
+    assert "left out: 4 held out, 1 other policy, 1 failed" in capsys.readouterr().out
+    assert cli.main([*words, "--dry-run", "--split", "heldout"]) == 0
+    said = capsys.readouterr().out
+    assert f"episodes: {2 if algorithm == 'reinforce++' else 1} used" in said and "held out" not in said
+
+
+def test_a_store_of_what_only_measures_says_how_to_learn_from_it(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = Task(id="other", environment="shop", split="heldout")
+    store = store_of(tmp_path / "measured", *(episode(at, at, task=measured) for at in range(2)))
+    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *TINY]
+    for algorithm in ("sft", "grpo"):
+        assert cli.main([*words, "--algorithm", algorithm]) == 1
+        assert "(2 of held-out splits were left out: name one with --split)" in capsys.readouterr().err
+
+
 WRONG = [
     (["--publish"], "--publish: there is no server to publish to: give its URL, or base_url in [rl.serving]"),
     (["--publish", "nowhere"], "--publish nowhere: must be an http:// or https:// URL"),

@@ -24,7 +24,7 @@ from openhands_rl_plugin.training.verifier_data import VerifierLesson, verifier_
 from openhands_rl_plugin.training.verifier_model import VerifierModel
 from openhands_rl_plugin.training.verifier_prompt import prompts_for
 from openhands_rl_plugin.training.verifier_report import VerifierReport
-from openhands_rl_plugin.types import Failure, FailureKind
+from openhands_rl_plugin.types import Failure, FailureKind, Task
 
 
 @pytest.fixture(scope="module")
@@ -105,12 +105,22 @@ def test_a_changed_verifier_is_refused(verifier: Path, tmp_path: Path) -> None:
 def test_only_what_is_kept_is_used_and_the_rest_is_counted(judge_model: Path, tmp_path: Path) -> None:
     broken = Failure(kind=FailureKind.INFRASTRUCTURE, message="away", boundary="test")
     failures = [episode(task, attempt, success=False) for task in range(8) for attempt in range(10, 13)]
-    others = [episode(1, 90, success=None), episode(1, 91, success=True, failure=broken)]
+    measured = Task(id="task-99", environment="toy", split="heldout")
+    others = [
+        episode(1, 90, success=None),
+        episode(1, 91, success=True, failure=broken),
+        episode(99, 1, success=True).model_copy(update={"task": measured}),
+    ]
     store = store_of(tmp_path / "store", *toy_episodes(8, 2), *failures, *others)
     lesson = lesson_of(store, judge_model, VerifierSettings(held_out=0.4, negatives=0.5))
     good = sum(one.label.success for one in lesson.training)
     assert len(lesson.training) == good + round(good / 2)
-    assert lesson.left_out.model_dump() == {"failed": 1, "unlabelled": 1, "balance": 4 * good - round(good / 2)}
+    assert lesson.left_out.model_dump() == {
+        "of_held_out_splits": 1,
+        "failed": 1,
+        "unlabelled": 1,
+        "balance": 4 * good - round(good / 2),
+    }
     assert len(lesson.held_out) == 5 * (8 - good), "held-out tasks keep all their episodes"
 
 
