@@ -54,8 +54,9 @@ EPILOG = """examples:
 
 Episodes of the base model and of the adapter's own versions are used, but none of a split that only measures (heldout,
 held-out, validation), such as a loop's held-out tasks, unless --split names it. The new version goes on from the newest
-one, unless --from says otherwise. A verifier learns from the episodes of all policies and is judged by tasks that it
-has not seen. ADAPTERS/NAME.training/ holds metrics.jsonl, a line a step, and the last checkpoint.
+one, unless --from says otherwise. A verifier learns from the episodes of all policies and is judged by tasks that
+neither it nor a version before it has seen. ADAPTERS/NAME.training/ holds metrics.jsonl, a line a step, and the last
+checkpoint.
 """
 VERIFIER = "verifier"
 _PROBE_TOKENS = 128

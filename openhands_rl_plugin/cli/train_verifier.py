@@ -65,6 +65,7 @@ class VerifierTraining:
         ranks: Ranks | None,
     ) -> None:
         from openhands_rl_plugin.serving.adapters import AdapterStore, check_name
+        from openhands_rl_plugin.training.verifier_card import taught_by
 
         self._args = args
         self._ranks = ranks
@@ -85,6 +86,7 @@ class VerifierTraining:
         self._reward: Reward | None = None if label == "resolved" else build("rewards", label)
         self._adapters = AdapterStore(args.adapters)
         self._parent = starting_point(self._adapters, self._name, args.start)
+        self._taught = taught_by(self._parent)
         self._progress = progress
         self._publish = publish
 
@@ -119,16 +121,26 @@ class VerifierTraining:
             if self._args.tasks:
                 self._where = await of_checked_tasks(storage, self._where, self._args.tasks)
             return await verifier_lesson(
-                storage, self._where, prompts, self._settings, reward=self._reward, seed=self._training.seed
+                storage,
+                self._where,
+                prompts,
+                self._settings,
+                reward=self._reward,
+                seed=self._training.seed,
+                taught=self._taught,
             )
 
     def _say_what(self, lesson: VerifierLesson) -> None:
         from openhands_rl_plugin.training.estimate import estimate_memory
+        from openhands_rl_plugin.training.verifier_card import task_mark
 
         print(f"{self._name} from {self._parent.name if self._parent else 'the base model'}, a verifier")
         left_out = [f"{n} {why.replace('_', ' ')}" for why, n in lesson.left_out.model_dump().items() if n]
         print(f"  training: {_counts(lesson.training)}; left out: {', '.join(left_out) or 'none'}")
         print(f"  held out: {_counts(lesson.held_out)}")
+        again = {example.label.task for example in lesson.training if task_mark(example.label.task) in self._taught}
+        if self._parent is not None and again:
+            print(f"  {len(again)} tasks taught {self._parent.name} or a version before it, and are never held out")
         longest = max(len(example.prompt) + 1 for example in lesson.training)
         tokens = sum(len(example.prompt) + 1 for example in lesson.training)
         steps = math.ceil(len(lesson.training) / self._training.batch_size) * self._training.num_epochs

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import torch
 
-from openhands_rl_plugin.errors import TrainingError
 from openhands_rl_plugin.memory import forget_unused
 from openhands_rl_plugin.settings import TrainingSettings, VerifierSettings
 from openhands_rl_plugin.training.distributed import Alone, Ranks
 from openhands_rl_plugin.training.kept_state import Unsaved
 from openhands_rl_plugin.training.metrics import TrainMetrics
 from openhands_rl_plugin.training.trainer import LoraTrainer, OnProgress
-from openhands_rl_plugin.training.verifier_card import CARD_FILE, VerifierCard
+from openhands_rl_plugin.training.verifier_card import VerifierCard, task_mark, taught_by
 from openhands_rl_plugin.training.verifier_data import Example, VerifierLesson
 from openhands_rl_plugin.training.verifier_model import VerifierModel, weights_sha256
 from openhands_rl_plugin.training.verifier_prompt import VerifierPrompts
@@ -60,20 +59,20 @@ def train_verifier(
 ) -> TrainedVerifier:
     """Fill an existing directory with an adapter, its card and its report.
 
-    ``parent``: the verifier to go on from. ``run``: as for ``LoraTrainer.sft``. ``ranks``: the processes that train it
-    together, each of which judges a share of what is held out; ``directory`` is that of rank 0, which writes, on a file
-    system of them all. Raises ``TrainingError``, ``StorageError``.
+    ``parent``: the verifier to go on from; nothing that ``taught_by`` names may be held out. ``run``: as for
+    ``LoraTrainer.sft``. ``ranks``: the processes that train it together, each of which judges a share of what is held
+    out; ``directory`` is that of rank 0, which writes, on a file system of them all. Raises ``TrainingError``,
+    ``StorageError``.
     """
     ranks = ranks or Alone()
-    if parent is not None and not (Path(parent.path) / CARD_FILE).exists():
-        raise TrainingError(f"{parent.name} is no verifier; choose another --adapter name, or --from base")
+    taught = taught_by(parent) | {task_mark(example.label.task) for example in lesson.training}
     trainer = LoraTrainer(model, training, adapter=parent)
     unsaved = trainer.unsaved
     metrics = trainer.sft([example.sample() for example in lesson.training], on_progress, run=run)
     probe = trainer.probe(lesson.training[0].prompt[-PROBE_TOKENS:])
     if ranks.rank == 0:
         trainer.save_adapter(directory)
-        _card(model, directory, prompts).save(directory)
+        _card(model, directory, prompts, taught).save(directory)
     del trainer
     forget_unused()
     ranks.say("")  # the files are there now
@@ -87,13 +86,14 @@ def train_verifier(
     return TrainedVerifier(card, report, metrics, probe, unsaved)
 
 
-def _card(model: Path, directory: Path, prompts: VerifierPrompts) -> VerifierCard:
+def _card(model: Path, directory: Path, prompts: VerifierPrompts, taught: frozenset[str]) -> VerifierCard:
     return VerifierCard(
         model=str(model.resolve()),
         sha256=weights_sha256(directory),
         max_length=prompts.max_length,
         yes=prompts.yes,
         no=prompts.no,
+        trained_on=tuple(sorted(taught)),
     )
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from pydantic import Field, ValidationError
 
-from openhands_rl_plugin.errors import ConfigError, describe
-from openhands_rl_plugin.types import Frozen
+from openhands_rl_plugin.errors import ConfigError, TrainingError, describe
+from openhands_rl_plugin.types import Adapter, Frozen
 
 CARD_FILE = "verifier.json"
+_MARK = 8  # hexadecimal digits
 
 
 class Verdict(NamedTuple):
@@ -39,7 +41,8 @@ class VerifierCard(Frozen):
     """``CARD_FILE`` of an adapter directory.
 
     ``model``: the base model's directory. ``sha256``: of the adapter's weights file. ``max_length``: tokens of the
-    longest prompt with its label. ``yes`` and ``no``: the token ids that are trained and scored.
+    longest prompt with its label. ``yes`` and ``no``: the token ids that are trained and scored. ``trained_on``: the
+    marks of all tasks that it, or a version before it, learnt from; cards of earlier releases do not say.
     """
 
     model: str
@@ -48,6 +51,7 @@ class VerifierCard(Frozen):
     yes: int = Field(ge=0)
     no: int = Field(ge=0)
     calibration: Calibration = Calibration()
+    trained_on: tuple[str, ...] | None = None
 
     @property
     def version(self) -> str:
@@ -77,6 +81,28 @@ class VerifierCard(Frozen):
 
 VERSION_PREFIX = "verifier-1@"
 """What the reward versions of all verifiers begin with: their scores are no labels."""
+
+
+def task_mark(task: str) -> str:
+    """A short name of a task. Where two tasks share one, the second is not held out, and that is all."""
+    return hashlib.sha256(task.encode()).hexdigest()[:_MARK]
+
+
+def taught_by(parent: Adapter | None) -> frozenset[str]:
+    """The marks of the tasks that a verifier, or one before it, learnt from.
+
+    Raises ``TrainingError`` where nothing says so: it might be judged by what it was taught.
+    """
+    if parent is None:
+        return frozenset()
+    if not (Path(parent.path) / CARD_FILE).exists():
+        raise TrainingError(f"{parent.name} is no verifier; choose another --adapter name, or --from base")
+    if (marks := VerifierCard.load(Path(parent.path)).trained_on) is None:
+        raise TrainingError(
+            f"{parent.name} is of an earlier release and does not say which tasks it learnt from, so its successor "
+            "might be judged by the same ones: start over with --from base"
+        )
+    return frozenset(marks)
 
 
 def sigmoid(x: float) -> float:

@@ -13,7 +13,7 @@ from openhands_rl_plugin.exchange.judgement import resolved
 from openhands_rl_plugin.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.settings import VerifierSettings
-from openhands_rl_plugin.training.verifier_card import VERSION_PREFIX
+from openhands_rl_plugin.training.verifier_card import VERSION_PREFIX, task_mark
 from openhands_rl_plugin.training.verifier_prompt import VerifierPrompts
 from openhands_rl_plugin.types import FailureKind, Frozen, Sample, Score, Trajectory
 
@@ -93,9 +93,11 @@ async def verifier_lesson(
     *,
     reward: Reward | None,
     seed: int,
+    taught: frozenset[str] = frozenset(),
 ) -> VerifierLesson:
-    """The matching episodes, labelled, split and balanced. ``reward``: that of ``settings.label``; ``None`` for the
-    evidence.
+    """The matching episodes, labelled, split and balanced.
+
+    ``reward``: that of ``settings.label``; ``None`` for the evidence. ``taught``: as for ``split_by_task``.
 
     Only what is kept is rendered, so that the store is read twice. Raises ``TrainingError`` when there is too little.
     """
@@ -110,7 +112,7 @@ async def verifier_lesson(
         unlabelled += trajectory.failure is None and success is None
         if success is not None:
             labelled.append(Labelled(trajectory.id, task_of(trajectory), success))
-    training, held_out = split_by_task(labelled, settings, seed)
+    training, held_out = split_by_task(labelled, settings, seed, taught)
     kept = balanced(training, settings, seed)
     wanted = {one.trajectory_id: one for one in (*kept, *held_out)}
     examples: dict[str, Example] = {}
@@ -149,11 +151,15 @@ async def label_of(
     return None if value is None else value >= settings.label_at - _ROUNDING
 
 
-def split_by_task(examples: Sequence[Labelled], settings: VerifierSettings, seed: int) -> Split:
+def split_by_task(
+    examples: Sequence[Labelled], settings: VerifierSettings, seed: int, taught: frozenset[str] = frozenset()
+) -> Split:
     """Hold out about ``settings.held_out`` of the tasks with all their episodes.
 
-    A task's side follows from its name and the seed alone, so it stays there when the store grows. Raises
-    ``TrainingError`` when there are fewer than two tasks.
+    ``taught``: marks of the tasks that a verifier which is gone on from has learnt from, with whichever seed or store;
+    none of them is held out, and the share is made up from the others. Apart from them a task's side follows from its
+    name and the seed, so it stays there when the store grows; only of very few tasks one is put on an empty side.
+    Raises ``TrainingError`` when there are fewer than two tasks, or only such as are ``taught``.
     """
     places = {example.task: _place(example.task, seed) for example in examples}
     if len(places) < 2:
@@ -161,10 +167,15 @@ def split_by_task(examples: Sequence[Labelled], settings: VerifierSettings, seed
             f"{len(places)} task(s) have labelled episodes; a verifier needs at least two: one to learn from and one, "
             "held out, to be judged by; see [rl.verifier] label, and --split where all are of a held-out split"
         )
-    order = sorted(places, key=places.__getitem__)
-    held = {task for task in order if places[task] < settings.held_out} or {order[0]}
-    if len(held) == len(order):
-        held.discard(order[-1])
+    unseen = sorted((task for task in places if task_mark(task) not in taught), key=places.__getitem__)
+    if not unseen:
+        raise TrainingError(
+            f"no task is left to judge by: all {len(places)} taught the verifier that is gone on from, or one before "
+            "it; collect episodes of other tasks, or start over with --from base"
+        )
+    drawn = sum(places[task] < settings.held_out for task in unseen)
+    share = round(settings.held_out * len(places)) if len(unseen) < len(places) else 0
+    held = set(unseen[: min(max(drawn, share, 1), len(places) - 1)])
     return Split(
         training=tuple(example for example in examples if example.task not in held),
         held_out=tuple(example for example in examples if example.task in held),

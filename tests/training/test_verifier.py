@@ -19,8 +19,8 @@ from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.serving.adapters import AdapterStore
 from openhands_rl_plugin.settings import VerifierSettings
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
-from openhands_rl_plugin.training.verifier_card import VerifierCard
-from openhands_rl_plugin.training.verifier_data import VerifierLesson, verifier_lesson
+from openhands_rl_plugin.training.verifier_card import VerifierCard, task_mark
+from openhands_rl_plugin.training.verifier_data import VerifierLesson, task_of, verifier_lesson
 from openhands_rl_plugin.training.verifier_model import VerifierModel
 from openhands_rl_plugin.training.verifier_prompt import prompts_for
 from openhands_rl_plugin.training.verifier_report import VerifierReport
@@ -55,6 +55,34 @@ def test_it_tells_success_from_failure_on_tasks_that_it_has_not_seen(verifier: P
     assert probe is not None, "a later publication is proven by it"
     assert loaded.sequence_logprobs(probe.token_ids) == pytest.approx(probe.logprobs, abs=1e-4)
     assert list(verifier.parent.glob(".verifier-*")) == []
+
+
+def test_a_version_that_goes_on_is_not_judged_by_what_taught_the_one_before(
+    verifier: Path, judge_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(verifier, tmp_path / verifier.name)
+    words = ["train", str(verifier.parents[1] / "store"), "--verifier", "--model", str(judge_model), "--lora-rank", "8"]
+    words += ["--adapters", str(tmp_path), "--num-epochs", "1", "--seed", "7", "--held-out", "0.5"]
+    assert cli.main(words) == 0
+    before, after = (VerifierCard.load(tmp_path / f"verifier-v00000{at}").trained_on for at in (1, 2))
+    assert before and after and set(before) <= set(after)
+    held_out = {task_mark(task_of(each)) for each in toy_episodes(10)} - set(after)
+    report = VerifierReport.model_validate_json((tmp_path / "verifier-v000002" / "verifier_report.json").read_text())
+    assert len(held_out) == report.tasks >= 1
+    assert f"{len(before)} tasks taught verifier-v000001 or a version before it" in capsys.readouterr().out
+
+    card = tmp_path / "verifier-v000002" / "verifier.json"
+    fields = json.loads(card.read_text())
+    del fields["trained_on"]
+    card.write_text(json.dumps(fields))
+    assert VerifierCard.load(card.parent).trained_on is None, "it scores as it did"
+    assert cli.main([*words, "--dry-run"]) == 1
+    assert "does not say which tasks it learnt from" in (said := capsys.readouterr().err) and "--from base" in said
+    assert cli.main([*words, "--dry-run", "--from", "1"]) == 0
+    assert cli.main([*words, "--dry-run", "--from", "base"]) == 0
+    card.unlink()
+    assert cli.main([*words, "--dry-run"]) == 1
+    assert "verifier-v000002 is no verifier; choose another --adapter name" in capsys.readouterr().err
 
 
 def test_the_token_that_is_trained_is_the_token_that_is_scored(

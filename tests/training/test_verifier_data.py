@@ -10,6 +10,7 @@ from verifier_store import episode
 from openhands_rl_plugin.errors import GraderError, TrainingError
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.settings import VerifierSettings
+from openhands_rl_plugin.training.verifier_card import task_mark
 from openhands_rl_plugin.training.verifier_data import Labelled, balanced, label_of, split_by_task, task_of
 from openhands_rl_plugin.types import Failure, FailureKind, Score, Trajectory
 
@@ -38,6 +39,47 @@ def test_a_task_stays_on_its_side_when_the_store_grows() -> None:
     assert {one.task for one in few.training} < {one.task for one in many.training}
     assert 20 <= len(many.held_out) <= 60, "about a fifth"
     assert split_by_task(labelled([(task, True) for task in range(50)]), SETTINGS, 1) != few
+
+
+@given(EPISODES, st.floats(0.01, 0.99), st.integers(0, 5), st.sets(st.integers(0, 12)))
+def test_what_taught_an_earlier_version_is_never_held_out(
+    found: list[tuple[int, bool]], share: float, seed: int, known: set[int]
+) -> None:
+    examples, settings = labelled(found), VerifierSettings(held_out=share)
+    taught = frozenset(task_mark(f"task-{number}") for number in known)
+    if {number for number, _ in found} <= known:
+        with pytest.raises(TrainingError, match=r"no task is left to judge by: .* --from base"):
+            split_by_task(examples, settings, seed, taught)
+        return
+    training, held_out = split_by_task(examples, settings, seed, taught)
+    assert training and held_out
+    assert not {task_mark(one.task) for one in held_out} & taught
+    assert not {one.task for one in training} & {one.task for one in held_out}
+    assert len(training) + len(held_out) == len(examples)
+
+
+def marks(examples: tuple[Labelled, ...]) -> frozenset[str]:
+    return frozenset(task_mark(one.task) for one in examples)
+
+
+@pytest.mark.parametrize(("share", "seed"), [(0.2, 0), (0.2, 1), (0.5, 0), (0.1, 2)])
+def test_a_verifier_that_is_gone_on_from_is_judged_by_what_neither_was_taught(share: float, seed: int) -> None:
+    few, many = labelled([(task, True) for task in range(50)]), labelled([(task, True) for task in range(150)])
+    first = split_by_task(few, SETTINGS, 0)
+    taught = marks(first.training)
+    again = split_by_task(few, VerifierSettings(held_out=share), seed, taught)
+    assert marks(again.held_out) <= marks(first.held_out)
+    assert len(again.held_out) >= min(len(first.held_out), round(share * 50)), "another seed leaves enough to judge by"
+    grown = split_by_task(many, VerifierSettings(held_out=share), seed, taught)
+    assert not marks(grown.held_out) & taught and len(grown.held_out) >= share * 150
+    assert split_by_task(few, SETTINGS, 0, marks(tuple(many[50:]))) == first, "tasks of other stores change nothing"
+
+
+def test_a_task_that_had_to_be_learnt_from_is_not_held_out_of_a_larger_store() -> None:
+    settings = VerifierSettings(held_out=0.99)
+    first = split_by_task(labelled([(0, True), (1, True)]), settings, 0)
+    grown = split_by_task(labelled([(task, True) for task in range(9)]), settings, 0, marks(first.training))
+    assert len({one.task for one in first.training}) == 1 and first.training[0].task in {t.task for t in grown.training}
 
 
 @pytest.mark.parametrize(("ratio", "kept"), [(0.5, 5), (1.0, 10), (2.0, 20), (4.0, 25), (0.0, 25)])
