@@ -30,7 +30,7 @@ from openhands_rl_plugin.types import Failure, FailureKind, Task
 @pytest.fixture(scope="module")
 def loaded(verifier: Path) -> VerifierModel:
     torch.set_num_threads(1)
-    return VerifierModel(verifier)
+    return VerifierModel(verifier, dtype="float32")
 
 
 def lesson_of(store: Path, model: Path, settings: VerifierSettings) -> VerifierLesson:
