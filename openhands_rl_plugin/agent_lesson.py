@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,9 @@ from openhands_rl_plugin.settings import AlgorithmName, TrainingSettings
 from openhands_rl_plugin.training.algorithms import algorithm_of, needs_logprobs
 from openhands_rl_plugin.training.batch import is_recorded, samples_of
 from openhands_rl_plugin.training.credit import credited_samples
+from openhands_rl_plugin.training.endings import is_no_sample, is_overlong
 from openhands_rl_plugin.training.imitation import Pair, imitated, preference_pairs
-from openhands_rl_plugin.types import Adapter, Frozen, PolicyRef, Sample, Score, Trajectory
+from openhands_rl_plugin.types import Adapter, Frozen, PolicyRef, Sample, Score, StopReason, Trajectory
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.training.metrics import TrainMetrics
@@ -28,17 +30,24 @@ class ExcludedEpisodes(Frozen):
 
     ``held_out``: of a split that only measures (``HELD_OUT_SPLITS``), which no filter named; ``other_policy``: sampled
     from another model or another agent's adapter; ``failed``: no valid reward;
-    ``no_tokens``: the ids (or, for reinforcement learning, logprobs) were not recorded; ``overlong``: a limit cut them
-    short, where such are to be left out; ``no_signal``: no other episode of the task with another reward, or, for
-    fine-tuning, no success, or not among the best.
+    ``no_tokens``: the ids (or, for reinforcement learning, logprobs) were not recorded; ``unfinished``: the time ran
+    out, or the process ended, so that the reward says nothing about the policy; ``overlong``: a limit cut them short,
+    where such are to be left out; ``no_signal``: no other episode of the task with another reward, or, for fine-tuning,
+    no success, or not among the best.
     """
 
     held_out: int = 0
     other_policy: int = 0
     failed: int = 0
     no_tokens: int = 0
+    unfinished: int = 0
     overlong: int = 0
     no_signal: int = 0
+
+    def in_words(self) -> str:
+        """``"1 other policy, 2 no signal"``; ``"none"`` where nothing was left out."""
+        found = [f"{count} {why.replace('_', ' ')}" for why, count in self.model_dump().items() if count]
+        return ", ".join(found) or "none"
 
 
 class TrainReport(Frozen):
@@ -133,22 +142,16 @@ def make_lesson(episodes: Episodes, settings: TrainingSettings | AlgorithmName) 
         )
     raise TrainingError(
         f"nothing can be learnt from {len(episodes.trajectories)} episodes: no task has episodes with different "
-        f"returns, and none succeeded (return > {chosen.imitate_above:g}). Collect more with "
-        "run(..., batch_size=8), on easier tasks or at a higher [rl.sampling] temperature"
+        f"returns, and none succeeded (return > {chosen.imitate_above:g}); left out: {lesson.excluded.in_words()}. "
+        "Collect more with run(..., batch_size=8), or on easier tasks"
     )
 
 
 def lesson_of(episodes: Episodes, settings: TrainingSettings) -> Lesson:
     """What the algorithm of ``settings`` learns from the episodes; it may be nothing."""
-    recorded = [
-        (regrouped(trajectory), value)
-        for trajectory, value in zip(episodes.trajectories, episodes.returns, strict=True)
-        if is_recorded(trajectory, need_logprobs=needs_logprobs(settings))
-    ]
-    trajectories = [trajectory for trajectory, _ in recorded]
-    rewards = [value for _, value in recorded]
+    usable = _usable(episodes, settings)
+    trajectories, rewards = usable.trajectories, usable.returns
     pairs: list[Pair] = []
-    overlong = 0
     match algorithm_of(settings).kind:
         case "imitation":
             good = [trajectories[at] for at in imitated(trajectories, rewards, settings)]
@@ -157,20 +160,38 @@ def lesson_of(episodes: Episodes, settings: TrainingSettings) -> Lesson:
             pairs = preference_pairs(trajectories, rewards, settings)
             samples = [sample for pair in pairs for sample in (*pair.chosen, *pair.rejected)]
         case "reinforcement":
-            credit = credited_samples(trajectories, rewards, settings)
-            samples, overlong = credit.samples, credit.baseline.overlong
+            samples = credited_samples(trajectories, rewards, settings).samples
     used = len({sample.trajectory_id for sample in samples})
-    counts = {
-        "no_tokens": len(episodes.trajectories) - len(recorded),
-        "overlong": overlong,
-        "no_signal": len(recorded) - used - overlong,
-    }
     return Lesson(
         algorithm=settings.algorithm,
         samples=tuple(samples),
         used=used,
-        excluded=episodes.excluded.model_copy(update=counts),
+        excluded=usable.excluded.model_copy(update={"no_signal": len(trajectories) - used}),
         pairs=tuple(pairs),
+    )
+
+
+def _usable(episodes: Episodes, settings: TrainingSettings) -> Episodes:
+    """The episodes that the algorithm of ``settings`` may look at, in their groups, and why the others are not there.
+
+    An episode that ran out of time after it had succeeded is a success: it may be imitated, but not compared.
+    """
+    compares = algorithm_of(settings).kind != "imitation"
+    left_out: Counter[str] = Counter()
+    kept: list[tuple[Trajectory, float]] = []
+    for trajectory, value in zip(episodes.trajectories, episodes.returns, strict=True):
+        if not is_recorded(trajectory, need_logprobs=needs_logprobs(settings)):
+            left_out["no_tokens"] += 1
+        elif trajectory.stop is StopReason.UNFINISHED or (compares and is_no_sample(trajectory)):
+            left_out["unfinished"] += 1
+        elif is_overlong(trajectory, settings):
+            left_out["overlong"] += 1
+        else:
+            kept.append((regrouped(trajectory), value))
+    return Episodes(
+        trajectories=tuple(trajectory for trajectory, _ in kept),
+        returns=tuple(value for _, value in kept),
+        excluded=episodes.excluded.model_copy(update=left_out),
     )
 
 

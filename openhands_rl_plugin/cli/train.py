@@ -194,8 +194,7 @@ class _Training:
         from openhands_rl_plugin.training.estimate import estimate_memory, estimate_share
 
         print(f"{self._name} from {self._parent.name if self._parent else 'the base model'}, by {lesson.algorithm}")
-        left_out = [f"{n} {why.replace('_', ' ')}" for why, n in lesson.excluded.model_dump().items() if n]
-        print(f"  episodes: {lesson.used} used; left out: {', '.join(left_out) or 'none'}")
+        print(f"  episodes: {lesson.used} used; left out: {lesson.excluded.in_words()}")
         longest = max((len(sample.input_ids) for sample in lesson.samples), default=0)
         memory = estimate_memory(self._args.model, self._settings, longest)
         of_parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in memory.parts().items())

@@ -11,14 +11,11 @@ from collections.abc import Sequence
 
 from openhands_rl_plugin.settings import TrainingSettings
 from openhands_rl_plugin.training.algorithms import algorithm_of
+from openhands_rl_plugin.training.endings import is_no_sample, is_overlong
 from openhands_rl_plugin.training.estimators import Rollouts
-from openhands_rl_plugin.types import Frozen, StopReason, Trajectory
+from openhands_rl_plugin.types import Frozen, Trajectory
 
 EQUAL = 1e-9
-
-# Ends that say nothing about the policy: the episode would have gone on.
-_NO_SAMPLE = frozenset({StopReason.TIMEOUT, StopReason.UNFINISHED})
-_CUT_SHORT = frozenset({StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.MAX_TOKENS})
 
 
 class ValidGroups(Frozen):
@@ -67,7 +64,7 @@ def valid_groups(
 
     An algorithm without groups compares all valid episodes with each other.
     """
-    failed = [trajectory.failure is not None or trajectory.stop in _NO_SAMPLE for trajectory in trajectories]
+    failed = [trajectory.failure is not None or is_no_sample(trajectory) for trajectory in trajectories]
     groups: dict[str, list[int]] = {}
     unscored = overlong = 0
     for index, (trajectory, reward) in enumerate(zip(trajectories, rewards, strict=True)):
@@ -75,7 +72,7 @@ def valid_groups(
             continue
         if reward is None:
             unscored += 1
-        elif settings.overlong == "leave-out" and trajectory.stop in _CUT_SHORT:
+        elif is_overlong(trajectory, settings):
             overlong += 1
         else:
             groups.setdefault(trajectory.group_id, []).append(index)
