@@ -132,7 +132,7 @@ def make_lesson(episodes: Episodes, settings: TrainingSettings | AlgorithmName) 
     chosen = settings if isinstance(settings, TrainingSettings) else TrainingSettings(algorithm=settings)
     lesson = lesson_of(episodes, chosen)
     if not lesson.samples and algorithm_of(chosen).kind != "imitation":
-        lesson = lesson_of(episodes, chosen.model_copy(update={"algorithm": "sft"}))
+        lesson = lesson_of(episodes, chosen.as_fine_tuning())
     if lesson.samples:
         return lesson
     if lesson.excluded.no_tokens:

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.settings_effects import IMITATING, without_effect
+from openhands_rl_plugin.settings_effects import AlgorithmName as AlgorithmName
 from openhands_rl_plugin.settings_fields import Settings
 
 # PEFT's options for weights beside the low-rank ones.
@@ -21,21 +23,6 @@ def _provable_targets(value: tuple[str, ...]) -> tuple[str, ...]:
             f"adapters of {', '.join(found)} are not trained: servers leave them out of the logprobs that prove them"
         )
     return value
-
-
-AlgorithmName = Literal[
-    "sft",
-    "rejection-sampling",
-    "reinforce++",
-    "reinforce++-baseline",
-    "rloo",
-    "grpo",
-    "dr-grpo",
-    "dapo",
-    "gspo",
-    "cispo",
-    "dpo",
-]
 
 
 class TrainingSettings(Settings):
@@ -108,28 +95,17 @@ class TrainingSettings(Settings):
     def _fits(self) -> Self:
         if self.dual_clip and self.dual_clip <= 1:
             raise ValueError("dual_clip must be 0 (off) or greater than 1: it bounds the ratio where it is above 1")
+        if found := [why for _, why in without_effect(self, self.algorithm)]:
+            raise ValueError("; ".join(found))
         if self.discount < 1 and self.step_rewards == "episode" and not self.state_weight:
             raise ValueError(
                 'discount needs rewards of steps: set step_rewards = "environment" or "search", or a state_weight, or '
                 "leave 1"
             )
-        imitates = self.algorithm in ("sft", "rejection-sampling")
-        if self.tree == "branches" and imitates:
+        if self.method == "full" and self.algorithm not in IMITATING:
             raise ValueError(
-                f'tree = "branches" has no effect on algorithm = "{self.algorithm}", which imitates whole episodes: '
-                'leave "path", or choose "dpo" or an algorithm that reinforces'
-            )
-        if imitates or self.algorithm == "dpo":
-            if self.step_rewards != "episode":
-                raise ValueError(
-                    _weights_no_turns(f'step_rewards = "{self.step_rewards}"', self.algorithm, '"episode"')
-                )
-            if self.state_weight:
-                raise ValueError(_weights_no_turns(f"state_weight = {self.state_weight:g}", self.algorithm, "0"))
-        if self.method == "full" and (not imitates or self.kl != "none"):
-            raise ValueError(
-                'method = "full" fine-tunes: set algorithm = "sft" or "rejection-sampling" and kl = "none", or train '
-                'an adapter with method = "lora"'
+                'method = "full" fine-tunes: set algorithm = "sft" or "rejection-sampling", or train an adapter with '
+                'method = "lora"'
             )
         if self.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
             raise ValueError(
@@ -143,6 +119,12 @@ class TrainingSettings(Settings):
             )
         return self
 
+    def as_fine_tuning(self) -> Self:
+        """The same by ``algorithm = "sft"``, without what has no effect on it."""
+        chosen = self.model_copy(update={"algorithm": "sft"})
+        fields = type(self).model_fields
+        return chosen.model_copy(update={name: fields[name].default for name, _ in without_effect(chosen, "sft")})
+
     def check_servable(self) -> None:
         """Raise ``ConfigError`` for what no server can load as an adapter while it runs."""
         if self.method == "full":
@@ -155,10 +137,3 @@ class TrainingSettings(Settings):
                 '[rl.training] lora_variant = "dora": neither `openhands-rl serve` nor vLLM can serve it; train it '
                 'without publishing, or use "lora" or "rslora"'
             )
-
-
-def _weights_no_turns(setting: str, algorithm: str, default: str) -> str:
-    return (
-        f'{setting} has no effect on algorithm = "{algorithm}", which weights no turns: leave {default}, or choose an '
-        "algorithm that reinforces"
-    )

@@ -8,6 +8,7 @@ import pytest
 from openhands_rl_plugin import RLAgentConfig
 from openhands_rl_plugin.config import RLSettings, load_settings, settings_from_mapping
 from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.settings import TrainingSettings
 from openhands_rl_plugin.types import Limits, SamplingParams
 
 EXAMPLE = Path(__file__).parents[1] / "config.toml.example"
@@ -156,6 +157,63 @@ WRONG = [
 ]
 
 
+def without_effect(option: str, *algorithms: str, why: str) -> list[tuple[str, str]]:
+    said = f"[rl] training: {option} has no effect on algorithm = "
+    return [(f'[rl.training]\nalgorithm = "{each}"\n{option}', f'{said}"{each}", which {why}') for each in algorithms]
+
+
+WRONG += [
+    *without_effect(
+        'kl = "k3"', "dpo", why='measures no divergence from the base model: leave "none", or choose an alg'
+    ),
+    *without_effect('kl = "k1"', "sft", "rejection-sampling", why="measures no divergence from the base model"),
+    *without_effect(
+        "clip_low = 0.1", "cispo", "dpo", "sft", why="has cispo_low for its ratio, or no ratio: leave 0, or"
+    ),
+    *without_effect("clip_high = 0.1", "dpo", "sft", why="has no ratio"),
+    *without_effect(
+        "cispo_low = 0.5", "grpo", "gspo", why='has clip_low for its ratio, or no ratio: leave 0.2, or choose "c'
+    ),
+    *without_effect("dual_clip = 3", "gspo", "cispo", "dpo", why="has no second bound of its ratio"),
+    *without_effect(
+        'aggregation = "token"', "dpo", why='counts every pair the same: leave "auto", or choose another algo'
+    ),
+    *without_effect('correction = "mask"', "sft", "rejection-sampling", "dpo", why="has no importance weights"),
+    *without_effect("negative_scale = 0.5", "sft", "rejection-sampling", "dpo", why="has no advantages: leave 1, or"),
+    *without_effect(
+        'variance = "unbiased"', "grpo", "dpo", why='whitens nothing: leave "biased", or choose "reinforce++"'
+    ),
+    *without_effect(
+        "std_epsilon = 0.0001", "rloo", "sft", why='divides by no standard deviation: leave 1e-06, or choose "g'
+    ),
+    *without_effect("discount = 0.5", "dpo", "sft", why="weights no turns: leave 1"),
+    *without_effect("tree_weight = 2", "dpo", why="has no advantages"),
+    *without_effect("keep_best = 2", "sft", "grpo", why='takes all that it can learn from: leave 1, or choose "reject'),
+    *without_effect("dpo_beta = 0.2", "grpo", "sft", why='compares no pairs: leave 0.1, or choose "dpo"'),
+    (
+        "[rl.training]\nkl_coefficient = 0.1",
+        '[rl] training: kl_coefficient = 0.1 has no effect where kl = "none": leave 0.001, or set',
+    ),
+    (
+        '[rl.training]\ncorrection = "truncate"\ncorrection_low = 0.9',
+        '[rl] training: correction_low = 0.9 has no effect where correction = "truncate": leave 0.5',
+    ),
+    (
+        "[rl.training]\ntree_visits = 2",
+        '[rl] training: tree_visits = 2 has no effect where tree = "path": leave 1, or set tree = "branches"',
+    ),
+    (
+        "[rl.training]\nfixed_length = 9",
+        "[rl] training: fixed_length = 9 has no effect where sequences count otherwise: leave 0, or",
+    ),
+    (
+        '[rl.training]\nalgorithm = "dr-grpo"\naggregation = "token"\nfixed_length = 9',
+        "[rl] training: fixed_length = 9 has no effect",
+    ),
+    ('[rl.training]\nalgorithm = "dpo"\nkl = "k3"\nclip_low = 0.1', "[rl] training: clip_low = 0.1 has no effect on"),
+]
+
+
 TOT, MCTS = (f'[rl]\nrollout_strategy = "{name}"\n' for name in ("ToT", "MCTS"))
 WRONG += [
     (f"{TOT}[rl.strategy]\nnum_branches = 0", "[rl.strategy] num_branches: must be greater than or equal to 1, got 0"),
@@ -177,6 +235,37 @@ WRONG += [
 def test_a_wrong_value_gives_one_line(tmp_path: Path, text: str, expected: str) -> None:
     (line,) = refusal(tmp_path, text)
     assert line.startswith(expected)
+
+
+def test_an_option_that_its_algorithm_looks_at_is_accepted(tmp_path: Path) -> None:
+    for text in (
+        'algorithm = "dr-grpo"\nfixed_length = 9',
+        'algorithm = "sft"\naggregation = "fixed"\nfixed_length = 9',
+        'algorithm = "cispo"\ncispo_low = 0.5\nclip_high = 0.3\nstd_epsilon = 1e-4',
+        'algorithm = "gspo"\nclip_low = 0.001\nkl = "k3"\nkl_coefficient = 0.1\nkl_in = "reward"',
+        'algorithm = "dpo"\ntree = "branches"\ntree_visits = 2\ndpo_beta = 0.2\noverlong = "leave-out"',
+        'correction = "mask"\ncorrection_low = 0.9\ncorrection_level = "sequence"\nvariance = "unbiased"',
+        'algorithm = "rejection-sampling"\nkeep_best = 2\nimitate_above = 0.5',
+        'algorithm = "dpo"\nkl = "none"\nclip_low = 0.0',
+    ):
+        assert load(tmp_path, f"[rl.training]\n{text}\n").training.algorithm
+
+
+def test_any_training_can_be_had_as_fine_tuning() -> None:
+    given = TrainingSettings.model_validate(
+        {
+            "algorithm": "dr-grpo",
+            "fixed_length": 9,
+            "kl": "k3",
+            "kl_coefficient": 0.1,
+            "discount": 0.5,
+            "tree": "branches",
+        }
+        | {"step_rewards": "search", "tree_visits": 2, "correction": "mask", "correction_low": 0.9, "dual_clip": 2.0}
+        | {"batch_size": 3, "imitate_above": 0.5, "overlong": "leave-out"}
+    )
+    kept = {"batch_size": 3, "imitate_above": 0.5, "overlong": "leave-out"}
+    assert given.as_fine_tuning() == TrainingSettings.model_validate({"algorithm": "sft"} | kept)
 
 
 def test_the_options_of_the_strategy_are_those_of_all_sections(tmp_path: Path) -> None:

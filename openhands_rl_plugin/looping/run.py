@@ -102,8 +102,6 @@ def loop_plan(job: LoopJob, canary: tuple[int, ...]) -> LoopPlan:
     """The stages that the settings stand for. The warm start is ``[rl.training]`` as fine-tuning of episodes."""
     settings = job.settings
     loop, training, sampling = settings.loop, settings.training, settings.sampling_params()
-    fine_tuning = {"algorithm": "sft", "num_epochs": loop.warm_start_epochs, "kl": "none"}
-    of_turns = {"tree": "path", "step_rewards": "episode", "state_weight": 0.0, "discount": 1.0}
     return LoopPlan(
         run_id=job.run_id,
         base_model=settings.serving.model,
@@ -114,7 +112,7 @@ def loop_plan(job: LoopJob, canary: tuple[int, ...]) -> LoopPlan:
         iterations=loop.iterations,
         tasks_per_iteration=loop.tasks_per_iteration,
         samples_per_task=loop.samples_per_task,
-        warm_start=training.model_copy(update={**fine_tuning, **of_turns}),
+        warm_start=training.as_fine_tuning().model_copy(update={"num_epochs": loop.warm_start_epochs}),
         reinforcement=training,
         sampling=sampling,
         evaluation=sampling,

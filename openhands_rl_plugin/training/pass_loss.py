@@ -73,7 +73,7 @@ class Imitation:
 
     def __init__(self, settings: TrainingSettings) -> None:
         # The settings may name an algorithm that found nothing to compare; its weights are not meant for this.
-        self._settings = settings.model_copy(update={"algorithm": "sft"})
+        self._settings = settings.as_fine_tuning()
 
     def weights(self, batch: Sequence[Item]) -> Tensor:
         """As ``aggregation`` says."""

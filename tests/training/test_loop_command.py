@@ -316,7 +316,9 @@ def test_a_dry_run_says_what_would_be_done(talker: Path, tmp_path: Path, capsys:
 def test_the_warm_start_leaves_out_what_only_reinforcement_has(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     turns = (
-        'tree = "branches"\nstep_rewards = "environment"\ndiscount = 0.9\nkl = "k3"\n[rl.loop]\ndemonstrations = 2\n'
+        'tree = "branches"\nstep_rewards = "environment"\ndiscount = 0.9\nkl = "k3"\nkl_coefficient = 0.1\n'
+        'clip_high = 0.3\nnegative_scale = 0.5\ncorrection = "mask"\ncorrection_low = 0.9\n'
+        "[rl.loop]\ndemonstrations = 2\n"
     )
     config.write_text(config.read_text().replace("[rl.loop]\n", turns))
     settings = load_settings(config)
