@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ from openhands_rl_plugin.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.records import TrajectoryFilter
 from openhands_rl_plugin.scoring import judge_all
 from openhands_rl_plugin.settings import AlgorithmName, TrainingSettings
-from openhands_rl_plugin.training.algorithms import algorithm_of, needs_logprobs
+from openhands_rl_plugin.training.algorithms import Kind, algorithm_of, needs_logprobs
 from openhands_rl_plugin.training.batch import is_recorded, samples_of
 from openhands_rl_plugin.training.credit import credited_samples
 from openhands_rl_plugin.training.endings import is_no_sample, is_overlong
 from openhands_rl_plugin.training.imitation import Pair, imitated, preference_pairs
+from openhands_rl_plugin.training.tempering import is_tempered, samplings
 from openhands_rl_plugin.types import Adapter, Frozen, PolicyRef, Sample, Score, StopReason, Trajectory
 
 if TYPE_CHECKING:
@@ -32,8 +34,9 @@ class ExcludedEpisodes(Frozen):
     from another model or another agent's adapter; ``failed``: no valid reward;
     ``no_tokens``: the ids (or, for reinforcement learning, logprobs) were not recorded; ``unfinished``: the time ran
     out, or the process ended, so that the reward says nothing about the policy; ``overlong``: a limit cut them short,
-    where such are to be left out; ``no_signal``: no other episode of the task with another reward, or, for fine-tuning,
-    no success, or not among the best.
+    where such are to be left out; ``tempered``: sampled at another temperature than 1 or with a ``top_p``, so that the
+    logprobs are not those of what sampled, which reinforcement learning needs; ``no_signal``: no other episode of the
+    task that was played and sampled alike has another reward, or, for fine-tuning, no success, or not among the best.
     """
 
     held_out: int = 0
@@ -42,6 +45,7 @@ class ExcludedEpisodes(Frozen):
     no_tokens: int = 0
     unfinished: int = 0
     overlong: int = 0
+    tempered: int = 0
     no_signal: int = 0
 
     def in_words(self) -> str:
@@ -131,6 +135,8 @@ def make_lesson(episodes: Episodes, settings: TrainingSettings | AlgorithmName) 
         )
     chosen = settings if isinstance(settings, TrainingSettings) else TrainingSettings(algorithm=settings)
     lesson = lesson_of(episodes, chosen)
+    if not lesson.samples and lesson.excluded.tempered and not lesson.excluded.no_signal:
+        raise TrainingError(of_tempered(lesson.excluded))
     if not lesson.samples and algorithm_of(chosen).kind != "imitation":
         lesson = lesson_of(episodes, chosen.as_fine_tuning())
     if lesson.samples:
@@ -176,18 +182,20 @@ def _usable(episodes: Episodes, settings: TrainingSettings) -> Episodes:
 
     An episode that ran out of time after it had succeeded is a success: it may be imitated, but not compared.
     """
-    compares = algorithm_of(settings).kind != "imitation"
+    kind = algorithm_of(settings).kind
     left_out: Counter[str] = Counter()
     kept: list[tuple[Trajectory, float]] = []
     for trajectory, value in zip(episodes.trajectories, episodes.returns, strict=True):
         if not is_recorded(trajectory, need_logprobs=needs_logprobs(settings)):
             left_out["no_tokens"] += 1
-        elif trajectory.stop is StopReason.UNFINISHED or (compares and is_no_sample(trajectory)):
+        elif trajectory.stop is StopReason.UNFINISHED or (kind != "imitation" and is_no_sample(trajectory)):
             left_out["unfinished"] += 1
         elif is_overlong(trajectory, settings):
             left_out["overlong"] += 1
+        elif kind == "reinforcement" and is_tempered(trajectory):
+            left_out["tempered"] += 1
         else:
-            kept.append((regrouped(trajectory), value))
+            kept.append((regrouped(trajectory, kind), value))
     return Episodes(
         trajectories=tuple(trajectory for trajectory, _ in kept),
         returns=tuple(value for _, value in kept),
@@ -208,14 +216,28 @@ def teach(
             return trainer.reinforce(lesson.samples, on_progress, run=run)
 
 
-def regrouped(trajectory: Trajectory) -> Trajectory:
+def regrouped(trajectory: Trajectory, kind: Kind) -> Trajectory:
     """The episode in the group of everything that the same weights did with the same task, in whichever run.
 
-    A baseline is the expected return of one policy on one task; episodes of another version would shift it.
+    A baseline is the expected return of one policy on one task, and a preference should tell good from bad and not one
+    way of sampling from another. So what is compared was also played by one strategy and sampled alike; the best
+    episodes of a task may be of several.
     """
     task = trajectory.task
-    key = "\0".join((task.environment, task.id, task.instruction, trajectory.policy.served_name))
-    return trajectory.model_copy(update={"group_id": key})
+    key = [task.environment, task.id, task.instruction, trajectory.policy.served_name]
+    if kind != "imitation":
+        options = {name: value for name, value in trajectory.strategy.options.items() if name != "seed"}
+        key += [trajectory.strategy.name, json.dumps(options, sort_keys=True), str(samplings(trajectory))]
+    return trajectory.model_copy(update={"group_id": "\0".join(key)})
+
+
+def of_tempered(excluded: ExcludedEpisodes) -> str:
+    """What to do where all that could be compared was sampled otherwise than its logprobs say."""
+    return (
+        f"{excluded.tempered} episodes were sampled at another temperature than 1 or with a top_p below 1, but the "
+        "recorded logprobs are those of temperature 1: play again with temperature = 1.0 and top_p = 1.0, or learn "
+        'from these with algorithm = "dpo", "sft" or "rejection-sampling"'
+    )
 
 
 def _reward(trajectory: Trajectory, scores: Mapping[str, Score]) -> float | None:

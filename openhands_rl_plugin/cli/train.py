@@ -302,12 +302,16 @@ def _sizes(samples: Sequence[Sample]) -> str:
 
 
 def _nothing(settings: TrainingSettings, excluded: ExcludedEpisodes) -> str:
+    from openhands_rl_plugin.agent_lesson import of_tempered
+
+    if excluded.tempered and not excluded.no_signal:
+        return of_tempered(excluded)
     count = excluded.held_out
     aside = f" ({count} of held-out splits were left out: name one with --split)" if count else ""
     if settings.algorithm in ("sft", "rejection-sampling"):
         above = f"{settings.imitate_above:g}; see --imitate-above"
         return f"nothing to imitate: no episode has a reward above {above}{aside}"
     return (
-        "nothing to compare: no task has episodes of one policy version with different rewards; roll out several "
-        f"episodes a task, or imitate the best with --algorithm rejection-sampling{aside}"
+        "nothing to compare: no task has episodes of one policy version, played and sampled alike, with different "
+        f"rewards; roll out several episodes a task, or imitate the best with --algorithm rejection-sampling{aside}"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,10 +83,25 @@ def check_trainable(settings: RLSettings) -> None:
             '[rl.training] sharding = "layers" splits a model among several processes, and a loop trains in one: leave '
             '"auto", or train on stored episodes with torchrun and `openhands-rl train`'
         )
-    if settings.sampling.temperature == 0:
-        raise ConfigError(
-            "[rl.sampling] temperature = 0: all episodes of a task would be the same, with nothing to compare; set 1.0"
-        )
+    for where, value in _sampled_by(settings):
+        if value != 1:
+            raise ConfigError(
+                f"{where} = {value:g}: logprobs are recorded and trained on as those of the whole distribution at "
+                "temperature 1, so the gradient would be wrong for what another one samples; set 1.0"
+            )
+
+
+def _sampled_by(settings: RLSettings) -> Iterator[tuple[str, float]]:
+    """What shapes the distribution that actions are sampled from: the settings, and what the strategy sets itself."""
+    yield "[rl.sampling] temperature", settings.sampling.temperature
+    yield "[rl.sampling] top_p", settings.sampling.top_p
+    strategy = registry.build("strategies", settings.rollout_strategy, settings.strategy)
+    options: object = getattr(strategy, "options", None)
+    for prefix, asked in (("", options), ("sampling.", getattr(options, "sampling", None))):
+        for name in ("temperature", "top_p"):
+            value: object = getattr(asked, name, None)
+            if isinstance(value, float):
+                yield f"[rl.strategy] {prefix}{name}", value
 
 
 def objective_of(tasks: LoopTasks, settings: RLSettings) -> RewardSettings:

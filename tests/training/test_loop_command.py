@@ -33,6 +33,7 @@ from openhands_rl_plugin.serving.server import running_server
 from openhands_rl_plugin.settings import TrainingSettings
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
 from openhands_rl_plugin.training.plan import LoopState
+from openhands_rl_plugin.training.tempering import is_tempered
 from openhands_rl_plugin.types import Score, Trajectory
 
 HOLDING = """
@@ -154,6 +155,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     played = stored(tmp_path)
     assert len({trajectory.id for trajectory, _ in played}) == len(played) >= 2 + 2 * 6 + 2
     assert {trajectory.policy.base_model for trajectory, _ in played} == {MODEL}
+    assert not any(is_tempered(trajectory) for trajectory, _ in played), "`train` may learn from them, too"
     learnt = {
         trajectory.id: [score.reward_version for score in scores]
         for trajectory, scores in played
@@ -229,7 +231,24 @@ WRONG = [
     (["--model", "MODEL", "--held-out", "6"], "", "too few tasks: 0 to train on, 6 held out"),
     (["--model", "MODEL", "--demonstrations", "2"], "", "only the webshop has a script that plays them"),
     (["--model", "MODEL", "--kind", "asynchronous"], "", "--kind: must be 'sync' or 'async'"),
-    (["--model", "MODEL"], "[rl.sampling]\ntemperature = 0.0", "with nothing to compare; set 1.0"),
+    (["--model", "MODEL"], "[rl.sampling]\ntemperature = 0.0", "[rl.sampling] temperature = 0: logprobs are recorded"),
+    (["--model", "MODEL"], "[rl.sampling]\ntemperature = 0.7", "for what another one samples; set 1.0"),
+    (["--model", "MODEL"], "[rl.sampling]\ntop_p = 0.9", "[rl.sampling] top_p = 0.9: logprobs are recorded"),
+    (
+        ["--model", "MODEL"],
+        "[rl.strategy]\nsampling = {temperature = 0.5}",
+        "[rl.strategy] sampling.temperature = 0.5: ",
+    ),
+    (
+        ["--model", "MODEL"],
+        '[extended.rl]\nrollout_strategy = "MCTS"\n[extended.rl.strategy]\ntemperature = 0.7',
+        "[rl.strategy] temperature = 0.7: logprobs",
+    ),
+    (
+        ["--model", "MODEL"],
+        '[extended.rl]\nrollout_strategy = "ToT"\n[extended.rl.strategy]\nsampling = {top_p = 0.9}',
+        "[rl.strategy] sampling.top_p = 0.9: logprobs",
+    ),
     (["--model", "MODEL"], '[rl.training]\nalgorithm = "sft"', '"sft" does not reinforce'),
     (["--model", "MODEL"], '[rl.training]\nlora_variant = "dora"', "nor vLLM can serve it"),
     (["--model", "MODEL"], '[rl.training]\nsharding = "layers"', "and a loop trains in one: leave"),

@@ -30,6 +30,7 @@ from openhands_rl_plugin.types import (
     Message,
     Node,
     PolicyRef,
+    SamplingParams,
     Score,
     StopReason,
     Task,
@@ -141,6 +142,25 @@ def test_a_dry_run_says_what_would_be_trained_and_leaves_nothing(
     assert "sequences: 2; tokens: 106, of them unique 66, trained 20" in printed
     assert "steps: 3 (3 epochs)" in printed and "memory: about" in printed
     assert not (tmp_path / "adapters").exists() and scores_in(store) == []
+
+
+def test_episodes_of_another_temperature_are_counted_and_not_reinforced(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def greedy(number: int) -> Trajectory:
+        made = episode(number, float(number % 2))
+        asked = SamplingParams(temperature=0.0)
+        nodes = tuple(node.model_copy(update={"sampling": asked}) if node.sampled else node for node in made.nodes)
+        return made.model_copy(update={"nodes": nodes})
+
+    plain = [episode(number, float(number % 2)) for number in range(2)]
+    mixed = store_of(tmp_path / "mixed", *plain, *(greedy(number) for number in range(2, 5)))
+    words = ["--model", str(model), "--adapters", str(tmp_path / "adapters"), "--algorithm", "grpo"]
+    assert cli.main(["train", str(mixed), *words, "--dry-run"]) == 0
+    assert "episodes: 2 used; left out: 3 tempered" in capsys.readouterr().out
+    alone = store_of(tmp_path / "alone", *(greedy(number) for number in range(2)))
+    assert cli.main(["train", str(alone), *words]) == 1
+    assert "2 episodes were sampled at another temperature than 1" in _said(capsys)
 
 
 def test_a_configuration_file_is_read_and_overridden(
