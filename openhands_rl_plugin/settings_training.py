@@ -61,7 +61,7 @@ class TrainingSettings(Settings):
     kl_coefficient: float = Field(default=0.001, ge=0)
     kl_in: Literal["loss", "reward"] = "loss"
     correction: Literal["none", "truncate", "mask"] = "none"
-    correction_level: Literal["token", "sequence"] = "token"
+    correction_level: Literal["token", "sequence", "sequence-product"] = "token"
     correction_low: float = Field(default=0.5, ge=0, le=1)
     correction_high: float = Field(default=2.0, ge=1)
     step_rewards: Literal["episode", "environment", "search"] = "episode"

@@ -14,6 +14,10 @@ import torch
 from torch import Tensor
 
 Correction = Literal["none", "truncate", "mask"]
+CorrectionLevel = Literal["token", "sequence", "sequence-product"]
+
+# A product over thousands of tokens leaves float32; e to the 20 and to the -20 lie beyond all bounds (as in verl).
+_LOG_BOUND = 20.0
 
 
 @dataclass(frozen=True)
@@ -29,11 +33,13 @@ class TokenBatch:
     sequence: Tensor
     sequences: int
 
+    def sum_of_sequence(self, values: Tensor) -> Tensor:
+        """[K]: every token gets the sum of ``values`` over its sequence."""
+        return values.new_zeros(self.sequences).index_add_(0, self.sequence, values)[self.sequence]
+
     def mean_of_sequence(self, values: Tensor) -> Tensor:
         """[K]: every token gets the mean of ``values`` over its sequence."""
-        sums = values.new_zeros(self.sequences).index_add_(0, self.sequence, values)
-        counts = values.new_zeros(self.sequences).index_add_(0, self.sequence, torch.ones_like(values))
-        return (sums / counts.clamp(min=1))[self.sequence]
+        return self.sum_of_sequence(values) / self.sum_of_sequence(torch.ones_like(values))
 
 
 def ppo(batch: TokenBatch, *, low: float = 0.2, high: float = 0.2, dual: float | None = None) -> Tensor:
@@ -93,20 +99,31 @@ def correction_weights(
     behaviour: Tensor,
     *,
     mode: Correction,
-    level: Literal["token", "sequence"] = "token",
+    level: CorrectionLevel = "token",
     low: float = 0.5,
     high: float = 2.0,
 ) -> Tensor:
     """Importance weights for tokens that another policy, or another engine, has sampled: ``old / behaviour``.
 
     behaviour: [K] logprobs as they were sampled. ``truncate`` caps the weight at ``high`` (truncated importance
-    sampling, Yao et al. 2025); ``mask`` gives 0 to what lies outside ``low .. high``. At ``sequence`` level the weight
-    is that of the whole sequence, as a geometric mean a token. Returns [K] weights without gradient.
+    sampling, Yao et al. 2025); ``mask`` gives 0 to what lies outside ``low .. high``. Returns [K] weights without
+    gradient.
+
+    At ``sequence`` level all tokens of a sequence have the geometric mean of their ratios, which does not grow with the
+    length (verl, SkyRL and OpenRLHF choose by it which sequences to leave out). At ``sequence-product`` they have the
+    product, the exact weight of the sequence, which goes far from 1 with the length: "sequence" in verl and SkyRL, and
+    the ``sequence_`` modes of TRL, one of which is its default.
     """
     if mode == "none":
         return torch.ones_like(behaviour)
     difference = (batch.old - behaviour).detach()
-    ratio = torch.exp(batch.mean_of_sequence(difference) if level == "sequence" else difference)
+    match level:
+        case "token":
+            ratio = torch.exp(difference)
+        case "sequence":
+            ratio = torch.exp(batch.mean_of_sequence(difference))
+        case "sequence-product":
+            ratio = torch.exp(batch.sum_of_sequence(difference).clamp(-_LOG_BOUND, _LOG_BOUND))
     if mode == "truncate":
         return ratio.clamp(max=high)
     return torch.where((ratio >= low) & (ratio <= high), ratio, torch.zeros_like(ratio))

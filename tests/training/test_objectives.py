@@ -113,6 +113,44 @@ def test_stale_tokens_are_weighed_capped_or_left_out():
     assert torch.allclose(weigh(mode="mask", level="sequence", high=3.0), torch.tensor([0, 0, second, second]))
 
 
+def test_a_sequence_can_be_weighed_by_the_product_of_its_ratios():
+    ratios = torch.tensor([0.5, 3.0, 0.2, 0.9, 1.5, 2.0])
+    sequence = torch.tensor([0, 0, 1, 1, 2, 2])
+    batch = TokenBatch(torch.zeros(6), ratios.log(), torch.ones(6), sequence, 3)
+    weigh = partial(correction_weights, batch, torch.zeros(6), level="sequence-product")
+    assert torch.equal(weigh(mode="none"), torch.ones(6))
+    assert torch.allclose(weigh(mode="truncate"), torch.tensor([1.5, 1.5, 0.18, 0.18, 2.0, 2.0]))
+    assert torch.allclose(weigh(mode="mask"), torch.tensor([1.5, 1.5, 0.0, 0.0, 0.0, 0.0]))
+    assert torch.allclose(weigh(mode="mask", high=3.5), torch.tensor([1.5, 1.5, 0.0, 0.0, 3.0, 3.0]))
+
+
+def test_the_product_is_that_of_padded_rows_and_every_sequence_is_weighed_as_if_alone():
+    whole = golden_batch()
+    behaviour = whole.logprobs.detach()
+    rows = torch.zeros(ROWS, WIDTH)
+    rows[torch.arange(WIDTH)[None] < torch.tensor(LENGTHS)[:, None]] = whole.old - behaviour
+    weights = correction_weights(whole, behaviour, mode="truncate", level="sequence-product", high=1e9)
+    assert torch.allclose(weights, rows.sum(dim=1).exp()[whole.sequence]) and not weights.requires_grad
+    for row in range(ROWS):
+        own = whole.sequence == row
+        count = int(own.sum())
+        alone = TokenBatch(behaviour[own], whole.old[own], torch.ones(count), torch.zeros(count, dtype=torch.int64), 1)
+        found = correction_weights(alone, behaviour[own], mode="truncate", level="sequence-product", high=1e9)
+        assert torch.allclose(found, weights[own])
+
+
+@pytest.mark.parametrize("away", [-1.0, 1.0])
+def test_the_product_over_many_tokens_stays_finite(away: float):
+    count = 20_000
+    batch = TokenBatch(
+        torch.zeros(count), torch.full((count,), away), torch.ones(count), torch.zeros(count, dtype=torch.int64), 1
+    )
+    weigh = partial(correction_weights, batch, torch.zeros(count), level="sequence-product")
+    assert weigh(mode="truncate", high=1e30).isfinite().all()
+    assert torch.allclose(weigh(mode="truncate"), torch.tensor(2.0 if away > 0 else 0.0))
+    assert not weigh(mode="mask").any()
+
+
 def test_weights_of_a_batch_sum_to_one_and_do_not_depend_on_how_it_is_cut():
     lengths = LENGTHS_OF
     for weights in (token_mean, sequence_mean, partial(rollout_mean, rollout=torch.tensor([0, 0, 1, 1, 1, 2]))):

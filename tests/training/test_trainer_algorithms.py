@@ -165,6 +165,20 @@ def test_stale_rollouts_are_weighed_against_the_policy_as_it_was(model: Path) ->
     assert metrics.drift == pytest.approx(ratios.log().abs().mean().item(), abs=1e-4)
 
 
+@pytest.mark.parametrize("tokens_per_pass", [1, 100_000])
+def test_stale_rollouts_are_weighed_as_wholes_however_they_are_packed(model: Path, tokens_per_pass: int) -> None:
+    trainer = trainer_of(
+        model, correction="truncate", correction_level="sequence-product", max_tokens_per_pass=tokens_per_pass
+    )
+    samples = spoken(trainer, make_samples())
+    away = [logprobs_of(trainer, sample) - recorded_of(sample) for sample in samples]
+    weights = torch.cat([torch.exp(each.sum()).clamp(max=2.0).expand(len(each)) for each in away])
+    advantages = torch.cat([torch.full((len(each),), s.advantage) for each, s in zip(away, samples, strict=True)])
+    metrics = trainer.reinforce(samples)
+    assert metrics.loss == pytest.approx(-(weights * advantages).mean().item(), abs=1e-5)
+    assert metrics.weight == pytest.approx(weights.mean().item(), abs=1e-5)
+
+
 def test_staleness_counts_versions(model: Path) -> None:
     policies = [PolicyRef(base_model="m"), PolicyRef(base_model="m", adapter="a", version=3)]
     samples = [s.model_copy(update={"policy": p}) for s, p in zip(make_samples(2), policies, strict=True)]
