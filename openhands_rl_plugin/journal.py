@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from itertools import compress
 from operator import ne
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from pydantic import JsonValue
 
@@ -14,6 +14,7 @@ from openhands_rl_plugin.protocols import LLMEngine, TrajectoryStorage
 from openhands_rl_plugin.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, NodeMark, TrajectoryFilter
 from openhands_rl_plugin.tree import DraftNode, EpisodeTree
 from openhands_rl_plugin.types import Completion, JsonObject, Message, Node, SamplingParams, Trajectory
+from openhands_rl_plugin.waiting import to_the_end
 
 _Facts = tuple[float | None, bool, float | None, int, JsonValue]
 """What a mark tells of a node: reward, simulated, value, visits, and the strategy's notes."""
@@ -71,11 +72,11 @@ class EpisodeJournal:
 
     async def keep(self, tree: EpisodeTree) -> None:
         """Store the nodes and marks that came since the last call; nothing after ``end``. Raises ``StorageError``."""
-        await _to_the_end(self._keep(tree))
+        await to_the_end(self._keep(tree))
 
     async def end(self, trajectory: Trajectory) -> None:
         """Store what is left of the frozen episode and close it. Raises ``StorageError``."""
-        await _to_the_end(self._close(trajectory))
+        await to_the_end(self._close(trajectory))
 
     async def _keep(self, tree: EpisodeTree) -> None:
         async with self._turn:
@@ -190,14 +191,3 @@ def _mark(index: int, node: Node | DraftNode) -> NodeMark:
         visits=node.visits,
         search=node.metadata.get("search"),
     )
-
-
-async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Wait for ``work`` even when the caller is cancelled, and raise what it raises before the cancellation."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        task.result()
-        raise

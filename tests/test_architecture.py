@@ -17,7 +17,7 @@ LONGEST_FILE = 400
 LONGEST_FUNCTION = 70
 
 VALUES = {"types", "errors"}
-CORE = VALUES | {"redaction", "records", "protocols", "tree", "validation", "messages", "conversation"}
+CORE = VALUES | {"redaction", "records", "protocols", "tree", "validation", "messages", "conversation", "waiting"}
 PLUGINS = {"strategies", "environments", "engines", "templates", "storages", "rewards"}
 # ``agent_*`` are the files of ``agent``.
 AGENT = {"agent", "agent_episodes", "agent_lesson", "agent_policies", "agent_server", "agent_snapshot", "agent_thread"}
@@ -29,6 +29,7 @@ ARROWS: dict[str, set[str]] = {
     "types": set(),
     "validation": set(),
     "memory": set(),
+    "waiting": set(),
     "secret_shapes": set(),
     "redaction": {"types", "secret_shapes"},
     "errors": {"types", "redaction"},

@@ -62,7 +62,7 @@ class Search:
         self.episode = episode
         self.log = SearchLog()
         self.root = tree.head
-        self._worlds = OpenWorlds(options.open_worlds)
+        self._worlds = OpenWorlds(options.open_worlds, options.step_timeout)
         self._asking: Counter[int | None] = Counter()
         self._stepping: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 

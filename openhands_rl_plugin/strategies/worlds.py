@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol, runtime_checkable
 
 from openhands_rl_plugin.errors import CaughtFailure, boundary
 from openhands_rl_plugin.protocols import Environment
 from openhands_rl_plugin.types import FailureKind
+from openhands_rl_plugin.waiting import to_the_end
 
 
 @runtime_checkable
@@ -49,10 +50,15 @@ class OpenWorlds:
     A fork has a place from before it is made until it is closed. Where all places are taken, the kept fork that was not
     used for longest is closed for who needs one; a fork that is being copied is not. Nobody waits for a place while he
     copies a fork, so that there is always a way on.
+
+    A close that has begun goes on when who asked for it is cancelled, since nobody would do it again. It is given up
+    after ``patience`` seconds.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, patience: float) -> None:
         self._free = most
+        self._patience = patience
+        self._closing: set[asyncio.Task[None]] = set()
         self._kept: OrderedDict[int | None, Environment] = OrderedDict()
         self._copied: Counter[int | None] = Counter()
         self._changed = asyncio.Event()
@@ -76,10 +82,7 @@ class OpenWorlds:
 
     async def end(self, environment: Environment) -> None:
         """Close a fork that is not kept, and give its place back."""
-        try:
-            await _close(environment)
-        finally:
-            self.leave()
+        await asyncio.shield(self._begin_to_end(environment))
 
     def get(self, state: int | None) -> Environment | None:
         """The fork that is kept at ``state``, which counts as used now."""
@@ -109,16 +112,24 @@ class OpenWorlds:
         return self._kept.pop(state, None)
 
     async def close(self) -> None:
-        """Close all that is kept, and keep nothing any more."""
+        """Close all that is kept, and keep nothing any more; returns when no close is under way."""
         self._left = True
         kept, self._kept = list(self._kept.values()), OrderedDict()
-        await asyncio.gather(*(self.end(environment) for environment in kept))
+        for environment in kept:
+            self._begin_to_end(environment)
+        await to_the_end(asyncio.gather(*self._closing))
 
+    def _begin_to_end(self, environment: Environment) -> asyncio.Task[None]:
+        closing = asyncio.create_task(self._end(environment))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        return closing
 
-async def _close(environment: Environment) -> None:
-    """A failed close leaks a fork but does not spoil the search."""
-    try:
-        with boundary(FailureKind.INFRASTRUCTURE, "search.close"):
-            await environment.close()
-    except CaughtFailure:
-        return
+    async def _end(self, environment: Environment) -> None:
+        """A failed close leaks a fork but does not spoil the search."""
+        try:
+            with suppress(CaughtFailure), boundary(FailureKind.INFRASTRUCTURE, "search.close"):
+                async with asyncio.timeout(self._patience):
+                    await environment.close()
+        finally:
+            self.leave()

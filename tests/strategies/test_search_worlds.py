@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import time
 
 import pytest
-from search_worlds import SeededEngine, opened, report
+from search_worlds import CountedWorld, EveryWayEngine, SeededEngine, opened, report
 
 from openhands_rl_plugin import registry
 from openhands_rl_plugin.errors import BadEnvironmentError
+from openhands_rl_plugin.strategies.best_of_n import BestOfNStrategy
+from openhands_rl_plugin.strategies.budget import SearchBudget
+from openhands_rl_plugin.strategies.mcts import MCTSStrategy
+from openhands_rl_plugin.strategies.value import NoValue
 from openhands_rl_plugin.testing_planning import PlanningEnvironment, PlanningOptions
 from openhands_rl_plugin.types import JsonObject, Message, Observation
 
@@ -65,3 +70,52 @@ async def test_no_more_forks_are_open_than_may_be_and_no_branch_dies_of_it(name:
     assert (told["dropped"], told["unjudged"]) == (0, 0) and "last_failure" not in told
     assert 0 < world.forks["most"] <= int(str(options["open_worlds"]))
     assert world.forks["open"] == 0, "all are closed in the end"
+
+
+class Lingering(CountedWorld):
+    """Its forks take ``lasts`` seconds to close, and nothing closes one whose close was broken off."""
+
+    lasts = 0.05
+    closing = False
+
+    async def close(self) -> None:
+        if not self.closing:
+            self.closing = True
+            await asyncio.sleep(self.lasts)
+            self.closed = True
+
+
+async def test_seconds_that_end_while_a_fork_is_closed_leave_none_open():
+    for seconds in (0.02, 0.03, 0.05, 0.08, 0.12):
+        world = Lingering()
+        tree = await opened(world)
+        strategy = BestOfNStrategy(n=8, value=NoValue(), open_worlds=1, turn_budget=SearchBudget(seconds=seconds))
+        chosen = await strategy.decide(tree, EveryWayEngine(), world)
+        assert report(tree, chosen)["cut_by"] == "seconds"
+        assert world.opened and world.left_open == 0, seconds
+
+
+@pytest.mark.parametrize("times", [1, 3])
+async def test_who_is_stopped_while_forks_are_closed_leaves_none_open(times: int):
+    world = Lingering()
+    strategy = MCTSStrategy(num_simulations=16, parallel=4, value=NoValue())
+    search = asyncio.ensure_future(strategy.decide(await opened(world), SeededEngine(), world))
+    while not any(twin.closing for twin in world.opened):
+        await asyncio.sleep(0)
+    for _ in range(times):
+        search.cancel()
+        await asyncio.sleep(0.005)
+    with pytest.raises(asyncio.CancelledError):
+        await search
+    assert len(world.opened) > 1 and world.left_open == 0
+
+
+async def test_a_close_that_hangs_is_given_up_after_the_time_of_a_step():
+    world = Lingering()
+    world.lasts = 30.0
+    tree = await opened(world)
+    budget = SearchBudget(seconds=0.1)
+    strategy = BestOfNStrategy(n=4, value=NoValue(), step_timeout=0.1, turn_budget=budget)
+    started = time.monotonic()
+    await strategy.decide(tree, EveryWayEngine(), world)
+    assert world.opened and time.monotonic() - started < 2

@@ -10,6 +10,7 @@ from typing import Any
 from openhands_rl_plugin.errors import CaughtFailure, InfrastructureError, boundary
 from openhands_rl_plugin.protocols import Environment
 from openhands_rl_plugin.types import FailureKind
+from openhands_rl_plugin.waiting import to_the_end
 
 _PATIENCE = 10.0
 
@@ -37,7 +38,11 @@ class Branches:
         self._open.discard(branch)
 
     async def close(self) -> None:
-        """Close all forks, also those that are still being made. One that does not come up in time is left alone."""
+        """Close all forks, also those that are still being made. One that does not come up or close in time is left
+        alone. What has begun here is ended even when the caller is cancelled."""
+        await to_the_end(self._close_all())
+
+    async def _close_all(self) -> None:
         self._closed = True
         if self._making:
             await asyncio.wait(self._making, timeout=_PATIENCE)
@@ -51,4 +56,5 @@ class Branches:
 
 async def _close(branch: Environment) -> None:
     with suppress(CaughtFailure), boundary(FailureKind.INFRASTRUCTURE, "search.close"):
-        await branch.close()
+        async with asyncio.timeout(_PATIENCE):
+            await branch.close()
