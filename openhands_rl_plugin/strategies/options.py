@@ -22,8 +22,9 @@ class SearchOptions(StrictOptions):
     the call, not from what is asked side by side (``None`` leaves seeds to the engine). ``sampling`` holds what else is
     asked for. ``turn_budget`` bounds the search for one turn, ``episode_budget`` that of all turns together; once the
     latter is spent every turn is one plain completion. A budget with fewer calls or steps than one move takes is
-    refused. ``step_timeout`` is in seconds, for one step of a fork and for closing one; ``open_worlds`` bounds the
-    forks held at a time and ``max_nodes`` the tree. ``value`` names what judges a state.
+    refused. ``step_timeout`` is in seconds, for one step of a fork together with making it, and for closing one; in a
+    workspace the commands' own limits count where they are longer. ``open_worlds`` bounds the forks held at a time and
+    ``max_nodes`` the tree. ``value`` names what judges a state.
     """
 
     value: str = "model"

@@ -12,7 +12,7 @@ import asyncio
 import math
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from openhands_rl_plugin.errors import BadEnvironmentError, CaughtFailure, ModelError, boundary, describe
@@ -22,7 +22,7 @@ from openhands_rl_plugin.strategies.budget import Spending, SpentError
 from openhands_rl_plugin.strategies.notes import action_key, ended, note, notes, times_merged
 from openhands_rl_plugin.strategies.options import SearchLog, SearchOptions
 from openhands_rl_plugin.strategies.seeds import call_seed
-from openhands_rl_plugin.strategies.worlds import OpenWorlds, fork_steps, pays_rewards
+from openhands_rl_plugin.strategies.worlds import OpenWorlds, fork_steps, in_step_time, pays_rewards
 from openhands_rl_plugin.tree import EpisodeTree
 from openhands_rl_plugin.types import (
     Completion,
@@ -281,8 +281,12 @@ class Search:
         return environment
 
     async def _forked_in_time(self, start: _Start) -> Environment:
-        async with asyncio.timeout(self.options.step_timeout):
+        async with self._step_time(start.way):
             return await self._forked(start)
+
+    def _step_time(self, actions: Sequence[int]) -> AbstractAsyncContextManager[None]:
+        messages = (self.tree.nodes[at].message for at in actions)
+        return in_step_time(self.world, self.options.step_timeout, messages)
 
     def _actions_to(self, state: int | None) -> list[int]:
         """The actions that lead from the root to ``state``."""
@@ -298,7 +302,7 @@ class Search:
         node = self.tree.nodes[action]
         start = await self._start(node.parent, 1)
         with boundary(FailureKind.ENVIRONMENT, "search.simulate"):
-            async with asyncio.timeout(self.options.step_timeout):
+            async with self._step_time((*start.way, action)):
                 environment = await self._forked(start)
                 try:
                     observation = whole_observation(await environment.step(node.message))

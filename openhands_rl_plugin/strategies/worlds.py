@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Protocol, runtime_checkable
 
-from openhands_rl_plugin.errors import CaughtFailure, boundary
+from openhands_rl_plugin.errors import BadEnvironmentError, CaughtFailure, boundary
 from openhands_rl_plugin.protocols import Environment
-from openhands_rl_plugin.types import FailureKind
+from openhands_rl_plugin.types import FailureKind, Message
 from openhands_rl_plugin.waiting import to_the_end
 
 
@@ -34,6 +34,15 @@ class SaysWhatForksCost(Protocol):
         ...
 
 
+@runtime_checkable
+class SaysHowLongStepsMayTake(Protocol):
+    """A world whose steps have limits of their own. One that does not say so needs no particular time."""
+
+    def step_seconds(self, action: Message) -> float:
+        """The seconds that a fork must have for ``action`` to be answered as the live world would answer it."""
+        ...
+
+
 def pays_rewards(world: object) -> bool:
     """Whether steps in ``world`` can earn anything."""
     return world.pays_rewards if isinstance(world, SaysWhetherItPays) else True
@@ -42,6 +51,25 @@ def pays_rewards(world: object) -> bool:
 def fork_steps(world: object) -> int:
     """The steps that a fork of ``world`` takes."""
     return world.fork_steps if isinstance(world, SaysWhatForksCost) else 0
+
+
+@asynccontextmanager
+async def in_step_time(world: object, step_timeout: float, actions: Iterable[Message]) -> AsyncIterator[None]:
+    """Bounds a copy of ``world`` and these steps in it to ``step_timeout`` seconds, or to what the world says that the
+    steps may take where that is more. Raises ``BadEnvironmentError`` when the time is over."""
+    own = sum(map(world.step_seconds, actions)) if isinstance(world, SaysHowLongStepsMayTake) else 0.0
+    limit = asyncio.timeout(max(step_timeout, own))
+    try:
+        async with limit:
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        more = f" (and than the {own:g} s that its commands may take)" if own > step_timeout else ""
+        raise BadEnvironmentError(
+            f"a step in a copy, with the copying, took longer than step_timeout = {step_timeout:g} s{more}: "
+            "raise it in [rl.strategy]"
+        ) from error
 
 
 class OpenWorlds:

@@ -144,6 +144,38 @@ async def test_a_branch_that_hangs_is_dropped(make: Make):
     tree = await opened(world)
     chosen = await make(step_timeout=0.05).decide(tree, EveryWayEngine(), world)
     assert tree.nodes[chosen].message.content != "0"
+    assert "took longer than step_timeout = 0.05 s: raise it in [rl.strategy]" in str(report(tree, chosen))
+
+
+@EVERY
+async def test_when_all_branches_hang_the_failure_says_what_to_raise(make: Make):
+    world = FragileWorld()
+    world.slow = frozenset("0123")
+    says = r"branches of the search died; the last: BadEnvironmentError: .* step_timeout = 0.05 s: raise it"
+    with pytest.raises(CaughtFailure, match=says) as caught:
+        await make(step_timeout=0.05).decide(await opened(world), EveryWayEngine(), world)
+    assert caught.value.failure.kind is FailureKind.ENVIRONMENT
+
+
+class PatientWorld(FragileWorld):
+    """Its steps may take ``own`` seconds."""
+
+    own = 5.0
+
+    def step_seconds(self, action: Said) -> float:
+        return self.own
+
+
+@EVERY
+async def test_a_step_has_the_time_that_the_world_says_it_may_take(make: Make):
+    world = PatientWorld()
+    world.slow, world.pause = frozenset("0123"), 0.1
+    tree = await opened(world)
+    chosen = await make(step_timeout=0.05, turn_budget=SearchBudget(calls=8)).decide(tree, EveryWayEngine(), world)
+    assert report(tree, chosen)["dropped"] == 0
+    world.own = 0.06
+    with pytest.raises(CaughtFailure, match=r"0.05 s \(and than the 0.06 s that its commands may take\): raise it"):
+        await make(step_timeout=0.05).decide(await opened(world), EveryWayEngine(), world)
 
 
 @EVERY

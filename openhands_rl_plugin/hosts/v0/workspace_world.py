@@ -35,6 +35,7 @@ from openhands.events.action import (
     AgentFinishAction,
     AgentRejectAction,
     AgentThinkAction,
+    CmdRunAction,
     MessageAction,
     TaskTrackingAction,
 )
@@ -65,6 +66,8 @@ ANSWERED = (
 
 _ENDS = (AgentFinishAction, AgentRejectAction)
 _NOT_RUN = (AgentThinkAction, TaskTrackingAction)
+# Seconds to copy a workspace, to start its shell, and to end a command at its limit.
+_SLACK = 30.0
 
 
 @runtime_checkable
@@ -120,6 +123,12 @@ class WorkspaceWorld:
         self._position = position
         self._branches = Branches()
         self._stop = threading.Event()
+
+    def step_seconds(self, action: Message) -> float:
+        """The limits of the answer's commands, so that the model hears in a branch, too, that one has timed out."""
+        default = self._runtime.config.sandbox.timeout
+        commands = [done for done in self.engine.outcome(action).actions if isinstance(done, CmdRunAction)]
+        return sum((default if each.timeout is None else each.timeout) + _SLACK for each in commands)
 
     async def fork(self) -> WorkspaceBranch:
         """A copy of the live session. Raises ``BadEnvironmentError`` or ``InfrastructureError``."""

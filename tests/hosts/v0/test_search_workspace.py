@@ -126,6 +126,20 @@ async def test_mcts_finds_what_is_right_and_plays_it(server: ScriptedModel):
     assert leftovers() == before, "no fork leaves files behind"
 
 
+async def test_a_branch_is_told_that_a_command_has_timed_out(server: ScriptedModel):
+    def sleeper(body: dict[str, Any]) -> dict[str, Any]:
+        if depth(body) > 0:
+            return finish(f"end{body['seed']}")
+        return says(None, call("execute_bash", {"command": "sleep 30", "timeout": 1}, f"sleep{body['seed']}"))
+
+    strategy = {"num_branches": 2, "depth": 1, "step_timeout": 0.9, **BY_PATCH}
+    trajectory = await play(server, "sleeper", sleeper, rollout_strategy="ToT", strategy=strategy, max_turns=1)
+    assert trajectory.failure is None and trajectory.usage.steps == 1
+    tried = [at for at, node in enumerate(trajectory.nodes) if node.sampled]
+    told = [node.message.content for node in trajectory.nodes if node.parent in tried]
+    assert told and all("[The command timed out after 1.0 seconds and was ended.]" in str(each) for each in told)
+
+
 def states(requests: list[dict[str, Any]]) -> dict[int, list[list[dict[str, Any]]]]:
     """The conversations that were sent, by the number of answers in them."""
     found: dict[int, list[list[dict[str, Any]]]] = {}
