@@ -21,8 +21,9 @@ class SearchBudget(StrictOptions):
     ``calls``: completions asked for. ``steps``: of forked environments, with those that lead back to a state. Both are
     entered before they are asked for, so that branches side by side keep to them together. ``tokens``: prompt and
     sampled tokens, as the server bills them; they are known when a call is answered, so that the calls under way may go
-    over. ``seconds``: of wall time; what is under way then is given up, and its tokens are not known. They alone bound
-    what a verifier or a reward computes to judge a state.
+    over. ``seconds``: of wall time while turns are searched, not of that between them; what is under way when they are
+    over is given up, and its tokens are not known. They alone bound what a verifier or a reward computes to judge a
+    state.
     """
 
     calls: int | None = Field(default=None, ge=1)
@@ -52,13 +53,14 @@ class SpentError(Exception):
 
 @dataclass
 class Spending:
-    """A running account against a budget."""
+    """A running account against a budget. Its clock stands still until ``begin`` and after ``pause``."""
 
     budget: SearchBudget = field(default_factory=SearchBudget)
     calls: int = 0
     tokens: int = 0
     steps: int = 0
-    started: float = field(default_factory=time.monotonic)
+    before: float = 0.0
+    since: float | None = None
 
     @classmethod
     def resumed(cls, budget: SearchBudget, report: JsonValue) -> Self:
@@ -66,12 +68,20 @@ class Spending:
         told = report if isinstance(report, dict) else {}
         known = {name: spent for name, spent in told.items() if isinstance(spent, int | float)}
         counts = {name: int(known.get(name, 0)) for name in ("calls", "tokens", "steps")}
-        return cls(budget, **counts, started=time.monotonic() - known.get("seconds", 0.0))
+        return cls(budget, **counts, before=known.get("seconds", 0.0))
+
+    def begin(self) -> None:
+        """Let the clock run."""
+        self.since = time.monotonic()
+
+    def pause(self) -> None:
+        """Stop the clock."""
+        self.before, self.since = self.seconds, None
 
     @property
     def seconds(self) -> float:
-        """Wall time since the account was opened."""
-        return time.monotonic() - self.started
+        """Wall time while the clock ran."""
+        return self.before + (0.0 if self.since is None else time.monotonic() - self.since)
 
     @property
     def seconds_left(self) -> float | None:

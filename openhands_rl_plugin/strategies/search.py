@@ -67,10 +67,16 @@ class Search:
         self._stepping: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def __aenter__(self) -> Search:
+        for account in (self.turn, self.episode):
+            account.begin()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._worlds.close()
+        try:
+            await self._worlds.close()
+        finally:
+            for account in (self.turn, self.episode):
+                account.pause()
 
     @property
     def pays(self) -> bool:

@@ -108,6 +108,23 @@ async def test_a_step_is_given_up_when_the_seconds_are_over_and_is_not_the_branc
     assert (told["dropped"], told["cut_by"]) == (0, "seconds")
 
 
+async def test_an_episodes_seconds_are_those_of_its_searches_and_not_what_passes_between_them():
+    world = planning()
+    tree = await opened(world)
+    strategy = BestOfNStrategy(n=2, value=NoValue(), episode_budget=SearchBudget(seconds=1.0))
+    searched = 0.0
+    for _ in range(3):
+        chosen = await strategy.decide(tree, EveryWayEngine(), world)
+        tree.commit(chosen)
+        tree.observe(await world.step(tree.action))
+        told, turn = report(tree, chosen), spent(tree, chosen)
+        assert told["cut_by"] is None and turn["calls"] == 2
+        searched += float(str(turn["seconds"]))
+        episode = told["episode"]
+        assert isinstance(episode, dict) and episode["seconds"] == pytest.approx(searched, abs=0.001)
+        await asyncio.sleep(0.6)
+
+
 class Failing(SeededEngine):
     """The server goes away at the tenth call."""
 

@@ -149,7 +149,7 @@ async def test_a_resumed_episode_goes_on_with_what_its_budget_has_left(make: Mak
     assert isinstance(before, dict) and isinstance(turn, dict) and isinstance(episode, dict)
     for name in ("calls", "tokens", "steps"):
         assert before[name] and episode[name] == before[name] + turn[name]
-    assert episode["seconds"] >= before["seconds"]
+    assert episode["seconds"] == pytest.approx(before["seconds"] + turn["seconds"], abs=0.001)
 
 
 class Noting(StandardReActStrategy):
