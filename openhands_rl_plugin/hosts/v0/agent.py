@@ -102,7 +102,7 @@ class RLAgent(CodeActAgent):
         super().reset()
         if self._state is None:
             return
-        stop_deciding(self._state.session_id)
+        stop_deciding(self._state.session_id, _last_heard(self._state))
         if self._play is not None and self._play.keeper is not None:
             self._keep(self._play, *controller_end(self._state.agent_state.value, self._state.last_error))
 
@@ -154,7 +154,7 @@ class RLAgent(CodeActAgent):
         runtime, world = runtime_of(state.session_id), None
         if isinstance(runtime, ForkableRuntime) and runtime.forkable:
             world = WorkspaceWorld(runtime, Position(tuple(view.events), turn), play.engine, write)
-        return self._decide(play, turn, world)
+        return self._decide(play, state, turn, world)
 
     def _write(
         self, initial: MessageAction, forgotten: set[int], events: Sequence[Event]
@@ -203,15 +203,16 @@ class RLAgent(CodeActAgent):
             return self._finish(play, stop)
         runtime = runtime_of(state.session_id)
         world = runtime.world(play.episode.limits) if isinstance(runtime, EnvironmentHost) else None
-        return self._decide(play, HostTurn(session=state.session_id, step=state.iteration_flag.current_value), world)
+        turn = HostTurn(session=state.session_id, step=state.iteration_flag.current_value)
+        return self._decide(play, state, turn, world)
 
-    def _decide(self, play: _Play, turn: HostTurn, world: SessionWorld | None) -> Action:
+    def _decide(self, play: _Play, state: State, turn: HostTurn, world: SessionWorld | None) -> Action:
         episode = play.episode
         play.engine.open(turn)
         episode.failure = None
         job = background().start(episode.decide(play.engine, world))
         try:
-            with deciding(turn.session, job), boundary(FailureKind.MODEL, "strategy.decide"):
+            with deciding(turn.session, job, _last_heard(state)), boundary(FailureKind.MODEL, "strategy.decide"):
                 chosen = job.result()
         except asyncio.CancelledError:
             return NullAction()
@@ -286,6 +287,11 @@ class RLAgent(CodeActAgent):
             play.episode.evidence, failure = evidence or play.episode.evidence, failure or broken
         play.keeper.keep(stop=stop, failure=failure)
         self._play = None
+
+
+def _last_heard(state: State) -> int:
+    """The id of the last event that the controller has come to, of those that it tells the agent of."""
+    return state.history[-1].id if state.history else -1
 
 
 def _check_texts(action: Action) -> None:

@@ -120,8 +120,9 @@ class ControllerSession:
 
     def close(self) -> None:
         """Release the runtime, then wait for the session's threads (as long as a call that they are in takes)."""
-        stop_deciding(self._sid)
         with self._opening:
+            # Not before, when the runtime may still be unknown.
+            stop_deciding(self._sid)
             if self._runtime is not None:
                 self._runtime.close()
             if self._stream is not None:

@@ -147,9 +147,9 @@ class EnvironmentRuntime(Runtime):
 
     def on_event(self, event: Event) -> None:
         """Also takes the user's first message (``-t``) as the words of a task that no runner gave, and ends the search
-        that is under way when the user stops the agent."""
+        that is under way or about to begin when the user stops the agent."""
         if is_stop(event):
-            stop_deciding(self.sid)
+            stop_deciding(self.sid, event.id)
         if self._instructed_by_user and isinstance(event, MessageAction) and event.source == EventSource.USER:
             self.play.instruct(event.content)
         super().on_event(event)

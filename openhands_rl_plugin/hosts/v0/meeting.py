@@ -6,11 +6,12 @@ whoever ends the session can end it first.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
-from weakref import WeakValueDictionary
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from openhands_rl_plugin.hosts.v0.background import Job
 from openhands_rl_plugin.hosts.v0.episode import SessionWorld
@@ -35,8 +36,17 @@ class EnvironmentHost(Protocol):
         ...
 
 
+class _Decision(NamedTuple):
+    """A job, and the id of the last event that its controller had heard of when it began."""
+
+    job: Job[Any]
+    heard: int
+
+
 _runtimes: WeakValueDictionary[str, object] = WeakValueDictionary()
-_decisions: dict[str, Job] = {}
+_decisions: dict[str, _Decision] = {}
+# Runtime of a session -> the id of the last event with which it was stopped.
+_stops: WeakKeyDictionary[object, float] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -53,20 +63,31 @@ def runtime_of(session: str) -> object | None:
 
 
 @contextmanager
-def deciding(session: str, job: Job) -> Iterator[None]:
-    """``job`` decides the session's next action meanwhile."""
+def deciding(session: str, job: Job[Any], heard: int) -> Iterator[None]:
+    """``job`` decides the session's next action meanwhile, for a controller that has heard of the events up to the id
+    ``heard``. Where a stop came after that, which the controller will hear of next, the job is ended at once."""
     with _lock:
-        _decisions[session] = job
+        _decisions[session] = _Decision(job, heard)
+        runtime = _runtimes.get(session)
+        stopped = runtime is not None and _stops.get(runtime, -math.inf) >= heard
     try:
+        if stopped:
+            job.cancel()
         yield
     finally:
         with _lock:
             del _decisions[session]
 
 
-def stop_deciding(session: str) -> None:
-    """End the decision that is under way, if there is one, and wait until nothing of it is left. Blocks."""
+def stop_deciding(session: str, stop: float = math.inf) -> None:
+    """End the decision that is under way or about to begin, and wait until nothing of it is left. Blocks.
+
+    ``stop`` is the id of the event that stops the session; by default it is stopped for good. A controller that has
+    heard of later events was set running again since, so that its decisions go on.
+    """
     with _lock:
-        job = _decisions.get(session)
-    if job is not None:
-        job.cancel()
+        if (runtime := _runtimes.get(session)) is not None:
+            _stops[runtime] = max(stop, _stops.get(runtime, stop))
+        decision = _decisions.get(session)
+    if decision is not None and decision.heard <= stop:
+        decision.job.cancel()

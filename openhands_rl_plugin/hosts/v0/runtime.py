@@ -131,9 +131,9 @@ class WorkspaceRuntime(Runtime):
         super().close()
 
     def on_event(self, event: Event) -> None:
-        """Also ends the search that is under way when the user stops the agent."""
+        """Also ends the search that is under way or about to begin when the user stops the agent."""
         if is_stop(event):
-            stop_deciding(self.sid)
+            stop_deciding(self.sid, event.id)
         super().on_event(event)
 
     def conclude(self) -> tuple[JsonObject | None, Failure | None]:
