@@ -112,7 +112,7 @@ class Search:
         sampling = self._sampling(parent)
         self._asking[parent] += count
         try:
-            completions = await self._in_time(
+            completions = await self.in_time(
                 self.engine.complete(self.tree.messages(parent), tools=self.tree.tools, n=count, sampling=sampling)
             )
         except SpentError:
@@ -146,7 +146,7 @@ class Search:
         self._enter_calls(1)
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         try:
-            completion = (await self._in_time(self.engine.complete(messages, sampling=sampling)))[0]
+            completion = (await self.in_time(self.engine.complete(messages, sampling=sampling)))[0]
         except SpentError:
             return None
         except ModelError as error:
@@ -156,9 +156,19 @@ class Search:
         self.tree.usage += completion.usage
         return completion
 
-    async def in_time[T](self, judgement: Coroutine[Any, Any, T]) -> T:
-        """What others find out for the search. Ended, with ``SpentError``, when the seconds of a budget are over."""
-        return await self._in_time(judgement)
+    async def in_time[T](self, work: Coroutine[Any, Any, T]) -> T:
+        """Ends the work, with ``SpentError``, when the seconds of a budget are over."""
+        bounds = (("seconds", self.turn.seconds_left), ("episode seconds", self.episode.seconds_left))
+        left, name = min(((left, name) for name, left in bounds if left is not None), default=(None, ""))
+        limit = asyncio.timeout(left)
+        try:
+            async with limit:
+                return await work
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            self.log.cut_by = name
+            raise SpentError from error
 
     async def simulate(self, action: int) -> bool:
         """Take ``action`` in a fork of the world at its parent, unless that was done; the answer comes below it.
@@ -172,7 +182,7 @@ class Search:
             if self.stepped(action) or not self.alive((action,)):
                 return bool(self.alive((action,)))
             try:
-                environment, observation = await self._in_time(self._step(action))
+                environment, observation = await self.in_time(self._step(action))
             except SpentError:
                 return False
             except CaughtFailure as caught:
@@ -194,7 +204,7 @@ class Search:
         """
         try:
             with boundary(FailureKind.ENVIRONMENT, "search.fork"):
-                environment = await self._in_time(self._forked_in_time(await self._start(self.root, 0)))
+                environment = await self.in_time(self._forked_in_time(await self._start(self.root, 0)))
         except CaughtFailure as caught:
             if not isinstance(caught.__cause__, BadEnvironmentError):
                 return None
@@ -357,20 +367,6 @@ class Search:
         if self.options.seed is not None:
             update["seed"] = call_seed(self.options.seed, self.engine, self.tree, parent, self._asking[parent])
         return self.options.sampling.model_copy(update=update)
-
-    async def _in_time[T](self, work: Coroutine[Any, Any, T]) -> T:
-        """Ends the work, with ``SpentError``, when the seconds of a budget are over."""
-        bounds = (("seconds", self.turn.seconds_left), ("episode seconds", self.episode.seconds_left))
-        left, name = min(((left, name) for name, left in bounds if left is not None), default=(None, ""))
-        limit = asyncio.timeout(left)
-        try:
-            async with limit:
-                return await work
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            self.log.cut_by = name
-            raise SpentError from error
 
     def _charge(self, completion: Completion) -> None:
         self.turn.charge(completion)
