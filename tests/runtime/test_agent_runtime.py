@@ -18,7 +18,6 @@ from openhands_rl_plugin.runtime.agent import AgentRuntime
 from openhands_rl_plugin.runtime.events import Answer, Stopped, TextDelta, ToolCallStarted, ToolResult
 from openhands_rl_plugin.storages.file import FileTrajectoryStorage
 from openhands_rl_plugin.strategies.best_of_n import BestOfNStrategy
-from openhands_rl_plugin.strategies.value import NoValue
 from openhands_rl_plugin.testing import ScriptedEngine
 from openhands_rl_plugin.types import (
     Completion,
@@ -197,7 +196,7 @@ async def test_conversations_are_recorded_with_their_tools_and_tokens(tmp_path: 
 async def test_another_strategy_answers_without_showing_its_candidates() -> None:
     runtime = agent(
         StreamingScript(["one", "two", "three", "four"]),
-        make_strategy=lambda: BestOfNStrategy(n=2, value=NoValue()),
+        make_strategy=lambda: BestOfNStrategy(n=2),
         strategy_spec=StrategySpec(name="BestOfN"),
     )
     events = [event async for event in runtime.stream(ASKED)]

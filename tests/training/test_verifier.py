@@ -43,7 +43,7 @@ def lesson_of(store: Path, model: Path, settings: VerifierSettings) -> VerifierL
     return asyncio.run(read())
 
 
-def test_it_tells_success_from_failure_on_tasks_that_it_has_not_seen(verifier: Path, loaded: VerifierModel) -> None:
+def test_it_tells_success_from_failure_on_tasks_that_it_has_not_seen(verifier: Path) -> None:
     report = VerifierReport.model_validate_json((verifier / "verifier_report.json").read_text())
     assert report.auc is not None and report.auc.mean > 0.9
     assert report.tasks >= 1 and report.episodes == 4 * report.tasks and report.successes == 2 * report.tasks
@@ -53,7 +53,8 @@ def test_it_tells_success_from_failure_on_tasks_that_it_has_not_seen(verifier: P
     assert json.loads((verifier / "verifier.json").read_text())["sha256"] == adapter.sha256
     probe = AdapterStore(verifier.parent).probe(adapter)
     assert probe is not None, "a later publication is proven by it"
-    assert loaded.sequence_logprobs(probe.token_ids) == pytest.approx(probe.logprobs, abs=1e-4)
+    again = VerifierModel(verifier).sequence_logprobs(probe.token_ids)
+    assert again == pytest.approx(probe.logprobs, abs=1e-4)
     assert list(verifier.parent.glob(".verifier-*")) == []
 
 

@@ -224,5 +224,5 @@ async def test_an_environment_that_cannot_fork_refuses_mcts_and_nothing_is_asked
     with pytest.raises(ConfigError, match=r"^MCTS needs an environment that can fork"):
         await play(settings)
     assert not server.requests["one-way"]
-    best = settings.model_copy(update={"rollout_strategy": "BestOfN", "strategy": {"n": 2, "value": "none"}})
+    best = settings.model_copy(update={"rollout_strategy": "BestOfN", "strategy": {"n": 2}})
     assert (await play(best)).stop is StopReason.TERMINATED
