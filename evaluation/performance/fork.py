@@ -26,7 +26,7 @@ from openhands.events.stream import EventStream
 from openhands.llm.llm_registry import LLMRegistry
 from openhands.storage.memory import InMemoryFileStore
 
-from openhands_rl_plugin.errors import InfrastructureError
+from openhands_rl_plugin.errors import EpisodeError
 from openhands_rl_plugin.hosts.v0.forking import METHODS, ForkMethod
 from openhands_rl_plugin.hosts.v0.runtime import BubblewrapRuntime
 
@@ -60,7 +60,7 @@ def session(folder: Path) -> BubblewrapRuntime:
 
 
 def milliseconds(runtime: BubblewrapRuntime, method: ForkMethod) -> float:
-    """One fork. Raises ``InfrastructureError`` where the method does not work."""
+    """One fork. Raises ``EpisodeError`` where the method does not work."""
     os.sync()
     runtime.fork_methods = (method,)
     started = time.perf_counter()
@@ -76,7 +76,7 @@ def possible(runtime: BubblewrapRuntime) -> list[ForkMethod]:
     for method in METHODS:
         try:
             milliseconds(runtime, method)
-        except InfrastructureError:
+        except EpisodeError:
             continue
         found.append(method)
     return found

@@ -157,8 +157,9 @@ class WorkspaceRuntime(Runtime):
     def fork(self, stop: threading.Event) -> WorkspaceRuntime:
         """A twin that executes actions in copies of all that the session has; it hears no events. Close it. Blocks.
 
-        Raises ``BadEnvironmentError`` when background processes run, and ``InfrastructureError`` when the copy fails or
-        ``stop`` is set meanwhile. While the twin lives, nothing may change the workspace of the original.
+        Raises ``BadEnvironmentError`` when background processes run or the workspace cannot be copied as it stands, and
+        ``InfrastructureError`` when the copy fails or ``stop`` is set meanwhile. While the twin lives, nothing may
+        change the workspace of the original.
         """
         assert isinstance(self._sandbox, BubblewrapSandbox), "only a forkable runtime can be forked"
         stands = self._shell.snapshot()
