@@ -54,7 +54,8 @@ def run_script(name: str, tmp_path: Path, *words: str, **variables: str) -> list
         (programs / program).write_text(text)
         (programs / program).chmod(0o700)
     environment = {**os.environ, **SLURM, **variables, "PATH": f"{programs}:{os.environ['PATH']}"}
-    subprocess.run(["bash", str(CLUSTER / name), *words], env=environment, check=True, timeout=20)
+    # What the script leaves running has its output, too: it is over when all of them are.
+    subprocess.run(["bash", str(CLUSTER / name), *words], env=environment, check=True, timeout=60, capture_output=True)
     return [file.read_text().split("\0")[:-1] for file in tmp_path.glob("*.words")]
 
 
