@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from openhands_rl_plugin.cli.fields import settings_from
+from openhands_rl_plugin.cli.fields import option_of, settings_from
 from openhands_rl_plugin.cli.train_verifier import PUBLISHED
 from openhands_rl_plugin.config import load_settings
 from openhands_rl_plugin.errors import ConfigError
@@ -52,9 +52,9 @@ def say_shapes(args: argparse.Namespace) -> int:
 
 
 def _refuse_without_episodes(args: argparse.Namespace) -> None:
-    for name in ("tasks", "reward", "publish"):
+    for name in ("tasks", "reward", "reward_options", "publish"):
         if getattr(args, name) is not None:
-            raise ConfigError(f"--{name} says nothing of a model's shapes: give a STORE too, or leave it out")
+            raise ConfigError(f"{option_of(name)} says nothing of a model's shapes: give a STORE too, or leave it out")
 
 
 def _trained(settings: TrainingSettings) -> str:

@@ -149,12 +149,17 @@ class AdapterStore:
             raise StorageError(f"{path} cannot be read: {describe(error)}; remove it") from error
 
     def former_probe(self, adapter: Adapter, token_ids: Sequence[int]) -> tuple[str, Probe] | None:
-        """The newest version before ``adapter`` that has a probe of the same text, and that probe."""
-        for each in reversed(self.versions(adapter.name.rpartition("-v")[0])):
-            if each.version < adapter.version:
-                with suppress(StorageError):  # a damaged one proves nothing, and is no reason to refuse a new version
-                    if (probe := self.probe(each)) is not None and probe.token_ids == tuple(token_ids):
-                        return each.name, probe
+        """What a server would go on with that did not take ``adapter``, and its probe of the same text.
+
+        That is the version in use; where ``adapter`` is that one itself, or there is no such probe, the newest before.
+        """
+        name = adapter.name.rpartition("-v")[0]
+        older = [each for each in reversed(self.versions(name)) if each.version < adapter.version]
+        current = self.current(name)
+        for each in older if current is None or current.name == adapter.name else [current, *older]:
+            with suppress(StorageError):  # a damaged one proves nothing, and is no reason to refuse a new version
+                if (probe := self.probe(each)) is not None and probe.token_ids == tuple(token_ids):
+                    return each.name, probe
         return None
 
     def note_loaded(self, adapter: Adapter, url: str) -> None:

@@ -1,9 +1,9 @@
-"""Whether a server samples with a new version of an adapter, and not still with the one before.
+"""Whether a server samples with a version of an adapter, and not still with the one that was in use before.
 
-Two versions that follow each other differ by less than two sound implementations of one model may: in runs of the
-demo by 0.06 to 0.13 nats on average, where bfloat16 alone is allowed 0.15. So that the logprobs of a
-canary are near the trainer's proves the base model and the kind of weights, but not the version. That is proven by the
-direction in which they have moved since the version before: over a hundred tokens, noise has none.
+Two versions that follow each other differ by less than two sound implementations of one model may: in runs of the demo
+by 0.06 to 0.13 nats on average, where bfloat16 alone is allowed 0.15. So that the logprobs of a canary are near the
+trainer's proves the base model and the kind of weights, but not the version. That is proven by the direction in which
+they have moved since the version before: over a hundred tokens, noise has none.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _SAME = 1e-3
 
 
 class Former(NamedTuple):
-    """The version before: its name, the trainer's logprobs of the same canary, and this server's, ``None`` if unknown.
+    """The version that was in use before: its name, and the same canary's logprobs by the trainer and by this server.
 
-    Against the server's own, what it always computes otherwise than the trainer cancels out.
+    The latter are ``None`` where they are not known. Against them, what the server always computes otherwise than the
+    trainer cancels out.
     """
 
     name: str

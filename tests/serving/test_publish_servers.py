@@ -181,6 +181,25 @@ async def test_a_server_that_goes_on_answering_as_the_version_before_is_found_ou
             assert store.current("live") == second
 
 
+async def test_going_back_is_compared_with_what_was_in_use(
+    sglang: SGLangDouble, model: Path, store: AdapterStore, reference: Generator
+) -> None:
+    bound = {"max_difference": 0.15}
+    with running_sglang(sglang) as url:
+        async with AdapterPublisher(url, store, keep=3) as publisher:
+            first = stored(store, model, 0)
+            second = store.create("live", lambda path: nearly(first, path), base_model="base")
+            for adapter in (first, second):
+                await publisher.publish(adapter, canary(reference, adapter).model_copy(update=bound))
+            sglang.answers_as = {first.name: second.name}
+            with pytest.raises(PublishError, match=f"goes on answering as {second.name} did"):
+                await publisher.publish(first)
+            assert store.current("live") == second
+            sglang.answers_as = {}
+            await publisher.publish(first)
+            assert store.current("live") == first
+
+
 async def test_versions_that_are_alike_are_not_told_apart(
     sglang: SGLangDouble, model: Path, store: AdapterStore, reference: Generator
 ) -> None:

@@ -57,7 +57,9 @@ def test_a_verifier_has_the_same_defaults_without_a_store(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    "option", [["--tasks", "tasks.jsonl"], ["--reward", "success"], ["--publish"]], ids=lambda words: words[0]
+    "option",
+    [["--tasks", "tasks.jsonl"], ["--reward", "success"], ["--reward-options", "{}"], ["--publish"]],
+    ids=lambda words: words[0],
 )
 def test_what_chooses_or_judges_episodes_needs_a_store(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--dry-run", "--model", str(FOLDER / "qwen2.5-coder-7b"), *option]) == 1
