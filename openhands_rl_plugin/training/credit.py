@@ -32,13 +32,12 @@ NodeAdvantages = dict[int, float]
 class Credit:
     """The weighted sequences, and the baseline with the counts of who was left out.
 
-    ``used``: episodes that are trained on. That may be more than the baseline's, because the siblings in a tree can be
-    compared where there is no other episode to compare with.
+    The sequences may be of more episodes than the baseline's, because the siblings in a tree can be compared where
+    there is no other episode to compare with.
     """
 
     baseline: GroupBaseline
     samples: list[Sample]
-    used: int
 
 
 def credited_samples(
@@ -53,12 +52,12 @@ def credited_samples(
     baseline = group_advantages(trajectories, rewards, settings, whitened=not late)
     if settings.tree == "path" and settings.step_rewards == "episode" and not settings.state_weight:
         weighted = [(t, a) for t, a in zip(trajectories, baseline.advantages, strict=True) if a is not None]
-        return Credit(baseline, [s for t, a in weighted for s in samples_of(t, a)], len(weighted))
+        return Credit(baseline, [s for t, a in weighted for s in samples_of(t, a)])
     nodes = _node_advantages(trajectories, rewards, settings)
     if algorithm_of(settings).estimator.whitened and not late:
         nodes = _whitened(trajectories, nodes, settings)
     samples = [s for index, of_nodes in nodes.items() for s in samples_of_tree(trajectories[index], of_nodes)]
-    return Credit(baseline, samples, len({sample.trajectory_id for sample in samples}))
+    return Credit(baseline, samples)
 
 
 def _node_advantages(

@@ -188,7 +188,8 @@ async def test_branches_are_trained_with_their_advantage_over_their_siblings() -
         sorted(value for value, count in zip(expected, tokens, strict=True) for _ in range(count))
     )
     alone = credited_samples([one], [1.0], chosen)
-    assert (alone.baseline.used, alone.baseline.alone, alone.used) == (0, 1, 1), "siblings need no other episode"
+    trained = {sample.trajectory_id for sample in alone.samples}
+    assert (alone.baseline.used, alone.baseline.alone, len(trained)) == (0, 1, 1), "siblings need no other episode"
 
 
 async def test_search_values_can_be_the_rewards_of_steps() -> None:
