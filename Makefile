@@ -27,7 +27,7 @@ test-slow: $(READY) ## Run the tests that need more than ten seconds each
 
 # Into an environment of its own, about 6 GB, unless OPENHANDS_RL_VLLM_PYTHON names one.
 test-vllm: $(READY) ## Publish to a real vLLM on this machine's processor
-	OPENHANDS_RL_VLLM_PYTHON="$${OPENHANDS_RL_VLLM_PYTHON:-install}" $(BIN)/pytest -m slow tests/serving/test_vllm.py $(ARGS)
+	OPENHANDS_RL_VLLM_PYTHON="$${OPENHANDS_RL_VLLM_PYTHON:-install}" $(BIN)/pytest -m slow tests/models/adapters/test_vllm.py $(ARGS)
 
 # Pyright runs on Node.js; without one the check is left to continuous integration.
 lint: $(READY) ## Check the style and the types

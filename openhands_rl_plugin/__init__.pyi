@@ -1,27 +1,27 @@
-from .agent import RLAgent as RLAgent
-from .config import load_settings as load_settings
-from .environments.http import WebEnvClient as WebEnvClient
-from .environments.tools import ToolBase as ToolBase
-from .environments.tools import ToolEnvironment as ToolEnvironment
-from .errors import ConfigError as ConfigError
-from .errors import RLError as RLError
-from .records import TrajectoryFilter as TrajectoryFilter
-from .runtime.agent import AgentRuntime as AgentRuntime
-from .session import AgentSession as AgentSession
-from .settings import RLSettings as RLSettings
-from .storages.file import FileTrajectoryStorage as FileTrajectoryStorage
-from .storages.mongodb import MongoDBTrajectoryStorage as MongoDBTrajectoryStorage
-from .strategies.react import StandardReActStrategy as StandardReActStrategy
-from .templates.families import template_for as make_template  # noqa: F401
-from .tree import EpisodeTree as EpisodeTree
-from .types import EpisodeRequest as EpisodeRequest
-from .types import Limits as Limits
-from .types import Message as Message
-from .types import Observation as Observation
-from .types import SamplingParams as SamplingParams
-from .types import Score as Score
-from .types import Task as Task
-from .types import Trajectory as Trajectory
+from openhands_rl_plugin.apps.agent.rl_agent import RLAgent as RLAgent
+from openhands_rl_plugin.apps.endpoint.agent import AgentRuntime as AgentRuntime
+from openhands_rl_plugin.config.rl import RLSettings as RLSettings
+from openhands_rl_plugin.config.toml import load_settings as load_settings
+from openhands_rl_plugin.core.errors import ConfigError as ConfigError
+from openhands_rl_plugin.core.errors import RLError as RLError
+from openhands_rl_plugin.core.records import TrajectoryFilter as TrajectoryFilter
+from openhands_rl_plugin.core.templates.families import template_for as make_template  # noqa: F401
+from openhands_rl_plugin.core.tree import EpisodeTree as EpisodeTree
+from openhands_rl_plugin.core.types import EpisodeRequest as EpisodeRequest
+from openhands_rl_plugin.core.types import Limits as Limits
+from openhands_rl_plugin.core.types import Message as Message
+from openhands_rl_plugin.core.types import Observation as Observation
+from openhands_rl_plugin.core.types import SamplingParams as SamplingParams
+from openhands_rl_plugin.core.types import Score as Score
+from openhands_rl_plugin.core.types import Task as Task
+from openhands_rl_plugin.core.types import Trajectory as Trajectory
+from openhands_rl_plugin.environments.http.client import WebEnvClient as WebEnvClient
+from openhands_rl_plugin.environments.tools.environment import ToolBase as ToolBase
+from openhands_rl_plugin.environments.tools.environment import ToolEnvironment as ToolEnvironment
+from openhands_rl_plugin.rollout.session import AgentSession as AgentSession
+from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy as StandardReActStrategy
+from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage as MongoDBTrajectoryStorage
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage as FileTrajectoryStorage
 
 RLAgentConfig = RLSettings
 

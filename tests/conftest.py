@@ -1,7 +1,9 @@
-"""Being here puts this folder on the import path, for the helpers that several test folders share."""
+"""For all tests: nothing is fetched, and tiny models that several folders train are made once."""
 
 import os
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Nothing is fetched: no model hub, and not the price list that OpenHands' LLM library asks for at import.
@@ -11,3 +13,27 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 # Shared machines are slow at times; what a test may take is bounded by pytest's timeout.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with random weights."""
+    from tiny_model import write_model
+
+    return write_model(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def judge_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with random weights whose tokenizer makes short prompts of a verifier's question."""
+    from verifier_store import tiny_judge
+
+    return tiny_judge(tmp_path_factory.mktemp("models") / "tiny-judge")
+
+
+@pytest.fixture(scope="session")
+def verifier(judge_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a verifier that the command trained on episodes whose outcome stands in their text."""
+    from verifier_store import trained_by_command
+
+    return trained_by_command(judge_model, tmp_path_factory.mktemp("verifier"))

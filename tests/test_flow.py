@@ -10,25 +10,25 @@ import pytest
 from shopper_model import GOAL, INSTRUCTION, SHOP, write_shopper
 from transformers import AutoTokenizer
 
-from openhands_rl_plugin.demo.report import write_report
-from openhands_rl_plugin.environments.http import HttpEnvironmentOptions, WebEnvClient
+from openhands_rl_plugin.apps.demo.report import write_report
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, StorageSettings, TrainingSettings
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import SamplingParams, StrategySpec, Task
+from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
 from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.environments.webshop.demonstrator import DemonstratorOptions, WebShopDemonstrator
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
-from openhands_rl_plugin.records import TrajectoryFilter
+from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.generator.config import ServerConfig
+from openhands_rl_plugin.models.server.server import running_server
 from openhands_rl_plugin.rewards.outcome import ReturnReward
-from openhands_rl_plugin.runners import SessionRunner
-from openhands_rl_plugin.serving.adapters import AdapterStore
-from openhands_rl_plugin.serving.config import ServerConfig
-from openhands_rl_plugin.serving.publisher import AdapterPublisher
-from openhands_rl_plugin.serving.server import running_server
-from openhands_rl_plugin.settings import RLSettings, ServingSettings, StorageSettings, TrainingSettings
-from openhands_rl_plugin.storages.file import FileTrajectoryStorage
+from openhands_rl_plugin.rollout.in_process import SessionRunner
 from openhands_rl_plugin.testing import ScriptedEngine
-from openhands_rl_plugin.training.loop import ClosedLoop, LoopListener, LoopParts
-from openhands_rl_plugin.training.plan import LoopPlan, LoopState, StageRecord
-from openhands_rl_plugin.training.trainer import LoraTrainer
-from openhands_rl_plugin.types import SamplingParams, StrategySpec, Task
+from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, StageRecord
+from openhands_rl_plugin.training.loop.sync import ClosedLoop, LoopListener, LoopParts
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 MODEL = "shopper"
 STAGES = ["evaluate-base", "demonstrate", "warm-start", "evaluate-warm-start", "iteration-000", "evaluate-final"]

@@ -31,27 +31,27 @@ from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from openhands_rl_plugin.demo.child import free_port, running_command
-from openhands_rl_plugin.engines.openai import OpenAIEngine
-from openhands_rl_plugin.engines.seeded import SeededEngine
-from openhands_rl_plugin.environments.http import HttpEnvironmentOptions, WebEnvClient
+from openhands_rl_plugin.apps.demo.child import free_port, running_command
+from openhands_rl_plugin.config.rl import LoopSettings, TrainingSettings
+from openhands_rl_plugin.core.protocols import Environment, LLMEngine, Reward
+from openhands_rl_plugin.core.types import EpisodeRequest, Limits, SamplingParams, Score, StrategySpec, Task, Trajectory
+from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
 from openhands_rl_plugin.environments.webshop import WebShop
 from openhands_rl_plugin.environments.webshop.demonstrator import DemonstratorOptions, WebShopDemonstrator
 from openhands_rl_plugin.environments.webshop.oracle import oracle_actions
-from openhands_rl_plugin.protocols import Environment, LLMEngine, Reward
+from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.engines.openai import OpenAIEngine
+from openhands_rl_plugin.models.engines.seeded import SeededEngine
 from openhands_rl_plugin.rewards.outcome import ReturnReward
-from openhands_rl_plugin.runners import SessionRunner
-from openhands_rl_plugin.serving.adapters import AdapterStore
-from openhands_rl_plugin.serving.publisher import AdapterPublisher
-from openhands_rl_plugin.settings import LoopSettings, TrainingSettings
-from openhands_rl_plugin.storages.file import FileTrajectoryStorage
-from openhands_rl_plugin.strategies.react import StandardReActStrategy
+from openhands_rl_plugin.rollout.in_process import SessionRunner
+from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
 from openhands_rl_plugin.testing import ScriptedEngine
-from openhands_rl_plugin.training.async_loop import make_loop
-from openhands_rl_plugin.training.loop import LoopParts
-from openhands_rl_plugin.training.plan import LoopPlan, LoopState
-from openhands_rl_plugin.training.trainer import LoraTrainer
-from openhands_rl_plugin.types import EpisodeRequest, Limits, SamplingParams, Score, StrategySpec, Task, Trajectory
+from openhands_rl_plugin.training.loop.asynchronous import make_loop
+from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState
+from openhands_rl_plugin.training.loop.sync import LoopParts
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 MODEL = "measured"
 SHOP = DemonstratorOptions(results_per_page=2, separator="\n")

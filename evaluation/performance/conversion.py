@@ -24,9 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from openhands_rl_plugin.training.batch import pack, samples_of
-from openhands_rl_plugin.training.layout import lay_out
-from openhands_rl_plugin.types import (
+from openhands_rl_plugin.core.types import (
     Message,
     Node,
     PolicyRef,
@@ -38,6 +36,8 @@ from openhands_rl_plugin.types import (
     Tokens,
     Trajectory,
 )
+from openhands_rl_plugin.training.data.batch import pack, samples_of
+from openhands_rl_plugin.training.data.layout import lay_out
 
 TRAJECTORIES, TURNS = 16, 30
 FIRST_PROMPT, OBSERVATION, SAMPLED = 6_000, 700, 300

@@ -15,11 +15,11 @@ import sys
 import time
 from pathlib import Path
 
-from openhands_rl_plugin.demo.report import comparisons
-from openhands_rl_plugin.demo.summary import evaluations
-from openhands_rl_plugin.storages.file import FileTrajectoryStorage
-from openhands_rl_plugin.training.plan import LoopState
-from openhands_rl_plugin.types import Frozen
+from openhands_rl_plugin.apps.demo.report import comparisons
+from openhands_rl_plugin.apps.demo.summary import evaluations
+from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.training.loop.plan import LoopState
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 GIGABYTE = 1_000_000  # in the kilobytes of /proc
 FIGURES = "figures.json"

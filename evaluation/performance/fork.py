@@ -26,8 +26,8 @@ from openhands.events.stream import EventStream
 from openhands.llm.llm_registry import LLMRegistry
 from openhands.storage.memory import InMemoryFileStore
 
-from openhands_rl_plugin.errors import EpisodeError
-from openhands_rl_plugin.hosts.v0.forking import METHODS, ForkMethod
+from openhands_rl_plugin.core.errors import EpisodeError
+from openhands_rl_plugin.environments.workspace.copies import METHODS, ForkMethod
 from openhands_rl_plugin.hosts.v0.runtime import BubblewrapRuntime
 
 BOUNDS_MS: dict[ForkMethod, float] = {"reflink": 150.0, "overlay": 150.0, "copy": 1000.0}

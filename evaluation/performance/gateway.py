@@ -43,9 +43,9 @@ from evaluation.performance.gateway_processes import (
     processor_seconds,
 )
 from evaluation.performance.gateway_traffic import TURNS, requests
-from openhands_rl_plugin import registry
-from openhands_rl_plugin.protocols import TrajectoryStorage
-from openhands_rl_plugin.records import TrajectoryFilter
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.records import TrajectoryFilter
 
 DIRECT = "direct"
 CALLS_FOR_MEMORY = 1260

@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from evaluation.performance.random_weights import AdapterWriter, tiny_model
-from openhands_rl_plugin.serving.config import GeneratorConfig
-from openhands_rl_plugin.serving.generator import Generator
-from openhands_rl_plugin.serving.sampling import SamplingParams
+from openhands_rl_plugin.models.generator.config import GeneratorConfig
+from openhands_rl_plugin.models.generator.generator import Generator
+from openhands_rl_plugin.models.generator.sampling import SamplingParams
 
 WRITTEN = 48
 

@@ -22,13 +22,13 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from openhands_rl_plugin.swe.caching import remove
-from openhands_rl_plugin.swe.guard import RewardHackGuard
-from openhands_rl_plugin.swe.local import LocalBackend
-from openhands_rl_plugin.swe.processes import checked
-from openhands_rl_plugin.swe.repositories import MirrorSource, find_repository
-from openhands_rl_plugin.swe.rows import read_instances
-from openhands_rl_plugin.swe.types import Instance, Verdict
+from openhands_rl_plugin.environments.workspace.processes import checked
+from openhands_rl_plugin.evals.swe.backends.caching import remove
+from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
+from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource, find_repository
+from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
+from openhands_rl_plugin.evals.swe.rows import read_instances
+from openhands_rl_plugin.evals.swe.types import Instance, Verdict
 
 
 async def measure(

@@ -33,12 +33,12 @@ from evaluation.performance.grpo_budget import Job, Mark, read_marks
 from evaluation.performance.grpo_demo import WARM_START, has_episodes, held_out_returns
 from evaluation.performance.grpo_report import Part, report
 from evaluation.performance.grpo_trl import PASS_EPISODES
-from openhands_rl_plugin.demo.model import NAME, ensure_model
-from openhands_rl_plugin.demo.options import DemoOptions
-from openhands_rl_plugin.errors import RLError
-from openhands_rl_plugin.serving.adapters import WEIGHTS
-from openhands_rl_plugin.training.plan import LoopState
-from openhands_rl_plugin.types import Task
+from openhands_rl_plugin.apps.demo.model import NAME, ensure_model
+from openhands_rl_plugin.apps.demo.options import DemoOptions
+from openhands_rl_plugin.core.errors import RLError
+from openhands_rl_plugin.core.types import Task
+from openhands_rl_plugin.models.adapters.store import WEIGHTS
+from openhands_rl_plugin.training.loop.plan import LoopState
 
 SIDES = ("ours", "trl")
 FINAL = "evaluate-final"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from evaluation.performance.demo import process_tree
 from evaluation.performance.grpo_turns import Kind
-from openhands_rl_plugin.types import Frozen
+from openhands_rl_plugin.core.types import Frozen
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _EVERY = 1.0

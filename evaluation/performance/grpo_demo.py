@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 
 from evaluation.performance.grpo_budget import CpuBudget, Job
-from openhands_rl_plugin.demo.model import NAME
-from openhands_rl_plugin.demo.options import ADAPTER, DemoOptions
-from openhands_rl_plugin.records import TrajectoryFilter
-from openhands_rl_plugin.serving.adapters import WEIGHTS, AdapterStore
-from openhands_rl_plugin.storages.file import FileTrajectoryStorage
-from openhands_rl_plugin.training.loop import LoopListener
-from openhands_rl_plugin.training.plan import LoopState, StageRecord
+from openhands_rl_plugin.apps.demo.model import NAME
+from openhands_rl_plugin.apps.demo.options import ADAPTER, DemoOptions
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.models.adapters.store import WEIGHTS, AdapterStore
+from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
+from openhands_rl_plugin.training.loop.sync import LoopListener
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 WARM_START = "evaluate-warm-start"
 _ITERATION = "iteration-"
@@ -46,7 +46,7 @@ class Clock(LoopListener):
 
 def learn(job: Job) -> None:
     """Reinforcement as in the demo, until the budget is spent, which ends the process."""
-    from openhands_rl_plugin.demo.story import run_demo
+    from openhands_rl_plugin.apps.demo.story import run_demo
 
     begin_after_warm_start(job, job.out)
     budget = CpuBudget(60 * job.minutes, job.out / "marks.jsonl")
@@ -65,7 +65,7 @@ def learn(job: Job) -> None:
 
 def measure(job: Job) -> None:
     """The demo's last evaluation, of the job's adapter; ``held_out_returns`` reads what came of it."""
-    from openhands_rl_plugin.demo.story import run_demo
+    from openhands_rl_plugin.apps.demo.story import run_demo
 
     begin_after_warm_start(job, job.out)
     options = DemoOptions(
@@ -113,7 +113,7 @@ def held_out_returns(directory: Path, seed: int, stage: str) -> dict[str, float]
 def main() -> None:
     """Do the job of the command line."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from openhands_rl_plugin.serving.threads import prepare_threads
+    from openhands_rl_plugin.models.generator.threads import prepare_threads
 
     prepare_threads()
     {"learn": learn, "measure": measure}[sys.argv[1]](Job.model_validate_json(sys.argv[2]))

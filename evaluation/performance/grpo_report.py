@@ -10,9 +10,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from openhands_rl_plugin.demo.summary import SUCCESS
-from openhands_rl_plugin.statistics import Estimate, paired_difference, wilson
-from openhands_rl_plugin.types import Frozen
+from openhands_rl_plugin.apps.demo.summary import SUCCESS
+from openhands_rl_plugin.core.statistics import Estimate, paired_difference, wilson
+from openhands_rl_plugin.core.types import Frozen
 
 SIDES = ("sft", "ours", "trl")
 PAIRS = (("sft", "ours"), ("sft", "trl"), ("trl", "ours"))

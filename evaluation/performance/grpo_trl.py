@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any, cast
 from evaluation.performance.grpo_budget import CpuBudget, Job
 from evaluation.performance.grpo_demo import WARM_START, has_episodes
 from evaluation.performance.grpo_turns import Kind, make_turns
-from openhands_rl_plugin.demo.model import NAME
-from openhands_rl_plugin.demo.options import ANSWER_TOKENS, CONTEXT_TOKENS, DemoOptions
-from openhands_rl_plugin.demo.summary import SUCCESS
-from openhands_rl_plugin.environments.opening import action_language, opening_messages
-from openhands_rl_plugin.environments.react_text import parse_plain
+from openhands_rl_plugin.apps.demo.model import NAME
+from openhands_rl_plugin.apps.demo.options import ANSWER_TOKENS, CONTEXT_TOKENS, DemoOptions
+from openhands_rl_plugin.apps.demo.summary import SUCCESS
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import Task
+from openhands_rl_plugin.environments.http.opening import action_language, opening_messages
+from openhands_rl_plugin.environments.http.react import parse_plain
 from openhands_rl_plugin.environments.webshop import WebShop, WebShopSession
-from openhands_rl_plugin.records import TrajectoryFilter
-from openhands_rl_plugin.storages.file import FileTrajectoryStorage
-from openhands_rl_plugin.training.plan import LoopPlan
-from openhands_rl_plugin.types import Task
+from openhands_rl_plugin.training.loop.plan import LoopPlan
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 if TYPE_CHECKING:
     import torch
@@ -311,7 +311,7 @@ def main() -> None:
     """Train for the job of the command line."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    from openhands_rl_plugin.serving.threads import prepare_threads
+    from openhands_rl_plugin.models.generator.threads import prepare_threads
 
     prepare_threads()
     train(Job.model_validate_json(sys.argv[1]))

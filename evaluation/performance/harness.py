@@ -27,17 +27,17 @@ from rich.console import Console
 from rich.table import Table
 
 from evaluation.performance.instant_model import instant_model, script
-from openhands_rl_plugin.harness.backends import make_backend
-from openhands_rl_plugin.harness.composing import evaluate, process_count, settings_of
-from openhands_rl_plugin.harness.judged import Entry
-from openhands_rl_plugin.harness.llm import EvaluatedModel
-from openhands_rl_plugin.harness.outcome import Outcome
-from openhands_rl_plugin.harness.plan import EvaluationPlan
-from openhands_rl_plugin.harness.suites import Suite, software_entry
-from openhands_rl_plugin.storages.file import FileTrajectoryStorage
-from openhands_rl_plugin.swe.protocols import InstanceBackend
-from openhands_rl_plugin.swe.rows import read_instances
-from openhands_rl_plugin.swe.types import Checkout, Instance, Verdict, VerdictKind
+from openhands_rl_plugin.evals.runs.backends import make_backend
+from openhands_rl_plugin.evals.runs.composing import evaluate, process_count, settings_of
+from openhands_rl_plugin.evals.runs.judged import Entry
+from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
+from openhands_rl_plugin.evals.runs.outcome import Outcome
+from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
+from openhands_rl_plugin.evals.runs.suites import Suite, software_entry
+from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
+from openhands_rl_plugin.evals.swe.rows import read_instances
+from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Verdict, VerdictKind
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 REPLIES = [
     {"bash": "git log --oneline | head -3; ls"},

@@ -20,9 +20,9 @@ from functools import cache
 from itertools import combinations, pairwise
 from pathlib import Path
 
-from openhands_rl_plugin.training.batch import pack
-from openhands_rl_plugin.training.layout import common_prefix, lay_out
-from openhands_rl_plugin.types import Sample
+from openhands_rl_plugin.core.types import Sample
+from openhands_rl_plugin.training.data.batch import pack
+from openhands_rl_plugin.training.data.layout import common_prefix, lay_out
 
 ROLLOUTS, GROUP, TURNS, SHARED_TURNS = 16, 8, 30, 10
 PROMPT, OBSERVATION, SAMPLED = 6_000, 700, 300

@@ -26,10 +26,10 @@ from typing import IO, Any
 from rich.console import Console
 from rich.table import Table
 
-from openhands_rl_plugin.templates.function_text import parse_function_text, render_call
-from openhands_rl_plugin.templates.parsed import ParsedAnswer
-from openhands_rl_plugin.templates.tool_call_json import parse_tool_call_json, render_tool_call
-from openhands_rl_plugin.types import ToolCall
+from openhands_rl_plugin.core.templates.function_text import parse_function_text, render_call
+from openhands_rl_plugin.core.templates.parsed import ParsedAnswer
+from openhands_rl_plugin.core.templates.tool_call_json import parse_tool_call_json, render_tool_call
+from openhands_rl_plugin.core.types import ToolCall
 
 CORPUS = Path(__file__).parents[2] / "tests" / "templates" / "corpus" / "tool_call.jsonl"
 SECONDS = 1.0

@@ -29,13 +29,13 @@ from evaluation.performance.random_weights import AdapterWriter, tiny_model
 from evaluation.performance.reload import report
 from evaluation.performance.serving_load import Load, keep_asking
 from evaluation.performance.vllm_server import NAME, NoVLLMError, running_vllm, vllm_python
-from openhands_rl_plugin.errors import PublishError
-from openhands_rl_plugin.serving.adapters import WEIGHTS, AdapterStore
-from openhands_rl_plugin.serving.config import GeneratorConfig
-from openhands_rl_plugin.serving.generator import Generator
-from openhands_rl_plugin.serving.publisher import AdapterPublisher
-from openhands_rl_plugin.serving.sampling import SamplingParams
-from openhands_rl_plugin.types import Adapter, Probe
+from openhands_rl_plugin.core.errors import PublishError
+from openhands_rl_plugin.core.types import Adapter, Probe
+from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
+from openhands_rl_plugin.models.adapters.store import WEIGHTS, AdapterStore
+from openhands_rl_plugin.models.generator.config import GeneratorConfig
+from openhands_rl_plugin.models.generator.generator import Generator
+from openhands_rl_plugin.models.generator.sampling import SamplingParams
 
 PROMPT_TOKENS = 48
 ANSWER_TOKENS = 8

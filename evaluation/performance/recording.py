@@ -37,14 +37,14 @@ from rich.console import Console
 from rich.table import Table
 
 from evaluation.performance.scripted_session import FIRST_PROMPT, LAST_PROMPT, Session, session_server
-from openhands_rl_plugin.conversation import HostConversation
-from openhands_rl_plugin.hosts.v0.background import background
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.concurrency import background
+from openhands_rl_plugin.core.conversation import HostConversation
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.hosts.shared.standalone import standalone_episode
+from openhands_rl_plugin.hosts.shared.token_tap import Tap
 from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostTurn
 from openhands_rl_plugin.hosts.v0.recorder import CallLog, record_completions, recording
-from openhands_rl_plugin.hosts.v0.standalone import standalone_episode
-from openhands_rl_plugin.hosts.v0.tap import Tap
-from openhands_rl_plugin.settings import RLSettings
-from openhands_rl_plugin.tree import EpisodeTree
 
 TARGET_MS = 1.0
 

@@ -14,14 +14,14 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable
 
-from openhands_rl_plugin.environments.http import HttpEnvironmentOptions, WebEnvClient
+from openhands_rl_plugin.core.protocols import Environment, Forkable
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import Task
+from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
 from openhands_rl_plugin.environments.webshop import WebShop, running_webshop
-from openhands_rl_plugin.protocols import Environment, Forkable
-from openhands_rl_plugin.strategies.mcts import MCTSOptions, MCTSStrategy
+from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrategy
 from openhands_rl_plugin.testing import ScriptedEngine
-from openhands_rl_plugin.testing_planning import PlanningEnvironment, PlanningOptions
-from openhands_rl_plugin.tree import EpisodeTree
-from openhands_rl_plugin.types import Task
+from openhands_rl_plugin.testing.planning import PlanningEnvironment, PlanningOptions
 
 BOUND_MS = 1.0
 GOAL = 3

@@ -24,23 +24,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from openhands_rl_plugin import registry
-from openhands_rl_plugin.attempts import over_tasks
-from openhands_rl_plugin.charts import Point, Series, line_chart, svg_file
-from openhands_rl_plugin.demo.child import free_port, running_command
-from openhands_rl_plugin.demo.model import NAME, ensure_model
-from openhands_rl_plugin.demo.options import ADAPTER, ANSWER_TOKENS, CONTEXT_TOKENS, DemoOptions
-from openhands_rl_plugin.engines.openai import OpenAIEngine
-from openhands_rl_plugin.engines.seeded import SeededEngine
-from openhands_rl_plugin.environments.http import HttpEnvironmentOptions, WebEnvClient
-from openhands_rl_plugin.protocols import Strategy
-from openhands_rl_plugin.rollout import RolloutPlan, roll_out
-from openhands_rl_plugin.runners import SessionRunner
-from openhands_rl_plugin.serving.adapters import AdapterStore
-from openhands_rl_plugin.serving.publisher import AdapterPublisher
-from openhands_rl_plugin.statistics import paired_difference, wilson
-from openhands_rl_plugin.storages.file import FileTrajectoryStorage
-from openhands_rl_plugin.types import (
+from openhands_rl_plugin.apps.demo.child import free_port, running_command
+from openhands_rl_plugin.apps.demo.model import NAME, ensure_model
+from openhands_rl_plugin.apps.demo.options import ADAPTER, ANSWER_TOKENS, CONTEXT_TOKENS, DemoOptions
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.core.attempts import over_tasks
+from openhands_rl_plugin.core.protocols import Strategy
+from openhands_rl_plugin.core.statistics import paired_difference, wilson
+from openhands_rl_plugin.core.types import (
     Adapter,
     EpisodeRequest,
     Frozen,
@@ -51,6 +42,15 @@ from openhands_rl_plugin.types import (
     Task,
     Trajectory,
 )
+from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
+from openhands_rl_plugin.evals.report.charts import Point, Series, line_chart, svg_file
+from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.engines.openai import OpenAIEngine
+from openhands_rl_plugin.models.engines.seeded import SeededEngine
+from openhands_rl_plugin.rollout.in_process import SessionRunner
+from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 SUCCESS = 0.999
 CACHE_BYTES = 2 * 1024**3  # the trees of all episodes in flight: what goes out of it is read again at every simulation

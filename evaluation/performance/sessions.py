@@ -28,11 +28,12 @@ from rich.console import Console
 from rich.table import Table
 
 from evaluation.performance.instant_model import instant_model, script
-from openhands_rl_plugin.hosts.v0.driver import WORKSPACE_RUNTIME, ControllerOptions, ControllerRunner
-from openhands_rl_plugin.hosts.v0.workers import WorkerPoolRunner
-from openhands_rl_plugin.protocols import EpisodeRunner
-from openhands_rl_plugin.settings import RLSettings, ServingSettings
-from openhands_rl_plugin.types import EpisodeRequest, Limits, Task, Trajectory
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
+from openhands_rl_plugin.core.protocols import EpisodeRunner
+from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Task, Trajectory
+from openhands_rl_plugin.hosts.pool.processes import WorkerPoolRunner
+from openhands_rl_plugin.hosts.shared.options import WORKSPACE_RUNTIME, ControllerOptions
+from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 
 _SHOP = """
 import sys, time

@@ -80,9 +80,9 @@ def ours(job: Job) -> Measured:
     """``LoraTrainer``, all episodes of a step in one pass."""
     from transformers import AutoConfig
 
-    from openhands_rl_plugin.settings import TrainingSettings
-    from openhands_rl_plugin.training.trainer import LoraTrainer
-    from openhands_rl_plugin.types import Sample
+    from openhands_rl_plugin.config.rl import TrainingSettings
+    from openhands_rl_plugin.core.types import Sample
+    from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
     found = episodes(job.data, AutoConfig.from_pretrained(job.model).vocab_size)
     samples = [
@@ -185,7 +185,7 @@ def _peak_mb() -> float:
 def main() -> None:
     """Measure the job of the command line and print it as one line."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from openhands_rl_plugin.serving.threads import prepare_threads
+    from openhands_rl_plugin.models.generator.threads import prepare_threads
 
     prepare_threads()
     import torch

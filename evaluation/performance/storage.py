@@ -37,15 +37,8 @@ from rich.table import Table
 from evaluation.performance.storage_load import Turn, session
 from evaluation.performance.storage_pages import cold_first_page, fill, first_page, queries
 from openhands_rl_plugin import FileTrajectoryStorage, Message, Task
-from openhands_rl_plugin.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, NodeMark
-from openhands_rl_plugin.types import (
-    Node,
-    PolicyRef,
-    SamplingParams,
-    StopReason,
-    StrategySpec,
-    Tokens,
-)
+from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, NodeMark
+from openhands_rl_plugin.core.types import Node, PolicyRef, SamplingParams, StopReason, StrategySpec, Tokens
 
 TURNS = 30
 CONCURRENCY = 16

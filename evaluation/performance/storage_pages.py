@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 from openhands_rl_plugin import FileTrajectoryStorage, Message, Task, Trajectory, TrajectoryFilter
-from openhands_rl_plugin.records import TrajectoryOrder
-from openhands_rl_plugin.types import Node, PolicyRef, StopReason, StrategySpec, Times, Tokens, Usage
+from openhands_rl_plugin.core.records import TrajectoryOrder
+from openhands_rl_plugin.core.types import Node, PolicyRef, StopReason, StrategySpec, Times, Tokens, Usage
 
 PAGE = 50
 

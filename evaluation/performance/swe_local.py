@@ -15,13 +15,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from openhands_rl_plugin.swe.caching import default_cache
-from openhands_rl_plugin.swe.local import LocalBackend
-from openhands_rl_plugin.swe.rows import read_instances
-from openhands_rl_plugin.swe.types import Instance, Verdict
-from openhands_rl_plugin.tasks.checking import NO_OP
-from openhands_rl_plugin.tasks.grading import local_backend
-from openhands_rl_plugin.tasks.sources import suite_file
+from openhands_rl_plugin.evals.swe.backends.caching import default_cache
+from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
+from openhands_rl_plugin.evals.swe.rows import read_instances
+from openhands_rl_plugin.evals.swe.types import Instance, Verdict
+from openhands_rl_plugin.evals.tasks.checking import NO_OP
+from openhands_rl_plugin.evals.tasks.grading import local_backend
+from openhands_rl_plugin.evals.tasks.sources.sources import suite_file
 
 
 async def round_of(

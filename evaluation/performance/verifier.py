@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from openhands_rl_plugin.serving.threads import prepare_threads
+from openhands_rl_plugin.models.generator.threads import prepare_threads
 
 prepare_threads()
 
@@ -28,9 +28,9 @@ from peft import PeftModel  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from evaluation.performance.random_weights import AdapterWriter, tiny_model  # noqa: E402
-from openhands_rl_plugin.training.verifier_card import VerifierCard  # noqa: E402
-from openhands_rl_plugin.training.verifier_model import VerifierModel, weights_sha256  # noqa: E402
-from openhands_rl_plugin.training.verifier_prompt import prompts_for  # noqa: E402
+from openhands_rl_plugin.training.verifier.card import VerifierCard  # noqa: E402
+from openhands_rl_plugin.training.verifier.model import VerifierModel, weights_sha256  # noqa: E402
+from openhands_rl_plugin.training.verifier.prompt import prompts_for  # noqa: E402
 
 Prompt = tuple[int, ...]
 Way = Callable[[Sequence[Prompt]], list[float]]

@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.metadata import version
 from types import ModuleType
 
-from openhands_rl_plugin.errors import RLError, describe
+from openhands_rl_plugin.core.errors import RLError, describe
 
 COMMANDS: Mapping[str, str] = {
     "adapters": "openhands_rl_plugin.cli.adapters",
@@ -35,7 +35,7 @@ COMMANDS: Mapping[str, str] = {
     "show": "openhands_rl_plugin.cli.show",
     "stats": "openhands_rl_plugin.cli.stats",
     "tasks": "openhands_rl_plugin.cli.tasks",
-    "train": "openhands_rl_plugin.cli.train",
+    "train": "openhands_rl_plugin.cli.train.train",
 }
 """Command -> module with ``HELP``, ``add_arguments(parser)`` and ``run(args) -> int``; it may have ``EPILOG`` (its
 examples) and ``RESUME`` (what to do after Ctrl-C). Its own imports must be light."""

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, get_args
 
 from pydantic import ValidationError
 
-from openhands_rl_plugin.config import load_settings
-from openhands_rl_plugin.errors import ConfigError
-from openhands_rl_plugin.publishing import publisher_for
-from openhands_rl_plugin.settings import ServingSettings
-from openhands_rl_plugin.validation import problems
+from openhands_rl_plugin.config.rl import ServingSettings
+from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.validation import problems
+from openhands_rl_plugin.models.adapters.for_settings import publisher_for
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.serving.adapters import AdapterStore
-    from openhands_rl_plugin.types import Adapter
+    from openhands_rl_plugin.core.types import Adapter
+    from openhands_rl_plugin.models.adapters.store import AdapterStore
 
 HELP = "list the versions of an adapter, bring one into use, or go back"
 EPILOG = """examples:
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _run(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.serving.adapters import AdapterStore
+    from openhands_rl_plugin.models.adapters.store import AdapterStore
 
     serving = _settings(args)
     store = AdapterStore(serving.adapters_directory.resolve())
@@ -79,8 +79,8 @@ async def _run(args: argparse.Namespace) -> int:
 
 
 async def _list(store: AdapterStore, serving: ServingSettings) -> None:
-    from openhands_rl_plugin.looking.tables import table
-    from openhands_rl_plugin.looking.terminal import console
+    from openhands_rl_plugin.trajectories.view.tables import table
+    from openhands_rl_plugin.trajectories.view.terminal import console
 
     current = store.current(serving.adapter)
     versions = store.versions(serving.adapter)

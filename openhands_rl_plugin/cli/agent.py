@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from openhands_rl_plugin.cli.foreground import wait_until_stopped
-from openhands_rl_plugin.cli.policy_options import add_fields, read_fields
+from openhands_rl_plugin.cli.options.foreground import wait_until_stopped
+from openhands_rl_plugin.cli.options.policy_options import add_fields, read_fields
 
 HELP = "serve a policy with its tools: every chat request is played to its final answer"
 EPILOG = """examples:
@@ -19,15 +19,15 @@ EPILOG = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One option for each field of ``AgentConfig``."""
-    from openhands_rl_plugin.runtime.config import AgentConfig
+    from openhands_rl_plugin.apps.endpoint.config import AgentConfig
 
     add_fields(parser, AgentConfig)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises ``RLError`` when the options, the port or the store cannot be used."""
-    from openhands_rl_plugin.runtime.config import AgentConfig
-    from openhands_rl_plugin.runtime.server import running_agent
+    from openhands_rl_plugin.apps.endpoint.config import AgentConfig
+    from openhands_rl_plugin.apps.endpoint.server import running_agent
 
     config = read_fields(args, AgentConfig)
     with running_agent(config) as url:

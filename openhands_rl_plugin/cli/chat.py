@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.policy_options import add_fields, read_fields
-from openhands_rl_plugin.types import Message
+from openhands_rl_plugin.cli.options.policy_options import add_fields, read_fields
+from openhands_rl_plugin.core.types import Message
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.runtime.agent import AgentRuntime
-    from openhands_rl_plugin.runtime.config import PolicyConfig
-    from openhands_rl_plugin.runtime.events import AgentEvent, AgentResult
+    from openhands_rl_plugin.apps.endpoint.agent import AgentRuntime
+    from openhands_rl_plugin.apps.endpoint.config import PolicyConfig
+    from openhands_rl_plugin.apps.endpoint.events import AgentEvent, AgentResult
 
 HELP = "talk to a served policy in the terminal, with tools"
 EPILOG = """examples:
@@ -34,7 +34,7 @@ _CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(co
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One option for each field of ``PolicyConfig``."""
-    from openhands_rl_plugin.runtime.config import PolicyConfig
+    from openhands_rl_plugin.apps.endpoint.config import PolicyConfig
 
     add_fields(parser, PolicyConfig)
     parser.set_defaults(run_id="chat")
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Talk until ``/quit`` or the end of the input. Raises ``RLError`` when the options cannot be used."""
-    from openhands_rl_plugin.runtime.config import PolicyConfig
+    from openhands_rl_plugin.apps.endpoint.config import PolicyConfig
 
     with asyncio.Runner() as runner:
         chat = Chat(read_fields(args, PolicyConfig), runner)
@@ -61,7 +61,7 @@ class Chat:
     """A conversation. ``runner``: the event loop that all of it lives in."""
 
     def __init__(self, config: PolicyConfig, runner: asyncio.Runner) -> None:
-        from openhands_rl_plugin.runtime.build import opened_runtime
+        from openhands_rl_plugin.apps.endpoint.build import opened_runtime
 
         self._opened = opened_runtime(config)
         self._runner = runner
@@ -95,7 +95,7 @@ class Chat:
                     self._messages = (*asked, *result.messages)
 
     async def _answer(self, messages: tuple[Message, ...]) -> AgentResult:
-        from openhands_rl_plugin.runtime.events import Answer, Stopped
+        from openhands_rl_plugin.apps.endpoint.events import Answer, Stopped
 
         assert self._runtime is not None
         printer = _Printer()
@@ -115,7 +115,7 @@ class _Printer:
 
     def show(self, event: AgentEvent) -> None:
         """Print what an event tells."""
-        from openhands_rl_plugin.runtime.events import Answer, Stopped, TextDelta, ToolCallStarted
+        from openhands_rl_plugin.apps.endpoint.events import Answer, Stopped, TextDelta, ToolCallStarted
 
         match event:
             case TextDelta():

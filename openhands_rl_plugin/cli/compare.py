@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the comparison. Raises ``RLError`` when a run cannot be read or no task is in both."""
-    from openhands_rl_plugin.harness.comparing import compare
+    from openhands_rl_plugin.evals.report.comparing import compare
 
     first, second = judged_runs(args, [args.first]), judged_runs(args, [args.second])
     publish(args, (*first, *second), compare(first, second))

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from openhands_rl_plugin.config import load_settings
+from openhands_rl_plugin.config.toml import load_settings
 
 HELP = "check a configuration file and show the settings that it gives"
 EPILOG = """examples:

@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.quiet import quieten
-from openhands_rl_plugin.serving.threads import prepare_threads
+from openhands_rl_plugin.cli.options.quiet import quieten
+from openhands_rl_plugin.models.generator.threads import prepare_threads
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.demo.options import DemoOptions
+    from openhands_rl_plugin.apps.demo.options import DemoOptions
 
 HELP = "watch a small model learn to shop inside OpenHands: roll out, train, reload, evaluate"
 EPILOG = """examples:
@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
     """Run or resume the demo, then print the table and where the report lies."""
     quieten()
     prepare_threads()
-    from openhands_rl_plugin.demo.options import DemoOptions
-    from openhands_rl_plugin.looping.claim import check_alone, held
+    from openhands_rl_plugin.apps.demo.options import DemoOptions
+    from openhands_rl_plugin.apps.loop.claim import check_alone, held
 
     check_alone()
     directory = (args.run_dir or Path("runs") / ("demo-tiny" if args.tiny else "demo")).absolute()
@@ -78,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _play(options: DemoOptions) -> int:
-    from openhands_rl_plugin.demo.progress import ProgressListener, final_table
-    from openhands_rl_plugin.demo.story import run_demo
+    from openhands_rl_plugin.apps.demo.progress import ProgressListener, final_table
+    from openhands_rl_plugin.apps.demo.story import run_demo
 
     started = time.monotonic()
     with ProgressListener(options.stages) as listener:

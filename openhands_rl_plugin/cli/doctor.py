@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openhands_rl_plugin.cli.stored import add_filters, add_store, filter_of
-from openhands_rl_plugin.cli.stores import open_store
-from openhands_rl_plugin.errors import CaughtFailure, ConfigError, MissingExtraError, boundary
-from openhands_rl_plugin.types import FailureKind
+from openhands_rl_plugin.cli.options.stored import add_filters, add_store, filter_of
+from openhands_rl_plugin.cli.options.stores import open_store
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, MissingExtraError, boundary
+from openhands_rl_plugin.core.types import FailureKind
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.doctor.causes import Decode
+    from openhands_rl_plugin.trajectories.drift.causes import Decode
 
 HELP = "check the installation, or find out why turns do not extend each other"
 EPILOG = """examples:
@@ -53,10 +53,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _check(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.doctor.checks import check_all
-    from openhands_rl_plugin.doctor.findings import Level
-    from openhands_rl_plugin.doctor.pages import print_findings
-    from openhands_rl_plugin.looking.terminal import console, print_json
+    from openhands_rl_plugin.cli.doctor_checks.checks import check_all
+    from openhands_rl_plugin.cli.doctor_checks.findings import Level
+    from openhands_rl_plugin.cli.doctor_checks.pages import print_findings
+    from openhands_rl_plugin.trajectories.view.terminal import console, print_json
 
     findings = await check_all(args.config, probe=args.probe, registration=not args.quick)
     if args.json:
@@ -67,9 +67,9 @@ async def _check(args: argparse.Namespace) -> int:
 
 
 async def _drift(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.doctor.drift import drift_of
-    from openhands_rl_plugin.doctor.pages import print_drift
-    from openhands_rl_plugin.looking.terminal import console, print_json
+    from openhands_rl_plugin.cli.doctor_checks.pages import print_drift
+    from openhands_rl_plugin.trajectories.drift.drift import drift_of
+    from openhands_rl_plugin.trajectories.view.terminal import console, print_json
 
     decode = _decoder(args.tokenizer) if args.tokenizer is not None else None
     async with open_store(args.store) as storage:

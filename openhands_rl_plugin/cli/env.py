@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from openhands_rl_plugin.cli.foreground import wait_until_stopped
-from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.cli.options.foreground import wait_until_stopped
+from openhands_rl_plugin.core.errors import ConfigError
 
 HELP = "serve an environment over HTTP (/reset and /step, and AgentGym's /create ... /close)"
 EPILOG = """examples:

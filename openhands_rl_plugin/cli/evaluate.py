@@ -11,21 +11,21 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.stores import STORE_HELP
-from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.cli.options.stores import STORE_HELP
+from openhands_rl_plugin.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
-    from openhands_rl_plugin.harness.evaluation import Evaluation
-    from openhands_rl_plugin.harness.judged import Entry
-    from openhands_rl_plugin.harness.llm import EvaluatedModel
-    from openhands_rl_plugin.harness.outcome import Outcome
-    from openhands_rl_plugin.harness.plan import EvaluationPlan, PlayedBy
-    from openhands_rl_plugin.harness.suites import Suite
-    from openhands_rl_plugin.protocols import TrajectoryStorage
-    from openhands_rl_plugin.settings import RLSettings
-    from openhands_rl_plugin.swe.protocols import InstanceBackend
+    from openhands_rl_plugin.config.rl import RLSettings
+    from openhands_rl_plugin.core.protocols import TrajectoryStorage
+    from openhands_rl_plugin.evals.runs.evaluation import Evaluation
+    from openhands_rl_plugin.evals.runs.judged import Entry
+    from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
+    from openhands_rl_plugin.evals.runs.outcome import Outcome
+    from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, PlayedBy
+    from openhands_rl_plugin.evals.runs.suites import Suite
+    from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 
 HELP = "roll out an agent over a suite of tasks, grade it, report it"
 RESUME = "what is finished is kept, and the same command goes on"
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate. Raises ``RLError`` when an option, the data, the machine or the disk does not allow it."""
-    from openhands_rl_plugin.harness.composing import options_of, played_by, settings_of
+    from openhands_rl_plugin.evals.runs.composing import options_of, played_by, settings_of
 
     plan, suite = _plan(args)
     settings = settings_of(plan, args.config)
@@ -147,9 +147,9 @@ def _add_bounds(group: argparse._ArgumentGroup) -> None:
 def _plan(args: argparse.Namespace) -> tuple[EvaluationPlan, Suite]:
     from pydantic import ValidationError
 
-    from openhands_rl_plugin.harness.plan import EvaluationPlan
-    from openhands_rl_plugin.harness.suites import find_suite
-    from openhands_rl_plugin.validation import problems
+    from openhands_rl_plugin.core.validation import problems
+    from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
+    from openhands_rl_plugin.evals.runs.suites import find_suite
 
     suite = find_suite(args.suite, args.split)
     model = _model(args)
@@ -184,7 +184,7 @@ def _plan(args: argparse.Namespace) -> tuple[EvaluationPlan, Suite]:
 
 
 def _model(args: argparse.Namespace) -> EvaluatedModel:
-    from openhands_rl_plugin.harness.llm import EvaluatedModel, evaluated_model
+    from openhands_rl_plugin.evals.runs.llm import EvaluatedModel, evaluated_model
 
     named = {name: getattr(args, name, None) for name in (*EvaluatedModel.model_fields, "model")}
     return evaluated_model({name: value for name, value in named.items() if value is not None}, args.config, args.llm)
@@ -192,8 +192,8 @@ def _model(args: argparse.Namespace) -> EvaluatedModel:
 
 def _base_model(args: argparse.Namespace, model: EvaluatedModel) -> str:
     """What the evaluated version of an adapter adapts; empty when no adapter is evaluated."""
-    from openhands_rl_plugin.config import load_settings
-    from openhands_rl_plugin.types import PolicyRef
+    from openhands_rl_plugin.config.toml import load_settings
+    from openhands_rl_plugin.core.types import PolicyRef
 
     if args.base_model:
         return args.base_model
@@ -241,8 +241,8 @@ def _option(text: str) -> tuple[str, JsonValue]:
 
 
 def _entries(args: argparse.Namespace, suite: Suite, settings: RLSettings) -> tuple[Entry, ...]:
-    from openhands_rl_plugin.harness.selection import Selection
-    from openhands_rl_plugin.harness.suites import environment_entries, software_entries
+    from openhands_rl_plugin.evals.runs.selection import Selection
+    from openhands_rl_plugin.evals.runs.suites import environment_entries, software_entries
 
     if suite.software:
         entries = software_entries(suite, args.dataset_file)
@@ -253,8 +253,8 @@ def _entries(args: argparse.Namespace, suite: Suite, settings: RLSettings) -> tu
 
 
 async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan, suite: Suite, settings: RLSettings) -> None:
-    from openhands_rl_plugin.harness.composing import evaluate, process_count
-    from openhands_rl_plugin.harness.progress import EvaluationProgress
+    from openhands_rl_plugin.evals.report.progress import EvaluationProgress
+    from openhands_rl_plugin.evals.runs.composing import evaluate, process_count
 
     entries = _entries(args, suite, settings)
     progress: EvaluationProgress | None = None
@@ -286,8 +286,8 @@ async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan, suite: Suite
 
 @asynccontextmanager
 async def _store(args: argparse.Namespace, plan: EvaluationPlan) -> AsyncIterator[TrajectoryStorage]:
-    from openhands_rl_plugin.cli.stores import open_store
-    from openhands_rl_plugin.harness.composing import STORE
+    from openhands_rl_plugin.cli.options.stores import open_store
+    from openhands_rl_plugin.evals.runs.composing import STORE
 
     async with open_store(args.store or str(plan.out / STORE), create=True) as storage:
         yield storage
@@ -298,7 +298,7 @@ async def _backend(args: argparse.Namespace, suite: Suite) -> AsyncIterator[Inst
     if not suite.software:
         yield None
         return
-    from openhands_rl_plugin.harness.backends import make_backend
+    from openhands_rl_plugin.evals.runs.backends import make_backend
 
     backend = make_backend(args.backend, mirror=args.mirror, cache=args.cache, network=args.network)
     try:
@@ -311,8 +311,8 @@ def _said(
     plan: EvaluationPlan, suite: Suite, settings: RLSettings, by: PlayedBy | None, args: argparse.Namespace
 ) -> list[str]:
     """What a dry run says. Data sets of the hub are not downloaded for it."""
-    from openhands_rl_plugin.harness.run_files import finished_instances
-    from openhands_rl_plugin.harness.same_run import check_same_run
+    from openhands_rl_plugin.evals.runs.run_files import finished_instances
+    from openhands_rl_plugin.evals.runs.same_run import check_same_run
 
     known = None if suite.on_hub and args.dataset_file is None else _entries(args, suite, settings)
     agent = plan.agent if by is None else f"{plan.agent} with {by.strategy}"
@@ -338,7 +338,7 @@ def _said(
 
 def _report(plan: EvaluationPlan) -> int:
     from openhands_rl_plugin.cli.report import print_report
-    from openhands_rl_plugin.harness.reading import read_runs
+    from openhands_rl_plugin.evals.report.reading import read_runs
 
     directories = tuple(plan.run_directory(run) for run in plan.each_run())
     print_report(read_runs(directories))

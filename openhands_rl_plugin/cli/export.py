@@ -7,13 +7,13 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.stored import add_filters, filter_of, positive
-from openhands_rl_plugin.cli.stores import STORE_HELP, open_store
-from openhands_rl_plugin.cli.transfer import add_format, bar, formats_epilog
-from openhands_rl_plugin.records import TrajectoryFilter
+from openhands_rl_plugin.cli.options.stored import add_filters, filter_of, positive
+from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
+from openhands_rl_plugin.cli.options.transfer import add_format, bar, formats_epilog
+from openhands_rl_plugin.core.records import TrajectoryFilter
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.exchange.transfer import ExportReport
+    from openhands_rl_plugin.trajectories.exchange.transfer import ExportReport
 
 HELP = "write stored trajectories in a format that others read"
 EPILOG = formats_epilog("""examples:
@@ -48,13 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the file. Raises ``RLError`` when store, format, filter or target cannot be used."""
-    from openhands_rl_plugin.exchange.formats import exportable
+    from openhands_rl_plugin.trajectories.exchange.formats import exportable
 
     chosen, rows = exportable(args.format)
     where = _within(chosen.scope, filter_of(args)).model_copy(update={"limit": args.limit})
 
     async def export() -> ExportReport:
-        from openhands_rl_plugin.exchange.transfer import export_store
+        from openhands_rl_plugin.trajectories.exchange.transfer import export_store
 
         async with open_store(args.store) as storage:
             total = await storage.count(where)

@@ -11,14 +11,14 @@ from typing import Any, get_origin
 
 from pydantic import ValidationError
 
-from openhands_rl_plugin.cli.stores import STORE_HELP, storage_at
-from openhands_rl_plugin.config import load_settings
-from openhands_rl_plugin.errors import ConfigError
-from openhands_rl_plugin.gateway.config import GatewayConfig
-from openhands_rl_plugin.protocols import TrajectoryStorage
-from openhands_rl_plugin.settings import ServingSettings
-from openhands_rl_plugin.storage import open_storage
-from openhands_rl_plugin.validation import problems
+from openhands_rl_plugin.cli.options.stores import STORE_HELP, storage_at
+from openhands_rl_plugin.config.build import open_storage
+from openhands_rl_plugin.config.rl import ServingSettings
+from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.validation import problems
+from openhands_rl_plugin.models.gateway.config import GatewayConfig
 
 HELP = "record what an agent says to a model server, with a change of its base_url only"
 EPILOG = """examples:
@@ -81,7 +81,7 @@ def _served_by(serving: ServingSettings) -> dict[str, object]:
 
 
 async def _serve(config: GatewayConfig, storage: TrajectoryStorage, where: str) -> None:
-    from openhands_rl_plugin.gateway.server import running_gateway
+    from openhands_rl_plugin.models.gateway.server import running_gateway
 
     # The storage's thread must not keep the interpreter for long while calls wait.
     sys.setswitchinterval(_SWITCH_SECONDS)

@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.stored import positive
-from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.cli.options.stored import positive
+from openhands_rl_plugin.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.swe.grading import Graded
-    from openhands_rl_plugin.swe.protocols import InstanceBackend
-    from openhands_rl_plugin.swe.rows import Prediction
-    from openhands_rl_plugin.swe.types import Instance, Verdict
+    from openhands_rl_plugin.evals.swe.grading import Graded
+    from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
+    from openhands_rl_plugin.evals.swe.rows import Prediction
+    from openhands_rl_plugin.evals.swe.types import Instance, Verdict
 
 HELP = "grade patches on SWE-bench, SWE-Gym or own instances"
 EPILOG = """examples:
@@ -49,9 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Grade. Raises ``RLError`` when nothing can be graded; a bad prediction costs itself only."""
-    from openhands_rl_plugin.harness.backends import make_backend
-    from openhands_rl_plugin.swe.grading import GradingPlan, summary
-    from openhands_rl_plugin.swe.rows import read_instances, read_predictions
+    from openhands_rl_plugin.evals.runs.backends import make_backend
+    from openhands_rl_plugin.evals.swe.grading import GradingPlan, summary
+    from openhands_rl_plugin.evals.swe.rows import read_instances, read_predictions
 
     if not args.run_id.replace("-", "").replace("_", "").replace(".", "").isalnum() or args.run_id.startswith("."):
         raise ConfigError(f"--run-id {args.run_id!r}: letters, digits, dots, dashes and underscores only")
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _grade(backend: InstanceBackend, instances, predictions: list[Prediction], plan, out: Path) -> Graded:
-    from openhands_rl_plugin.swe.grading import grade_all
+    from openhands_rl_plugin.evals.swe.grading import grade_all
 
     try:
         await backend.check()

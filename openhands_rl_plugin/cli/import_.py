@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.stores import STORE_HELP, open_store
-from openhands_rl_plugin.cli.transfer import add_format, bar, formats_epilog
+from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
+from openhands_rl_plugin.cli.options.transfer import add_format, bar, formats_epilog
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.exchange.transfer import ImportReport
+    from openhands_rl_plugin.trajectories.exchange.transfer import ImportReport
 
 HELP = "store trajectories that others recorded"
 EPILOG = formats_epilog("""examples:
@@ -37,12 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Store what is new. Raises ``RLError`` for the first bad record, unless those are skipped."""
-    from openhands_rl_plugin.exchange.formats import importable
+    from openhands_rl_plugin.trajectories.exchange.formats import importable
 
     source = importable(args.format)(args.file)
 
     async def fill() -> ImportReport:
-        from openhands_rl_plugin.exchange.transfer import import_source
+        from openhands_rl_plugin.trajectories.exchange.transfer import import_source
 
         async with open_store(args.into, create=True) as storage:
             with bar("importing", source.total, in_bytes=source.in_bytes) as advanced:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from openhands_rl_plugin.cli.stored import add_filters, add_store, filter_of, natural, positive
-from openhands_rl_plugin.cli.stores import open_store
-from openhands_rl_plugin.records import TrajectoryOrder
+from openhands_rl_plugin.cli.options.stored import add_filters, add_store, filter_of, natural, positive
+from openhands_rl_plugin.cli.options.stores import open_store
+from openhands_rl_plugin.core.records import TrajectoryOrder
 
 HELP = "list stored episodes"
 EPILOG = """examples:
@@ -40,8 +40,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _run(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.looking.tables import list_table
-    from openhands_rl_plugin.looking.terminal import console
+    from openhands_rl_plugin.trajectories.view.tables import list_table
+    from openhands_rl_plugin.trajectories.view.terminal import console
 
     chosen = filter_of(args)
     order = {"sort": TrajectoryOrder(args.sort), "descending": args.desc, "limit": args.limit, "offset": args.offset}

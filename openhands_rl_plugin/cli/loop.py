@@ -12,19 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.fields import add_fields, settings_from
-from openhands_rl_plugin.cli.quiet import quieten
-from openhands_rl_plugin.cli.starting import BASE, starting_point
-from openhands_rl_plugin.config import load_settings
-from openhands_rl_plugin.errors import ConfigError, MissingExtraError
-from openhands_rl_plugin.serving.threads import prepare_threads
-from openhands_rl_plugin.settings import LoopSettings, RLSettings
+from openhands_rl_plugin.cli.options.fields import add_fields, settings_from
+from openhands_rl_plugin.cli.options.quiet import quieten
+from openhands_rl_plugin.cli.train.starting import BASE, starting_point
+from openhands_rl_plugin.config.rl import LoopSettings, RLSettings
+from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError
+from openhands_rl_plugin.models.generator.threads import prepare_threads
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.demo.progress import ProgressListener
-    from openhands_rl_plugin.looping.run import LoopJob, LoopResult
-    from openhands_rl_plugin.looping.tasks import LoopTasks, TaskSource
-    from openhands_rl_plugin.types import Adapter, JsonObject
+    from openhands_rl_plugin.apps.demo.progress import ProgressListener
+    from openhands_rl_plugin.apps.loop.run import LoopJob, LoopResult
+    from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource
+    from openhands_rl_plugin.core.types import Adapter, JsonObject
 
 HELP = "roll out, train and publish by turns, over an environment or a suite of tasks"
 RESUME = "what is finished is kept, and the same command goes on"
@@ -79,13 +79,13 @@ def run(args: argparse.Namespace) -> int:
     """Run, or go on. Raises ``RLError`` when an option, a task, a server, the store or the disk does not allow it."""
     quieten()
     prepare_threads()
-    from openhands_rl_plugin.looping.claim import check_alone, held
+    from openhands_rl_plugin.apps.loop.claim import check_alone, held
 
     check_alone()
     settings = _settings(args)
     try:
-        from openhands_rl_plugin.looping.run import check_trainable
-        from openhands_rl_plugin.looping.tasks import loop_tasks
+        from openhands_rl_plugin.apps.loop.run import check_trainable
+        from openhands_rl_plugin.apps.loop.tasks import loop_tasks
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "openhands", "openhands") from error
     check_trainable(settings)
@@ -134,8 +134,8 @@ def _settings(args: argparse.Namespace) -> RLSettings:
 def _source(args: argparse.Namespace) -> TaskSource:
     from pydantic import ValidationError
 
-    from openhands_rl_plugin.looping.tasks import TaskSource
-    from openhands_rl_plugin.validation import problems
+    from openhands_rl_plugin.apps.loop.tasks import TaskSource
+    from openhands_rl_plugin.core.validation import problems
 
     try:
         return TaskSource(
@@ -154,8 +154,8 @@ def _source(args: argparse.Namespace) -> TaskSource:
 
 
 def _play(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, start: Adapter | None) -> int:
-    from openhands_rl_plugin.demo.progress import ProgressListener
-    from openhands_rl_plugin.looping.claim import claim, forget
+    from openhands_rl_plugin.apps.demo.progress import ProgressListener
+    from openhands_rl_plugin.apps.loop.claim import claim, forget
 
     directory = args.run_dir.absolute()
     if args.fresh:
@@ -176,11 +176,11 @@ def _play(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, star
 
 
 async def _run(args: argparse.Namespace, job: LoopJob, listener: ProgressListener) -> LoopResult:
-    from openhands_rl_plugin.looping.run import run_loop
+    from openhands_rl_plugin.apps.loop.run import run_loop
 
     if not job.tasks.suite.software:
         return await run_loop(job, listener)
-    from openhands_rl_plugin.harness.backends import make_backend
+    from openhands_rl_plugin.evals.runs.backends import make_backend
 
     backend = make_backend(args.backend, mirror=args.mirror, cache=args.cache)
     try:
@@ -190,9 +190,9 @@ async def _run(args: argparse.Namespace, job: LoopJob, listener: ProgressListene
 
 
 def _job(args: argparse.Namespace, settings: RLSettings, model: Path, tasks: LoopTasks, directory: Path) -> LoopJob:
-    from openhands_rl_plugin.harness.composing import process_count
-    from openhands_rl_plugin.looping.claim import run_id_of
-    from openhands_rl_plugin.looping.run import LoopJob
+    from openhands_rl_plugin.apps.loop.claim import run_id_of
+    from openhands_rl_plugin.apps.loop.run import LoopJob
+    from openhands_rl_plugin.evals.runs.composing import process_count
 
     return LoopJob(
         settings=settings,
@@ -210,8 +210,8 @@ def _job(args: argparse.Namespace, settings: RLSettings, model: Path, tasks: Loo
 
 
 def _start(args: argparse.Namespace, settings: RLSettings) -> Adapter | None:
-    from openhands_rl_plugin.serving.adapters import AdapterStore
-    from openhands_rl_plugin.training.adapter_shape import check_start
+    from openhands_rl_plugin.models.adapters.store import AdapterStore
+    from openhands_rl_plugin.training.policies.adapter_shape import check_start
 
     serving = settings.serving
     adapters = AdapterStore(serving.adapters_directory.resolve())
@@ -231,8 +231,8 @@ def _servers(
     args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, directory: Path
 ) -> Iterator[tuple[RLSettings, Path]]:
     """The settings by which everything is reached, and the weights of the base model; what is not there is started."""
-    from openhands_rl_plugin.demo.child import free_port, running_command
-    from openhands_rl_plugin.harness.suites import WEBSHOP
+    from openhands_rl_plugin.apps.demo.child import free_port, running_command
+    from openhands_rl_plugin.evals.runs.suites import WEBSHOP
 
     logs = directory / "logs"
     with ExitStack() as opened:
@@ -268,7 +268,7 @@ def _serve(settings: RLSettings, model: Path, name: str) -> list[str]:
 
 def _at_server(args: argparse.Namespace, settings: RLSettings) -> tuple[RLSettings, Path]:
     """What the server says of its base model, whose weights training needs here."""
-    from openhands_rl_plugin.agent_server import served_base
+    from openhands_rl_plugin.apps.agent.server_models import served_base
 
     serving = settings.serving
     base = served_base(serving.base_url, serving.model, serving.api_key(), serving.request_timeout)
@@ -282,7 +282,7 @@ def _at_server(args: argparse.Namespace, settings: RLSettings) -> tuple[RLSettin
 
 
 def _given_weights(args: argparse.Namespace) -> Path:
-    from openhands_rl_plugin.agent_server import local_weights
+    from openhands_rl_plugin.apps.agent.server_models import local_weights
 
     if args.model is None:
         raise ConfigError(
@@ -306,9 +306,9 @@ def _identity(args: argparse.Namespace, settings: RLSettings) -> JsonObject:
 
 def _said(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, start: Adapter | None) -> list[str]:
     """What a dry run says."""
-    from openhands_rl_plugin.looping.parts import STATE
-    from openhands_rl_plugin.looping.run import objective_of
-    from openhands_rl_plugin.training.plan import LoopState
+    from openhands_rl_plugin.apps.loop.parts import STATE
+    from openhands_rl_plugin.apps.loop.run import objective_of
+    from openhands_rl_plugin.training.loop.plan import LoopState
 
     loop, serving = settings.loop, settings.serving
     done = len(LoopState.load(args.run_dir / STATE).records)
@@ -328,8 +328,8 @@ def _said(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, star
 
 
 def _report(result: LoopResult, listener: ProgressListener) -> None:
-    from openhands_rl_plugin.demo.progress import final_table
-    from openhands_rl_plugin.demo.summary import comparison_sentence
+    from openhands_rl_plugin.apps.demo.progress import final_table
+    from openhands_rl_plugin.apps.demo.summary import comparison_sentence
 
     listener.console.print(final_table(result.state, "tasks"))
     for name, change in result.changes:

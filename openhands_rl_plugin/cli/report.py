@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.stores import STORE_HELP
+from openhands_rl_plugin.cli.options.stores import STORE_HELP
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.harness.comparing import Comparison
-    from openhands_rl_plugin.harness.reading import RunRecord
+    from openhands_rl_plugin.evals.report.comparing import Comparison
+    from openhands_rl_plugin.evals.report.reading import RunRecord
 
 HELP = "figures of evaluations: pass@1, pass@k, best@k, failures, tokens, cost"
 EPILOG = """examples:
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 def judged_runs(args: argparse.Namespace, paths: Sequence[Path]) -> tuple[RunRecord, ...]:
     """The runs, with what a verifier says about them if a store is given."""
-    from openhands_rl_plugin.harness.reading import read_runs
+    from openhands_rl_plugin.evals.report.reading import read_runs
 
     runs = read_runs(tuple(paths))
     return asyncio.run(_verified(args, runs)) if args.store else runs
@@ -57,9 +57,9 @@ def judged_runs(args: argparse.Namespace, paths: Sequence[Path]) -> tuple[RunRec
 
 def publish(args: argparse.Namespace, runs: Sequence[RunRecord], comparison: Comparison | None = None) -> None:
     """Print the report and write its files."""
-    from openhands_rl_plugin.harness.figures import figures_of
-    from openhands_rl_plugin.harness.report_files import Report, write_report
-    from openhands_rl_plugin.looking.terminal import print_json
+    from openhands_rl_plugin.evals.report.figures import figures_of
+    from openhands_rl_plugin.evals.report.report_files import Report, write_report
+    from openhands_rl_plugin.trajectories.view.terminal import print_json
 
     groups = figures_of(runs)
     if args.json:
@@ -72,9 +72,9 @@ def publish(args: argparse.Namespace, runs: Sequence[RunRecord], comparison: Com
 
 def print_report(runs: Sequence[RunRecord], comparison: Comparison | None = None) -> None:
     """One block a group of runs: a name and a figure a line."""
-    from openhands_rl_plugin.harness.figures import figures_of
-    from openhands_rl_plugin.harness.tables import HEADINGS, comparison_rows, figure_row, kind_counts
-    from openhands_rl_plugin.looking.terminal import console, table
+    from openhands_rl_plugin.evals.report.figures import figures_of
+    from openhands_rl_plugin.evals.report.tables import HEADINGS, comparison_rows, figure_row, kind_counts
+    from openhands_rl_plugin.trajectories.view.terminal import console, table
 
     shown = console()
     groups = figures_of(runs)
@@ -87,8 +87,8 @@ def print_report(runs: Sequence[RunRecord], comparison: Comparison | None = None
 
 
 async def _verified(args: argparse.Namespace, runs: Sequence[RunRecord]) -> tuple[RunRecord, ...]:
-    from openhands_rl_plugin.cli.stores import open_store
-    from openhands_rl_plugin.harness.verifying import with_verifier
+    from openhands_rl_plugin.cli.options.stores import open_store
+    from openhands_rl_plugin.evals.report.verifying import with_verifier
 
     async with open_store(args.store) as storage:
         return await with_verifier(runs, storage, args.verifier)

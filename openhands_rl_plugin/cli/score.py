@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.stored import add_filters, add_store, filter_of
-from openhands_rl_plugin.cli.stores import open_store
-from openhands_rl_plugin.cli.train_reward import json_options
-from openhands_rl_plugin.errors import ConfigError
-from openhands_rl_plugin.protocols import Reward
-from openhands_rl_plugin.registry import build
+from openhands_rl_plugin.cli.options.stored import add_filters, add_store, filter_of
+from openhands_rl_plugin.cli.options.stores import open_store
+from openhands_rl_plugin.cli.train.reward import json_options
+from openhands_rl_plugin.config.registry import build
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.protocols import Reward
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.rescoring import ScoreProgress
-    from openhands_rl_plugin.scoring import ScoreReport
+    from openhands_rl_plugin.rollout.rescoring import ScoreProgress
+    from openhands_rl_plugin.rollout.scoring import ScoreReport
 
 HELP = "judge stored episodes with a reward or a verifier"
 RESUME = "what was scored is kept; the same command goes on with the rest"
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _score(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.rescoring import rescore
+    from openhands_rl_plugin.rollout.rescoring import rescore
 
     reward = _reward(args)
     async with open_store(args.store) as storage:

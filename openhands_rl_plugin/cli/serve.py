@@ -6,10 +6,10 @@ import argparse
 
 from pydantic import ValidationError
 
-from openhands_rl_plugin.cli.foreground import wait_until_stopped
-from openhands_rl_plugin.errors import ConfigError, MissingExtraError
-from openhands_rl_plugin.serving.config import ServerConfig
-from openhands_rl_plugin.validation import problems
+from openhands_rl_plugin.cli.options.foreground import wait_until_stopped
+from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError
+from openhands_rl_plugin.core.validation import problems
+from openhands_rl_plugin.models.generator.config import ServerConfig
 
 HELP = "serve a model and its LoRA adapters over an OpenAI-compatible API"
 EPILOG = """examples:
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         lines = (f"--{at[-1].replace('_', '-')}: {what}" for at, what in problems(error, ServerConfig))
         raise ConfigError("\n".join(lines)) from error
     try:
-        from openhands_rl_plugin.serving.server import running_server
+        from openhands_rl_plugin.models.server.server import running_server
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "torch", "train") from error
     print(f"loading {config.model}", flush=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from openhands_rl_plugin.cli.stored import add_store
-from openhands_rl_plugin.cli.stores import open_store
+from openhands_rl_plugin.cli.options.stored import add_store
+from openhands_rl_plugin.cli.options.stores import open_store
 
 HELP = "show a stored episode: what was said, with rewards, versions and token counts"
 EPILOG = """examples:
@@ -40,9 +40,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _run(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.looking.episode import find_episode
-    from openhands_rl_plugin.looking.pages import print_episode, print_tree
-    from openhands_rl_plugin.looking.terminal import console, print_json
+    from openhands_rl_plugin.trajectories.view.episode import find_episode
+    from openhands_rl_plugin.trajectories.view.pages import print_episode, print_tree
+    from openhands_rl_plugin.trajectories.view.terminal import console, print_json
 
     async with open_store(args.store) as storage:
         episode = await find_episode(storage, args.id)

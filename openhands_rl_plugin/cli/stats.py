@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from openhands_rl_plugin.cli.stored import add_filters, add_store, filter_of, finite
-from openhands_rl_plugin.cli.stores import open_store
-from openhands_rl_plugin.errors import ConfigError
-from openhands_rl_plugin.validation import unknown_name
+from openhands_rl_plugin.cli.options.stored import add_filters, add_store, filter_of, finite
+from openhands_rl_plugin.cli.options.stores import open_store
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.validation import unknown_name
 
 HELP = "figures over stored episodes: success, reward, turns, tokens, failures"
 EPILOG = """examples:
@@ -44,9 +44,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _run(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.looking.figures import GROUPINGS, figures_of
-    from openhands_rl_plugin.looking.tables import stats_table
-    from openhands_rl_plugin.looking.terminal import console, print_json
+    from openhands_rl_plugin.trajectories.view.figures import GROUPINGS, figures_of
+    from openhands_rl_plugin.trajectories.view.tables import stats_table
+    from openhands_rl_plugin.trajectories.view.terminal import console, print_json
 
     by = tuple(dict.fromkeys(name.strip() for name in args.by.split(",")))
     for name in by:

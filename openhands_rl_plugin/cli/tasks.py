@@ -7,10 +7,10 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.tasks.sources import Plan
+    from openhands_rl_plugin.evals.tasks.sources.sources import Plan
 
 HELP = "make tasks from real packages, check their quality, list them"
 EPILOG = """examples:
@@ -76,9 +76,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.cli.tasks_progress import making
-    from openhands_rl_plugin.swe.caching import default_cache
-    from openhands_rl_plugin.tasks.suite import make_suite
+    from openhands_rl_plugin.cli.options.tasks_progress import making
+    from openhands_rl_plugin.evals.swe.backends.caching import default_cache
+    from openhands_rl_plugin.evals.tasks.suite import make_suite
 
     plan = _plan(args)
     with making() as progress:
@@ -91,8 +91,15 @@ def _make(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> Plan:
     """What the sources and options say. Raises ``ConfigError``."""
-    from openhands_rl_plugin.tasks.sources import SUITE, SUITE_PLAN, Plan, parse_source, read_plan, suite_file
-    from openhands_rl_plugin.validation import unknown_name
+    from openhands_rl_plugin.core.validation import unknown_name
+    from openhands_rl_plugin.evals.tasks.sources.sources import (
+        SUITE,
+        SUITE_PLAN,
+        Plan,
+        parse_source,
+        read_plan,
+        suite_file,
+    )
 
     files = [suite_file(SUITE_PLAN) if each == SUITE else Path(each) for each in args.sources]
     plans = [read_plan(file) for file in files if file.suffix == ".toml"]
@@ -112,11 +119,11 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 async def _check(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.cli.tasks_progress import checking
-    from openhands_rl_plugin.swe.caching import default_cache
-    from openhands_rl_plugin.tasks.checking import Gate, check_tasks
-    from openhands_rl_plugin.tasks.grading import local_backend
-    from openhands_rl_plugin.tasks.sources import tasks_file
+    from openhands_rl_plugin.cli.options.tasks_progress import checking
+    from openhands_rl_plugin.evals.swe.backends.caching import default_cache
+    from openhands_rl_plugin.evals.tasks.checking import Gate, check_tasks
+    from openhands_rl_plugin.evals.tasks.grading import local_backend
+    from openhands_rl_plugin.evals.tasks.sources.sources import tasks_file
 
     path, cache = tasks_file(args.file), args.cache or default_cache()
     low, high = args.pass_rate
@@ -136,11 +143,11 @@ async def _check(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.looking.terminal import console
-    from openhands_rl_plugin.swe.rows import read_instances
-    from openhands_rl_plugin.tasks.lineage import read_lineage
-    from openhands_rl_plugin.tasks.listing import table_of
-    from openhands_rl_plugin.tasks.sources import tasks_file
+    from openhands_rl_plugin.evals.swe.rows import read_instances
+    from openhands_rl_plugin.evals.tasks.lineage import read_lineage
+    from openhands_rl_plugin.evals.tasks.listing import table_of
+    from openhands_rl_plugin.evals.tasks.sources.sources import tasks_file
+    from openhands_rl_plugin.trajectories.view.terminal import console
 
     path = tasks_file(args.file)
     instances = [each for each in read_instances(path) if args.split in (None, each.extra.get("split"))]

@@ -7,12 +7,16 @@ from typing import ClassVar
 
 from pydantic import Field, JsonValue
 
-from openhands_rl_plugin.errors import BadEnvironmentError, ConfigError
-from openhands_rl_plugin.types import Frozen, JsonObject, Task
-
-from .http import BaseEnvClient, HttpEnvironmentOptions, ServerAnswer, episode_index
-from .opening import action_language
-from .transport import EndpointMissingError, excerpt
+from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError
+from openhands_rl_plugin.core.types import Frozen, JsonObject, Task
+from openhands_rl_plugin.environments.http.client import (
+    BaseEnvClient,
+    HttpEnvironmentOptions,
+    ServerAnswer,
+    episode_index,
+)
+from openhands_rl_plugin.environments.http.opening import action_language
+from openhands_rl_plugin.environments.http.transport import EndpointMissingError, excerpt
 
 # Sums of step rewards such as 10 x 0.1.
 _ROUNDING = 1e-9

@@ -6,11 +6,20 @@ from typing import ClassVar
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.errors import BadEnvironmentError
-from openhands_rl_plugin.types import JsonObject, Task
-
-from .http import BaseEnvClient, HttpEnvironmentOptions, ServerAnswer, episode_index
-from .transport import CookieTransport, EndpointMissingError, JsonTransport, excerpt
+from openhands_rl_plugin.core.errors import BadEnvironmentError
+from openhands_rl_plugin.core.types import JsonObject, Task
+from openhands_rl_plugin.environments.http.client import (
+    BaseEnvClient,
+    HttpEnvironmentOptions,
+    ServerAnswer,
+    episode_index,
+)
+from openhands_rl_plugin.environments.http.transport import (
+    CookieTransport,
+    EndpointMissingError,
+    JsonTransport,
+    excerpt,
+)
 
 _SILENCE = "(no observation)"
 _PARAMETERS = "responses_create_params"

@@ -9,8 +9,8 @@ from typing import Literal
 
 from pydantic import Field, JsonValue
 
-from openhands_rl_plugin.errors import GraderError
-from openhands_rl_plugin.types import Frozen, Score, Trajectory
+from openhands_rl_plugin.core.errors import GraderError
+from openhands_rl_plugin.core.types import Frozen, Score, Trajectory
 
 # A sign that follows a word or a digit is a dash; a comma between digits separates thousands.
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")

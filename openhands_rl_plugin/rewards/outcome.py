@@ -6,8 +6,8 @@ import math
 
 from pydantic import Field
 
-from openhands_rl_plugin.errors import GraderError
-from openhands_rl_plugin.types import Frozen, Score, Trajectory
+from openhands_rl_plugin.core.errors import GraderError
+from openhands_rl_plugin.core.types import Frozen, Score, Trajectory
 
 # Sums of step rewards such as 10 x 0.1 must not miss a threshold by a rounding error.
 _ROUNDING = 1e-9

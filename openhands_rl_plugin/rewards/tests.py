@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from openhands_rl_plugin.errors import GraderError
-from openhands_rl_plugin.types import Frozen, JsonObject, Score, Trajectory
+from openhands_rl_plugin.core.errors import GraderError
+from openhands_rl_plugin.core.types import Frozen, JsonObject, Score, Trajectory
 
 _UNKNOWN = ("error_eval", "infra_failure")
 

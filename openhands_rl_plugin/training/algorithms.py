@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from openhands_rl_plugin.settings import AlgorithmName, TrainingSettings
-from openhands_rl_plugin.training.estimators import ESTIMATORS, Estimator
+from openhands_rl_plugin.config.rl import AlgorithmName, TrainingSettings
+from openhands_rl_plugin.training.credit.estimators import ESTIMATORS, Estimator
 
 Kind = Literal["imitation", "preference", "reinforcement"]
 Objective = Literal["likelihood", "preference", "ppo", "gspo", "cispo"]

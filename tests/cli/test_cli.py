@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.core.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,10 +8,10 @@ import pytest
 from nemo_gym_wire import counter
 from raw_server import raw_server, respond
 
+from openhands_rl_plugin.core.errors import BadEnvironmentError, EpisodeError, InfrastructureError
+from openhands_rl_plugin.core.types import Message, Task
 from openhands_rl_plugin.environments.nemo_gym import NeMoGymClient, NeMoGymOptions
-from openhands_rl_plugin.errors import BadEnvironmentError, EpisodeError, InfrastructureError
 from openhands_rl_plugin.testing import check_environment
-from openhands_rl_plugin.types import Message, Task
 
 GOOD = {"observation": "What is 2 + 2?", "info": {}}
 COOKIE = "set-cookie: Env___game=abc.def; path=/; Max-Age=1209600; httponly; samesite=lax\r\n"

@@ -25,13 +25,13 @@ from typing import Any
 
 import pytest
 
+from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
+from openhands_rl_plugin.core.types import Message, Observation, Task
 from openhands_rl_plugin.environments.agentgym import AgentGymClient, AgentGymOptions
-from openhands_rl_plugin.environments.http import BaseEnvClient
+from openhands_rl_plugin.environments.http.client import BaseEnvClient
 from openhands_rl_plugin.environments.nemo_gym import NeMoGymClient, NeMoGymOptions
-from openhands_rl_plugin.environments.openenv import OpenEnvClient, OpenEnvOptions
-from openhands_rl_plugin.errors import BadEnvironmentError, InfrastructureError
+from openhands_rl_plugin.environments.openenv.client import OpenEnvClient, OpenEnvOptions
 from openhands_rl_plugin.testing import check_environment
-from openhands_rl_plugin.types import Message, Observation, Task
 
 pytestmark = pytest.mark.slow
 

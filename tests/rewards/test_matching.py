@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from openhands_rl_plugin import registry
-from openhands_rl_plugin.errors import GraderError
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.core.errors import GraderError
 from openhands_rl_plugin.rewards.matching import MatchingOptions, MatchingReward
 from openhands_rl_plugin.testing import check_reward, example_trajectory
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from openhands_rl_plugin.errors import GraderError
+from openhands_rl_plugin.core.errors import GraderError
+from openhands_rl_plugin.core.types import Node, StopReason, Trajectory
 from openhands_rl_plugin.rewards.outcome import (
     BonusOptions,
     ReturnReward,
@@ -12,7 +13,6 @@ from openhands_rl_plugin.rewards.outcome import (
     SuccessReward,
 )
 from openhands_rl_plugin.testing import check_reward, example_trajectory
-from openhands_rl_plugin.types import Node, StopReason, Trajectory
 
 
 def with_rewards(*rewards: float | None, stop: StopReason = StopReason.MAX_TURNS) -> Trajectory:

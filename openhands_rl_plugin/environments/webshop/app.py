@@ -14,13 +14,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from openhands_rl_plugin.errors import RLError
-
-from . import wire
-from .engine import WebShop, WebShopSession
-from .goals import SPLITS, Split
-from .pages import page_html
-from .sessions import SessionTable, TooManySessionsError, UnknownSessionError
+from openhands_rl_plugin.core.errors import RLError
+from openhands_rl_plugin.environments.webshop import wire
+from openhands_rl_plugin.environments.webshop.engine import WebShop, WebShopSession
+from openhands_rl_plugin.environments.webshop.goals import SPLITS, Split
+from openhands_rl_plugin.environments.webshop.pages import page_html
+from openhands_rl_plugin.environments.webshop.sessions import SessionTable, TooManySessionsError, UnknownSessionError
 
 MAX_BODY_BYTES = 64 * 1024
 _ENVIRONMENT_NUMBERS = 2**31

@@ -6,7 +6,7 @@ import random
 import re
 from dataclasses import dataclass
 
-from .vocabulary import BRANDS, PRODUCT_TYPES, ProductType
+from openhands_rl_plugin.environments.webshop.vocabulary import BRANDS, PRODUCT_TYPES, ProductType
 
 _ASIN_ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _ASIN_LETTERS = 4

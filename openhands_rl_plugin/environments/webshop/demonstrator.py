@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 
-from openhands_rl_plugin.errors import BadEnvironmentError
-from openhands_rl_plugin.protocols import Forkable, LLMEngine
-from openhands_rl_plugin.tree import EpisodeTree
-from openhands_rl_plugin.types import Completion, Frozen, Message, PolicyRef
-
-from .engine import WebShop
-from .oracle import oracle_actions
+from openhands_rl_plugin.core.errors import BadEnvironmentError
+from openhands_rl_plugin.core.protocols import Forkable, LLMEngine
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import Completion, Frozen, Message, PolicyRef
+from openhands_rl_plugin.environments.webshop.engine import WebShop
+from openhands_rl_plugin.environments.webshop.oracle import oracle_actions
 
 ORACLE = PolicyRef(base_model="webshop-oracle")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from .catalogue import Catalogue, Product, generate_catalogue
-from .goals import Goal, Split, generate_goals
-from .pages import (
+from openhands_rl_plugin.environments.webshop.catalogue import Catalogue, Product, generate_catalogue
+from openhands_rl_plugin.environments.webshop.goals import Goal, Split, generate_goals
+from openhands_rl_plugin.environments.webshop.pages import (
     DEFAULT_SEPARATOR,
     DETAIL_BUTTONS,
     Button,
@@ -18,8 +18,8 @@ from .pages import (
     results_page,
     search_page,
 )
-from .reward import RewardBreakdown, purchase_reward
-from .search import SearchIndex
+from openhands_rl_plugin.environments.webshop.reward import RewardBreakdown, purchase_reward
+from openhands_rl_plugin.environments.webshop.search import SearchIndex
 
 MAX_RESULTS = 50
 _ECHOED_CHARACTERS = 60

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from openhands_rl_plugin.errors import RLError
-
-from .engine import WebShop, WebShopSession
-from .goals import Goal
-from .pages import Button
+from openhands_rl_plugin.core.errors import RLError
+from openhands_rl_plugin.environments.webshop.engine import WebShop, WebShopSession
+from openhands_rl_plugin.environments.webshop.goals import Goal
+from openhands_rl_plugin.environments.webshop.pages import Button
 
 
 class OracleFailedError(RLError):

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from html import escape
 
-from .catalogue import Product
-from .reward import RewardBreakdown
+from openhands_rl_plugin.environments.webshop.catalogue import Product
+from openhands_rl_plugin.environments.webshop.reward import RewardBreakdown
 
 DEFAULT_SEPARATOR = " [SEP] "
 

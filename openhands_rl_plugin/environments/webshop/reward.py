@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .catalogue import Product, words
-from .goals import Goal
+from openhands_rl_plugin.environments.webshop.catalogue import Product, words
+from openhands_rl_plugin.environments.webshop.goals import Goal
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from .catalogue import Product, words
+from openhands_rl_plugin.environments.webshop.catalogue import Product, words
 
 _K1 = 1.2
 _B = 0.75

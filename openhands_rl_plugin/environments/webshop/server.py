@@ -10,10 +10,9 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from openhands_rl_plugin.errors import RLError
-
-from .app import create_app
-from .engine import WebShop
+from openhands_rl_plugin.core.errors import RLError
+from openhands_rl_plugin.environments.webshop.app import create_app
+from openhands_rl_plugin.environments.webshop.engine import WebShop
 
 _BACKLOG = 1024
 _HIGHEST_PORT = 65_535

@@ -6,9 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from openhands_rl_plugin.errors import RLError
-
-from .engine import WebShopSession
+from openhands_rl_plugin.core.errors import RLError
+from openhands_rl_plugin.environments.webshop.engine import WebShopSession
 
 
 class UnknownSessionError(RLError):

@@ -6,9 +6,8 @@ from typing import Annotated
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, JsonValue
 
-from openhands_rl_plugin.errors import RLError
-
-from .engine import StepResult, WebShopSession
+from openhands_rl_plugin.core.errors import RLError
+from openhands_rl_plugin.environments.webshop.engine import StepResult, WebShopSession
 
 Index = Annotated[int, Field(ge=0, lt=2**53)]
 SessionName = Annotated[str, Field(min_length=1, max_length=128)]

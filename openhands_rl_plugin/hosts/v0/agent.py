@@ -24,21 +24,27 @@ from openhands.llm.router import RouterLLM
 from openhands.memory.condenser.condenser import Condensation
 from openhands.memory.condenser.impl.no_op_condenser import NoOpCondenser
 
-from openhands_rl_plugin.errors import CaughtFailure, ConfigError, boundary, describe
-from openhands_rl_plugin.hosts.v0.background import background
+from openhands_rl_plugin.core.concurrency import background
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary, describe
+from openhands_rl_plugin.core.messages import WireMessage
+from openhands_rl_plugin.core.tree import CHARACTERS_PER_TOKEN
+from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
+from openhands_rl_plugin.hosts.shared.episode import ControllerEpisode, SessionWorld, controller_end, current_episode
+from openhands_rl_plugin.hosts.shared.sessions import (
+    EnvironmentHost,
+    EpisodeRuntime,
+    deciding,
+    runtime_of,
+    stop_deciding,
+)
+from openhands_rl_plugin.hosts.shared.standalone import StandaloneKeeper, standalone_episode
+from openhands_rl_plugin.hosts.shared.workspace_conversation import WorkspaceConversation
 from openhands_rl_plugin.hosts.v0.dialogue import EnvironmentDialogue
 from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostTurn
-from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode, SessionWorld, controller_end, current_episode
-from openhands_rl_plugin.hosts.v0.meeting import EnvironmentHost, EpisodeRuntime, deciding, runtime_of, stop_deciding
 from openhands_rl_plugin.hosts.v0.recorder import split_provider
 from openhands_rl_plugin.hosts.v0.registration import register
 from openhands_rl_plugin.hosts.v0.settings import RLAgentHostConfig, host_settings, watch_for_rl_section
-from openhands_rl_plugin.hosts.v0.standalone import StandaloneKeeper, standalone_episode
-from openhands_rl_plugin.hosts.v0.workspace_conversation import WorkspaceConversation
 from openhands_rl_plugin.hosts.v0.workspace_world import ForkableRuntime, Position, WorkspaceWorld
-from openhands_rl_plugin.messages import WireMessage
-from openhands_rl_plugin.tree import CHARACTERS_PER_TOKEN
-from openhands_rl_plugin.types import Failure, FailureKind, StopReason
 
 ENVIRONMENT_RUNTIME = "EnvironmentRuntime"
 WORKSPACE_RUNTIME = "WorkspaceRuntime"

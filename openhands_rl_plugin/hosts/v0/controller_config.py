@@ -6,8 +6,8 @@ from openhands.core.config import AgentConfig, LLMConfig, OpenHandsConfig, Sandb
 from openhands.core.config.condenser_config import NoOpCondenserConfig
 from pydantic import SecretStr
 
-from openhands_rl_plugin.settings import RLSettings
-from openhands_rl_plugin.types import Limits, SamplingParams
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.types import Limits, SamplingParams
 
 AGENT = "RLAgent"
 # A turn takes one iteration, several with several tool calls, and an answer that does not parse takes one too.

@@ -30,13 +30,13 @@ from openhands.runtime.runtime_status import RuntimeStatus
 from openhands.server.services.conversation_stats import ConversationStats
 from openhands.storage.memory import InMemoryFileStore
 
-from openhands_rl_plugin.errors import CaughtFailure, RLError, boundary
+from openhands_rl_plugin.core.errors import CaughtFailure, RLError, boundary
+from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason, Trajectory
+from openhands_rl_plugin.hosts.shared.episode import LAST_ERROR, ControllerEpisode, bind_episode, controller_end
+from openhands_rl_plugin.hosts.shared.options import UserReplies
+from openhands_rl_plugin.hosts.shared.sessions import EpisodeRuntime, stop_deciding
 from openhands_rl_plugin.hosts.v0.agent import RLAgent
-from openhands_rl_plugin.hosts.v0.driver import UserReplies
-from openhands_rl_plugin.hosts.v0.episode import LAST_ERROR, ControllerEpisode, bind_episode, controller_end
-from openhands_rl_plugin.hosts.v0.meeting import EpisodeRuntime, stop_deciding
 from openhands_rl_plugin.hosts.v0.stock import record_stock_agent
-from openhands_rl_plugin.types import Failure, FailureKind, StopReason, Trajectory
 
 _LONGEST_ERROR = 2000
 _ENDS = frozenset({AgentState.FINISHED, AgentState.REJECTED, AgentState.ERROR, AgentState.STOPPED, AgentState.PAUSED})

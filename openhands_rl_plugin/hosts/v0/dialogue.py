@@ -10,9 +10,9 @@ from openhands.events.observation import ErrorObservation
 from openhands.events.observation.mcp import MCPObservation
 from pydantic import ValidationError
 
-from openhands_rl_plugin.errors import describe
-from openhands_rl_plugin.hosts.v0.wire import RESET_TOOL, STEP_TOOL, EnvironmentReply
-from openhands_rl_plugin.types import Failure, FailureKind, Message
+from openhands_rl_plugin.core.errors import describe
+from openhands_rl_plugin.core.types import Failure, FailureKind, Message
+from openhands_rl_plugin.hosts.shared.wire import RESET_TOOL, STEP_TOOL, EnvironmentReply
 
 
 class EnvironmentDialogue:

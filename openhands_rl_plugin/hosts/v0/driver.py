@@ -14,68 +14,25 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from pydantic import Field
-
-from openhands_rl_plugin import registry
-from openhands_rl_plugin.errors import CaughtFailure, ConfigError
-from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode
-from openhands_rl_plugin.hosts.v0.place import Place
-from openhands_rl_plugin.journal import EpisodeSink
-from openhands_rl_plugin.protocols import Strategy
-from openhands_rl_plugin.settings import RLSettings
-from openhands_rl_plugin.types import EpisodeRequest, Frozen, JsonObject, StrategySpec, Trajectory
-from openhands_rl_plugin.validation import unknown_name
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError
+from openhands_rl_plugin.core.protocols import Strategy
+from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
+from openhands_rl_plugin.core.validation import unknown_name
+from openhands_rl_plugin.environments.workspace.place import Place
+from openhands_rl_plugin.hosts.shared.episode import ControllerEpisode
+from openhands_rl_plugin.hosts.shared.options import RL_AGENT, ControllerOptions
+from openhands_rl_plugin.rollout.journal import EpisodeSink
 
 if TYPE_CHECKING:
     from openhands.core.config import OpenHandsConfig
 
     from openhands_rl_plugin.hosts.v0.controller_session import ControllerSession
 
-ENVIRONMENT_RUNTIME = "openhands_rl_plugin.hosts.v0.environment_runtime.EnvironmentRuntime"
-WORKSPACE_RUNTIME = "openhands_rl_plugin.hosts.v0.runtime.WorkspaceRuntime"
-RL_AGENT = "RLAgent"
-
 _UNUSED = "StandardReAct"
 # A session's threads end at once unless a model call is under way; then they are left to end by themselves.
 _CLOSE_PATIENCE = 5.0
-
-
-class UserReplies(Frozen):
-    """What a user would say who cannot help: ``first``, and ``later`` added to it from the second time on."""
-
-    first: str
-    later: str = ""
-
-
-class ControllerOptions(Frozen):
-    """What a runner needs beside ``[rl]``.
-
-    ``runtime`` is a class path; ``environment_mode`` says whether the model sees only what an environment says, or
-    works in a workspace with OpenHands' own tools. ``sessions`` bounds the sessions at a time (default:
-    ``[rl] max_workers``), ``command_timeout`` is in seconds, ``strategy_options`` override those of ``[rl.strategy]``.
-    ``agent`` is ``RLAgent`` or a stock agent of OpenHands, which decides by itself, without the strategy.
-    ``token_ids``: ask the server for token ids and logprobs, which some refuse. ``stuck_detection`` is OpenHands' own.
-    ``replies`` answer an agent that says something without doing anything (default: OpenHands' own words).
-    """
-
-    runtime: str = ENVIRONMENT_RUNTIME
-    environment_mode: bool = True
-    sessions: int | None = None
-    command_timeout: int = 60
-    native_tool_calling: bool = True
-    strategy_options: JsonObject = Field(default_factory=dict)
-    agent: str = RL_AGENT
-    token_ids: bool = True
-    stuck_detection: bool = False
-    llm_retries: int = Field(default=2, ge=1)
-    replies: UserReplies | None = None
-
-    def strategy_spec(self, settings: RLSettings) -> StrategySpec:
-        """The strategy and all the options that it is made with; a stock agent's is the agent itself."""
-        if self.agent != RL_AGENT:
-            return StrategySpec(name=self.agent)
-        options = {**settings.strategy, **self.strategy_options}
-        return StrategySpec(name=settings.rollout_strategy, options=options)
 
 
 class ControllerRunner:

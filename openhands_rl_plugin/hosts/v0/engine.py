@@ -24,14 +24,14 @@ from openhands.core.exceptions import (
 from openhands.events.action import Action
 from openhands.llm.llm import LLM
 
-from openhands_rl_plugin.engines.seeded import ConversationSeeds
-from openhands_rl_plugin.errors import EpisodeError, InfrastructureError, ModelError, describe
-from openhands_rl_plugin.hosts.v0.background import background
-from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode
+from openhands_rl_plugin.core.concurrency import background
+from openhands_rl_plugin.core.errors import EpisodeError, InfrastructureError, ModelError, describe
+from openhands_rl_plugin.core.messages import WireMessage, to_wire
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams, Tokens
+from openhands_rl_plugin.hosts.shared.episode import ControllerEpisode
 from openhands_rl_plugin.hosts.v0.recorder import CallLog, record_completions, recording, split_provider
-from openhands_rl_plugin.messages import WireMessage, to_wire
-from openhands_rl_plugin.tree import EpisodeTree
-from openhands_rl_plugin.types import Completion, JsonObject, Message, SamplingParams, Tokens
+from openhands_rl_plugin.models.engines.seeded import ConversationSeeds
 
 ReadActions = Callable[[ModelResponse], Sequence[Action]]
 

@@ -33,21 +33,21 @@ from openhands.microagent import BaseMicroagent
 from openhands.runtime.base import Runtime
 from openhands.runtime.runtime_status import RuntimeStatus
 
-from openhands_rl_plugin.environment import make_environment
-from openhands_rl_plugin.errors import BadEnvironmentError, CaughtFailure, boundary
-from openhands_rl_plugin.hosts.v0.background import background
-from openhands_rl_plugin.hosts.v0.environment_world import EnvironmentWorld
-from openhands_rl_plugin.hosts.v0.episode import current_episode
-from openhands_rl_plugin.hosts.v0.meeting import introduce, stop_deciding
-from openhands_rl_plugin.hosts.v0.sandbox import INSIDE
+from openhands_rl_plugin.config.environment import make_environment
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.concurrency import background
+from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, boundary
+from openhands_rl_plugin.core.protocols import Environment, Forkable
+from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Limits, Message, Task
+from openhands_rl_plugin.core.types import Observation as Answer
+from openhands_rl_plugin.environments.workspace.sandbox import INSIDE
+from openhands_rl_plugin.hosts.shared.environment_forks import EnvironmentWorld
+from openhands_rl_plugin.hosts.shared.episode import current_episode
+from openhands_rl_plugin.hosts.shared.sessions import introduce, stop_deciding
+from openhands_rl_plugin.hosts.shared.standalone import task_from_environment_variable
+from openhands_rl_plugin.hosts.shared.wire import RESET_TOOL, STEP_TOOL, EnvironmentReply
+from openhands_rl_plugin.hosts.v0.notes import is_stop
 from openhands_rl_plugin.hosts.v0.settings import host_settings
-from openhands_rl_plugin.hosts.v0.standalone import task_from_environment_variable
-from openhands_rl_plugin.hosts.v0.stopping import is_stop
-from openhands_rl_plugin.hosts.v0.wire import RESET_TOOL, STEP_TOOL, EnvironmentReply
-from openhands_rl_plugin.protocols import Environment, Forkable
-from openhands_rl_plugin.settings import RLSettings
-from openhands_rl_plugin.types import Failure, FailureKind, JsonObject, Limits, Message, Task
-from openhands_rl_plugin.types import Observation as Answer
 
 
 class EnvironmentPlay:

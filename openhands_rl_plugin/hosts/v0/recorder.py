@@ -22,11 +22,9 @@ from openhands.llm.llm import LLM
 from pydantic import JsonValue
 from pydantic_core import from_json
 
-from openhands_rl_plugin.errors import describe
-from openhands_rl_plugin.gateway.idtext import KnownContexts
-from openhands_rl_plugin.hosts.v0.tap import Tap, tapped_client, tapping
-from openhands_rl_plugin.messages import RECORDED_PARAMETERS, WireMessage, text_of, whole_json, whole_message
-from openhands_rl_plugin.types import (
+from openhands_rl_plugin.core.errors import describe
+from openhands_rl_plugin.core.messages import RECORDED_PARAMETERS, WireMessage, text_of, whole_json, whole_message
+from openhands_rl_plugin.core.types import (
     Completion,
     JsonObject,
     Message,
@@ -36,6 +34,8 @@ from openhands_rl_plugin.types import (
     ToolCall,
     Usage,
 )
+from openhands_rl_plugin.hosts.shared.token_tap import Tap, tapped_client, tapping
+from openhands_rl_plugin.models.gateway.idtext import KnownContexts
 
 _OPENAI_COMPATIBLE = frozenset({"openai", "custom_openai", "hosted_vllm", "litellm_proxy"})
 

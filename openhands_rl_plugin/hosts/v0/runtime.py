@@ -46,15 +46,21 @@ from openhands.runtime.base import Runtime
 from openhands.runtime.runtime_status import RuntimeStatus
 from openhands_aci.utils.diff import get_diff
 
-from openhands_rl_plugin.errors import BadEnvironmentError, ConfigError
-from openhands_rl_plugin.hosts.v0.changes import Baseline
-from openhands_rl_plugin.hosts.v0.editor import EditRequest, WorkspaceEditor
-from openhands_rl_plugin.hosts.v0.episode import current_episode
-from openhands_rl_plugin.hosts.v0.forking import METHODS, ForkLimits, Tree, copy_tree, fork_tree, remove_tree
-from openhands_rl_plugin.hosts.v0.meeting import introduce, stop_deciding
-from openhands_rl_plugin.hosts.v0.notes import SessionNotes
-from openhands_rl_plugin.hosts.v0.place import Place
-from openhands_rl_plugin.hosts.v0.sandbox import (
+from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError
+from openhands_rl_plugin.core.types import Failure, JsonObject
+from openhands_rl_plugin.environments.workspace.copies import (
+    METHODS,
+    ForkLimits,
+    Tree,
+    copy_tree,
+    fork_tree,
+    remove_tree,
+)
+from openhands_rl_plugin.environments.workspace.editor import EditRequest, WorkspaceEditor
+from openhands_rl_plugin.environments.workspace.files import Workspace
+from openhands_rl_plugin.environments.workspace.patch import Baseline
+from openhands_rl_plugin.environments.workspace.place import Place
+from openhands_rl_plugin.environments.workspace.sandbox import (
     INSIDE,
     BubblewrapSandbox,
     Sandbox,
@@ -62,10 +68,10 @@ from openhands_rl_plugin.hosts.v0.sandbox import (
     SubprocessSandbox,
     check_bubblewrap,
 )
-from openhands_rl_plugin.hosts.v0.shell import CommandResult, SandboxEndedError, Shell
-from openhands_rl_plugin.hosts.v0.stopping import is_stop
-from openhands_rl_plugin.hosts.v0.workspace import Workspace
-from openhands_rl_plugin.types import Failure, JsonObject
+from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError, Shell
+from openhands_rl_plugin.hosts.shared.episode import current_episode
+from openhands_rl_plugin.hosts.shared.sessions import introduce, stop_deciding
+from openhands_rl_plugin.hosts.v0.notes import SessionNotes, is_stop
 
 _START_TIMEOUT = 14.0
 _ENDED = "[The sandbox ended and a new one is started: background processes and the shell's state are lost.]"

@@ -17,9 +17,9 @@ from openhands.core.config.arg_utils import get_headless_parser
 from openhands.core.logger import openhands_logger
 from pydantic import Field
 
-from openhands_rl_plugin.config import load_settings, settings_from_sections
-from openhands_rl_plugin.settings import RLSettings
-from openhands_rl_plugin.types import JsonObject
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.toml import load_settings, settings_from_sections
+from openhands_rl_plugin.core.types import JsonObject
 
 _UNKNOWN_RL = re.compile(r"Unknown section \[rl\] in (?P<file>.+)")
 _HEADLESS_MAIN = "openhands.core.main"

@@ -9,12 +9,12 @@ from openhands.controller.state.state import State
 from openhands.core.exceptions import LLMNoResponseError
 from openhands.events.action import Action, AgentFinishAction
 
-from openhands_rl_plugin.conversation import HostConversation
-from openhands_rl_plugin.errors import describe
+from openhands_rl_plugin.core.conversation import HostConversation
+from openhands_rl_plugin.core.errors import describe
+from openhands_rl_plugin.core.types import Failure, StopReason
+from openhands_rl_plugin.hosts.shared.episode import ControllerEpisode
 from openhands_rl_plugin.hosts.v0.engine import MALFORMED, typed_error
-from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode
 from openhands_rl_plugin.hosts.v0.recorder import Attempt, CallLog, record_completions, recording
-from openhands_rl_plugin.types import Failure, StopReason
 
 
 class StockRecorder:

@@ -45,12 +45,12 @@ from openhands.events.observation import ErrorObservation, NullObservation
 from openhands.events.observation import Observation as HostObservation
 from openhands.events.serialization.event import event_from_dict, event_to_dict
 
-from openhands_rl_plugin.errors import BadEnvironmentError, ModelError, describe
-from openhands_rl_plugin.hosts.v0.background import background
-from openhands_rl_plugin.hosts.v0.branches import Branches
+from openhands_rl_plugin.core.concurrency import background
+from openhands_rl_plugin.core.errors import BadEnvironmentError, ModelError, describe
+from openhands_rl_plugin.core.messages import WireMessage, to_message
+from openhands_rl_plugin.core.types import JsonObject, Message, Observation, Task
+from openhands_rl_plugin.hosts.shared.branches import Branches
 from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostOutcome, HostTurn
-from openhands_rl_plugin.messages import WireMessage, to_message
-from openhands_rl_plugin.types import JsonObject, Message, Observation, Task
 
 Write = Callable[[Sequence[Event]], tuple[Sequence[WireMessage], Sequence[WireMessage]]]
 """Events -> the prompt as OpenHands gives it to its LLM, and as that sends it."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from openhands_rl_plugin.conversation import HostConversation
-from openhands_rl_plugin.messages import to_message, to_wire
-from openhands_rl_plugin.tree import EpisodeTree
-from openhands_rl_plugin.types import Completion, Message, ToolCall
+from openhands_rl_plugin.core.conversation import HostConversation
+from openhands_rl_plugin.core.messages import to_message, to_wire
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import Completion, Message, ToolCall
 
 
 def system(text: str) -> dict:

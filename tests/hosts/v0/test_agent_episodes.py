@@ -9,14 +9,11 @@ from pathlib import Path
 import pytest
 from scripted_model import ScriptedModel, call, refusal, says, serve, with_prompt_ids
 
-from openhands_rl_plugin.config import load_settings
-from openhands_rl_plugin.hosts.v0.driver import WORKSPACE_RUNTIME, ControllerOptions, ControllerRunner
-from openhands_rl_plugin.hosts.v0.workers import WorkerPoolRunner
-from openhands_rl_plugin.protocols import Forkable, LLMEngine
-from openhands_rl_plugin.settings import RLSettings, ServingSettings
-from openhands_rl_plugin.strategies.react import StandardReActStrategy
-from openhands_rl_plugin.tree import EpisodeTree
-from openhands_rl_plugin.types import (
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
+from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.core.protocols import Forkable, LLMEngine
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     FailureKind,
     Limits,
@@ -26,6 +23,10 @@ from openhands_rl_plugin.types import (
     Task,
     Trajectory,
 )
+from openhands_rl_plugin.hosts.pool.processes import WorkerPoolRunner
+from openhands_rl_plugin.hosts.shared.options import WORKSPACE_RUNTIME, ControllerOptions
+from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
+from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
 
 EXAMPLE = Path(__file__).parents[3] / "config.toml.example"
 TASK = Task(id="t", environment="workspace", instruction="Think.")

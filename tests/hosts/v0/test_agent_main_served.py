@@ -11,9 +11,9 @@ from fixing_model import write_fixer
 from scripted_model import ScriptedModel
 from test_agent_main import PATIENCE, Run, start
 
-from openhands_rl_plugin.serving.config import ServerConfig
-from openhands_rl_plugin.serving.server import running_server
-from openhands_rl_plugin.types import StopReason
+from openhands_rl_plugin.core.types import StopReason
+from openhands_rl_plugin.models.generator.config import ServerConfig
+from openhands_rl_plugin.models.server.server import running_server
 
 REPAIR = "sed -i s/-/+/ sums.py && python3 -m unittest -q"
 SECTIONS = """

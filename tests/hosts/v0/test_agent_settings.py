@@ -10,7 +10,7 @@ from openhands.core.config.extended_config import ExtendedConfig
 from openhands.core.config.utils import load_openhands_config
 from openhands.core.logger import openhands_logger
 
-from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.hosts.v0.agent import RLAgent
 from openhands_rl_plugin.hosts.v0.settings import RLAgentHostConfig, RLSectionFilter, host_settings
 

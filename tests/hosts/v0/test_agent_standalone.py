@@ -13,20 +13,20 @@ import pytest
 from scripted_model import call, says, serve
 
 from openhands_rl_plugin import FileTrajectoryStorage, Message, RLSettings, Trajectory
-from openhands_rl_plugin.agent import task_id_of
-from openhands_rl_plugin.errors import ConfigError, StorageError
-from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode, bind_episode, controller_end, current_episode
-from openhands_rl_plugin.hosts.v0.standalone import TASK_INDEX_VARIABLE, StandaloneKeeper, standalone_episode
-from openhands_rl_plugin.hosts.v0.worker import PoolStorage
-from openhands_rl_plugin.hosts.v0.worker_messages import FromWorker, Store, Stored
-from openhands_rl_plugin.records import TrajectoryFilter
-from openhands_rl_plugin.settings import SamplingSettings, StorageSettings
-from openhands_rl_plugin.types import Completion, FailureKind, SamplingParams, StopReason, Tokens
+from openhands_rl_plugin.apps.agent.rl_agent import task_id_of
+from openhands_rl_plugin.config.rl import SamplingSettings, StorageSettings
+from openhands_rl_plugin.core.errors import ConfigError, StorageError
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import Completion, FailureKind, SamplingParams, StopReason, Tokens
+from openhands_rl_plugin.hosts.pool.messages import FromWorker, Store, Stored
+from openhands_rl_plugin.hosts.pool.worker import PoolStorage
+from openhands_rl_plugin.hosts.shared.episode import ControllerEpisode, bind_episode, controller_end, current_episode
+from openhands_rl_plugin.hosts.shared.standalone import TASK_INDEX_VARIABLE, StandaloneKeeper, standalone_episode
 
 LEAVES_EARLY = """
 import sys
 from openhands_rl_plugin import Message, RLSettings
-from openhands_rl_plugin.hosts.v0.standalone import StandaloneKeeper, standalone_episode
+from openhands_rl_plugin.hosts.shared.standalone import StandaloneKeeper, standalone_episode
 
 settings = RLSettings.model_validate({"storage": {"path": sys.argv[1]}})
 episode = standalone_episode(

@@ -15,16 +15,17 @@ from pathlib import Path
 import pytest
 
 from evaluation.performance.instant_model import instant_model, script
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
+from openhands_rl_plugin.core.errors import ConfigError, StorageError
+from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter
+from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
 from openhands_rl_plugin.environments.webshop import running_webshop
-from openhands_rl_plugin.errors import ConfigError, StorageError
-from openhands_rl_plugin.hosts.v0.driver import WORKSPACE_RUNTIME, ControllerOptions, ControllerRunner
-from openhands_rl_plugin.hosts.v0.workers import WorkerPoolRunner
-from openhands_rl_plugin.journal import EpisodeSink, stored_episode
-from openhands_rl_plugin.records import EpisodeGrowth, TrajectoryFilter
-from openhands_rl_plugin.session import trajectory_id
-from openhands_rl_plugin.settings import RLSettings, ServingSettings
-from openhands_rl_plugin.storages.file import FileTrajectoryStorage
-from openhands_rl_plugin.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
+from openhands_rl_plugin.hosts.pool.processes import WorkerPoolRunner
+from openhands_rl_plugin.hosts.shared.options import WORKSPACE_RUNTIME, ControllerOptions
+from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
+from openhands_rl_plugin.rollout.journal import EpisodeSink, stored_episode
+from openhands_rl_plugin.rollout.session import trajectory_id
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 IN_A_WORKSPACE = ControllerOptions(runtime=WORKSPACE_RUNTIME, environment_mode=False)
 
@@ -220,7 +221,7 @@ async def test_giving_up_an_episode_leaves_nothing_running(model: str):
 
 
 async def test_a_sandbox_that_cannot_start_is_a_failure(model: str, monkeypatch: pytest.MonkeyPatch):
-    from openhands_rl_plugin.hosts.v0 import shell
+    from openhands_rl_plugin.environments.workspace import shell
 
     monkeypatch.setattr(shell, "_supervisor_source", lambda: "raise SystemExit('no start')")
     async with controller(settings_for(model), IN_A_WORKSPACE) as runner:
@@ -302,7 +303,7 @@ async def test_an_environment_that_cannot_be_made_stops_a_run(model: str):
 
 def test_importing_the_driver_and_the_pool_imports_no_openhands():
     code = (
-        "import sys; import openhands_rl_plugin.hosts.v0.driver, openhands_rl_plugin.hosts.v0.workers;"
+        "import sys; import openhands_rl_plugin.hosts.v0.driver, openhands_rl_plugin.hosts.pool.processes;"
         "print([name for name in sys.modules if name.partition('.')[0] in ('openhands', 'litellm')])"
     )
     root, environ = Path(__file__).parents[3], {**os.environ, "OPENHANDS_RL_AUTOLOAD": "0"}

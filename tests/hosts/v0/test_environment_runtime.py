@@ -17,17 +17,10 @@ from openhands.events.stream import EventStream
 from openhands.llm.llm_registry import LLMRegistry
 from openhands.storage.memory import InMemoryFileStore
 
-from openhands_rl_plugin.environment import make_environment
-from openhands_rl_plugin.environments.webshop import running_webshop
-from openhands_rl_plugin.errors import ConfigError
-from openhands_rl_plugin.hosts.v0 import environment_runtime
-from openhands_rl_plugin.hosts.v0.environment_runtime import EnvironmentPlay, EnvironmentRuntime
-from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode, bind_episode
-from openhands_rl_plugin.hosts.v0.standalone import TASK_INDEX_VARIABLE, task_from_environment_variable
-from openhands_rl_plugin.hosts.v0.wire import RESET_TOOL, STEP_TOOL, EnvironmentReply
-from openhands_rl_plugin.settings import RLSettings
-from openhands_rl_plugin.strategies.react import StandardReActStrategy
-from openhands_rl_plugin.types import (
+from openhands_rl_plugin.config.environment import make_environment
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     FailureKind,
     JsonObject,
@@ -36,6 +29,13 @@ from openhands_rl_plugin.types import (
     StrategySpec,
     Task,
 )
+from openhands_rl_plugin.environments.webshop import running_webshop
+from openhands_rl_plugin.hosts.shared.episode import ControllerEpisode, bind_episode
+from openhands_rl_plugin.hosts.shared.standalone import TASK_INDEX_VARIABLE, task_from_environment_variable
+from openhands_rl_plugin.hosts.shared.wire import RESET_TOOL, STEP_TOOL, EnvironmentReply
+from openhands_rl_plugin.hosts.v0 import environment_runtime
+from openhands_rl_plugin.hosts.v0.environment_runtime import EnvironmentPlay, EnvironmentRuntime
+from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,10 @@ from openhands.llm.llm import LLM
 from pydantic import SecretStr
 from scripted_model import EMPTY, LOGPROB, ScriptedModel, message_ids, prompt_ids, refusal, says, serve, with_prompt_ids
 
-from openhands_rl_plugin.gateway.idtext import KnownContexts
+from openhands_rl_plugin.core.types import Tokens
+from openhands_rl_plugin.hosts.shared.token_tap import Tap
 from openhands_rl_plugin.hosts.v0.recorder import CallLog, RecordedCompletion, record_completions, recording
-from openhands_rl_plugin.hosts.v0.tap import Tap
-from openhands_rl_plugin.types import Tokens
+from openhands_rl_plugin.models.gateway.idtext import KnownContexts
 
 MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
 

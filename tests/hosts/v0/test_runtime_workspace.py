@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin.hosts.v0.workspace import MAX_FILE_BYTES, Workspace
+from openhands_rl_plugin.environments.workspace.files import MAX_FILE_BYTES, Workspace
 
 
 @pytest.fixture

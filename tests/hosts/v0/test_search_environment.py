@@ -24,14 +24,23 @@ from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
 from openhands_rl_plugin import FileTrajectoryStorage
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.types import (
+    EpisodeRequest,
+    JsonObject,
+    Message,
+    Observation,
+    StopReason,
+    Task,
+    Trajectory,
+)
 from openhands_rl_plugin.environments.webshop import WebShop, create_app
-from openhands_rl_plugin.errors import ConfigError
+from openhands_rl_plugin.hosts.pool.processes import WorkerPoolRunner
+from openhands_rl_plugin.hosts.shared.options import ENVIRONMENT_RUNTIME
+from openhands_rl_plugin.hosts.shared.standalone import TASK_INDEX_VARIABLE
 from openhands_rl_plugin.hosts.v0.controller_config import controller_config
-from openhands_rl_plugin.hosts.v0.driver import ENVIRONMENT_RUNTIME, ControllerRunner
-from openhands_rl_plugin.hosts.v0.standalone import TASK_INDEX_VARIABLE
-from openhands_rl_plugin.hosts.v0.workers import WorkerPoolRunner
-from openhands_rl_plugin.settings import RLSettings, ServingSettings
-from openhands_rl_plugin.types import EpisodeRequest, JsonObject, Message, Observation, StopReason, Task, Trajectory
+from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 
 LONGEST = 60
 

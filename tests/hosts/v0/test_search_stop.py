@@ -26,10 +26,11 @@ from openhands.utils.async_utils import call_async_from_sync
 from scripted_model import ScriptedModel, call, says, serve
 
 from openhands_rl_plugin import FileTrajectoryStorage
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
+from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
+from openhands_rl_plugin.hosts.shared.options import WORKSPACE_RUNTIME, ControllerOptions
 from openhands_rl_plugin.hosts.v0.controller_config import controller_config
-from openhands_rl_plugin.hosts.v0.driver import WORKSPACE_RUNTIME, ControllerOptions, ControllerRunner
-from openhands_rl_plugin.settings import RLSettings, ServingSettings
-from openhands_rl_plugin.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
+from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 

@@ -14,17 +14,11 @@ import pytest
 from scripted_model import ScriptedModel, call, prompt_ids, says, serve
 
 from openhands_rl_plugin import FileTrajectoryStorage
-from openhands_rl_plugin.errors import ConfigError
-from openhands_rl_plugin.hosts.v0.driver import WORKSPACE_RUNTIME, ControllerOptions, ControllerRunner
-from openhands_rl_plugin.settings import RLSettings, ServingSettings
-from openhands_rl_plugin.types import (
-    EpisodeRequest,
-    FailureKind,
-    Score,
-    StopReason,
-    Task,
-    Trajectory,
-)
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Score, StopReason, Task, Trajectory
+from openhands_rl_plugin.hosts.shared.options import WORKSPACE_RUNTIME, ControllerOptions
+from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
@@ -208,7 +202,7 @@ async def test_plain_openhands_searches_too(server: ScriptedModel, tmp_path: Pat
 
     server.policies["main"] = writer
     (tmp_path / "test_search_workspace.py").symlink_to(__file__)
-    (tmp_path / "scripted_model.py").symlink_to(Path(__file__).parent / "scripted_model.py")
+    (tmp_path / "scripted_model.py").symlink_to(Path(__file__).parents[2] / "helpers" / "scripted_model.py")
     process = start(tmp_path, server, "main", SEARCHING, log_level="ERROR")
     try:
         await asyncio.to_thread(process.wait, 240)

@@ -11,17 +11,21 @@ from pathlib import Path
 import pytest
 from scripted_model import ScriptedModel, call, refusal, says, serve
 
-from openhands_rl_plugin.errors import ConfigError
-from openhands_rl_plugin.hosts.v0.driver import (
-    WORKSPACE_RUNTIME,
-    ControllerOptions,
-    ControllerRunner,
-    UserReplies,
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.types import (
+    EpisodeRequest,
+    FailureKind,
+    Limits,
+    SamplingParams,
+    StopReason,
+    Task,
+    Trajectory,
 )
-from openhands_rl_plugin.hosts.v0.episode import LAST_ERROR
-from openhands_rl_plugin.hosts.v0.place import Place, PlaceMount
-from openhands_rl_plugin.settings import RLSettings, ServingSettings
-from openhands_rl_plugin.types import EpisodeRequest, FailureKind, Limits, SamplingParams, StopReason, Task, Trajectory
+from openhands_rl_plugin.environments.workspace.place import Place, PlaceMount
+from openhands_rl_plugin.hosts.shared.episode import LAST_ERROR
+from openhands_rl_plugin.hosts.shared.options import WORKSPACE_RUNTIME, ControllerOptions, UserReplies
+from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 

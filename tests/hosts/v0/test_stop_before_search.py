@@ -20,15 +20,15 @@ from openhands.memory.view import View
 from openhands.server.services.conversation_stats import ConversationStats
 from scripted_model import ScriptedModel, call, says, serve
 
-from openhands_rl_plugin import registry
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
+from openhands_rl_plugin.core.types import EpisodeRequest, StrategySpec, Task
+from openhands_rl_plugin.hosts.shared.episode import ControllerEpisode, bind_episode
+from openhands_rl_plugin.hosts.shared.options import WORKSPACE_RUNTIME
 from openhands_rl_plugin.hosts.v0.controller_config import controller_config
 from openhands_rl_plugin.hosts.v0.controller_session import SessionController, SessionEventStream, SessionMemory
-from openhands_rl_plugin.hosts.v0.driver import WORKSPACE_RUNTIME
-from openhands_rl_plugin.hosts.v0.episode import ControllerEpisode, bind_episode
+from openhands_rl_plugin.hosts.v0.notes import is_stop
 from openhands_rl_plugin.hosts.v0.runtime import WorkspaceRuntime
-from openhands_rl_plugin.hosts.v0.stopping import is_stop
-from openhands_rl_plugin.settings import RLSettings, ServingSettings
-from openhands_rl_plugin.types import EpisodeRequest, StrategySpec, Task
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 

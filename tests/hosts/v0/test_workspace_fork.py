@@ -23,8 +23,8 @@ from openhands.events.stream import EventStream
 from openhands.llm.llm_registry import LLMRegistry
 from openhands.storage.memory import InMemoryFileStore
 
-from openhands_rl_plugin.errors import BadEnvironmentError, InfrastructureError
-from openhands_rl_plugin.hosts.v0.forking import ForkLimits, ForkMethod, Tree, fork_tree, remove_tree
+from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
+from openhands_rl_plugin.environments.workspace.copies import ForkLimits, ForkMethod, Tree, fork_tree, remove_tree
 from openhands_rl_plugin.hosts.v0.runtime import SubprocessRuntime, WorkspaceRuntime
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
@@ -275,9 +275,9 @@ def test_a_user_without_rights_forks_too(tmp_path: Path):
     code = """
 import sys, os, threading
 from pathlib import Path
-from openhands_rl_plugin.hosts.v0.forking import Tree, fork_tree
-from openhands_rl_plugin.hosts.v0.sandbox import BubblewrapSandbox
-from openhands_rl_plugin.hosts.v0.shell import Shell
+from openhands_rl_plugin.environments.workspace.copies import Tree, fork_tree
+from openhands_rl_plugin.environments.workspace.sandbox import BubblewrapSandbox
+from openhands_rl_plugin.environments.workspace.shell import Shell
 home = Path(sys.argv[1])
 (home / "work").mkdir(); (home / "work" / "file").write_text("old")
 (home / "fork").mkdir()

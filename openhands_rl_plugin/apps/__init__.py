@@ -1,0 +1,1 @@
+"""Programs put together from the rooms below: agent, endpoint, loop, demo."""

@@ -1,0 +1,321 @@
+"""``RLAgent``: an agent that plays episodes and learns from them, in two calls.
+
+with RLAgent(model="path/to/model", config=RLAgentConfig(max_turns=5, env_name="webshop")) as agent:
+    episodes = agent.run("Buy what the page asks for.", task_indices=[0, 1, 2], batch_size=8)
+    report = agent.train(learning_rate=1e-4)     # the next run samples from report.adapter
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from pydantic import JsonValue, ValidationError
+
+from openhands_rl_plugin.apps.agent.episodes import ConversationMessage, EpisodeResult, result_of, session_runner
+from openhands_rl_plugin.apps.agent.policies import open_policy
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.config.build import open_storage
+from openhands_rl_plugin.config.environment import make_environment
+from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
+from openhands_rl_plugin.core.agent_thread import LoopThread
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, MissingExtraError, boundary
+from openhands_rl_plugin.core.protocols import Reward
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import Adapter, FailureKind, Limits, PolicyRef, Score, Task
+from openhands_rl_plugin.core.validation import problems
+from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
+from openhands_rl_plugin.rollout.scoring import judge_all
+from openhands_rl_plugin.training.data.dataset import (
+    ExcludedEpisodes,
+    Lesson,
+    TrainReport,
+    collected_episodes,
+    make_lesson,
+    teach,
+)
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+
+__all__ = ["ConversationMessage", "EpisodeResult", "ExcludedEpisodes", "RLAgent", "TrainReport"]
+
+# As much of a recorded episode as a probe needs: long enough to show a wrong weight, short enough to cost nothing.
+_PROBE_TOKENS = 128
+
+
+class RLAgent:
+    """A model, an environment, a strategy and a storage, put together from one configuration.
+
+    Args:
+        model: a transformers model object; a model's directory (or cached hub name); or the URL of an OpenAI-compatible
+            endpoint (``"http://127.0.0.1:8100/v1"``). An object is written once below ``[rl.serving] adapters_path``,
+            and served and trained from there: an adapter is bound to exact weights, and an object may change.
+        tokenizer: needed with a model object. With an endpoint: the directory of the model's weights, to train where
+            the server does not tell one.
+        config: what ``[rl]`` in ``config.toml`` says; the defaults when it is left out.
+
+    An agent goes on with the adapter that ``[rl.serving] adapter`` names where one was trained on the same base model.
+    All methods are synchronous and may be called from anywhere, from inside a running event loop too; calls from
+    several threads wait for each other. ``close()``, or the end of a ``with`` block, releases what was started.
+
+    Raises ``ConfigError`` and other ``RLError`` whose first line names the cause and the remedy.
+    """
+
+    def __init__(self, model: object, tokenizer: object = None, config: RLSettings | None = None) -> None:
+        self.config = config or RLSettings()
+        make_environment(self.config)
+        registry.build("strategies", self.config.rollout_strategy, self.config.strategy)
+        self.config.training.check_servable()
+        self._reward: Reward = registry.build("rewards", self.config.reward.name, self.config.reward.options)
+        self._storage = open_storage(self.config)
+        self._policy = open_policy(model, tokenizer, self.config)
+        self._thread = LoopThread("rl-agent")
+        self._one_call = threading.Lock()
+        self._closed = False
+        self._runs = 0
+        try:
+            self._thread.wait_for(self._policy.resume())
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def policy(self) -> PolicyRef:
+        """The weights that the next episode samples from."""
+        return PolicyRef.from_served_name(self._policy.base_model, self._policy.served_model)
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter in use; ``None`` while the base model is sampled as it is."""
+        return self._policy.adapter
+
+    def run(
+        self,
+        task_description: str = "",
+        max_rounds: int | None = None,
+        task_indices: Sequence[int] | None = None,
+        parallel: bool = True,
+        batch_size: int = 1,
+        metadata: Mapping[str, JsonValue] | None = None,
+    ) -> list[EpisodeResult]:
+        """Play and store episodes; return one result an episode, in the order of ``task_indices``.
+
+        Args:
+            task_description: what the model is told to do, in the opening of every episode.
+            max_rounds: the most turns of an episode; ``config.max_turns`` when left out.
+            task_indices: which of the environment's tasks; the first one when left out.
+            parallel: up to ``config.max_workers`` episodes at a time, else one after another.
+            batch_size: episodes of every task. Training compares them, so that it learns most from 4 or more.
+            metadata: kept with the stored tasks.
+
+        An episode that failed is part of the result, with ``failure`` set and without a reward. Raises ``StorageError``
+        when an episode cannot be stored, ``ConfigError`` for arguments that cannot be used.
+        """
+        tasks = self._tasks(task_description, [0] if task_indices is None else task_indices, metadata)
+        for name, value in (("batch_size", batch_size), ("max_rounds", 1 if max_rounds is None else max_rounds)):
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if not tasks:
+            return []
+        limits = self.config.limits()
+        if max_rounds is not None:
+            limits = limits.model_copy(update={"max_turns": max_rounds})
+        with self._working():
+            self._runs += 1
+            plan = RolloutPlan(
+                run_id=f"agent-{uuid.uuid4().hex}",
+                tasks=tasks,
+                samples_per_task=batch_size,
+                served_model=self._policy.served_model,
+                concurrency=self.config.max_workers if parallel else 1,
+            )
+            return self._thread.wait_for(self._play(plan, limits))
+
+    def train(
+        self,
+        learning_rate: float | None = None,
+        num_epochs: int | None = None,
+        batch_size: int | None = None,
+        max_grad_norm: float | None = None,
+        env_name: str | None = None,
+        task_id: int | str | None = None,
+    ) -> TrainReport:
+        """Learn from what this agent's model did, as far as it is in the storage, and use the new adapter from now on.
+
+        By ``[rl.training] algorithm`` (default: REINFORCE++ with a group baseline) over the recorded token ids, where
+        episodes of one task differ in their rewards; else fine-tuning on the episodes with a positive one. The reward
+        is that of ``[rl.reward]`` (default: the return); scores of its version that are stored count. What is
+        left out is taken from ``config.training`` (1e-5, 3 epochs, 8 episodes a step, 1.0).
+
+        Args:
+            learning_rate: of AdamW.
+            num_epochs: passes over the episodes.
+            batch_size: episodes an optimiser step.
+            max_grad_norm: where the gradient is clipped.
+            env_name: the environment whose episodes are used; ``config.env_name`` when left out.
+            task_id: use only the episodes of this task: its index, or the ``task_id`` of a result.
+
+        Raises ``TrainingError`` when there is nothing to learn from, ``ConfigError`` when the weights of an endpoint's
+        model are not on this machine, ``PublishError`` when the new adapter does not do in serving what it did in
+        training. The adapter that was in use stays in use then.
+        """
+        given = {
+            "learning_rate": learning_rate,
+            "num_epochs": num_epochs,
+            "batch_size": batch_size,
+            "max_grad_norm": max_grad_norm,
+        }
+        settings = _overridden(
+            self.config.training, {name: value for name, value in given.items() if value is not None}
+        )
+        weights = self._policy.training_weights()
+        environment = env_name or self.config.env_name
+        where = TrajectoryFilter(
+            environment=environment,
+            task_id=task_id_of(environment, task_id) if isinstance(task_id, int) else task_id,
+        )
+        with self._working():
+            collecting = collected_episodes(
+                self._storage,
+                where,
+                base_model=self._policy.base_model,
+                adapter=self.config.serving.adapter,
+                reward=self._reward,
+            )
+            episodes = self._thread.wait_for(collecting)
+            lesson = make_lesson(episodes, settings)
+            trainer = _trainer(weights, settings, self._policy.adapter)
+            metrics = teach(trainer, lesson)
+            adapter = self._publish(trainer, lesson, metrics.as_floats())
+        return TrainReport(
+            algorithm=lesson.algorithm,
+            adapter=adapter,
+            used=lesson.used,
+            excluded=lesson.excluded,
+            metrics=metrics.as_floats(),
+        )
+
+    def create_prompt(self, task_description: str) -> str:
+        """How the environment's first task is put to the model, as text. Opens (and closes) an episode to see it.
+
+        Raises ``RLError`` when the environment does not answer.
+        """
+        (task,) = self._tasks(task_description, [0], None)
+        with self._working():
+            return self._thread.wait_for(self._opening(task))
+
+    def close(self) -> None:
+        """Release the model, the connections, the storage and the thread. A server that was given stays. Idempotent."""
+        with self._one_call:
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                self._thread.wait_for(self._policy.close())
+                self._thread.wait_for(self._storage.close())
+            finally:
+                self._thread.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """One call at a time: an adapter must not be exchanged below episodes that are being played."""
+        with self._one_call:
+            if self._closed:
+                raise RuntimeError("the agent is closed")
+            yield
+
+    async def _play(self, plan: RolloutPlan, limits: Limits) -> list[EpisodeResult]:
+        engine = self._policy.engine()
+        seed = f"{self.config.sampling.seed}/{self._runs}"
+        try:
+            base_model, storage = self._policy.base_model, self._storage
+            runner = session_runner(
+                self.config, engine, base_model=base_model, limits=limits, seed=seed, storage=storage
+            )
+            played = await roll_out(plan, runner, storage)
+        finally:
+            await engine.aclose()
+        outcomes = await judge_all(self._reward, played)
+        await self._storage.add_scores([outcome for outcome in outcomes if isinstance(outcome, Score)])
+        return [result_of(trajectory, outcome) for trajectory, outcome in zip(played, outcomes, strict=True)]
+
+    async def _opening(self, task: Task) -> str:
+        environment = make_environment(self.config)
+        try:
+            with boundary(FailureKind.ENVIRONMENT, "environment.reset"):
+                opening = await environment.reset(task)
+        finally:
+            # What the opening says is known already, so that a failed farewell does not matter.
+            with suppress(CaughtFailure), boundary(FailureKind.INFRASTRUCTURE, "environment.close"):
+                await environment.close()
+        return "\n\n".join(f"{message.role}: {message.content or ''}" for message in opening.messages)
+
+    def _tasks(
+        self, instruction: str, indices: Sequence[int], metadata: Mapping[str, JsonValue] | None
+    ) -> tuple[Task, ...]:
+        name = self.config.env_name
+        if len(set(indices)) < len(indices):
+            raise ConfigError("task_indices names a task twice: play a task several times with batch_size")
+        extra = {"metadata": dict(metadata)} if metadata else {}
+        try:
+            return tuple(
+                Task(
+                    id=task_id_of(name, index),
+                    environment=name,
+                    instruction=instruction,
+                    data={"idx": index, **extra},
+                )
+                for index in indices
+            )
+        except ValidationError as error:
+            lines = (f"{'.'.join(at)}: {what}" for at, what in problems(error, Task))
+            raise ConfigError("\n".join(lines)) from error
+
+    def _publish(self, trainer: LoraTrainer, lesson: Lesson, metrics: dict[str, float]) -> Adapter:
+        parent = self._policy.adapter
+        adapter = self._policy.store.create(
+            self.config.serving.adapter,
+            trainer.save_adapter,
+            base_model=self._policy.base_model,
+            parent=parent.name if parent is not None else None,
+            step=trainer.step + (parent.step if parent is not None else 0),
+            metrics=metrics | {"episodes_used": float(lesson.used)},
+        )
+        probe = trainer.probe(lesson.samples[0].input_ids[-_PROBE_TOKENS:])
+        self._thread.wait_for(self._policy.adopt(adapter, probe))
+        return adapter
+
+
+def task_id_of(environment: str, index: int) -> str:
+    """``("webshop", 3)`` -> ``"webshop-3"``."""
+    return f"{environment}-{index}"
+
+
+def _overridden(settings: TrainingSettings, given: Mapping[str, float]) -> TrainingSettings:
+    try:
+        return TrainingSettings.model_validate({**settings.model_dump(), **given})
+    except ValidationError as error:
+        raise ConfigError(
+            "\n".join(f"{'.'.join(at)}: {what}" for at, what in problems(error, TrainingSettings))
+        ) from error
+
+
+def _trainer(weights: str, settings: TrainingSettings, adapter: Adapter | None) -> LoraTrainer:
+    try:
+        from openhands_rl_plugin.training.trainer.make_trainer import make_trainer
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(error.name or "torch", "train") from error
+    return make_trainer(weights, settings, adapter)

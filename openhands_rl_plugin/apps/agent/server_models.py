@@ -1,0 +1,100 @@
+"""What an OpenAI-compatible server says about the models that it serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.core.types import Frozen
+
+_MANY = 20
+_NOT_OFFERED = (404, 405, 501)
+
+
+class ServedBase(Frozen):
+    """The base model of a server: the name to ask for, and its weights where they lie on this machine."""
+
+    name: str
+    weights: Path | None
+
+
+class _Card(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+
+
+class _Cards(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    data: list[_Card] = []
+
+
+def normalised_url(url: str) -> str:
+    """The URL up to and including ``/v1``, also when only ``http://host:port`` was given. Raises ``ConfigError``."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"{url!r:.100} is not a URL: {error}") from error
+    if not parsed.host:
+        raise ConfigError(f'{url!r:.100} names no host; it must look like "http://127.0.0.1:8100/v1"')
+    if parsed.userinfo:
+        raise ConfigError("the URL of the model holds a password; name its environment variable in api_key_env instead")
+    return str(parsed.copy_with(path="/v1")) if parsed.path in ("", "/") else url.rstrip("/")
+
+
+def served_base(base_url: str, wanted: str, api_key: str | None, timeout: float) -> ServedBase:
+    """Ask ``GET {base_url}/models`` for the base model; ``wanted`` chooses one by name, empty takes the only one.
+
+    Raises ``ConfigError`` when it cannot be told which model is meant, ``InfrastructureError`` when nothing answers.
+    """
+    cards = _cards(base_url, api_key, timeout)
+    if cards is None:
+        if wanted:
+            return ServedBase(name=wanted, weights=None)
+        raise ConfigError(f"{base_url} does not list its models: name one in [rl.serving] model")
+    bases = [card for card in cards if card.parent is None]
+    found = [card for card in bases if not wanted or card.id == wanted]
+    if len(found) != 1:
+        names = ", ".join(card.id for card in bases[:_MANY]) or "none"
+        problem = f"does not serve a base model {wanted!r}" if wanted else f"serves {len(bases)} base models"
+        raise ConfigError(f"{base_url} {problem} (it has: {names}): name one of them in [rl.serving] model")
+    return ServedBase(name=found[0].id, weights=local_weights(found[0].root or ""))
+
+
+def local_weights(path: str | Path) -> Path | None:
+    """``path`` when it is a model's directory on this machine."""
+    directory = Path(path).expanduser()
+    return directory.resolve() if path and (directory / "config.json").is_file() else None
+
+
+def _cards(base_url: str, api_key: str | None, timeout: float) -> list[_Card] | None:
+    """The served models, or ``None`` when the server has no such list."""
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    secure = base_url.startswith("https:")
+    try:
+        answer = httpx.get(f"{base_url}/models", headers=headers, timeout=timeout, verify=secure, trust_env=secure)
+    except httpx.TransportError as error:
+        raise InfrastructureError(
+            f"no model server answers at {base_url} ({type(error).__name__}): start it with `openhands-rl serve` or "
+            "correct the URL"
+        ) from error
+    if answer.status_code in _NOT_OFFERED:
+        return None
+    if answer.status_code in (401, 403):
+        raise ConfigError(
+            f"{base_url} refuses the API key: name the variable that holds it in [rl.serving] api_key_env"
+        )
+    if not answer.is_success:
+        raise InfrastructureError(f"{base_url}/models answered {answer.status_code}; see the server's log")
+    try:
+        return _Cards.model_validate_json(answer.content).data
+    except ValidationError as error:
+        raise ConfigError(
+            f"{base_url}/models did not answer a list of models; is it an OpenAI-compatible server?"
+        ) from error

@@ -1,0 +1,150 @@
+"""What the demo does by default, and the same path cut short for CI."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from pydantic import Field
+
+from openhands_rl_plugin.config.rl import (
+    LoopSettings,
+    RLSettings,
+    SamplingSettings,
+    ServingSettings,
+    StorageSettings,
+    TrainingSettings,
+)
+from openhands_rl_plugin.core.types import Frozen, SamplingParams, Task
+from openhands_rl_plugin.environments.webshop import WebShop
+from openhands_rl_plugin.training.loop.plan import LoopPlan
+
+ADAPTER = "webshop"
+ANSWER_TOKENS = 24
+CONTEXT_TOKENS = 1280  # six turns fit; the server keeps room for that many tokens of every episode in flight
+PASS_TOKENS = 768  # of a training pass; its activations are the trainer's largest piece of memory
+SEPARATOR = "\n"  # a page costs a third fewer tokens than with WebShop's " [SEP] "
+HELD_OUT_ORDER = 20_240  # fixed, so that every seed of the demo is measured on the same goals
+
+
+class DemoOptions(Frozen):
+    """Sizes of the run. ``seed`` moves everything but the shop and the held-out goals."""
+
+    run_directory: Path
+    model_directory: Path | None = None
+    seed: int = 0
+    held_out: int = Field(default=100, ge=1)
+    demonstrations: int = Field(default=64, ge=1)
+    iterations: int = Field(default=8, ge=0)
+    tasks_per_iteration: int = Field(default=8, ge=1)
+    samples_per_task: int = Field(default=6, ge=2)
+    concurrency: int = Field(default=24, ge=1)
+    results_per_page: int = 4
+    max_turns: int = 6
+    warm_start_epochs: int = 2
+    warm_start_rate: float = 1e-3
+    reinforcement_rate: float = 2e-4
+    loop: LoopSettings = LoopSettings()
+
+    def shortened(self) -> DemoOptions:
+        """The same path in minutes, for CI."""
+        return self.model_copy(
+            update={
+                "held_out": 4,
+                "demonstrations": 4,
+                "iterations": 1,
+                "tasks_per_iteration": 2,
+                "samples_per_task": 4,
+                "warm_start_epochs": 4,
+                "max_turns": 5,
+            }
+        )
+
+    @property
+    def stages(self) -> int:
+        """Stages of the whole run: three evaluations, the demonstrations, the warm start and the iterations."""
+        return 5 + self.iterations
+
+    def shop(self) -> WebShop:
+        """The shop that the server runs and the oracle knows."""
+        return WebShop(results_per_page=self.results_per_page, separator=SEPARATOR)
+
+    def settings(self, *, shop_url: str, model_url: str, base_model: str) -> RLSettings:
+        """The ``[rl]`` section that this run stands for."""
+        return RLSettings(
+            max_turns=self.max_turns,
+            max_prompt_length=CONTEXT_TOKENS - ANSWER_TOKENS,
+            max_response_length=ANSWER_TOKENS,
+            react_format=False,
+            env_name="webshop",
+            env_server_base=shop_url,
+            max_workers=self.concurrency,
+            storage=StorageSettings(path=str(self.run_directory / "trajectories")),
+            sampling=SamplingSettings(seed=self.seed),
+            training=self._reinforcement(),
+            loop=self.loop,
+            serving=ServingSettings(
+                base_url=f"{model_url}/v1",
+                model=base_model,
+                adapter=ADAPTER,
+                adapters_path=str(self.run_directory / "adapters"),
+            ),
+        )
+
+    def plan(self, shop: WebShop, *, base_model: str, probe_ids: tuple[int, ...]) -> LoopPlan:
+        """The run over the shop's goals: disjoint demonstrations, training tasks and held-out tasks."""
+        train = _shuffled(shop.goal_indices("train"), self.seed)
+        held_out = _shuffled(shop.goal_indices("heldout"), HELD_OUT_ORDER)[: self.held_out]
+        sampled = SamplingParams(temperature=1.0, max_tokens=ANSWER_TOKENS)
+        return LoopPlan(
+            run_id=f"demo-{self.seed}",
+            base_model=base_model,
+            adapter=ADAPTER,
+            demonstrations=tuple(_task(goal, "train") for goal in train[: self.demonstrations]),
+            training=tuple(_task(goal, "train") for goal in train[self.demonstrations :]),
+            held_out=tuple(_task(goal, "heldout") for goal in held_out),
+            iterations=self.iterations,
+            tasks_per_iteration=self.tasks_per_iteration,
+            samples_per_task=self.samples_per_task,
+            warm_start=self._warm_start(),
+            reinforcement=self._reinforcement(),
+            sampling=sampled,
+            evaluation=sampled,
+            concurrency=self.concurrency,
+            seed=self.seed,
+            probe_ids=probe_ids,
+        )
+
+    def _warm_start(self) -> TrainingSettings:
+        return TrainingSettings(
+            algorithm="sft",
+            learning_rate=self.warm_start_rate,
+            num_epochs=self.warm_start_epochs,
+            max_tokens_per_pass=PASS_TOKENS,
+            seed=self.seed,
+        )
+
+    def _reinforcement(self) -> TrainingSettings:
+        return TrainingSettings(
+            learning_rate=self.reinforcement_rate,
+            warmup_steps=4,
+            num_epochs=1,
+            batch_size=8,
+            # To buy too early beats not to buy: whole episodes teach it, comparing what was done on that page does not.
+            state_weight=1.0,
+            discount=0.95,
+            # Episodes that the policy has left behind meanwhile count by how likely they still are.
+            correction="truncate" if self.loop.kind == "async" else "none",
+            max_tokens_per_pass=PASS_TOKENS,
+            seed=self.seed,
+        )
+
+
+def _shuffled(goals: tuple[int, ...] | range | list[int], seed: int) -> list[int]:
+    order = list(goals)
+    random.Random(seed).shuffle(order)
+    return order
+
+
+def _task(goal: int, split: str) -> Task:
+    return Task(id=f"webshop-{goal}", environment="webshop", data={"idx": goal}, split=split)

@@ -1,0 +1,88 @@
+"""What a person sees of a running loop: one bar for the run, one for the activity at hand, and a line a stage."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from openhands_rl_plugin.apps.demo.summary import evaluations
+from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
+from openhands_rl_plugin.training.loop.sync import LoopListener
+
+
+class ProgressListener(LoopListener):
+    """Draws bars with the time left; use as a context manager around the run."""
+
+    def __init__(self, stages: int, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self._progress = Progress(
+            TextColumn("{task.description:<34}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        self._run = self._progress.add_task("stages", total=stages)
+        self._activity = self._progress.add_task("starting", total=None)
+        self._shown = ""
+
+    def __enter__(self) -> ProgressListener:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def stage_started(self, name: str) -> None:
+        """Name the stage that begins."""
+        self._show(f"{name}: starting", 0, None)
+
+    def advanced(self, stage: str, activity: str, done: int, total: int) -> None:
+        """Move the lower bar."""
+        self._show(f"{stage}: {activity}", done, total)
+
+    def stage_finished(self, record: StageRecord) -> None:
+        """Move the upper bar and leave one line behind."""
+        self._progress.advance(self._run)
+        self.console.print(stage_line(record), highlight=False, soft_wrap=True)
+
+    def _show(self, description: str, done: int, total: int | None) -> None:
+        if description != self._shown:
+            self._progress.reset(self._activity, total=total, description=description)
+            self._shown = description
+        self._progress.update(self._activity, completed=done)
+
+
+def stage_line(record: StageRecord) -> str:
+    """One stage in one line: what it measured or learned, and how long it took."""
+    metrics = record.metrics
+    figures = [f"{name} {metrics[key]:.3f}" for key, name in _SHOWN.items() if key in metrics]
+    if metrics.get("failed"):
+        figures.append(f"{metrics['failed']:.0f} failed")
+    return (
+        f"  {record.name:<20} {record.finished - record.started:6.0f} s  {record.adapter or 'base':<18} "
+        + ", ".join(figures)
+    )
+
+
+_SHOWN = {"success": "success", "reward": "reward", "last_loss": "loss", "approx_kl": "KL"}
+
+
+def final_table(state: LoopState, tasks: str = "goals") -> Table:
+    """The evaluations as a table; ``tasks``: what the tasks are called."""
+    table = Table(title=f"Held-out {tasks}")
+    for heading in ("stage", "success", "95% interval", "mean reward", "turns", tasks):
+        table.add_column(heading, justify="left" if heading == "stage" else "right")
+    for one in evaluations(state):
+        table.add_row(
+            one.stage.removeprefix("evaluate-"),
+            f"{one.success.mean:.3f}",
+            f"{one.success.low:.3f} to {one.success.high:.3f}",
+            f"{one.reward:.3f}",
+            f"{one.turns:.1f}",
+            str(one.success.n),
+        )
+    return table

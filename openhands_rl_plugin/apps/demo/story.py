@@ -1,0 +1,104 @@
+"""The demo, composed from the package's public parts: shop, model server, OpenHands workers, loop, report."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from openhands_rl_plugin.apps.demo.child import free_port, running_command
+from openhands_rl_plugin.apps.demo.model import NAME, ensure_model
+from openhands_rl_plugin.apps.demo.options import CONTEXT_TOKENS, SEPARATOR, DemoOptions
+from openhands_rl_plugin.apps.demo.report import comparisons, write_report
+from openhands_rl_plugin.apps.loop.claim import claim
+from openhands_rl_plugin.apps.loop.parts import open_parts, probe_ids, shop_demonstrator
+from openhands_rl_plugin.config.rl import LoopSettings, RLSettings
+from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.environments.webshop import WebShop
+from openhands_rl_plugin.environments.webshop.demonstrator import DemonstratorOptions
+from openhands_rl_plugin.hosts.pool.open_pool import open_pool
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.rewards.outcome import ReturnReward, SuccessBonusReward
+from openhands_rl_plugin.training.loop.asynchronous import make_loop
+from openhands_rl_plugin.training.loop.plan import LoopState
+from openhands_rl_plugin.training.loop.router import rollout_settings
+from openhands_rl_plugin.training.loop.sync import LoopListener
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+CACHE_BYTES = 128 * 1024**2
+_OWN = {"kind", "max_staleness", "partial_rollouts", "patience"}
+"""Of ``[rl.loop]``; the demo has sizes of its own."""
+
+
+class DemoResult(Frozen):
+    """The finished stages, what each kind of learning changed, and where the report on it lies."""
+
+    state: LoopState
+    comparisons: tuple[str, ...]
+    report: Path
+
+
+def run_demo(options: DemoOptions, listener: LoopListener | None = None) -> DemoResult:
+    """Run the demo, or go on with the one that ``options.run_directory`` holds.
+
+    Raises ``ConfigError`` when the directory holds a run with other options, and any ``RLError`` of the parts.
+    """
+    sizes = {name: True for name in LoopSettings.model_fields if name not in _OWN}
+    places = {"run_directory": True, "model_directory": True}
+    claim(options.run_directory, options.model_dump(mode="json", exclude={**places, "loop": sizes}))
+    model = ensure_model(options.model_directory)
+    adapters = AdapterStore(options.run_directory / "adapters")
+    with _servers(options, model) as settings, rollout_settings(settings, adapters) as sampled:
+        return asyncio.run(_play(_Stage(options, settings, sampled, model, options.shop()), listener))
+
+
+@dataclass(frozen=True)
+class _Stage:
+    options: DemoOptions
+    settings: RLSettings
+    sampled: RLSettings
+    """Where rollouts sample from."""
+    model: Path
+    shop: WebShop
+
+
+async def _play(stage: _Stage, listener: LoopListener | None) -> DemoResult:
+    directory = stage.options.run_directory
+    plan = stage.options.plan(stage.shop, base_model=NAME, probe_ids=probe_ids(stage.model))
+    storage = FileTrajectoryStorage(directory / "trajectories")
+    runner = open_pool(stage.sampled, workers=1, storage=storage)
+    shop = DemonstratorOptions(results_per_page=stage.options.results_per_page, separator=SEPARATOR)
+    try:
+        async with open_parts(
+            stage.settings,
+            model=stage.model,
+            directory=directory,
+            runner=runner,
+            demonstrator=shop_demonstrator(stage.settings, shop, storage),
+            storage=storage,
+            reward=ReturnReward(),
+            objective=SuccessBonusReward(),
+        ) as parts:
+            state = await make_loop(plan, parts, stage.settings.loop, listener).run()
+        report = await write_report(directory / "report.html", state, storage, parts.adapters, plan.run_id)
+        compared = await comparisons(storage, plan.run_id)
+    finally:
+        await runner.close()
+        await storage.close()
+    return DemoResult(state=state, comparisons=compared, report=report)
+
+
+@contextlib.contextmanager
+def _servers(options: DemoOptions, model: Path) -> Iterator[RLSettings]:
+    logs = options.run_directory / "logs"
+    shop = ["env", "webshop", "--results-per-page", str(options.results_per_page), "--separator", "newline"]
+    sizes = {"max-batch": options.concurrency, "max-model-len": CONTEXT_TOKENS, "cache-bytes": CACHE_BYTES}
+    policy = ["serve", "--model", str(model), "--served-model-name", NAME]
+    policy += [f"--{name}={size}" for name, size in sizes.items()]
+    with (
+        running_command(shop, free_port(), logs / "webshop.log") as shop_url,
+        running_command(policy, free_port(), logs / "serve.log") as model_url,
+    ):
+        yield options.settings(shop_url=shop_url, model_url=model_url, base_model=NAME)

@@ -1,0 +1,54 @@
+"""The figures of a run: an interval for each evaluation, and what each step of learning changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from openhands_rl_plugin.core.statistics import Estimate, paired_difference, wilson
+from openhands_rl_plugin.core.types import Frozen, Trajectory
+from openhands_rl_plugin.training.loop.plan import LoopState
+
+SUCCESS = 0.999
+
+
+class Evaluation(Frozen):
+    """Held-out figures after one stage; ``turns`` is a mean over episodes."""
+
+    stage: str
+    success: Estimate
+    reward: float
+    turns: float
+    seconds: float
+
+
+def evaluations(state: LoopState) -> tuple[Evaluation, ...]:
+    """The evaluations of a run in order. Failed episodes are no part of ``success.n``."""
+    return tuple(
+        Evaluation(
+            stage=record.name,
+            success=wilson(
+                int(record.metrics["successes"]), int(record.metrics["episodes"] - record.metrics["failed"])
+            ),
+            reward=record.metrics["reward"],
+            turns=record.metrics["turns"],
+            seconds=record.finished - record.started,
+        )
+        for record in state.records
+        if record.name.startswith("evaluate-")
+    )
+
+
+def success_difference(before: Sequence[Trajectory], after: Sequence[Trajectory]) -> Estimate:
+    """Paired difference of the success rates over the tasks that were played validly both times."""
+    first = {trajectory.task.id: float(trajectory.episode_return >= SUCCESS) for trajectory in before}
+    later = {trajectory.task.id: float(trajectory.episode_return >= SUCCESS) for trajectory in after}
+    shared = sorted(first.keys() & later.keys())
+    return paired_difference([first[task] for task in shared], [later[task] for task in shared])
+
+
+def comparison_sentence(name: str, difference: Estimate, tasks: str = "goals") -> str:
+    """``RL over SFT: +0.21 (95% interval +0.10 to +0.32, 100 goals)``."""
+    return (
+        f"{name}: {difference.mean:+.2f} in success (95% interval {difference.low:+.2f} to {difference.high:+.2f}, "
+        f"{difference.n} {tasks} played both times)"
+    )

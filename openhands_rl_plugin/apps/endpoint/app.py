@@ -1,0 +1,270 @@
+"""The agent behind an OpenAI-compatible endpoint: every request is an episode, played to its final answer."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from openhands_rl_plugin.apps.endpoint.agent import AgentRuntime
+from openhands_rl_plugin.apps.endpoint.config import AgentConfig
+from openhands_rl_plugin.apps.endpoint.events import (
+    AgentEvent,
+    AgentResult,
+    Answer,
+    Stopped,
+    TextDelta,
+    ToolCallStarted,
+    ToolResult,
+)
+from openhands_rl_plugin.apps.endpoint.requests import (
+    AgentChatRequest,
+    AgentChunk,
+    AgentChunkChoice,
+    AgentDelta,
+    answer_of,
+    finish_reason,
+    news_of,
+    stop_reason,
+    usage_of,
+)
+from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.types import Failure, FailureKind
+from openhands_rl_plugin.models.generator.failures import NotFound, Overloaded, ServingError
+from openhands_rl_plugin.models.server.guards import LimitBody, RequireKey
+from openhands_rl_plugin.models.server.refusals import (
+    error_body,
+    on_defect,
+    on_http_exception,
+    on_invalid_body,
+    on_serving_error,
+)
+from openhands_rl_plugin.models.server.responses import ModelCard, ModelList, Usage, now
+
+OpenRuntime = Callable[[], AbstractAsyncContextManager[AgentRuntime]]
+
+
+class UpstreamFailure(ServingError):
+    """The agent could not answer, because the model server or a tool's infrastructure failed."""
+
+    status = 502
+    kind = "UpstreamError"
+
+
+def build_app(config: AgentConfig, open_runtime: OpenRuntime) -> Starlette:
+    """The ASGI application; the runtime is open while it runs. Raises ``ConfigError`` for an open door."""
+    endpoints = Endpoints(config, open_runtime)
+    key = config.client_key()
+    guards = [Middleware(RequireKey, key=key)] if key else []
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+            Route("/v1/models", endpoints.models),
+            Route("/health", endpoints.health),
+        ],
+        middleware=[*guards, Middleware(LimitBody, limit=config.max_body_bytes)],
+        exception_handlers={
+            ServingError: on_serving_error,
+            ValidationError: on_invalid_body,
+            HTTPException: on_http_exception,
+            ClientDisconnect: _on_disconnect,
+            Exception: on_defect,
+        },
+        lifespan=endpoints.lifespan,
+    )
+
+
+class Gate:
+    """Lets ``running`` requests through at a time, and ``waiting`` more wait."""
+
+    def __init__(self, running: int, waiting: int) -> None:
+        self._slots = asyncio.Semaphore(running)
+        self._most = running + waiting
+        self._inside = 0
+
+    def check(self) -> None:
+        """Raise ``Overloaded`` when one more may not even wait."""
+        if self._inside >= self._most:
+            raise Overloaded(f"{self._inside} requests are under way; try again later.")
+
+    @asynccontextmanager
+    async def passed(self) -> AsyncIterator[None]:
+        """Wait for a slot and hold it. Raises ``Overloaded``."""
+        self.check()
+        self._inside += 1
+        try:
+            async with self._slots:
+                yield
+        finally:
+            self._inside -= 1
+
+
+class Endpoints:
+    """One method per path."""
+
+    def __init__(self, config: AgentConfig, open_runtime: OpenRuntime) -> None:
+        self._config = config
+        self._open_runtime = open_runtime
+        self._runtime: AgentRuntime | None = None
+        self._gate = Gate(config.max_running, config.max_waiting)
+
+    @asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        """Hold the runtime."""
+        async with self._open_runtime() as self._runtime:
+            yield
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions.
+
+        A streamed answer also carries what the agent said before its tool calls, each in a paragraph of its own.
+        """
+        body = AgentChatRequest.model_validate_json(await request.body())
+        served = self._config.model
+        if body.model and body.model != served:
+            raise NotFound(f"The model '{body.model:.200}' does not exist; this is '{served}'.", param="model")
+        runtime = self._runtime
+        assert runtime is not None, "the application runs within its lifespan"
+        self._gate.check()
+        name = _new_name()
+        if body.stream:
+            events = _Stream(body, served, name).events(runtime, self._gate)
+            return StreamingResponse(events, media_type="text/event-stream")
+        result = await _unless_gone(request, self._answer(runtime, body, name))
+        if result.failure is not None:
+            raise _refusal_of(result.failure)
+        return _json(answer_of(_identifier(name), served, result))
+
+    async def models(self, _: Request) -> Response:
+        """GET /v1/models: the agent."""
+        return _json(ModelList(data=[ModelCard(id=self._config.model, root=self._config.model)]))
+
+    async def health(self, _: Request) -> Response:
+        """GET /health."""
+        return Response()
+
+    async def _answer(self, runtime: AgentRuntime, body: AgentChatRequest, name: str) -> AgentResult:
+        async with self._gate.passed():
+            return await runtime.run(body.conversation(), sampling=body.sampling(), name=name)
+
+
+class _Stream:
+    """One streamed answer."""
+
+    def __init__(self, body: AgentChatRequest, model: str, name: str) -> None:
+        self._body = body
+        self._model = model
+        self._name = name
+        self._created = now()
+        self._turn = 0
+
+    async def events(self, runtime: AgentRuntime, gate: Gate) -> AsyncIterator[str]:
+        """Everything up to and including ``[DONE]``. A reader that goes away ends the episode."""
+        try:
+            async with gate.passed():
+                yield self._chunk(AgentDelta(role="assistant", content=""))
+                stream = runtime.stream(self._body.conversation(), sampling=self._body.sampling(), name=self._name)
+                async with aclosing(stream):  # pyright: ignore[reportArgumentType]
+                    async for event in stream:
+                        for text in self._written(event):
+                            yield text
+        except ServingError as error:
+            yield _event(error_body(error.status, error.message, error.kind))
+        except StorageError as error:
+            yield _event(error_body(500, str(error), "InternalServerError"))
+        yield "data: [DONE]\n\n"
+
+    def _written(self, event: AgentEvent) -> list[str]:
+        match event:
+            case TextDelta():
+                return [self._chunk(AgentDelta(content=self._paragraph(event.turn) + event.text))]
+            case ToolCallStarted() | ToolResult():
+                return [self._chunk(AgentDelta(tool_event=news_of(event)))]
+            case Answer():
+                return self._end(event.result, "" if event.streamed else self._paragraph(0) + event.text)
+            case Stopped():
+                if event.result.failure is not None:
+                    raise _refusal_of(event.result.failure)
+                return self._end(event.result, "")
+
+    def _paragraph(self, turn: int) -> str:
+        """What goes before the text of ``turn``, so that it does not run into that of an earlier one."""
+        before, self._turn = self._turn, turn
+        return "\n\n" if before and before != turn else ""
+
+    def _end(self, result: AgentResult, text: str) -> list[str]:
+        last = AgentChunkChoice(
+            index=0,
+            delta=AgentDelta(content=text or None),
+            finish_reason=finish_reason(result),
+            stop_reason=stop_reason(result),
+        )
+        ending = [self._event([last])]
+        if self._body.stream_options and self._body.stream_options.include_usage:
+            ending.append(self._event([], usage_of(result)))
+        return ending
+
+    def _chunk(self, delta: AgentDelta) -> str:
+        return self._event([AgentChunkChoice(index=0, delta=delta)])
+
+    def _event(self, choices: list[AgentChunkChoice], usage: Usage | None = None) -> str:
+        identifier = _identifier(self._name)
+        return _event(AgentChunk(id=identifier, created=self._created, model=self._model, choices=choices, usage=usage))
+
+
+async def _unless_gone(request: Request, answering: Coroutine[Any, Any, AgentResult]) -> AgentResult:
+    """The result; the episode ends when the client goes away."""
+    playing = asyncio.ensure_future(answering)
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({playing, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not playing.done():
+            raise ClientDisconnect
+        return playing.result()
+    finally:
+        for task in (playing, gone):
+            task.cancel()
+        await asyncio.wait({playing, gone})
+
+
+async def _on_disconnect(_: Request, __: Exception) -> Response:
+    """Nobody reads it."""
+    return Response(status_code=499)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _refusal_of(failure: Failure) -> ServingError:
+    if failure.kind is FailureKind.INFRASTRUCTURE:
+        return Overloaded(failure.message)
+    return UpstreamFailure(failure.message)
+
+
+def _new_name() -> str:
+    return uuid.uuid4().hex
+
+
+def _identifier(name: str) -> str:
+    """What the client is told; the recorded episode's task has the name."""
+    return f"chatcmpl-{name}"
+
+
+def _event(body: BaseModel) -> str:
+    return f"data: {body.model_dump_json(exclude_none=True)}\n\n"
+
+
+def _json(body: BaseModel) -> Response:
+    return Response(body.model_dump_json(), media_type="application/json")

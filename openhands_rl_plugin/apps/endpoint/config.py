@@ -1,0 +1,89 @@
+"""Options of the agent endpoint and of the chat."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping
+
+from pydantic import Field
+
+from openhands_rl_plugin.config.rl import HttpUrl, VariableName
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.types import Frozen, Limits, SamplingParams
+from openhands_rl_plugin.environments.tools.environment import ToolOptions
+
+MIB = 1024**2
+
+
+class PolicyConfig(Frozen):
+    """Which policy answers, with which tools, within which bounds."""
+
+    base_url: HttpUrl = Field(min_length=1, description="model server, up to and including /v1")
+    model: str = Field(min_length=1, description="served name to ask for, such as policy-v000007")
+    base_model: str = Field(default="", description="name of the weights below an adapter; unset: the model's own")
+    upstream_key_env: VariableName = Field(default="", description="environment variable with the model server's key")
+    tools: tuple[str, ...] = Field(default=(), description="think, final or module:Class; none: a plain conversation")
+    template: str = Field(
+        default="",
+        description="family whose calls stand in the text (qwen3, ...); unset: the server reads them",
+    )
+    opens_thought: bool = Field(
+        default=False,
+        description="true for a model whose prompt ends with <think>, behind a server that leaves thoughts in answers",
+    )
+    system_prompt: str | None = Field(default=None, description="system message in place of the built-in one")
+    max_turns: int = Field(default=32, ge=1, description="answers of the model to one request")
+    max_tokens: int = Field(default=2048, ge=1, description="tokens of one answer of the model")
+    timeout: float = Field(default=600.0, gt=0, description="seconds for one request")
+    temperature: float | None = Field(default=None, ge=0, le=10, description="unset: the server's own")
+    record: str = Field(default="", description="folder of a file store in which every conversation is recorded")
+    run_id: str = Field(default="agent", min_length=1, max_length=200, description="run that the records belong to")
+
+    def options(self) -> ToolOptions:
+        """Of the environment. A conversation without tools has no system message of its own."""
+        return ToolOptions(
+            tools=self.tools,
+            template=self.template,
+            opens_thought=self.opens_thought,
+            system_prompt=self.system_prompt,
+        )
+
+    def limits(self) -> Limits:
+        """Of one request."""
+        return Limits(max_turns=self.max_turns, max_response_length=self.max_tokens, timeout=self.timeout)
+
+    def sampling(self) -> SamplingParams:
+        """For what a request leaves open."""
+        return SamplingParams(temperature=self.temperature)
+
+
+class AgentConfig(PolicyConfig):
+    """The endpoint: where it listens, and what it takes at a time."""
+
+    host: str = Field(default="127.0.0.1", description="address to listen on; any but loopback needs a key")
+    port: int = Field(default=8300, ge=0, le=65535, description="0 takes a free port")
+    api_key_env: VariableName = Field(
+        default="OPENHANDS_RL_API_KEY",
+        description="environment variable with the key that clients must send; none is asked for when it is unset",
+    )
+    max_running: int = Field(default=16, ge=1, le=4096, description="requests that are answered at a time")
+    max_waiting: int = Field(default=64, ge=0, description="requests that may wait; one more is refused with 503")
+    max_body_bytes: int = Field(default=4 * MIB, ge=1024, description="longest request")
+
+    def client_key(self, environ: Mapping[str, str] | None = None) -> str:
+        """The key that clients must send, empty for none. Raises ``ConfigError`` for an open door to the network."""
+        key = (os.environ if environ is None else environ).get(self.api_key_env, "")
+        if not key and not _is_loopback(self.host):
+            raise ConfigError(
+                f"--host {self.host}: others on the network could use the agent and its tools; export "
+                f"{self.api_key_env or 'a key and name it with --api-key-env'}=..., or listen on 127.0.0.1"
+            )
+        return key
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,139 @@
+"""What the agent endpoint accepts and answers: OpenAI's chat format, with the agent's tools instead of the client's."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from openhands_rl_plugin.apps.endpoint.events import AgentResult
+from openhands_rl_plugin.core.messages import to_message
+from openhands_rl_plugin.core.types import Message, SamplingParams
+from openhands_rl_plugin.environments.tools.environment import ToolCallStarted, ToolResult
+from openhands_rl_plugin.models.server.requests import Body, ChatMessage, StreamOptions
+from openhands_rl_plugin.models.server.responses import (
+    AnsweredMessage,
+    ChatAnswer,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    MessageDelta,
+    Usage,
+)
+
+ToolEventName = Literal["started", "result"]
+
+
+class AgentChatRequest(Body):
+    """POST /v1/chat/completions. ``seed`` is that of the whole episode; the token bounds are those of one answer."""
+
+    messages: tuple[ChatMessage, ...] = Field(min_length=1)
+    model: str | None = None
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1)
+    tools: tuple[object, ...] | None = None
+
+    @model_validator(mode="after")
+    def _refuse_what_would_be_ignored(self) -> Self:
+        if self.tools:
+            raise ValueError("tools are the agent's own here; send none")
+        if self.n not in (None, 1):
+            raise ValueError("n must be 1: every answer is a conversation of its own")
+        unknown = {message.role for message in self.messages} - {"system", "developer", "user", "assistant", "tool"}
+        if unknown:
+            raise ValueError(f"unknown role {sorted(unknown)[0]!r:.100}; use system, user, assistant or tool")
+        return self
+
+    def conversation(self) -> tuple[Message, ...]:
+        """The messages as values. ``developer`` is another word for ``system``."""
+        return tuple(
+            to_message(
+                message.model_dump(exclude={"content", "role"})
+                | {"content": message.text, "role": "system" if message.role == "developer" else message.role}
+            )
+            for message in self.messages
+        )
+
+    def sampling(self) -> SamplingParams:
+        """What the request wants of it."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            seed=self.seed,
+        )
+
+
+class ToolNews(Body):
+    """What a tool did, beside the text of a streamed answer."""
+
+    event: ToolEventName
+    id: str
+    name: str
+    arguments: str | None = None
+    content: str | None = None
+    ok: bool | None = None
+
+
+class AgentDelta(MessageDelta):
+    """What is new in a streamed answer."""
+
+    tool_event: ToolNews | None = None
+
+
+class AgentChunkChoice(ChatChunkChoice):
+    """The only choice of a streamed answer."""
+
+    delta: AgentDelta
+
+
+class AgentChunk(ChatChunk):
+    """One event of a streamed answer."""
+
+    choices: list[AgentChunkChoice]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen, so never written to)
+
+
+def news_of(event: ToolCallStarted | ToolResult) -> ToolNews:
+    """A tool event as it is streamed."""
+    if isinstance(event, ToolCallStarted):
+        return ToolNews(event="started", id=event.call_id, name=event.name, arguments=event.arguments)
+    return ToolNews(event="result", id=event.call_id, name=event.name, content=event.content, ok=event.ok)
+
+
+def finish_reason(result: AgentResult) -> str:
+    """``stop`` for an answer, ``length`` where a limit cut it or the episode short."""
+    return "stop" if result.answer is not None and not result.cut else "length"
+
+
+def stop_reason(result: AgentResult) -> str | None:
+    """Why there is no answer."""
+    return None if result.answer is not None else result.stop.value
+
+
+def usage_of(result: AgentResult) -> Usage:
+    """All the tokens of the episode."""
+    usage = result.trajectory.usage
+    return Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+    )
+
+
+def answer_of(identifier: str, model: str, result: AgentResult) -> ChatAnswer:
+    """The body of an answer that is not streamed."""
+    choice = ChatChoice(
+        index=0,
+        message=AnsweredMessage(content=result.answer),
+        logprobs=None,
+        finish_reason=finish_reason(result),
+        stop_reason=stop_reason(result),
+        token_ids=None,
+    )
+    return ChatAnswer(id=identifier, model=model, choices=[choice], usage=usage_of(result))

@@ -1,0 +1,105 @@
+"""A run's directory belongs to one set of options, so that a run is never continued as another one.
+
+It belongs to one process at a time, too: two of them would take each other's stages for their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from openhands_rl_plugin.core.errors import ConfigError, describe
+from openhands_rl_plugin.core.types import JsonObject
+from openhands_rl_plugin.evals.runs.run_files import lock_folder
+
+OPTIONS = "options.json"
+_RUN = "run_id"
+CHECKOUTS, EVALUATION = "checkouts", "evaluation"
+_FOLDERS = ("trainer", "training", "logs", CHECKOUTS, EVALUATION)
+_FILES = ("state.json", OPTIONS, _RUN)
+_SHOWN = 3
+
+
+def check_alone() -> None:
+    """Raise ``ConfigError`` in one of several processes of a launcher, each of which would run a loop of its own."""
+    count = os.environ.get("WORLD_SIZE", "1")
+    if count.isdecimal() and int(count) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE is {count}, and a loop is one process: start it without torchrun and accelerate launch (or "
+            "unset WORLD_SIZE); several processes train on stored episodes with `openhands-rl train`"
+        )
+
+
+@contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Keep other processes from the run in ``directory`` until the block ends. Raises ``ConfigError``."""
+    _make(directory)
+    lock = lock_folder(directory, "another process runs here; wait for it to end, or choose another --run-dir")
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def claim(directory: Path, options: JsonObject) -> None:
+    """Bind ``directory`` to ``options``. Raises ``ConfigError`` when it is bound to others, or cannot be made."""
+    _make(directory)
+    noted = directory / OPTIONS
+    if not noted.exists():
+        _write(noted, json.dumps(options, indent=1))
+    elif different := [*_differences(_read(noted), options)]:
+        raise ConfigError(
+            f"{directory} holds a run with other options ({'; '.join(different[:_SHOWN])}): give the same ones to "
+            "resume it, another --run-dir, or --fresh to start over"
+        )
+
+
+def run_id_of(directory: Path) -> str:
+    """The id of the run in ``directory``, made once; no other run of a shared store has it."""
+    noted = directory / _RUN
+    if not noted.exists():
+        _write(noted, f"loop-{uuid.uuid4().hex[:12]}")
+    return noted.read_text().strip()
+
+
+def forget(directory: Path) -> None:
+    """Delete what a run needs to go on, and only that: its episodes and adapters stay."""
+    for name in _FOLDERS:
+        shutil.rmtree(directory / name, ignore_errors=True)
+    for name in _FILES:
+        (directory / name).unlink(missing_ok=True)
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be made ({describe(error)}): choose another --run-dir") from error
+
+
+def _read(file: Path) -> JsonObject:
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        found = None
+    return found if isinstance(found, dict) else {}
+
+
+def _write(file: Path, text: str) -> None:
+    fresh = file.with_name(f".{file.name}.new")
+    fresh.write_text(text)
+    os.replace(fresh, file)
+
+
+def _differences(before: object, now: object, at: str = "") -> Iterator[str]:
+    """``"training.seed: 0, now 1"`` for each value that differs."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in dict.fromkeys((*before, *now)):
+            yield from _differences(before.get(key), now.get(key), f"{at}.{key}" if at else key)
+    elif before != now:
+        yield f"{at}: {json.dumps(before):.40}, now {json.dumps(now):.40}"

@@ -1,0 +1,85 @@
+"""The parts of a loop that are the same whatever is played: model, adapters, servers, and the script of the shop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.protocols import EpisodeRunner, Reward, TrajectoryStorage
+from openhands_rl_plugin.core.types import StrategySpec
+from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
+from openhands_rl_plugin.environments.webshop.demonstrator import ORACLE, DemonstratorOptions, WebShopDemonstrator
+from openhands_rl_plugin.models.adapters.for_settings import publisher_for
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.rollout.in_process import SessionRunner
+from openhands_rl_plugin.testing import ScriptedEngine
+from openhands_rl_plugin.training.loop.stages import LoopParts
+
+STATE = "state.json"
+PROBE = "Instruction: [SEP] Find me soft cotton socks with color: blue [SEP] Back to Search [SEP] Buy Now"
+"""Ordinary text, on whose logprobs server and trainer must agree."""
+
+
+def probe_ids(model: Path) -> tuple[int, ...]:
+    """The canary of every publication, for the model in that directory. Raises ``TrainingError``."""
+    from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
+
+    return tuple(load_tokenizer(str(model))(PROBE).input_ids)
+
+
+@asynccontextmanager
+async def open_parts(
+    settings: RLSettings,
+    *,
+    model: Path,
+    directory: Path,
+    runner: EpisodeRunner,
+    demonstrator: EpisodeRunner,
+    storage: TrajectoryStorage,
+    reward: Reward,
+    objective: Reward,
+) -> AsyncIterator[LoopParts]:
+    """What a loop composes; ``model`` is the directory of the base model. Publishes to all servers of ``[rl.serving]``.
+
+    Raises ``ConfigError`` and ``TrainingError``.
+    """
+    from openhands_rl_plugin.training.trainer.make_trainer import make_trainer
+    from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
+
+    serving = settings.serving
+    tokenizer: Any = load_tokenizer(str(model))
+    adapters = AdapterStore(serving.adapters_directory.resolve())
+    publisher = publisher_for(serving, adapters, keep=settings.loop.kept_versions)
+    try:
+        yield LoopParts(
+            runner=runner,
+            demonstrator=demonstrator,
+            storage=storage,
+            reward=reward,
+            objective=objective,
+            adapters=adapters,
+            publisher=publisher,
+            tokenizer=tokenizer,
+            make_trainer=lambda chosen, adapter: make_trainer(model, chosen, adapter),
+            state_file=directory / STATE,
+        )
+    finally:
+        await publisher.aclose()
+
+
+def shop_demonstrator(settings: RLSettings, shop: DemonstratorOptions, storage: TrajectoryStorage) -> SessionRunner:
+    """The script that plays the embedded shop; ``shop`` says how that was started."""
+    environment = HttpEnvironmentOptions(base_url=settings.environment_url, react_format=settings.react_format)
+    strategy = WebShopDemonstrator(shop)
+    return SessionRunner(
+        make_environment=lambda request: WebEnvClient(environment),
+        make_strategy=lambda request: strategy,
+        make_engine=lambda request: ScriptedEngine([]),
+        strategy_spec=StrategySpec(name="webshop-oracle", options=shop.model_dump()),
+        base_model=ORACLE.base_model,
+        limits=settings.limits(),
+        storage=storage,
+    )

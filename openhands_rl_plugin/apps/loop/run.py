@@ -1,0 +1,271 @@
+"""One run over a suite: its plan from the settings, its parts opened, the loop played, and what it changed."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from openhands_rl_plugin.apps.loop.claim import CHECKOUTS, EVALUATION
+from openhands_rl_plugin.apps.loop.graded import GradedRunner
+from openhands_rl_plugin.apps.loop.parts import STATE, open_parts, probe_ids, shop_demonstrator
+from openhands_rl_plugin.apps.loop.tasks import LoopTasks
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.config.build import open_storage
+from openhands_rl_plugin.config.environment import make_environment
+from openhands_rl_plugin.config.rl import RewardSettings, RLSettings
+from openhands_rl_plugin.core.errors import ConfigError, boundary
+from openhands_rl_plugin.core.protocols import EpisodeRunner, Reward, TrajectoryStorage
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.statistics import Estimate, paired_difference
+from openhands_rl_plugin.core.types import Adapter, FailureKind, Limits, Task
+from openhands_rl_plugin.environments.webshop.demonstrator import DemonstratorOptions
+from openhands_rl_plugin.evals.runs.composing import RL_AGENT, open_player, open_runner, options_of
+from openhands_rl_plugin.evals.runs.judged import Entry
+from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
+from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
+from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
+from openhands_rl_plugin.training.algorithms import algorithm_of
+from openhands_rl_plugin.training.loop.asynchronous import make_loop
+from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState
+from openhands_rl_plugin.training.loop.router import rollout_settings
+from openhands_rl_plugin.training.loop.stages import LoopListener, LoopParts
+
+RETURN, TESTS = "return", "tests"
+
+
+@dataclass(frozen=True)
+class LoopJob:
+    """What is to be run: settings that lead to all servers, tasks, the base model's directory and the run's own.
+
+    ``start``: the adapter that a new run goes on from. ``backend`` is for software tasks. ``processes``: workers that
+    OpenHands' controllers are spread over; 0 plays in this one. ``limits`` bound an episode; the other times are in
+    seconds.
+    """
+
+    settings: RLSettings
+    tasks: LoopTasks
+    model: Path
+    directory: Path
+    run_id: str
+    limits: Limits
+    backend: InstanceBackend | None = None
+    processes: int = 0
+    graders: int = 1
+    test_timeout: float = 1800.0
+    command_timeout: int = 300
+    native_tool_calling: bool = True
+    start: Adapter | None = None
+
+
+@dataclass(frozen=True)
+class LoopResult:
+    """The finished stages, and what each kind of learning changed in the success on held-out tasks."""
+
+    state: LoopState
+    changes: tuple[tuple[str, Estimate], ...]
+
+
+def check_trainable(settings: RLSettings) -> None:
+    """Raise ``ConfigError`` for settings by which a loop would learn nothing, or could not serve what it learnt."""
+    training = settings.training
+    training.check_servable()
+    if algorithm_of(training).kind != "reinforcement":
+        raise ConfigError(
+            f'[rl.training] algorithm = "{training.algorithm}" does not reinforce: choose "reinforce++-baseline", '
+            '"grpo" or another one that does, or train on stored episodes with `openhands-rl train`'
+        )
+    if training.sharding == "layers":
+        raise ConfigError(
+            '[rl.training] sharding = "layers" splits a model among several processes, and a loop trains in one: leave '
+            '"auto", or train on stored episodes with torchrun and `openhands-rl train`'
+        )
+    for where, value in _sampled_by(settings):
+        if value != 1:
+            raise ConfigError(
+                f"{where} = {value:g}: logprobs are recorded and trained on as those of the whole distribution at "
+                "temperature 1, so the gradient would be wrong for what another one samples; set 1.0"
+            )
+
+
+def _sampled_by(settings: RLSettings) -> Iterator[tuple[str, float]]:
+    """What shapes the distribution that actions are sampled from: the settings, and what the strategy sets itself."""
+    yield "[rl.sampling] temperature", settings.sampling.temperature
+    yield "[rl.sampling] top_p", settings.sampling.top_p
+    strategy = registry.build("strategies", settings.rollout_strategy, settings.strategy)
+    options: object = getattr(strategy, "options", None)
+    for prefix, asked in (("", options), ("sampling.", getattr(options, "sampling", None))):
+        for name in ("temperature", "top_p"):
+            value: object = getattr(asked, name, None)
+            if isinstance(value, float):
+                yield f"[rl.strategy] {prefix}{name}", value
+
+
+def objective_of(tasks: LoopTasks, settings: RLSettings) -> RewardSettings:
+    """What is maximised: ``[rl.reward]``. The return of a software task is the verdict of its tests."""
+    return settings.reward.overridden(TESTS) if _is_verdict(tasks, settings) else settings.reward
+
+
+def _is_verdict(tasks: LoopTasks, settings: RLSettings) -> bool:
+    return tasks.suite.software and settings.reward.name == RETURN
+
+
+def loop_plan(job: LoopJob, canary: tuple[int, ...]) -> LoopPlan:
+    """The stages that the settings stand for. The warm start is ``[rl.training]`` as fine-tuning of episodes."""
+    settings = job.settings
+    loop, training, sampling = settings.loop, settings.training, settings.sampling_params()
+    return LoopPlan(
+        run_id=job.run_id,
+        base_model=settings.serving.model,
+        adapter=settings.serving.adapter,
+        demonstrations=_bounded(job.tasks.demonstrations, job.limits),
+        training=_bounded(job.tasks.training, job.limits),
+        held_out=_bounded(job.tasks.held_out, job.limits),
+        iterations=loop.iterations,
+        tasks_per_iteration=loop.tasks_per_iteration,
+        samples_per_task=loop.samples_per_task,
+        warm_start=training.as_fine_tuning().model_copy(update={"num_epochs": loop.warm_start_epochs}),
+        reinforcement=training,
+        sampling=sampling,
+        evaluation=sampling,
+        concurrency=settings.max_workers,
+        seed=settings.sampling.seed,
+        success_at=loop.success_at,
+        probe_ids=canary,
+    )
+
+
+async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopResult:
+    """Run it, or go on where ``job.directory`` says that it stands. Raises any ``RLError`` of the parts.
+
+    A store, an environment or an adapter that cannot be used is told of before anything is played.
+    """
+    check_trainable(job.settings)
+    if not job.tasks.suite.software:
+        await _greet(job.settings, job.tasks.held_out[0].task)
+    plan = loop_plan(job, probe_ids(job.model))
+    _note_start(job)
+    reward: Reward = registry.build("rewards", TESTS if job.tasks.suite.software else RETURN)
+    wanted = objective_of(job.tasks, job.settings)
+    objective: Reward = registry.build("rewards", wanted.name, wanted.options)
+    storage = open_storage(job.settings)
+    try:
+        async with (
+            _open_runner(job, storage) as runner,
+            open_parts(
+                job.settings,
+                model=job.model,
+                directory=job.directory,
+                runner=runner,
+                demonstrator=shop_demonstrator(job.settings, DemonstratorOptions(), storage),
+                storage=storage,
+                reward=reward,
+                objective=objective,
+            ) as parts,
+        ):
+            state = await make_loop(plan, parts, job.settings.loop, listener).run()
+            return LoopResult(state, await _changes(plan, parts))
+    finally:
+        await storage.close()
+
+
+def _note_start(job: LoopJob) -> None:
+    """Where a new run begins; one that goes on knows it."""
+    file = job.directory / STATE
+    if job.start is None or file.exists():
+        return
+    if job.start.base_model != job.settings.serving.model:
+        raise ConfigError(
+            f"--from: {job.start.name} was trained on {job.start.base_model!r}, and {job.settings.serving.model!r} is "
+            "served: serve its base model, or choose another version"
+        )
+    LoopState(start=job.start.name).save(file)
+
+
+@asynccontextmanager
+async def _open_runner(job: LoopJob, storage: TrajectoryStorage) -> AsyncIterator[EpisodeRunner]:
+    from openhands_rl_plugin.models.adapters.store import AdapterStore
+
+    adapters = AdapterStore(job.settings.serving.adapters_directory.resolve())
+    with rollout_settings(job.settings, adapters) as sampled:
+        plan = _played(job, sampled)
+        options = options_of(plan, job.tasks.suite, job.processes)
+        async with open_runner(sampled, options, storage, job.processes) as runner:
+            if job.backend is None:
+                yield runner
+                return
+            await job.backend.check()
+            checkouts = job.directory / CHECKOUTS
+            shutil.rmtree(checkouts, ignore_errors=True)  # what a killed process left there
+            player = open_player(plan, runner, options.strategy_spec(sampled), storage, job.backend, checkouts)
+            yield GradedRunner(player, (*job.tasks.training, *job.tasks.held_out))
+
+
+def _played(job: LoopJob, settings: RLSettings) -> EvaluationPlan:
+    """How ``openhands-rl evaluate`` would play the same tasks."""
+    serving = settings.serving
+    return EvaluationPlan(
+        suite=job.tasks.suite.name,
+        dataset=job.tasks.suite.dataset,
+        split=job.tasks.suite.split,
+        agent=RL_AGENT,
+        model=EvaluatedModel(
+            name=serving.model,
+            base_url=serving.base_url,
+            api_key_env=serving.api_key_env,
+            temperature=settings.sampling.temperature,
+            max_output_tokens=settings.max_response_length,
+            timeout=serving.request_timeout,
+            native_tool_calling=job.native_tool_calling,
+            token_ids=True,
+        ),
+        out=job.directory / EVALUATION,
+        workers=settings.max_workers,
+        graders=job.graders,
+        test_timeout=job.test_timeout,
+        command_timeout=job.command_timeout,
+    )
+
+
+async def _greet(settings: RLSettings, task: Task) -> None:
+    """Open and leave an episode, so that an environment that is not there ends the run before it begins."""
+    environment = make_environment(settings)
+    try:
+        with boundary(FailureKind.ENVIRONMENT, f"{settings.env_name} at {settings.environment_url}"):
+            await environment.reset(task)
+    finally:
+        with boundary(FailureKind.ENVIRONMENT, "environment.close"):
+            await environment.close()
+
+
+async def _changes(plan: LoopPlan, parts: LoopParts) -> tuple[tuple[str, Estimate], ...]:
+    """Paired differences of the success rates over the tasks that were played validly both times."""
+    stages = ["base", *(["warm-start"] if plan.demonstrations else []), "final"]
+    names = {"warm-start": "After SFT", "final": "After RL"}
+    began = LoopState.load(parts.state_file).start or "the base model"
+    against = {"base": began, "warm-start": "SFT"}
+    measured = {stage: await _successes(plan, parts, f"evaluate-{stage}") for stage in stages}
+    changes: list[tuple[str, Estimate]] = []
+    for before, after in itertools.pairwise(stages):
+        shared = sorted(measured[before].keys() & measured[after].keys())
+        if shared:
+            pairs = [[measured[stage][task] for task in shared] for stage in (before, after)]
+            changes.append((f"{names[after]} against {against[before]}", paired_difference(*pairs)))
+    return tuple(changes)
+
+
+async def _successes(plan: LoopPlan, parts: LoopParts, stage: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    where = TrajectoryFilter(run_id=f"{plan.run_id}/{stage}", failed=False)
+    async for trajectory, scores in parts.storage.find(where):
+        for score in scores:
+            if score.reward_version == parts.reward.version and score.reward is not None:
+                found[trajectory.task.id] = float(score.reward >= plan.success_at)
+    return found
+
+
+def _bounded(entries: Sequence[Entry], limits: Limits) -> tuple[Task, ...]:
+    return tuple(entry.task.model_copy(update={"limits": entry.task.limits or limits}) for entry in entries)

@@ -1,0 +1,133 @@
+"""Which tasks a run trains on, and which it is measured by: disjoint, from one suite."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import Field
+
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.records import HELD_OUT
+from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.evals.runs.judged import Entry
+from openhands_rl_plugin.evals.runs.selection import Selection
+from openhands_rl_plugin.evals.runs.suites import (
+    LOCAL,
+    WEBSHOP,
+    Suite,
+    environment_entries,
+    find_suite,
+    software_entries,
+)
+
+_SPLITS: Mapping[str, tuple[str, str]] = {LOCAL: ("train", HELD_OUT), WEBSHOP: ("train", HELD_OUT)}
+"""Suite -> its split for training, and the one that is held out."""
+
+_HELD_OUT_ORDER = 20_240  # fixed, so that runs of all seeds are measured by the same tasks
+
+
+class TaskSource(Frozen):
+    """Where tasks come from. ``count``: the environment's tasks are the numbers below; ``rows``: a file of them.
+
+    Without ``held_out_rows``, and where the suite has no split for it, the tasks that are held out are taken from the
+    same ones; always their split is ``heldout``, by which `openhands-rl train` knows their episodes. ``include`` and
+    ``exclude`` (ids or patterns) and ``limit`` are of those that are trained on.
+    """
+
+    suite: str
+    split: str | None = None
+    rows: Path | None = None
+    held_out_rows: Path | None = None
+    count: int | None = Field(default=None, ge=1)
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    limit: int | None = Field(default=None, ge=1)
+
+
+class LoopTasks(NamedTuple):
+    """What a run plays: tasks for demonstrations, for training, and those that are only measured."""
+
+    suite: Suite
+    demonstrations: tuple[Entry, ...]
+    training: tuple[Entry, ...]
+    held_out: tuple[Entry, ...]
+
+
+def loop_tasks(source: TaskSource, settings: RLSettings) -> LoopTasks:
+    """The tasks in the order of the run's seed. Raises ``ConfigError`` for a suite that has too few."""
+    splits = _SPLITS.get(source.suite) if source.rows is None else None
+    suite = find_suite(source.suite, source.split or (splits[0] if splits else None))
+    chosen = Selection(include=source.include, exclude=source.exclude)
+    pool = [*chosen.of(_entries(suite, settings, source.count, source.rows), lambda entry: entry.task.id)]
+    if source.held_out_rows is not None:
+        others = _entries(suite, settings, None, source.held_out_rows)
+        held_out = _apart(suite, others)[: settings.loop.held_out]
+    elif splits:
+        others = _entries(suite.model_copy(update={"split": splits[1]}), settings, None, None)
+        held_out = _shuffled(others, _HELD_OUT_ORDER)[: settings.loop.held_out]
+    else:
+        order = _shuffled(pool, _HELD_OUT_ORDER)
+        held_out, pool = order[: settings.loop.held_out], order[settings.loop.held_out :]
+    pool = _shuffled(pool, settings.sampling.seed)[: source.limit]
+    scripted = settings.loop.demonstrations
+    tasks = LoopTasks(suite, tuple(pool[:scripted]), tuple(pool[scripted:]), _measured(held_out))
+    _check(tasks, settings)
+    return tasks
+
+
+def _entries(suite: Suite, settings: RLSettings, count: int | None, rows: Path | None) -> tuple[Entry, ...]:
+    if suite.software:
+        return software_entries(suite, rows)
+    return environment_entries(suite, settings.env_name, count, rows)
+
+
+def _apart(suite: Suite, entries: tuple[Entry, ...]) -> list[Entry]:
+    """Rows of an environment are numbered from the front in every file: those that are held out have names of their
+    own."""
+    if suite.software:
+        return [*entries]
+    return [entry._replace(task=entry.task.model_copy(update={"id": f"{entry.task.id}-held-out"})) for entry in entries]
+
+
+def _measured(entries: Sequence[Entry]) -> tuple[Entry, ...]:
+    return tuple(entry._replace(task=entry.task.model_copy(update={"split": HELD_OUT})) for entry in entries)
+
+
+def _check(tasks: LoopTasks, settings: RLSettings) -> None:
+    loop = settings.loop
+    if not tasks.training or not tasks.held_out:
+        raise ConfigError(
+            f"too few tasks: {len(tasks.training)} to train on, {len(tasks.held_out)} held out, "
+            f"{len(tasks.demonstrations)} for demonstrations; give more, or lower --held-out ({loop.held_out})"
+        )
+    if loop.demonstrations and tasks.suite.name != WEBSHOP:
+        raise ConfigError(
+            f"--demonstrations: only the {WEBSHOP} has a script that plays them, not {tasks.suite.name}; leave it at 0"
+        )
+    if loop.demonstrations and settings.react_format:
+        raise ConfigError("--demonstrations: the script says bare actions: set react_format = false in [rl]")
+    both = {_what(tasks.suite, entry) for entry in (*tasks.demonstrations, *tasks.training)} & {
+        _what(tasks.suite, entry) for entry in tasks.held_out
+    }
+    if both:
+        raise ConfigError(
+            f"{len(both)} tasks would be trained on and held out too, {min(both):.80} for one: give other rows"
+        )
+
+
+def _what(suite: Suite, entry: Entry) -> str:
+    if suite.software:
+        return entry.task.id
+    data = entry.task.data
+    return json.dumps(data.get("row", data.get("idx")), sort_keys=True)
+
+
+def _shuffled(entries: list[Entry] | tuple[Entry, ...], seed: int) -> list[Entry]:
+    order = list(entries)
+    random.Random(seed).shuffle(order)
+    return order

@@ -1,0 +1,1 @@
+"""Options and printing that several commands share."""

@@ -1,0 +1,108 @@
+"""What the commands that look at stored episodes share: the arguments."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from datetime import datetime
+
+from openhands_rl_plugin.cli.options.stores import STORE_HELP
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import FailureKind, StopReason
+
+
+def add_store(parser: argparse.ArgumentParser) -> None:
+    """``STORE``."""
+    parser.add_argument("store", metavar="STORE", help=STORE_HELP)
+
+
+def add_filters(parser: argparse.ArgumentParser) -> None:
+    """One option for each field of ``TrajectoryFilter`` that picks episodes."""
+    group = parser.add_argument_group("filters", "Every filter that is given must match; bounds are inclusive.")
+    group.add_argument("--run", "--run-id", dest="run", metavar="ID", help="of this run")
+    group.add_argument("--group", metavar="ID", help="of this group of samples")
+    group.add_argument("--task", metavar="ID", help="of this task")
+    group.add_argument("--environment", metavar="NAME")
+    group.add_argument("--split", metavar="NAME")
+    group.add_argument("--strategy", metavar="NAME")
+    group.add_argument("--adapter", metavar="NAME", help="sampled from a version of this adapter")
+    group.add_argument("--policy-version", type=int, metavar="N", help="sampled from this version")
+    group.add_argument("--stop", choices=[each.value for each in StopReason], help="that ended like this")
+    group.add_argument("--failed", action=argparse.BooleanOptionalAction, help="only those that failed, or did not")
+    group.add_argument("--failure", choices=[each.value for each in FailureKind], help="that failed like this")
+    group.add_argument("--min-reward", type=finite, metavar="X")
+    group.add_argument("--max-reward", type=finite, metavar="X")
+    group.add_argument("--since", type=_time, metavar="TIME", help="ended then or later: 2025-01-31T12:00, or seconds")
+    group.add_argument("--until", type=_time, metavar="TIME", help="ended then or before")
+    ended = group.add_mutually_exclusive_group()
+    ended.add_argument("--unfinished", action="store_true", help="only episodes that have not ended")
+    ended.add_argument("--all", action="store_true", help="also episodes that have not ended")
+
+
+def filter_of(args: argparse.Namespace) -> TrajectoryFilter:
+    """The filter that the options give. Raises ``ConfigError`` when nothing can match."""
+    for low, high, what in (("min_reward", "max_reward", "reward"), ("since", "until", "time")):
+        bounds = getattr(args, low), getattr(args, high)
+        if None not in bounds and bounds[0] > bounds[1]:
+            options = " and ".join(f"--{name.replace('_', '-')}" for name in (low, high))
+            raise ConfigError(f"{options}: no {what} lies between {bounds[0]:g} and {bounds[1]:g}; swap them")
+    # An episode that has not ended stopped as "unfinished", whatever else is asked for.
+    unfinished = args.unfinished or args.stop == StopReason.UNFINISHED
+    return TrajectoryFilter(
+        run_id=args.run,
+        group_id=args.group,
+        task_id=args.task,
+        environment=args.environment,
+        split=args.split,
+        strategy=args.strategy,
+        adapter=args.adapter,
+        policy_version=args.policy_version,
+        stop=StopReason(args.stop) if args.stop else None,
+        failed=args.failed,
+        failure_kind=FailureKind(args.failure) if args.failure else None,
+        finished=False if unfinished else None if args.all else True,
+        reward_at_least=args.min_reward,
+        reward_at_most=args.max_reward,
+        since=args.since,
+        until=args.until,
+    )
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1, as an option's type."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def natural(text: str) -> int:
+    """A whole number of at least 0, as an option's type."""
+    if (number := int(text)) < 0:
+        raise argparse.ArgumentTypeError("must be at least 0")
+    return number
+
+
+def finite(text: str) -> float:
+    """Any number but NaN and infinity, as an option's type."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}")
+    return number
+
+
+def _time(text: str) -> float:
+    """Seconds since 1970, or a date and time of this place."""
+    try:
+        return finite(text)
+    except argparse.ArgumentTypeError:
+        pass
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError, OSError) as error:
+        raise argparse.ArgumentTypeError(
+            f"must be like 2025-01-31T12:00, or seconds since 1970; got {text!r}"
+        ) from error

@@ -1,0 +1,72 @@
+"""The stores that commands name: a folder, or a MongoDB database."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from openhands_rl_plugin.config.registry import build
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+
+STORE_HELP = "folder of a file store, mongodb://host/database, or env:NAME of a variable that holds such a URI"
+
+_CONTENTS = ("trajectories.sqlite", "trajectories")
+_MONGODB = ("mongodb://", "mongodb+srv://")
+_VARIABLE = "env:"
+
+
+def storage_at(where: str) -> TrajectoryStorage:
+    """The storage of a folder (made when it is first written to) or of a database. Raises ``ConfigError``."""
+    uri = _mongodb_uri(where)
+    if uri is None:
+        return build("storages", "file", {"path": where})
+    name = urlsplit(uri).path.strip("/")
+    return build("storages", "mongodb", {"connection_string": uri, **({"database_name": name} if name else {})})
+
+
+@asynccontextmanager
+async def open_store(where: str, *, create: bool = False) -> AsyncIterator[TrajectoryStorage]:
+    """The store at a path or URI; looking at one never makes one. Raises ``ConfigError`` or ``StorageError``."""
+    storage = storage_at(where)
+    try:
+        if _mongodb_uri(where) is None:
+            _check_folder(where, create)
+        yield storage
+    finally:
+        await storage.close()
+
+
+def _check_folder(where: str, create: bool) -> None:
+    folder = Path(where).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{where}: this is a file; give the folder of a store" + _meant(folder))
+    if not create and not any((folder / name).exists() for name in _CONTENTS):
+        cause = "has no trajectories in it" if folder.is_dir() else "does not exist"
+        raise ConfigError(f"{where}: this folder {cause}; give the folder that [rl.storage] path names")
+
+
+def _meant(file: Path) -> str:
+    return f", here {file.parent}" if file.name in _CONTENTS else ""
+
+
+def _mongodb_uri(where: str) -> str | None:
+    """The URI that is meant, or ``None`` for a path. A password on the command line is for everyone to see."""
+    if where.startswith(_VARIABLE):
+        name = where.removeprefix(_VARIABLE)
+        if (uri := os.environ.get(name)) is None:
+            raise ConfigError(f"the environment variable {name} is not set")
+        if not uri.startswith(_MONGODB):
+            raise ConfigError(f"the environment variable {name} does not begin with {' or '.join(_MONGODB)}")
+        return uri
+    if not where.startswith(_MONGODB):
+        return None
+    if urlsplit(where).password is not None:
+        raise ConfigError(
+            f"a password on the command line is for everyone to see; put the URI into an environment variable and give "
+            f"{_VARIABLE}ITS_NAME"
+        )
+    return where

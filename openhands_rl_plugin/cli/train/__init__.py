@@ -1,0 +1,1 @@
+"""``openhands-rl train``. Start with ``train``."""

@@ -1,0 +1,243 @@
+"""``openhands-rl train STORE --verifier``: an adapter that says how likely an episode solved its task."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import TypeAdapter
+
+from openhands_rl_plugin.cli.options.fields import given_fields, settings_from
+from openhands_rl_plugin.cli.options.stored import filter_of
+from openhands_rl_plugin.cli.options.stores import open_store
+from openhands_rl_plugin.cli.train.ranks import shared
+from openhands_rl_plugin.cli.train.tasks import of_checked_tasks
+from openhands_rl_plugin.config.registry import build
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, TrainingSettings
+from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError
+from openhands_rl_plugin.core.protocols import Reward
+from openhands_rl_plugin.core.statistics import Estimate
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.core.types import Adapter, Probe
+    from openhands_rl_plugin.models.adapters.store import AdapterStore
+    from openhands_rl_plugin.training.distributed.ranks import Ranks
+    from openhands_rl_plugin.training.trainer.metrics import TrainProgress
+    from openhands_rl_plugin.training.verifier.data import Example, VerifierLesson
+    from openhands_rl_plugin.training.verifier.prompt import VerifierPrompts
+    from openhands_rl_plugin.training.verifier.report import VerifierReport
+    from openhands_rl_plugin.training.verifier.train import TrainedVerifier
+
+StartingPoint = Callable[["AdapterStore", str, str], "Adapter | None"]
+Progress = Callable[[], AbstractContextManager[Callable[["TrainProgress"], None]]]
+Publish = Callable[[ServingSettings, "AdapterStore", "Adapter", "Probe"], Coroutine[object, object, None]]
+
+PUBLISHED = TrainingSettings(
+    algorithm="sft",
+    learning_rate=2e-4,
+    num_epochs=2,
+    lora_rank=64,
+    lora_alpha=64,
+    warmup_steps=15,
+    weight_decay=0.01,
+    schedule="linear",
+)
+"""SWE-Gym's verifier of 32B (batches of 8 as well). Without --config these are the defaults."""
+
+
+class VerifierTraining:
+    """One run of the command; the functions are those of ``openhands-rl train``."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        starting_point: StartingPoint,
+        progress: Progress,
+        publish: Publish,
+        ranks: Ranks | None,
+    ) -> None:
+        from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
+        from openhands_rl_plugin.training.verifier.card import taught_by
+
+        self._args = args
+        self._ranks = ranks
+        read = load_settings(args.config) if args.config else RLSettings(training=PUBLISHED)
+        self._training = settings_from(args, read.training)
+        if self._training.method != "lora":
+            raise ConfigError(f"--method {self._training.method} trains no verifier; use lora")
+        if args.publish:
+            self._training.check_servable()
+        if args.reward or args.reward_options:
+            raise ConfigError("--reward: a verifier learns from labels; name what they come from with --label")
+        if "algorithm" in given_fields(args, TrainingSettings):
+            raise ConfigError("--algorithm: a verifier is always fine-tuned; leave it out")
+        self._settings = settings_from(args, read.verifier)
+        self._name = check_name(args.adapter)
+        self._where = filter_of(args).model_copy(update={"adapter": None})
+        label = self._settings.label
+        self._reward: Reward | None = None if label == "resolved" else build("rewards", label)
+        self._adapters = AdapterStore(args.adapters)
+        self._parent = starting_point(self._adapters, self._name, args.start)
+        self._taught = taught_by(self._parent)
+        self._progress = progress
+        self._publish = publish
+
+    def run(self) -> int:
+        """Train, or say what would be, and print how good the result is on held-out tasks."""
+        try:
+            from openhands_rl_plugin.models.generator.threads import prepare_threads
+
+            prepare_threads()
+            from openhands_rl_plugin.training.verifier.data import VerifierLesson
+            from openhands_rl_plugin.training.verifier.prompt import prompts_for
+        except ModuleNotFoundError as error:
+            raise MissingExtraError(error.name or "transformers", "train") from error
+        prompts = prompts_for(str(self._args.model), self._settings.max_length)
+        lesson = shared(self._ranks, TypeAdapter(VerifierLesson), lambda: asyncio.run(self._read(prompts)))
+        self._say_what(lesson)
+        if self._args.dry_run:
+            return 0
+        adapter, trained = self._train(lesson, prompts)
+        if adapter is None:
+            return 0
+        print("\n".join([f"{adapter.name}:", *report_lines(trained.report)]))
+        print(f"  {adapter.path}/{_report_file()}")
+        if self._args.publish:
+            asyncio.run(self._publish(self._args.publish, self._adapters, adapter, trained.probe))
+        return 0
+
+    async def _read(self, prompts: VerifierPrompts) -> VerifierLesson:
+        from openhands_rl_plugin.training.verifier.data import verifier_lesson
+
+        async with open_store(self._args.store, create=False) as storage:
+            if self._args.tasks:
+                self._where = await of_checked_tasks(storage, self._where, self._args.tasks)
+            return await verifier_lesson(
+                storage,
+                self._where,
+                prompts,
+                self._settings,
+                reward=self._reward,
+                seed=self._training.seed,
+                taught=self._taught,
+            )
+
+    def _say_what(self, lesson: VerifierLesson) -> None:
+        from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory
+        from openhands_rl_plugin.training.verifier.card import task_mark
+
+        print(f"{self._name} from {self._parent.name if self._parent else 'the base model'}, a verifier")
+        left_out = [f"{n} {why.replace('_', ' ')}" for why, n in lesson.left_out.model_dump().items() if n]
+        print(f"  training: {_counts(lesson.training)}; left out: {', '.join(left_out) or 'none'}")
+        print(f"  held out: {_counts(lesson.held_out)}")
+        again = {example.label.task for example in lesson.training if task_mark(example.label.task) in self._taught}
+        if self._parent is not None and again:
+            print(f"  {len(again)} tasks taught {self._parent.name} or a version before it, and are never held out")
+        longest = max(len(example.prompt) + 1 for example in lesson.training)
+        tokens = sum(len(example.prompt) + 1 for example in lesson.training)
+        steps = math.ceil(len(lesson.training) / self._training.batch_size) * self._training.num_epochs
+        print(f"  tokens: {tokens:,}, of them trained {len(lesson.training):,}; the longest episode has {longest:,}")
+        memory = estimate_memory(self._args.model, self._training, longest)
+        print(f"  steps: {steps} ({self._training.num_epochs} epochs)")
+        print(f"  memory: about {memory.total / 1e9:.2f} GB", flush=True)
+
+    def _train(self, lesson: VerifierLesson, prompts: VerifierPrompts) -> tuple[Adapter | None, TrainedVerifier]:
+        """The new version, of which rank 0 alone knows, and what it was made of."""
+        try:
+            from openhands_rl_plugin.training.verifier.train import train_verifier
+        except ModuleNotFoundError as error:
+            raise MissingExtraError(error.name or "torch", "train") from error
+        with self._scratch() as scratch:
+            with self._progress() as advanced:
+                trained = train_verifier(
+                    self._args.model,
+                    lesson,
+                    self._training,
+                    self._settings,
+                    scratch,
+                    prompts=prompts,
+                    parent=self._parent,
+                    on_progress=advanced,
+                    run=self._adapters.root / f"{self._name}.training",
+                    ranks=self._ranks,
+                )
+            if self._ranks is not None and self._ranks.rank > 0:
+                trained.unsaved.forget()
+                return None, trained
+            adapter = self._adapters.create(
+                self._name,
+                lambda directory: _copy(scratch, directory),
+                base_model=self._args.base_model or self._args.model.resolve().name,
+                parent=self._parent.name if self._parent else None,
+                step=trained.metrics.steps + (self._parent.step if self._parent else 0),
+                metrics=trained.metrics.as_floats() | trained.report.as_floats(),
+            )
+        self._adapters.keep_probe(adapter, trained.probe)  # a later ``adapters publish`` proves itself by it
+        trained.unsaved.forget()
+        return adapter, trained
+
+    @contextmanager
+    def _scratch(self) -> Iterator[Path]:
+        """A directory of rank 0, which all ranks know."""
+        if self._ranks is not None and self._ranks.rank > 0:
+            yield Path(self._ranks.say(""))
+            return
+        self._adapters.root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".verifier-", dir=self._adapters.root) as scratch:
+            if self._ranks is not None:
+                self._ranks.say(scratch)
+            yield Path(scratch)
+
+
+def report_lines(report: VerifierReport) -> list[str]:
+    """The figures on held-out tasks, for a terminal."""
+    lines = [f"  held out: {report.successes} of {report.episodes} episodes of {report.tasks} tasks succeeded"]
+    auc = "no episodes of both classes to rank" if report.auc is None else _interval(report.auc)
+    lines.append(f"  AUC {auc}; p(YES) + p(NO) {report.label_mass:.3f}")
+    lines.append(f"  Brier {report.brier:.4f}, ECE {report.ece:.4f}")
+    if report.calibration.slope != 1.0 or report.calibration.offset != 0.0:
+        lines[-1] += (
+            f" calibrated by slope {report.calibration.slope:.3g} and offset {report.calibration.offset:+.3g} "
+            f"(before: {report.raw_brier:.4f}, {report.raw_ece:.4f})"
+        )
+    lines += [
+        f"    {one.low:.1f}-{one.high:.1f}: {one.count} episodes, said {one.score:.2f}, were {one.success:.2f}"
+        for one in report.bins
+    ]
+    lines += [
+        f"  Best@{one.k} {_interval(one.best_at_k)}, Pass@{one.k} {_interval(one.pass_at_k)}, "
+        f"mean {_interval(one.mean)} ({one.mean.n} tasks)"
+        for one in report.selection
+    ]
+    return lines
+
+
+def _interval(estimate: Estimate) -> str:
+    return f"{estimate.mean:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+
+
+def _counts(examples: tuple[Example, ...]) -> str:
+    successes = sum(example.label.success for example in examples)
+    tasks = len({example.label.task for example in examples})
+    truncated = sum(example.truncated for example in examples)
+    cut = f", {truncated} truncated" if truncated else ""
+    return f"{successes} successes and {len(examples) - successes} failures of {tasks} tasks{cut}"
+
+
+def _report_file() -> str:
+    from openhands_rl_plugin.training.verifier.report import REPORT_FILE
+
+    return REPORT_FILE
+
+
+def _copy(source: Path, directory: Path) -> None:
+    for file in source.iterdir():
+        shutil.copyfile(file, directory / file.name)

@@ -1,0 +1,152 @@
+"""Names -> classes: a built-in table, then entry points of installed packages, then ``"module:Class"``.
+
+Plugins are known as strings only, so asking for one imports that one and nothing else. A guest package joins with
+
+    [project.entry-points."openhands_rl_plugin.strategies"]
+    MyStrategy = "my_package.strategies:MyStrategy"
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any, Literal, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from openhands_rl_plugin.core.errors import ConfigError, describe
+from openhands_rl_plugin.core.validation import problems, unknown_name
+
+Kind = Literal["strategies", "environments", "engines", "storages", "rewards", "values"]
+
+BUILTINS: Mapping[Kind, Mapping[str, str]] = {
+    "strategies": {
+        "BestOfN": "openhands_rl_plugin.rollout.strategies.best_of_n:BestOfNStrategy",
+        "MCTS": "openhands_rl_plugin.rollout.strategies.mcts:MCTSStrategy",
+        "StandardReAct": "openhands_rl_plugin.rollout.strategies.react:StandardReActStrategy",
+        "ToT": "openhands_rl_plugin.rollout.strategies.tot:ToTStrategy",
+    },
+    "environments": {
+        "agentgym": "openhands_rl_plugin.environments.agentgym:AgentGymClient",
+        "nemo-gym": "openhands_rl_plugin.environments.nemo_gym:NeMoGymClient",
+        "openenv": "openhands_rl_plugin.environments.openenv.client:OpenEnvClient",
+        "tools": "openhands_rl_plugin.environments.tools.environment:ToolEnvironment",
+        "web": "openhands_rl_plugin.environments.http.client:WebEnvClient",
+        "webshop": "openhands_rl_plugin.environments.http.client:WebEnvClient",
+    },
+    "engines": {
+        "openai": "openhands_rl_plugin.models.engines.openai:OpenAIEngine",
+        "transformers": "openhands_rl_plugin.models.engines.transformers:TransformersEngine",
+    },
+    "storages": {
+        "file": "openhands_rl_plugin.trajectories.sqlite.storage:FileTrajectoryStorage",
+        "mongodb": "openhands_rl_plugin.trajectories.mongodb.storage:MongoDBTrajectoryStorage",
+    },
+    "rewards": {
+        "matching": "openhands_rl_plugin.rewards.matching:MatchingReward",
+        "return": "openhands_rl_plugin.rewards.outcome:ReturnReward",
+        "success": "openhands_rl_plugin.rewards.outcome:SuccessReward",
+        "success-bonus": "openhands_rl_plugin.rewards.outcome:SuccessBonusReward",
+        "verifier": "openhands_rl_plugin.rewards.verifier.reward:VerifierReward",
+        "tests": "openhands_rl_plugin.rewards.tests:TestsReward",
+    },
+    "values": {
+        "model": "openhands_rl_plugin.rollout.strategies.value:ModelValue",
+        "none": "openhands_rl_plugin.rollout.strategies.value:NoValue",
+        "reward": "openhands_rl_plugin.rollout.strategies.value:RewardValue",
+        "rollout": "openhands_rl_plugin.rollout.strategies.value:RolloutValue",
+        "verifier": "openhands_rl_plugin.rollout.strategies.value_verifier:VerifierValue",
+    },
+}
+
+_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z")
+
+
+def names(kind: Kind) -> tuple[str, ...]:
+    """Every name of a kind that can be asked for, without importing any of them."""
+    return tuple(sorted({*BUILTINS[kind], *_guests(kind)}))
+
+
+def check(kind: Kind, name: str) -> None:
+    """Raise ``ConfigError`` unless something answers to ``name``. Imports nothing."""
+    _target(kind, name)
+
+
+def load(kind: Kind, name: str) -> type[Any]:
+    """The class behind ``name``. Raises ``ConfigError`` for an unknown name or one that cannot be imported.
+
+    An environment's name may go on after a slash, as in ``agentgym/babyai``; every environment that has no class of its
+    own is taken for a server of the simple ``/reset`` and ``/step`` protocol.
+    """
+    target = _target(kind, name)
+    module, _, attribute = target.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{_singular(kind)} {name!r} cannot be loaded from {target}: {describe(error)}") from error
+    if not isinstance(found, type):
+        raise ConfigError(f"{_singular(kind)} {name!r}: {target} is not a class")
+    return found
+
+
+def build(kind: Kind, name: str, options: Mapping[str, object] | None = None) -> Any:
+    """An instance of ``name`` with checked options.
+
+    The class's ``Options`` model says which there are, and is handed over as the only argument; a class without one is
+    called with keywords, checked against its constructor. ``Parts`` of a class says which options name other plugins
+    (option -> kind); they are built from the option and ``<option>_options`` and handed over as keywords. Raises
+    ``ConfigError`` that names the wrong field.
+    """
+    plugin = load(kind, name)
+    model: type[BaseModel] | None = getattr(plugin, "Options", None)
+    accepted = model or _options_of_constructor(plugin)
+    try:
+        checked = accepted.model_validate(dict(options or {}))
+    except ValidationError as error:
+        lines = (f"{_singular(kind)} {name!r}: {'.'.join(at)}: {what}" for at, what in problems(error, accepted))
+        raise ConfigError("\n".join(lines)) from error
+    if model is not None:
+        parts: Mapping[str, Kind] = getattr(plugin, "Parts", {})
+        return plugin(checked, **{option: _part(checked, option, part) for option, part in parts.items()})
+    return plugin(**{field: getattr(checked, field) for field in checked.model_fields_set})
+
+
+def _part(options: BaseModel, option: str, kind: Kind) -> Any:
+    return build(kind, getattr(options, option), getattr(options, f"{option}_options", None))
+
+
+def _target(kind: Kind, name: str) -> str:
+    found = BUILTINS[kind].get(name) or _guests(kind).get(name)
+    if found is not None:
+        return found
+    if _TARGET.match(name):
+        return name
+    if kind == "environments" and ":" not in name:
+        return BUILTINS[kind].get(name.partition("/")[0], BUILTINS[kind]["web"])
+    raise ConfigError(unknown_name(_singular(kind), name, names(kind)) + ', or "module:Class"')
+
+
+def _guests(kind: Kind) -> dict[str, str]:
+    return {point.name: point.value for point in entry_points(group=f"openhands_rl_plugin.{kind}")}
+
+
+def _options_of_constructor(plugin: type[Any]) -> type[BaseModel]:
+    hints = get_type_hints(plugin.__init__)
+    parameters = inspect.signature(plugin).parameters.values()
+    fields: dict[str, Any] = {
+        parameter.name: (
+            hints.get(parameter.name, Any),
+            ... if parameter.default is parameter.empty else parameter.default,
+        )
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
+    return create_model(f"{plugin.__name__}Options", __config__=config, **fields)
+
+
+def _singular(kind: Kind) -> str:
+    return {"strategies": "strategy"}.get(kind, kind.removesuffix("s"))

@@ -1,0 +1,309 @@
+"""The settings of the ``[rl]`` section as frozen models.
+
+Every model refuses unknown keys and values of another type. A wrong setting raises ``ConfigError`` with one line a
+field, each naming the section, the key and the remedy; secrets are referred to by environment-variable name only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit, urlunsplit
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic import ModelWrapValidatorHandler as Handler
+
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.config.fields import DatabaseName, HttpUrl, SafeName, Settings, VariableName
+from openhands_rl_plugin.config.training import AlgorithmName as AlgorithmName
+from openhands_rl_plugin.config.training import TrainingSettings as TrainingSettings
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.types import JsonObject, Limits, SamplingParams
+from openhands_rl_plugin.core.validation import Location, problems
+
+Locate = Callable[[Location], str]
+"""Names the section (and file) that a setting was read from."""
+
+_SECRET_KEY = re.compile(r"(^|_)(api_?key|password|passwd|secret|token|credentials?)\Z", re.IGNORECASE)
+_URL_WITH_PASSWORD = re.compile(r"\w://[^/@\s]*:[^/@\s]*@")
+
+
+def _registered(kind: registry.Kind) -> AfterValidator:
+    def check(value: str) -> str:
+        try:
+            registry.check(kind, value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return value
+
+    return AfterValidator(check)
+
+
+class StorageSettings(Settings):
+    """``[rl.storage]``: where trajectories go. ``durable``: a record is acknowledged only when it is on the disk.
+
+    ``path`` is for the file storage, ``uri_env`` and ``database`` are for MongoDB.
+    """
+
+    path: str = Field(default="~/.openhands/rl_trajectories", min_length=1)
+    durable: bool = True
+    uri_env: VariableName = ""
+    database: DatabaseName = "openhands_rl"
+
+    @property
+    def directory(self) -> Path:
+        """``path`` with ``~`` expanded."""
+        return Path(self.path).expanduser()
+
+    def connection_string(self, environ: Mapping[str, str] | None = None) -> str:
+        """What ``uri_env`` names, or a server on this machine; raises ``ConfigError`` if the variable is not set."""
+        if not self.uri_env:
+            return "mongodb://localhost:27017/"
+        if found := (os.environ if environ is None else environ).get(self.uri_env):
+            return found
+        raise ConfigError(
+            f"[rl.storage] uri_env: the environment variable {self.uri_env} is not set; "
+            f"export {self.uri_env}=mongodb://..., or remove the line"
+        )
+
+
+class SamplingSettings(Settings):
+    """``[rl.sampling]``: how rollouts sample. ``seed`` is the run's; every episode derives its own from it."""
+
+    temperature: float = Field(default=1.0, ge=0, le=10)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    seed: int = Field(default=0, ge=0)
+
+
+class ServingSettings(Settings):
+    """``[rl.serving]``: the OpenAI-compatible server of the policy, and where its adapters lie.
+
+    ``model`` is the name by which the server knows the base model; ``request_timeout`` is in seconds. ``base_urls`` are
+    the replicas behind ``base_url``, where adapters are published one by one. ``max_lora_rank`` is what the server was
+    started with; 0: not known.
+    """
+
+    base_url: HttpUrl = ""
+    base_urls: tuple[HttpUrl, ...] = Field(default=(), strict=False)
+    server: Literal["auto", "embedded", "vllm", "sglang"] = "auto"
+    model: str = ""
+    adapter: SafeName = "policy"
+    adapters_path: str = Field(default="~/.openhands/rl_adapters", min_length=1)
+    api_key_env: VariableName = ""
+    max_adapters: int = Field(default=2, ge=1, le=64)
+    max_lora_rank: int = Field(default=0, ge=0)
+    request_timeout: float = Field(default=120.0, gt=0)
+
+    @property
+    def publish_urls(self) -> tuple[str, ...]:
+        """Every server that an adapter must be on; none when no server is named."""
+        return self.base_urls or ((self.base_url,) if self.base_url else ())
+
+    @property
+    def adapters_directory(self) -> Path:
+        """``adapters_path`` with ``~`` expanded."""
+        return Path(self.adapters_path).expanduser()
+
+    def api_key(self, environ: Mapping[str, str] | None = None) -> str | None:
+        """The key that ``api_key_env`` names, ``None`` when no key is used; raises ``ConfigError`` if it is not set."""
+        if not self.api_key_env:
+            return None
+        if key := (os.environ if environ is None else environ).get(self.api_key_env):
+            return key
+        raise ConfigError(
+            f"[rl.serving] api_key_env: the environment variable {self.api_key_env} is not set; "
+            f"export {self.api_key_env}=... or remove the line"
+        )
+
+
+class VerifierSettings(Settings):
+    """``[rl.verifier]``: what `openhands-rl train --verifier` learns to tell apart, and how that is judged.
+
+    ``label``: "resolved" (the evidence), or a reward whose stored scores say success from ``label_at`` on.
+    ``max_length``: tokens of an episode with the question about it; longer episodes lose their middle. ``negatives``:
+    failures for every success, in training; 0 keeps all. ``held_out``: share of the tasks.
+    """
+
+    label: str = Field(default="resolved", min_length=1)
+    label_at: float = 1.0
+    max_length: int = Field(default=10_240, ge=1)
+    negatives: float = Field(default=1.0, ge=0)
+    held_out: float = Field(default=0.2, gt=0, lt=1)
+    calibration: Literal["none", "temperature", "platt"] = "none"
+
+
+class RewardSettings(Settings):
+    """``[rl.reward]``: what an episode is worth in training. ``options`` are those of the reward of that ``name``."""
+
+    name: Annotated[str, _registered("rewards")] = "return"
+    options: JsonObject = Field(default_factory=dict)
+
+    def overridden(self, name: str | None, options: JsonObject | None = None) -> Self:
+        """With another reward, whose options are the given ones, or with other options for this one."""
+        if options is None:
+            options = self.options if name in (None, self.name) else {}
+        return self.model_copy(update={"name": name or self.name, "options": options})
+
+
+class LoopSettings(Settings):
+    """``[rl.loop]``: whether rollouts go on while the policy is trained, how far they may be behind it, and its sizes.
+
+    ``max_staleness`` is in versions of the policy. ``patience`` is in seconds: how long a model server may be away.
+    ``held_out`` and ``demonstrations`` count tasks, ``samples_per_task`` episodes; ``success_at`` is a reward.
+    """
+
+    kind: Literal["sync", "async"] = "sync"
+    max_staleness: int = Field(default=1, ge=0, le=64)
+    partial_rollouts: Literal["finish", "continue"] = "finish"
+    patience: float = Field(default=600.0, ge=0)
+    iterations: int = Field(default=5, ge=0)
+    tasks_per_iteration: int = Field(default=8, ge=1)
+    samples_per_task: int = Field(default=8, ge=2)
+    held_out: int = Field(default=50, ge=1)
+    success_at: float = 0.999
+    demonstrations: int = Field(default=0, ge=0)
+    warm_start_epochs: int = Field(default=2, ge=1)
+
+    @property
+    def kept_versions(self) -> int:
+        """Versions that a server must keep loaded for episodes to end on."""
+        return 2 if self.kind == "sync" else self.max_staleness + 1
+
+    @property
+    def stages(self) -> int:
+        """Stages of a whole run: evaluations and iterations, and what demonstrations bring with them."""
+        return self.iterations + (5 if self.demonstrations else 2)
+
+
+class RLSettings(Settings):
+    """The ``[rl]`` section. The lengths are in tokens; ``max_workers`` is the number of episodes played at a time.
+
+    ``strategy`` is ``[rl.strategy]``: the options of the strategy that ``rollout_strategy`` names. ``environment`` is
+    ``[rl.environment]``: those of the environment that ``env_name`` names.
+    """
+
+    max_turns: int = Field(default=10, ge=1)
+    max_prompt_length: int = Field(default=2048, ge=1)
+    max_response_length: int = Field(default=512, ge=1)
+    max_obs_length: int = Field(default=1024, ge=1)
+    react_format: bool = True
+    env_name: str = Field(default="webshop", min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")
+    env_port: int = Field(default=8000, ge=1, le=65535)
+    env_server_base: HttpUrl = Field(default="http://127.0.0.1", min_length=1)
+    rollout_strategy: Annotated[str, _registered("strategies")] = "StandardReAct"
+    storage_backend: Annotated[str, _registered("storages")] = "file"
+    max_workers: int = Field(default=10, ge=1, le=4096)
+    executor: Literal["processes", "ray"] = "processes"
+    strategy: JsonObject = Field(default_factory=dict)
+    environment: JsonObject = Field(default_factory=dict)
+    storage: StorageSettings = StorageSettings()
+    sampling: SamplingSettings = SamplingSettings()
+    reward: RewardSettings = RewardSettings()
+    training: TrainingSettings = TrainingSettings()
+    verifier: VerifierSettings = VerifierSettings()
+    loop: LoopSettings = LoopSettings()
+    serving: ServingSettings = ServingSettings()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explain(cls, data: Any, handler: Handler[Self], info: ValidationInfo) -> Self:
+        locate: Locate = (info.context or {}).get("locate", section_of)
+        if lines := [*_secrets(data, locate)]:
+            raise ConfigError("\n".join(lines))
+        try:
+            settings = handler(data)
+        except ValidationError as error:
+            lines = [f"{locate(at)} {at[-1] if at else ''}: {what}" for at, what in problems(error, cls)]
+            raise ConfigError("\n".join(lines)) from error
+        if lines := [*_wrong_options(settings, locate), *_unservable(settings, locate)]:
+            raise ConfigError("\n".join(lines))
+        return settings
+
+    @property
+    def environment_url(self) -> str:
+        """``env_server_base`` with ``env_port``, unless the base names a port itself."""
+        parts = urlsplit(self.env_server_base)
+        address = parts.netloc if parts.port is not None else f"{parts.netloc}:{self.env_port}"
+        return urlunsplit(parts._replace(netloc=address))
+
+    def limits(self) -> Limits:
+        """The bounds of one episode."""
+        return Limits(
+            max_turns=self.max_turns,
+            max_prompt_length=self.max_prompt_length,
+            max_response_length=self.max_response_length,
+            max_obs_length=self.max_obs_length,
+        )
+
+    def sampling_params(self, seed: int | None = None) -> SamplingParams:
+        """How a rollout samples; ``seed`` is the episode's own."""
+        return SamplingParams(
+            temperature=self.sampling.temperature,
+            top_p=self.sampling.top_p,
+            max_tokens=self.max_response_length,
+            seed=seed,
+        )
+
+
+def section_of(location: Location) -> str:
+    """``("training", "seed")`` -> ``"[rl.training]"``."""
+    return f"[{'.'.join(('rl', *location[:-1]))}]"
+
+
+def _wrong_options(settings: RLSettings, locate: Locate) -> Iterator[str]:
+    """What is wrong with plugins' options. The keys are a plugin's own; it is loaded only where there are some, and a
+    reward where it may want some."""
+    strategy, environment, reward = settings.rollout_strategy, settings.env_name, settings.reward
+    if settings.strategy:
+        yield from _wrong_section(("strategy",), "strategies", strategy, settings.strategy, locate)
+    if settings.environment:
+        yield from _wrong_section(("environment",), "environments", environment, settings.environment, locate)
+    if reward != RewardSettings():
+        yield from _wrong_section(("reward", "options"), "rewards", reward.name, reward.options, locate)
+
+
+def _wrong_section(
+    section: Location, kind: registry.Kind, name: str, options: JsonObject, locate: Locate
+) -> Iterator[str]:
+    try:
+        registry.build(kind, name, options)
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            where, _, what = line.removeprefix(f"{section[0]} {name!r}: ").partition(": ")
+            keys = tuple(where.split("."))
+            if where != line and keys[0].isidentifier():
+                yield f"{locate((*section, *keys))} {keys[-1]}: {what}"
+            else:
+                yield f"{locate((*section, ''))}: {line}"
+
+
+def _unservable(settings: RLSettings, locate: Locate) -> Iterator[str]:
+    rank, highest = settings.training.lora_rank, settings.serving.max_lora_rank
+    if highest and rank > highest:
+        yield (
+            f"{locate(('training', ''))} lora_rank: {rank} is above max_lora_rank = {highest} of [rl.serving]: "
+            f"train a smaller one, or start the server with --max-lora-rank {rank}"
+        )
+
+
+def _secrets(data: object, locate: Locate, prefix: Location = ()) -> Iterator[str]:
+    for key, value in data.items() if isinstance(data, Mapping) else ():
+        location = (*prefix, str(key))
+        if isinstance(value, Mapping):
+            yield from _secrets(value, locate, location)
+        elif _SECRET_KEY.search(str(key)):
+            yield (
+                f"{locate(location)} {key}: secrets are not read from configuration; put it into an environment "
+                'variable and name that one: api_key_env = "NAME" in [rl.serving]'
+            )
+        elif isinstance(value, str) and _URL_WITH_PASSWORD.search(value):
+            yield f"{locate(location)} {key}: the URL holds a password; remove it and use an environment variable"

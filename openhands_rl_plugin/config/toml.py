@@ -1,0 +1,117 @@
+"""``config.toml`` -> ``RLSettings``.
+
+Three places are read, each overriding the ones before it key by key: ``[rl]``, then ``[extended.rl]``, then
+``[agent.RLAgent.rl]``. OpenHands itself warns about a top-level ``[rl]`` unless the plugin is loaded; the other two are
+places that it hands to plugins.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from openhands_rl_plugin.config.rl import (
+    RLSettings,
+    SamplingSettings,
+    ServingSettings,
+    StorageSettings,
+    TrainingSettings,
+)
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.validation import Location
+
+__all__ = [
+    "SECTIONS",
+    "RLSettings",
+    "SamplingSettings",
+    "ServingSettings",
+    "StorageSettings",
+    "TrainingSettings",
+    "load_settings",
+    "settings_from_mapping",
+    "settings_from_sections",
+]
+
+SECTIONS: tuple[Location, ...] = (("rl",), ("extended", "rl"), ("agent", "RLAgent", "rl"))
+"""Where settings are looked for; a later section overrides an earlier one."""
+
+Table = Mapping[str, object]
+
+
+def load_settings(path: Path, environ: Mapping[str, str] | None = None) -> RLSettings:
+    """Read a TOML file. A file without any of the sections gives the defaults.
+
+    Raises ``ConfigError`` with one line for each wrong setting, naming the file, the section and the remedy, and when
+    ``api_key_env`` or ``uri_env`` names a variable that is not in ``environ`` (default: the process's).
+    """
+    try:
+        settings = settings_from_sections(_read(path))
+        secrets = os.environ if environ is None else environ
+        settings.serving.api_key(secrets)
+        if settings.storage_backend == "mongodb":
+            settings.storage.connection_string(secrets)
+    except ConfigError as error:
+        raise ConfigError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from error
+    return settings
+
+
+def settings_from_mapping(mapping: Table) -> RLSettings:
+    """The contents of one ``[rl]`` table. Raises ``ConfigError``."""
+    return RLSettings.model_validate(mapping)
+
+
+def settings_from_sections(document: Table) -> RLSettings:
+    """Merge the sections of a whole configuration document. Raises ``ConfigError``."""
+    sections = {name: table for name in SECTIONS if (table := _section(document, name)) is not None}
+    merged: dict[str, object] = {}
+    for table in sections.values():
+        merged = _merge(merged, table)
+
+    def locate(location: Location) -> str:
+        holders = [name for name, table in sections.items() if _holds(table, location)]
+        return f"[{'.'.join((holders or [('rl',)])[-1] + location[:-1])}]"
+
+    return RLSettings.model_validate(merged, context={"locate": locate})
+
+
+def _read(path: Path) -> Table:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError("there is no such file; copy config.toml.example to start one") from error
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"is not valid TOML: {error}") from error
+
+
+def _section(document: Table, name: Location) -> Table | None:
+    found: object = document
+    for depth, key in enumerate(name):
+        found = found.get(key) if isinstance(found, Mapping) else None
+        if found is None:
+            return None
+        if depth == len(name) - 1 and not isinstance(found, Mapping):
+            raise ConfigError(f"[{'.'.join(name)}] must be a table, got {found!r:.80}")
+    return found if isinstance(found, Mapping) else None
+
+
+def _merge(below: Table, above: Table) -> dict[str, object]:
+    merged = dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        if isinstance(under, Mapping) and isinstance(value, Mapping):
+            merged[key] = _merge(under, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _holds(table: object, location: Location) -> bool:
+    for key in location:
+        if not isinstance(table, Mapping) or key not in table:
+            return False
+        table = table[key]
+    return True

@@ -1,0 +1,104 @@
+"""The errors of the package as one tree, and the only gate through which foreign exceptions become values.
+
+``RLError`` is what a caller catches. Its first line names the cause and the remedy and is fit to be shown to a person.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+from openhands_rl_plugin.core.redaction import redact_text
+from openhands_rl_plugin.core.types import Failure, FailureKind
+
+
+class RLError(Exception):
+    """Base of every error raised on purpose by this package."""
+
+
+class ConfigError(RLError):
+    """The configuration is wrong: an unknown key, a bad value, or a name that no plugin answers to."""
+
+
+class MissingExtraError(RLError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"{package} is not installed; install it with: pip install 'openhands_rl_plugin[{extra}]'")
+
+
+class StorageError(RLError):
+    """A record could not be written or read. Stops a run: nothing may be lost silently."""
+
+
+class TrainingError(RLError):
+    """Training cannot go on: no usable samples, a non-finite loss, or a wrong checkpoint."""
+
+
+class PublishError(RLError):
+    """An adapter was refused, or the server does not serve what was trained. The old version stays in use."""
+
+
+class EpisodeError(RLError):
+    """An episode could not be played to a valid end. ``kind`` says whose fault it was."""
+
+    kind: ClassVar[FailureKind]
+
+
+class InfrastructureError(EpisodeError):
+    """A server is away, slow or overloaded. Worth a retry."""
+
+    kind = FailureKind.INFRASTRUCTURE
+
+
+class BadEnvironmentError(EpisodeError):
+    """The environment answered something that its protocol does not allow."""
+
+    kind = FailureKind.ENVIRONMENT
+
+
+class ModelError(EpisodeError):
+    """The model server refused the request (for reasons that a retry would not change)."""
+
+    kind = FailureKind.MODEL
+
+
+class GraderError(EpisodeError):
+    """A reward could not be computed; the trajectory stays unscored."""
+
+    kind = FailureKind.GRADER
+
+
+class CaughtFailure(EpisodeError):
+    """An exception that a boundary turned into a ``Failure``; ``failure`` holds the value."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+@contextmanager
+def boundary(kind: FailureKind, what: str) -> Iterator[None]:
+    """Turn any exception of the enclosed foreign code into ``CaughtFailure``.
+
+    An ``EpisodeError`` keeps its own kind; any other exception gets ``kind``. Errors of storage, training, publishing
+    and configuration pass through, because they must stop the run. Cancellation passes through too.
+    """
+    try:
+        yield
+    except CaughtFailure:
+        raise
+    except EpisodeError as error:
+        raise CaughtFailure(Failure(kind=error.kind, message=describe(error), boundary=what)) from error
+    except RLError:
+        raise
+    except Exception as error:
+        raise CaughtFailure(Failure(kind=kind, message=describe(error), boundary=what)) from error
+
+
+def describe(error: BaseException) -> str:
+    """``"TypeName: first line of the message"``, at most 500 characters, without secrets."""
+    # Redacted before it is cut: half a key has no known shape.
+    text = redact_text(str(error).strip()[:100_000]).splitlines()
+    return f"{type(error).__name__}: {text[0]}"[:500] if text else type(error).__name__

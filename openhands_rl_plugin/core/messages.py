@@ -1,0 +1,139 @@
+"""Chat messages in OpenAI's wire format, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import JsonValue
+
+from openhands_rl_plugin.core.types import Message, Observation, ToolCall
+
+WireMessage = Mapping[str, Any]
+"""A chat message as a client sends it: content is text or a list of parts."""
+
+RECORDED_PARAMETERS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_completion_tokens",
+    "max_tokens",
+    "stop",
+    "seed",
+    "n",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "reasoning_effort",
+    "response_format",
+    "tool_choice",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+)
+"""What is kept of a request beside its messages and tools. Named one by one: a request may carry keys and headers."""
+
+
+def to_message(wire: WireMessage) -> Message:
+    """The message in whole characters, with its text parts joined by line breaks, as chat templates join them."""
+    said = Message(
+        role=wire["role"],
+        content=text_of(wire.get("content")),
+        tool_calls=tuple(
+            ToolCall(
+                id=call.get("id") or "",
+                name=call["function"]["name"],
+                arguments=call["function"]["arguments"],
+            )
+            for call in wire.get("tool_calls") or ()
+        ),
+        tool_call_id=wire.get("tool_call_id"),
+        name=wire.get("name"),
+    )
+    return whole_message(said)
+
+
+def to_wire(message: Message) -> dict[str, Any]:
+    """The message as an OpenAI chat message."""
+    wire: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        wire["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        wire["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        wire["name"] = message.name
+    return wire
+
+
+def text_of(content: object) -> str | None:
+    """Content as plain text; a part that is no text (an image) is named in brackets."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return str(content)
+    if len(content) == 1 and (only := content[0]).get("type") == "text":
+        return only["text"]
+    return "\n".join(part["text"] if part.get("type") == "text" else f"[{part.get('type')}]" for part in content)
+
+
+def says(wire: WireMessage, message: Message) -> bool:
+    """Whether both say the same. Hot: called for every message of every prompt, so it builds nothing."""
+    if wire["role"] != message.role or wire.get("tool_call_id") != message.tool_call_id:
+        return False
+    said, kept = text_of(wire.get("content")), message.content
+    if said != kept and not _same(said or "", kept or ""):
+        return False
+    calls, own_calls = wire.get("tool_calls") or (), message.tool_calls
+    return (not calls and not own_calls) or (
+        len(calls) == len(own_calls)
+        and all(
+            (call.get("id") or "") == own.id
+            and call["function"]["name"] == own.name
+            and _same(call["function"]["arguments"], own.arguments)
+            for call, own in zip(calls, own_calls, strict=True)
+        )
+    )
+
+
+def whole_text(text: str) -> str:
+    """The text with U+FFFD for every half of a surrogate pair, which JSON can spell but no file can hold."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def whole_json(value: JsonValue) -> JsonValue:
+    """The value with ``whole_text`` for every text in it."""
+    if isinstance(value, str):
+        return whole_text(value)
+    if isinstance(value, dict):
+        return {whole_text(name): whole_json(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [whole_json(each) for each in value]
+    return value
+
+
+def whole_message(message: Message) -> Message:
+    """The message with ``whole_text`` for every text in it; itself when that changes nothing."""
+    texts = [message.content or "", message.tool_call_id or "", message.name or ""]
+    for call in message.tool_calls:
+        texts += (call.id, call.name, call.arguments)
+    if all(whole_text(text) is text for text in texts):
+        return message
+    return Message.model_validate(whole_json(message.model_dump()))
+
+
+def whole_observation(observation: Observation) -> Observation:
+    """The observation with ``whole_message`` for every message."""
+    return observation.model_copy(update={"messages": tuple(map(whole_message, observation.messages))})
+
+
+def _same(said: str, kept: str) -> bool:
+    return said == kept or whole_text(said) == kept

@@ -1,0 +1,188 @@
+"""What storages take and give, beside whole trajectories and scores."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Self
+
+from pydantic import Field, JsonValue
+
+from openhands_rl_plugin.core.types import (
+    SCHEMA_VERSION,
+    Failure,
+    FailureKind,
+    Frozen,
+    JsonObject,
+    Node,
+    PolicyRef,
+    StopReason,
+    StrategySpec,
+    Task,
+    Times,
+    Trajectory,
+    Usage,
+)
+
+
+class EpisodeStart(Frozen):
+    """What is known of an episode before anything was said. ``started`` is a Unix time in seconds."""
+
+    schema_version: int = SCHEMA_VERSION
+    id: str
+    run_id: str
+    group_id: str
+    task: Task
+    strategy: StrategySpec
+    policy: PolicyRef
+    tools: tuple[JsonObject, ...] = ()
+    started: float
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Self:
+        """The part of a trajectory that was known before it was played."""
+        return cls(
+            schema_version=trajectory.schema_version,
+            id=trajectory.id,
+            run_id=trajectory.run_id,
+            group_id=trajectory.group_id,
+            task=trajectory.task,
+            strategy=trajectory.strategy,
+            policy=trajectory.policy,
+            tools=trajectory.tools,
+            started=trajectory.times.started,
+        )
+
+
+class NodeMark(Frozen):
+    """What became known of a node after it was stored: the step's reward, or what search thinks of it.
+
+    ``search`` is all that the strategy noted, under that key of the node's metadata; ``None`` leaves it as it was.
+    """
+
+    index: int
+    reward: float | None = None
+    simulated: bool = False
+    value: float | None = None
+    visits: int = 0
+    search: JsonValue = None
+
+    def changes(self, node: Node) -> dict[str, object]:
+        """The fields of ``node`` that the mark sets, with their new values."""
+        known: dict[str, object] = {name: value for name, value in self if name not in ("index", "search")}
+        return known if self.search is None else known | {"metadata": node.metadata | {"search": self.search}}
+
+
+class EpisodeGrowth(Frozen):
+    """What an episode has grown by: ``nodes`` are those from index ``first`` on, ``marks`` belong to earlier ones."""
+
+    trajectory_id: str
+    first: int = Field(ge=0)
+    nodes: tuple[Node, ...] = ()
+    head: int | None = None
+    marks: tuple[NodeMark, ...] = ()
+
+
+class EpisodeEnd(Frozen):
+    """How an episode ended: the fields of ``Trajectory`` that are not known before. ``finished`` is in seconds."""
+
+    trajectory_id: str
+    head: int | None
+    stop: StopReason
+    policy: PolicyRef
+    tools: tuple[JsonObject, ...] = ()
+    evidence: JsonObject = Field(default_factory=dict)
+    failure: Failure | None = None
+    usage: Usage = Usage()
+    finished: float
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Self:
+        """The part of a trajectory that was known when it was over."""
+        return cls(
+            trajectory_id=trajectory.id,
+            head=trajectory.head,
+            stop=trajectory.stop,
+            policy=trajectory.policy,
+            tools=trajectory.tools,
+            evidence=trajectory.evidence,
+            failure=trajectory.failure,
+            usage=trajectory.usage,
+            finished=trajectory.times.finished,
+        )
+
+
+class TrajectoryOrder(StrEnum):
+    """What a listing is sorted by; equal ones stay in the order in which they were stored."""
+
+    STORED = "stored"
+    FINISHED = "finished"
+    REWARD = "reward"
+
+
+HELD_OUT = "heldout"
+HELD_OUT_SPLITS = frozenset({HELD_OUT, "held-out", "validation"})
+"""Splits that only measure: nothing is learnt from their episodes unless a filter names the split.
+
+``test`` is none of them: it is also what rows and environments have that say nothing of splits.
+"""
+
+
+class TrajectoryFilter(Frozen):
+    """Which stored trajectories to stream, in which order. Every field that is set must match; bounds are inclusive.
+
+    ``reward_*`` and ``TrajectoryOrder.REWARD`` look at the newest score's reward, or at the return of the episode when
+    nothing scored it yet. An episode that failed has none, nor one that nothing scored and of which no step was
+    rewarded: no bound matches it, and it comes last in either direction. ``since`` and ``until`` bound the time at
+    which the episode finished. Unfinished episodes (no sample of anything yet) are left out unless asked for:
+    ``finished=False`` finds only them, ``None`` finds both. ``limit`` and ``offset`` make pages.
+    """
+
+    ids: tuple[str, ...] | None = None
+    run_id: str | None = None
+    group_id: str | None = None
+    task_id: str | None = None
+    environment: str | None = None
+    split: str | None = None
+    strategy: str | None = None
+    adapter: str | None = None
+    policy_version: int | None = None
+    stop: StopReason | None = None
+    failed: bool | None = None
+    failure_kind: FailureKind | None = None
+    finished: bool | None = True
+    reward_at_least: float | None = None
+    reward_at_most: float | None = None
+    since: float | None = None
+    until: float | None = None
+    sort: TrajectoryOrder = TrajectoryOrder.STORED
+    descending: bool = False
+    offset: int = Field(default=0, ge=0)
+    limit: int | None = Field(default=None, ge=0)
+
+    def only_measures(self, split: str) -> bool:
+        """Whether what this filter finds of ``split`` must not be learnt from."""
+        return self.split is None and split in HELD_OUT_SPLITS
+
+
+class TrajectorySummary(Frozen):
+    """A stored trajectory without its nodes: what a list needs. ``reward`` is that of the newest score, if any.
+
+    ``episode_return`` is ``None`` for a failed episode, and for one in which no step was rewarded.
+    """
+
+    id: str
+    run_id: str
+    group_id: str
+    task_id: str
+    environment: str
+    split: str
+    strategy: str
+    policy: PolicyRef
+    stop: StopReason
+    failure: FailureKind | None
+    nodes: int
+    turns: int
+    episode_return: float | None
+    reward: float | None
+    usage: Usage
+    times: Times

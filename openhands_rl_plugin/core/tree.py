@@ -1,0 +1,278 @@
+"""The mutable builder of one episode: observe, propose, commit, and in the end freeze.
+
+It is the only mutable thing on a task's way from the environment to the store. Strategies add candidates to it, the
+session (or a host) commits one of them and adds what the environment answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Self
+
+from openhands_rl_plugin.core.types import (
+    Completion,
+    EpisodeRequest,
+    Failure,
+    JsonObject,
+    Message,
+    Node,
+    Observation,
+    PolicyRef,
+    SamplingParams,
+    StopReason,
+    StrategySpec,
+    Times,
+    Tokens,
+    Trajectory,
+    Usage,
+)
+
+CHARACTERS_PER_TOKEN = 4
+"""The estimate for text that no tokenizer has read."""
+
+
+@dataclass
+class DraftNode:
+    """A node that search may still change (``value``, ``visits``, ``reward``, ``simulated``)."""
+
+    parent: int | None
+    message: Message
+    sampled: bool = False
+    tokens: Tokens | None = None
+    policy: PolicyRef | None = None
+    sampling: SamplingParams | None = None
+    finish_reason: str | None = None
+    reward: float | None = None
+    simulated: bool = False
+    value: float | None = None
+    visits: int = 0
+    metadata: JsonObject = field(default_factory=dict)
+
+    @property
+    def executed(self) -> bool:
+        """Whether the real environment answered this action; a simulation does not count."""
+        return self.reward is not None and not self.simulated
+
+
+class EpisodeTree:
+    """All that was said in one episode, as nodes with integer parents; ``head`` is where the episode stands.
+
+    ``turns_left`` and ``longest_prompt`` (in tokens) say how far the episode will go on from there, ``None`` as far as
+    it likes: strategies do not plan beyond. Whoever plays the episode sets them before each decision.
+    """
+
+    def __init__(self, *, tools: Sequence[JsonObject] = ()) -> None:
+        self.tools = tuple(tools)
+        self.nodes: list[DraftNode] = []
+        self.head: int | None = None
+        self.turns_left: int | None = None
+        self.longest_prompt: int | None = None
+        self.terminated = False
+        self.truncated = False
+        self.usage = Usage()
+        self._children: dict[int | None, list[int]] = {}
+        self._last_context: tuple[int | None, tuple[int, ...]] = (None, ())
+
+    @classmethod
+    def thaw(cls, trajectory: Trajectory) -> Self:
+        """The tree that was frozen. An unfinished episode tells no usage; then it is counted from the nodes."""
+        tree = cls(tools=trajectory.tools)
+        for node in trajectory.nodes:
+            tree._add(DraftNode(**{**dict(node), "metadata": deepcopy(node.metadata)}))
+        tree.head = trajectory.head
+        tree.terminated = trajectory.stop is StopReason.TERMINATED
+        tree.truncated = trajectory.stop is StopReason.TRUNCATED
+        unfinished = trajectory.stop is StopReason.UNFINISHED
+        tree.usage = usage_of(trajectory.nodes) if unfinished else trajectory.usage
+        return tree
+
+    def observe(self, observation: Observation) -> None:
+        """Add what the environment said below ``head``; its reward belongs to the action that caused it.
+
+        Where a simulation was answered the same, its nodes become the real ones, with all that search knows below them.
+        """
+        if self.head is not None and self.nodes[self.head].sampled:
+            action = self.nodes[self.head]
+            action.reward = (0.0 if action.simulated else action.reward or 0.0) + observation.reward
+            action.simulated = False
+            self.usage += Usage(steps=1)
+        for message in observation.messages:
+            known = self._answer(self.head, message)
+            self.head = self.append(message) if known is None else known
+        self.terminated |= observation.terminated
+        self.truncated |= observation.truncated
+
+    def append(self, message: Message, *, parent: int | None = None) -> int:
+        """Add a message that nobody sampled below ``parent`` (default ``head``); does not move ``head``."""
+        return self._add(DraftNode(parent=self.head if parent is None else parent, message=message))
+
+    def propose(self, completion: Completion, *, parent: int | None = None) -> int:
+        """Add a sampled candidate below ``parent`` (default ``head``); only the new prompt tokens are kept."""
+        at = self.head if parent is None else parent
+        self.usage += completion.usage
+        index = self._add(
+            DraftNode(
+                parent=at,
+                message=completion.message,
+                sampled=True,
+                tokens=self._delta(at, completion.tokens),
+                policy=completion.policy,
+                sampling=completion.sampling,
+                finish_reason=completion.finish_reason,
+                metadata=dict(completion.metadata),  # search writes into it, and an engine may give it twice
+            )
+        )
+        if completion.tokens is not None and not completion.tokens.extends:
+            self._last_context = (index, completion.tokens.prompt_ids + completion.tokens.sampled_ids)
+        return index
+
+    def commit(self, index: int) -> None:
+        """Make a proposed node the next action."""
+        if not self.nodes[index].sampled:
+            raise ValueError(f"node {index} was not sampled, so it cannot be an action")
+        self.head = index
+
+    @property
+    def action(self) -> Message:
+        """The committed answer that is to be executed."""
+        if self.head is None or not self.nodes[self.head].sampled:
+            raise ValueError("no action is committed")
+        return self.nodes[self.head].message
+
+    def path(self, leaf: int | None = None) -> list[int]:
+        """Node indices from the root to ``leaf`` (default: ``head``)."""
+        indices: list[int] = []
+        at = self.head if leaf is None else leaf
+        while at is not None:
+            indices.append(at)
+            at = self.nodes[at].parent
+        return indices[::-1]
+
+    def messages(self, leaf: int | None = None) -> tuple[Message, ...]:
+        """The conversation that a model answers at ``leaf`` (default: ``head``)."""
+        return tuple(self.nodes[index].message for index in self.path(leaf))
+
+    def children(self, node: int | None) -> tuple[int, ...]:
+        """Indices of the nodes directly below ``node``, in the order in which they were added."""
+        return tuple(self._children.get(node, ()))
+
+    @property
+    def turns(self) -> int:
+        """Number of sampled nodes on the acted path. Malformed answers count: a step is a step."""
+        return sum(self.nodes[index].sampled for index in self.path())
+
+    def tokens_before(self, node: int | None) -> Tokens | None:
+        """The tokens of the last sampled node at or above ``node`` that has some: an answer below goes on from them."""
+        previous = self._nearest_sampled(node)
+        return self.nodes[previous].tokens if previous is not None else None
+
+    def context_ids(self, node: int | None) -> tuple[int, ...]:
+        """All token ids from the start of the segment to the end of the last sampled node at or above ``node``."""
+        if node is not None and self._last_context[0] == node:
+            return self._last_context[1]
+        ids: tuple[int, ...] = ()
+        for index in self.path(node) if node is not None else ():
+            tokens = self.nodes[index].tokens
+            if tokens is not None:
+                ids = (ids if tokens.extends else ()) + tokens.prompt_ids + tokens.sampled_ids
+        return ids
+
+    def prompt_length(self, leaf: int | None = None) -> int:
+        """Tokens of the prompt for an answer at ``leaf`` (default: ``head``): the recorded ids where there are any,
+        plus an estimate for the text after them."""
+        known, characters, recorded = 0, 0, False
+        at = self.head if leaf is None else leaf
+        while at is not None:
+            node = self.nodes[at]
+            if node.tokens is not None:
+                recorded = True
+                known += len(node.tokens.prompt_ids) + len(node.tokens.sampled_ids)
+                if not node.tokens.extends:
+                    break
+            elif not recorded:
+                characters += len(node.message.content or "")
+            at = node.parent
+        return known + characters // CHARACTERS_PER_TOKEN
+
+    def freeze(
+        self,
+        request: EpisodeRequest,
+        *,
+        trajectory_id: str,
+        strategy: StrategySpec,
+        policy: PolicyRef,
+        stop: StopReason,
+        times: Times,
+        evidence: JsonObject | None = None,
+        failure: Failure | None = None,
+    ) -> Trajectory:
+        """The finished episode as one immutable value."""
+        nodes = tuple(Node(**vars(node)) for node in self.nodes)
+        return Trajectory(
+            id=trajectory_id,
+            run_id=request.run_id,
+            group_id=request.group_id,
+            task=request.task,
+            strategy=strategy,
+            policy=next((node.policy for node in nodes if node.policy is not None), policy),
+            nodes=nodes,
+            head=self.head,
+            stop=stop,
+            tools=self.tools,
+            evidence=evidence or {},
+            failure=failure,
+            usage=self.usage,
+            times=times,
+        )
+
+    def _add(self, node: DraftNode) -> int:
+        self.nodes.append(node)
+        index = len(self.nodes) - 1
+        self._children.setdefault(node.parent, []).append(index)
+        return index
+
+    def _answer(self, parent: int | None, message: Message) -> int | None:
+        """The node below ``parent`` in which an environment has already said ``message``."""
+        return next(
+            (at for at in self.children(parent) if not self.nodes[at].sampled and self.nodes[at].message == message),
+            None,
+        )
+
+    def _delta(self, parent: int | None, tokens: Tokens | None) -> Tokens | None:
+        if tokens is None or tokens.extends:
+            return tokens
+        previous = self._nearest_sampled(parent)
+        context = self.context_ids(previous)
+        if not context or tokens.prompt_ids[: len(context)] != context:
+            return tokens
+        delta = tokens.prompt_ids[len(context) :]
+        return tokens.model_copy(update={"extends": True, "prompt_ids": delta})
+
+    def _nearest_sampled(self, node: int | None) -> int | None:
+        while node is not None and not (self.nodes[node].sampled and self.nodes[node].tokens):
+            node = self.nodes[node].parent
+        return node
+
+
+def usage_of(nodes: Sequence[Node]) -> Usage:
+    """What the nodes tell of the tokens and calls that an episode cost.
+
+    Every sampled node counts as one call with its whole prompt. Cached tokens are not known, nor calls whose answers
+    are no part of the tree.
+    """
+    contexts: list[int] = []
+    usage = Usage()
+    for node in nodes:
+        context = contexts[node.parent] if node.parent is not None else 0
+        prompt = sampled = 0
+        if node.tokens is not None:
+            prompt = (context if node.tokens.extends else 0) + len(node.tokens.prompt_ids)
+            sampled = len(node.tokens.sampled_ids)
+            context = prompt + sampled
+        contexts.append(context)
+        if node.sampled:
+            acted = node.reward is not None and not node.simulated
+            usage += Usage(prompt_tokens=prompt, completion_tokens=sampled, calls=1, steps=int(acted))
+    return usage

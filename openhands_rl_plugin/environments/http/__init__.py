@@ -1,0 +1,1 @@
+"""Environments behind an HTTP server with ``/reset`` and ``/step``. Start with ``client``."""

@@ -1,0 +1,374 @@
+"""Environments behind HTTP. One client object is one episode of one task."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import httpx
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
+
+from openhands_rl_plugin.core.errors import BadEnvironmentError, EpisodeError, InfrastructureError
+from openhands_rl_plugin.core.types import Frozen, JsonObject, Message, Observation, Task
+from openhands_rl_plugin.environments.http.ledger import Claim, EpisodeLedger
+from openhands_rl_plugin.environments.http.opening import action_language, opening_messages
+from openhands_rl_plugin.environments.http.react import ParsedAction, parse_plain, parse_react
+from openhands_rl_plugin.environments.http.transport import (
+    EndpointMissingError,
+    JsonTransport,
+    UnavailableError,
+    excerpt,
+)
+
+_LONGEST_PAUSE = 5.0
+_CLAIM_POLL = 0.01
+_LEDGER = EpisodeLedger()
+_WITHOUT_FORKS = 'use rollout_strategy = "StandardReAct", which needs no forks'
+
+
+class HttpEnvironmentOptions(Frozen):
+    """How an environment server is reached and how the model is told to act.
+
+    ``timeout`` and ``backoff`` are in seconds. Only the opening of an episode is retried: a step that was sent may
+    have been executed, so it is never sent twice. ``action_language`` of ``None`` means the known one of the task's
+    environment.
+    """
+
+    base_url: str = "http://127.0.0.1:8000"
+    timeout: float = Field(default=60.0, gt=0)
+    retries: int = Field(default=3, ge=0, le=20)
+    backoff: float = Field(default=0.25, ge=0)
+    react_format: bool = True
+    system_prompt: str | None = None
+    action_language: str | None = None
+    max_response_bytes: int = Field(default=4 * 1024 * 1024, ge=1)
+
+    @field_validator("base_url")
+    @classmethod
+    def _plain_http_url(cls, value: str) -> str:
+        try:
+            url = httpx.URL(value)
+        except httpx.InvalidURL as error:
+            raise ValueError(f"not a URL: {error}") from error
+        if url.scheme not in ("http", "https") or not url.host:
+            raise ValueError("must look like http://host:port")
+        if url.userinfo:
+            raise ValueError("must not contain a user name or password")
+        return value.rstrip("/")
+
+
+class ServerAnswer(BaseModel):
+    """What a server may answer to ``/reset`` and ``/step``; other keys are ignored, wrong types refused."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+
+    state: str = Field(validation_alias=AliasChoices("state", "observation"))
+    reward: float = 0.0
+    done: bool = False
+    terminated: bool = False
+    truncated: bool = False
+    info: JsonValue = None
+
+    @classmethod
+    def parse(cls, answer: JsonValue, path: str) -> Self:
+        """Check an answer. Raises ``BadEnvironmentError`` that names the field."""
+        if not isinstance(answer, dict):
+            raise BadEnvironmentError(f"{path} answered {excerpt(str(answer))}, which is not a JSON object")
+        if answer.get("error"):
+            raise BadEnvironmentError(f"{path} answered an error: {excerpt(str(answer['error']))}")
+        try:
+            return cls.model_validate(answer)
+        except ValidationError as invalid:
+            first = invalid.errors(include_url=False)[0]
+            field = ".".join(str(part) for part in first["loc"][:3])
+            raise BadEnvironmentError(f"{path} answered a wrong '{field}': {first['msg']}") from invalid
+
+    def same_as(self, other: ServerAnswer | None) -> bool:
+        """Whether both tell a player the same; ``info`` and session names may differ."""
+        mine = (self.state, self.reward, self.done, self.terminated, self.truncated)
+        return other is not None and mine == (other.state, other.reward, other.done, other.terminated, other.truncated)
+
+    @property
+    def ended(self) -> bool:
+        """The task itself ended; a limit of the server that cut it short is ``truncated`` instead."""
+        return self.terminated or (self.done and not self.truncated)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeStep:
+    """One executed action with its answer, or a malformed one, which was answered without the server."""
+
+    action: str | None
+    answer: ServerAnswer | None = None
+
+    @property
+    def reward(self) -> float:
+        """What the step earned."""
+        return self.answer.reward if self.answer is not None else 0.0
+
+
+class RefusedActionError(BadEnvironmentError):
+    """An action that was not executed because it makes no sense there: the model is told, and the episode goes on."""
+
+
+class BaseEnvClient(ABC):
+    """An environment behind HTTP as ``protocols.Environment``: reset once, step, close once.
+
+    Subclasses say how their server opens an episode, takes an action and lets go. Reading the action out of the
+    model's text, the opening messages, retries of the opening, and the record for rewards are done here.
+    """
+
+    Options: ClassVar[type[HttpEnvironmentOptions]] = HttpEnvironmentOptions
+
+    def __init__(self, options: HttpEnvironmentOptions | None = None) -> None:
+        self.options = options or self.Options()
+        self.steps: list[EpisodeStep] = []
+        self._task: Task | None = None
+        self._transport: JsonTransport | None = None
+        self._opening: ServerAnswer | None = None
+        self._last: ServerAnswer | None = None
+        self._closed = False
+        self._server_forks = False
+
+    @property
+    def fork_steps(self) -> int:
+        """The actions that a fork plays again; 0 where the server copies, or may copy and was not asked yet."""
+        return 0 if self._server_forks else sum(step.action is not None for step in self.steps)
+
+    @abstractmethod
+    async def open_episode(self, task: Task) -> ServerAnswer:
+        """Start the episode on the server and return its first state. May be called again if it fails."""
+
+    @abstractmethod
+    async def act(self, action: str) -> ServerAnswer:
+        """Execute one action on the server, exactly once. ``RefusedActionError`` is answered like a malformed one."""
+
+    async def release(self) -> None:  # noqa: B027 - having nothing to release is a sound default
+        """Tell the server that the episode is over. Called once, also when opening it failed."""
+
+    async def fork_episode(self, twin: Self) -> bool:
+        """Have the server copy the episode for ``twin``; false when it cannot, and the episode is played again."""
+        return False
+
+    def actions(self, task: Task) -> str:
+        """The action language that the model is told, when the options do not give one."""
+        return action_language(task.environment)
+
+    def make_transport(self) -> JsonTransport:
+        """The connection to the server, of one episode."""
+        options = self.options
+        return JsonTransport(options.base_url, timeout=options.timeout, max_bytes=options.max_response_bytes)
+
+    async def post(self, path: str, body: JsonObject) -> JsonValue:
+        """POST JSON once. Raises ``InfrastructureError`` or ``BadEnvironmentError``."""
+        return await self._open_transport().post(path, body)
+
+    async def reset(self, task: Task) -> Observation:
+        """Open the episode of ``task``; the observation holds the system message and the first state."""
+        if self._task is not None or self._closed:
+            raise RuntimeError("an environment client plays one episode: make a new one")
+        self._task = task
+        options = self.options
+        self._transport = self.make_transport()
+        answer = self._opening = self._last = await self._open_with_retries(task)
+        messages = opening_messages(
+            task,
+            answer.state,
+            react_format=options.react_format,
+            actions=self.actions(task) if options.action_language is None else options.action_language,
+            system_prompt=options.system_prompt,
+        )
+        return Observation(messages=messages, terminated=answer.ended, truncated=answer.truncated)
+
+    async def step(self, action: Message) -> Observation:
+        """Execute one answer of the policy; a malformed one is answered here, costs a step and earns nothing."""
+        if self._last is None:
+            raise RuntimeError("reset did not succeed, so there is nothing to act on")
+        if self._last.ended or self._last.truncated:
+            raise RuntimeError("the episode has ended")
+        parsed = self._parse(action)
+        if parsed.action is None:
+            return self._malformed(parsed.error)
+        try:
+            answer = await self.act(parsed.action)
+        except RefusedActionError as refused:
+            return self._malformed(str(refused))
+        self._last = answer
+        self.steps.append(EpisodeStep(parsed.action, answer))
+        return Observation(
+            messages=(Message(role="user", content=answer.state),),
+            reward=answer.reward,
+            terminated=answer.ended,
+            truncated=answer.truncated,
+        )
+
+    async def fork(self) -> Self:
+        """An independent copy of the open episode as it stands: made by the server where it can, else by replay.
+
+        A replay plays the actions so far in a new episode. Raises ``BadEnvironmentError`` when that is not answered as
+        the first time, because a search in such copies would be about another episode.
+        """
+        if self._task is None or self._transport is None or self._opening is None:
+            raise RuntimeError("only an open episode can be forked")
+        twin = type(self)(self.options)
+        twin._task, twin._opening = self._task, self._opening
+        twin._transport = self._transport.share()
+        try:
+            if not await self.fork_episode(twin):
+                await self._replay_in(twin, self._opening)
+        except BaseException:
+            with suppress(EpisodeError):
+                await twin.close()
+            raise
+        twin.steps, twin._last, twin._server_forks = list(self.steps), self._last, self._server_forks
+        return twin
+
+    async def evidence(self) -> JsonObject:
+        """Final state, return, per-step rewards and how the episode ended; empty when it never began."""
+        if self._last is None or self._task is None:
+            return {}
+        return {
+            "idx": self._task.data.get("idx"),
+            "final_state": self._last.state,
+            "return": sum(step.reward for step in self.steps),
+            "rewards": [step.reward for step in self.steps],
+            "steps": len(self.steps),
+            "malformed": sum(step.action is None for step in self.steps),
+            "done": self._last.ended or self._last.truncated,
+            "truncated": self._last.truncated,
+            "info": self._last.info,
+        }
+
+    async def close(self) -> None:
+        """Release the episode on the server and close the connections; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._transport is None:
+            return
+        try:
+            await self.release()
+        finally:
+            await self._transport.close()
+            self._transport = None
+
+    def _open_transport(self) -> JsonTransport:
+        if self._transport is None:
+            raise RuntimeError("the environment is not open: call reset first and nothing after close")
+        return self._transport
+
+    def _malformed(self, error: str | None) -> Observation:
+        self.steps.append(EpisodeStep(None))
+        return Observation(messages=(Message(role="user", content=error),))
+
+    def _parse(self, action: Message) -> ParsedAction:
+        return parse_react(action.content) if self.options.react_format else parse_plain(action.content)
+
+    async def _replay_in(self, twin: Self, opening: ServerAnswer) -> None:
+        assert self._task is not None
+        same = (await twin._open_with_retries(self._task)).same_as(opening)
+        for step in (step for step in list(self.steps) if step.action is not None):
+            same = same and (await twin.act(step.action or "")).same_as(step.answer)
+        if not same:
+            raise BadEnvironmentError(
+                f"{self.options.base_url} cannot be forked: it answered the same actions differently the second time; "
+                f"{_WITHOUT_FORKS}"
+            )
+
+    async def _open_with_retries(self, task: Task) -> ServerAnswer:
+        for attempt in range(self.options.retries):
+            try:
+                return await self.open_episode(task)
+            except UnavailableError:
+                await asyncio.sleep(min(self.options.backoff * 2**attempt, _LONGEST_PAUSE))
+        return await self.open_episode(task)
+
+
+def episode_index(task: Task) -> int:
+    """The server-side number of the task. Raises ``BadEnvironmentError`` when the task has none."""
+    index = task.data.get("idx")
+    if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+        raise BadEnvironmentError(f"task '{task.id}' needs a whole number in data['idx'], not {excerpt(repr(index))}")
+    return index
+
+
+class SessionAnswer(ServerAnswer):
+    """The answer to ``/reset`` of a server that may keep several episodes of the same task apart."""
+
+    session: str | int | None = Field(default=None, validation_alias=AliasChoices("session", "session_id"))
+
+
+class WebEnvClient(BaseEnvClient):
+    """The simple protocol: ``POST /reset {"idx"}`` and ``POST /step {"action", "idx"}``, both answered with
+    ``{"state", "reward", "done"}``.
+
+    A server that answers the reset with a ``session`` gets it back with every request, and a ``/close`` at the end.
+    On a server without sessions two episodes of one ``idx`` would be the same episode, so that the second one is
+    refused while the first is played (in this process; other processes cannot be seen from here).
+    """
+
+    def __init__(self, options: HttpEnvironmentOptions | None = None) -> None:
+        super().__init__(options)
+        self._index = -1
+        self._session: str | int | None = None
+        self._server_forks = True
+
+    async def open_episode(self, task: Task) -> ServerAnswer:
+        """``POST /reset``."""
+        server, index = self.options.base_url, episode_index(task)
+        self._index = index
+        while (claim := _LEDGER.claim(server, index, self)) is Claim.UNDECIDED:
+            await asyncio.sleep(_CLAIM_POLL)
+        if claim is Claim.GRANTED:
+            answer = SessionAnswer.parse(await self.post("/reset", {"idx": index}), "/reset")
+            self._session = answer.session
+            if self._session is not None:
+                _LEDGER.opened_with_session(server, index, self)
+                return answer
+            if _LEDGER.opened_without_session(server, index, self) is Claim.GRANTED:
+                return answer
+        raise InfrastructureError(
+            f"{server} keeps no sessions and idx {index} is being played already: play its episodes one after another"
+            " (max_workers = 1) or use a server whose /reset answers a session"
+        )
+
+    async def act(self, action: str) -> ServerAnswer:
+        """``POST /step``."""
+        return ServerAnswer.parse(await self.post("/step", {"action": action, **self._key()}), "/step")
+
+    async def fork_episode(self, twin: Self) -> bool:
+        """``POST /fork`` where the server has it, answered with a new ``session``.
+
+        Raises ``BadEnvironmentError`` for a server without sessions: a second episode of its index would be the first.
+        """
+        if self._session is None:
+            raise BadEnvironmentError(
+                f"{self.options.base_url} cannot be forked: it keeps no sessions, so that a copy would be the episode "
+                f"itself; {_WITHOUT_FORKS}, or a server whose /reset answers a session"
+            )
+        if not self._server_forks:
+            return False
+        try:
+            answer = await self.post("/fork", self._key())
+        except EndpointMissingError:
+            self._server_forks = False
+            return False
+        session = answer.get("session") if isinstance(answer, dict) else None
+        if not isinstance(session, str | int) or session == self._session:
+            raise BadEnvironmentError(f"/fork answered {excerpt(str(answer))}, which holds no new 'session'")
+        twin._index, twin._session = self._index, session
+        return True
+
+    async def release(self) -> None:
+        """``POST /close`` where the server gave a session; gives the index back otherwise."""
+        _LEDGER.release(self.options.base_url, self._index, self)
+        if self._session is not None:
+            # The simple protocol has no /close; a server without one lets its sessions expire.
+            with suppress(EndpointMissingError):
+                await self.post("/close", self._key())
+
+    def _key(self) -> JsonObject:
+        return {"idx": self._index} if self._session is None else {"idx": self._index, "session": self._session}

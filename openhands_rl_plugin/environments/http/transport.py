@@ -1,0 +1,184 @@
+"""JSON over HTTP to an environment server, with every way in which that goes wrong as a typed error.
+
+A server that is away, slow or broken raises ``InfrastructureError``; one that answers what its protocol does not
+allow raises ``BadEnvironmentError``. A request is sent once: whether it may be repeated is the caller's knowledge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+from typing import NoReturn, Self
+
+import httpx
+from pydantic import JsonValue
+
+from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
+from openhands_rl_plugin.core.messages import whole_json
+from openhands_rl_plugin.core.types import JsonObject
+
+_EXCERPT_CHARACTERS = 200
+_OVERLOADED = frozenset({408, 425, 429})
+_NOT_OFFERED = frozenset({404, 405})
+
+
+class EndpointMissingError(BadEnvironmentError):
+    """The server has no such path (404 or 405)."""
+
+
+class UnavailableError(InfrastructureError):
+    """The request was certainly not executed: nothing answers there, or the server says that it is busy (503)."""
+
+
+class JsonTransport:
+    """POSTs JSON to one server and returns the JSON of the answer.
+
+    Args:
+        base_url: where the server listens, without a path.
+        timeout: seconds for one request, from the connection to the last byte.
+        max_bytes: longest answer that is read.
+    """
+
+    def __init__(self, base_url: str, *, timeout: float, max_bytes: int) -> None:
+        self._users = 1
+        self._base_url = base_url
+        self._timeout = timeout
+        self._max_bytes = max_bytes
+        url = httpx.URL(base_url)
+        self._client = httpx.AsyncClient(
+            base_url=base_url,
+            timeout=timeout,
+            follow_redirects=False,
+            # A proxy from the environment must not come between this process and its own machine, and a TLS context
+            # takes longer to make than an episode's first request.
+            trust_env=not is_loopback(url.host),
+            verify=url.scheme == "https",
+            headers={"accept": "application/json", "accept-encoding": "identity"},
+        )
+
+    async def post(self, path: str, body: JsonObject) -> JsonValue:
+        """Send ``body`` to ``path`` once. Raises ``InfrastructureError`` or ``BadEnvironmentError``."""
+        return await self._exchange("POST", path, body)
+
+    async def get(self, path: str) -> JsonValue:
+        """Read ``path`` once. Raises ``InfrastructureError`` or ``BadEnvironmentError``."""
+        return await self._exchange("GET", path, None)
+
+    async def _exchange(self, method: str, path: str, body: JsonObject | None) -> JsonValue:
+        try:
+            async with asyncio.timeout(self._timeout), self._client.stream(method, path, json=body) as response:
+                content = await self._read(response, path)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise UnavailableError(
+                f"nothing answers at {self._base_url}: start the server (the embedded shop: `openhands-rl env webshop`)"
+                " or set env_server_base and env_port"
+            ) from error
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise InfrastructureError(
+                f"{self._base_url}{path} did not answer within {self._timeout:g} s: see what the server is busy with"
+                " or raise the time limit"
+            ) from error
+        except httpx.TransportError as error:
+            raise InfrastructureError(
+                f"the connection to {self._base_url} broke during {path} ({type(error).__name__}):"
+                " see whether the server died"
+            ) from error
+        where = f"{self._base_url}{path}"
+        check_status(where, response.status_code, content, response.headers.get("location"))
+        return decode_json(where, content)
+
+    def share(self) -> Self:
+        """This transport for one more user, who closes it too."""
+        self._users += 1
+        return self
+
+    async def close(self) -> None:
+        """Close the connections when the last user is done."""
+        self._users -= 1
+        if self._users == 0:
+            await self._client.aclose()
+
+    async def _read(self, response: httpx.Response, path: str) -> bytes:
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise BadEnvironmentError(
+                f"{self._base_url}{path} answered compressed, which was not asked for: switch compression off there"
+            )
+        content = bytearray()
+        async for chunk in response.aiter_raw():
+            content += chunk
+            if len(content) > self._max_bytes:
+                raise BadEnvironmentError(
+                    f"{self._base_url}{path} answered more than {self._max_bytes} bytes:"
+                    " make its observations shorter or raise max_response_bytes"
+                )
+        return bytes(content)
+
+
+class CookieTransport(JsonTransport):
+    """For servers that know an episode by a cookie: whoever shares it gets a session of his own.
+
+    The cookies of the answers are sent back with every request.
+    """
+
+    @property
+    def has_session(self) -> bool:
+        """Whether the server has set a cookie."""
+        return len(self._client.cookies) > 0
+
+    def share(self) -> Self:
+        """Another one to the same server, without this one's cookies."""
+        return type(self)(self._base_url, timeout=self._timeout, max_bytes=self._max_bytes)
+
+
+def check_status(where: str, status: int, content: bytes, location: str | None = None) -> None:
+    """Raise the typed error that an HTTP status of 300 or more stands for. ``location``: where a redirect leads."""
+    if status < 300:
+        return
+    said = f"{where} answered {status}: {excerpt(content)}"
+    if status == 503:
+        raise UnavailableError(said)
+    if status in _NOT_OFFERED:
+        raise EndpointMissingError(f"{said} (is this the address of an environment server?)")
+    if status in _OVERLOADED or status >= 500:
+        raise InfrastructureError(said)
+    if status < 400:
+        target = (location or "elsewhere")[:_EXCERPT_CHARACTERS]
+        raise BadEnvironmentError(f"{where} redirects to {target}, which is not followed: set the server's own address")
+    raise BadEnvironmentError(said)
+
+
+def decode_json(where: str, content: bytes) -> JsonValue:
+    """The JSON in ``content``, in whole characters. Raises ``BadEnvironmentError``, for NaN and Infinity too."""
+    try:
+        answer = json.loads(content, parse_constant=_refuse_constant)
+        return whole_json(answer) if b"\\u" in content else answer
+    except (ValueError, RecursionError) as error:
+        reason = str(error) if isinstance(error, _ConstantError) else "something that is not valid JSON"
+        raise BadEnvironmentError(
+            f"{where} answered {reason}: {excerpt(content)} (is this an environment server?)"
+        ) from error
+
+
+class _ConstantError(ValueError):
+    pass
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise _ConstantError(f"{name}, which is neither JSON nor a reward")
+
+
+def excerpt(content: bytes | str) -> str:
+    """The first 200 characters on one line."""
+    text = content[: 4 * _EXCERPT_CHARACTERS]
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", errors="replace")
+    return " ".join(text.split())[:_EXCERPT_CHARACTERS] or "(empty)"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` is this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,1 @@
+"""OpenEnv servers over their WebSocket. Start with ``client``."""

@@ -1,0 +1,184 @@
+"""The two ways in which a model calls tools: through the server's own tool calls, or in the text of its answer."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from openhands_rl_plugin.core.templates.base import ChatTemplate
+from openhands_rl_plugin.core.templates.families import template_for
+from openhands_rl_plugin.core.templates.parsed import ParsedAnswer
+from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
+
+_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.IGNORECASE | re.DOTALL)
+_UP_TO_THOUGHT_END = re.compile(r"\A.*</think>", re.IGNORECASE | re.DOTALL)
+_THOUGHT_BEGIN, _THOUGHT_END = "<think>", "</think>"
+_TAGGED = ("<tool_call", "</tool_call")
+_BARE = ("{", "<|python_tag|>")
+# Call forms, for families whose own template shows no tools in the system message.
+_FORMS = (
+    '<tool_call>\n{"name": "function-name", "arguments": {"parameter": "value"}}\n</tool_call>',
+    '{"name": "function-name", "parameters": {"parameter": "value"}}',
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAnswer:
+    """An answer taken apart: ``calls`` to execute, what was wrong with others, and the ``speech`` around them.
+
+    The speech is without thoughts, and without white space at its ends.
+    """
+
+    calls: tuple[ToolCall, ...] = ()
+    problems: tuple[str, ...] = ()
+    speech: str = ""
+
+
+class Dialect(Protocol):
+    """How tools are offered, calls are read and results are told."""
+
+    def offered(self, tools: Sequence[JsonObject]) -> tuple[JsonObject, ...]:
+        """The tools that go into the request to the model server."""
+        ...
+
+    def system(self, text: str, tools: Sequence[JsonObject]) -> str:
+        """The system message that begins with ``text``."""
+        ...
+
+    def read(self, message: Message) -> ReadAnswer:
+        """Take an answer apart. Never raises."""
+        ...
+
+    def said(self, unfinished: str) -> str:
+        """The part of an answer's speech that is certain while its text is still growing."""
+        ...
+
+    def results(self, told: Sequence[tuple[ToolCall, str]]) -> tuple[Message, ...]:
+        """What the calls came to, as messages."""
+        ...
+
+
+class NativeDialect:
+    """Calls as the server's tool calls. One that is left in the text is a problem: the server could not read it."""
+
+    def offered(self, tools: Sequence[JsonObject]) -> tuple[JsonObject, ...]:
+        return tuple(tools)
+
+    def system(self, text: str, tools: Sequence[JsonObject]) -> str:
+        return text
+
+    def read(self, message: Message) -> ReadAnswer:
+        parsed = template_for("hermes").parse(message.content or "")
+        problems = [problem.message for problem in parsed.problems]
+        problems += [f"The call of {call.name!r} was not executed: it stands in the text." for call in parsed.calls]
+        return ReadAnswer(message.tool_calls, tuple(problems), _speech(parsed))
+
+    def said(self, unfinished: str) -> str:
+        return _certain(unfinished, _TAGGED)
+
+    def results(self, told: Sequence[tuple[ToolCall, str]]) -> tuple[Message, ...]:
+        return tuple(
+            Message(role="tool", content=text, tool_call_id=call.id or None, name=call.name) for call, text in told
+        )
+
+
+class TextDialect:
+    """Calls in the text, as a family of models writes them; the server knows of no tools.
+
+    Results come as one user message of ``<tool_response>`` blocks, which is how the families' own templates write them.
+    Raises ``ConfigError`` for a name that no family has.
+    """
+
+    def __init__(self, template: str) -> None:
+        self._template: ChatTemplate = template_for(template)
+        self._form = next((form for form in _FORMS if _is_one_call(self._template.parse(form))), _FORMS[0])
+
+    def offered(self, tools: Sequence[JsonObject]) -> tuple[JsonObject, ...]:
+        return ()
+
+    def system(self, text: str, tools: Sequence[JsonObject]) -> str:
+        if not tools:
+            return text
+        own = _own_manifest(self._template, text, tools)
+        return own if own is not None else "\n\n".join(part for part in (text, self._manifest(tools)) if part)
+
+    def read(self, message: Message) -> ReadAnswer:
+        parsed = self._template.parse(message.content or "")
+        problems = tuple(problem.message for problem in parsed.problems)
+        return ReadAnswer((*message.tool_calls, *parsed.calls), problems, _speech(parsed))
+
+    def said(self, unfinished: str) -> str:
+        return _certain(unfinished, _TAGGED if self._form == _FORMS[0] else _BARE)
+
+    def results(self, told: Sequence[tuple[ToolCall, str]]) -> tuple[Message, ...]:
+        blocks = "\n".join(f"<tool_response>\n{text}\n</tool_response>" for _, text in told)
+        return (Message(role="user", content=blocks),) if told else ()
+
+    def _manifest(self, tools: Sequence[JsonObject]) -> str:
+        lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        return f"# Tools\n\nThese functions can be called:\n{lines}\n\nA call looks like this:\n{self._form}"
+
+
+class OpenedThought:
+    """A dialect of a model whose prompt has opened a thought already, so that every answer begins inside of it."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        self._dialect = dialect
+        self.offered = dialect.offered
+        self.system = dialect.system
+        self.results = dialect.results
+
+    def read(self, message: Message) -> ReadAnswer:
+        if not message.content:
+            return self._dialect.read(message)
+        return self._dialect.read(message.model_copy(update={"content": _THOUGHT_BEGIN + message.content}))
+
+    def said(self, unfinished: str) -> str:
+        return self._dialect.said(_THOUGHT_BEGIN + unfinished)
+
+
+def without_thought(text: str) -> str:
+    """``text`` without what stands in ``<think>``, also where only the thought's end, or its beginning, is marked."""
+    rest = _THOUGHT.sub("", text)
+    return _UP_TO_THOUGHT_END.sub("", rest)
+
+
+def _speech(parsed: ParsedAnswer) -> str:
+    return without_thought(parsed.before + parsed.after).strip()
+
+
+def _certain(unfinished: str, openings: Sequence[str]) -> str:
+    """The speech up to what is, or may become, a call or a thought."""
+    text = without_thought(unfinished)
+    begun = re.search("|".join(map(re.escape, openings)), text, re.IGNORECASE)
+    end = begun.start() if begun else len(text)
+    for opening in (*openings, _THOUGHT_BEGIN, _THOUGHT_END):
+        for length in range(min(len(opening) - 1, end), 0, -1):
+            if text[end - length : end].lower() == opening[:length]:
+                end -= length
+                break
+    return text[:end].strip()
+
+
+def _is_one_call(parsed: ParsedAnswer) -> bool:
+    return len(parsed.calls) == 1 and not (parsed.problems or parsed.before.strip() or parsed.after.strip())
+
+
+def _own_manifest(template: ChatTemplate, text: str, tools: Sequence[JsonObject]) -> str | None:
+    """The content of the system turn that the family's template makes of ``text`` and ``tools``.
+
+    ``None`` when it puts the tools elsewhere, or nowhere.
+    """
+    messages = (Message(role="system", content=text), Message(role="user", content="?"))
+    plain = template.render(messages, add_generation_prompt=False)
+    shown = template.render(messages, tools, add_generation_prompt=False)
+    same = next((at for at, (a, b) in enumerate(zip(plain, shown, strict=False)) if a != b), len(plain))
+    before, behind = plain[:same], plain[same:]
+    start = before.rfind(text) if text else same
+    if start < 0 or not behind or not shown.endswith(behind) or shown == plain:
+        return None
+    content = shown[start : len(shown) - len(behind)]
+    return None if "<|" in content else content

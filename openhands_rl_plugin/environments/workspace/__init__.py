@@ -1,0 +1,4 @@
+"""A directory in which commands run: sandbox, shell, copies for search, and the patch of what was changed.
+
+Start with ``shell`` (a session's commands) and ``sandbox`` (what those commands can see).
+"""

@@ -1,0 +1,175 @@
+"""What a session changed in its workspace since it began, as a patch: evidence for rewards.
+
+A git repository of the host's own holds how the workspace was at the start; the session cannot see it. Git runs in a
+sandbox like the session's, since it reads files that the session made, and with none of the attributes and settings
+that it could have left there. Files that ``.gitignore`` names are left out, as in SWE-bench's patches.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from openhands_rl_plugin.core.errors import describe
+from openhands_rl_plugin.core.types import JsonObject
+from openhands_rl_plugin.environments.workspace.sandbox import Sandbox
+
+MAX_PATCH_BYTES = 1_000_000
+MAX_NAMES_BYTES = 100_000
+MAX_START_BYTES = 512 * 1024 * 1024
+MAX_START_FILES = 50_000
+
+_PATIENCE = 30
+_KINDS = {"A": "added", "D": "deleted", "M": "modified", "T": "modified"}
+_ATTRIBUTES = "* !diff !filter !text !eol !ident !working-tree-encoding\n"
+_SETTINGS = {
+    "core.fsmonitor": "false",
+    "core.hooksPath": "/dev/null",
+    "core.autocrlf": "false",
+    "core.quotePath": "false",
+    "core.excludesFile": "/dev/null",
+    "core.attributesFile": "/dev/null",
+    "core.compression": "0",
+    "gc.auto": "0",
+    "advice.addEmbeddedRepo": "false",
+}
+# Copies have other inodes and other times of change than the files that the index knows.
+_OF_A_COPY = {"core.checkStat": "minimal", "core.trustctime": "false"}
+# A repository that is there already has read its files: with its index and its objects only changed ones are read anew.
+# The threshold puts all files into one pack, which is several times as fast as a file for each. Copies of an index keep
+# its time: git reads a file anew that was changed in the second in which the index was written, and looks the same.
+_REMEMBER = """
+env --unset=GIT_WORK_TREE git init --quiet --bare
+printf '%s' "$1" > "$GIT_DIR/info/attributes"
+cd "$GIT_WORK_TREE"
+if [ -f .git/index ] && [ -d .git/objects ]; then
+  printf '%s\n' "$GIT_WORK_TREE/.git/objects" > "$GIT_DIR/objects/info/alternates"
+  cp --preserve=timestamps .git/index "$GIT_INDEX_FILE"
+fi
+add() { git -c core.bigFileThreshold=1 add --all; }
+add 2>/dev/null || { rm -f "$GIT_INDEX_FILE"; add; }
+git write-tree
+"""
+_NAMES = """
+cd "$GIT_WORK_TREE"
+git add --all
+git diff --cached --no-renames --name-status -z "$1" | head --bytes="$2"
+"""
+_PATCH = """
+cd "$GIT_WORK_TREE"
+git diff --cached --no-renames --no-color --no-ext-diff --no-textconv "$1" | head --bytes="$2"
+"""
+
+
+class Baseline:
+    """How the workspace at ``root`` was when its session began, kept below ``private``. All methods block.
+
+    ``within`` names the directory of the workspace that counts, and to which paths are relative; empty for all of it.
+    """
+
+    def __init__(self, root: Path, private: Path, within: str = "") -> None:
+        self._root = root / within
+        self._within = within
+        self._directory = private / "start.git"
+        self._tree: str | None = None
+        self._missing = "the session did not begin"
+
+    def remember(self, sandbox: Sandbox) -> None:
+        """Take the workspace as it is for the start."""
+        if shutil.which("git") is None:
+            self._missing = "git is not installed"
+            return
+        if not (self._root / ".git" / "index").is_file() and _is_large(self._root):
+            self._missing = "the workspace is too large to be recorded, and no git repository"
+            return
+        self._directory.mkdir(mode=0o700)
+        try:
+            said = self._run(sandbox, self._directory / "index", _REMEMBER, _ATTRIBUTES)
+        except (OSError, subprocess.SubprocessError) as error:
+            self._missing = f"the start could not be recorded: {_reason(error)}"
+        else:
+            self._tree = said.decode("ascii", "replace").split()[-1]
+
+    def changes(self, sandbox: Sandbox, *, copied: bool = False) -> JsonObject:
+        """``git_patch`` of text files (``None``, with ``git_patch_missing``, when there is none to be had) and the
+        ``changed_files`` with what became of them. Both are bounded, and say so when something was cut.
+
+        ``copied``: ``sandbox`` holds a copy of the workspace, whose files need not be read again if they look the same.
+        """
+        if self._tree is None:
+            return {"git_patch": None, "git_patch_missing": self._missing}
+        index = self._directory / f"index-{os.urandom(8).hex()}"
+        try:
+            shutil.copy2(self._directory / "index", index)
+            names = self._run(sandbox, index, _NAMES, self._tree, str(MAX_NAMES_BYTES + 1), copied=copied)
+            patch = self._run(sandbox, index, _PATCH, self._tree, str(MAX_PATCH_BYTES + 1), copied=copied)
+        except (OSError, subprocess.SubprocessError) as error:
+            return {"git_patch": None, "git_patch_missing": f"the end could not be compared: {_reason(error)}"}
+        finally:
+            index.unlink(missing_ok=True)
+        return {**_patch(patch), **_changed_files(names)}
+
+    def _run(self, sandbox: Sandbox, index: Path, script: str, *arguments: str, copied: bool = False) -> bytes:
+        bounded = ["timeout", "--signal=KILL", str(_PATIENCE), "bash", "-ec", script, "bash", *arguments]
+        command = sandbox.wrap(bounded, [self._directory])
+        done = subprocess.run(
+            command,
+            check=True,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env=self._environment(sandbox, index, {**_SETTINGS, **(_OF_A_COPY if copied else {})}),
+            timeout=2 * _PATIENCE,
+        )
+        return done.stdout
+
+    def _environment(self, sandbox: Sandbox, index: Path, settings: Mapping[str, str]) -> dict[str, str]:
+        keys = {f"GIT_CONFIG_KEY_{number}": name for number, name in enumerate(settings)}
+        values = {f"GIT_CONFIG_VALUE_{number}": value for number, value in enumerate(settings.values())}
+        return {
+            "PATH": os.environ.get("PATH", os.defpath),
+            "HOME": "/nonexistent",
+            "LC_ALL": "C",
+            "GIT_DIR": str(self._directory),
+            "GIT_WORK_TREE": os.path.join(sandbox.workspace, self._within) if self._within else sandbox.workspace,
+            "GIT_INDEX_FILE": str(index),
+            "GIT_CONFIG_GLOBAL": "/dev/null",
+            "GIT_CONFIG_SYSTEM": "/dev/null",
+            "GIT_CONFIG_COUNT": str(len(settings)),
+            **keys,
+            **values,
+        }
+
+
+def _is_large(root: Path) -> bool:
+    files = size = 0
+    for directory, _, names in os.walk(root):
+        files += len(names)
+        size += sum(os.lstat(os.path.join(directory, name)).st_size for name in names)
+        if files > MAX_START_FILES or size > MAX_START_BYTES:
+            return True
+    return False
+
+
+def _reason(error: OSError | subprocess.SubprocessError) -> str:
+    said = error.stderr.decode("utf-8", "replace") if isinstance(error, subprocess.CalledProcessError) else ""
+    return next((line for line in reversed(said.splitlines()) if line.strip()), describe(error))[:300]
+
+
+def _patch(said: bytes) -> JsonObject:
+    cut = len(said) > MAX_PATCH_BYTES
+    text = said[:MAX_PATCH_BYTES].decode("utf-8", "ignore" if cut else "replace")
+    # Lines of content begin with a blank, + or -, so that these two can only be git's own.
+    files = re.split(r"(?m)^(?=diff --git )", text)
+    patch = "".join(file for file in files if not re.search(r"(?m)^Binary files ", file))
+    return {"git_patch": patch, **({"git_patch_cut": True} if cut else {})}
+
+
+def _changed_files(said: bytes) -> JsonObject:
+    cut = len(said) > MAX_NAMES_BYTES
+    parts = said.decode("utf-8", "replace").split("\0")[: -2 if cut else -1]
+    files: JsonObject = {path: _KINDS.get(kind, kind) for kind, path in zip(parts[::2], parts[1::2], strict=False)}
+    return {"changed_files": files, **({"changed_files_cut": True} if cut else {})}

@@ -1,0 +1,108 @@
+"""Programs run to their end, with a time limit, without a loose process when anything goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from openhands_rl_plugin.core.errors import InfrastructureError
+
+_CHUNK = 2**16
+
+
+class Ended(NamedTuple):
+    """How a program ended. ``output`` is stdout with stderr, at most ``keep`` bytes of it; ``truncated`` says whether
+    there was more. ``code`` is negative for a signal.
+    """
+
+    code: int
+    output: bytes
+    seconds: float
+    timed_out: bool = False
+    truncated: bool = False
+
+    @property
+    def text(self) -> str:
+        """The output as text; bytes that are no UTF-8 become replacement signs."""
+        return self.output.decode("utf-8", "replace")
+
+    @property
+    def last_line(self) -> str:
+        """The last line that says something, for an error message; what a shell traced is no such line."""
+        lines = [line.strip() for line in self.text[-20_000:].splitlines() if line.strip() and line[0] != "+"]
+        return lines[-1][:300] if lines else f"exit status {self.code}, without a word"
+
+
+async def run(
+    command: Sequence[str],
+    *,
+    timeout: float | None = None,
+    directory: Path | None = None,
+    variables: Mapping[str, str] | None = None,
+    given: bytes | None = None,
+    keep: int = 64 * 2**20,
+) -> Ended:
+    """Run ``command`` with ``given`` on stdin (else nothing), in a process group of its own, which is killed at the
+    time limit and when this task is cancelled.
+
+    Raises ``InfrastructureError`` when the program cannot be started.
+    """
+    began = time.monotonic()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=subprocess.DEVNULL if given is None else subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=directory,
+            env=None if variables is None else dict(variables),
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise InfrastructureError(f"cannot start {command[0]}: {error.strerror}") from error
+    kept = bytearray()
+    truncated = timed_out = False
+
+    async def read() -> None:
+        nonlocal truncated
+        assert process.stdout is not None
+        while chunk := await process.stdout.read(_CHUNK):
+            kept.extend(chunk[: keep - len(kept)])
+            truncated = truncated or len(kept) >= keep
+
+    async def write() -> None:
+        if given is not None and process.stdin is not None:
+            with suppress(BrokenPipeError, ConnectionResetError):
+                process.stdin.write(given)
+                await process.stdin.drain()
+            process.stdin.close()
+
+    try:
+        async with asyncio.timeout(timeout):
+            await asyncio.gather(write(), read())
+            await process.wait()
+    except TimeoutError:
+        timed_out = True
+    finally:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.shield(process.wait())
+    return Ended(process.returncode or 0, bytes(kept), time.monotonic() - began, timed_out, truncated)
+
+
+async def checked(command: Sequence[str], what: str, **options) -> Ended:
+    """``run``, which has to succeed. Raises ``InfrastructureError`` with what the program said last."""
+    ended = await run(command, **options)
+    if ended.timed_out:
+        raise InfrastructureError(f"{what}: not done after {ended.seconds:.0f} s")
+    if ended.code:
+        raise InfrastructureError(f"{what}: {ended.last_line}")
+    return ended

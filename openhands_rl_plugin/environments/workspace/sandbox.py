@@ -1,0 +1,255 @@
+"""Where a session's commands run: plainly as a subprocess, or in bubblewrap.
+
+Both kinds start the same supervisor (``supervisor.py``); they differ in what it can see. Nothing here changes the
+process that it runs in: no ``chdir``, no environment variables, so that sessions of one process do not meet.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from pydantic import Field
+
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.environments.workspace.place import Place, PlaceMount
+
+INSIDE = "/workspace"
+"""Where a session finds its workspace, whichever directory that is on the host."""
+
+_GIBIBYTE = 1024**3
+
+
+class SandboxLimits(Frozen):
+    """Bounds of a session: bytes of private memory for each process, processes, bytes of one file and of ``/tmp``,
+    and bytes of one command's output that are kept (the middle goes first).
+
+    The kernel does not apply the number of processes to root.
+    """
+
+    memory: int = Field(default=8 * _GIBIBYTE, ge=1)
+    processes: int = Field(default=4096, ge=1)
+    file: int = Field(default=4 * _GIBIBYTE, ge=1)
+    temporary: int = Field(default=2 * _GIBIBYTE, ge=1)
+    output: int = Field(default=28_000, ge=2)
+
+    def as_rlimits(self) -> dict[str, int]:
+        """By the names of the ``resource`` module."""
+        return {
+            "RLIMIT_DATA": self.memory,
+            "RLIMIT_NPROC": self.processes,
+            "RLIMIT_FSIZE": self.file,
+            "RLIMIT_CORE": 0,
+        }
+
+
+class Sandbox(Protocol):
+    """How to start the supervisor, and the names by which commands and answers call the workspace."""
+
+    workspace: str
+    home: str
+    state: str
+
+    def wrap(self, command: Sequence[str], shared: Sequence[Path] = ()) -> list[str]:
+        """The command line that runs ``command`` inside, where it also finds the host's directories ``shared``."""
+        ...
+
+    def to_inside(self, text: str) -> str:
+        """Host paths of the workspace in ``text`` -> ``/workspace``."""
+        ...
+
+    def from_inside(self, text: str) -> str:
+        """``/workspace`` in ``text`` -> the path that a command has to use."""
+        ...
+
+
+class SubprocessSandbox:
+    """No isolation: commands see the host with the rights of this process. ``/workspace`` is a name only, replaced
+    in commands and answers (not in files), so that prompts are the same as with bubblewrap.
+
+    Raises ``ConfigError`` for a workspace whose path a shell would have to quote.
+    """
+
+    def __init__(self, root: Path, private: Path) -> None:
+        if shlex.quote(str(root)) != str(root):
+            raise ConfigError(
+                f"the workspace {str(root)!r} cannot be used without bubblewrap: rename it, without blanks"
+            )
+        self.workspace = str(root)
+        self.home = str(private / "home")
+        self.state = str(private / "state" / "shell")
+        self._host_path = re.compile(rf"{re.escape(self.workspace)}(?![\w.-])")
+
+    def wrap(self, command: Sequence[str], shared: Sequence[Path] = ()) -> list[str]:
+        """``command`` as it is."""
+        return list(command)
+
+    def to_inside(self, text: str) -> str:
+        """Host paths of the workspace in ``text`` -> ``/workspace``."""
+        return self._host_path.sub(INSIDE, text)
+
+    def from_inside(self, text: str) -> str:
+        """``/workspace`` as a whole path component -> the host path."""
+        return _INSIDE_PATH.sub(lambda _: self.workspace, text)
+
+
+class BubblewrapSandbox:
+    """The host's files read-only, the workspace at ``/workspace``, private ``/tmp``, processes and devices, no
+    capabilities, and no network unless asked for.
+
+    Hidden are the host's directories for temporary files, where other sessions live, and the directory that holds
+    the workspace, unless the interpreter or the user's home is in it. With a ``place``, of the host's files only the
+    system's programs and the place's own mounts are shown: nothing that could hold the solution of a task.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        network: bool = False,
+        temporary: int = SandboxLimits().temporary,
+        place: Place | None = None,
+    ) -> None:
+        self.workspace = INSIDE
+        self.home = "/tmp/home"
+        self.state = "/tmp/.shell/state"
+        self._root = str(root)
+        self._bound = self._root
+        self._around: tuple[str, ...] = ()
+        self._network = network
+        self._temporary = temporary
+        self._place = place
+
+    def over(self, directory: Path, around: Sequence[str] = ()) -> BubblewrapSandbox:
+        """This sandbox with another directory as the workspace; what it hides of the host stays hidden.
+
+        ``around`` is a command that makes mounts and then executes its arguments.
+        """
+        twin = copy.copy(self)
+        twin._bound, twin._around = str(directory), tuple(around)
+        return twin
+
+    def wrap(self, command: Sequence[str], shared: Sequence[Path] = ()) -> list[str]:
+        """``command`` behind ``bwrap`` and its mounts."""
+        return [
+            *self._around,
+            *("bwrap", "--unshare-all", *(("--share-net",) if self._network else ())),
+            *("--cap-drop", "ALL", "--new-session", "--as-pid-1"),
+            # Behind ``around`` this user may be root in a namespace of its own.
+            *(("--uid", str(os.getuid()), "--gid", str(os.getgid())) if self._around else ()),
+            *("--tmpfs", "/", *(_host_mounts() if self._place is None else _system_mounts())),
+            *("--dev", "/dev", "--proc", "/proc"),
+            *("--size", str(self._temporary), "--tmpfs", "/tmp"),
+            *(self._masks() if self._place is None else _interpreter_mounts()),
+            *(part for mount in self._mounts for part in ("--ro-bind", str(mount.host), mount.inside)),
+            *("--bind", self._bound, INSIDE),
+            *(part for path in shared for part in ("--bind", str(path), str(path))),
+            *("--remount-ro", "/", "--chdir", INSIDE, "--"),
+            *command,
+        ]
+
+    def to_inside(self, text: str) -> str:
+        """``text`` as it is: inside, the workspace has no other name."""
+        return text
+
+    def from_inside(self, text: str) -> str:
+        """``text`` as it is."""
+        return text
+
+    @property
+    def host_names_in_tmp(self) -> frozenset[str]:
+        """What in ``/tmp`` is not the session's own: the way to an interpreter that is installed there."""
+        shown = {*_prefixes(), *(mount.inside for mount in self._mounts)}
+        return frozenset(path.split("/")[2] for path in shown if path != "/tmp" and _is_within(path, "/tmp"))
+
+    @property
+    def _mounts(self) -> tuple[PlaceMount, ...]:
+        """The place's; what shows a part of the workspace shows that of this sandbox."""
+        if self._place is None:
+            return ()
+        own = Path(self._root)
+        return tuple(
+            mount.model_copy(update={"host": Path(self._bound) / mount.host.relative_to(own)})
+            if mount.host.is_relative_to(own)
+            else mount
+            for mount in self._place.mounts
+        )
+
+    def _masks(self) -> list[str]:
+        prefixes = _prefixes()
+        hidden = [os.path.realpath(path) for path in ("/var/tmp", _temporary_directory()) if path != "/tmp"]
+        parent = os.path.dirname(self._root)
+        if not any(_is_within(path, parent) for path in (*prefixes, os.path.expanduser("~"))):
+            hidden.append(parent)
+        hidden = [path for path in hidden if os.path.isdir(path) and not _is_within(path, "/tmp")]
+        mounts = [part for path in hidden for part in ("--tmpfs", path)]
+        for prefix in sorted(path for path in prefixes if any(_is_within(path, mask) for mask in (*hidden, "/tmp"))):
+            mounts += ["--ro-bind", prefix, prefix]
+        return mounts
+
+
+# Where systems keep programs, their libraries and settings.
+_SYSTEM = frozenset({"bin", "etc", "gnu", "nix", "sbin", "usr"})
+_INSIDE_PATH = re.compile(rf"(?<![\w./-]){INSIDE}(?![\w.-])")
+
+
+def _prefixes() -> set[str]:
+    return {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix)}
+
+
+def _temporary_directory() -> str:
+    return os.environ.get("TMPDIR") or "/tmp"
+
+
+def _is_within(path: str, directory: str) -> bool:
+    return os.path.commonpath((path, directory)) == directory
+
+
+def _host_mounts() -> list[str]:
+    return _mounts_of(lambda name: name not in ("proc", "dev", "tmp", INSIDE.strip("/")))
+
+
+def _system_mounts() -> list[str]:
+    return _mounts_of(lambda name: name in _SYSTEM or name.startswith("lib"))
+
+
+def _interpreter_mounts() -> list[str]:
+    """What starts this interpreter, without the packages that are installed for it."""
+    venv, base = (os.path.realpath(path) for path in (sys.prefix, sys.base_prefix))
+    own = [] if _is_within(base, venv) else [os.path.join(venv, name) for name in ("bin", "pyvenv.cfg")]
+    return [part for path in (base, *own) for part in ("--ro-bind-try", path, path)]
+
+
+def _mounts_of(shown: Callable[[str], bool]) -> list[str]:
+    mounts: list[str] = []
+    for entry in sorted(os.scandir("/"), key=lambda entry: entry.name):
+        if not shown(entry.name):
+            continue
+        if entry.is_symlink():
+            mounts += ["--symlink", os.readlink(entry.path), entry.path]
+        else:
+            mounts += ["--ro-bind-try", entry.path, entry.path]
+    return mounts
+
+
+@functools.cache
+def check_bubblewrap() -> None:
+    """Raise ``ConfigError`` unless ``bwrap`` can make a sandbox here (user namespaces may be forbidden)."""
+    command = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=20)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip()
+        raise ConfigError(
+            f"bwrap cannot make a sandbox here ({said}); allow unprivileged user namespaces, or accept commands without"
+            " isolation: runtime = 'openhands_rl_plugin.hosts.v0.runtime.SubprocessRuntime'"
+        ) from error

@@ -1,0 +1,238 @@
+"""A session's shell on the host's side: starts the supervisor in a sandbox and asks it to run commands."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from openhands_rl_plugin.core.errors import InfrastructureError
+from openhands_rl_plugin.environments.workspace.sandbox import INSIDE, Sandbox, SandboxLimits
+
+_START_PATIENCE = 20.0
+_ANSWER_PATIENCE = 15.0
+_CLOSE_PATIENCE = 10.0
+_HOST_VARIABLES = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "USER", "LOGNAME")
+
+
+class CommandResult(BaseModel):
+    """What came of a command. ``exit_code`` is ``None`` when it was killed at its time limit.
+
+    ``earlier`` is what background processes of earlier commands wrote since the last result.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    output: str
+    earlier: str = ""
+    exit_code: int | None
+    timed_out: bool = False
+    cwd: str
+
+
+class ShellSnapshot(BaseModel):
+    """Where a shell stands: its working directory, and the names of the processes that commands left running."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    cwd: str
+    processes: list[str]
+
+
+class SandboxEndedError(InfrastructureError):
+    """The sandbox ended, or no longer answers, while a command ran. The next command starts a new one."""
+
+
+class Shell:
+    """A session's shell: ``cd``, variables, functions and background processes last from command to command.
+
+    ``variables`` are added to a small environment that does not hold the host's secrets. The first command runs in
+    ``start``, a directory as the session sees it (default: the workspace). Thread-safe; one command runs at a time.
+    """
+
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        variables: Mapping[str, str] | None = None,
+        limits: SandboxLimits | None = None,
+        *,
+        start: str | None = None,
+    ) -> None:
+        self._sandbox = sandbox
+        self._limits = limits or SandboxLimits()
+        self._variables = dict(variables or {})
+        self._start_in = start or sandbox.workspace
+        self._process: subprocess.Popen[bytes] | None = None
+        self._one_at_a_time = threading.Lock()
+        self._closed = threading.Event()
+
+    def run(self, command: str, *, timeout: float | None, cwd: str | None = None, keep: bool = True) -> CommandResult:
+        """Run ``command`` for at most ``timeout`` seconds; then it is killed with all that it started.
+
+        ``keep=False`` leaves the shell's state as it was. Raises ``InfrastructureError`` when no sandbox can be
+        started and ``SandboxEndedError`` when it ended under the command.
+        """
+        with self._one_at_a_time:
+            if self._closed.is_set():
+                raise SandboxEndedError("the sandbox is closed")
+            process = self._running()
+            request = {
+                "command": self._sandbox.from_inside(command),
+                "timeout": timeout,
+                "cwd": self._sandbox.from_inside(cwd) if cwd else None,
+                "keep": keep,
+            }
+            patience = None if timeout is None else timeout + _ANSWER_PATIENCE
+            result = self._ask(process, request, patience, CommandResult)
+            inside = self._sandbox.to_inside
+            shown = {"output": inside(result.output), "earlier": inside(result.earlier), "cwd": inside(result.cwd)}
+            return result.model_copy(update=shown)
+
+    def snapshot(self) -> ShellSnapshot:
+        """Where the shell stands. Raises ``InfrastructureError``."""
+        with self._one_at_a_time:
+            return self._ask(self._running(), {"snapshot": True}, _ANSWER_PATIENCE, ShellSnapshot)
+
+    def path_from_host(self, path: str) -> Path:
+        """How this process reaches an absolute ``path`` of the session's, also one that no mount of its own shows.
+
+        Only in bubblewrap, and until the sandbox ends. Raises ``InfrastructureError``.
+        """
+        monitor = self._running().pid
+        try:
+            first_inside = Path(f"/proc/{monitor}/task/{monitor}/children").read_text().split()[0]
+        except (OSError, IndexError) as error:
+            raise InfrastructureError("the sandbox ended, or /proc does not show its processes") from error
+        return Path(f"/proc/{first_inside}/root{path}")
+
+    def close(self) -> None:
+        """End the sandbox and everything in it, also a command that is running. Safe to call more than once."""
+        self._closed.set()
+        if (process := self._process) is not None:
+            self._end(process)
+            self._process = None
+
+    def _ask[T: BaseModel](
+        self, process: subprocess.Popen[bytes], request: object, patience: float | None, answer: type[T]
+    ) -> T:
+        if self._closed.is_set():
+            raise SandboxEndedError("the sandbox is closed")
+        line = self._exchange(process, request, patience)
+        try:
+            return answer.model_validate_json(line)
+        except ValidationError as invalid:
+            self._end(process)
+            raise SandboxEndedError("the sandbox answered something else than a result") from invalid
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self._process = self._start()
+        return self._process
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        try:
+            process = subprocess.Popen(
+                self._sandbox.wrap([sys.executable, "-I", "-S", "-c", _supervisor_source()]),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={"PATH": os.environ.get("PATH", os.defpath)},
+                start_new_session=True,
+                bufsize=0,
+            )
+        except OSError as error:
+            raise InfrastructureError(f"no sandbox could be started: {error}") from error
+        try:
+            self._exchange(process, self._setup(), _START_PATIENCE)
+        except SandboxEndedError as error:
+            raise InfrastructureError(f"no sandbox could be started: {error}") from error
+        return process
+
+    def _setup(self) -> dict[str, object]:
+        sandbox = self._sandbox
+        return {
+            "bash": shutil.which("bash") or "/bin/bash",
+            "env": self._environment(),
+            "cwd": sandbox.workspace,
+            "start": self._start_in,
+            "state": sandbox.state,
+            "output_bytes": self._limits.output,
+            "limits": self._limits.as_rlimits(),
+            "subreaper": sandbox.workspace != INSIDE,
+        }
+
+    def _environment(self) -> dict[str, str]:
+        inherited = {name: os.environ[name] for name in _HOST_VARIABLES if name in os.environ}
+        quiet = {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "GIT_TERMINAL_PROMPT": "0"}
+        return {"PATH": os.defpath, **inherited, **quiet, "HOME": self._sandbox.home, **self._variables}
+
+    def _exchange(self, process: subprocess.Popen[bytes], request: object, patience: float | None) -> bytes:
+        assert process.stdin is not None
+        try:
+            pending = memoryview(json.dumps(request).encode() + b"\n")
+            while pending:
+                pending = pending[process.stdin.write(pending) or 0 :]
+        except (BrokenPipeError, ValueError) as error:
+            raise SandboxEndedError(self._last_words(process)) from error
+        return self._read_line(process, None if patience is None else time.monotonic() + patience)
+
+    def _read_line(self, process: subprocess.Popen[bytes], deadline: float | None) -> bytes:
+        assert process.stdout is not None
+        line = bytearray()
+        # JSON may write one byte as six characters.
+        longest = 6 * 2 * self._limits.output + 65536
+        poll = select.poll()
+        poll.register(process.stdout, select.POLLIN)
+        while not line.endswith(b"\n"):
+            left = None if deadline is None else deadline - time.monotonic()
+            if (left is not None and left <= 0) or len(line) > longest:
+                self._end(process)
+                raise SandboxEndedError("the sandbox did not answer and was ended")
+            if not poll.poll(None if left is None else left * 1000):
+                continue
+            try:
+                data = os.read(process.stdout.fileno(), 65536)
+            except (OSError, ValueError):
+                data = b""
+            if not data:
+                raise SandboxEndedError(self._last_words(process))
+            line += data
+        return bytes(line)
+
+    def _last_words(self, process: subprocess.Popen[bytes]) -> str:
+        self._end(process)
+        said = self._said.strip().splitlines()
+        return said[-1] if said else "the sandbox ended"
+
+    _said = ""
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        # Closing stdin tells the supervisor to end what it started; in bubblewrap its own end does that too.
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        process.stdin.close()
+        try:
+            process.wait(_CLOSE_PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if not process.stderr.closed:
+            os.set_blocking(process.stderr.fileno(), False)
+            self._said = (process.stderr.read() or b"").decode("utf-8", "replace")
+            process.stderr.close()
+            process.stdout.close()
+
+
+@functools.cache
+def _supervisor_source() -> str:
+    return files("openhands_rl_plugin.environments.workspace").joinpath("supervisor.py").read_text(encoding="utf-8")

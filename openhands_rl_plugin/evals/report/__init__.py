@@ -1,0 +1,1 @@
+"""Reports and comparisons of evaluation runs: tables, figures, pages."""

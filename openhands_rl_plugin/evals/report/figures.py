@@ -1,0 +1,186 @@
+"""The figures of an evaluation: how often a task is solved, by one attempt and by several, and what it took."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from openhands_rl_plugin.core.attempts import best_at_k, over_tasks, pass_at_k
+from openhands_rl_plugin.core.statistics import Estimate
+from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.evals.report.reading import RunRecord
+from openhands_rl_plugin.evals.runs.outcome import Outcome, count_kinds
+
+_MOST_K = 64
+
+
+class Share(Frozen):
+    """How many of how many."""
+
+    count: int
+    of: int
+
+    @property
+    def value(self) -> float:
+        """The share; not a number of nothing."""
+        return self.count / self.of if self.of else math.nan
+
+
+class RunFigures(Frozen):
+    """One run of a group: attempts whose outcome is known, and those that solved their task."""
+
+    index: int
+    resolved: int
+    known: int
+
+
+class AtK(Frozen):
+    """A figure of ``k`` attempts, over the tasks that have at least so many."""
+
+    k: int
+    estimate: Estimate
+
+
+class GroupFigures(Frozen):
+    """Runs that differ in their number only: same data, agent, model and note.
+
+    ``pass_at_1`` is the mean over tasks of the share of attempts that solved them. ``kinds`` counts all attempts; those
+    of which nothing is known are in no rate of success. ``flagged``: attempts whose patch or run a guard flagged;
+    ``commands_flagged``: those that looked for the solution elsewhere. ``malformed`` is a share of the model's answers,
+    the other rates are shares of the attempts. Tokens and ``cost`` are sums, ``turns`` a mean, ``seconds`` an episode's
+    median.
+    """
+
+    name: str
+    agent: str = ""
+    model: str = ""
+    dataset: str = ""
+    split: str = ""
+    tasks: int
+    attempts: int
+    kinds: dict[str, int]
+    runs: tuple[RunFigures, ...]
+    pass_at_1: Estimate
+    pass_at_k: tuple[AtK, ...]
+    best_at_k: tuple[AtK, ...]
+    reward: float | None
+    stuck: Share
+    empty_patch: Share
+    timed_out: Share
+    malformed: Share
+    flagged: Share
+    commands_flagged: Share
+    turns: float
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cost: float | None
+    seconds: float
+
+
+def figures_of(runs: Sequence[RunRecord]) -> tuple[GroupFigures, ...]:
+    """Figures of every group of runs, in order of first appearance."""
+    groups: dict[str, list[RunRecord]] = defaultdict(list)
+    for run in runs:
+        groups[str(run.directory.with_name(run.name))].append(run)
+    return tuple(_group(members) for members in groups.values())
+
+
+def attempts_by_task(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
+    """The attempts of which something is known, by their task."""
+    tasks: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        if outcome.resolved is not None:
+            tasks[outcome.instance_id].append(outcome)
+    return dict(tasks)
+
+
+def success_rates(outcomes: Iterable[Outcome]) -> dict[str, float]:
+    """The share of a task's attempts that solved it, for every task of which something is known."""
+    tasks = attempts_by_task(outcomes)
+    return {name: sum(bool(each.resolved) for each in own) / len(own) for name, own in tasks.items()}
+
+
+def _group(runs: Sequence[RunRecord]) -> GroupFigures:
+    outcomes = [outcome for run in runs for outcome in run.outcomes]
+    metadata = runs[0].metadata
+    llm = metadata.get("llm_config")
+    tasks = attempts_by_task(outcomes)
+    rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
+    costs = [outcome.cost for outcome in outcomes if outcome.cost is not None]
+    seconds = [outcome.seconds for outcome in outcomes if outcome.seconds]
+    return GroupFigures(
+        name=runs[0].name,
+        agent=str(metadata.get("agent_class") or ""),
+        model=str(llm.get("model") or "") if isinstance(llm, dict) else "",
+        dataset=str(metadata.get("dataset") or ""),
+        split=str(metadata.get("data_split") or ""),
+        tasks=len({outcome.instance_id for outcome in outcomes}),
+        attempts=len(outcomes),
+        kinds=count_kinds(outcomes),
+        runs=tuple(_run(run) for run in runs),
+        pass_at_1=over_tasks([*success_rates(outcomes).values()]),
+        pass_at_k=_pass_at_k(tasks),
+        best_at_k=_best_at_k(tasks),
+        reward=math.fsum(rewards) / len(rewards) if rewards else None,
+        stuck=_share(outcome.stuck for outcome in outcomes),
+        empty_patch=_share(outcome.empty_patch for outcome in outcomes),
+        timed_out=_share(outcome.timed_out for outcome in outcomes),
+        malformed=Share(
+            count=sum(outcome.malformed for outcome in outcomes), of=sum(outcome.answers for outcome in outcomes)
+        ),
+        flagged=_share(bool(outcome.flags) for outcome in outcomes),
+        commands_flagged=_share(outcome.commands_flagged > 0 for outcome in outcomes),
+        turns=math.fsum(outcome.turns for outcome in outcomes) / len(outcomes) if outcomes else math.nan,
+        prompt_tokens=sum(outcome.prompt_tokens for outcome in outcomes),
+        cached_tokens=sum(outcome.cached_tokens for outcome in outcomes),
+        completion_tokens=sum(outcome.completion_tokens for outcome in outcomes),
+        cost=math.fsum(costs) if costs else None,
+        seconds=statistics.median(seconds) if seconds else 0.0,
+    )
+
+
+def _run(run: RunRecord) -> RunFigures:
+    known = [outcome for outcome in run.outcomes if outcome.resolved is not None]
+    return RunFigures(index=run.index, resolved=sum(bool(each.resolved) for each in known), known=len(known))
+
+
+def _pass_at_k(tasks: dict[str, list[Outcome]]) -> tuple[AtK, ...]:
+    counts = [(len(own), sum(bool(each.resolved) for each in own)) for own in tasks.values()]
+    return tuple(
+        AtK(k=k, estimate=over_tasks([pass_at_k(n, solved, k) for n, solved in counts if n >= k]))
+        for k in _each_k([n for n, _ in counts])
+    )
+
+
+def _best_at_k(tasks: dict[str, list[Outcome]]) -> tuple[AtK, ...]:
+    """Over the attempts that a verifier has scored; nothing without any."""
+    judged = [
+        [(each.verifier, float(bool(each.resolved))) for each in own if each.verifier is not None]
+        for own in tasks.values()
+    ]
+    return tuple(
+        AtK(
+            k=k,
+            estimate=over_tasks(
+                [
+                    best_at_k([each for each, _ in own], [solved for _, solved in own], k)
+                    for own in judged
+                    if len(own) >= k
+                ]
+            ),
+        )
+        for k in _each_k([len(own) for own in judged])
+    )
+
+
+def _each_k(counts: Sequence[int]) -> range:
+    """1 to the number of attempts that at least half of the tasks have: fewer tasks would be another data set."""
+    return range(1, min(_MOST_K, math.floor(statistics.median_low(counts))) + 1) if counts else range(0)
+
+
+def _share(found: Iterable[bool]) -> Share:
+    members = list(found)
+    return Share(count=sum(members), of=len(members))

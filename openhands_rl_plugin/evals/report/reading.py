@@ -1,0 +1,139 @@
+"""Runs as reports read them: our own, and those of OpenHands' evaluation, which know less."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from pydantic import Field, JsonValue, ValidationError
+
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.types import Frozen, JsonObject
+from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind, is_stuck
+from openhands_rl_plugin.evals.runs.run_files import METADATA, OUTPUT, read_rows
+
+_RUN = re.compile(r"(?P<name>.+)-run_(?P<index>\d+)\Z")
+
+
+class RunRecord(Frozen):
+    """One run. ``name`` is that of its folder without the number; ``metadata`` is OpenHands'."""
+
+    name: str
+    index: int
+    directory: Path
+    metadata: JsonObject = Field(default_factory=dict)
+    outcomes: tuple[Outcome, ...] = ()
+
+
+def read_runs(paths: tuple[Path, ...]) -> tuple[RunRecord, ...]:
+    """The runs at ``paths``: folders of runs, ``output.jsonl`` files, or folders that hold runs at any depth.
+
+    Raises ``ConfigError`` for a path without runs and for lines that are no output of an evaluation.
+    """
+    files: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise ConfigError(f"{path}: there is no such file or folder")
+        found = [path] if path.is_file() else sorted(path.rglob(OUTPUT))
+        if not found:
+            raise ConfigError(f"{path}: there is no {OUTPUT} in it, so no run of an evaluation")
+        files += [file for file in found if file not in files]
+    return tuple(_run(file, at) for at, file in enumerate(files))
+
+
+def read_metadata(file: Path) -> JsonObject:
+    """``metadata.json``; empty where there is none. Raises ``ConfigError``."""
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
+    return read if isinstance(read, dict) else {}
+
+
+def outcome_of_row(row: JsonObject, run: int = 0) -> Outcome:
+    """The attempt in a line of ``output.jsonl``; what only our harness writes is left open in those of others.
+
+    Raises ``ConfigError``.
+    """
+    result = row.get("test_result")
+    result = result if isinstance(result, dict) else {}
+    own = result.get("outcome")
+    try:
+        return Outcome.model_validate(own) if isinstance(own, dict) else _foreign(row, result, run)
+    except ValidationError as error:
+        raise ConfigError(f"{row['instance_id']}: test_result.outcome is damaged; remove the line") from error
+
+
+def _run(file: Path, at: int) -> RunRecord:
+    directory = file.resolve().parent
+    match = _RUN.match(directory.name)
+    index = int(match["index"]) if match else at
+    return RunRecord(
+        name=match["name"] if match else directory.name,
+        index=index,
+        directory=directory,
+        metadata=read_metadata(directory / METADATA),
+        outcomes=tuple(outcome_of_row(row, index) for row in read_rows(file)),
+    )
+
+
+def _foreign(row: JsonObject, result: JsonObject, run: int) -> Outcome:
+    patch = result.get("git_patch") or result.get("model_patch")
+    error = row.get("error")
+    history = row.get("history")
+    events = [event for event in history if isinstance(event, dict)] if isinstance(history, list) else []
+    usage = _at(_object(row.get("metrics")), "accumulated_token_usage")
+    timed_out = isinstance(error, str) and error.startswith("Timeout after")
+    cost = _object(row.get("metrics")).get("accumulated_cost")
+    return Outcome(
+        instance_id=str(row["instance_id"]),
+        run=run,
+        kind=_foreign_kind(row, result, bool(str(patch or "").strip()), timed_out),
+        reason=error if isinstance(error, str) else "",
+        stuck=is_stuck(error),
+        timed_out=timed_out,
+        empty_patch=not str(patch or "").strip(),
+        turns=sum(event.get("source") == "agent" and "action" in event for event in events) - _systems(events),
+        prompt_tokens=_whole(usage.get("prompt_tokens")),
+        cached_tokens=_whole(usage.get("cache_read_tokens")),
+        completion_tokens=_whole(usage.get("completion_tokens")),
+        cost=float(cost) if isinstance(cost, int | float) else None,
+    )
+
+
+def _foreign_kind(row: JsonObject, result: JsonObject, patched: bool, timed_out: bool) -> OutcomeKind:
+    report = _object(result.get("report") or row.get("report"))
+    told = {
+        "error_eval": OutcomeKind.INFRASTRUCTURE,
+        "resolved": OutcomeKind.RESOLVED,
+        "empty_generation": OutcomeKind.EMPTY_PATCH,
+        "failed_apply_patch": OutcomeKind.UNAPPLIED,
+        "test_timeout": OutcomeKind.TIMED_OUT,
+    }
+    for name, kind in told.items():
+        if report.get(name) is True:
+            return kind
+    if isinstance(report.get("resolved"), bool):
+        return OutcomeKind.UNRESOLVED
+    if not patched and (row.get("error") is None or timed_out):
+        return OutcomeKind.EMPTY_PATCH
+    return OutcomeKind.UNGRADED
+
+
+def _systems(events: list[JsonObject]) -> int:
+    return sum(event.get("action") == "system" for event in events)
+
+
+def _object(value: JsonValue) -> JsonObject:
+    return value if isinstance(value, dict) else {}
+
+
+def _at(value: JsonObject, key: str) -> JsonObject:
+    return _object(value.get(key))
+
+
+def _whole(value: JsonValue) -> int:
+    return value if isinstance(value, int) else 0

@@ -1,0 +1,44 @@
+"""What a verifier has said about attempts, read from the store in which their episodes are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import Score
+from openhands_rl_plugin.evals.report.reading import RunRecord
+
+VERIFIER = "verifier"
+"""How the versions of verifiers' scores begin."""
+
+_AT_ONCE = 200
+
+
+async def with_verifier(
+    runs: Sequence[RunRecord], storage: TrajectoryStorage, version: str = VERIFIER
+) -> tuple[RunRecord, ...]:
+    """The runs with every attempt's newest score whose version begins with ``version``. Raises ``StorageError``."""
+    ids = sorted({outcome.trajectory_id for run in runs for outcome in run.outcomes if outcome.trajectory_id})
+    scores: dict[str, float] = {}
+    for start in range(0, len(ids), _AT_ONCE):
+        where = TrajectoryFilter(ids=tuple(ids[start : start + _AT_ONCE]))
+        async for trajectory, judged in storage.find(where):
+            if (score := _newest(judged, version)) is not None:
+                scores[trajectory.id] = score
+    return tuple(
+        run.model_copy(
+            update={
+                "outcomes": tuple(
+                    outcome.model_copy(update={"verifier": scores.get(outcome.trajectory_id, outcome.verifier)})
+                    for outcome in run.outcomes
+                )
+            }
+        )
+        for run in runs
+    )
+
+
+def _newest(judged: Iterable[Score], version: str) -> float | None:
+    own = [score.reward for score in judged if score.reward_version.startswith(version) and score.reward is not None]
+    return own[-1] if own else None

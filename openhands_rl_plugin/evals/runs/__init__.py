@@ -1,0 +1,1 @@
+"""Evaluation runs: suites, instances, resuming, outcomes. Start with ``evaluation``."""

@@ -1,0 +1,185 @@
+"""An evaluation put together: settings, player, back end and store of a plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.config.rl import ServingSettings
+from openhands_rl_plugin.config.toml import RLSettings, load_settings
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.types import StrategySpec
+from openhands_rl_plugin.evals.runs.evaluation import Evaluation
+from openhands_rl_plugin.evals.runs.instances import InstancePlayer
+from openhands_rl_plugin.evals.runs.judged import Entry, Player, Runner
+from openhands_rl_plugin.evals.runs.outcome import Outcome
+from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, PlayedBy
+from openhands_rl_plugin.evals.runs.prompts import REPLIES
+from openhands_rl_plugin.evals.runs.suites import WEBSHOP, Suite
+from openhands_rl_plugin.evals.runs.web import WebPlayer, shop_for
+from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
+from openhands_rl_plugin.hosts.open import host_runner
+from openhands_rl_plugin.hosts.pool.open_pool import open_pool
+from openhands_rl_plugin.hosts.shared.options import ENVIRONMENT_RUNTIME, RL_AGENT, ControllerOptions
+
+BUBBLEWRAP_RUNTIME = "openhands_rl_plugin.hosts.v0.runtime.BubblewrapRuntime"
+STORE = "trajectories"
+"""The folder of the store, below that of the evaluation, where no other is named."""
+
+_MOST_PROCESSES = 8
+
+
+async def evaluate(
+    plan: EvaluationPlan,
+    suite: Suite,
+    entries: Sequence[Entry],
+    *,
+    settings: RLSettings,
+    storage: TrajectoryStorage,
+    backend: InstanceBackend | None = None,
+    grade: bool = True,
+    retry_failed: bool = False,
+    processes: int = 0,
+    started: Callable[[Evaluation], Callable[[Outcome], None] | None] | None = None,
+) -> None:
+    """Do what is left of a plan. ``started`` is told of it and gives the listener of its outcomes.
+
+    ``processes``: worker processes that OpenHands' controllers are spread over; 0 plays in this one.
+
+    Raises ``ConfigError`` and ``StorageError``; an interruption keeps what was finished.
+    """
+    if suite.software and backend is None:
+        raise ConfigError(f"{suite.name} needs a back end for its instances")
+    if backend is not None:
+        await backend.check()
+    evaluation = Evaluation(plan, entries, by=played_by(plan, settings), retry_failed=retry_failed)
+    try:
+        listener = started(evaluation) if started else None
+        async with _player(plan, suite, settings, storage, backend, grade, evaluation.scratch, processes) as player:
+            await evaluation.run(player, listener)
+    finally:
+        evaluation.close()
+
+
+@asynccontextmanager
+async def _player(
+    plan: EvaluationPlan,
+    suite: Suite,
+    settings: RLSettings,
+    storage: TrajectoryStorage,
+    backend: InstanceBackend | None,
+    grade: bool,
+    scratch: Path,
+    processes: int,
+) -> AsyncIterator[Player]:
+    options = options_of(plan, suite, processes)
+    with ExitStack() as opened:
+        if suite.name == WEBSHOP:
+            settings = opened.enter_context(shop_for(settings))
+        async with open_runner(settings, options, storage, processes) as runner:
+            strategy = options.strategy_spec(settings)
+            if backend is None:
+                yield WebPlayer(plan, runner, strategy=strategy, storage=storage)
+            else:
+                yield open_player(plan, runner, strategy, storage, backend, scratch, grade=grade)
+
+
+@asynccontextmanager
+async def open_runner(
+    settings: RLSettings, options: ControllerOptions, storage: TrajectoryStorage, processes: int
+) -> AsyncIterator[Runner]:
+    """OpenHands' controllers in ``processes`` workers, or in this process (0), until the block ends."""
+    if processes:
+        runner: Runner = open_pool(settings, options, workers=processes, storage=storage)
+    else:
+        runner = host_runner(settings, options, storage=storage)
+    try:
+        yield runner
+    finally:
+        await runner.close()
+
+
+def open_player(
+    plan: EvaluationPlan,
+    runner: Runner,
+    strategy: StrategySpec,
+    storage: TrajectoryStorage,
+    backend: InstanceBackend,
+    scratch: Path,
+    *,
+    grade: bool = True,
+) -> InstancePlayer:
+    """Who plays software tasks in checkouts of ``backend``, which grades them too."""
+    grader = backend if grade else None
+    return InstancePlayer(
+        plan, runner, strategy=strategy, storage=storage, checkouts=backend, grader=grader, scratch=scratch
+    )
+
+
+def options_of(plan: EvaluationPlan, suite: Suite, processes: int) -> ControllerOptions:
+    """How OpenHands' controller plays the plan. Raises ``ConfigError`` for an agent that cannot play the suite."""
+    if plan.agent != RL_AGENT and not suite.software:
+        raise ConfigError(f"{suite.name} is an environment, which only {RL_AGENT} can play, not {plan.agent}")
+    return ControllerOptions(
+        runtime=BUBBLEWRAP_RUNTIME if suite.software else ENVIRONMENT_RUNTIME,
+        environment_mode=not suite.software,
+        sessions=-(-plan.workers // max(1, processes)),
+        command_timeout=plan.command_timeout,
+        native_tool_calling=plan.model.native_tool_calling,
+        agent=plan.agent,
+        token_ids=plan.model.token_ids,
+        stuck_detection=suite.software,
+        llm_retries=plan.model.num_retries,
+        replies=REPLIES if suite.software else None,
+    )
+
+
+def settings_of(plan: EvaluationPlan, config: Path | None) -> RLSettings:
+    """``[rl]`` of the configuration file, with what the plan says about model, strategy and bounds.
+
+    Raises ``ConfigError``, also for a strategy that the plan's agent would not ask.
+    """
+    if plan.agent != RL_AGENT and (plan.strategy or plan.strategy_options):
+        option = "--strategy" if plan.strategy else "--strategy-option"
+        raise ConfigError(f"{option}: only {RL_AGENT} has a strategy, not {plan.agent}; give --agent {RL_AGENT} too")
+    settings = load_settings(config) if config is not None else RLSettings()
+    serving = ServingSettings(
+        base_url=plan.model.base_url,
+        model=plan.base_model or plan.model.name,
+        api_key_env=plan.model.api_key_env,
+        request_timeout=plan.model.timeout,
+    )
+    strategy = plan.strategy or settings.rollout_strategy
+    options = {**(settings.strategy if strategy == settings.rollout_strategy else {}), **plan.strategy_options}
+    if plan.agent == RL_AGENT:
+        registry.build("strategies", strategy, options)
+    temperature = 0.0 if plan.model.temperature is None else plan.model.temperature
+    return settings.model_copy(
+        update={
+            "serving": serving,
+            "rollout_strategy": strategy,
+            "strategy": options,
+            "max_workers": plan.workers,
+            "max_response_length": plan.model.max_output_tokens,
+            "sampling": settings.sampling.model_copy(update={"temperature": temperature, "seed": plan.seed}),
+        }
+    )
+
+
+def played_by(plan: EvaluationPlan, settings: RLSettings) -> PlayedBy | None:
+    """The strategy of ``settings`` that plays the plan; ``None`` for an agent that has none."""
+    if plan.agent != RL_AGENT:
+        return None
+    strategy, options = settings.rollout_strategy, settings.strategy
+    made: object = getattr(registry.build("strategies", strategy, options), "options", None)
+    own: object = getattr(made, "temperature", None)
+    return PlayedBy(strategy=strategy, options=options, temperature=own if isinstance(own, float) else None)
+
+
+def process_count(workers: int) -> int:
+    """Worker processes for so many episodes at a time: no more than processors, which one process cannot fill."""
+    return max(1, min(workers, os.cpu_count() or 1, _MOST_PROCESSES))

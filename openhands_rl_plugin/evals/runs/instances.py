@@ -1,0 +1,199 @@
+"""Software-engineering tasks: a checkout, an episode in it, and a verdict on the patch that came out."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+import uuid
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
+from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import (
+    EpisodeRequest,
+    Failure,
+    FailureKind,
+    JsonObject,
+    PolicyRef,
+    Score,
+    StopReason,
+    StrategySpec,
+    Times,
+    Trajectory,
+)
+from openhands_rl_plugin.environments.workspace.place import Place, PlaceMount
+from openhands_rl_plugin.evals.runs.judged import Entry, Judged, Runner, stored_with_scores
+from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
+from openhands_rl_plugin.evals.runs.prompts import directory_of
+from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
+from openhands_rl_plugin.evals.swe.types import Instance, Verdict, VerdictKind
+from openhands_rl_plugin.rollout.scoring import judge
+from openhands_rl_plugin.rollout.session import trajectory_id
+
+_CHECKOUT = "instance.checkout"
+_PAUSE = 0.5
+_LONGEST_PAUSE = 10.0
+
+
+class InstancePlayer:
+    """Plays instances with ``runner``, which stores episodes, and grades them with ``grader`` (``None``: not at all).
+
+    Checkouts and episodes take turns by the plan's ``workers``, gradings by its ``graders``, so that patches are tested
+    while other episodes wait for the model. ``scratch`` holds the checkouts that are in use.
+    """
+
+    def __init__(
+        self,
+        plan: EvaluationPlan,
+        runner: Runner,
+        *,
+        strategy: StrategySpec,
+        storage: TrajectoryStorage,
+        checkouts: InstanceBackend,
+        grader: InstanceBackend | None,
+        scratch: Path,
+    ) -> None:
+        self._plan = plan
+        self._checkouts = checkouts
+        self._grader = grader
+        self._storage = storage
+        self._scratch = scratch
+        self._runner = runner
+        self._strategy = strategy
+        self._reward: Reward = registry.build("rewards", "tests")
+        self._playing = asyncio.Semaphore(plan.workers)
+        self._grading = asyncio.Semaphore(plan.graders)
+
+    async def play(self, request: EpisodeRequest, entry: Entry) -> Judged:
+        """As in ``Player``."""
+        assert entry.instance is not None
+        stored = await self._stored(trajectory_id(request))
+        if stored is None or stored.trajectory.stop is StopReason.UNFINISHED:
+            async with self._playing:
+                stored = Judged(await self._roll_out(request, entry.instance))
+        if stored.verdict is not None or stored.trajectory.failure is not None or self._grader is None:
+            return stored
+        async with self._grading:
+            verdict = await self._grade(stored.trajectory, entry.instance, self._grader)
+        return await self._scored(with_verdict(stored.trajectory, verdict), verdict)
+
+    async def _stored(self, identity: str) -> Judged | None:
+        """What an earlier process left of the episode, with its verdict if it came to that."""
+        found = await stored_with_scores(self._storage, identity, self._strategy)
+        if found is None:
+            return None
+        trajectory, scores = found
+        own = [score for score in scores if score.reward_version == self._reward.version]
+        verdict = _verdict_of(own[-1]) if own else None
+        return Judged(trajectory) if verdict is None else Judged(with_verdict(trajectory, verdict), own[-1], verdict)
+
+    async def _roll_out(self, request: EpisodeRequest, instance: Instance) -> Trajectory:
+        root, started = self._scratch / uuid.uuid4().hex, time.time()
+        try:
+            place = await self._place(instance, root)
+            if isinstance(place, Failure):
+                return await self._failed(request, place, started)
+            return await self._runner.run(request, place)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, root, True)
+
+    async def _place(self, instance: Instance, root: Path) -> Place | Failure:
+        directory = root / directory_of(instance)
+        try:
+            with boundary(FailureKind.INFRASTRUCTURE, _CHECKOUT):
+                root.mkdir(parents=True, mode=0o700)
+                checkout = await self._checkouts.checkout(instance, directory)
+        except CaughtFailure as caught:
+            return caught.failure
+        except ConfigError as error:
+            # A row that cannot be set up costs itself, not the evaluation.
+            return Failure(kind=FailureKind.ENVIRONMENT, message=str(error)[:500], boundary=_CHECKOUT)
+        return Place(
+            root=root,
+            repository=directory.name,
+            mounts=tuple(PlaceMount(host=mount.host, inside=mount.inside) for mount in checkout.mounts),
+            variables=checkout.variables,
+        )
+
+    async def _failed(self, request: EpisodeRequest, failure: Failure, started: float) -> Trajectory:
+        base = self._plan.base_model or self._plan.model.name
+        trajectory = EpisodeTree().freeze(
+            request,
+            trajectory_id=trajectory_id(request),
+            strategy=self._strategy,
+            policy=PolicyRef.from_served_name(base, request.served_model or base),
+            stop=StopReason.ERROR,
+            times=Times(started=started, finished=time.time()),
+            failure=failure,
+        )
+        await self._storage.add(trajectory)
+        return trajectory
+
+    async def _grade(self, trajectory: Trajectory, instance: Instance, grader: InstanceBackend) -> Verdict:
+        patch = trajectory.evidence.get("git_patch")
+        if not isinstance(patch, str):
+            why = str(trajectory.evidence.get("git_patch_missing") or "the episode left no patch")
+            return _verdict(instance, VerdictKind.INFRASTRUCTURE, why)
+        if trajectory.evidence.get("git_patch_cut"):
+            return _verdict(instance, VerdictKind.REFUSED, "the change is larger than a recorded patch may be")
+        logs = self._plan.out / trajectory.run_id / "eval_logs" / instance.instance_id
+        for attempt in range(self._plan.retries + 1):
+            if attempt:
+                await asyncio.sleep(min(_PAUSE * 2**attempt, _LONGEST_PAUSE))
+            try:
+                with boundary(FailureKind.GRADER, "instance.grade"):
+                    verdict = await grader.grade(instance, patch, logs=logs, timeout=self._plan.test_timeout)
+            except (CaughtFailure, ConfigError) as error:
+                verdict = _verdict(instance, VerdictKind.INFRASTRUCTURE, str(error))
+            if verdict.kind is not VerdictKind.INFRASTRUCTURE:
+                break
+        return verdict
+
+    async def _scored(self, trajectory: Trajectory, verdict: Verdict) -> Judged:
+        score = await judge(self._reward, trajectory)
+        if isinstance(score, Failure):
+            return Judged(trajectory, None, verdict)
+        await self._storage.add_scores([score])
+        return Judged(trajectory, score, verdict)
+
+
+def with_verdict(trajectory: Trajectory, verdict: Verdict) -> Trajectory:
+    """The episode with the report of its tests in its evidence, where OpenHands' evaluation has it.
+
+    The stored episode stays as it was before anyone judged it; its score holds the verdict.
+    """
+    patch = trajectory.evidence.get("git_patch")
+    result: JsonObject = {
+        "git_patch": patch if isinstance(patch, str) else "",
+        "report": report_of(verdict),
+        "verdict": verdict.model_dump(mode="json", exclude={"logs"}),
+    }
+    return trajectory.model_copy(update={"evidence": {**trajectory.evidence, "test_result": result}})
+
+
+def report_of(verdict: Verdict) -> JsonObject:
+    """``test_result.report`` as OpenHands' ``eval_infer`` writes it."""
+    kind = verdict.kind
+    return {
+        "empty_generation": kind is VerdictKind.EMPTY_PATCH,
+        "resolved": verdict.resolved,
+        "failed_apply_patch": kind in (VerdictKind.UNAPPLIED, VerdictKind.REFUSED),
+        "error_eval": kind is VerdictKind.INFRASTRUCTURE,
+        "test_timeout": kind is VerdictKind.TIMED_OUT,
+    }
+
+
+def _verdict(instance: Instance, kind: VerdictKind, reason: str) -> Verdict:
+    return Verdict(instance_id=instance.instance_id, kind=kind, reason=reason)
+
+
+def _verdict_of(score: Score) -> Verdict | None:
+    try:
+        return Verdict.model_validate(score.detail.get("verdict"))
+    except ValidationError:
+        return None

@@ -1,0 +1,136 @@
+"""What became of one attempt at one task: the row of every report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+from pydantic import JsonValue
+
+from openhands_rl_plugin.core.types import FailureKind, Frozen, StopReason, Trajectory
+from openhands_rl_plugin.evals.runs.judged import Judged
+from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
+from openhands_rl_plugin.evals.swe.types import VerdictKind
+from openhands_rl_plugin.hosts.shared.episode import LAST_ERROR
+
+
+class OutcomeKind(StrEnum):
+    """A verdict's kind, or why there is none."""
+
+    RESOLVED = VerdictKind.RESOLVED.value
+    UNRESOLVED = VerdictKind.UNRESOLVED.value
+    EMPTY_PATCH = VerdictKind.EMPTY_PATCH.value
+    UNAPPLIED = VerdictKind.UNAPPLIED.value
+    TIMED_OUT = VerdictKind.TIMED_OUT.value
+    REFUSED = VerdictKind.REFUSED.value
+    INFRASTRUCTURE = VerdictKind.INFRASTRUCTURE.value
+    FAILED = "failed"
+    """The episode failed, by the model server's or the environment's fault: no sample of the agent."""
+    UNGRADED = "ungraded"
+
+
+UNKNOWN = frozenset({OutcomeKind.INFRASTRUCTURE, OutcomeKind.FAILED, OutcomeKind.UNGRADED})
+"""Kinds that say nothing about the agent: they are counted, and left out of every rate of success."""
+
+
+class Outcome(Frozen):
+    """One attempt. ``cost`` is in the currency of the model's prices, ``None`` where none are known; times in seconds.
+
+    ``answers`` are all that the model gave, ``malformed`` those that could not be read; ``turns`` are those acted upon.
+    ``flags`` are rules of the guard that saw something in the patch or its run; ``commands_flagged`` turns looked for
+    the solution elsewhere. ``verifier`` is what a verifier thinks of the attempt, if one has scored it.
+    """
+
+    instance_id: str
+    run: int = 0
+    kind: OutcomeKind
+    reward: float | None = None
+    reason: str = ""
+    stop: str = ""
+    stuck: bool = False
+    timed_out: bool = False
+    empty_patch: bool = False
+    flags: tuple[str, ...] = ()
+    commands_flagged: int = 0
+    turns: int = 0
+    answers: int = 0
+    malformed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float | None = None
+    seconds: float = 0.0
+    grading_seconds: float = 0.0
+    verifier: float | None = None
+    trajectory_id: str = ""
+
+    @property
+    def resolved(self) -> bool | None:
+        """Whether the task was solved; ``None`` when nothing is known about it."""
+        return None if self.kind in UNKNOWN else self.kind is OutcomeKind.RESOLVED
+
+
+def outcome_of(judged: Judged, run: int, model: EvaluatedModel) -> Outcome:
+    """The row of an attempt that was just played, or found in the store."""
+    trajectory, verdict = judged.trajectory, judged.verdict
+    usage, times = trajectory.usage, trajectory.times
+    patch = trajectory.evidence.get("git_patch")
+    return Outcome(
+        instance_id=trajectory.task.id,
+        run=run,
+        kind=_kind(judged),
+        reward=judged.score.reward if judged.score else None,
+        reason=_reason(judged),
+        stop=trajectory.stop.value,
+        stuck=is_stuck(trajectory.evidence.get(LAST_ERROR)),
+        timed_out=trajectory.stop is StopReason.TIMEOUT,
+        empty_patch=isinstance(patch, str) and not patch.strip(),
+        flags=verdict.flagged if verdict else (),
+        commands_flagged=len({flag.where for flag in judged.commands}),
+        turns=sum(1 for _ in trajectory.sampled()),
+        answers=sum(node.sampled for node in trajectory.nodes),
+        malformed=sum("malformed" in node.metadata for node in trajectory.nodes if node.sampled),
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        completion_tokens=usage.completion_tokens,
+        cost=model.cost(usage.prompt_tokens, usage.completion_tokens),
+        seconds=max(0.0, times.finished - times.started),
+        grading_seconds=verdict.seconds if verdict else 0.0,
+        trajectory_id=trajectory.id,
+    )
+
+
+def is_stuck(error: JsonValue) -> bool:
+    """Whether OpenHands' stuck detector ended the episode, by what it said."""
+    said = error.lower() if isinstance(error, str) else ""
+    return "stuck in a loop" in said or "stuckinloop" in said
+
+
+def kind_of_failure(trajectory: Trajectory) -> OutcomeKind | None:
+    """The kind of a failed episode; ``None`` for a valid one."""
+    if trajectory.failure is None:
+        return None
+    infrastructure = trajectory.failure.kind is FailureKind.INFRASTRUCTURE
+    return OutcomeKind.INFRASTRUCTURE if infrastructure else OutcomeKind.FAILED
+
+
+def count_kinds(outcomes: Iterable[Outcome]) -> dict[str, int]:
+    """How many there are of every kind, also of those that did not occur."""
+    found = [outcome.kind for outcome in outcomes]
+    return {kind.value: found.count(kind) for kind in OutcomeKind}
+
+
+def _kind(judged: Judged) -> OutcomeKind:
+    if (failed := kind_of_failure(judged.trajectory)) is not None:
+        return failed
+    if judged.verdict is not None:
+        return OutcomeKind(judged.verdict.kind.value)
+    if judged.score is None or judged.score.reward is None:
+        return OutcomeKind.UNGRADED
+    return OutcomeKind.RESOLVED if judged.score.detail.get("resolved") is True else OutcomeKind.UNRESOLVED
+
+
+def _reason(judged: Judged) -> str:
+    if judged.trajectory.failure is not None:
+        return judged.trajectory.failure.message
+    return judged.verdict.reason if judged.verdict else ""

@@ -1,0 +1,104 @@
+"""What is evaluated: which agent with which model on which tasks, how often, within which bounds."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from pathlib import Path
+
+from pydantic import Field
+
+from openhands_rl_plugin.core.types import EpisodeRequest, Frozen, JsonObject, Limits, SamplingParams, Task
+from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
+
+_LIMIT_S = 7200.0
+
+
+class Run(Frozen):
+    """One of the runs over all tasks. ``temperature`` of ``None`` leaves it to the model's settings."""
+
+    index: int
+    temperature: float | None = None
+
+
+class PlayedBy(Frozen):
+    """The strategy that plays a plan, as options and settings decide it.
+
+    ``temperature``: that of a search, which sets its own whatever a run has; ``None`` for other strategies.
+    """
+
+    strategy: str
+    options: JsonObject = Field(default_factory=dict)
+    temperature: float | None = None
+
+
+class EvaluationPlan(Frozen):
+    """One evaluation. ``timeout`` bounds an episode and ``test_timeout`` the tests of one patch, in seconds.
+
+    ``base_model``: what the server calls the model without its adapter, where ``model`` is one's version; else empty.
+    ``temperatures``: the n-th run takes the n-th, the rest the last; empty leaves them to the model. ``retries`` bounds
+    the replacements of an episode, and of a grading, that failed for want of infrastructure.
+    """
+
+    suite: str
+    dataset: str
+    split: str
+    agent: str
+    model: EvaluatedModel
+    base_model: str = ""
+    out: Path
+    note: str = "v1"
+    strategy: str = ""
+    strategy_options: JsonObject = Field(default_factory=dict)
+    max_iterations: int = Field(default=50, ge=1)
+    runs: int = Field(default=1, ge=1)
+    temperatures: tuple[float, ...] = ()
+    seed: int = 0
+    workers: int = Field(default=1, ge=1)
+    graders: int = Field(default=1, ge=1)
+    timeout: float = Field(default=_LIMIT_S, gt=0)
+    test_timeout: float = Field(default=1800.0, gt=0)
+    command_timeout: int = Field(default=300, ge=1)
+    retries: int = Field(default=2, ge=0)
+    completions: bool = True
+
+    def each_run(self) -> tuple[Run, ...]:
+        """The runs with their temperatures."""
+        steps = self.temperatures
+        return tuple(
+            Run(index=index, temperature=steps[min(index, len(steps) - 1)] if steps else self.model.temperature)
+            for index in range(self.runs)
+        )
+
+    def run_name(self, run: Run) -> str:
+        """The run's folder below ``out``, as OpenHands' evaluation names it; also its id in the store."""
+        model = re.sub(r"[^\w.@+-]", "_", self.model.name.rpartition("/")[2].replace("@", "-"))
+        dataset = f"{self.dataset.replace('/', '__')}-{self.split}"
+        return f"{dataset}/{self.agent}/{model}_maxiter_{self.max_iterations}_N_{self.note}-run_{run.index}"
+
+    def run_directory(self, run: Run) -> Path:
+        """Where the run's files are."""
+        return self.out / self.run_name(run)
+
+    def limits(self) -> Limits:
+        """The bounds of one episode."""
+        return Limits(
+            max_turns=self.max_iterations,
+            max_response_length=self.model.max_output_tokens,
+            max_obs_length=max(1, self.model.max_message_chars // 4),
+            timeout=self.timeout,
+        )
+
+    def request(self, run: Run, task: Task, attempt: int = 0) -> EpisodeRequest:
+        """One episode. Its seed depends on the plan's seed, the run and the task, not on what else is played."""
+        name = self.run_name(run)
+        return EpisodeRequest(
+            task=task,
+            run_id=name,
+            group_id=f"{name.rpartition('-run_')[0]}/{task.id}",
+            sample=run.index,
+            attempt=attempt,
+            seed=zlib.crc32(f"{self.seed}/{run.index}/{task.id}".encode()) % 2**31,
+            served_model=self.model.name if self.base_model else None,
+            sampling=SamplingParams(temperature=run.temperature, top_p=self.model.top_p),
+        )

@@ -1,0 +1,136 @@
+"""The files of a run as OpenHands' evaluation leaves them, made of a judged episode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from openhands_rl_plugin.core.redaction import redact_json
+from openhands_rl_plugin.core.types import JsonObject, Trajectory
+from openhands_rl_plugin.evals.runs.judged import Entry, Judged
+from openhands_rl_plugin.evals.runs.outcome import Outcome
+from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, PlayedBy, Run
+from openhands_rl_plugin.hosts.shared.episode import LAST_ERROR
+from openhands_rl_plugin.trajectories.exchange import llm_completions, output_jsonl
+from openhands_rl_plugin.trajectories.exchange.dates import date_of
+from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
+
+
+def metadata_of(plan: EvaluationPlan, run: Run, started: float, by: PlayedBy | None = None) -> JsonObject:
+    """``metadata.json``, with OpenHands' keys; what it has no key for is in ``details``. ``by`` is the strategy."""
+    own: JsonObject = {
+        "suite": plan.suite,
+        "run": run.index,
+        "temperature": run.temperature if by is None or by.temperature is None else by.temperature,
+        "seed": plan.seed,
+        "strategy": (by.strategy if by is not None else plan.strategy) or None,
+        "strategy_options": redact_json(by.options if by is not None else plan.strategy_options),
+        "timeout": plan.timeout,
+        "test_timeout": plan.test_timeout,
+    }
+    return {
+        "agent_class": plan.agent,
+        "llm_config": plan.model.as_llm_config(),
+        "max_iterations": plan.max_iterations,
+        "eval_output_dir": str(plan.run_directory(run)),
+        "start_time": date_of(started).strftime("%Y-%m-%d %H:%M:%S"),
+        "git_commit": "",
+        "dataset": plan.dataset,
+        "data_split": plan.split,
+        "details": own,
+    }
+
+
+def output_row(judged: Judged, entry: Entry, outcome: Outcome, metadata: JsonObject) -> JsonObject:
+    """A line of ``output.jsonl``: the fields of V0's ``EvalOutput`` without the absent ones and without secrets.
+
+    What reports need beside them stands in ``test_result.outcome``.
+    """
+    trajectory = judged.trajectory
+    held = trajectory.evidence.get("test_result")
+    result: JsonObject = {**(held if isinstance(held, dict) else {}), "outcome": outcome.model_dump(mode="json")}
+    patch = trajectory.evidence.get("git_patch")
+    if isinstance(patch, str):
+        result["git_patch"] = patch
+    if commands := judged.commands:
+        result["commands_flagged"] = [flag.model_dump(mode="json") for flag in commands]
+    row: JsonObject = {
+        "instance_id": entry.task.id,
+        "test_result": result,
+        "instruction": entry.task.instruction,
+        "metadata": metadata,
+        "history": [*_history(trajectory)],
+        "metrics": _metrics(trajectory, outcome),
+        "error": _error(trajectory),
+        "instance": entry.row,
+    }
+    return redact_json({name: value for name, value in row.items() if value is not None})
+
+
+def completion_files(trajectory: Trajectory) -> Iterator[tuple[str, JsonObject]]:
+    """``<model>-<number>.json`` with its content, for every call: what ``llm_completions/<instance>`` consists of."""
+    try:
+        for name, row in llm_completions.rows(trajectory, ()):
+            yield PurePosixPath(name).name, redact_json(row)
+    except LeftOutError:
+        return
+
+
+def prediction_of(row: JsonObject, model: str) -> JsonObject | None:
+    """A SWE-bench prediction of a line of ``output.jsonl``; ``None`` for a line without a patch."""
+    result = row.get("test_result")
+    patch = result.get("git_patch") if isinstance(result, dict) else None
+    if not isinstance(patch, str):
+        return None
+    return {"instance_id": row["instance_id"], "model_name_or_path": model, "model_patch": patch}
+
+
+def _history(trajectory: Trajectory) -> list[JsonObject]:
+    """The events; an episode that failed before anything was said has none."""
+    try:
+        row = next(output_jsonl.rows(trajectory, ()))
+    except LeftOutError:
+        return []
+    events = row["history"]
+    assert isinstance(events, list)
+    return [event for event in events if isinstance(event, dict)]
+
+
+def _metrics(trajectory: Trajectory, outcome: Outcome) -> JsonObject:
+    model = trajectory.policy.served_name
+    usage: JsonObject = {
+        "model": model,
+        "prompt_tokens": outcome.prompt_tokens,
+        "completion_tokens": outcome.completion_tokens,
+        "cache_read_tokens": outcome.cached_tokens,
+        "cache_write_tokens": 0,
+        "context_window": 0,
+        "per_turn_token": 0,
+        "response_id": "",
+    }
+    latencies: list[JsonObject] = [
+        {"model": model, "latency": latency, "response_id": ""} for latency in _latencies(trajectory)
+    ]
+    return {
+        "accumulated_cost": outcome.cost or 0.0,
+        "max_budget_per_task": None,
+        "accumulated_token_usage": usage,
+        "costs": [],
+        "response_latencies": [*latencies],
+        "token_usages": [],
+    }
+
+
+def _latencies(trajectory: Trajectory) -> Iterator[float]:
+    for node in trajectory.nodes:
+        attempts = node.metadata.get("attempts")
+        for attempt in attempts if isinstance(attempts, list) else ():
+            if isinstance(attempt, dict) and isinstance(latency := attempt.get("latency"), float):
+                yield latency
+
+
+def _error(trajectory: Trajectory) -> str | None:
+    said = trajectory.evidence.get(LAST_ERROR)
+    if trajectory.failure is not None:
+        return trajectory.failure.message
+    return said if isinstance(said, str) else None

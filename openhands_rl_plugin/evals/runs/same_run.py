@@ -1,0 +1,78 @@
+"""A run goes on as what it was: its folder's name does not tell one strategy from another, its metadata does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.redaction import redact_json
+from openhands_rl_plugin.core.types import JsonObject
+from openhands_rl_plugin.evals.report.reading import read_metadata
+from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, PlayedBy, Run
+from openhands_rl_plugin.evals.runs.rows import metadata_of
+from openhands_rl_plugin.evals.runs.run_files import METADATA, OUTPUT, read_rows
+
+_MODEL = ("model", "top_p", "max_output_tokens", "max_message_chars", "native_tool_calling")
+_DETAILS = ("temperature", "seed", "timeout", "test_timeout", "strategy", "strategy_options")
+_LONGEST = 60
+
+
+def check_same_run(plan: EvaluationPlan, run: Run, by: PlayedBy | None) -> None:
+    """Raise ``ConfigError`` when the run's folder holds results that were played otherwise than these would be.
+
+    What is not noted there, as in runs of older versions, contradicts nothing.
+    """
+    directory = plan.run_directory(run)
+    held, now = _deciding(_held(directory)), _deciding(metadata_of(plan, run, 0.0, by))
+    if by is not None:
+        _forgive(held, now, plan, by)
+    said = [line for name, was in held.items() if was is not None for line in _differences(name, was, now[name])]
+    if said:
+        raise ConfigError(
+            f"{directory} holds a run with other settings ({'; '.join(said)}): give the same ones to go on with it, or "
+            "tell this one apart by --note or another --out"
+        )
+
+
+def _forgive(held: JsonObject, now: JsonObject, plan: EvaluationPlan, by: PlayedBy) -> None:
+    """Leave out what older versions noted in another way."""
+    if by.temperature is not None:
+        held.pop("temperature", None)  # they noted the run's; a search's own is one of its options
+    if "strategy" in held and held["strategy"] is None:
+        # They noted a strategy, and what it was made with, only where an option named it.
+        held.pop("strategy_options", None)
+        held["strategy"] = "that of [rl] rollout_strategy" if plan.strategy else now["strategy"]
+
+
+def _held(directory: Path) -> JsonObject:
+    """The metadata of the run, which each of its lines has too."""
+    if found := read_metadata(directory / METADATA):
+        return found
+    return _object(next(read_rows(directory / OUTPUT), {}).get("metadata"))
+
+
+def _deciding(metadata: JsonObject) -> JsonObject:
+    """What decides the results and is not in the folder's name, as far as it is noted."""
+    noted = redact_json(metadata)  # as it is in lines
+    parts = ((_MODEL, _object(noted.get("llm_config"))), (_DETAILS, _object(noted.get("details"))))
+    return {name: part[name] for names, part in parts for name in names if name in part}
+
+
+def _differences(name: str, was: JsonValue, now: JsonValue) -> Iterator[str]:
+    if isinstance(was, dict) and isinstance(now, dict):
+        for key in dict.fromkeys((*was, *now)):
+            yield from _differences(f"{name}.{key}", was.get(key), now.get(key))
+    elif was != now:
+        yield f"{name}: {_shown(was)}, now {_shown(now)}"
+
+
+def _object(value: JsonValue) -> JsonObject:
+    return value if isinstance(value, dict) else {}
+
+
+def _shown(value: JsonValue) -> str:
+    return f"{json.dumps(value):.{_LONGEST}}"

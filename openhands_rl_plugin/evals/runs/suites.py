@@ -1,0 +1,133 @@
+"""Suites by name: which tasks they have, and where these come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+
+from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, describe
+from openhands_rl_plugin.core.types import Frozen, Task
+from openhands_rl_plugin.core.validation import unknown_name
+from openhands_rl_plugin.evals.runs.judged import Entry
+from openhands_rl_plugin.evals.runs.prompts import instruction_of
+from openhands_rl_plugin.evals.runs.web import row_entries, web_entries, webshop_entries
+from openhands_rl_plugin.evals.swe.rows import instance_of, read_instances, row_of
+from openhands_rl_plugin.evals.swe.types import Instance
+
+LOCAL, WEBSHOP, ENVIRONMENT = "swe-local", "webshop", "environment"
+ENDINGS = (".jsonl", ".json", ".parquet")
+
+_KEPT = ("instance_id", "repo", "version", "base_commit", "problem_statement")
+
+
+class Suite(Frozen):
+    """A suite by name. ``dataset`` is its name in the folders of runs; on the hub too, if ``on_hub``."""
+
+    name: str
+    dataset: str
+    split: str
+    software: bool = True
+    on_hub: bool = False
+
+
+SUITES: Mapping[str, Suite] = {
+    suite.name: suite
+    for suite in (
+        Suite(name=LOCAL, dataset=LOCAL, split="heldout"),
+        Suite(name="swe-bench-lite", dataset="princeton-nlp/SWE-bench_Lite", split="test", on_hub=True),
+        Suite(name="swe-bench-verified", dataset="princeton-nlp/SWE-bench_Verified", split="test", on_hub=True),
+        Suite(name="swe-gym", dataset="SWE-Gym/SWE-Gym", split="train", on_hub=True),
+        Suite(name="swe-gym-lite", dataset="SWE-Gym/SWE-Gym-Lite", split="train", on_hub=True),
+        Suite(name=WEBSHOP, dataset=WEBSHOP, split="heldout", software=False),
+        Suite(name=ENVIRONMENT, dataset=ENVIRONMENT, split="test", software=False),
+    )
+}
+
+
+def find_suite(name: str, split: str | None = None) -> Suite:
+    """The suite of that name, or of a file of rows. Raises ``ConfigError`` with the nearest name."""
+    if name in SUITES:
+        suite = SUITES[name]
+    elif name.endswith(ENDINGS):
+        suite = Suite(name=name, dataset=Path(name).name.partition(".")[0] or "rows", split="test")
+    else:
+        raise ConfigError(unknown_name("suite", name, SUITES) + f", or a file of rows ({', '.join(ENDINGS)})")
+    return suite if split is None else suite.model_copy(update={"split": split})
+
+
+def software_entries(suite: Suite, dataset_file: Path | None = None) -> tuple[Entry, ...]:
+    """The tasks of a suite of software. Rows of the hub are downloaded with ``datasets``, unless a file has them.
+
+    Raises ``ConfigError``.
+    """
+    if dataset_file is not None:
+        instances = read_instances(dataset_file)
+    elif suite.name == LOCAL:
+        instances = _of_split(read_instances(local_rows()), suite.split)
+    elif suite.on_hub:
+        instances = _from_hub(suite)
+    else:
+        instances = read_instances(Path(suite.name))
+    return tuple(software_entry(instance, suite) for instance in instances)
+
+
+def software_entry(instance: Instance, suite: Suite) -> Entry:
+    """An instance as a task. The task does not hold the solution; the row does, and no agent sees that."""
+    row = row_of(instance)
+    task = Task(
+        id=instance.instance_id,
+        environment=suite.dataset,
+        instruction=instruction_of(instance),
+        data={name: row[name] for name in _KEPT if name in row},
+        split=suite.split,
+    )
+    return Entry(task, row, instance)
+
+
+def environment_entries(
+    suite: Suite, environment: str, count: int | None, rows: Path | None = None
+) -> tuple[Entry, ...]:
+    """Tasks of an environment: goals of the embedded shop, the (first ``count``) rows of a file, or the first ``count``
+    numbers. Raises ``ConfigError``."""
+    if suite.name == WEBSHOP:
+        if suite.split not in ("train", "heldout"):
+            raise ConfigError(f"the webshop has the splits train and heldout, not {suite.split!r}")
+        return webshop_entries("train" if suite.split == "train" else "heldout")
+    if rows is not None:
+        return row_entries(environment, rows, suite.split)[:count]
+    if count is None:
+        raise ConfigError(
+            "an environment does not say how many tasks it has: give --tasks N, or its rows with --dataset-file"
+        )
+    return web_entries(environment, range(count), suite.split)
+
+
+def local_rows() -> Path:
+    """The file with the tasks of the laptop suite."""
+    return Path(str(files("openhands_rl_plugin.evals.tasks") / "data" / "swe_local.jsonl"))
+
+
+def _of_split(instances: tuple[Instance, ...], split: str) -> tuple[Instance, ...]:
+    if split == "all":
+        return instances
+    chosen = tuple(instance for instance in instances if instance.extra.get("split") == split)
+    if not chosen:
+        known = sorted({str(instance.extra.get("split")) for instance in instances})
+        raise ConfigError(f"{LOCAL} has no split {split!r}; it has {', '.join([*known, 'all'])}")
+    return chosen
+
+
+def _from_hub(suite: Suite) -> tuple[Instance, ...]:
+    try:
+        import datasets
+        from datasets.exceptions import DatasetsError
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("datasets", "exchange") from error
+    try:
+        rows = datasets.load_dataset(suite.dataset, split=suite.split)
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        raise ConfigError(
+            f"{suite.dataset} cannot be downloaded ({describe(error)}); give its rows with --dataset-file FILE"
+        ) from error
+    return tuple(instance_of(dict(row)) for row in rows)

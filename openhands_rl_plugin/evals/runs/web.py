@@ -1,0 +1,118 @@
+"""Tasks behind HTTP: episodes in an environment, which gives the rewards itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.errors import ConfigError, describe
+from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
+from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, Score, StopReason, StrategySpec, Task, Trajectory
+from openhands_rl_plugin.environments.webshop import Split, WebShop, running_webshop
+from openhands_rl_plugin.evals.runs.judged import Entry, Judged, Runner, stored_with_scores
+from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
+from openhands_rl_plugin.rollout.scoring import judge
+from openhands_rl_plugin.rollout.session import trajectory_id
+
+_AS_RETURNED = "return-1"
+_NO_NAME = re.compile(r"[^\w.-]+")
+
+
+class WebPlayer:
+    """Plays tasks with ``runner``, which stores episodes. A return of at least ``success_at`` resolves a task."""
+
+    def __init__(
+        self,
+        plan: EvaluationPlan,
+        runner: Runner,
+        *,
+        strategy: StrategySpec,
+        storage: TrajectoryStorage,
+        success_at: float = 1.0,
+    ) -> None:
+        self._strategy = strategy
+        self._storage = storage
+        self._runner = runner
+        self._playing = asyncio.Semaphore(plan.workers)
+        self._success: Reward = registry.build("rewards", "success", {"threshold": success_at})
+
+    async def play(self, request: EpisodeRequest, entry: Entry) -> Judged:
+        """As in ``Player``."""
+        found = await stored_with_scores(self._storage, trajectory_id(request), self._strategy)
+        trajectory, scores = found or (None, ())
+        if trajectory is None or trajectory.stop is StopReason.UNFINISHED:
+            async with self._playing:
+                trajectory = await self._runner.run(request)
+        if trajectory.failure is not None:
+            return Judged(trajectory)
+        score = await judge(self._success, trajectory)
+        if isinstance(score, Score) and score.reward_version not in {each.reward_version for each in scores}:
+            await self._storage.add_scores([score])
+        # An action that time ran out on got no answer: the task is not solved, which the reward cannot say.
+        return _reported(trajectory, isinstance(score, Score) and score.reward == 1.0)
+
+
+def web_entries(environment: str, indices: range | tuple[int, ...], split: str) -> tuple[Entry, ...]:
+    """A task for each index that the environment's ``reset`` understands. Ids are fit for the names of folders."""
+    name = _NO_NAME.sub("__", environment)
+    tasks = (Task(id=f"{name}-{index}", environment=environment, data={"idx": index}, split=split) for index in indices)
+    return tuple(Entry(task, {"idx": task.data["idx"], "environment": environment}) for task in tasks)
+
+
+def row_entries(environment: str, file: Path, split: str) -> tuple[Entry, ...]:
+    """A task for each line of a .jsonl file, which its environment gets as the row. Raises ``ConfigError``."""
+    name = _NO_NAME.sub("__", environment)
+    entries = []
+    for index, row in enumerate(_rows(file)):
+        task = Task(id=f"{name}-{index}", environment=environment, data={"idx": index, "row": row}, split=split)
+        entries.append(Entry(task, {"idx": index, "environment": environment, "row": row}))
+    return tuple(entries)
+
+
+def webshop_entries(split: Split) -> tuple[Entry, ...]:
+    """The goals of the embedded shop."""
+    return web_entries("webshop", WebShop().goal_indices(split), split)
+
+
+@contextmanager
+def shop_for(settings: RLSettings) -> Iterator[RLSettings]:
+    """Run the embedded shop; the settings that are yielded lead to it."""
+    with running_webshop() as url:
+        parts = urlsplit(url)
+        base = f"{parts.scheme}://{parts.hostname}"
+        here = {"env_name": "webshop", "env_server_base": base, "env_port": parts.port}
+        yield settings.model_copy(update=here if settings.env_name == "webshop" else {**here, "environment": {}})
+
+
+def _rows(file: Path) -> Iterator[JsonObject]:
+    try:
+        # Not splitlines(): a JSON text may hold other line separators.
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read ({describe(error)})") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{file}: line {number} is not JSON") from error
+        if not isinstance(row, dict):
+            raise ConfigError(f"{file}: line {number} is not a JSON object")
+        yield row
+
+
+def _reported(trajectory: Trajectory, resolved: bool) -> Judged:
+    """The episode with its return and its success where software tasks have the report of their tests."""
+    total = trajectory.episode_return
+    result: JsonObject = {"reward": total, "report": {"resolved": resolved}}
+    score = Score(trajectory_id=trajectory.id, reward=total, detail={"resolved": resolved}, reward_version=_AS_RETURNED)
+    evidence = {**trajectory.evidence, "test_result": result}
+    return Judged(trajectory.model_copy(update={"evidence": evidence}), score)

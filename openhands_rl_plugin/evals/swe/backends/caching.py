@@ -1,0 +1,104 @@
+"""A folder of things that are costly to make: each is made once, under a lock, and appears complete or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import shutil
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from openhands_rl_plugin.environments.workspace.processes import checked, run
+
+_LOOK_AGAIN = 0.1
+
+
+def default_cache() -> Path:
+    """``openhands_rl_plugin/swe`` in the user's folder of caches."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "openhands_rl_plugin" / "swe"
+
+
+class Cache:
+    """``root`` may be shared by processes, and is readable by its owner only."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.expanduser().absolute()
+
+    def path(self, *parts: str) -> Path:
+        """A place in the cache, whose parent is there."""
+        place = self.root.joinpath(*parts)
+        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.root.chmod(0o700)
+        return place
+
+    async def made(self, place: Path, make: Callable[[Path], Awaitable[None]], *, within: Path | None = None) -> bool:
+        """Have ``make`` fill a folder (in ``within``, else beside ``place``) that becomes ``place``, unless that is
+        there. Returns whether it was made now.
+
+        Others who want it wait. A maker that fails or is killed leaves nothing but its own folder, which the next one
+        removes.
+        """
+        if place.exists():
+            return False
+        async with self.locked(place):
+            if place.exists():
+                return False
+            folder = within or place.parent
+            for left in folder.glob(f"{place.name}.making-*"):
+                await remove(left)
+            making = folder / f"{place.name}.making-{uuid.uuid4().hex[:8]}"
+            making.mkdir(mode=0o700)
+            try:
+                await make(making)
+                making.rename(place)
+            except BaseException:
+                await remove(making)
+                raise
+        return True
+
+    @asynccontextmanager
+    async def locked(self, place: Path) -> AsyncIterator[None]:
+        """One holder at a time, over all processes; the lock ends with its process."""
+        self.path("locks", "any")
+        lock = self.root / "locks" / place.relative_to(self.root).as_posix().replace("/", "+")
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    await asyncio.sleep(_LOOK_AGAIN)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+async def remove(folder: Path) -> None:
+    """Delete a folder with all it holds, whatever its modes."""
+    if folder.exists():
+        # ``shutil`` stops at folders without write permission; thousands of files are faster elsewhere, too.
+        await asyncio.shield(run(["rm", "-rf", "--one-file-system", str(folder)]))
+        if folder.exists():
+            await run(["chmod", "-R", "u+rwX", str(folder)])
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+async def copy_tree(source: Path, target: Path) -> None:
+    """Copy a folder with modes, times and links; by reference where the file system can."""
+    await checked(["cp", "-a", "--reflink=auto", "--", str(source), str(target)], f"copy {source.name}")
+
+
+async def link_tree(source: Path, target: Path) -> None:
+    """A folder whose files are those of ``source`` under a second name."""
+    await checked(["cp", "-al", "--", str(source), str(target)], f"link {source.name}")
+
+
+def link_files(source: Path, target: Path) -> None:
+    """The files right in ``source`` under a second name in ``target``."""
+    for file in source.iterdir():
+        os.link(file, target / file.name)

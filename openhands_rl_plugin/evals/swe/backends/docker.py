@@ -1,0 +1,218 @@
+"""Instances in the official images of SWE-bench and SWE-Gym, through the ``docker`` program.
+
+The scripts, the markers and the verdicts are those of the local back end; only the box is another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import platform
+import shutil
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.environments.workspace.processes import Ended, checked, run
+from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource, file_at, find_repository
+from openhands_rl_plugin.evals.swe.evaluation import Equipment, Guard, NoGuard, evaluate, graded
+from openhands_rl_plugin.evals.swe.logs import InstanceLogs
+from openhands_rl_plugin.evals.swe.recipes.base import ReadFile, Recipe
+from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
+from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount, Verdict
+
+ENVIRONMENT = "/opt/miniconda3/envs/testbed"
+_GUARD, _GUARD_OUT = "/guard", "/guard-out"
+_PULL_TIME, _START_TIME, _COPY_TIME = 3600.0, 120.0, 600.0
+
+
+class DockerBackend:
+    """Grades in a container of its own each time, which is removed whatever happens.
+
+    ``mirror``: a folder of git directories for requirement files that rows do not carry; without it they come from
+    GitHub. ``program``: ``docker``, or another with its arguments.
+    """
+
+    name = "docker"
+
+    def __init__(
+        self,
+        *,
+        program: str = "docker",
+        mirror: Path | None = None,
+        guard: Guard | None = None,
+        network: bool = False,
+        memory: str = "16g",
+    ) -> None:
+        self._program = program
+        self._sources = [] if mirror is None else [MirrorSource(mirror)]
+        self._guard = guard or NoGuard()
+        self._network = network
+        self._memory = memory
+
+    async def check(self) -> None:
+        """Raise ``ConfigError`` when there is no docker program, or no daemon answers it."""
+        if shutil.which(self._program) is None:
+            raise ConfigError(f"the program {self._program} is not installed; install Docker, or use --backend local")
+        asked = await run([self._program, "version", "--format", "{{.Server.Version}}"], timeout=30)
+        if asked.code or asked.timed_out:
+            said = "it does not answer" if asked.timed_out else asked.last_line
+            raise ConfigError(f"no Docker daemon ({said}); start it, or use --backend local")
+
+    async def checkout(self, instance: Instance, directory: Path) -> Checkout:
+        """The repository and the environment out of the image. Raises ``InfrastructureError`` and ``ConfigError``."""
+        image = await self._image(instance, await self._recipe(instance))
+        environment = directory.with_name(f"{directory.name}.environment")
+        async with self._container(image, Equipment()) as container:
+            for inside, target in (("/testbed", directory), (ENVIRONMENT, environment)):
+                copy = [self._program, "cp", "--archive", f"{container}:{inside}", str(target)]
+                await checked(copy, f"copy {inside} out of {image}", timeout=_COPY_TIME)
+        return Checkout(
+            directory=directory,
+            mounts=(Mount(host=environment, inside=ENVIRONMENT), Mount(host=directory, inside="/testbed")),
+            variables={"PATH": f"{ENVIRONMENT}/bin:/usr/local/bin:/usr/bin:/bin", "CONDA_DEFAULT_ENV": "testbed"},
+        )
+
+    async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> Verdict:
+        """The verdict on ``patch``; ``logs`` is the instance's folder. Never raises for what a patch does."""
+        written = InstanceLogs(logs)
+
+        async def grade() -> Verdict:
+            recipe = await self._recipe(instance)
+            written.write_script(recipe.evaluation_script)
+            image = await self._image(instance, recipe)
+            equipment = self._guard.equipment(instance)
+            async with self._container(image, equipment) as container:
+                box = DockerBox(self._program, container, equipment)
+                return await evaluate(box, instance, recipe, patch, written, timeout=timeout, guard=self._guard)
+
+        return await graded(instance, patch, written, grade)
+
+    async def close(self) -> None:
+        """Nothing is held; images stay."""
+
+    async def _recipe(self, instance: Instance) -> Recipe:
+        read_file = from_mirrors(self._sources) if self._sources else from_github
+        return await asyncio.to_thread(recipe_of, instance, read_file)
+
+    async def _image(self, instance: Instance, recipe: Recipe) -> str:
+        """The name of the instance's image, which is there afterwards."""
+        if recipe.image is None:
+            raise ConfigError(f"{instance.instance_id}: its row names no image; use --backend local")
+        if (await run([self._program, "image", "inspect", recipe.image], timeout=_START_TIME)).code:
+            pull = [self._program, "pull", "--quiet", "--platform", platform_of(recipe.image), recipe.image]
+            await checked(pull, f"pull {recipe.image}", timeout=_PULL_TIME)
+        return recipe.image
+
+    @asynccontextmanager
+    async def _container(self, image: str, equipment: Equipment) -> AsyncIterator[str]:
+        name = f"openhands-rl-{uuid.uuid4().hex}"
+        command = start_command(self._program, name, image, network=self._network, memory=self._memory)
+        try:
+            await checked(command, f"start a container of {image}", timeout=_START_TIME)
+            await checked([self._program, "exec", name, "mkdir", _GUARD, _GUARD_OUT], f"use {image}", timeout=60)
+            for file, text in equipment.files.items():
+                await copy_in(self._program, name, f"{_GUARD}/{file}", text)
+            yield name
+        finally:
+            await asyncio.shield(run([self._program, "rm", "--force", "--volumes", name], timeout=_START_TIME))
+
+
+class DockerBox:
+    """A started container."""
+
+    def __init__(self, program: str, container: str, equipment: Equipment) -> None:
+        self._program = program
+        self._container = container
+        self._variables = equipment.variables
+
+    async def put(self, inside: str, text: str) -> None:
+        """Copy a file into the container."""
+        await copy_in(self._program, self._container, inside, text)
+
+    async def run(
+        self, command: Sequence[str], *, timeout: float, given: bytes | None = None, tests: bool = False
+    ) -> Ended:
+        """``docker exec``. At the time limit the container is stopped, because the client's end would not end it."""
+        variables = self._variables if tests else {}
+        ended = await run(
+            exec_command(self._program, self._container, command, variables), timeout=timeout, given=given
+        )
+        if ended.timed_out:
+            await run([self._program, "kill", self._container], timeout=_START_TIME)
+        return ended
+
+    async def left(self) -> Mapping[str, bytes]:
+        """The files in the guard's folder."""
+        with tempfile.TemporaryDirectory(prefix="openhands-rl-") as folder:
+            copy = [self._program, "cp", f"{self._container}:{_GUARD_OUT}/.", folder]
+            if (await run(copy, timeout=_COPY_TIME)).code:
+                return {}
+            files = [path for path in Path(folder).iterdir() if path.is_file() and not path.is_symlink()]
+            return {path.name: path.read_bytes() for path in files}
+
+
+def start_command(program: str, name: str, image: str, *, network: bool, memory: str) -> list[str]:
+    """Start a container that does nothing until it is told to."""
+    bounds = ["--memory", memory, "--pids-limit", "8192", "--security-opt", "no-new-privileges"]
+    net = [] if network else ["--network", "none"]
+    place = ["--platform", platform_of(image), "--workdir", "/testbed", "--entrypoint", "tail"]
+    return [program, "run", "--detach", "--init", "--name", name, *place, *net, *bounds, image, "-f", "/dev/null"]
+
+
+def exec_command(program: str, container: str, command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+    """Run a command in a container as the official tools do, with stdin."""
+    settings = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
+    place = ["--interactive", "--user", "root", "--workdir", "/testbed"]
+    return [program, "exec", *place, *settings, container, *command]
+
+
+def platform_of(image: str) -> str:
+    """The platform in an official image's name; this machine's for another."""
+    machine = platform.machine()
+    if ".x86_64." in image or (".arm64." not in image and machine not in ("aarch64", "arm64")):
+        return "linux/amd64"
+    return "linux/arm64"
+
+
+async def copy_in(program: str, container: str, inside: str, text: str) -> None:
+    """Write a file in a container. Raises ``InfrastructureError``."""
+    descriptor, path = tempfile.mkstemp(prefix="openhands-rl-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(text.encode())
+        await checked([program, "cp", path, f"{container}:{inside}"], f"copy {inside} in", timeout=_COPY_TIME)
+    finally:
+        os.unlink(path)
+
+
+def from_mirrors(sources: Sequence[MirrorSource]) -> ReadFile:
+    """Requirement files from local git directories; for use in a thread without an event loop."""
+
+    def read_file(repo: str, commit: str, path: str) -> str | None:
+        async def read() -> str | None:
+            wanted = Instance(instance_id=repo, repo=repo, base_commit=commit)
+            return await file_at(await find_repository(wanted, sources), commit, path)
+
+        return asyncio.run(read())
+
+    return read_file
+
+
+@functools.lru_cache(maxsize=512)
+def from_github(repo: str, commit: str, path: str) -> str | None:
+    """A file of a public repository. Raises ``InfrastructureError``."""
+    import httpx
+
+    address = f"https://raw.githubusercontent.com/{repo}/{commit}/{path}"
+    try:
+        answer = httpx.get(address, timeout=60, follow_redirects=True)
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            return None
+        return answer.raise_for_status().text
+    except httpx.HTTPError as error:
+        raise InfrastructureError(f"{address}: {error}") from error

@@ -1,0 +1,246 @@
+"""Instances on this machine without a container engine: layers in a cache, sandboxes by bubblewrap."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.environments.workspace.processes import Ended, checked, run
+from openhands_rl_plugin.evals.swe.backends.caching import Cache, copy_tree, default_cache, remove
+from openhands_rl_plugin.evals.swe.backends.interpreters import Interpreter, find_python, find_uv
+from openhands_rl_plugin.evals.swe.backends.layers import Layers
+from openhands_rl_plugin.evals.swe.backends.repositories import CloneSource, RepositorySource, file_at, find_repository
+from openhands_rl_plugin.evals.swe.backends.sandbox import (
+    ENVIRONMENTS,
+    PARTS,
+    Room,
+    Sandbox,
+    SandboxLimits,
+    Shown,
+    can_overlay,
+    check_bubblewrap,
+    git_settings,
+    overlay_options,
+)
+from openhands_rl_plugin.evals.swe.backends.uv_cache import shared_folder
+from openhands_rl_plugin.evals.swe.evaluation import (
+    PATCH_INSIDE,
+    SCRIPT_INSIDE,
+    Equipment,
+    Guard,
+    NoGuard,
+    evaluate,
+    graded,
+)
+from openhands_rl_plugin.evals.swe.logs import InstanceLogs
+from openhands_rl_plugin.evals.swe.recipes.base import Recipe
+from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
+from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount, Verdict
+
+_GUARD, _GUARD_OUT = "/guard", "/guard-out"
+_MOST_LEFT = 64 * 2**20
+
+
+class LocalBackend:
+    """Sets instances up once, keeps them in ``cache``, and grades on what is thrown away afterwards.
+
+    ``sources``: where repositories come from, the first that has the commit; left out, clones from GitHub. ``network``
+    is for the tests; set-up always has it.
+    """
+
+    name = "local"
+
+    def __init__(
+        self,
+        *,
+        cache: Path | None = None,
+        sources: Sequence[RepositorySource] | None = None,
+        guard: Guard | None = None,
+        limits: SandboxLimits | None = None,
+        network: bool = False,
+    ) -> None:
+        self._cache = Cache(cache or default_cache())
+        self._sources = (CloneSource(self._cache),) if sources is None else tuple(sources)
+        self._layers = Layers(self._cache, self._sources)
+        self._guard = guard or NoGuard()
+        self._limits = limits
+        self._network = network
+
+    async def check(self) -> None:
+        """Raise ``ConfigError`` without bubblewrap, git, patch or uv. Clears away what killed processes left."""
+        await asyncio.to_thread(check_bubblewrap)
+        find_uv()
+        for program in ("git", "patch", "prlimit"):
+            try:
+                await checked([program, "--version"], program, timeout=20)
+            except InfrastructureError as error:
+                raise ConfigError(f"the local back end needs the program {program}: {error}") from error
+        for left in self._runs().iterdir():
+            if not Path("/proc", left.name.partition("-")[0]).exists():
+                await remove(left)
+
+    async def prepare(self, instance: Instance) -> Path:
+        """Set the instance up, or find it set up: its layer. Raises ``InfrastructureError`` and ``ConfigError``."""
+        recipe = await self._recipe(instance)
+        layer, _, _ = await self._layer(instance, recipe)
+        return layer
+
+    async def checkout(self, instance: Instance, directory: Path) -> Checkout:
+        """A copy of the installed repository, whose last commit holds what set-up changed, if anything; what an agent
+        does is the difference to that. The environment is shown read-only.
+
+        Raises ``InfrastructureError``; ``ConfigError`` for a row that nothing is known about.
+        """
+        recipe = await self._recipe(instance)
+        layer, interpreter, _ = await self._layer(instance, recipe)
+        await copy_tree(layer / "testbed", directory)
+        await _commit_changes(directory)
+        environment = f"{ENVIRONMENTS}/testbed"
+        return Checkout(
+            directory=directory,
+            mounts=(
+                Mount(host=layer / "conda", inside=ENVIRONMENTS),
+                Mount(host=interpreter.prefix, inside=str(interpreter.prefix)),
+                # Where the environment looks for the installed project.
+                Mount(host=directory, inside=PARTS["testbed"]),
+            ),
+            variables={
+                "PATH": f"{environment}/bin:/usr/local/bin:/usr/bin:/bin",
+                "VIRTUAL_ENV": environment,
+                "CONDA_PREFIX": environment,
+                "CONDA_DEFAULT_ENV": "testbed",
+            },
+        )
+
+    async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> Verdict:
+        """The verdict on ``patch``; ``logs`` is the instance's folder. Never raises for what a patch does."""
+        written = InstanceLogs(logs)
+
+        async def grade() -> Verdict:
+            recipe = await self._recipe(instance)
+            written.write_script(recipe.evaluation_script)
+            layer, _, sandbox = await self._layer(instance, recipe)
+            async with self._box(layer, sandbox, self._guard.equipment(instance)) as box:
+                return await evaluate(box, instance, recipe, patch, written, timeout=timeout, guard=self._guard)
+
+        return await graded(instance, patch, written, grade)
+
+    async def close(self) -> None:
+        """Nothing is held; the cache stays."""
+
+    async def _recipe(self, instance: Instance) -> Recipe:
+        def read_file(repo: str, commit: str, path: str) -> str | None:
+            wanted = instance.model_copy(update={"repo": repo, "base_commit": commit})
+            return asyncio.run_coroutine_threadsafe(self._read(wanted, path), loop).result()
+
+        loop = asyncio.get_running_loop()
+        return await asyncio.to_thread(recipe_of, instance, read_file)
+
+    async def _read(self, instance: Instance, path: str) -> str | None:
+        return await file_at(await find_repository(instance, self._sources), instance.base_commit, path)
+
+    async def _layer(self, instance: Instance, recipe: Recipe) -> tuple[Path, Interpreter, Sandbox]:
+        if not recipe.environment_script:
+            raise ConfigError(
+                f"{instance.instance_id}: its row names an image, but not how to install {instance.repo}; "
+                "use --backend docker"
+            )
+        interpreter = await asyncio.to_thread(find_python, recipe.python)
+        sandbox = await asyncio.to_thread(Sandbox, self._cache, interpreter, recipe.exclude_newer, self._limits)
+        return await self._layers.instance(instance, recipe, interpreter, sandbox), interpreter, sandbox
+
+    def _runs(self) -> Path:
+        return self._cache.path("runs", "any").parent
+
+    @asynccontextmanager
+    async def _box(self, layer: Path, sandbox: Sandbox, equipment: Equipment) -> AsyncIterator[LocalBox]:
+        scratch = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=self._runs()))
+        try:
+            yield await _open(layer, sandbox, equipment, scratch, shared_folder(self._cache), self._network)
+        finally:
+            await remove(scratch)
+
+
+class LocalBox:
+    """A layer with changes of its own on top, in ``scratch``."""
+
+    def __init__(self, sandbox: Sandbox, room: Room, equipment: Equipment, scratch: Path, *, network: bool) -> None:
+        self._sandbox = sandbox
+        self._room = room
+        self._variables = equipment.variables
+        self._script = scratch / "eval.sh"
+        self._out = scratch / "out"
+        self._shown = [Shown(scratch / "guard", _GUARD), Shown(self._out, _GUARD_OUT, writable=True)]
+        self._network = network
+
+    async def put(self, inside: str, text: str) -> None:
+        """Write the patch or the script; the script is shown read-only."""
+        place = {PATCH_INSIDE: self._room.tmp / "patch.diff", SCRIPT_INSIDE: self._script}[inside]
+        await asyncio.to_thread(place.write_bytes, text.encode())
+
+    async def run(
+        self, command: Sequence[str], *, timeout: float, given: bytes | None = None, tests: bool = False
+    ) -> Ended:
+        """Run in a sandbox that ends with the command, and all that it started with it."""
+        shown = [*self._shown, Shown(self._script, SCRIPT_INSIDE)] if tests else []
+        wrapped = self._sandbox.wrap(
+            self._room,
+            command,
+            network=tests and self._network,
+            shown=shown,
+            variables=self._variables if tests else None,
+        )
+        return await run(wrapped, timeout=timeout, given=given)
+
+    async def left(self) -> Mapping[str, bytes]:
+        """Regular files in the guard's folder, as far as they are not too large."""
+        files = [path for path in self._out.iterdir() if path.is_file() and not path.is_symlink()]
+        return {path.name: path.read_bytes() for path in files if path.stat().st_size <= _MOST_LEFT}
+
+
+async def _open(
+    layer: Path, sandbox: Sandbox, equipment: Equipment, scratch: Path, uv_cache: Path, network: bool
+) -> LocalBox:
+    for name in ("tmp", "guard", "out"):
+        (scratch / name).mkdir(mode=0o700)
+    (scratch / "eval.sh").touch()
+    for name, text in equipment.files.items():
+        (scratch / "guard" / name).write_text(text)
+    if await asyncio.to_thread(can_overlay, scratch.parent):
+        layers = {"layer": layer, "uv": uv_cache}
+        for name in layers:
+            for part in ("upper", "work", "merged"):
+                (scratch / name / part).mkdir(parents=True)
+        sandbox.make_own(scratch / "uv" / "upper" / "own")
+        overlays = tuple(
+            (overlay_options(lower, scratch / name / "upper", scratch / name / "work"), scratch / name / "merged")
+            for name, lower in layers.items()
+        )
+        cache = scratch / "uv" / "merged"
+        room = Room(scratch / "layer" / "merged", scratch / "tmp", cache, cache / "own", overlays)
+    else:
+        (scratch / "layer").mkdir()
+        for name in PARTS:
+            await copy_tree(layer / name, scratch / "layer" / name)
+        room = Room(scratch / "layer", scratch / "tmp")
+    return LocalBox(sandbox, room, equipment, scratch, network=network)
+
+
+async def _commit_changes(directory: Path) -> None:
+    """Keep what set-up changed in tracked files as a commit, so that it is not taken for an agent's work."""
+    git = ["git", "-C", str(directory), "-c", "core.fileMode=false", "-c", "core.hooksPath=/dev/null"]
+    who = ["-c", "user.name=SWE-bench", "-c", "user.email=setup@swebench.config", "-c", "gc.auto=0"]
+    variables = {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "HOME": "/nonexistent",
+        **git_settings({"safe.directory": "*"}),
+    }
+    changed = await run([*git, "diff", "--quiet", "HEAD"], variables=variables)
+    if changed.code:
+        commit = [*git, *who, "commit", "--quiet", "--no-verify", "--all", "--message=SWE-bench"]
+        await checked(commit, f"commit what set-up changed in {directory.name}", variables=variables)

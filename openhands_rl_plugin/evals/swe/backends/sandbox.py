@@ -1,0 +1,311 @@
+"""Bubblewrap as the place of the official scripts: a root of its own with the repository at ``/testbed``, conda's
+place taken by the shim, and of the host what programs need and nothing more.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.evals.swe.backends import shim, uv_cache
+from openhands_rl_plugin.evals.swe.backends.caching import Cache
+from openhands_rl_plugin.evals.swe.backends.interpreters import Interpreter, find_uv
+
+ENVIRONMENTS = "/conda/envs"
+CONDA = "/opt/miniconda3"
+PARTS = {"conda": ENVIRONMENTS, "root": "/root", "testbed": "/testbed"}
+"""What a layer is made of, and where the sandbox shows it."""
+
+_GIBIBYTE = 1024**3
+_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+# What root in a container may do, without anything that reaches mounts, devices or other processes' memory.
+# SETPCAP is what a guard takes from the tests, so that they may not look into the shell, which has it.
+_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "NET_BIND_SERVICE")
+_ETC = (
+    *("alternatives", "ca-certificates", "ca-certificates.conf", "debian_version", "fonts", "gai.conf", "group"),
+    *("host.conf", "hosts", "java-17-openjdk", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types"),
+    *("nsswitch.conf", "os-release", "passwd", "pip.conf", "pki", "protocols", "resolv.conf", "services", "ssl"),
+    *("timezone", "uv", "xdg"),
+)
+_NETWORK_VARIABLES = re.compile(
+    r"(?:(?:HTTPS?|ALL|NO|FTP)_PROXY|SSL_CERT_(?:FILE|DIR)|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|PIP_\w+|UV_\w+)",
+    re.IGNORECASE,
+)
+_UNWANTED = ("UV_PROJECT", "UV_PYTHON", "UV_CACHE_DIR", "UV_OFFLINE", "UV_NO_CACHE", "PIP_REQUIRE_VIRTUALENV")
+_MOUNTABLE = re.compile(r"[\w/.+@~-]+")
+_OVERLAYS = (
+    'while [ "$1" != -- ]; do mount -t overlay overlay -o "$1" "$2" || exit 125; shift 2; done; shift; exec "$@"'
+)
+
+
+class SandboxLimits(Frozen):
+    """Bounds of everything that runs in a sandbox: bytes of private memory a process, and bytes of one file."""
+
+    memory: int = 16 * _GIBIBYTE
+    file: int = 8 * _GIBIBYTE
+
+
+class Room(NamedTuple):
+    """The folders behind one sandbox. ``layer`` holds ``PARTS``; with an overlay it is empty until it is mounted.
+    ``uv_own``, in ``uv_cache``, is for those parts of that cache which are not shared.
+
+    ``overlays``: options and target of the mounts, made in a namespace that ends with the sandbox.
+    """
+
+    layer: Path
+    tmp: Path
+    uv_cache: Path | None = None
+    uv_own: Path | None = None
+    overlays: tuple[tuple[str, Path], ...] = ()
+
+
+class Shown(NamedTuple):
+    """A file or folder of the host and its name inside."""
+
+    host: Path
+    inside: str
+    writable: bool = False
+
+
+class Sandbox:
+    """Command lines that run a program in a room, for one interpreter."""
+
+    def __init__(
+        self, cache: Cache, interpreter: Interpreter, exclude_newer: str, limits: SandboxLimits | None = None
+    ) -> None:
+        self._interpreter = interpreter
+        self._exclude_newer = exclude_newer
+        self._limits = limits or SandboxLimits()
+        self._uv = find_uv()
+        self._shims = _write_shims(cache)
+        self._cache = cache
+        uv_cache.prepare(cache)
+
+    def make_own(self, folder: Path) -> None:
+        """Make the folder that a room has as ``uv_own``."""
+        uv_cache.make_own(self._cache, folder, self._exclude_newer)
+
+    def wrap(
+        self,
+        room: Room,
+        program: Sequence[str],
+        *,
+        network: bool,
+        shown: Sequence[Shown] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> list[str]:
+        """The command line that runs ``program`` in ``room``, in ``/testbed`` where that is there."""
+        limits = [f"--data={self._limits.memory}", f"--fsize={self._limits.file}", "--core=0"]
+        settings = {**self._variables(room, network=network), **(variables or {})}
+        return [
+            *overlaid(room.overlays),
+            *("prlimit", *limits, "--", "bwrap", "--unshare-all", "--unshare-user", "--uid", "0", "--gid", "0"),
+            *(("--share-net",) if network else ()),
+            # A name that resolves without a network.
+            *("--hostname", "localhost", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
+            *(word for name in _CAPABILITIES for word in ("--cap-add", f"CAP_{name}")),
+            *("--tmpfs", "/", *_system(), "--dev", "/dev", "--proc", "/proc"),
+            *("--bind", str(room.tmp), "/tmp", "--dir", "/var/tmp", "--dir", "/run"),
+            *(word for part in self._parts(room) for word in part),
+            *self._tools(room),
+            *(word for each in shown for word in _bind(each)),
+            *("--clearenv", *(word for pair in settings.items() for word in ("--setenv", *pair))),
+            *("--chdir", "/testbed" if room.overlays or (room.layer / "testbed").exists() else "/", "--"),
+            *program,
+        ]
+
+    def _parts(self, room: Room) -> Iterator[tuple[str, str, str]]:
+        for name, inside in PARTS.items():
+            if name == "conda" and room.uv_cache is not None and room.uv_cache in room.layer.parents:
+                yield "--symlink", str(uv_cache.INSIDE / room.layer.relative_to(room.uv_cache) / name), inside
+            elif room.overlays or (room.layer / name).exists():
+                yield "--bind", str(room.layer / name), inside
+
+    def _tools(self, room: Room) -> list[str]:
+        folder = Path(shim.__file__).parent
+        binds = [
+            Shown(folder / "activate.sh", f"{CONDA}/bin/activate"),
+            Shown(folder, f"{CONDA}/shim"),
+            Shown(self._shims, f"{CONDA}/shims"),
+            Shown(self._uv, f"{CONDA}/bin/uv"),
+            *(Shown(prefix, str(prefix)) for prefix in self._prefixes()),
+            *self._index_settings(),
+        ]
+        host = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+        links = {f"{CONDA}/host-python": str(host), f"{CONDA}/envs": ENVIRONMENTS}
+        if room.uv_cache is not None:
+            binds.append(Shown(room.uv_cache, str(uv_cache.INSIDE), writable=True))
+            if room.uv_own is not None:
+                links[str(uv_cache.OWN)] = str(uv_cache.INSIDE / room.uv_own.relative_to(room.uv_cache))
+        words = [word for each in binds for word in _bind(each)]
+        return [*words, *(word for inside, to in links.items() for word in ("--symlink", to, inside))]
+
+    def _prefixes(self) -> list[Path]:
+        """Installations of Python outside the folders that are shown anyway."""
+        prefixes = {self._interpreter.prefix.resolve(), Path(sys.base_prefix).resolve()}
+        return sorted(prefix for prefix in prefixes if prefix not in (Path("/usr"), Path("/")))
+
+    def _index_settings(self) -> Iterator[Shown]:
+        """Which package index this user has chosen, and indexes that are folders."""
+        home = Path.home()
+        for name in (".config/uv/uv.toml", ".config/pip/pip.conf", ".pip/pip.conf"):
+            if (home / name).exists():
+                yield Shown(home / name, f"/root/{name}")
+        if not (home / ".config/uv/uv.toml").exists() and not Path("/etc/uv").exists():
+            file = uv_cache.index_settings(self._cache, self._exclude_newer, os.environ)
+            if file is not None:
+                yield Shown(file, "/etc/uv/uv.toml")
+        if Path("/opt").is_dir():
+            for folder in sorted(Path("/opt").iterdir()):
+                if folder.is_dir() and str(folder) != CONDA:
+                    yield Shown(folder, str(folder))
+
+    def _variables(self, room: Room, *, network: bool) -> dict[str, str]:
+        asked = {name: value for name, value in os.environ.items() if _NETWORK_VARIABLES.fullmatch(name)}
+        settings = {name: value for name, value in asked.items() if not name.startswith(_UNWANTED)} if network else {}
+        return {
+            **settings,
+            "HOME": "/root",
+            "PATH": f"{CONDA}/bin:{_SYSTEM_PATH}",
+            "TZ": "Etc/UTC",
+            "DEBIAN_FRONTEND": "noninteractive",
+            "SHIM_UV": f"{CONDA}/bin/uv",
+            "SHIM_PYTHON": str(self._interpreter.program),
+            "SHIM_EXCLUDE_NEWER": self._exclude_newer,
+            "UV_LINK_MODE": "hardlink" if network else "copy",
+            "UV_INDEX_STRATEGY": "unsafe-best-match",
+            "UV_NO_PROGRESS": "1",
+            "UV_PYTHON_DOWNLOADS": "never",
+            **({"UV_CACHE_DIR": str(uv_cache.INSIDE)} if room.uv_cache else {"UV_NO_CACHE": "1"}),
+            **({} if network else {"UV_OFFLINE": "1", "PIP_NO_INDEX": "1"}),
+            **git_settings({"safe.directory": "*", "protocol.file.allow": "always", "gc.auto": "0"}),
+        }
+
+
+def git_settings(settings: Mapping[str, str]) -> dict[str, str]:
+    """Settings of git as environment variables."""
+    numbered = list(enumerate(settings.items()))
+    keys = {f"GIT_CONFIG_KEY_{at}": name for at, (name, _) in numbered}
+    values = {f"GIT_CONFIG_VALUE_{at}": value for at, (_, value) in numbered}
+    return {"GIT_CONFIG_COUNT": str(len(settings)), **keys, **values}
+
+
+def overlaid(overlays: Sequence[tuple[str, Path]]) -> list[str]:
+    """What goes before a command so that it finds the mounts."""
+    if not overlays:
+        return []
+    mounts = [word for options, target in overlays for word in (options, str(target))]
+    return [*_namespace(), "sh", "-c", _OVERLAYS, "sh", *mounts, "--"]
+
+
+@functools.cache
+def can_overlay(folder: Path) -> bool:
+    """Whether changes to a folder there can be kept apart from it by an overlay."""
+    if not _MOUNTABLE.fullmatch(str(folder)):
+        return False
+    place = folder / f"overlay-{os.getpid()}"
+    names = ("lower", "upper", "work", "merged")
+    for name in names:
+        (place / name).mkdir(parents=True, exist_ok=True)
+    (place / "lower" / "file").touch()
+    lower, upper, work, merged = (place / name for name in names)
+    test = ["sh", "-c", f"rm {merged}/file && test -f {lower}/file"]
+    done = subprocess.run([*overlaid([(overlay_options(lower, upper, work), merged)]), *test], capture_output=True)
+    subprocess.run(["rm", "-rf", str(place)], check=False)
+    return done.returncode == 0
+
+
+def overlay_options(lower: Path, upper: Path, work: Path) -> str:
+    """The options of one overlay mount."""
+    return f"lowerdir={lower},upperdir={upper},workdir={work},userxattr"
+
+
+@functools.cache
+def check_bubblewrap() -> None:
+    """Raise ``ConfigError`` unless bubblewrap can make a sandbox here."""
+    probe = ["bwrap", "--unshare-all", "--unshare-user", "--uid", "0", "--gid", "0", "--ro-bind", "/", "/", "true"]
+    try:
+        subprocess.run(probe, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=20)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            "bubblewrap is not installed; get it from your distribution (apt install bubblewrap),"
+            " or use --backend docker"
+        ) from error
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip()
+        raise ConfigError(
+            f"bubblewrap cannot make a sandbox here ({said}); allow unprivileged user namespaces, or use --backend"
+            " docker"
+        ) from error
+
+
+def _namespace() -> list[str]:
+    user = [] if os.getuid() == 0 else ["--user", "--map-root-user"]
+    return ["unshare", *user, "--mount", "--"]
+
+
+def _system() -> list[str]:
+    """Programs and libraries of the host, and those files in ``/etc`` that programs look for."""
+    mounts: list[str] = []
+    for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
+        path = Path("/", name)
+        if path.is_symlink():
+            mounts += ["--symlink", os.readlink(path), str(path)]
+        elif path.exists():
+            mounts += ["--ro-bind", str(path), str(path)]
+    mounts += ["--ro-bind", "/usr", "/usr"]
+    for name in _ETC:
+        mounts += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    return mounts
+
+
+def _bind(shown: Shown) -> tuple[str, str, str]:
+    return "--bind" if shown.writable else "--ro-bind", str(shown.host), shown.inside
+
+
+_HEAD = "#!/bin/sh\n"
+_PIP = f'exec {CONDA}/host-python -Es {CONDA}/shim/pip.py "$@"\n'
+_PYTHON = (
+    f'if [ "${{1-}}" = -m ] && [ "${{2-}}" = pip ]; then shift 2; {_PIP.strip()}; fi\n'
+    f'exec "${{CONDA_PREFIX:-{ENVIRONMENTS}/testbed}}/bin/python" "$@"\n'
+)
+_NOTHING = 'echo "shim: $(basename "$0") $* is left out" >&2\n'
+_SHIMS: Mapping[str, str] = {
+    **dict.fromkeys(("python", "python3"), _PYTHON),
+    **dict.fromkeys(("pip", "pip3"), _PIP),
+    **dict.fromkeys(("apt", "apt-get", "locale-gen", "add-apt-repository"), _NOTHING),
+    "sudo": 'exec "$@"\n',
+    "tox": f'exec {CONDA}/host-python -Es {CONDA}/shim/tox.py "$@"\n',
+    "pipx": f'[ "${{1-}}" = install ] || exit 0\nexec {CONDA}/bin/uv tool install "$2"\n',
+}
+"""Programs that the scripts call, which a machine without conda and without root has to do in another way."""
+
+
+def shim_digest() -> str:
+    """Changes when an environment might be made in another way."""
+    files = [path.read_bytes() for path in sorted(Path(shim.__file__).parent.iterdir()) if path.is_file()]
+    return hashlib.sha256(b"\0".join([*files, *(text.encode() for text in _SHIMS.values())])).hexdigest()[:12]
+
+
+def _write_shims(cache: Cache) -> Path:
+    folder = cache.path("shims", shim_digest())
+    if not folder.exists():
+        making = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+        for name, text in _SHIMS.items():
+            (making / name).write_text(_HEAD + text)
+            (making / name).chmod(0o755)
+        try:
+            making.rename(folder)
+        except OSError:
+            subprocess.run(["rm", "-rf", str(making)], check=False)
+    return folder

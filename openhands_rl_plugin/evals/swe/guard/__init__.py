@@ -1,0 +1,1 @@
+"""Guards against patches that fake a verdict. Start with ``guard``."""

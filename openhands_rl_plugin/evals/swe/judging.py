@@ -1,0 +1,69 @@
+"""Outcomes of tests against what the row expects: by the ``swebench`` package's functions, or by own ones that decide
+the same, for rows that do not need the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from openhands_rl_plugin.evals.swe.recipes.base import Recipe
+from openhands_rl_plugin.evals.swe.recipes.parsers import Statuses
+from openhands_rl_plugin.evals.swe.types import Instance, TestsStatus
+
+_GOOD, _BAD = ("PASSED", "XFAIL"), ("FAILED", "ERROR")
+
+
+class Judgement(NamedTuple):
+    """The tests of both groups that passed and that did not; ``resolved`` when none failed."""
+
+    fail_to_pass: TestsStatus
+    pass_to_pass: TestsStatus
+
+    @property
+    def resolved(self) -> bool:
+        """Whether every test is as the row wants it."""
+        return not self.fail_to_pass.failure and not self.pass_to_pass.failure
+
+
+def load_judge(recipe: Recipe) -> None:
+    """Import what ``judge`` will need; that takes seconds, once, which may pass while the tests run.
+
+    Raises ``MissingExtraError``.
+    """
+    if recipe.judge == "official":
+        from openhands_rl_plugin.evals.swe.recipes.swe_bench import swebench
+
+        swebench("grading")
+
+
+def judge(instance: Instance, recipe: Recipe, statuses: Statuses) -> Judgement:
+    """Compare. A test that has to begin to pass and was skipped did not pass; one that has to go on passing and was
+    skipped counts for nothing, as in the official tools.
+    """
+    if recipe.judge == "official":
+        fixed, kept = _official(instance, recipe, statuses)
+    else:
+        fixed, kept = (_status(names, statuses) for names in (instance.fail_to_pass, instance.pass_to_pass))
+    judged = {*fixed.success, *fixed.failure}
+    skipped = tuple(name for name in instance.fail_to_pass if name not in judged)
+    return Judgement(TestsStatus(success=fixed.success, failure=(*fixed.failure, *skipped)), kept)
+
+
+def _status(names: Iterable[str], statuses: Statuses) -> TestsStatus:
+    outcomes = {name: statuses.get(name, "FAILED") for name in names}
+    return TestsStatus(
+        success=tuple(name for name, outcome in outcomes.items() if outcome in _GOOD),
+        failure=tuple(name for name, outcome in outcomes.items() if outcome in _BAD),
+    )
+
+
+def _official(instance: Instance, recipe: Recipe, statuses: Statuses) -> tuple[TestsStatus, TestsStatus]:
+    from openhands_rl_plugin.evals.swe.recipes.swe_bench import swebench
+
+    grading: Any = swebench("grading")
+    wanted = {"FAIL_TO_PASS": list(instance.fail_to_pass), "PASS_TO_PASS": list(instance.pass_to_pass)}
+    kind = swebench("constants").EvalType(recipe.eval_type)
+    report = grading.get_eval_tests_report(statuses, wanted, eval_type=kind)
+    fixed, kept = (TestsStatus.model_validate(report[group]) for group in ("FAIL_TO_PASS", "PASS_TO_PASS"))
+    return fixed, kept

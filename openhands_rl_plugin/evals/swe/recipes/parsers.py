@@ -1,0 +1,60 @@
+"""Logs of test runs -> what became of each test. Own ones, and those of the ``swebench`` package by their names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+from openhands_rl_plugin.core.errors import ConfigError
+
+Statuses = dict[str, str]
+"""Test -> PASSED, FAILED, ERROR, SKIPPED or XFAIL."""
+Parser = Callable[[str], Statuses]
+
+STATUSES = ("FAILED", "PASSED", "SKIPPED", "ERROR", "XFAIL")
+
+_COLOUR = re.compile(r"\[(\d+)m")
+_CONTROL = str.maketrans("", "", "".join(map(chr, range(1, 32))))
+_PROGRESS = re.compile(r"FAILED\s*\[.*?\]")
+
+
+def parse_pytest(log: str) -> Statuses:
+    """The summary of ``pytest -rA``: the status, then the test up to the first blank."""
+    found: Statuses = {}
+    for line in log.split("\n"):
+        if line.startswith(STATUSES):
+            words = (line.replace(" - ", " ") if line.startswith("FAILED") else line).split()
+            if len(words) > 1:
+                found[words[1]] = words[0]
+    return found
+
+
+def parse_pytest_pydantic(log: str) -> Statuses:
+    """pydantic's runs: colours in the summary, a percentage after FAILED, and lines that end with the status."""
+    found: Statuses = {}
+    for raw in log.split("\n"):
+        line = _PROGRESS.sub("FAILED", _COLOUR.sub("", raw).translate(_CONTROL))
+        if line.startswith(STATUSES):
+            words = (line.replace(" - ", " ") if line.startswith("FAILED") else line).split()
+            if len(words) > 1:
+                found[words[1]] = words[0]
+        elif line.endswith(STATUSES):
+            words = line.split()
+            if len(words) > 1:
+                found[words[0]] = words[1]
+    return found
+
+
+_OWN: Mapping[str, Parser] = {"pytest": parse_pytest, "pytest_pydantic": parse_pytest_pydantic}
+
+
+def parser_of(name: str) -> Parser:
+    """The parser of a recipe. Raises ``ConfigError`` for an unknown one, ``MissingExtraError`` without ``swebench``."""
+    if name in _OWN:
+        return _OWN[name]
+    from openhands_rl_plugin.evals.swe.recipes.swe_bench import swebench
+
+    official = getattr(swebench("log_parsers.python"), name, None) if name.startswith("parse_log_") else None
+    if official is None:
+        raise ConfigError(f"unknown log_parser {name!r}; own ones: {', '.join(_OWN)}, and those of swebench 4.1.0")
+    return lambda log: official(log, None)

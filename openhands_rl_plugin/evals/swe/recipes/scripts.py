@@ -1,0 +1,100 @@
+"""The three scripts of an instance, for rows whose scripts do not come from the ``swebench`` package.
+
+They say what the official ones say, command by command.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+
+from openhands_rl_plugin.evals.swe.patches import restored_files
+from openhands_rl_plugin.evals.swe.types import Instance
+
+REPOSITORY = "/testbed"
+ENVIRONMENT = "testbed"
+START, END = ">>>>> Start Test Output", ">>>>> End Test Output"
+
+_ACTIVATE = ("source /opt/miniconda3/bin/activate", f"conda activate {ENVIRONMENT}")
+_PATCH_END, _FILE_END = "EOF_114329324912", "EOF_59812759871"
+
+
+def environment_script(
+    *,
+    python: str | None,
+    pip_packages: Iterable[str] = (),
+    environment_yml: str | None = None,
+    patches: Iterable[str] = (),
+    bare: bool = False,
+) -> str:
+    """Make the environment, from an ``environment.yml`` or from a Python and packages. ``bare``: without those that
+    conda adds by itself.
+    """
+    lines = ["source /opt/miniconda3/bin/activate"]
+    if environment_yml is None:
+        more = " --no-default-packages" if bare else ""
+        lines += [f"conda create -n {ENVIRONMENT} python={python} -y{more}", f"conda activate {ENVIRONMENT}"]
+    else:
+        lines += [f"cat <<'{_FILE_END}' > environment.yml\n{environment_yml}\n{_FILE_END}", *patches]
+        lines += ["conda env create --file environment.yml", f"conda activate {ENVIRONMENT}"]
+        lines += [f"conda install python={python} -y"] if python else []
+        lines += ["rm environment.yml"]
+    if packages := " ".join(pip_packages):
+        lines.append(f"python -m pip install {packages}")
+    return _script("set -exo pipefail", lines)
+
+
+def install_script(instance: Instance, commands: Iterable[str], *, committed: bool) -> str:
+    """Clone the repository and install it. ``committed``: what the commands changed becomes a commit of its own."""
+    lines = [
+        f"git clone -o origin https://github.com/{instance.repo} {REPOSITORY}",
+        f"chmod -R 777 {REPOSITORY}",
+        f"cd {REPOSITORY}",
+        f"git reset --hard {instance.base_commit}",
+        "git remote remove origin",
+        *_ACTIVATE,
+        *commands,
+    ]
+    if committed:
+        lines += [
+            "git config --global user.email setup@swebench.config",
+            "git config --global user.name SWE-bench",
+            "git commit --allow-empty -am SWE-bench",
+        ]
+    return _script("set -exo pipefail", lines)
+
+
+def evaluation_script(
+    instance: Instance,
+    test_command: str,
+    *,
+    marked: bool,
+    install: str | None = None,
+    before: Iterable[str] = (),
+) -> str:
+    """Restore the test files, apply the row's test patch and run the tests. ``marked``: between the two markers."""
+    files = " ".join(map(shlex.quote, restored_files(instance.test_patch)))
+    restore = f"git checkout {instance.base_commit} {files}"
+    lines = [
+        *_ACTIVATE,
+        f"cd {REPOSITORY}",
+        *before,
+        f"git config --global --add safe.directory {REPOSITORY}",
+        f"cd {REPOSITORY}",
+        "git status",
+        "git show",
+        f"git -c core.fileMode=false diff {instance.base_commit}",
+        *_ACTIVATE,
+        *([install] if install else []),
+        restore,
+        f"git apply -v - <<'{_PATCH_END}'\n{instance.test_patch}\n{_PATCH_END}",
+        *([f": '{START}'"] if marked else []),
+        test_command,
+        *([f": '{END}'"] if marked else []),
+        restore,
+    ]
+    return _script("set -xo pipefail", lines)
+
+
+def _script(options: str, lines: Iterable[str]) -> str:
+    return "\n".join(["#!/bin/bash", options, *lines]) + "\n"

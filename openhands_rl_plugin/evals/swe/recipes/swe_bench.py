@@ -1,0 +1,126 @@
+"""Recipes from the ``swebench`` package, version 4.1.0: its tables, its scripts, its names of parsers.
+
+It is imported when a row needs it, and only as far as that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from pydantic import ValidationError
+
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, MissingExtraError
+from openhands_rl_plugin.core.validation import problems
+from openhands_rl_plugin.evals.swe.recipes.base import ReadFile, Recipe
+from openhands_rl_plugin.evals.swe.recipes.light_import import import_module
+from openhands_rl_plugin.evals.swe.rows import row_of
+from openhands_rl_plugin.evals.swe.types import Instance
+
+EXCLUDE_NEWER = "2024-08-01"
+"""When the official images were made. Old repositories break with packages of later dates."""
+
+EXTRA = "swe"
+IMAGE_ONLY = Recipe(environment_script="", install_script="", evaluation_script="", python="", parser="")
+"""What the columns of a row that is complete are put into."""
+
+_RAW = "https://raw.githubusercontent.com/"
+_LOCK = threading.Lock()
+
+
+def swebench(module: str) -> Any:
+    """A module of the package. Raises ``MissingExtraError``; ``ConfigError`` for a version without the tables."""
+    try:
+        return import_module(f"swebench.harness.{module}")
+    except ModuleNotFoundError as error:
+        if error.name in ("swebench", "swebench.harness"):
+            raise MissingExtraError("swebench", EXTRA) from error
+        if not (error.name or "").startswith("swebench"):
+            raise MissingExtraError(error.name or "swebench", EXTRA) from error
+        raise ConfigError(f"this swebench has no {module}; install swebench==4.1.0") from error
+
+
+def is_complete(instance: Instance) -> bool:
+    """Whether the row's own columns say all that a container needs."""
+    return all(instance.extra.get(column) for column in ("image", "eval_script", "log_parser"))
+
+
+def knows(instance: Instance) -> bool:
+    """Whether the repository and its version are in the package's tables."""
+    return instance.version in swebench("constants").MAP_REPO_VERSION_TO_SPECS.get(instance.repo, {})
+
+
+def recipe(instance: Instance, read_file: ReadFile) -> Recipe:
+    """The recipe in the package's tables. Raises ``ConfigError`` for a repository or version that is not there."""
+    constants = swebench("constants")
+    specs = constants.MAP_REPO_VERSION_TO_SPECS.get(instance.repo)
+    if specs is None:
+        raise ConfigError(
+            f"{instance.instance_id}: nothing is known about {instance.repo!r}; give the row a test_command of its own"
+        )
+    if instance.version not in specs:
+        raise ConfigError(f"{instance.instance_id}: no version {instance.version!r} of {instance.repo} is known")
+    python = specs[instance.version].get("python")
+    if python is None:
+        raise ConfigError(f"{instance.instance_id}: {instance.repo} is not a Python repository; use --backend docker")
+    with _files_from(read_file):
+        spec = swebench("test_spec.test_spec").make_test_spec(row_of(instance), namespace="swebench")
+    return Recipe(
+        environment_script=spec.setup_env_script,
+        install_script=spec.install_repo_script,
+        evaluation_script=spec.eval_script,
+        python=str(python),
+        parser=swebench("log_parsers").MAP_REPO_TO_PARSER[instance.repo].__name__,
+        eval_type="fail_only" if instance.repo in constants.FAIL_ONLY_REPOS else "pass_and_fail",
+        exclude_newer=EXCLUDE_NEWER,
+        image=spec.instance_image_key,
+    )
+
+
+def with_columns(instance: Instance, recipe: Recipe) -> Recipe:
+    """``recipe`` with what columns of version 5 say instead: ``image``, ``log_parser``, ``eval_type``,
+    ``eval_script``; and ``exclude_newer``.
+    """
+    columns = ("image", "eval_type", "exclude_newer")
+    named = {"parser": "log_parser", "evaluation_script": "eval_script", **{name: name for name in columns}}
+    changes = {field: instance.extra[column] for field, column in named.items() if instance.extra.get(column)}
+    try:
+        return Recipe.model_validate({**recipe.model_dump(), **changes}) if changes else recipe
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(at)}: {what}" for at, what in problems(error, Recipe))
+        raise ConfigError(f"{instance.instance_id}: {wrong}") from error
+
+
+@contextmanager
+def _files_from(read_file: ReadFile) -> Iterator[None]:
+    """Inside, the package reads requirement files by ``read_file`` where it would ask GitHub."""
+
+    def get(url: str, headers: object = None) -> SimpleNamespace:
+        repo, commit, path = _parts(url)
+        text = read_file(repo, commit, path)
+        return SimpleNamespace(status_code=404 if text is None else 200, text=text or "")
+
+    module = swebench("test_spec.python")
+    with _LOCK:
+        original, module.requests = module.requests, SimpleNamespace(get=get)
+        try:
+            yield
+        except ValueError as error:
+            raise InfrastructureError(str(error)) from error
+        finally:
+            module.requests = original
+
+
+def _parts(url: str) -> tuple[str, str, str]:
+    """``https://raw.githubusercontent.com/OWNER/NAME/COMMIT/PATH``; the path may hold ``..``."""
+    owner, name, commit, *path = url.removeprefix(_RAW).split("/")
+    parts: list[str] = []
+    for part in path:
+        if part == "..":
+            parts = parts[:-1]
+        elif part not in ("", "."):
+            parts.append(part)
+    return f"{owner}/{name}", commit, "/".join(parts)

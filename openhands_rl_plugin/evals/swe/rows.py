@@ -1,0 +1,219 @@
+"""Instances and predictions from files: SWE-bench and SWE-Gym rows, and what models answered.
+
+One bad row costs that row, in one clear line, and never the others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import JsonValue
+
+from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError
+from openhands_rl_plugin.core.types import Frozen, JsonObject
+from openhands_rl_plugin.evals.swe.types import Instance
+
+GOLD = "gold"
+"""In place of a file of predictions: every row's own patch."""
+
+MAX_FILE = 2 * 2**30
+_REQUIRED = ("instance_id", "repo", "base_commit")
+_TEXTS = (
+    *("version", "problem_statement", "hints_text", "created_at", "patch", "test_patch", "environment_setup_commit"),
+)
+_TESTS = {"FAIL_TO_PASS": "fail_to_pass", "PASS_TO_PASS": "pass_to_pass"}
+_OWN = {*_REQUIRED, *_TEXTS, *_TESTS}
+
+
+class Prediction(Frozen):
+    """What a model answered to an instance; ``None`` is an absent patch."""
+
+    instance_id: str
+    model_patch: str | None = None
+    model_name_or_path: str = "None"
+
+
+class Predictions(NamedTuple):
+    """The usable ones, by instance, and one line for each that is not."""
+
+    rows: dict[str, Prediction]
+    problems: tuple[str, ...]
+
+
+def read_instances(file: Path) -> tuple[Instance, ...]:
+    """The instances of a .json (list, or object by id), .jsonl or .parquet file, in its order.
+
+    Raises ``ConfigError`` with one line a problem: an instance that is silently missing would change every figure.
+    """
+    instances: dict[str, Instance] = {}
+    problems: list[str] = []
+    for at, row in _rows(file):
+        try:
+            instance = instance_of(_object(row))
+            if instance.instance_id in instances:
+                raise ConfigError(f"{instance.instance_id} is there twice")
+            instances[instance.instance_id] = instance
+        except ConfigError as error:
+            problems.append(f"{at}: {error}")
+    if problems:
+        raise ConfigError("\n".join(problems[:20]))
+    if not instances:
+        raise ConfigError(f"{file}: no instance in it")
+    return tuple(instances.values())
+
+
+def instance_of(row: Mapping[str, JsonValue]) -> Instance:
+    """One row. Raises ``ConfigError`` that names the columns which are missing or wrong."""
+    if missing := [name for name in _REQUIRED if not isinstance(row.get(name), str) or not row[name]]:
+        raise ConfigError(f"column {', '.join(missing)} is missing or empty; an instance has {', '.join(_REQUIRED)}")
+    identity = str(row["instance_id"])
+    if "/" in identity or identity in (".", ".."):
+        raise ConfigError(f"the id {identity!r} cannot name a folder")
+    tests = {field: _tests(row.get(name), name) for name, field in _TESTS.items()}
+    texts = {name: _text(row.get(name)) for name in (*_REQUIRED, *_TEXTS)}
+    extra: JsonObject = {name: value for name, value in row.items() if name not in _OWN}
+    return Instance.model_validate({**texts, **tests, "extra": extra})
+
+
+def row_of(instance: Instance) -> JsonObject:
+    """The row as SWE-bench publishes it: the test names as JSON in a string, the other columns beside."""
+    plain = instance.model_dump(mode="json", exclude={"extra", *_TESTS.values()})
+    tests = {name: json.dumps(list(getattr(instance, field))) for name, field in _TESTS.items()}
+    if not instance.environment_setup_commit:
+        del plain["environment_setup_commit"]
+    return {**plain, **tests, **instance.extra}
+
+
+def read_predictions(source: str, instances: Iterable[Instance]) -> Predictions:
+    """The predictions in a .jsonl or .json file (list, or object by id), or the rows' own patches for ``gold``.
+
+    Raises ``ConfigError`` when the file as a whole cannot be read.
+    """
+    known = {instance.instance_id: instance for instance in instances}
+    if source == GOLD:
+        gold = {
+            name: Prediction(instance_id=name, model_patch=each.patch, model_name_or_path=GOLD)
+            for name, each in known.items()
+        }
+        return Predictions(gold, ())
+    # SWE-Gym's own tools write ids in lower case.
+    spelt = {name.lower(): name for name in known}
+    rows: dict[str, Prediction] = {}
+    problems: list[str] = []
+    for at, row in _rows(Path(source)):
+        try:
+            prediction = _prediction(_object(row), spelt)
+            if prediction.instance_id in rows:
+                raise ConfigError(f"a second prediction for {prediction.instance_id}; the first one is graded")
+            rows[prediction.instance_id] = prediction
+        except ConfigError as error:
+            problems.append(f"{at}: {error}")
+    return Predictions(rows, tuple(problems))
+
+
+def _prediction(row: JsonObject, spelt: Mapping[str, str]) -> Prediction:
+    identity = row.get("instance_id")
+    if not isinstance(identity, str):
+        raise ConfigError("no instance_id")
+    if identity.lower() not in spelt:
+        raise ConfigError(f"unknown instance {identity!r}")
+    if "model_patch" not in row:
+        raise ConfigError(f"{identity}: no model_patch")
+    patch, model = row["model_patch"], row.get("model_name_or_path")
+    if not isinstance(patch, str | None):
+        raise ConfigError(f"{identity}: model_patch must be text, not {type(patch).__name__}")
+    name = model if isinstance(model, str) and model else "None"
+    if name.replace("/", "__") in (".", "..") or "\0" in name:
+        raise ConfigError(f"{identity}: the model's name {name!r} cannot name a folder")
+    return Prediction(instance_id=spelt[identity.lower()], model_patch=patch, model_name_or_path=name)
+
+
+def _text(value: JsonValue) -> str:
+    return "" if value is None else value if isinstance(value, str) else str(value)
+
+
+def _tests(value: JsonValue, column: str) -> tuple[str, ...]:
+    """A list of names, or the same as JSON in a string."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else []
+        except ValueError as error:
+            raise ConfigError(f"column {column} is neither a list nor JSON: {error}") from error
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(f"column {column} must be a list of test names")
+    return tuple(str(name) for name in value)
+
+
+def _object(value: object) -> JsonObject:
+    if callable(value):
+        value = value()
+    if not isinstance(value, dict):
+        raise ConfigError(f"must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _rows(file: Path) -> Iterator[tuple[str, object]]:
+    """The rows with their places; a row that is not JSON yet is a function which may raise ``ConfigError``."""
+    try:
+        size = file.stat().st_size
+        if size > MAX_FILE:
+            raise ConfigError(f"{file}: {size >> 20} MiB are more than {MAX_FILE >> 20}; split the file")
+        if file.suffix == ".parquet":
+            yield from _parquet(file)
+        elif file.suffix == ".json":
+            yield from _members(file, _loads(file.read_text(encoding="utf-8-sig")))
+        else:
+            with open(file, encoding="utf-8-sig", newline="\n") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        yield f"{file}:{number}", _later(line)
+    except ConfigError as error:
+        raise ConfigError(str(error) if str(file) in str(error) else f"{file}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: is not UTF-8 text") from error
+
+
+def _later(line: str) -> Callable[[], JsonValue]:
+    return lambda: _loads(line)
+
+
+def _loads(text: str) -> JsonValue:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"not JSON: {error}") from error
+
+
+def _members(file: Path, document: JsonValue) -> Iterator[tuple[str, object]]:
+    if isinstance(document, dict) and not document.keys() & {"instance_id"}:
+        for name, row in document.items():
+            yield f"{file}[{name!r}]", {"instance_id": name, **row} if isinstance(row, dict) else row
+        return
+    for index, row in enumerate(document if isinstance(document, list) else [document]):
+        yield f"{file}[{index}]", row
+
+
+def _parquet(file: Path) -> Iterator[tuple[str, object]]:
+    try:
+        pyarrow: Any = import_module("pyarrow")
+        parquet: Any = import_module("pyarrow.parquet")
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("pyarrow", "exchange") from error
+    try:
+        with parquet.ParquetFile(file) as table:
+            number = 0
+            for batch in table.iter_batches(batch_size=64):
+                for row in batch.to_pylist():
+                    # Times are no JSON; they are written as text.
+                    yield f"{file}[{number}]", json.loads(json.dumps(row, default=str))
+                    number += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{file}: cannot be read as Parquet: {error}") from error

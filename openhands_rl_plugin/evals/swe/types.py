@@ -1,0 +1,122 @@
+"""The values of a software-engineering task: the row, the verdict on a patch, and what a guard saw."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+
+from pydantic import Field
+
+from openhands_rl_plugin.core.types import Frozen, JsonObject
+
+
+class Instance(Frozen):
+    """One task in the columns of SWE-bench. ``extra`` holds the row's other columns (``image``, ``log_parser``,
+    ``eval_script``, ...) as they were read.
+    """
+
+    instance_id: str
+    repo: str
+    base_commit: str
+    version: str = ""
+    problem_statement: str = ""
+    hints_text: str = ""
+    created_at: str = ""
+    patch: str = ""
+    test_patch: str = ""
+    fail_to_pass: tuple[str, ...] = ()
+    pass_to_pass: tuple[str, ...] = ()
+    environment_setup_commit: str = ""
+    extra: JsonObject = Field(default_factory=dict)
+
+    @property
+    def test_files(self) -> frozenset[str]:
+        """The files that the row's tests stand in, as far as their names say so (``file.py::test``)."""
+        names = (*self.fail_to_pass, *self.pass_to_pass)
+        return frozenset(name.partition("::")[0] for name in names if ".py::" in name)
+
+
+class VerdictKind(StrEnum):
+    """What became of a patch. Only the first two say something about it; the others are not "unresolved"."""
+
+    RESOLVED = "resolved"
+    UNRESOLVED = "unresolved"
+    EMPTY_PATCH = "empty_patch"
+    UNAPPLIED = "unapplied"
+    TIMED_OUT = "timed_out"
+    REFUSED = "refused"
+    """Too large, binary without its data, or not a patch at all."""
+    INFRASTRUCTURE = "infrastructure"
+    """The place where tests run failed: nothing is known about the patch."""
+
+
+class TestsStatus(Frozen):
+    """Tests of one group of the row that passed and that did not."""
+
+    __test__ = False  # not a test of ours
+
+    success: tuple[str, ...] = ()
+    failure: tuple[str, ...] = ()
+
+
+class Severity(StrEnum):
+    """What a flag does. ``NOTE`` is about the guard itself: what it could not see."""
+
+    DECIDES = "decides"
+    """The patch is not resolved, whatever its tests say."""
+    COUNTED = "counted"
+    """Honest patches do it, too: it is in the flagged share, and the tests decide."""
+    NOTE = "note"
+
+
+class Flag(Frozen):
+    """A sign of reward hacking: which rule saw it, where, and the piece of text that it saw."""
+
+    rule: str
+    where: str
+    detail: str = ""
+    severity: Severity = Severity.DECIDES
+
+
+class Verdict(Frozen):
+    """The result of grading one patch. ``seconds`` is wall time: of the whole, and of the tests alone."""
+
+    instance_id: str
+    kind: VerdictKind
+    reason: str = ""
+    fail_to_pass: TestsStatus = TestsStatus()
+    pass_to_pass: TestsStatus = TestsStatus()
+    flags: tuple[Flag, ...] = ()
+    seconds: float = 0.0
+    test_seconds: float = 0.0
+    logs: str | None = None
+    """The folder with ``patch.diff``, ``eval.sh``, ``test_output.txt`` and ``report.json``."""
+
+    @property
+    def resolved(self) -> bool:
+        """Whether every test of the row came out as it should, without a cheat."""
+        return self.kind is VerdictKind.RESOLVED
+
+    @property
+    def flagged(self) -> tuple[str, ...]:
+        """The rules that saw something in the patch or its run, each once."""
+        return tuple(sorted({flag.rule for flag in self.flags if flag.severity is not Severity.NOTE}))
+
+
+class Mount(Frozen):
+    """A directory or file of the host that a sandbox shows, read-only, under another name."""
+
+    host: Path
+    inside: str
+
+
+class Checkout(Frozen):
+    """An instance's repository at its base commit, for an agent to work in.
+
+    ``directory`` is on the host and writable. ``mounts`` and ``variables`` are what its interpreter needs: a sandbox
+    has to show and set them.
+    """
+
+    directory: Path
+    mounts: tuple[Mount, ...] = ()
+    variables: dict[str, str] = Field(default_factory=dict)

@@ -1,0 +1,131 @@
+"""Where every task of a file came from and what was found out about it: the file beside it that ends in
+``.lineage.json``. There is no date in it, so that the same tasks have the same lineage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from openhands_rl_plugin.core.errors import ConfigError, StorageError
+from openhands_rl_plugin.core.types import Frozen, JsonObject
+from openhands_rl_plugin.evals.swe.rows import read_instances, row_of
+from openhands_rl_plugin.evals.swe.types import Instance
+
+SCHEMA_VERSION = 1
+
+
+class Validation(Frozen):
+    """The runs that a task was accepted on: how often the tests ran without the bug and with it, how many tests there
+    are, and how many of them fail with the bug.
+    """
+
+    runs_without_bug: int
+    runs_with_bug: int
+    tests: int
+    failing: int
+
+
+class Check(Frozen):
+    """What the quality gate found. ``oracle`` and ``no_op``: how often the row's own patch, and one that changes
+    nothing, resolved the task, of ``repeats`` runs each.
+    """
+
+    repeats: int
+    oracle: int
+    no_op: int
+    same_outcomes: bool
+    duplicate_of: str = ""
+    pass_rate: float | None = None
+    problems: tuple[str, ...] = ()
+
+
+class TaskLineage(Frozen):
+    """One task. ``source`` as in its row; ``function`` is where the bug is, ``path`` in which file."""
+
+    instance_id: str
+    source: JsonObject
+    modifier: str = ""
+    seed: int | None = None
+    path: str = ""
+    function: str = ""
+    validation: Validation | None = None
+    check: Check | None = None
+
+
+class Lineage(Frozen):
+    """All tasks of a file. ``sha256`` is that of the file; ``checked`` once the gate let it pass, with ``backend``."""
+
+    schema_version: int = SCHEMA_VERSION
+    sha256: str
+    checked: bool = False
+    backend: str = ""
+    pass_rate_window: tuple[float, float] | None = None
+    tasks: tuple[TaskLineage, ...] = Field(default=())
+
+
+def lineage_path(tasks: Path) -> Path:
+    """``tasks.jsonl`` -> ``tasks.lineage.json``."""
+    return tasks.with_name(f"{tasks.stem}.lineage.json")
+
+
+def read_lineage(tasks: Path) -> Lineage | None:
+    """The lineage of a file of tasks; ``None`` when it has none. Raises ``ConfigError`` for one that is damaged."""
+    path = lineage_path(tasks)
+    try:
+        return Lineage.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError, UnicodeDecodeError) as error:
+        again = f"make it again: openhands-rl tasks check {tasks}"
+        raise ConfigError(f"{path} cannot be read as a lineage; {again}") from error
+
+
+def require_checked(path: Path) -> tuple[Instance, ...]:
+    """The tasks of a file that passed the quality gate. Raises ``ConfigError`` when it did not, or changed since."""
+    instances, lineage = read_instances(path), read_lineage(path)
+    again = f"run: openhands-rl tasks check {path}"
+    if lineage is None:
+        raise ConfigError(f"{path} was never checked; {again}")
+    if lineage.sha256 != digest_of(path):
+        raise ConfigError(f"{path} has changed since its lineage was written; {again}")
+    if not lineage.checked:
+        bad = sum(bool(task.check is None or task.check.problems) for task in lineage.tasks)
+        raise ConfigError(f"{path} did not pass the quality gate ({bad} of {len(instances)} tasks); {again}")
+    return instances
+
+
+def write_tasks(path: Path, instances: Sequence[Instance], tasks: Sequence[TaskLineage]) -> None:
+    """Write the rows and their lineage, each complete or not at all."""
+    rows = "".join(json.dumps(row_of(each), ensure_ascii=False) + "\n" for each in instances)
+    replace(path, rows)
+    write_lineage(path, Lineage(sha256=digest_of(path), tasks=tuple(tasks)))
+
+
+def write_lineage(tasks: Path, lineage: Lineage) -> None:
+    """Write the lineage of a file of tasks."""
+    replace(lineage_path(tasks), lineage.model_dump_json(indent=1, exclude_none=True) + "\n")
+
+
+def replace(path: Path, text: str) -> None:
+    """Put a text in place of a file, so that a reader sees the old or the new one. Raises ``StorageError``."""
+    fresh = path.with_name(f".{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(fresh, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def digest_of(path: Path) -> str:
+    """The sha256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,33 @@
+"""The table of ``openhands-rl tasks list``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.tasks.lineage import Lineage
+
+
+def table_of(instances: Sequence[Instance], lineage: Lineage | None) -> Table:
+    """One line a task: what fails, how the bug was made, and whether the gate let it pass."""
+    known = {task.instance_id: task for task in lineage.tasks} if lineage is not None else {}
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("task", "split", "made by", "fail", "pass", "checked", "report"):
+        table.add_column(
+            name, overflow="ellipsis", no_wrap=True, justify="right" if name in ("fail", "pass") else "left"
+        )
+    for each in instances:
+        task = known.get(each.instance_id)
+        check = task.check if task is not None else None
+        table.add_row(
+            each.instance_id,
+            str(each.extra.get("split", "")),
+            task.modifier if task is not None else "",
+            str(len(each.fail_to_pass)),
+            str(len(each.pass_to_pass)),
+            "no" if check is None else "yes" if not check.problems else check.problems[0],
+            each.problem_statement.partition("\n")[0],
+        )
+    return table

@@ -1,0 +1,197 @@
+"""One bug after the other is put into a package and becomes a task, or does not: the story of ``tasks make``."""
+
+from __future__ import annotations
+
+import functools
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from openhands_rl_plugin.core.types import Frozen, JsonObject
+from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.tasks.bugs.table import Bug
+from openhands_rl_plugin.evals.tasks.candidates import REOPENED, buggy, candidates, key_of
+from openhands_rl_plugin.evals.tasks.hiding import without_tests
+from openhands_rl_plugin.evals.tasks.lineage import TaskLineage, Validation
+from openhands_rl_plugin.evals.tasks.sandbox import FailureNote, TestRun
+from openhands_rl_plugin.evals.tasks.sources.repository import Repository
+from openhands_rl_plugin.evals.tasks.sources.trees import Tree
+from openhands_rl_plugin.evals.tasks.sources.workshop import Workshop
+from openhands_rl_plugin.evals.tasks.statements.report import Run, leaks, statement_of
+
+LEAST_SHARE, LARGEST_SHARE = 0.01, 0.6
+"""Of the tests, how many may fail with the bug."""
+TRIES_PER_TASK = 12
+_NEVER_IN_A_FIX = {"NameError", "ImportError", "ModuleNotFoundError", "UnboundLocalError"}
+_OTHER_CODE = re.compile(
+    r"AttributeError: .*has no attribute '_|TypeError: .*(unexpected keyword|positional) argument", re.DOTALL
+)
+
+
+class Tried(Frozen):
+    """What became of one bug: a task, or the reason why not."""
+
+    key: str
+    reason: str = ""
+    instance: Instance | None = None
+    lineage: TaskLineage | None = None
+
+
+class Change(Frozen):
+    """What a change is, for the lineage. ``seed`` is ``None`` where chance had no part in it."""
+
+    key: str
+    path: str
+    modifier: str = REOPENED
+    function: str = ""
+    seed: int | None = None
+
+
+def make_tasks(
+    workshop: Workshop, wanted: int, *, known: Mapping[str, Tried], tried: Callable[[Tried], None]
+) -> tuple[list[Instance], list[TaskLineage]]:
+    """Make up to ``wanted`` tasks. ``tried`` hears of every bug that was tried now, ``known`` has those of before.
+
+    The result depends on the package, the plan and its seed alone.
+    """
+    plan = workshop.plan
+    bugs = candidates(
+        workshop.tree,
+        workshop.survey.code,
+        workshop.first_run.covered,
+        LEAST_SHARE * len(workshop.tests),
+        workshop.older,
+        f"{plan.seed}:{workshop.package.name}:{workshop.origin.pin}",
+    )
+    made: list[Tried] = []
+    used: set[tuple[str, str]] = set()
+    failing: set[tuple[str, ...]] = set()
+    reopened = 0
+    for bug in bugs[: wanted * TRIES_PER_TASK]:
+        place = (bug.path, bug.function)
+        if place in used or (bug.modifier == REOPENED and reopened >= max(1, wanted // 2)):
+            continue
+        result = known.get(key_of(bug))
+        if result is None:
+            result = try_bug(workshop, bug)
+            tried(result)
+        if result.instance is None or result.lineage is None or result.instance.fail_to_pass in failing:
+            continue
+        made.append(result)
+        used.add(place)
+        failing.add(result.instance.fail_to_pass)
+        reopened += bug.modifier == REOPENED
+        if len(made) == wanted:
+            break
+    return [each.instance for each in made if each.instance], [each.lineage for each in made if each.lineage]
+
+
+def try_bug(workshop: Workshop, bug: Bug) -> Tried:
+    """Put a bug into the package, and see whether it makes a good task."""
+    change = Change(
+        key=key_of(bug), path=bug.path, modifier=bug.modifier, function=bug.function, seed=workshop.plan.seed
+    )
+    return try_change(workshop, change, buggy(workshop.tree, bug))
+
+
+def try_change(workshop: Workshop, change: Change, tree: Tree) -> Tried:
+    """Run the tests twice on ``tree``, which has the bug, and write the task when it is a good one."""
+    first = workshop.sandbox.run_tests(tree, workshop.arguments)
+    if (reason := _refusal(workshop, change.modifier, first)) is not None:
+        return Tried(key=change.key, reason=reason)
+    second = workshop.sandbox.run_tests(tree, workshop.arguments, hash_seed=1)
+    failing = workshop.tests - first.passed
+    if second.timed_out or failing != workshop.tests - second.passed:
+        return Tried(key=change.key, reason="two runs with the bug differ")
+
+    @functools.cache
+    def snippet(script: str, with_bug: bool) -> dict[str, str]:
+        return workshop.sandbox.run_snippet(tree if with_bug else workshop.tree, script)
+
+    statement = _statement(workshop, first, failing, snippet)
+    if statement is None:
+        return Tried(key=change.key, reason="no report can be written on what fails")
+    if statement != _statement(workshop, second, failing, snippet):
+        return Tried(key=change.key, reason="two runs give two reports")
+    instance = _instance(workshop, tree, change.key, failing, statement)
+    if leaks(statement, instance.patch):
+        return Tried(key=change.key, reason="the report would show a line of the fix")
+    lineage = TaskLineage(
+        instance_id=instance.instance_id,
+        source=workshop.origin.as_json(),
+        modifier=change.modifier,
+        seed=change.seed,
+        path=change.path,
+        function=change.function,
+        validation=Validation(runs_without_bug=2, runs_with_bug=2, tests=len(workshop.tests), failing=len(failing)),
+    )
+    return Tried(key=change.key, instance=instance, lineage=lineage)
+
+
+def _refusal(workshop: Workshop, modifier: str, run: TestRun) -> str | None:
+    if run.timed_out:
+        return "the tests take too long with it"
+    if run.crashed or run.broken or not workshop.tests <= run.outcomes.keys():
+        return "tests disappear with it"
+    failing = workshop.tests - run.passed
+    if not failing:
+        return "no test notices it"
+    if not LEAST_SHARE <= len(failing) / len(workshop.tests) <= LARGEST_SHARE:
+        return f"{len(failing)} of {len(workshop.tests)} tests fail"
+    if modifier == REOPENED and any(_is_of_other_code(run.failures[test]) for test in failing if test in run.failures):
+        return "the older code needs what is not there any more"
+    return None
+
+
+def _is_of_other_code(note: FailureNote) -> bool:
+    """Whether a failure shows that code of two versions does not fit together, which is not what a fix was about."""
+    return note.error in _NEVER_IN_A_FIX or _OTHER_CODE.search(f"{note.error}: {note.message}") is not None
+
+
+def _statement(workshop: Workshop, run: TestRun, failing: Iterable[str], snippet: Run) -> str | None:
+    failures = {test: run.failures[test] for test in sorted(failing) if test in run.failures}
+    return statement_of(workshop.package.label, workshop.plan.python, workshop.tree.text, failures, snippet)
+
+
+def _instance(workshop: Workshop, tree: Tree, key: str, failing: frozenset[str], statement: str) -> Instance:
+    base = tree.changed(without_tests(workshop.tree, sorted(failing)))
+    with tempfile.TemporaryDirectory(prefix="openhands-rl-tasks-") as folder:
+        repository = Repository.create(Path(folder) / "task.git")
+        message = commit_message(workshop.package.label)
+        base_commit = repository.commit(base, message, "base")
+        with_tests = repository.commit(tree, message, "tests")
+        solved = repository.commit(workshop.tree, message, "solved")
+        patch, test_patch = repository.diff(with_tests, solved), repository.diff(base_commit, with_tests)
+    origin = workshop.origin
+    return Instance(
+        instance_id=f"{origin.kind}__{workshop.package.name}-{origin.version}-{key[:8]}",
+        repo=f"{origin.kind}/{workshop.package.name}",
+        base_commit=base_commit,
+        version=origin.version,
+        problem_statement=statement,
+        patch=patch,
+        test_patch=test_patch,
+        fail_to_pass=tuple(sorted(failing)),
+        pass_to_pass=tuple(sorted(workshop.tests - failing)),
+        extra=_columns(workshop),
+    )
+
+
+def commit_message(label: str) -> str:
+    """The message of the one commit of a task's repository."""
+    return label
+
+
+def _columns(workshop: Workshop) -> JsonObject:
+    split: Sequence[tuple[str, str]] = [("split", workshop.package.split)] if workshop.package.split else []
+    return {
+        **dict(split),
+        "source": {**workshop.origin.as_json(), "label": workshop.package.label},
+        "python": workshop.plan.python,
+        "packages": list(workshop.requirements),
+        "install": list(workshop.install),
+        "test_command": workshop.test_command,
+        "test_files": [],
+        "log_parser": "pytest",
+    }

@@ -1,0 +1,177 @@
+"""Runs of tests and snippets in bubblewrap: without network, with nothing to write to but their own copy."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.evals.tasks.sources.trees import Tree
+
+INSIDE = "/tmp/testbed"
+MEMORY_KIB = 4 * 1024**2
+PYTEST = ("-o", "addopts=", "-p", "no:cacheprovider")
+_HERE = Path(__file__).parent
+_RESTRICTED = f'ulimit -v {MEMORY_KIB} -f 1048576 -c 0; exec "$@"'
+
+
+class FailureNote(Frozen):
+    """What a failed test showed: the exception, the test's own ``line`` in ``file`` (0: unknown), its arguments."""
+
+    error: str
+    message: str
+    file: str
+    line: int
+    values: dict[str, str] = Field(default_factory=dict)
+
+
+class TestRun(Frozen):
+    """What one run of the tests did.
+
+    ``covered``: by path, lines and how many tests ran them. ``broken``: files that were not collected.
+    """
+
+    __test__ = False  # not a test of ours
+
+    outcomes: dict[str, str] = Field(default_factory=dict)
+    failures: dict[str, FailureNote] = Field(default_factory=dict)
+    broken: tuple[str, ...] = ()
+    covered: dict[str, dict[int, int]] = Field(default_factory=dict)
+    timed_out: bool = False
+    crashed: str = ""
+    """Why there is no result at all; empty when there is one."""
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> frozenset[str]:
+        """The tests that passed."""
+        return frozenset(name for name, outcome in self.outcomes.items() if outcome == "passed")
+
+
+class Sandbox:
+    """Runs things on trees with one environment. ``paths`` are the folders of a tree that are imported from.
+
+    ``timeout`` is in seconds of wall time, for each run.
+    """
+
+    def __init__(self, environment: Path, paths: Sequence[str], timeout: float) -> None:
+        self._environment = environment
+        self._paths = tuple(paths)
+        self._timeout = timeout
+
+    def run_tests(self, tree: Tree, arguments: Sequence[str], *, covered: bool = False, hash_seed: int = 0) -> TestRun:
+        """Run the tests of a tree once."""
+        words = ["python", "-m", "pytest", "-p", "openhands_rl_reporter", *PYTEST, "-q", *arguments]
+        variables = {"OPENHANDS_RL_REPORT": "/tmp/out/report.json", "PYTHONHASHSEED": str(hash_seed)}
+        if covered:
+            variables["OPENHANDS_RL_COVERED"] = "1"
+        with tempfile.TemporaryDirectory(prefix="openhands-rl-tasks-") as folder:
+            started = time.monotonic()
+            printed, timed_out = self._run(Path(folder), tree, words, variables)
+            seconds = time.monotonic() - started
+            if timed_out:
+                return TestRun(timed_out=True, seconds=seconds)
+            try:
+                report = (Path(folder) / "out" / "report.json").read_text(encoding="utf-8")
+                return TestRun.model_validate_json(report).model_copy(update={"seconds": seconds})
+            except (OSError, ValidationError):
+                last = next((line for line in reversed(printed.splitlines()) if line.strip()), "nothing was printed")
+                return TestRun(crashed=last.strip()[:300], seconds=seconds)
+
+    def run_snippet(self, tree: Tree, script: str) -> dict[str, str]:
+        """Run a script; what it leaves in the names ``ACTUAL`` and ``EXPECTED``, and ``error``, each as a ``repr``.
+
+        Empty when it ran too long or ended the process.
+        """
+        with tempfile.TemporaryDirectory(prefix="openhands-rl-tasks-") as folder:
+            (Path(folder) / "out").mkdir()
+            (Path(folder) / "out" / "snippet.py").write_text(script, encoding="utf-8")
+            words = ["python", "/tmp/tools/snippets.py", "/tmp/out/snippet.py", "/tmp/out/result.json"]
+            _, timed_out = self._run(Path(folder), tree, words, {"PYTHONHASHSEED": "0"})
+            try:
+                found = json.loads((Path(folder) / "out" / "result.json").read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                return {}
+            return {} if timed_out else {str(name): str(value) for name, value in found.items()}
+
+    def _run(self, folder: Path, tree: Tree, words: list[str], variables: Mapping[str, str]) -> tuple[str, bool]:
+        """What was printed, and whether the time ran out."""
+        work, out, tools = folder / "work", folder / "out", folder / "tools"
+        tree.write(work)
+        out.mkdir(exist_ok=True)
+        tools.mkdir()
+        shutil.copy(_HERE / "reporter.py", tools / "openhands_rl_reporter.py")
+        shutil.copy(_HERE / "statements" / "snippets.py", tools / "snippets.py")
+        binds = ("--bind", str(work), INSIDE, "--bind", str(out), "/tmp/out", "--ro-bind", str(tools), "/tmp/tools")
+        command = [*_isolated(self._environment), *binds, *self._variables(variables), "--chdir", INSIDE, "--"]
+        command += ["/bin/sh", "-c", _RESTRICTED, "sh", *words]
+        with open(folder / "printed", "wb") as printed:
+            try:
+                subprocess.run(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=printed,
+                    stderr=subprocess.STDOUT,
+                    timeout=self._timeout,
+                    check=False,
+                )
+                timed_out = False
+            except subprocess.TimeoutExpired:
+                timed_out = True
+        with open(folder / "printed", "rb") as written:
+            written.seek(max(0, (folder / "printed").stat().st_size - 65536))
+            return written.read().decode("utf-8", "replace"), timed_out
+
+    def _variables(self, variables: Mapping[str, str]) -> list[str]:
+        everything = {
+            "PATH": f"{self._environment}/bin:/usr/bin:/bin",
+            "HOME": "/tmp/home",
+            "LANG": "C.UTF-8",
+            "TZ": "UTC",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONPATH": ":".join([*(f"{INSIDE}/{path}" for path in self._paths), INSIDE, "/tmp/tools"]),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "",
+            **variables,
+        }
+        return ["--clearenv", *(part for name, value in everything.items() for part in ("--setenv", name, value))]
+
+
+def _isolated(environment: Path) -> list[str]:
+    """``bwrap`` with the host's files read-only, empty folders for temporary files, and the interpreter shown again."""
+    shown = {str(environment), str(environment.resolve()), *_interpreter_folders(environment)}
+    hidden = "/tmp"
+    return [
+        *("bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
+        *("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", hidden, "--tmpfs", "/var/tmp"),
+        *(part for path in sorted(shown) if path.startswith(f"{hidden}/") for part in ("--ro-bind", path, path)),
+        *("--dir", "/tmp/home"),
+    ]
+
+
+@functools.cache
+def _interpreter_folders(environment: Path) -> frozenset[str]:
+    real = (environment / "bin" / "python").resolve()
+    return frozenset({str(real.parent.parent), sys.base_prefix})
+
+
+@functools.cache
+def check_bubblewrap() -> None:
+    """Raise ``ConfigError`` unless ``bwrap`` can make a sandbox here."""
+    command = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=20)
+    except FileNotFoundError as error:
+        raise ConfigError("bubblewrap is not installed; tasks are validated in it (package bubblewrap)") from error
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip()
+        raise ConfigError(f"bwrap cannot make a sandbox here ({said}); allow unprivileged user namespaces") from error

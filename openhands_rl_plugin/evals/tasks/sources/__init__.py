@@ -1,0 +1,1 @@
+"""Repositories that tasks are made from: fetched, surveyed, installed. Start with ``sources``."""

@@ -1,0 +1,106 @@
+"""One package made ready for bugs: its files, its environment, and what its tests do as long as nothing is broken."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.evals.tasks.hiding import file_of
+from openhands_rl_plugin.evals.tasks.sandbox import PYTEST, Sandbox, TestRun
+from openhands_rl_plugin.evals.tasks.sources.environment import make_environment
+from openhands_rl_plugin.evals.tasks.sources.fetching import Origin, fetch, fetch_release
+from openhands_rl_plugin.evals.tasks.sources.sources import Package, Plan
+from openhands_rl_plugin.evals.tasks.sources.survey import Survey, survey
+from openhands_rl_plugin.evals.tasks.sources.trees import Tree
+
+_READABLE = re.compile(r"[\x21-\x7e]+")
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """``tests`` are those that passed in each of the runs on ``tree`` and can be read off a log."""
+
+    package: Package
+    plan: Plan
+    origin: Origin
+    tree: Tree
+    older: Tree | None
+    survey: Survey
+    sandbox: Sandbox
+    requirements: tuple[str, ...]
+    first_run: TestRun
+    tests: frozenset[str]
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Pytest's arguments."""
+        return self.package.tests or self.survey.arguments
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The folders that are imported from."""
+        return self.package.paths or self.survey.paths
+
+    @property
+    def test_command(self) -> str:
+        """The command of the row, run at the root of the repository."""
+        words = ["python", "-m", "pytest", "-rA", *PYTEST, *self.arguments]
+        before = f"PYTHONPATH={shlex.quote(':'.join(self.paths))} " if self.paths else ""
+        return before + shlex.join(words)
+
+    @property
+    def install(self) -> tuple[str, ...]:
+        """The command that makes the repository importable from anywhere; it needs no network."""
+        folders = "\\n".join(f"/testbed/{path}" for path in self.paths) or "/testbed"
+        target = "sysconfig.get_path('purelib') + '/testbed.pth'"
+        return (f"python -c \"import sysconfig; open({target}, 'w').write('{folders}\\n')\"",)
+
+
+def open_workshop(package: Package, plan: Plan, cache: Path) -> Workshop:
+    """Fetch a package and run its tests twice. Raises ``ConfigError`` or ``InfrastructureError``, one clear line."""
+    origin, tree = fetch(package, cache)
+    older = None
+    if package.previous is not None:
+        older = fetch_release(package.name, package.previous, cache)[1]
+    return prepare(package, plan, origin, tree, older, cache)
+
+
+def prepare(package: Package, plan: Plan, origin: Origin, tree: Tree, older: Tree | None, cache: Path) -> Workshop:
+    """A workshop of files that are there already. Raises as ``open_workshop`` does."""
+    found = survey(tree)
+    arguments = package.tests or found.arguments
+    if not arguments:
+        raise ConfigError(f"{package.label}: no tests found in it; name them in a plan (tests = [...])")
+    if not found.code:
+        raise ConfigError(f"{package.label}: no Python code found in it beside the tests")
+    requirements = tuple(dict.fromkeys([*plan.requirements, *package.requirements, *found.requirements]))
+    environment = make_environment(plan.python, requirements, cache)
+    sandbox = Sandbox(environment, package.paths or found.paths, plan.timeout)
+    first = sandbox.run_tests(tree, arguments, covered=True)
+    _refuse_useless(package, first, plan.timeout)
+    second = sandbox.run_tests(tree, arguments, hash_seed=1)
+    tests = frozenset(test for test in first.passed & second.passed if _usable(test, package.avoid))
+    if len(tests) < 2:
+        raise ConfigError(f"{package.label}: fewer than two tests pass twice in a row; nothing can be measured by them")
+    return Workshop(package, plan, origin, tree, older, found, sandbox, requirements, first, tests)
+
+
+def _refuse_useless(package: Package, run: TestRun, timeout: float) -> None:
+    if run.timed_out:
+        raise ConfigError(
+            f"{package.label}: its tests take more than {timeout:g} s; run fewer (tests = [...] in a plan)"
+        )
+    if run.crashed:
+        raise ConfigError(f"{package.label}: its tests do not run: {run.crashed}")
+    if not run.passed:
+        why = f"; not even collected: {', '.join(run.broken[:3])}" if run.broken else ""
+        raise ConfigError(f"{package.label}: no test passes, are requirements missing?{why}")
+
+
+def _usable(test: str, avoid: Sequence[str]) -> bool:
+    """Whether a test's name survives in a log, where names end at the first blank, and nobody asked to avoid it."""
+    return bool(_READABLE.fullmatch(test)) and file_of(test).endswith(".py") and not any(each in test for each in avoid)

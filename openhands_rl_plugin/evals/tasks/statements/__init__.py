@@ -1,0 +1,1 @@
+"""Problem statements: a bug report made from the tests that fail."""

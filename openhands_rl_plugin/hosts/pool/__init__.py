@@ -1,0 +1,1 @@
+"""Episodes in worker processes of this machine (``processes``) or of a Ray cluster (``ray``)."""

@@ -1,0 +1,1 @@
+"""What every host of OpenHands shares, without importing OpenHands: episodes, recording, sessions, branches."""

@@ -1,0 +1,60 @@
+"""The forks that one decision works with: whatever ends the decision, none of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any
+
+from openhands_rl_plugin.core.errors import CaughtFailure, InfrastructureError, boundary
+from openhands_rl_plugin.core.protocols import Environment
+from openhands_rl_plugin.core.types import FailureKind
+from openhands_rl_plugin.core.waiting import to_the_end
+
+_PATIENCE = 10.0
+
+
+class Branches:
+    """Forks that are being made or are in use."""
+
+    def __init__(self) -> None:
+        self._making: set[asyncio.Task[Any]] = set()
+        self._open: set[Environment] = set()
+        self._closed = False
+
+    async def add[E: Environment](self, make: Coroutine[Any, Any, E]) -> E:
+        """Wait for a fork. One that is finished after its caller was cancelled is closed by ``close``."""
+        if self._closed:
+            make.close()
+            raise InfrastructureError("the search has ended, so that nothing is forked any more")
+        task = asyncio.create_task(self._made(make))
+        self._making.add(task)
+        task.add_done_callback(self._making.discard)
+        return await asyncio.shield(task)
+
+    def closed(self, branch: Environment) -> None:
+        """A fork was closed by its user."""
+        self._open.discard(branch)
+
+    async def close(self) -> None:
+        """Close all forks, also those that are still being made. One that does not come up or close in time is left
+        alone. What has begun here is ended even when the caller is cancelled."""
+        await to_the_end(self._close_all())
+
+    async def _close_all(self) -> None:
+        self._closed = True
+        if self._making:
+            await asyncio.wait(self._making, timeout=_PATIENCE)
+        await asyncio.gather(*(_close(branch) for branch in list(self._open)))
+
+    async def _made[E: Environment](self, make: Coroutine[Any, Any, E]) -> E:
+        branch = await make
+        self._open.add(branch)
+        return branch
+
+
+async def _close(branch: Environment) -> None:
+    with suppress(CaughtFailure), boundary(FailureKind.INFRASTRUCTURE, "search.close"):
+        async with asyncio.timeout(_PATIENCE):
+            await branch.close()

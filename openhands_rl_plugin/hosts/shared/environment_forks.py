@@ -1,0 +1,92 @@
+"""Forks of an environment behind OpenHands' runtime, as search sees them: they answer what the live one would."""
+
+from __future__ import annotations
+
+from openhands_rl_plugin.core.clipping import clip
+from openhands_rl_plugin.core.protocols import Environment, Forkable
+from openhands_rl_plugin.core.types import JsonObject, Limits, Message, Observation, Task
+from openhands_rl_plugin.hosts.shared.branches import Branches
+
+
+class EnvironmentWorld:
+    """The live episode, which can only be forked: nothing here steps it."""
+
+    def __init__(self, environment: Forkable, limits: Limits) -> None:
+        self._environment = environment
+        self._limits = limits
+        self._branches = Branches()
+
+    @property
+    def fork_steps(self) -> int:
+        """As its environment says."""
+        return getattr(self._environment, "fork_steps", 0)
+
+    @property
+    def pays_rewards(self) -> bool:
+        """As its environment says."""
+        return getattr(self._environment, "pays_rewards", True)
+
+    async def fork(self) -> Environment:
+        """A copy of the live episode as it stands. Raises what its environment raises."""
+        return await self.branch(self._environment)
+
+    async def branch(self, environment: Forkable) -> Environment:
+        """A fork of ``environment``, which may be a fork itself."""
+        return await self._branches.add(self._fork(environment))
+
+    async def step(self, environment: Environment, action: Message) -> Observation:
+        """As the runtime sends an action on, and as the episode cuts the answer."""
+        sent = Message(role="assistant", content=action.content or "")
+        return clip(await environment.step(sent), self._limits)
+
+    def closed(self, branch: Environment) -> None:
+        """A fork was closed by its user."""
+        self._branches.closed(branch)
+
+    async def close(self) -> None:
+        """Close all forks."""
+        await self._branches.close()
+
+    async def _fork(self, environment: Forkable) -> EnvironmentBranch:
+        twin = await environment.fork()
+        branch = ForkableEnvironmentBranch if isinstance(twin, Forkable) else EnvironmentBranch
+        return branch(self, twin)
+
+
+class EnvironmentBranch:
+    """One fork."""
+
+    def __init__(self, world: EnvironmentWorld, environment: Environment) -> None:
+        self.world = world
+        self.environment = environment
+
+    async def reset(self, task: Task) -> Observation:
+        """Refused: a fork stands in the middle of an episode."""
+        raise RuntimeError("a fork goes on from where it was made")
+
+    async def step(self, action: Message) -> Observation:
+        """As the live environment would answer."""
+        return await self.world.step(self.environment, action)
+
+    async def evidence(self) -> JsonObject:
+        """The fork's own."""
+        return await self.environment.evidence()
+
+    async def close(self) -> None:
+        """Release the fork."""
+        self.world.closed(self)
+        await self.environment.close()
+
+
+class ForkableEnvironmentBranch(EnvironmentBranch):
+    """A fork that can be forked again."""
+
+    @property
+    def fork_steps(self) -> int:
+        """As its environment says."""
+        return getattr(self.environment, "fork_steps", 0)
+
+    async def fork(self) -> Environment:
+        """A copy of this fork as it stands."""
+        assert isinstance(self.environment, Forkable)
+        return await self.world.branch(self.environment)

@@ -1,0 +1,283 @@
+"""One episode that OpenHands' controller plays: its tree, its limits, and how it ended.
+
+A runner binds one for the agent that is made next; without one the agent makes its own. Nothing here imports OpenHands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol
+
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.clipping import clip
+from openhands_rl_plugin.core.concurrency import background
+from openhands_rl_plugin.core.errors import ConfigError, StorageError
+from openhands_rl_plugin.core.protocols import Forkable, LLMEngine, Strategy
+from openhands_rl_plugin.core.records import EpisodeStart
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import (
+    EpisodeRequest,
+    Failure,
+    FailureKind,
+    JsonObject,
+    Limits,
+    Observation,
+    PolicyRef,
+    SamplingParams,
+    StopReason,
+    StrategySpec,
+    Times,
+    Tokens,
+    Trajectory,
+)
+from openhands_rl_plugin.environments.workspace.place import Place
+from openhands_rl_plugin.hosts.shared.sink import LoopSink
+from openhands_rl_plugin.hosts.shared.wire import EnvironmentReply
+from openhands_rl_plugin.rollout.journal import EpisodeJournal, EpisodeSink
+from openhands_rl_plugin.rollout.session import context_tokens, reached, trajectory_id
+
+LAST_ERROR = "last_error"
+"""The key of an episode's evidence under which OpenHands' own last error stands, if there was one."""
+
+_SEEDS = 2**31
+_LARGEST_ID = 2**63 - 1
+
+
+class SessionWorld(Forkable, Protocol):
+    """The live session during one decision, for strategies that look ahead in forks of it."""
+
+    async def close(self) -> None:
+        """Close every fork that was made."""
+        ...
+
+
+class ControllerEpisode:
+    """The state that ``RLAgent`` and its runner share. Written by one session, frozen when that has ended.
+
+    ``environment_mode``: the model sees only what the environment says; else it works in a workspace with the tools
+    of OpenHands' CodeAct agent, in ``place`` if there is one. ``base_model`` is the served name of the weights below
+    any adapter, ``token_ids`` whether the server is asked for them. ``error`` is what must stop the run: OpenHands'
+    controller takes any exception for one more reason to end a session.
+    """
+
+    def __init__(
+        self,
+        request: EpisodeRequest,
+        settings: RLSettings,
+        *,
+        strategy: Strategy,
+        strategy_spec: StrategySpec,
+        base_model: str,
+        environment_mode: bool,
+        place: Place | None = None,
+        token_ids: bool = True,
+    ) -> None:
+        self.request = request
+        self.settings = settings
+        self.strategy = strategy
+        self.strategy_spec = strategy_spec
+        self.base_model = base_model
+        self.environment_mode = environment_mode
+        self.place = place
+        self.token_ids = token_ids
+        self.limits = request.task.limits or _limits_of(settings, environment_mode)
+        # The length of an answer is bounded by the limits, which may be the task's own.
+        self.sampling = overlay(settings.sampling_params().model_copy(update={"max_tokens": None}), request.sampling)
+        self.tree = EpisodeTree()
+        self.turns = 0
+        self.stop: StopReason | None = None
+        self.failure: Failure | None = None
+        self.evidence: JsonObject | None = None
+        self.error: StorageError | ConfigError | None = None
+        self.started = time.time()
+        self._journal: EpisodeJournal | None = None
+        self._checked_nodes = 0
+        self._wrong_tokens = False
+
+    async def decide(self, engine: LLMEngine, world: SessionWorld | None) -> int:
+        """The node to act on next, by the strategy. However it ends, no fork of ``world`` is left."""
+        self.tree.turns_left = self.limits.max_turns - max(self.turns, self.tree.turns)
+        self.tree.longest_prompt = self.limits.max_prompt_length
+        try:
+            return await self.strategy.decide(self.tree, engine, world)
+        finally:
+            if world is not None:
+                await world.close()
+
+    def end_here(self, stop: StopReason) -> None:
+        """Note why the episode is over. A last answer that search has tried out is now a real one."""
+        self.stop = stop
+        last = self.tree.nodes[self.tree.head] if self.tree.head is not None else None
+        if last is not None and last.sampled and last.simulated:
+            last.reward, last.simulated = None, False
+
+    def keep_in(self, storage: EpisodeSink, loop: asyncio.AbstractEventLoop) -> None:
+        """Store the episode from now on while it is played. ``storage`` is used on ``loop`` only."""
+        start = EpisodeStart(
+            id=trajectory_id(self.request),
+            run_id=self.request.run_id,
+            group_id=self.request.group_id,
+            task=self.request.task,
+            strategy=self.strategy_spec,
+            policy=self._policy,
+            started=self.started,
+        )
+        self._journal = EpisodeJournal(LoopSink(storage, loop), start)
+
+    def keep(self) -> None:
+        """Store what was said and sampled since the last call. Blocks, and is not to be called on an event loop that
+        this waits for: the storage's, or that of ``background``. Raises ``StorageError``."""
+        if self._journal is not None:
+            background().wait_for(self.keep_up())
+
+    async def keep_up(self) -> None:
+        """``keep`` for those who are on the loop of ``background``, where strategies change the tree."""
+        if self._journal is None:
+            return
+        self._drop_wrong_tokens()
+        try:
+            await self._journal.keep(self.tree)
+        except StorageError as error:
+            self.error = error
+            raise
+
+    async def end(self, trajectory: Trajectory) -> None:
+        """Close the episode in the storage, if it is stored while it is played. Raises ``StorageError``."""
+        if self._journal is not None:
+            end = self._journal.end(trajectory)
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(end, background().loop))
+
+    def refuse(self, error: ConfigError) -> None:
+        """Note that the episode cannot be played with these settings."""
+        self.error = error
+        self.failure = Failure(kind=FailureKind.ENVIRONMENT, message=str(error)[:500], boundary="strategy.decide")
+
+    def observe(self, reply: EnvironmentReply) -> None:
+        """Add an environment's reply, cut to ``max_obs_length``."""
+        answer = Observation(
+            messages=reply.messages, reward=reply.reward, terminated=reply.terminated, truncated=reply.truncated
+        )
+        self.tree.observe(clip(answer, self.limits))
+        if reply.evidence is not None:
+            self.evidence = reply.evidence
+        if reply.failure is not None:
+            self.failure = reply.failure
+
+    def limit_reached(self) -> StopReason | None:
+        """The reason to ask for no further completion, or ``None``. Answers that did not parse count as turns."""
+        if (stop := reached(self.tree, self.limits.model_copy(update={"max_prompt_length": None}))) is not None:
+            return stop
+        if self.turns >= self.limits.max_turns:
+            return StopReason.MAX_TURNS
+        longest = self.limits.max_prompt_length
+        if longest is not None and context_tokens(self.tree) > longest:
+            return StopReason.MAX_TOKENS
+        if self.limits.timeout is not None and time.time() - self.started > self.limits.timeout:
+            return StopReason.TIMEOUT
+        return None
+
+    def sampling_for(self, asked: SamplingParams | None, number: int) -> SamplingParams:
+        """How a completion is sampled: the strategy's wishes over the request's over the settings'.
+
+        Every call has a seed of its own, which is the episode's or the strategy's moved on by ``number``.
+        """
+        wanted = overlay(self.sampling, asked or SamplingParams())
+        seed = self.request.seed if wanted.seed is None else wanted.seed
+        longest = min(wanted.max_tokens or self.limits.max_response_length, self.limits.max_response_length)
+        return wanted.model_copy(update={"max_tokens": longest, "seed": (seed + number) % _SEEDS})
+
+    def freeze(
+        self,
+        *,
+        stop: StopReason | None = None,
+        failure: Failure | None = None,
+        evidence: JsonObject | None = None,
+    ) -> Trajectory:
+        """The episode as a value. A failure makes it an error; the agent's own wins, because it came first and knows
+        more than what the controller made of it. ``stop`` and ``evidence`` win over what the agent noted."""
+        failure = self.failure = self.failure or failure or self._drop_wrong_tokens()
+        return self.tree.freeze(
+            self.request,
+            trajectory_id=trajectory_id(self.request),
+            strategy=self.strategy_spec,
+            policy=self._policy,
+            stop=StopReason.ERROR if failure else stop or self.stop or StopReason.NO_ACTION,
+            times=Times(started=self.started, finished=time.time()),
+            evidence=self.evidence if evidence is None else evidence,
+            failure=failure,
+        )
+
+    def _drop_wrong_tokens(self) -> Failure | None:
+        """Without ids that are whole numbers no part of the episode can be trained on, since each builds on the others.
+
+        Looks at the nodes that came since the last call.
+        """
+        new, self._checked_nodes = self.tree.nodes[self._checked_nodes :], len(self.tree.nodes)
+        self._wrong_tokens |= not all(_whole_numbers(node.tokens) for node in new if node.tokens is not None)
+        if not self._wrong_tokens:
+            return None
+        for node in self.tree.nodes:
+            node.tokens = None
+        message = "the model server's token ids are not whole numbers"
+        return Failure(kind=FailureKind.MODEL, message=message, boundary="openhands.recorder")
+
+    @property
+    def _policy(self) -> PolicyRef:
+        return PolicyRef.from_served_name(self.base_model, self.request.served_model or self.base_model)
+
+
+_BOUND: ContextVar[ControllerEpisode | None] = ContextVar("rl_controller_episode", default=None)
+
+
+@contextmanager
+def bind_episode(episode: ControllerEpisode) -> Iterator[ControllerEpisode]:
+    """The ``RLAgent`` that is made in this context plays ``episode``."""
+    token = _BOUND.set(episode)
+    try:
+        yield episode
+    finally:
+        _BOUND.reset(token)
+
+
+def current_episode() -> ControllerEpisode | None:
+    """The episode bound in this context."""
+    return _BOUND.get()
+
+
+def controller_end(agent_state: str, last_error: str) -> tuple[StopReason, Failure | None]:
+    """Why a controller stopped without the agent finishing, from its state ("error", "stopped") and last error.
+
+    Hitting one of OpenHands' own limits is a regular end of an episode; anything else makes it no valid sample.
+    """
+    error = last_error.lower()
+    if "maximum iteration" in error:
+        return StopReason.MAX_TURNS, None
+    if "maximum budget" in error or "stuckinloop" in error:
+        return StopReason.TRUNCATED, None
+    message = last_error or f"the controller ended in the state {agent_state!r}"
+    return StopReason.ERROR, Failure(
+        kind=FailureKind.INFRASTRUCTURE, message=message[:500], boundary="openhands.controller"
+    )
+
+
+def overlay(below: SamplingParams, above: SamplingParams) -> SamplingParams:
+    """``above``, with what it leaves open taken from ``below``."""
+    given = {name: value for name, value in above if value not in (None, ())}
+    return below.model_copy(update=given)
+
+
+def _whole_numbers(tokens: Tokens) -> bool:
+    return all(type(id) is int and 0 <= id <= _LARGEST_ID for id in (*tokens.prompt_ids, *tokens.sampled_ids))
+
+
+def _limits_of(settings: RLSettings, environment_mode: bool) -> Limits:
+    limits = settings.limits()
+    if environment_mode or settings.max_prompt_length != RLSettings.model_fields["max_prompt_length"].default:
+        return limits
+    # The default is made for short conversations; the CodeAct agent's own instructions are longer than that. So it can
+    # be meant by nobody, also where it is written out: in a copied example, or in what a worker process is sent.
+    return limits.model_copy(update={"max_prompt_length": None})

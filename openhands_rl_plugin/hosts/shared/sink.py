@@ -1,0 +1,58 @@
+"""A storage that belongs to another event loop than the one that plays an episode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from openhands_rl_plugin.core.errors import InfrastructureError
+from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart
+from openhands_rl_plugin.core.types import Trajectory
+from openhands_rl_plugin.rollout.journal import EpisodeSink
+
+_LOOK_UP = 1.0
+
+
+class LoopSink:
+    """An ``EpisodeSink`` whose calls are executed on the loop of the storage behind it.
+
+    Raises what the storage raises, and ``InfrastructureError`` when that loop is closed before it has answered.
+    """
+
+    def __init__(self, storage: EpisodeSink, loop: asyncio.AbstractEventLoop) -> None:
+        self._storage = storage
+        self._loop = loop
+
+    async def add(self, trajectory: Trajectory) -> None:
+        """As in ``TrajectoryStorage``."""
+        await self._there(self._storage.add(trajectory))
+
+    async def begin(self, start: EpisodeStart) -> None:
+        """As in ``TrajectoryStorage``."""
+        await self._there(self._storage.begin(start))
+
+    async def grow(self, growth: EpisodeGrowth) -> None:
+        """As in ``TrajectoryStorage``."""
+        await self._there(self._storage.grow(growth))
+
+    async def end(self, end: EpisodeEnd) -> None:
+        """As in ``TrajectoryStorage``."""
+        await self._there(self._storage.end(end))
+
+    async def drop(self, trajectory_ids: Sequence[str]) -> int:
+        """As in ``TrajectoryStorage``."""
+        return await self._there(self._storage.drop(trajectory_ids))
+
+    async def _there[T](self, call: Coroutine[Any, Any, T]) -> T:
+        if self._loop is asyncio.get_running_loop():
+            return await call
+        if not self._loop.is_closed():
+            answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
+            # A loop that is stopped drops its work without a word.
+            while not (await asyncio.wait([answer], timeout=_LOOK_UP))[0] and not self._loop.is_closed():
+                pass
+            if answer.done():
+                return answer.result()
+        call.close()
+        raise InfrastructureError("the event loop that plays this episode was closed")

@@ -1,0 +1,99 @@
+"""An episode that nobody drives, as under ``python -m openhands.core.main``: from ``[rl]``, stored as it is played.
+
+What a killed process leaves can be read as an unfinished episode; ``TrajectoryStorage.drop`` removes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+import uuid
+import zlib
+
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.config.build import open_storage
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.concurrency import background
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.types import EpisodeRequest, Failure, StopReason, StrategySpec, Task, Trajectory
+from openhands_rl_plugin.hosts.shared.episode import ControllerEpisode
+
+WORKSPACE = "workspace"
+
+TASK_INDEX_VARIABLE = "OPENHANDS_RL_TASK_INDEX"
+"""Which task ``python -m openhands.core.main`` plays, as a number that the environment understands; default 0."""
+
+
+def standalone_episode(
+    settings: RLSettings, *, session: str, instruction: str, base_model: str, environment_mode: bool
+) -> ControllerEpisode:
+    """The episode of an OpenHands session. Raises ``ConfigError`` for a strategy that cannot be loaded.
+
+    In environment mode its task is the environment's, else the session itself. With a ``[rl.sampling] seed`` the same
+    task is sampled the same again; without one no two runs are.
+    """
+    task = Task(id=session, environment=WORKSPACE, instruction=instruction)
+    if environment_mode:
+        task = task_from_environment_variable(settings).model_copy(update={"instruction": instruction})
+    run_id = f"standalone-{uuid.uuid4().hex}"
+    given = "seed" in settings.sampling.model_fields_set
+    seed = (str(settings.sampling.seed), task.environment, str(task.data), instruction) if given else (run_id,)
+    request = EpisodeRequest(
+        task=task,
+        run_id=run_id,
+        group_id=session,
+        seed=zlib.crc32("\0".join(seed).encode()),
+    )
+    return ControllerEpisode(
+        request,
+        settings,
+        strategy=registry.build("strategies", settings.rollout_strategy, settings.strategy),
+        strategy_spec=StrategySpec(name=settings.rollout_strategy, options=settings.strategy),
+        base_model=base_model,
+        environment_mode=environment_mode,
+    )
+
+
+def task_from_environment_variable(settings: RLSettings) -> Task:
+    """The task for a plain OpenHands run. Raises ``ConfigError`` when the variable is no whole number."""
+    text = os.environ.get(TASK_INDEX_VARIABLE, "0")
+    if not text.isdecimal():
+        raise ConfigError(f"{TASK_INDEX_VARIABLE} must be a whole number from 0, not {text!r}")
+    # The same id as ``RLAgent.run`` gives it.
+    return Task(id=f"{settings.env_name}-{int(text)}", environment=settings.env_name, data={"idx": int(text)})
+
+
+class StandaloneKeeper:
+    """Stores an episode while it is played, and closes it when it ends or the process does. Raises ``ConfigError``."""
+
+    def __init__(self, episode: ControllerEpisode) -> None:
+        self._episode = episode
+        self._storage = open_storage(episode.settings)
+        self._kept = False
+        self._lock = threading.Lock()
+        episode.keep_in(self._storage, background().loop)
+        atexit.register(self._keep_at_exit)
+
+    def keep(self, stop: StopReason | None = None, failure: Failure | None = None) -> None:
+        """Close the episode; later calls do nothing. Raises ``StorageError``."""
+        if self._claim():
+            background().wait_for(self._store(self._episode.freeze(stop=stop, failure=failure)))
+
+    def _keep_at_exit(self) -> None:
+        # The interpreter starts no threads any more, so the storage is neither reached through one nor closed.
+        if self._episode.tree.nodes and self._claim():
+            asyncio.run(open_storage(self._episode.settings).add(self._episode.freeze()))
+
+    def _claim(self) -> bool:
+        with self._lock:
+            kept, self._kept = self._kept, True
+        atexit.unregister(self._keep_at_exit)
+        return not kept
+
+    async def _store(self, trajectory: Trajectory) -> None:
+        try:
+            await self._episode.end(trajectory)
+        finally:
+            await self._storage.close()

@@ -1,0 +1,1 @@
+"""Versioned LoRA adapters on the disk (``store``) and in model servers (``publisher``)."""

@@ -1,0 +1,232 @@
+"""Adapters into servers that are serving: check, load, prove, move the pointer, unload what is stale.
+
+An adapter is in use only after every server's logprobs of a fixed text, the canary, were found to be the trainer's, and
+to have moved as the trainer's did since the version before; otherwise it is unloaded again, from all that had it not
+before, and the old one stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, suppress
+from types import TracebackType
+
+from openhands_rl_plugin.core.errors import PublishError
+from openhands_rl_plugin.core.redaction import redacting_logger
+from openhands_rl_plugin.core.types import Adapter, Frozen, Probe
+from openhands_rl_plugin.models.adapters.checks import check_servable
+from openhands_rl_plugin.models.adapters.connection import Connection
+from openhands_rl_plugin.models.adapters.freshness import Former, check_fresh
+from openhands_rl_plugin.models.adapters.servers import AdapterServer, Capacity, ServerKind, open_server
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+
+log = redacting_logger(__name__)
+
+
+class PublishReport(Frozen):
+    """How a publication went. ``difference`` is the mean absolute difference of the canary's logprobs, in nats.
+
+    It is the largest of all servers, and ``None`` where there was no canary to compare with. ``unloaded`` versions are
+    served no more; ``stale`` ones could not be unloaded and are tried again with the next publication.
+    """
+
+    adapter: str
+    seconds: float
+    difference: float | None
+    unloaded: tuple[str, ...]
+    stale: tuple[str, ...] = ()
+
+
+class AdapterPublisher:
+    """Publishes versions of a store to one server, or to several that answer as one: to all of them or to none.
+
+    A URL may end in ``/v1`` or not. ``keep`` versions of an adapter stay loaded, the newest ones, so that episodes
+    which began on an older version can end on it. ``timeout`` is in seconds a request.
+    """
+
+    def __init__(
+        self,
+        base_url: str | Sequence[str],
+        store: AdapterStore,
+        *,
+        api_key: str | None = None,
+        keep: int = 2,
+        timeout: float = 120.0,
+        server: ServerKind = "auto",
+    ) -> None:
+        if keep < 1:
+            raise ValueError("the version in use must stay loaded: keep must be at least 1")
+        urls = (base_url,) if isinstance(base_url, str) else tuple(base_url)
+        if not urls:
+            raise ValueError("there is no server to publish to")
+        self._connections = [Connection(url, api_key=api_key, timeout=timeout) for url in urls]
+        self._servers: tuple[AdapterServer, ...] = ()
+        self._kind: ServerKind = server
+        self._store = store
+        self._keep = keep
+        self._said: dict[tuple[str, str], tuple[float, ...]] = {}
+        """What each server said of the canary, by its URL and the version that it had just proven."""
+
+    async def __aenter__(self) -> AdapterPublisher:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        for connection in self._connections:
+            await connection.aclose()
+
+    async def publish(self, adapter: Adapter, probe: Probe | None = None) -> PublishReport:
+        """Bring ``adapter`` into use. Raises ``PublishError``; then the version that was in use still is.
+
+        The probe is kept beside the weights and vouches for them in later publications, to a server that was started
+        again, say. Without any, only the checksum does.
+        """
+        started = time.monotonic()
+        self._store.verify(adapter)
+        check_servable(adapter)
+        if probe is not None:
+            self._store.keep_probe(adapter, probe)
+        canary = probe or self._store.probe(adapter)
+        servers = await self._opened()
+        await _on_all(servers, lambda server: self._prepare(server, adapter))
+        async with AsyncExitStack() as undo:
+            await _on_all(servers, lambda server: self._load(server, adapter, undo))
+            differences = await self._proven(servers, adapter, canary) if canary else []
+            self._store.point(adapter)
+            undo.pop_all()
+        unloaded, stale = await self._retire_older(servers, adapter)
+        return PublishReport(
+            adapter=adapter.name,
+            seconds=time.monotonic() - started,
+            difference=max(differences, default=None),
+            unloaded=unloaded,
+            stale=stale,
+        )
+
+    async def retire(self, name: str) -> None:
+        """Unload a version; the servers let its requests in flight end first. One that is not loaded is no error."""
+        await _on_all(await self._opened(), lambda server: server.unload(name))
+
+    async def served_model(self, adapter: Adapter) -> str:
+        """What a completion must ask for as ``model`` to be sampled with ``adapter``."""
+        return await (await self._opened())[0].served_model(adapter.name)
+
+    async def loaded(self) -> tuple[tuple[str, frozenset[str]], ...]:
+        """The servers, each with the names of the adapters that it serves now."""
+        servers = await self._opened()
+        held = await _on_all(servers, lambda server: server.loaded())
+        return tuple((server.url, frozenset(names)) for server, names in zip(servers, held, strict=True))
+
+    async def _opened(self) -> tuple[AdapterServer, ...]:
+        if not self._servers:
+            self._servers = tuple(await _on_all(self._connections, lambda each: open_server(each, self._kind)))
+        return self._servers
+
+    async def _prepare(self, server: AdapterServer, adapter: Adapter) -> None:
+        """Check that the server can take one more adapter, and unload versions that nobody uses where it could not."""
+        capacity = await server.capacity()
+        check_servable(adapter, capacity)
+        if capacity.in_batch is not None and capacity.in_batch < self._keep:
+            log.warning(
+                "%s runs %d adapters at a time and %d versions are kept: requests of the others wait; raise its "
+                "--max-loras (SGLang: --max-loras-per-batch)",
+                server.url,
+                capacity.in_batch,
+                self._keep,
+            )
+        if capacity.loaded is not None:
+            await self._make_room(server, adapter, capacity)
+
+    async def _make_room(self, server: AdapterServer, adapter: Adapter, capacity: Capacity) -> None:
+        assert capacity.loaded is not None
+        loaded = set(await server.loaded()) - {adapter.name}
+        current = self._store.current(_name(adapter))
+        free = [each.name for each in self._mine(adapter) if each.name in loaded and each != current]
+        while len(loaded) >= capacity.loaded and free:
+            await server.unload(free[0])
+            loaded.discard(free.pop(0))
+        if len(loaded) >= capacity.loaded:
+            raise PublishError(
+                f"{adapter.name} was not published: {server.url} holds {capacity.loaded} adapters at most and serves "
+                f"{', '.join(sorted(loaded))}; start it with --max-loaded-loras {len(loaded) + 1}"
+            )
+
+    async def _retire_older(
+        self, servers: Sequence[AdapterServer], adapter: Adapter
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Unload all but the newest: (what is served no more, what could not be unloaded everywhere)."""
+        unloaded: dict[str, bool] = {}
+
+        async def retire(server: AdapterServer) -> None:
+            loaded = await server.loaded()
+            others = [each.name for each in self._mine(adapter) if each.name in loaded and each.name != adapter.name]
+            for name in others[: max(0, len(others) - (self._keep - 1))]:
+                unloaded[name] = False
+                await server.unload(name)
+                unloaded[name] = True
+
+        try:
+            await _on_all(servers, retire)
+        except PublishError as error:
+            # The new version is in use, so this is no reason to refuse it.
+            log.warning("%s is in use, but an older version stays loaded: %s", adapter.name, error)
+        done = tuple(name for name, gone in unloaded.items() if gone)
+        return done, tuple(name for name, gone in unloaded.items() if not gone)
+
+    async def _load(self, server: AdapterServer, adapter: Adapter, undo: AsyncExitStack) -> None:
+        path = (await server.loaded()).get(adapter.name)
+        if path == adapter.path and self._store.was_loaded(adapter, server.url):
+            return
+        if path is not None:
+            # Another run's version of the same name, perhaps at the same place, or this one before it was moved.
+            await server.unload(adapter.name)
+        # A load that failed may have left something behind too.
+        undo.push_async_callback(_unload_quietly, server, adapter.name)
+        await server.load(adapter)
+        self._store.note_loaded(adapter, server.url)
+
+    async def _proven(self, servers: Sequence[AdapterServer], adapter: Adapter, canary: Probe) -> list[float]:
+        """Each server's mean absolute difference in nats. Raises ``PublishError`` when one is not fresh."""
+        older = self._store.former_probe(adapter, canary.token_ids)
+        said: dict[tuple[str, str], tuple[float, ...]] = {}
+
+        async def prove(server: AdapterServer) -> float:
+            served = tuple(await server.logprobs(adapter.name, canary.token_ids))
+            former = older and Former(older[0], older[1].logprobs, self._said.get((server.url, older[0])))
+            said[server.url, adapter.name] = served
+            return check_fresh(adapter.name, served, canary, former)
+
+        differences = await _on_all(servers, prove)
+        self._said = said
+        return differences
+
+    def _mine(self, adapter: Adapter) -> tuple[Adapter, ...]:
+        return self._store.versions(_name(adapter))
+
+
+async def _unload_quietly(server: AdapterServer, name: str) -> None:
+    with suppress(PublishError):
+        await server.unload(name)
+
+
+async def _on_all[S, T](servers: Sequence[S], act: Callable[[S], Awaitable[T]]) -> list[T]:
+    """The results, when every one succeeded; all have ended when this returns or raises."""
+    ended = await asyncio.gather(*(act(server) for server in servers), return_exceptions=True)
+    failures = [each for each in ended if isinstance(each, BaseException)]
+    if failures:
+        first = failures[0]
+        if len(servers) == 1 or not isinstance(first, PublishError):
+            raise first
+        raise PublishError(f"{len(failures)} of {len(servers)} servers failed: {first}") from first.__cause__
+    return [each for each in ended if not isinstance(each, BaseException)]
+
+
+def _name(adapter: Adapter) -> str:
+    return adapter.name.rpartition("-v")[0]

@@ -1,0 +1,301 @@
+"""The kinds of servers that adapters are published to: what each calls the same five things.
+
+A kind is a class; ``open_server`` chooses it by name, or by what the server says of itself in ``/v1/models``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal, Protocol
+
+import httpx
+from pydantic import BaseModel, ConfigDict, Field
+
+from openhands_rl_plugin.core.errors import PublishError
+from openhands_rl_plugin.core.types import Adapter, Frozen
+from openhands_rl_plugin.models.adapters.connection import Connection
+
+ServerKind = Literal["auto", "embedded", "vllm", "sglang"]
+
+_MAX_LORA = re.compile(r'^vllm:lora_requests_info\{[^}]*\bmax_lora="(\d+)"', re.MULTILINE)
+
+
+class Capacity(Frozen):
+    """What a server says that it takes; ``None`` where it does not say. ``targets``: names of modules.
+
+    ``loaded`` bounds the adapters that it holds, ``in_batch`` those whose requests run together: the others wait.
+    """
+
+    loaded: int | None = None
+    in_batch: int | None = None
+    rank: int | None = None
+    targets: frozenset[str] | None = None
+
+
+class AdapterServer(Protocol):
+    """A server with adapters. Every method raises ``PublishError``."""
+
+    url: str
+
+    async def loaded(self) -> Mapping[str, str]:
+        """The adapters that it serves: name -> the path that it was given."""
+        ...
+
+    async def capacity(self) -> Capacity:
+        """What it takes."""
+        ...
+
+    async def load(self, adapter: Adapter) -> None:
+        """Serve ``adapter`` under its name."""
+        ...
+
+    async def unload(self, name: str) -> None:
+        """Serve it no more; requests in flight end first. One that is not loaded is no error."""
+        ...
+
+    async def logprobs(self, name: str, token_ids: Sequence[int]) -> list[float]:
+        """Those of ids 1 .. T-1, each given the ids before it, under the adapter."""
+        ...
+
+    async def served_model(self, name: str) -> str:
+        """What a completion must ask for as ``model`` to be sampled with the adapter."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        ...
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+class _Card(_Answer):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    owned_by: str = ""
+
+
+class _Cards(_Answer):
+    data: list[_Card]
+
+    @property
+    def bases(self) -> list[_Card]:
+        return [card for card in self.data if card.parent is None]
+
+
+class _PromptLogprob(_Answer):
+    logprob: float
+
+
+class _Choice(_Answer):
+    prompt_logprobs: list[dict[int, _PromptLogprob] | None]
+
+
+class _Completion(_Answer):
+    choices: list[_Choice] = Field(min_length=1)
+
+
+class VLLMServer:
+    """vLLM, started with ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=True``."""
+
+    _HINT: ClassVar[str] = "; start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+
+    def __init__(self, connection: Connection) -> None:
+        self._http = connection
+        self.url = connection.root
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def loaded(self) -> Mapping[str, str]:
+        """From the list of models: an adapter has a parent."""
+        return {card.id: card.root or "" for card in (await _cards(self._http)).data if card.parent is not None}
+
+    async def capacity(self) -> Capacity:
+        """From the metrics, which tell ``max_loras`` once an adapter was asked for; the highest rank is not told.
+
+        vLLM holds more adapters than that: those that are not used go out of its memory, and are read again.
+        """
+        response = await self._http.get("/metrics")
+        found = _MAX_LORA.search(response.text) if response.is_success else None
+        return Capacity(in_batch=int(found[1]) if found else None)
+
+    async def load(self, adapter: Adapter) -> None:
+        """``POST /v1/load_lora_adapter``."""
+        body: dict[str, object] = {"lora_name": adapter.name, "lora_path": adapter.path}
+        response = await self._http.post("/v1/load_lora_adapter", body)
+        no_route = response.status_code == httpx.codes.NOT_FOUND and adapter.name not in response.text
+        hint = self._HINT if no_route else ""
+        self._http.require(response, f"the server at {self.url} refused {adapter.name}{hint}")
+
+    async def unload(self, name: str) -> None:
+        """``POST /v1/unload_lora_adapter``."""
+        response = await self._http.post("/v1/unload_lora_adapter", {"lora_name": name})
+        if response.status_code != httpx.codes.NOT_FOUND:
+            self._http.require(response, f"{name} was not unloaded from {self.url}")
+
+    async def logprobs(self, name: str, token_ids: Sequence[int]) -> list[float]:
+        """``prompt_logprobs`` of a completion of one token."""
+        body = {"model": name, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        what = f"{name} cannot be probed at {self.url}"
+        answer = self._http.read(await self._http.post("/v1/completions", body), _Completion, what)
+        entries = answer.choices[0].prompt_logprobs[1:]
+        try:
+            return [(entry or {})[token].logprob for entry, token in zip(entries, token_ids[1:], strict=True)]
+        except (LookupError, ValueError) as error:
+            raise PublishError(f"{what}: its prompt_logprobs are not those of the prompt") from error
+
+    async def served_model(self, name: str) -> str:
+        """The adapter's name."""
+        return name
+
+
+class EmbeddedServer(VLLMServer):
+    """``openhands-rl serve``: vLLM's routes. It refuses more than ``--max-adapters``, but does not tell how many."""
+
+    _HINT: ClassVar[str] = ""
+
+    async def capacity(self) -> Capacity:
+        """Not told."""
+        return Capacity()
+
+
+class _Update(_Answer):
+    success: bool
+    error_message: str | None = None
+
+
+class _ServerInfo(_Answer):
+    """``max_lora_rank`` and ``lora_target_modules`` are what the server was started with, or inferred."""
+
+    enable_lora: bool | None = None
+    max_loaded_loras: int | None = None
+    max_loras_per_batch: int | None = None
+    max_lora_rank: int | None = None
+    lora_target_modules: frozenset[str] | None = None
+
+
+class _Meta(_Answer):
+    # (logprob, token id, text); the first token has no logprob.
+    input_token_logprobs: list[tuple[float | None, int, str | None]]
+
+
+class _Generated(_Answer):
+    meta_info: _Meta
+
+
+class SGLangServer:
+    """SGLang, started with ``--enable-lora --max-lora-rank N --lora-target-modules all``."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._http = connection
+        self.url = connection.root
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def loaded(self) -> Mapping[str, str]:
+        """From the list of models: an adapter has a parent."""
+        return {card.id: card.root or "" for card in (await _cards(self._http)).data if card.parent is not None}
+
+    async def capacity(self) -> Capacity:
+        """From ``/server_info``, which earlier versions call ``/get_server_info``."""
+        response = await self._http.get("/server_info")
+        if response.status_code == httpx.codes.NOT_FOUND:
+            response = await self._http.get("/get_server_info")
+        info = self._http.read(response, _ServerInfo, f"SGLang at {self.url} does not tell how it was started")
+        if info.enable_lora is False:
+            raise PublishError(
+                f"SGLang at {self.url} serves no adapters: start it with --enable-lora --max-lora-rank N "
+                "--lora-target-modules all"
+            )
+        targets = info.lora_target_modules
+        return Capacity(
+            loaded=info.max_loaded_loras,
+            in_batch=info.max_loras_per_batch,
+            rank=info.max_lora_rank,
+            targets=None if not targets or "all" in targets else targets,
+        )
+
+    async def load(self, adapter: Adapter) -> None:
+        """``POST /load_lora_adapter``, unpinned: a pinned adapter holds a place in every batch."""
+        body: dict[str, object] = {"lora_name": adapter.name, "lora_path": adapter.path, "pinned": False}
+        await self._update("/load_lora_adapter", body, f"the server at {self.url} refused {adapter.name}")
+
+    async def unload(self, name: str) -> None:
+        """``POST /unload_lora_adapter``. It has no status of its own for a name that is not loaded."""
+        try:
+            await self._update("/unload_lora_adapter", {"lora_name": name}, f"{name} was not unloaded from {self.url}")
+        except PublishError:
+            if name in await self.loaded():
+                raise
+
+    async def logprobs(self, name: str, token_ids: Sequence[int]) -> list[float]:
+        """``input_token_logprobs`` of ``POST /generate``."""
+        body: dict[str, object] = {
+            "input_ids": list(token_ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "lora_path": name,
+        }
+        what = f"{name} cannot be probed at {self.url}"
+        entries = self._http.read(await self._http.post("/generate", body), _Generated, what).meta_info
+        found = entries.input_token_logprobs[1:]
+        logprobs = [logprob for logprob, _, _ in found if logprob is not None]
+        if [token for _, token, _ in found] != list(token_ids[1:]) or len(logprobs) != len(found):
+            raise PublishError(f"{what}: its input_token_logprobs are not those of the prompt")
+        return logprobs
+
+    async def served_model(self, name: str) -> str:
+        """``BASE:ADAPTER``. SGLang answers with the base model, and no error, for the adapter's name alone."""
+        bases = (await _cards(self._http)).bases
+        if len(bases) != 1 or ":" in bases[0].id:
+            raise PublishError(
+                f"SGLang at {self.url} cannot be asked for {name}: give it one base model without ':' in its name, "
+                "with --served-model-name"
+            )
+        return f"{bases[0].id}:{name}"
+
+    async def _update(self, path: str, body: dict[str, object], what: str) -> None:
+        response = await self._http.post(path, body)
+        update = self._http.read(response, _Update, what)
+        if not update.success:
+            raise PublishError(f"{what}: {update.error_message or 'it gave no reason'}")
+
+
+_KINDS: Mapping[str, type[VLLMServer] | type[SGLangServer]] = {
+    "embedded": EmbeddedServer,
+    "vllm": VLLMServer,
+    "sglang": SGLangServer,
+}
+# What each writes into ``owned_by`` of the models that it lists.
+_OWNERS = {"openhands_rl_plugin": "embedded", "vllm": "vllm", "sglang": "sglang"}
+
+
+async def open_server(connection: Connection, kind: ServerKind = "auto") -> AdapterServer:
+    """The server behind a connection. Raises ``PublishError`` when it does not say what it is."""
+    return _KINDS[await _kind(connection) if kind == "auto" else kind](connection)
+
+
+async def _kind(connection: Connection) -> str:
+    bases = (await _cards(connection)).bases
+    owners = {card.owned_by for card in bases}
+    known = {_OWNERS[owner] for owner in owners if owner in _OWNERS}
+    if len(known) != 1:
+        said = ", ".join(repr(owner[:40]) for owner in sorted(owners)) or "no model"
+        raise PublishError(
+            f'{connection.root} does not say which server it is (owned_by: {said}): set server = "vllm", "sglang" '
+            'or "embedded" in [rl.serving]'
+        )
+    return known.pop()
+
+
+async def _cards(connection: Connection) -> _Cards:
+    response = await connection.get("/v1/models")
+    return connection.read(response, _Cards, f"the server at {connection.root} does not list its models")

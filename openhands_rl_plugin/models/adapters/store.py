@@ -1,0 +1,259 @@
+"""Adapters on disk: one directory a version, written once, never overwritten, found by name.
+
+``<root>/webshop-v000007/`` holds PEFT's files and ``manifest.json`` (an ``Adapter``); ``<root>/webshop.current.json``
+points at the version in use. Both appear by a rename, so a reader sees the whole of a version or nothing of it.
+``probe.json`` (a ``Probe``) joins a version when it is published: the trainer's logprobs, to check any server against.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from openhands_rl_plugin.core.errors import ConfigError, PublishError, StorageError, describe
+from openhands_rl_plugin.core.types import Adapter, Frozen, Probe, versioned_name
+
+WEIGHTS = "adapter_model.safetensors"
+MANIFEST = "manifest.json"
+PROBE = "probe.json"
+LOADED = "loaded.json"
+UNFINISHED = (".new-*", ".verifier-*")
+"""What is not whole yet, and nobody's but its writer's."""
+
+_ABANDONED = 24 * 3600.0
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
+
+
+class Pointer(Frozen):
+    """Which version of an adapter is in use."""
+
+    name: str
+
+
+class LoadedBy(Frozen):
+    """The servers that were given a version from its directory."""
+
+    urls: tuple[str, ...] = ()
+
+
+class AdapterStore:
+    """The versions of any number of adapters below one directory."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root).expanduser()
+
+    def create(
+        self,
+        name: str,
+        write: Callable[[Path], None],
+        *,
+        base_model: str,
+        parent: str | None = None,
+        step: int = 0,
+        metrics: dict[str, float] | None = None,
+    ) -> Adapter:
+        """Let ``write`` fill a directory with PEFT's files and make it the next version of ``name``.
+
+        Raises ``ConfigError`` for a name that is no plain file name, ``StorageError`` when nothing could be written
+        (then nothing of it stays).
+        """
+        check_name(name)
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            sweep(self.root)
+            fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=self.root))
+            try:
+                write(fresh)
+                return self._commit(name, fresh, base_model, parent, step, metrics or {})
+            finally:
+                shutil.rmtree(fresh, ignore_errors=True)
+        except OSError as error:
+            raise StorageError(
+                f"the adapter cannot be written below {self.root}: {describe(error)}; free some space or choose "
+                "another adapters_path"
+            ) from error
+
+    def get(self, versioned: str) -> Adapter:
+        """The adapter of a versioned name. Raises ``StorageError`` when there is none or its manifest is damaged."""
+        check_name(versioned)
+        manifest = self.root / versioned / MANIFEST
+        try:
+            adapter = Adapter.model_validate_json(manifest.read_text())
+        except FileNotFoundError as error:
+            raise StorageError(f"there is no adapter {versioned} below {self.root}") from error
+        except (OSError, ValidationError) as error:
+            raise StorageError(f"{manifest} cannot be read: {describe(error)}") from error
+        # The directory may have been moved since it was written.
+        return adapter.model_copy(update={"path": str(self.root / versioned)})
+
+    def versions(self, name: str) -> tuple[Adapter, ...]:
+        """All versions of ``name``, oldest first."""
+        found = [entry.name for entry in self.root.glob(f"{check_name(name)}-v*") if (entry / MANIFEST).exists()]
+        return tuple(sorted((self.get(each) for each in found), key=lambda adapter: adapter.version))
+
+    def latest(self, name: str) -> Adapter | None:
+        """The newest version of ``name``, in use or not."""
+        return next(reversed(self.versions(name)), None)
+
+    def current(self, name: str) -> Adapter | None:
+        """The version in use, or ``None`` for the base model."""
+        pointer = self._pointer(name)
+        if not pointer.exists():
+            return None
+        try:
+            return self.get(Pointer.model_validate_json(pointer.read_text()).name)
+        except (OSError, ValidationError) as error:
+            raise StorageError(f"{pointer} cannot be read: {describe(error)}") from error
+
+    def point(self, adapter: Adapter) -> None:
+        """Make ``adapter`` the version in use, atomically."""
+        name = adapter.name.rpartition("-v")[0]
+        try:
+            _write_durably(self._pointer(name), Pointer(name=adapter.name).model_dump_json())
+        except OSError as error:
+            raise StorageError(f"the pointer of {name} cannot be moved: {describe(error)}") from error
+
+    def verify(self, adapter: Adapter) -> None:
+        """Raise ``PublishError`` unless the weights are those that were written."""
+        weights = Path(adapter.path) / WEIGHTS
+        if not weights.is_file():
+            raise PublishError(f"{adapter.name}: {weights} is missing")
+        if file_sha256(weights) != adapter.sha256:
+            raise PublishError(f"{adapter.name}: {weights} is damaged (its sha256 is not that of the manifest)")
+
+    def keep_probe(self, adapter: Adapter, probe: Probe) -> None:
+        """Write the trainer's logprobs beside the weights. Raises ``StorageError``."""
+        path = self.root / adapter.name / PROBE
+        try:
+            _write_durably(path, probe.model_dump_json())
+        except OSError as error:
+            raise StorageError(f"{path} cannot be written: {describe(error)}") from error
+
+    def probe(self, adapter: Adapter) -> Probe | None:
+        """What ``keep_probe`` wrote. Raises ``StorageError`` when it is damaged."""
+        path = self.root / adapter.name / PROBE
+        try:
+            return Probe.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValidationError) as error:
+            raise StorageError(f"{path} cannot be read: {describe(error)}; remove it") from error
+
+    def former_probe(self, adapter: Adapter, token_ids: Sequence[int]) -> tuple[str, Probe] | None:
+        """What a server would go on with that did not take ``adapter``, and its probe of the same text.
+
+        That is the version in use; where ``adapter`` is that one itself, or there is no such probe, the newest before.
+        """
+        name = adapter.name.rpartition("-v")[0]
+        older = [each for each in reversed(self.versions(name)) if each.version < adapter.version]
+        current = self.current(name)
+        for each in older if current is None or current.name == adapter.name else [current, *older]:
+            with suppress(StorageError):  # a damaged one proves nothing, and is no reason to refuse a new version
+                if (probe := self.probe(each)) is not None and probe.token_ids == tuple(token_ids):
+                    return each.name, probe
+        return None
+
+    def note_loaded(self, adapter: Adapter, url: str) -> None:
+        """Note that the server at ``url`` was given these weights. Raises ``StorageError``."""
+        path = self.root / adapter.name / LOADED
+        try:
+            _write_durably(path, LoadedBy(urls=(*sorted({*self._loaded_by(path), url}),)).model_dump_json())
+        except OSError as error:
+            raise StorageError(f"{path} cannot be written: {describe(error)}") from error
+
+    def was_loaded(self, adapter: Adapter, url: str) -> bool:
+        """Whether what the server at ``url`` has by this name are these weights, and not those of a former run.
+
+        The note is in the version's directory, so that it is gone when the directory was made anew.
+        """
+        return url in self._loaded_by(self.root / adapter.name / LOADED)
+
+    def _loaded_by(self, path: Path) -> tuple[str, ...]:
+        try:
+            return LoadedBy.model_validate_json(path.read_bytes()).urls
+        except (OSError, ValidationError):
+            return ()
+
+    def _commit(
+        self, name: str, fresh: Path, base_model: str, parent: str | None, step: int, metrics: dict[str, float]
+    ) -> Adapter:
+        for file in fresh.iterdir():
+            _sync(file)
+        while True:
+            latest = self.latest(name)
+            version = latest.version + 1 if latest is not None else 1
+            target = self.root / versioned_name(name, version)
+            adapter = Adapter(
+                name=target.name,
+                version=version,
+                parent=parent,
+                path=str(target),
+                base_model=base_model,
+                sha256=file_sha256(fresh / WEIGHTS),
+                step=step,
+                metrics=metrics,
+            )
+            _write_durably(fresh / MANIFEST, adapter.model_dump_json(indent=1))
+            try:
+                os.rename(fresh, target)
+            except OSError:
+                if not target.exists():
+                    raise
+                continue  # another process took this version
+            _sync(self.root)
+            return adapter
+
+    def _pointer(self, name: str) -> Path:
+        return self.root / f"{check_name(name)}.current.json"
+
+
+def check_name(name: str) -> str:
+    """Return ``name``; raise ``ConfigError`` unless it is a plain file name."""
+    if not _NAME.match(name) or ".." in name:
+        raise ConfigError(f"{name[:100]!r} is no adapter name: use letters, digits, '.', '_' and '-', and no '..'")
+    return name
+
+
+def sweep(root: Path) -> None:
+    """Remove what writers that were killed have left below ``root``: unfinished directories of more than a day ago."""
+    for pattern in UNFINISHED:
+        for left in root.glob(pattern):
+            with suppress(FileNotFoundError):  # somebody else has swept it
+                if time.time() - left.stat().st_mtime > _ABANDONED:
+                    shutil.rmtree(left, ignore_errors=True)
+
+
+def file_sha256(path: Path) -> str:
+    """Hexadecimal digest of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_durably(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(partial, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

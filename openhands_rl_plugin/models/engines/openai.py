@@ -1,0 +1,248 @@
+"""Completions from any OpenAI-compatible endpoint (vLLM, SGLang, `openhands-rl serve`, hosted models)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+
+import httpx
+
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, ModelError
+from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams
+from openhands_rl_plugin.models.engines.defaults import merge_sampling
+from openhands_rl_plugin.models.engines.openai_stream import StreamedAnswer
+from openhands_rl_plugin.models.engines.openai_wire import completions_from, request_body
+
+_RETRIED = frozenset({408, 409, 425, 429})
+_LONGEST_PAUSE = 20.0
+_MAX_RESPONSE_BYTES = 256 * 1024 * 1024
+# Asked for beyond the common protocol; an endpoint that names one of them in a refusal is not asked for it again.
+_EXTENSIONS: Mapping[str, JsonObject] = {"logprobs": {"logprobs": True}, "return_token_ids": {"return_token_ids": True}}
+
+
+class OpenAIEngine:
+    """``protocols.LLMEngine`` over ``POST {base_url}/chat/completions``.
+
+    Args:
+        model: the served name to ask for, for example ``policy-v000007``.
+        base_url: up to and including ``/v1``.
+        api_key: sent as a bearer token; never stored elsewhere, shown or logged.
+        api_key_env: name of an environment variable that holds the key.
+        base_model: name of the weights under the adapter; ``model`` when it is served as it is.
+        timeout: seconds for one request.
+        retries: how often a request is repeated when the server is away, slow or overloaded.
+        backoff: seconds before the first repetition; doubled each time, with jitter.
+        sampling: used for whatever a call leaves open.
+
+    Belongs to the event loop of its first request; ``aclose`` ends it.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        base_url: str,
+        api_key: str | None = None,
+        base_model: str | None = None,
+        timeout: float = 120.0,
+        *,
+        api_key_env: str | None = None,
+        retries: int = 4,
+        backoff: float = 0.5,
+        sampling: SamplingParams | None = None,
+    ) -> None:
+        self.model = model
+        self.base_model = base_model or model
+        self.base_url = base_url.rstrip("/")
+        self._timeout = timeout
+        self._retries = retries
+        self._backoff = backoff
+        self._sampling = sampling or SamplingParams()
+        self._extensions = dict(_EXTENSIONS)
+        self._key = _api_key(api_key, api_key_env)
+        self._client: httpx.AsyncClient | None = None
+
+    def __repr__(self) -> str:
+        return f"OpenAIEngine(model={self.model!r}, base_url={self.base_url!r})"
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[JsonObject] = (),
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+    ) -> list[Completion]:
+        """Sample ``n`` answers. Raises ``InfrastructureError`` or ``ModelError``."""
+        wanted = merge_sampling(sampling, self._sampling)
+        completions: list[Completion] = []
+        while len(completions) < n:
+            # Some servers answer one choice whatever n is; what is missing is asked for with another seed.
+            asked = _with_seed_offset(wanted, len(completions))
+            body = request_body(self.model, messages, tools=tools, n=n - len(completions), sampling=asked)
+            answer, attempts = await self._post(body)
+            completions += completions_from(answer, self.base_model, self.model, asked, attempts=attempts)
+        return completions[:n]
+
+    async def stream(
+        self, messages: Sequence[Message], *, tools: Sequence[JsonObject] = (), sampling: SamplingParams | None = None
+    ) -> AsyncIterator[str | Completion]:
+        """The answer's text as it is sampled, then the whole answer. Raises as ``complete`` does.
+
+        What is asked for again is only what had not begun to come.
+        """
+        wanted = merge_sampling(sampling, self._sampling)
+        body = request_body(self.model, messages, tools=tools, n=1, sampling=wanted)
+        streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        async with self._opened(streamed) as (response, attempts):
+            try:
+                if "event-stream" not in response.headers.get("content-type", ""):
+                    content = await self._content(response)
+                else:
+                    answer, size = StreamedAnswer(), 0
+                    async for data in response.aiter_bytes():
+                        self._check_size(size := size + len(data))
+                        for text in answer.feed(data):
+                            yield text
+                    content = answer.whole()
+            except (TimeoutError, httpx.TransportError) as error:
+                raise InfrastructureError(self._unreachable(error)) from error
+        yield completions_from(content, self.base_model, self.model, wanted, attempts=attempts)[0]
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+
+    async def _post(self, body: JsonObject) -> tuple[bytes, int]:
+        """The answer to one request and how many attempts it took."""
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                async with asyncio.timeout(self._timeout), self._request(body) as response:
+                    content = await self._content(response)
+            except (TimeoutError, httpx.TransportError) as error:
+                await self._wait(attempt, self._unreachable(error))
+            else:
+                if response.is_success:
+                    return content, attempt
+                attempt = await self._after_refusal(attempt, response, content)
+
+    @asynccontextmanager
+    async def _opened(self, body: JsonObject) -> AsyncIterator[tuple[httpx.Response, int]]:
+        """An answer that begins to come, and how many attempts it took."""
+        attempt = 0
+        while True:
+            attempt += 1
+            async with AsyncExitStack() as stack:
+                content = b""
+                try:
+                    async with asyncio.timeout(self._timeout):
+                        response = await stack.enter_async_context(self._request(body))
+                        if not response.is_success:
+                            content = await self._content(response)
+                except (TimeoutError, httpx.TransportError) as error:
+                    await self._wait(attempt, self._unreachable(error))
+                    continue
+                if response.is_success:
+                    yield response, attempt
+                    return
+            attempt = await self._after_refusal(attempt, response, content)
+
+    def _request(self, body: JsonObject) -> AbstractAsyncContextManager[httpx.Response]:
+        if self._client is None:
+            headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
+            secure = self.base_url.startswith("https:")
+            self._client = httpx.AsyncClient(timeout=self._timeout, headers=headers, verify=secure, trust_env=secure)
+        asked_for = {key: value for extension in self._extensions.values() for key, value in extension.items()}
+        return self._client.stream("POST", f"{self.base_url}/chat/completions", json={**body, **asked_for})
+
+    async def _content(self, response: httpx.Response) -> bytes:
+        content = bytearray()
+        async for chunk in response.aiter_bytes():
+            content += chunk
+            self._check_size(len(content))
+        return bytes(content)
+
+    def _check_size(self, size: int) -> None:
+        if size > _MAX_RESPONSE_BYTES:
+            raise ModelError(f"{self.base_url} answered more than {_MAX_RESPONSE_BYTES} bytes")
+
+    async def _after_refusal(self, attempt: int, response: httpx.Response, content: bytes) -> int:
+        """Get ready for the next attempt, and say how many count. Raises where there is no use in one."""
+        problem = f"{self.base_url} answered {response.status_code}: {self._message_of(content)}"
+        if response.status_code in (400, 422) and self._drop_refused_extension(problem):
+            return attempt - 1
+        if response.status_code < 500 and response.status_code not in _RETRIED:
+            raise ModelError(problem)
+        await self._wait(attempt, problem, _retry_after(response.headers))
+        return attempt
+
+    async def _wait(self, attempt: int, problem: str, pause: float | None = None) -> None:
+        if attempt > self._retries:
+            raise InfrastructureError(f"{problem} (after {attempt} attempts)")
+        await asyncio.sleep(pause if pause is not None else self._pause(attempt))
+
+    def _unreachable(self, error: TimeoutError | httpx.TransportError) -> str:
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return f"no model server answers at {self.base_url}: start it with `openhands-rl serve` or set base_url"
+        if isinstance(error, TimeoutError | httpx.TimeoutException):
+            return f"the model server at {self.base_url} did not answer within {self._timeout:g} s"
+        return f"the connection to the model server at {self.base_url} broke ({type(error).__name__})"
+
+    def _drop_refused_extension(self, problem: str) -> bool:
+        refused = [name for name in self._extensions if name in problem]
+        for name in refused:
+            del self._extensions[name]
+        return bool(refused)
+
+    def _message_of(self, content: bytes) -> str:
+        text = _error_message(content)
+        return text.replace(self._key, "***") if self._key else text
+
+    def _pause(self, attempt: int) -> float:
+        longest = min(self._backoff * 2 ** (attempt - 1), _LONGEST_PAUSE)
+        return random.uniform(longest / 2, longest)
+
+
+def _with_seed_offset(sampling: SamplingParams, offset: int) -> SamplingParams:
+    if sampling.seed is None or offset == 0:
+        return sampling
+    return sampling.model_copy(update={"seed": sampling.seed + offset})
+
+
+def _api_key(api_key: str | None, variable: str | None) -> str | None:
+    if api_key is None and variable:
+        api_key = os.environ.get(variable)
+        if api_key is None:
+            raise ConfigError(f"the environment variable {variable} is not set: export it with the server's API key")
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise ConfigError("the API key holds characters that no HTTP header may have: see that no line end is in it")
+    return api_key
+
+
+def _retry_after(headers: httpx.Headers) -> float | None:
+    try:
+        seconds = float(headers.get("retry-after", ""))
+    except ValueError:
+        return None
+    return min(max(seconds, 0.0), _LONGEST_PAUSE) if seconds == seconds else None
+
+
+def _error_message(content: bytes) -> str:
+    """The server's own words, on one line of at most 300 characters."""
+    text = content[:4096].decode("utf-8", errors="replace")
+    try:
+        answer = json.loads(content)
+    except (ValueError, RecursionError):
+        answer = None
+    if isinstance(answer, dict):
+        error = answer.get("error", answer)
+        message = error.get("message") if isinstance(error, dict) else error
+        text = message if isinstance(message, str) else text
+    return " ".join(text.split())[:300] or "(empty)"

@@ -1,0 +1,216 @@
+"""Answers of the model server: what is recorded of them, and what the client gets to see."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NotRequired, TypedDict
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+
+from openhands_rl_plugin.core.messages import to_message
+from openhands_rl_plugin.core.types import JsonObject, Message, Usage
+from openhands_rl_plugin.models.gateway.arrays import PROMPT_IDS, SAMPLED_IDS, Cut, cut
+from openhands_rl_plugin.models.gateway.calls import ChatCall, Unrecordable
+from openhands_rl_plugin.models.gateway.idtext import Ids, canonical, ids_of, text_of
+from openhands_rl_plugin.models.gateway.jsontext import Json, read_object, write
+
+_IDS = (PROMPT_IDS, SAMPLED_IDS)
+_ELSEWHERE = "provider_specific_fields"  # where litellm puts what OpenAI's format has no place for
+_TOLD_ELSEWHERE = frozenset({"choices", "object", "model", *_IDS})
+_IN_MESSAGE = ("role", "content", "tool_calls", _ELSEWHERE)
+
+
+@with_config(ConfigDict(extra="ignore"))
+class _TokenLogprob(TypedDict):
+    logprob: float
+
+
+@with_config(ConfigDict(extra="allow"))
+class _Logprobs(TypedDict):
+    content: NotRequired[list[_TokenLogprob] | None]
+
+
+@with_config(ConfigDict(extra="allow"))
+class _Choice(TypedDict):
+    logprobs: NotRequired[_Logprobs | None]
+
+
+@with_config(ConfigDict(extra="allow"))
+class _Answer(TypedDict):
+    choices: list[_Choice]
+
+
+_ANSWER = TypeAdapter(_Answer)
+"""An answer as it is, but of a sampled token only the logprob; its texts and bytes would be most of what is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One sampled answer. ``prompt`` is the inside of the array of the prompt's ids; ``None``: the server gave no ids.
+
+    ``logprobs`` has one for each of ``sampled``, or none. ``extra`` is what the server said beside the message, such
+    as ``reasoning_content``.
+    """
+
+    message: Message
+    finish_reason: str | None
+    prompt: bytes | None
+    sampled: Ids
+    logprobs: list[float]
+    extra: JsonObject
+
+
+class ChatAnswer:
+    """A chat completion as the model server sent it."""
+
+    def __init__(self, body: bytes) -> None:
+        """Raises ``Unrecordable`` when ``body`` is no chat completion."""
+        self._body = body
+        self._cut = cut(body)
+        document = _read(self._cut.rest)
+        if document is not None and len(self._cut.texts) > sum(map(self._is_array, _arrays(document))):
+            # An array of that name was cut in a place that nobody knows.
+            self._cut, document = Cut(body), _read(body)
+        choices = document.get("choices") if document is not None else None
+        if document is None or not isinstance(choices, list) or not choices:
+            raise Unrecordable("the answer is no chat completion")
+        self.document: Json = document
+        self.choices: Sequence[Choice] = [self._choice(each) for each in choices]
+
+    @property
+    def model(self) -> str:
+        """The name of what answered; empty when the server does not say."""
+        return str(self.document.get("model") or "")
+
+    @property
+    def about(self) -> JsonObject:
+        """What the answer says beside its choices: id, time, usage and whatever else the server adds."""
+        about = {name: value for name, value in self.document.items() if name not in _TOLD_ELSEWHERE and value}
+        if isinstance(fields := about.get(_ELSEWHERE), dict):
+            about[_ELSEWHERE] = {name: value for name, value in fields.items() if name not in _IDS}
+        return about
+
+    def usage(self) -> Usage:
+        """The token counts of all choices together."""
+        usage = self.document.get("usage")
+        usage = usage if isinstance(usage, dict) else {}
+        details = usage.get("prompt_tokens_details")
+        cached = details.get("cached_tokens") if isinstance(details, dict) else None
+        return Usage(
+            prompt_tokens=_count(usage.get("prompt_tokens")),
+            completion_tokens=_count(usage.get("completion_tokens")),
+            cached_tokens=_count(cached),
+            calls=1,
+        )
+
+    def seen_by(self, call: ChatCall) -> Json:
+        """The answer as if the client had talked to the server itself, with marks in place of ids."""
+        ids, logprobs = call.wants("return_token_ids"), call.wants("logprobs")
+        # What was read for the recorder lacks most of the logprobs' objects.
+        document = (read_object(self._cut.rest) if logprobs else None) or self.document
+        answer = document if ids else _without_ids(document)
+        return answer if logprobs else _without_logprobs(answer)
+
+    def body_for(self, call: ChatCall) -> bytes:
+        """``seen_by`` as the body of a response."""
+        if call.wants("return_token_ids") and call.wants("logprobs"):
+            return self._body
+        return self.whole(write(self.seen_by(call)))
+
+    def plain_body(self) -> bytes:
+        """The answer as a body without token ids and logprobs."""
+        return self.whole(write(_without_logprobs(_without_ids(self.document))))
+
+    def whole(self, written: bytes) -> bytes:
+        """Put the ids back into a part of ``seen_by``."""
+        return self._cut.paste(written)
+
+    def _choice(self, choice: Any) -> Choice:
+        if not isinstance(choice, dict) or not isinstance(message := choice.get("message"), dict):
+            raise Unrecordable("a choice of the answer has no message")
+        try:
+            said = to_message({**message, "role": "assistant"})
+        except (ValidationError, LookupError, TypeError, AttributeError) as error:
+            raise Unrecordable(f"the answer's message has an unknown form ({type(error).__name__})") from error
+        places = [*_places(choice), *_places(self.document)]
+        prompt = next((text for place in places if (text := self._inside(place.get(PROMPT_IDS))) is not None), None)
+        sampled = next((ids for place in places if (ids := self._ids(place.get(SAMPLED_IDS))) is not None), None)
+        reason = choice.get("finish_reason")
+        return Choice(
+            message=said,
+            finish_reason=reason if isinstance(reason, str) else None,
+            prompt=prompt if sampled is not None else None,
+            sampled=sampled or Ids(b"", []),
+            logprobs=_logprobs(choice, len(sampled.numbers) if sampled is not None else 0),
+            extra={name: value for name, value in message.items() if name not in _IN_MESSAGE and value},
+        )
+
+    def _is_array(self, value: object) -> bool:
+        return self._cut.inside(value) is not None
+
+    def _inside(self, value: object) -> bytes | None:
+        """The inside of the array that stands where ids do; ``None`` when it is no array."""
+        return text_of(value)[:-1] if isinstance(value, list) else self._cut.inside(value)
+
+    def _ids(self, value: object) -> Ids | None:
+        if (inside := self._inside(value)) is None:
+            return None
+        text = canonical(inside)
+        numbers = ids_of(text)
+        return Ids(text, numbers) if numbers is not None else None
+
+
+def _read(text: bytes) -> Json | None:
+    try:
+        return dict(_ANSWER.validate_json(text))
+    except ValidationError:
+        return read_object(text)
+
+
+def _arrays(document: Json) -> Iterator[object]:
+    """What stands where arrays are looked for."""
+    choices = document.get("choices")
+    answers = [each for each in choices if isinstance(each, dict)] if isinstance(choices, list) else []
+    for holder in (document, *answers):
+        for place in _places(holder):
+            yield from (place.get(name) for name in _IDS)
+
+
+def _places(holder: Json) -> Iterator[Json]:
+    """Where token ids may stand."""
+    message = holder.get("message")
+    for place in (holder, holder.get(_ELSEWHERE), message.get(_ELSEWHERE) if isinstance(message, dict) else None):
+        if isinstance(place, dict):
+            yield place
+
+
+def _without_ids(document: Json) -> Json:
+    answer = {name: value for name, value in document.items() if name != PROMPT_IDS}
+    answer["choices"] = [
+        {name: value for name, value in choice.items() if name not in _IDS} for choice in document["choices"]
+    ]
+    return answer
+
+
+def _without_logprobs(document: Json) -> Json:
+    return {**document, "choices": [{**choice, "logprobs": None} for choice in document["choices"]]}
+
+
+def _logprobs(choice: Json, expected: int) -> list[float]:
+    """One logprob for each sampled id, or nothing."""
+    logprobs = choice.get("logprobs")
+    content = logprobs.get("content") if isinstance(logprobs, dict) else None
+    if not isinstance(content, list) or len(content) != expected:
+        return []
+    try:
+        values = [float(token["logprob"]) for token in content]
+    except (TypeError, LookupError, ValueError):
+        return []
+    # One that is not finite makes the sum so.
+    return values if math.isfinite(sum(values)) else []
+
+
+def _count(value: object) -> int:
+    return value if type(value) is int and value >= 0 else 0

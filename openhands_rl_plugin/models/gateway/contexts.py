@@ -1,0 +1,74 @@
+"""What the model has seen at each sampled node, so that of every prompt only the new tokens are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import Tokens
+from openhands_rl_plugin.models.gateway.idtext import Ids, ids_of, text_of
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The canonical text of a sampled node's prompt delta and sampled ids; ``extends`` as in ``Tokens``."""
+
+    extends: bool
+    text: bytes
+
+
+class Contexts:
+    """Token ids by node, as text. Holds seven bytes or so a token, each once.
+
+    It takes the place of the ids in the tree, whose nodes lose them as soon as they are stored.
+    """
+
+    def __init__(self, tree: EpisodeTree) -> None:
+        self._tree = tree
+        self._pieces: dict[int, Piece] = {}
+        for index, node in enumerate(tree.nodes):
+            if (tokens := node.tokens) is not None:
+                text = text_of(tokens.prompt_ids + tokens.sampled_ids)
+                self._pieces[index] = Piece(tokens.extends, text)
+                node.tokens = None
+
+    def read(
+        self, parent: int | None, prompt: bytes, sampled: Ids, logprobs: list[float]
+    ) -> tuple[Tokens, Piece] | None:
+        """What to record of an answer below ``parent`` to a prompt (canonical text), and what to ``note`` for it.
+
+        ``None`` when something in the prompt is no token id.
+        """
+        chain = self._chain(parent)
+        at = 0
+        for piece in chain:
+            if not prompt.startswith(piece.text, at):
+                chain, at = [], 0
+                break
+            at += len(piece.text)
+        new = prompt[at:]
+        ids = ids_of(new)
+        if ids is None:
+            return None
+        extends = bool(chain)
+        # Nothing is validated again: the arrays hold nothing but numbers.
+        tokens = Tokens.model_construct(
+            extends=extends, prompt_ids=tuple(ids), sampled_ids=tuple(sampled.numbers), logprobs=tuple(logprobs)
+        )
+        return tokens, Piece(extends, new + sampled.text)
+
+    def note(self, node: int, piece: Piece) -> None:
+        """Remember what ``read`` gave for the node that was made of it."""
+        self._pieces[node] = piece
+
+    def _chain(self, node: int | None) -> list[Piece]:
+        """The pieces of the nearest sampled node at or above ``node``, from the start of its segment."""
+        chain: list[Piece] = []
+        while node is not None:
+            piece = self._pieces.get(node)
+            if piece is not None:
+                chain.append(piece)
+                if not piece.extends:
+                    break
+            node = self._tree.nodes[node].parent
+        return chain[::-1]

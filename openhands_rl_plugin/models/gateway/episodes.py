@@ -1,0 +1,217 @@
+"""One session of a client: an episode that is stored call by call."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from openhands_rl_plugin.core.messages import text_of
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeStart, TrajectoryFilter
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import (
+    Completion,
+    EpisodeRequest,
+    JsonObject,
+    PolicyRef,
+    SamplingParams,
+    StopReason,
+    StrategySpec,
+    Task,
+    Times,
+    Trajectory,
+    Usage,
+)
+from openhands_rl_plugin.models.gateway.answers import ChatAnswer, Choice
+from openhands_rl_plugin.models.gateway.calls import ChatCall
+from openhands_rl_plugin.models.gateway.contexts import Contexts
+from openhands_rl_plugin.models.gateway.dialogue import ClientConversation
+from openhands_rl_plugin.models.gateway.idtext import canonical
+from openhands_rl_plugin.models.gateway.ledger import Ledger
+from openhands_rl_plugin.rollout.session import trajectory_id
+
+ENVIRONMENT = "gateway"
+_STRATEGY = StrategySpec(name="gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class SessionKey:
+    """What an episode is found by: the ``part``-th one of a session, whose name comes back after an end."""
+
+    run_id: str
+    name: str
+    part: int = 0
+
+    def request(self, instruction: str = "") -> EpisodeRequest:
+        """The request that such an episode answers; equal keys give equal trajectory ids."""
+        task = Task(id=self.name, environment=ENVIRONMENT, instruction=instruction)
+        return EpisodeRequest(task=task, run_id=self.run_id, group_id=self.name, sample=self.part)
+
+    @property
+    def trajectory_id(self) -> str:
+        return trajectory_id(self.request())
+
+
+class SessionEpisode:
+    """Records answers. ``base_model`` is the model below versioned adapter names."""
+
+    def __init__(self, storage: TrajectoryStorage, key: SessionKey, base_model: str) -> None:
+        self._storage = storage
+        self._key = key
+        self._base_model = base_model
+        self._ledger: Ledger | None = None
+        self._take(EpisodeTree())
+
+    @classmethod
+    def continued(
+        cls, storage: TrajectoryStorage, key: SessionKey, base_model: str, stored: Trajectory
+    ) -> SessionEpisode:
+        """An episode that goes on after what is stored of it."""
+        episode = cls(storage, key, base_model)
+        tree = EpisodeTree.thaw(stored)
+        start = EpisodeStart(
+            id=stored.id,
+            run_id=stored.run_id,
+            group_id=stored.group_id,
+            task=stored.task,
+            strategy=stored.strategy,
+            policy=stored.policy,
+            tools=stored.tools,
+            started=stored.times.started,
+        )
+        episode._ledger = Ledger(storage, start)
+        episode._ledger.continue_after(tree)
+        episode._take(tree)
+        return episode
+
+    @property
+    def nodes(self) -> int:
+        """How many messages the episode has."""
+        return len(self._tree.nodes)
+
+    @property
+    def policy(self) -> PolicyRef | None:
+        """The weights that gave the first answer."""
+        return next((node.policy for node in self._tree.nodes if node.policy is not None), None)
+
+    async def record(self, call: ChatCall, answer: ChatAnswer, latency: float) -> None:
+        """Store an answer with what of its prompt is new. Raises ``StorageError``; then it is stored the next time.
+
+        ``latency`` is in seconds.
+        """
+        ledger = self._ledger or self._begin(call, answer)
+        tree, first = self._tree, len(self._tree.nodes)
+        rewritten = self._conversation.follow(call.messages)
+        parent = tree.head
+        metadata = _metadata(call, answer, latency, rewritten=rewritten, tools=ledger.start.tools)
+        nodes = [
+            self._propose(parent, choice, metadata, answer, usage=answer.usage() if at == 0 else Usage(), call=call)
+            for at, choice in enumerate(answer.choices)
+        ]
+        # Which of them the client acts on is not known yet; until it says so, it is the first.
+        for node in reversed(nodes):
+            self._conversation.acted(node)
+        await ledger.keep(tree)
+        for node in tree.nodes[first:]:
+            node.tokens = None
+
+    async def end(self, stop: StopReason, *, finished: float, evidence: JsonObject) -> str | None:
+        """Close the episode and return its id, or ``None`` when nothing was recorded. Raises ``StorageError``."""
+        if self._ledger is None:
+            return None
+        end = EpisodeEnd(
+            trajectory_id=self._ledger.start.id,
+            head=self._tree.head,
+            stop=stop,
+            policy=self.policy or self._ledger.start.policy,
+            tools=self._tree.tools,
+            evidence=evidence,
+            usage=self._tree.usage,
+            finished=finished,
+        )
+        await self._ledger.keep(self._tree)
+        if any("replayed_as" in node.metadata for node in self._tree.nodes):
+            await self._rewrite(end)
+        else:
+            await self._ledger.end(self._tree, end)
+        return end.trajectory_id
+
+    def _take(self, tree: EpisodeTree) -> None:
+        self._tree = tree
+        self._contexts = Contexts(tree)
+        self._conversation = ClientConversation(tree)
+
+    def _begin(self, call: ChatCall, answer: ChatAnswer) -> Ledger:
+        instruction = next((text_of(each.get("content")) for each in call.messages if each["role"] == "user"), None)
+        request = self._key.request(instruction or "")
+        self._tree.tools = call.tools
+        start = EpisodeStart(
+            id=trajectory_id(request),
+            run_id=request.run_id,
+            group_id=request.group_id,
+            task=request.task,
+            strategy=_STRATEGY,
+            policy=self._policy_of(answer, call),
+            tools=call.tools,
+            started=time.time(),
+        )
+        self._ledger = Ledger(self._storage, start)
+        return self._ledger
+
+    def _propose(
+        self,
+        parent: int | None,
+        choice: Choice,
+        metadata: JsonObject,
+        answer: ChatAnswer,
+        *,
+        usage: Usage,
+        call: ChatCall,
+    ) -> int:
+        read = None
+        if choice.prompt is not None:
+            read = self._contexts.read(parent, canonical(choice.prompt), choice.sampled, choice.logprobs)
+        node = self._tree.propose(
+            Completion(
+                message=choice.message,
+                tokens=read[0] if read is not None else None,
+                finish_reason=choice.finish_reason,
+                usage=usage,
+                policy=self._policy_of(answer, call),
+                sampling=call.sampling() or SamplingParams(),
+                metadata={**metadata, **({"message": choice.extra} if choice.extra else {})},
+            ),
+            parent=parent,
+        )
+        if read is not None:
+            self._contexts.note(node, read[1])
+        return node
+
+    def _policy_of(self, answer: ChatAnswer, call: ChatCall) -> PolicyRef:
+        served = answer.model or call.model
+        policy = PolicyRef.from_served_name(self._base_model, served)
+        return policy if policy.adapter is not None else PolicyRef(base_model=served)
+
+    async def _rewrite(self, end: EpisodeEnd) -> None:
+        """Store the episode once more as a whole: no growth tells how a client repeated an earlier answer."""
+        async for stored, _ in self._storage.find(TrajectoryFilter(ids=(end.trajectory_id,), finished=None)):
+            nodes = tuple(
+                node.model_copy(update={"metadata": own.metadata})
+                for node, own in zip(stored.nodes, self._tree.nodes, strict=True)
+            )
+            times = Times(started=stored.times.started, finished=end.finished)
+            kept = {name: value for name, value in end if name not in ("trajectory_id", "finished")}
+            await self._storage.add(stored.model_copy(update={**kept, "nodes": nodes, "times": times}))
+
+
+def _metadata(
+    call: ChatCall, answer: ChatAnswer, latency: float, *, rewritten: bool, tools: tuple[JsonObject, ...]
+) -> JsonObject:
+    metadata: JsonObject = {"request": call.parameters, "response": answer.about, "latency": round(latency, 4)}
+    if call.streams:
+        metadata["streamed"] = True
+    if rewritten:
+        metadata["history_rewritten"] = True
+    if call.tools != tools:
+        metadata["tools"] = list(call.tools)
+    return metadata

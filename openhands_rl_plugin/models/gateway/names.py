@@ -1,0 +1,62 @@
+"""Which session a call belongs to.
+
+The first of these that is there names it:
+
+1. the path: ``/session/<name>/v1/chat/completions``, which a person chose as the ``base_url``;
+2. the header ``x-litellm-session-id``, which OpenHands' SDK sends with every call of a conversation;
+3. ``prompt_cache_key`` in the body, which older SDKs send;
+4. ``session_id`` in the body's ``metadata`` or ``litellm_metadata``, or ``litellm_session_id`` beside it;
+5. the opening of the conversation: the client's address and program, and all messages up to the first of the user.
+
+By the last rule, conversations that open alike share a session and are branches of one tree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from openhands_rl_plugin.core.messages import WireMessage, text_of
+from openhands_rl_plugin.models.gateway.jsontext import Json
+
+HEADER = "x-litellm-session-id"
+LONGEST = 200
+
+
+def session_name(
+    path_name: str, client: str, headers: Mapping[str, str], document: Json, messages: Sequence[WireMessage]
+) -> str:
+    """The name of the session; ``path_name`` is empty when the path has none, ``client`` is an address."""
+    return (
+        _name(path_name)
+        or _name(headers.get(HEADER))
+        or _name(document.get("prompt_cache_key"))
+        or _from_metadata(document)
+        or _from_opening(client, headers, messages)
+    )
+
+
+def _name(given: Any) -> str:
+    """A name fit to be stored and shown; a longer one becomes its digest."""
+    if not isinstance(given, str) or not given.strip():
+        return ""
+    name = "".join(each if each.isprintable() else "?" for each in given.strip())
+    return name if len(name) <= LONGEST else hashlib.sha256(name.encode()).hexdigest()
+
+
+def _from_metadata(document: Json) -> str:
+    for place in ("metadata", "litellm_metadata"):
+        metadata = document.get(place)
+        if isinstance(metadata, dict) and (name := _name(metadata.get("session_id"))):
+            return name
+    return _name(document.get("litellm_session_id"))
+
+
+def _from_opening(client: str, headers: Mapping[str, str], messages: Sequence[WireMessage]) -> str:
+    digest = hashlib.sha256(f"{client}\0{headers.get('user-agent', '')}".encode())
+    for message in messages:
+        digest.update(f"\0{message['role']}\0{text_of(message.get('content')) or ''}".encode("utf-8", "replace"))
+        if message["role"] == "user":
+            break
+    return f"opening-{digest.hexdigest()[:24]}"

@@ -1,0 +1,146 @@
+"""The sessions of a gateway: opened by name, written to the storage call by call, and ended when nobody calls any more.
+
+A bounded number is held in memory; the longest unused one is forgotten and read back from the storage when it is
+needed again. So is one of an earlier gateway that was killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectorySummary
+from openhands_rl_plugin.core.types import JsonObject, StopReason
+from openhands_rl_plugin.models.gateway.episodes import ENVIRONMENT, SessionEpisode, SessionKey
+from openhands_rl_plugin.models.gateway.retries import Flights
+
+
+class Session:
+    """A session in memory. ``last_used`` is a Unix time in seconds; ``pinned`` is a model name or empty."""
+
+    def __init__(self, key: SessionKey, episode: SessionEpisode, last_used: float) -> None:
+        self.key = key
+        self.episode = episode
+        self.last_used = last_used
+        self.flights = Flights()
+        first = episode.policy
+        self.pinned = first.served_name if first is not None else ""
+
+
+class SessionPool:
+    """Sessions by name. ``idle`` is in seconds."""
+
+    def __init__(
+        self, storage: TrajectoryStorage, *, run_id: str, base_model: str, max_sessions: int, idle: float
+    ) -> None:
+        self._storage = storage
+        self._run_id = run_id
+        self._base_model = base_model
+        self._max_sessions = max_sessions
+        self._idle = idle
+        self._awake: OrderedDict[str, Session] = OrderedDict()
+        self._asleep: dict[str, float] = {}
+        # Opening, forgetting and ending take turns, so that no two objects write to one episode.
+        self._door = asyncio.Lock()
+
+    def __len__(self) -> int:
+        return len(self._awake)
+
+    async def start(self) -> None:
+        """Find the sessions that an earlier gateway of this run left open. Raises ``StorageError``."""
+        # Forgets nothing, but fails where nothing could be stored later.
+        await self._storage.drop((SessionKey(self._run_id, "").trajectory_id,))
+        where = TrajectoryFilter(run_id=self._run_id, environment=ENVIRONMENT, finished=False)
+        async for left in self._storage.summaries(where):
+            self._asleep[left.task_id] = left.times.finished
+
+    async def open(self, name: str) -> Session:
+        """The session of that name, as it stands. Raises ``StorageError``."""
+        session = self._awake.get(name)
+        if session is None:
+            async with self._door:
+                session = self._awake.get(name) or await self._wake(name)
+                self._forget_some(but=name)
+        self._awake.move_to_end(name)
+        session.last_used = time.time()
+        return session
+
+    async def end(self, name: str, stop: StopReason, evidence: JsonObject) -> tuple[str, int] | None:
+        """End a session when its calls have; the episode's id and number of nodes, ``None`` for an unknown name."""
+        # Not behind the door: a call may take minutes, and others want in.
+        if (session := self._awake.get(name)) is not None:
+            await session.flights.settle()
+        async with self._door:
+            if name not in self._awake and not await self._is_open(name):
+                return None
+            session = self._awake.get(name) or await self._wake(name)
+            return await self._close(session, stop, evidence)
+
+    async def last_episode(self, name: str) -> str | None:
+        """The id of the last episode of that name, finished or not."""
+        key, last = SessionKey(self._run_id, name), None
+        while (found := await self._summary(key)) is not None:
+            last, key = found.id, SessionKey(self._run_id, name, key.part + 1)
+        return last
+
+    async def end_idle(self) -> None:
+        """End all sessions without a call for ``idle`` seconds. Raises ``StorageError``."""
+        for name in self._names():
+            async with self._door:
+                session = self._awake.get(name)
+                last_used = session.last_used if session is not None else self._asleep.get(name, time.time())
+                if time.time() - last_used < self._idle or (session is not None and session.flights.busy):
+                    continue
+                session = session or await self._wake(name)
+                # Another gateway may have gone on with it.
+                if time.time() - session.last_used >= self._idle:
+                    await self._close(session, StopReason.NO_ACTION, {"ended_by": "idle"})
+
+    async def close(self, patience: float) -> None:
+        """End every session; calls on their way get ``patience`` seconds. Raises ``StorageError``."""
+        await asyncio.gather(*(session.flights.settle(patience) for session in self._awake.values()))
+        for name in self._names():
+            async with self._door:
+                session = self._awake.get(name) or await self._wake(name)
+                await self._close(session, StopReason.NO_ACTION, {"ended_by": "shutdown"})
+
+    def _names(self) -> list[str]:
+        return [*self._awake, *self._asleep]
+
+    async def _wake(self, name: str) -> Session:
+        key = SessionKey(self._run_id, name)
+        while (found := await self._summary(key)) is not None and found.stop is not StopReason.UNFINISHED:
+            key = SessionKey(self._run_id, name, key.part + 1)
+        episode, last_used = SessionEpisode(self._storage, key, self._base_model), time.time()
+        if found is not None:
+            where = TrajectoryFilter(ids=(found.id,), finished=None)
+            async for stored, _ in self._storage.find(where):
+                episode = SessionEpisode.continued(self._storage, key, self._base_model, stored)
+                last_used = stored.times.finished
+        session = self._awake[name] = Session(key, episode, last_used)
+        self._asleep.pop(name, None)
+        return session
+
+    async def _is_open(self, name: str) -> bool:
+        last = await self.last_episode(name)
+        where = TrajectoryFilter(ids=(last,), finished=False) if last is not None else None
+        return where is not None and await self._storage.count(where) > 0
+
+    async def _summary(self, key: SessionKey) -> TrajectorySummary | None:
+        async for found in self._storage.summaries(TrajectoryFilter(ids=(key.trajectory_id,), finished=None)):
+            return found
+        return None
+
+    def _forget_some(self, *, but: str) -> None:
+        spare = max(0, len(self._awake) - self._max_sessions)
+        unused = [name for name, each in self._awake.items() if name != but and not each.flights.busy]
+        for name in unused[:spare]:
+            self._asleep[name] = self._awake.pop(name).last_used
+
+    async def _close(self, session: Session, stop: StopReason, evidence: JsonObject) -> tuple[str, int] | None:
+        self._awake.pop(session.key.name, None)
+        await session.flights.settle()
+        ended = await session.episode.end(stop, finished=session.last_used, evidence=evidence)
+        return (ended, session.episode.nodes) if ended is not None else None

@@ -1,0 +1,104 @@
+"""One chat completion through the gateway: asked for, stored, and only then answered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.redaction import redacting_logger
+from openhands_rl_plugin.models.gateway.answers import ChatAnswer
+from openhands_rl_plugin.models.gateway.calls import EXTENSIONS, ChatCall, Unrecordable, upstream_body
+from openhands_rl_plugin.models.gateway.config import GatewayConfig
+from openhands_rl_plugin.models.gateway.pool import Session
+from openhands_rl_plugin.models.gateway.replay import events
+from openhands_rl_plugin.models.gateway.replies import EVENTS, Reply, refusal
+from openhands_rl_plugin.models.gateway.routing import AdapterRoute
+from openhands_rl_plugin.models.gateway.upstream import Upstream, UpstreamError
+
+_LOG = redacting_logger(__name__)
+
+CHAT = "chat/completions"
+NOT_RECORDED = {"x-openhands-rl-recorded": "no"}
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a gateway did since it started."""
+
+    recorded: int = 0
+    unrecorded: int = 0
+    upstream_errors: int = 0
+
+
+class Recorder:
+    """Sends chat calls to the model server and records the answers."""
+
+    def __init__(self, config: GatewayConfig, upstream: Upstream) -> None:
+        self._upstream = upstream
+        self._pins = config.pin_sessions
+        self._extensions = dict(EXTENSIONS)
+        self._route = None
+        if config.adapter is not None:
+            self._route = AdapterRoute(
+                config.adapters_path, config.adapter, base_model=config.base_model, aliases=config.alias
+            )
+        self.counts = Counts()
+
+    async def ask(self, session: Session, call: ChatCall, headers: Mapping[str, str]) -> Reply:
+        """The reply to a call; an error of the model server is passed on as it is."""
+        started = time.perf_counter()
+        try:
+            reply = await self._post(session, call, headers)
+        except UpstreamError as error:
+            self.counts.upstream_errors += 1
+            return error.reply
+        except StorageError as error:
+            return refusal(503, str(error), "ServiceUnavailableError")
+        if reply.status != 200:
+            self.counts.upstream_errors += 1
+            return reply
+        try:
+            answer = ChatAnswer(reply.body)
+        except Unrecordable as problem:
+            return self.unrecorded(reply, problem)
+        try:
+            await session.episode.record(call, answer, time.perf_counter() - started)
+        except StorageError as error:
+            # An answer that is not stored is not given: the client's retry will be.
+            _LOG.error("an answer could not be stored: %s", error)
+            return refusal(503, f"The answer could not be stored: {error}", "ServiceUnavailableError")
+        self.counts.recorded += 1
+        if call.streams:
+            return Reply(200, events(answer, call), EVENTS, reply.headers, recorded=True)
+        return Reply(200, answer.body_for(call), reply.content_type, reply.headers, recorded=True)
+
+    def unrecorded(self, reply: Reply, problem: Unrecordable) -> Reply:
+        """Pass on what has no place in an episode, and say so."""
+        _LOG.warning("not recorded: %s", problem)
+        self.counts.unrecorded += 1
+        return Reply(reply.status, reply.body, reply.content_type, {**reply.headers, **NOT_RECORDED})
+
+    async def _post(self, session: Session, call: ChatCall, headers: Mapping[str, str]) -> Reply:
+        model = self._model(session, call.model)
+        reply = await self._upstream.post(CHAT, headers, upstream_body(call, model, self._extensions))
+        if reply.status in (400, 422) and self._drop_refused_extension(reply.body, call):
+            return await self._post(session, call, headers)
+        return reply
+
+    def _model(self, session: Session, asked: str) -> str:
+        if self._route is None or not self._route.knows(asked):
+            return asked
+        if not self._pins:
+            return self._route.current()
+        session.pinned = session.pinned or self._route.current()
+        return session.pinned
+
+    def _drop_refused_extension(self, body: bytes, call: ChatCall) -> bool:
+        """Some servers know no token ids. What they refused once is not asked for again."""
+        refused = [name for name in self._extensions if name.encode() in body and call.document.get(name) is None]
+        for name in refused:
+            _LOG.warning("the model server refuses %r: episodes are recorded without it", name)
+            del self._extensions[name]
+        return bool(refused)

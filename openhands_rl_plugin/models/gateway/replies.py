@@ -1,0 +1,28 @@
+"""What a client is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from openhands_rl_plugin.models.gateway.jsontext import write
+
+JSON = "application/json"
+EVENTS = "text/event-stream"
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole response. ``recorded``: what it says is stored, so the same reply may be given to a retry."""
+
+    status: int
+    body: bytes
+    content_type: str = JSON
+    headers: Mapping[str, str] = field(default_factory=dict)
+    recorded: bool = False
+
+
+def refusal(status: int, message: str, kind: str, headers: Mapping[str, str] | None = None) -> Reply:
+    """An error of the gateway itself, in OpenAI's form."""
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return Reply(status=status, body=write({"error": error}), headers=headers or {})

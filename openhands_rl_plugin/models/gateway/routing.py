@@ -1,0 +1,50 @@
+"""Which model a request is sent to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from openhands_rl_plugin.core.errors import StorageError, describe
+from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
+
+LATEST = "latest"
+_State = tuple[int, int, int]
+
+
+class AdapterRoute:
+    """Sends some model names to the version of an adapter that is in use now, which a training loop moves on.
+
+    The pointer's file is read again only when it has changed. Until a first version is in use, it is the base model.
+    """
+
+    def __init__(self, root: Path, adapter: str, *, base_model: str, aliases: tuple[str, ...] = ()) -> None:
+        self._store = AdapterStore(root)
+        self._adapter = check_name(adapter)
+        self._pointer = self._store.root / f"{adapter}.current.json"
+        self._base_model = base_model
+        self._names = frozenset((LATEST, adapter, *aliases))
+        self._state: _State | None = None
+        self._current = base_model
+
+    def knows(self, model: str) -> bool:
+        """Whether requests for ``model`` are routed."""
+        return model in self._names
+
+    def current(self) -> str:
+        """The served name of the weights in use. Raises ``StorageError`` for a damaged pointer."""
+        state = self._look()
+        if state != self._state:
+            adapter = self._store.current(self._adapter) if state is not None else None
+            self._current = adapter.name if adapter is not None else self._base_model
+            self._state = state
+        return self._current
+
+    def _look(self) -> _State | None:
+        try:
+            found = os.stat(self._pointer)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StorageError(f"{self._pointer} cannot be read: {describe(error)}") from error
+        return found.st_mtime_ns, found.st_ino, found.st_size

@@ -1,0 +1,130 @@
+"""Requests to the model server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import aiohttp
+from multidict import CIMultiDict
+from yarl import URL
+
+from openhands_rl_plugin.models.gateway.config import GatewayConfig
+from openhands_rl_plugin.models.gateway.replies import JSON, Reply, refusal
+
+# Headers that belong to one connection, and those that the client side sets itself.
+_OWN = frozenset(
+    {
+        "accept-encoding",
+        "authorization",
+        "connection",
+        "content-encoding",
+        "content-length",
+        "expect",
+        "host",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+_NOT_PASSED_BACK = _OWN | {"content-type", "date", "server"}
+_CONNECT_SECONDS = 10.0
+_READ_BUFFER = 2**20
+
+
+class UpstreamError(Exception):
+    """The model server gave no answer; ``reply`` is what the client is told."""
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(reply.status)
+        self.reply = reply
+
+
+class Upstream:
+    """The model server behind the gateway."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._base = config.upstream
+        self._key = config.upstream_key()
+        self._keeps_client_key = not config.client_key()
+        self._longest = config.max_answer_bytes
+        self._patience = config.timeout
+        self._session: aiohttp.ClientSession | None = None
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def post(self, path: str, headers: Mapping[str, str], body: bytes) -> Reply:
+        """The whole answer. Raises ``UpstreamError`` when there is none."""
+        async with self.exchange("POST", path, headers, body, content_type=JSON) as response:
+            return Reply(
+                status=response.status,
+                body=await self._body(response),
+                content_type=response.headers.get("content-type", JSON),
+                headers=passed_back(response.headers),
+            )
+
+    async def _body(self, response: aiohttp.ClientResponse) -> bytes:
+        parts, size = [], 0
+        async for part in response.content.iter_any():
+            parts.append(part)
+            size += len(part)
+            if size > self._longest:
+                message = f"The model server answered more than {self._longest} bytes."
+                raise UpstreamError(refusal(502, message, "BadGatewayError"))
+        return b"".join(parts)
+
+    @asynccontextmanager
+    async def exchange(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes, *, content_type: str | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A response as it begins; ``path`` is that below ``/v1``, with its query. Raises ``UpstreamError``."""
+        sent = self._headers(headers)
+        if content_type is not None:
+            sent["content-type"] = content_type
+        url = URL(f"{self._base}/{path}", encoded=True)
+        try:
+            async with self._client().request(
+                method, url, data=body or None, headers=sent, allow_redirects=False
+            ) as response:
+                yield response
+        except TimeoutError as error:
+            message = f"The model server at {self._base} did not answer within {self._patience:g} s."
+            raise UpstreamError(refusal(504, message, "GatewayTimeoutError")) from error
+        except aiohttp.ClientError as error:
+            message = f"No model server answers at {self._base} ({type(error).__name__}): start it or set --upstream."
+            raise UpstreamError(refusal(502, message, "BadGatewayError")) from error
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            secure = self._base.startswith("https:")
+            self._session = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(sock_connect=_CONNECT_SECONDS, sock_read=self._patience),
+                connector=aiohttp.TCPConnector(limit=0),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                read_bufsize=_READ_BUFFER,
+                # A plain-text server is on this machine or its network: no proxy.
+                trust_env=secure,
+            )
+        return self._session
+
+    def _headers(self, given: Mapping[str, str]) -> CIMultiDict[str]:
+        sent = CIMultiDict((name, value) for name, value in given.items() if name.lower() not in _OWN)
+        sent["accept-encoding"] = "identity"
+        if self._key:
+            sent["authorization"] = f"Bearer {self._key}"
+        elif self._keeps_client_key and "authorization" in given:
+            sent["authorization"] = given["authorization"]
+        return sent
+
+
+def passed_back(headers: Mapping[str, str]) -> dict[str, str]:
+    """The headers of an answer that are the client's business, such as ``retry-after``."""
+    return {name: value for name, value in headers.items() if name.lower() not in _NOT_PASSED_BACK}

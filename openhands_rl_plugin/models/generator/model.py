@@ -1,0 +1,204 @@
+"""A Hugging Face causal LM rebuilt for serving: slot attention, fused layers, several LoRA adapters at once."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from openhands_rl_plugin.models.generator.attention import ATTENTION_NAME, Row, StepPlan
+from openhands_rl_plugin.models.generator.config import GeneratorConfig
+from openhands_rl_plugin.models.generator.failures import StartError
+from openhands_rl_plugin.models.generator.linear import Routing, Segment, replace_linears
+from openhands_rl_plugin.models.generator.lora import Adapter, read_adapter
+from openhands_rl_plugin.models.generator.pace import Pace
+from openhands_rl_plugin.models.generator.slots import SlotStore
+
+log = logging.getLogger(__name__)
+
+# Relative difference of the logits that the rebuilt model may show against the original one.
+_SELF_CHECK_TOLERANCE = 0.05
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """The new tokens `ids` of one sequence, at positions `start ..` of `slot`, computed with `adapter`.
+
+    `wanted`: indices into `ids` whose next-token logits are asked for, ascending.
+    """
+
+    slot: int
+    start: int
+    ids: Sequence[int]
+    adapter: Adapter | None
+    wanted: Sequence[int]
+
+
+class ServedModel:
+    """The model, its tokenizer and the key/value slots. Not thread-safe: one thread computes."""
+
+    def __init__(self, config: GeneratorConfig) -> None:
+        """Load, rebuild and check the model. Raises StartError with one line when it cannot be served."""
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        self._pace = Pace()
+        self.name = config.model
+        self.device = torch.device(_pick_device(config.device))
+        self.dtype = _pick_dtype(config.dtype, self.device)
+        self.tokenizer, self.model = _load(config.model, self.dtype, self.device)
+        self.eos_ids = _eos_ids(self.model, self.tokenizer)
+        self.vocabulary = cast(Tensor, self.model.get_input_embeddings().weight).shape[0]
+        text_config = self.model.config.get_text_config()
+        heads = text_config.num_attention_heads
+        self.slots = SlotStore(
+            layers=text_config.num_hidden_layers,
+            slots=config.max_batch,
+            kv_heads=getattr(text_config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text_config, "head_dim", None) or text_config.hidden_size // heads,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self.max_len = self._longest(config)
+        self._routing = Routing()
+        self._rebuild()
+
+    def _longest(self, config: GeneratorConfig) -> int:
+        """Tokens that a sequence may have: what the model, the caller and the memory for the slots allow."""
+        trained = int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 0))
+        wanted = min(config.max_model_len or trained or 2048, trained or config.max_model_len or 2048)
+        fitting = config.kv_bytes // self.slots.bytes_per_token
+        if fitting < wanted:
+            log.warning("max_model_len is %d instead of %d, so that max_batch fits into kv_bytes", fitting, wanted)
+        if fitting < 16:
+            raise StartError(
+                f"kv_bytes={config.kv_bytes} holds no {config.max_batch} sequences of this model; raise it"
+            )
+        return min(wanted, fitting)
+
+    def read_adapter(self, name: str, path: Path) -> Adapter:
+        """Load an adapter for this model. Safe to call from another thread while steps are computed."""
+        return read_adapter(
+            name, path, base_model=self.name, projections=self._projections, dtype=self.dtype, device=self.device
+        )
+
+    @torch.inference_mode()
+    def step(self, rows: Sequence[StepRow]) -> Tensor:
+        """Compute one step of several sequences together.
+
+        Stores the new tokens' keys and values in the slots. Returns float32 logits [wanted positions, vocabulary]
+        in the order of `rows`, each row's in the order of its `wanted`.
+        """
+        order = sorted(range(len(rows)), key=lambda i: (len(rows[i].ids) > 1, id(rows[i].adapter), rows[i].slot))
+        self.slots.ensure(max(row.start + len(row.ids) for row in rows))
+        plan = StepPlan(self.slots, [Row(r.slot, r.start, len(r.ids)) for r in (rows[i] for i in order)])
+        ids: list[int] = []
+        positions: list[int] = []
+        offsets = [0] * len(rows)
+        for i in order:
+            offsets[i] = len(ids)
+            ids.extend(rows[i].ids)
+            positions.extend(range(rows[i].start, rows[i].start + len(rows[i].ids)))
+        wanted = [offsets[i] + index for i, row in enumerate(rows) for index in row.wanted]
+        self._routing.segments = _segments([rows[i] for i in order])
+        return self._pace.run(len(ids), lambda: self._forward(ids, positions, wanted, plan))
+
+    def close(self) -> None:
+        """End the model's helper threads."""
+        self._pace.close()
+
+    @torch.inference_mode()
+    def _forward(self, ids: list[int], positions: list[int], wanted: list[int], plan: StepPlan) -> Tensor:
+        tensor = torch.tensor([ids, positions], device=self.device)
+        output = self.model(
+            input_ids=tensor[:1],
+            position_ids=tensor[1:],
+            use_cache=False,
+            logits_to_keep=torch.tensor(wanted or [0], device=self.device),
+            plan=plan,
+        )
+        return output.logits[0, : len(wanted)].float()
+
+    @torch.inference_mode()
+    def _rebuild(self) -> None:
+        """Swap attention and linear layers in, then compare with the original model on a few tokens."""
+        probe = [(7 * i + 3) % self.vocabulary for i in range(12)]
+        expected = self.model(torch.tensor([probe], device=self.device), use_cache=False).logits[0, -1].float()
+        try:
+            self.model.set_attn_implementation(ATTENTION_NAME)
+            self._projections = replace_linears(self.model, self._routing)
+            self.step([StepRow(0, 0, probe[:7], None, [])])
+            self.step([StepRow(0, 7, probe[7:-1], None, [])])
+            actual = self.step([StepRow(0, len(probe) - 1, probe[-1:], None, [0])])[0]
+        except (NotImplementedError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+            raise StartError(f"{self.name}: this architecture cannot be served: {_first_line(error)}") from error
+        difference = float((actual - expected).norm() / expected.norm().clamp(min=torch.finfo(torch.float32).tiny))
+        if not difference <= _SELF_CHECK_TOLERANCE:
+            raise StartError(f"{self.name}: this architecture cannot be served: its logits differ by {difference:.0%}")
+
+
+def _segments(rows: Sequence[StepRow]) -> tuple[Segment, ...]:
+    """Runs of neighbouring token rows with one adapter; runs without an adapter are left out."""
+    segments: list[Segment] = []
+    start = 0
+    for index, row in enumerate(rows):
+        stop = start + len(row.ids)
+        if row.adapter is not None:
+            if index and segments and rows[index - 1].adapter is row.adapter:
+                segments[-1] = Segment(segments[-1].start, stop, row.adapter.layers)
+            else:
+                segments.append(Segment(start, stop, row.adapter.layers))
+        start = stop
+    return tuple(segments)
+
+
+def _pick_device(device: str) -> str:
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    native = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if native else torch.float32
+
+
+def _load(name: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
+    try:
+        AutoConfig.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True)
+    except (OSError, ValueError, ImportError) as error:
+        raise StartError(
+            f"cannot load the model {name}: {_first_line(error)} "
+            "(give a directory that holds config.json, *.safetensors and a tokenizer)"
+        ) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise StartError(f"cannot load the model {name}: it has no fast tokenizer (tokenizer.json)")
+    # A tokenizer.json may carry the truncation it was trained with; a prompt must never be cut silently.
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    torch.nn.Module.to(model, device)
+    model.eval().requires_grad_(False)
+    return tokenizer, model
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
+    configured = model.generation_config.eos_token_id if model.generation_config else None
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(i for i in (*ids, tokenizer.eos_token_id) if isinstance(i, int))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server over ``models.generator``, with hot-reloaded adapters. Start with ``app``."""

@@ -1,0 +1,262 @@
+"""The HTTP endpoints over a generator."""
+
+import asyncio
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from openhands_rl_plugin.models.generator.config import ServerConfig
+from openhands_rl_plugin.models.generator.failures import InvalidUserInput, NotFound, Overloaded, ServingError
+from openhands_rl_plugin.models.generator.generator import Generator
+from openhands_rl_plugin.models.generator.lora import Adapter
+from openhands_rl_plugin.models.generator.sampling import SamplingParams
+from openhands_rl_plugin.models.generator.sequence import Cancelled, Generation, Ticket
+from openhands_rl_plugin.models.server.formatting import Formatter, usage
+from openhands_rl_plugin.models.server.guards import LimitBody, RequireKey
+from openhands_rl_plugin.models.server.prompts import Prompts
+from openhands_rl_plugin.models.server.refusals import (
+    on_cancelled,
+    on_defect,
+    on_http_exception,
+    on_invalid_body,
+    on_serving_error,
+)
+from openhands_rl_plugin.models.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    LoadAdapterRequest,
+    TokenizeRequest,
+    UnloadAdapterRequest,
+)
+from openhands_rl_plugin.models.server.responses import (
+    ChatAnswer,
+    ModelCard,
+    ModelList,
+    TextAnswer,
+    TokenizeAnswer,
+    new_id,
+)
+from openhands_rl_plugin.models.server.streaming import Feed, cancelling, chat_events, text_events
+
+# Seconds that an adapter keeps taking requests after it was asked to be unloaded.
+_UNLOAD_GRACE = 0.25
+
+Job = tuple[tuple[int, ...], SamplingParams]
+
+
+def build_app(config: ServerConfig, generator: Generator) -> Starlette:
+    """The ASGI application. It does not close the generator. Raises StartError for an unreadable template."""
+    endpoints = Endpoints(config, generator)
+    key = os.environ.get(config.api_key_env, "")
+    guards = [Middleware(RequireKey, key=key)] if key else []
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+            Route("/v1/completions", endpoints.completions, methods=["POST"]),
+            Route("/v1/models", endpoints.models),
+            Route("/v1/load_lora_adapter", endpoints.load_adapter, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", endpoints.unload_adapter, methods=["POST"]),
+            Route("/tokenize", endpoints.tokenize, methods=["POST"]),
+            Route("/health", endpoints.health),
+        ],
+        middleware=[*guards, Middleware(LimitBody, limit=config.max_body_bytes)],
+        exception_handlers={
+            ServingError: on_serving_error,
+            ValidationError: on_invalid_body,
+            HTTPException: on_http_exception,
+            Cancelled: on_cancelled,
+            Exception: on_defect,
+        },
+    )
+
+
+class Endpoints:
+    """One method per path."""
+
+    def __init__(self, config: ServerConfig, generator: Generator) -> None:
+        self._config = config
+        self._generator = generator
+        self._prompts = Prompts(generator.tokenizer, generator.max_len, config.chat_template)
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        body = await _read(request, ChatRequest)
+        feed = Feed() if body.stream else None
+        with self._model(body.model) as (adapter, model):
+            ids = await run_in_threadpool(self._prompts.chat, body)
+            top = (body.top_logprobs or 0) if body.logprobs else None
+            limit = body.max_completion_tokens or body.max_tokens
+            params = self._prompts.params(body, prompt_len=len(ids), max_tokens=limit, top_logprobs=top)
+            jobs = _samples(ids, params, body.n or 1)
+            tickets = self._submit(jobs, adapter, feed)
+        formatter = self._formatter(body.return_tokens_as_token_ids)
+        if feed:
+            return _stream(chat_events(feed, body, model, ids, formatter, len(jobs)), tickets)
+        answers = await self._answers(request, tickets)
+        tools = bool(body.tools) and body.tool_choice != "none"
+        return _json(
+            ChatAnswer(
+                id=new_id("chatcmpl"),
+                model=model,
+                choices=[
+                    formatter.chat_choice(
+                        index,
+                        answer,
+                        logprobs=bool(body.logprobs),
+                        token_ids=bool(body.return_token_ids),
+                        tools=tools,
+                    )
+                    for index, answer in enumerate(answers)
+                ],
+                usage=usage(answers, len(jobs)),
+                prompt_logprobs=formatter.prompt_logprobs(answers[0].prompt),
+                prompt_token_ids=list(ids) if body.return_token_ids else None,
+            )
+        )
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        body = await _read(request, CompletionRequest)
+        feed = Feed() if body.stream else None
+        with self._model(body.model) as (adapter, model):
+            prompts = await run_in_threadpool(self._prompts.completion, body)
+            if not prompts:
+                raise ServingError("The prompt is empty.", param="prompt")
+            jobs: list[Job] = []
+            for ids in prompts:
+                params = self._prompts.params(
+                    body, prompt_len=len(ids), max_tokens=body.max_tokens or 16, top_logprobs=body.logprobs
+                )
+                jobs.extend(_samples(ids, params, body.n or 1))
+            tickets = self._submit(jobs, adapter, feed)
+        formatter = self._formatter(body.return_tokens_as_token_ids)
+        if feed:
+            return _stream(text_events(feed, body, model, prompts, formatter, len(jobs)), tickets)
+        answers = await self._answers(request, tickets)
+        choices = [formatter.text_choice(index, answer, body) for index, answer in enumerate(answers)]
+        return _json(TextAnswer(id=new_id("cmpl"), model=model, choices=choices, usage=usage(answers, body.n or 1)))
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize."""
+        body = await _read(request, TokenizeRequest)
+        with self._model(body.model):
+            if body.prompt is None:
+                ids = await run_in_threadpool(self._prompts.chat, body)
+            else:
+                ids = self._prompts.text(body.prompt, special=body.add_special_tokens is not False)
+        return _json(TokenizeAnswer(count=len(ids), max_model_len=self._generator.max_len, tokens=list(ids)))
+
+    async def models(self, _: Request) -> Response:
+        """GET /v1/models: the base model, then the adapters."""
+        base = self._config.base_name
+        cards = [ModelCard(id=base, root=self._config.model, max_model_len=self._generator.max_len)]
+        cards += [ModelCard(id=a.name, root=a.path, parent=base) for a in self._generator.adapters]
+        return _json(ModelList(data=cards))
+
+    async def load_adapter(self, request: Request) -> Response:
+        """POST /v1/load_lora_adapter."""
+        body = await _read(request, LoadAdapterRequest)
+        if not body.lora_name or not body.lora_path:
+            raise InvalidUserInput("Both 'lora_name' and 'lora_path' must be provided.")
+        if body.lora_name == self._config.base_name:
+            raise InvalidUserInput(f"'{body.lora_name}' is the base model's name.", param="lora_name")
+        await run_in_threadpool(self._generator.load_adapter, body.lora_name, Path(body.lora_path))
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """POST /v1/unload_lora_adapter; answers when the adapter's last request in flight has ended.
+
+        Requests that were sent before this one, but are still on their way through other connections, are served.
+        """
+        body = await _read(request, UnloadAdapterRequest)
+        if not body.lora_name:
+            raise InvalidUserInput("'lora_name' needs to be provided to unload a LoRA adapter.")
+        if all(adapter.name != body.lora_name for adapter in self._generator.adapters):
+            raise NotFound(f"The lora adapter '{body.lora_name}' cannot be found.", param="lora_name")
+        await asyncio.sleep(_UNLOAD_GRACE)
+        await asyncio.wrap_future(self._generator.unload_adapter(body.lora_name))
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    async def health(self, _: Request) -> Response:
+        """GET /health: 200 while the generator works, else 503."""
+        if not self._generator.healthy:
+            raise Overloaded("The generator has stopped.")
+        return Response()
+
+    @contextmanager
+    def _model(self, name: str | None) -> Iterator[tuple[Adapter | None, str]]:
+        """(adapter or None for the base model, name to answer with); the adapter stays loaded meanwhile."""
+        base = self._config.base_name
+        if not name or name == base:
+            yield None, base
+        else:
+            with self._generator.hold(name) as adapter:
+                yield adapter, name
+
+    def _formatter(self, as_ids: bool | None) -> Formatter:
+        return Formatter(self._generator.tokenizer, as_ids=bool(as_ids))
+
+    def _submit(self, jobs: Sequence[Job], adapter: Adapter | None, feed: Feed | None) -> list[Ticket]:
+        """Submit all or none."""
+        tickets: list[Ticket] = []
+        try:
+            for index, (ids, params) in enumerate(jobs):
+                sink = feed.sink(index) if feed else None
+                tickets.append(self._generator.submit(ids, params, adapter=adapter, on_delta=sink))
+        except ServingError:
+            _cancel(tickets)
+            raise
+        if feed:
+            for index, ticket in enumerate(tickets):
+                feed.watch(index, ticket)
+        return tickets
+
+    async def _answers(self, request: Request, tickets: Sequence[Ticket]) -> list[Generation]:
+        """Wait for all tickets; cancel them when the client goes away."""
+        answers = asyncio.gather(*(asyncio.wrap_future(ticket.future) for ticket in tickets))
+        gone = asyncio.create_task(_disconnected(request))
+        try:
+            await asyncio.wait({answers, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done() and not answers.done():
+                _cancel(tickets)
+            return await answers
+        finally:
+            gone.cancel()
+            _cancel(tickets)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _read[B: BaseModel](request: Request, kind: type[B]) -> B:
+    return kind.model_validate_json(await request.body())
+
+
+def _samples(ids: tuple[int, ...], params: SamplingParams, count: int) -> list[Job]:
+    """`count` jobs of one prompt; with a seed, choice i has seed + i (as in vLLM)."""
+    return [(ids, params.with_seed(None if params.seed is None else params.seed + i)) for i in range(count)]
+
+
+def _cancel(tickets: Sequence[Ticket]) -> None:
+    for ticket in tickets:
+        ticket.cancel()
+
+
+def _stream(events, tickets: Sequence[Ticket]) -> StreamingResponse:
+    return StreamingResponse(cancelling(events, lambda: _cancel(tickets)), media_type="text/event-stream")
+
+
+def _json(body: BaseModel) -> Response:
+    return Response(body.model_dump_json(), media_type="application/json")

@@ -1,0 +1,135 @@
+"""From request bodies to token ids and sampling parameters."""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
+
+from jinja2 import TemplateError
+from pydantic import JsonValue
+from transformers import PreTrainedTokenizerFast
+
+from openhands_rl_plugin.models.generator.failures import ServingError, StartError
+from openhands_rl_plugin.models.generator.sampling import SamplingParams
+from openhands_rl_plugin.models.server.requests import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    Sampling,
+    TokenizeRequest,
+    Tool,
+)
+from openhands_rl_plugin.models.server.toolcalls import render_tool_call
+
+log = logging.getLogger(__name__)
+
+
+class Prompts:
+    """Renders conversations and texts to token ids with the model's tokenizer. Safe in any thread."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, max_len: int, chat_template: str | None) -> None:
+        """`chat_template`: a file that replaces the model's own template. Raises StartError if it cannot be read."""
+        self._tokenizer = tokenizer
+        self._max_len = max_len
+        try:
+            own = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
+            self._template = Path(chat_template).read_text(encoding="utf-8") if chat_template else own
+        except (OSError, UnicodeDecodeError) as error:
+            raise StartError(f"cannot read the chat template {chat_template}: {error}") from error
+        self._warned = False
+
+    def chat(self, request: ChatRequest | TokenizeRequest) -> tuple[int, ...]:
+        """The token ids of a conversation, ready for the model's turn. Raises ServingError."""
+        if not self._template:
+            raise ServingError("This model has no chat template; start the server with one, or use /v1/completions.")
+        assert request.messages is not None
+        self._warn_if_ignored(request.tools)
+        # Its keywords are whatever the template knows.
+        render = cast(Callable[..., str], self._tokenizer.apply_chat_template)
+        try:
+            text = render(
+                [self._message(message) for message in request.messages],
+                tools=[tool.model_dump(exclude_none=True) for tool in request.tools or ()] or None,
+                chat_template=self._template,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                tokenize=False,
+                **(request.chat_template_kwargs or {}),
+            )
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise ServingError(f"The chat template refused the messages: {error}", param="messages") from error
+        return self.text(text, special=False)
+
+    def text(self, text: str, *, special: bool) -> tuple[int, ...]:
+        """The token ids of a text, with or without the tokenizer's own leading and trailing tokens."""
+        return tuple(self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def completion(self, request: CompletionRequest) -> list[tuple[int, ...]]:
+        """The token ids of each prompt of a text completion."""
+        prompts = request.prompts
+        return [p if isinstance(p, tuple) else self.text(p, special=request.add_special_tokens) for p in prompts]
+
+    def params(
+        self, request: Sampling, *, prompt_len: int, max_tokens: int | None, top_logprobs: int | None
+    ) -> SamplingParams:
+        """Sampling parameters; `max_tokens` None is all that fits. Raises ServingError when it cannot fit."""
+        room = self._max_len - prompt_len
+        if max_tokens is not None and max_tokens > room:
+            raise ServingError(
+                f"This model's maximum context length is {self._max_len} tokens. However, you requested "
+                f"{max_tokens + prompt_len} tokens ({prompt_len} in the messages, {max_tokens} in the completion). "
+                "Please reduce the length of the messages or completion.",
+                param="max_tokens",
+            )
+        return SamplingParams(
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            top_k=max(request.top_k or 0, 0),
+            max_tokens=max(room, 1) if max_tokens is None else max_tokens,
+            seed=request.seed,
+            stop=request.stops,
+            stop_token_ids=request.stop_token_ids or (),
+            ignore_eos=request.ignore_eos,
+            top_logprobs=top_logprobs,
+            prompt_logprobs=request.prompt_logprobs,
+        )
+
+    def _message(self, message: ChatMessage) -> dict[str, JsonValue]:
+        """One message as chat templates expect it: text content, arguments as an object."""
+        content = message.text
+        rendered: dict[str, JsonValue] = {"role": message.role}
+        calls = message.tool_calls or ()
+        if calls and "tool_calls" not in (self._template or ""):
+            # A template that does not know tool calls would drop them from the history.
+            written = (render_tool_call(call.function.name, call.function.arguments or "{}") for call in calls)
+            content = "\n".join([content, *written] if content else written)
+        elif calls:
+            rendered["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+                }
+                for call in calls
+            ]
+        rendered["content"] = content
+        if message.name is not None:
+            rendered["name"] = message.name
+        if message.tool_call_id is not None:
+            rendered["tool_call_id"] = message.tool_call_id
+        return rendered
+
+    def _warn_if_ignored(self, tools: Sequence[Tool] | None) -> None:
+        if tools and "tools" not in (self._template or "") and not self._warned:
+            self._warned = True
+            log.warning("the chat template does not render tools: the model is not told of them")
+
+
+def _arguments(text: str) -> JsonValue:
+    """A call's arguments as the object that templates print; text that is not an object stays text."""
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        return text
+    return value if isinstance(value, dict) else text

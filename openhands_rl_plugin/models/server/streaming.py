@@ -1,0 +1,191 @@
+"""Answers as server-sent events, while they are generated."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+
+from openhands_rl_plugin.models.generator.sequence import Cancelled, Delta, DeltaSink, Generation, Ticket
+from openhands_rl_plugin.models.server.formatting import Formatter, answered_calls, usage
+from openhands_rl_plugin.models.server.refusals import error_body
+from openhands_rl_plugin.models.server.requests import ChatRequest, CompletionRequest
+from openhands_rl_plugin.models.server.responses import (
+    ChatChunk,
+    ChatChunkChoice,
+    DeltaToolCall,
+    MessageDelta,
+    TextAnswer,
+    TextChoice,
+    new_id,
+    now,
+)
+from openhands_rl_plugin.models.server.toolcalls import parse_tool_calls, safe_length
+
+Event = tuple[int, Delta | Generation | BaseException]
+
+
+class Feed:
+    """Carries the deltas and results of several tickets from the generator's thread into the event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Event] = asyncio.Queue()
+
+    def sink(self, index: int) -> DeltaSink:
+        """What to pass to `Generator.submit` as `on_delta` for the choice `index`."""
+        return lambda delta: self._put((index, delta))
+
+    def watch(self, index: int, ticket: Ticket) -> None:
+        """Have the end of a ticket come through the feed, after its last delta."""
+
+        def ended(future: "Future[Generation]") -> None:
+            error = future.exception()
+            self._put((index, future.result() if error is None else error))
+
+        ticket.future.add_done_callback(ended)
+
+    async def events(self, count: int) -> AsyncIterator[tuple[int, Delta | Generation]]:
+        """Everything of `count` choices, until the last has ended. Raises the first error of any of them."""
+        while count:
+            index, event = await self._queue.get()
+            if isinstance(event, BaseException):
+                raise event
+            count -= isinstance(event, Generation)
+            yield index, event
+
+    def _put(self, event: Event) -> None:
+        # A closed loop means that the server is going down and nobody reads any more.
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
+
+
+@dataclass
+class _Choice:
+    """How much of a streamed chat choice was sent; with tools, text that may be a call is held back."""
+
+    tools: bool
+    whole: str = ""
+    sent: int = 0
+
+    def add(self, text: str) -> str:
+        """The content that may be sent after `text` more of it."""
+        self.whole += text
+        stop = safe_length(self.whole) if self.tools else len(self.whole)
+        fresh = self.whole[self.sent : stop]
+        self.sent = max(self.sent, stop)
+        return fresh
+
+    def rest(self) -> tuple[str, list[DeltaToolCall]]:
+        """What remains at the end: text that was held back, and the calls that some of it turned out to be."""
+        parsed = parse_tool_calls(self.whole) if self.tools else None
+        if parsed is None or not parsed.calls:
+            return self.whole[self.sent :], []
+        calls = answered_calls(parsed.calls)
+        return parsed.spoken[self.sent :], [DeltaToolCall(index=i, **call.model_dump()) for i, call in enumerate(calls)]
+
+
+async def chat_events(
+    feed: Feed, request: ChatRequest, model: str, prompt_ids: Sequence[int], formatter: Formatter, count: int
+) -> AsyncIterator[str]:
+    """The events of a chat answer with `count` choices, up to and including `[DONE]`."""
+    identifier, created = new_id("chatcmpl"), now()
+    tools = bool(request.tools) and request.tool_choice != "none"
+    choices = [_Choice(tools) for _ in range(count)]
+    finished: dict[int, Generation] = {}
+
+    def chunk(choice: ChatChunkChoice, *, first: bool = False) -> str:
+        ids = list(prompt_ids) if first and request.return_token_ids else None
+        return _event(ChatChunk(id=identifier, created=created, model=model, choices=[choice], prompt_token_ids=ids))
+
+    for index in range(count):
+        yield chunk(ChatChunkChoice(index=index, delta=MessageDelta(role="assistant", content="")), first=index == 0)
+    async for index, event in feed.events(count):
+        if isinstance(event, Delta):
+            yield chunk(_chat_delta(index, choices[index].add(event.text), event, request, formatter))
+        else:
+            finished[index] = event
+            text, calls = choices[index].rest()
+            yield chunk(
+                ChatChunkChoice(
+                    index=index,
+                    delta=MessageDelta(content=text or None, tool_calls=calls or None),
+                    finish_reason="tool_calls" if calls else event.finish_reason,
+                    stop_reason=event.stop_reason,
+                )
+            )
+    if request.stream_options and request.stream_options.include_usage:
+        counts = usage([finished[i] for i in range(count)], count)
+        yield _event(ChatChunk(id=identifier, created=created, model=model, choices=[], usage=counts))
+    yield "data: [DONE]\n\n"
+
+
+def _chat_delta(index: int, text: str, delta: Delta, request: ChatRequest, formatter: Formatter) -> ChatChunkChoice:
+    return ChatChunkChoice(
+        index=index,
+        delta=MessageDelta(content=text or None),
+        logprobs=formatter.chat_logprobs(delta.sampled) if request.logprobs else None,
+        token_ids=[one.token for one in delta.sampled] if request.return_token_ids else None,
+    )
+
+
+async def text_events(
+    feed: Feed,
+    request: CompletionRequest,
+    model: str,
+    prompts: Sequence[Sequence[int]],
+    formatter: Formatter,
+    count: int,
+) -> AsyncIterator[str]:
+    """The events of a text completion with `count` choices, up to and including `[DONE]`."""
+    identifier, created = new_id("cmpl"), now()
+    per_prompt = count // len(prompts)
+    offsets = [0] * count
+    finished: dict[int, Generation] = {}
+
+    def chunk(choice: TextChoice) -> str:
+        return _event(TextAnswer(id=identifier, created=created, model=model, choices=[choice]))
+
+    started: set[int] = set()
+    async for index, event in feed.events(count):
+        if isinstance(event, Delta):
+            ids = None
+            if request.return_token_ids and index not in started:
+                ids = list(prompts[index // per_prompt])
+            started.add(index)
+            wanted = request.logprobs is not None
+            yield chunk(
+                TextChoice(
+                    index=index,
+                    text=event.text,
+                    logprobs=formatter.text_logprobs(event.sampled, offsets[index]) if wanted else None,
+                    token_ids=[one.token for one in event.sampled] if request.return_token_ids else None,
+                    prompt_token_ids=ids,
+                )
+            )
+            offsets[index] += len(event.text)
+        else:
+            finished[index] = event
+            yield chunk(
+                TextChoice(index=index, text="", finish_reason=event.finish_reason, stop_reason=event.stop_reason)
+            )
+    if request.stream_options and request.stream_options.include_usage:
+        counts = usage([finished[i] for i in range(count)], per_prompt)
+        yield _event(TextAnswer(id=identifier, created=created, model=model, choices=[], usage=counts))
+    yield "data: [DONE]\n\n"
+
+
+def _event(body: BaseModel) -> str:
+    return f"data: {body.model_dump_json(exclude_none=True)}\n\n"
+
+
+async def cancelling(events: AsyncIterator[str], cancel: Callable[[], None]) -> AsyncIterator[str]:
+    """`events`, with `cancel` called when the reader goes away; ends with an error event when the server stops."""
+    try:
+        async for event in events:
+            yield event
+    except Cancelled:
+        yield _event(error_body(503, "The server is stopping.", "ServiceUnavailableError"))
+    finally:
+        cancel()

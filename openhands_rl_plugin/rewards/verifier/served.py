@@ -1,0 +1,172 @@
+"""Asks a server for the two label tokens' probabilities, over ``POST /completions`` of OpenAI with vLLM's extensions.
+
+One token is sampled and the 20 likeliest are read: the labels are among them once a verifier is trained. Where one is
+not, both are put behind the prompt and read from ``prompt_logprobs``, which is exact but may bypass a prefix cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import random
+from collections.abc import Sequence
+
+import httpx
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from openhands_rl_plugin.core.errors import (
+    CaughtFailure,
+    ConfigError,
+    GraderError,
+    InfrastructureError,
+    ModelError,
+    boundary,
+)
+from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject
+from openhands_rl_plugin.training.verifier.card import Verdict
+
+AT_ONCE = 16
+"""Requests under way: the server batches them, and its prefix cache serves what they share."""
+
+_TOP = 20
+_RETRIES = 4
+_BACKOFF = 0.5
+_RETRIED = frozenset({408, 409, 425, 429})
+_LARGEST = 64 * 1024 * 1024
+
+
+class ServedVerifier:
+    """A verifier behind ``base_url`` (up to and including /v1), known there as ``model``; prompts are token ids.
+
+    Raises ``ConfigError`` when ``api_key_env`` names a variable that is not set.
+    """
+
+    def __init__(
+        self, base_url: str, model: str, *, yes: int, no: int, api_key_env: str = "", timeout: float = 120.0
+    ) -> None:
+        self._url = f"{base_url.rstrip('/')}/completions"
+        self._model = model
+        self._yes, self._no = yes, no
+        self._headers = {"authorization": f"Bearer {_key(api_key_env)}"} if api_key_env else {}
+        self._timeout = timeout
+
+    async def judge(self, prompts: Sequence[tuple[int, ...]]) -> list[Verdict | Failure]:
+        """One verdict a prompt, in order; the failure of one request is that prompt's alone."""
+        slots = asyncio.Semaphore(AT_ONCE)
+        async with httpx.AsyncClient(headers=self._headers, timeout=self._timeout) as client:
+
+            async def one(prompt: tuple[int, ...]) -> Verdict | Failure:
+                try:
+                    async with slots:
+                        with boundary(FailureKind.INFRASTRUCTURE, "verifier server"):
+                            return await self._verdict(client, prompt)
+                except CaughtFailure as caught:
+                    return caught.failure
+
+            # The first fills the server's prefix cache with what the others share.
+            first = [await one(prompt) for prompt in prompts[:1]]
+            return [*first, *await asyncio.gather(*map(one, prompts[1:]))]
+
+    async def _verdict(self, client: httpx.AsyncClient, prompt: tuple[int, ...]) -> Verdict:
+        asked: JsonObject = {"temperature": 0.0, "logprobs": _TOP, "return_tokens_as_token_ids": True}
+        (choice,) = await self._choices(client, {"prompt": list(prompt), **asked}, 1)
+        top = _top_of(choice)
+        yes, no = top.get(self._yes), top.get(self._no)
+        if yes is None or no is None:
+            forced: JsonObject = {"prompt": [[*prompt, token] for token in (self._yes, self._no)]}
+            choices = await self._choices(client, {**forced, "prompt_logprobs": 0}, 2)
+            yes, no = (_last_of(one, token) for one, token in zip(choices, (self._yes, self._no), strict=True))
+        return Verdict(margin=yes - no, mass=min(1.0, math.exp(yes) + math.exp(no)))
+
+    async def _choices(self, client: httpx.AsyncClient, body: JsonObject, count: int) -> list[_Choice]:
+        content = await self._post(client, {"model": self._model, "max_tokens": 1, **body})
+        try:
+            choices = sorted(_Answer.model_validate(json.loads(content)).choices, key=lambda choice: choice.index)
+        except (ValidationError, ValueError, RecursionError) as error:
+            raise ModelError(f"{self._url} did not answer with completions; check base_url") from error
+        if len(choices) != count:
+            raise ModelError(f"{self._url} answered {len(choices)} choices for {count} prompts")
+        return choices
+
+    async def _post(self, client: httpx.AsyncClient, body: JsonObject) -> bytes:
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                async with client.stream("POST", self._url, json=body) as response:
+                    content = await _bounded(response)
+            except httpx.TransportError as error:
+                problem = f"no answer from {self._url} ({type(error).__name__}); is the verifier served there?"
+            else:
+                if response.is_success:
+                    return content
+                problem = f"{self._url} answered {response.status_code}: {_shown(content)}"
+                if response.status_code < 500 and response.status_code not in _RETRIED:
+                    raise ModelError(problem)
+            if attempt > _RETRIES:
+                raise InfrastructureError(f"{problem} (after {attempt} attempts)")
+            await asyncio.sleep(_BACKOFF * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class _Logprobs(_Wire):
+    top_logprobs: tuple[dict[str, float] | None, ...] = ()
+
+
+class _PromptLogprob(_Wire):
+    logprob: float
+
+
+class _Choice(_Wire):
+    index: int = 0
+    logprobs: _Logprobs | None = None
+    prompt_logprobs: tuple[dict[str, _PromptLogprob] | None, ...] | None = None
+
+
+class _Answer(_Wire):
+    choices: tuple[_Choice, ...] = Field(min_length=1)
+
+
+def _top_of(choice: _Choice) -> dict[int, float]:
+    """The likeliest first tokens by id; what is not written as an id is left out."""
+    given = choice.logprobs.top_logprobs if choice.logprobs is not None else ()
+    top = given[0] if given and given[0] is not None else {}
+    named = ((name.removeprefix("token_id:"), logprob) for name, logprob in top.items() if name.startswith("token_id:"))
+    return {int(token): logprob for token, logprob in named if token.isdecimal() and math.isfinite(logprob)}
+
+
+def _last_of(choice: _Choice, token: int) -> float:
+    last = choice.prompt_logprobs[-1] if choice.prompt_logprobs else None
+    entry = (last or {}).get(str(token))
+    if entry is None or not math.isfinite(entry.logprob):
+        raise GraderError(
+            "the server gives no logprobs of the labels: use vLLM or `openhands-rl serve`, or leave base_url out to "
+            "score in this process"
+        )
+    return entry.logprob
+
+
+async def _bounded(response: httpx.Response) -> bytes:
+    content = bytearray()
+    async for data in response.aiter_bytes():
+        content += data
+        if len(content) > _LARGEST:
+            raise ModelError(f"the verifier's server answered more than {_LARGEST} bytes")
+    return bytes(content)
+
+
+def _shown(content: bytes) -> str:
+    return " ".join(content[:400].decode("utf-8", errors="replace").split())[:200] or "(empty)"
+
+
+def _key(variable: str) -> str:
+    if (key := os.environ.get(variable)) is None:
+        raise ConfigError(f"the environment variable {variable} is not set: export it with the server's API key")
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(f"what {variable} holds cannot be sent: see that no line end is in it")
+    return key

@@ -1,0 +1,1 @@
+"""Episodes: one (``session``), many at once (``many``), stored while they run (``journal``), and their rewards."""

@@ -1,0 +1,193 @@
+"""Stores an episode while it is played, so that a killed run keeps every call that was answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from itertools import compress
+from operator import ne
+from typing import Protocol, Self
+
+from pydantic import JsonValue
+
+from openhands_rl_plugin.core.protocols import LLMEngine, TrajectoryStorage
+from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, NodeMark, TrajectoryFilter
+from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
+from openhands_rl_plugin.core.types import Completion, JsonObject, Message, Node, SamplingParams, Trajectory
+from openhands_rl_plugin.core.waiting import to_the_end
+
+_Facts = tuple[float | None, bool, float | None, int, JsonValue]
+"""What a mark tells of a node: reward, simulated, value, visits, and the strategy's notes."""
+
+
+class EpisodeSink(Protocol):
+    """The part of a ``TrajectoryStorage`` that a journal writes to."""
+
+    async def add(self, trajectory: Trajectory) -> None:
+        """As in ``TrajectoryStorage``."""
+        ...
+
+    async def begin(self, start: EpisodeStart) -> None:
+        """As in ``TrajectoryStorage``."""
+        ...
+
+    async def grow(self, growth: EpisodeGrowth) -> None:
+        """As in ``TrajectoryStorage``."""
+        ...
+
+    async def end(self, end: EpisodeEnd) -> None:
+        """As in ``TrajectoryStorage``."""
+        ...
+
+    async def drop(self, trajectory_ids: Sequence[str]) -> int:
+        """As in ``TrajectoryStorage``."""
+        ...
+
+
+class EpisodeJournal:
+    """Writes what is new in the tree of one episode. What ``keep`` returned from survives a crash.
+
+    The episode is opened by the first write, which drops an unfinished one of the same id: what was played before is no
+    part of this one. Writes take turns, and one that has begun is waited for even when its caller is cancelled.
+    """
+
+    def __init__(self, storage: EpisodeSink, start: EpisodeStart) -> None:
+        self._storage = storage
+        self._start = start
+        self._begun = False
+        self._ended = False
+        self._head: int | None = None
+        self._kept: list[Node] = []
+        # Of the kept actions; what an environment or a host said is not changed any more.
+        self._facts: dict[int, _Facts] = {}
+        self._turn = asyncio.Lock()
+
+    @classmethod
+    def resumed(cls, storage: EpisodeSink, unfinished: Trajectory) -> Self:
+        """The journal of an episode that goes on after the nodes that are stored."""
+        journal = cls(storage, EpisodeStart.of(unfinished))
+        journal._begun = True
+        journal._remember(unfinished.nodes, (), unfinished.head)
+        return journal
+
+    async def keep(self, tree: EpisodeTree) -> None:
+        """Store the nodes and marks that came since the last call; nothing after ``end``. Raises ``StorageError``."""
+        await to_the_end(self._keep(tree))
+
+    async def end(self, trajectory: Trajectory) -> None:
+        """Store what is left of the frozen episode and close it. Raises ``StorageError``."""
+        await to_the_end(self._close(trajectory))
+
+    async def _keep(self, tree: EpisodeTree) -> None:
+        async with self._turn:
+            if self._ended:
+                return
+            await self._begin()
+            known = len(self._kept)
+            marks = self._changes(tree.nodes)
+            if len(tree.nodes) == known and not marks and tree.head == self._head:
+                return
+            nodes = tuple(Node(**vars(node)) for node in tree.nodes[known:])
+            head = tree.head
+            await self._storage.grow(
+                EpisodeGrowth(trajectory_id=self._start.id, first=known, nodes=nodes, head=head, marks=marks)
+            )
+            self._remember(nodes, marks, head)
+
+    async def _close(self, trajectory: Trajectory) -> None:
+        async with self._turn:
+            if not self._begun or not self._continued_by(trajectory):
+                await self._storage.add(trajectory)
+            else:
+                await self._grow_to(trajectory)
+                await self._storage.end(EpisodeEnd.of(trajectory))
+            self._ended = True
+
+    async def _grow_to(self, trajectory: Trajectory) -> None:
+        known = len(self._kept)
+        marks, nodes = self._changes(trajectory.nodes), trajectory.nodes[known:]
+        if marks or nodes:
+            await self._storage.grow(
+                EpisodeGrowth(trajectory_id=trajectory.id, first=known, nodes=nodes, head=trajectory.head, marks=marks)
+            )
+
+    async def _begin(self) -> None:
+        if not self._begun:
+            await self._storage.drop((self._start.id,))
+            await self._storage.begin(self._start)
+            self._begun = True
+
+    def _changes(self, nodes: Sequence[Node] | Sequence[DraftNode]) -> tuple[NodeMark, ...]:
+        """Marks for the kept actions that are not any more as they were kept. A search asks thousands of times."""
+        kept = [nodes[at] for at in self._facts]
+        # As in ``_facts``, but without a call for each, which would take twice as long.
+        now = [(one.reward, one.simulated, one.value, one.visits, one.metadata.get("search")) for one in kept]
+        changed = compress(self._facts, map(ne, self._facts.values(), now))
+        return tuple(_mark(at, nodes[at]) for at in changed)
+
+    def _remember(self, nodes: Sequence[Node], marks: Sequence[NodeMark], head: int | None) -> None:
+        for mark in marks:
+            node = self._kept[mark.index]
+            self._kept[mark.index] = node.model_copy(update=mark.changes(node))
+            self._facts[mark.index] = _facts(self._kept[mark.index])
+        self._facts |= {at: _facts(node) for at, node in enumerate(nodes, len(self._kept)) if node.sampled}
+        self._kept.extend(nodes)
+        self._head = head
+
+    def _continued_by(self, trajectory: Trajectory) -> bool:
+        """False where something changed that no growth can tell, such as what a host noted on an earlier node.
+
+        Then the episode is written once more as a whole; it is kept as deltas, so that this is little.
+        """
+        kept, final = self._kept, trajectory.nodes
+        return len(kept) <= len(final) and all(
+            one == other or (one.sampled and one.model_copy(update=_mark(at, other).changes(one)) == other)
+            for at, (one, other) in enumerate(zip(kept, final, strict=False))
+        )
+
+
+class JournalledEngine:
+    """An engine that is asked only when all that was said and sampled before is stored."""
+
+    def __init__(self, engine: LLMEngine, journal: EpisodeJournal, tree: EpisodeTree) -> None:
+        self._engine = engine
+        self._journal = journal
+        self._tree = tree
+
+    @property
+    def episode_seed(self) -> int | None:
+        """The episode's seed, where the engine knows it."""
+        return getattr(self._engine, "episode_seed", None)
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[JsonObject] = (),
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+    ) -> list[Completion]:
+        """Sample ``n`` answers. Raises what the engine raises, and ``StorageError``."""
+        await self._journal.keep(self._tree)
+        return await self._engine.complete(messages, tools=tools, n=n, sampling=sampling)
+
+
+async def stored_episode(storage: TrajectoryStorage, trajectory_id: str) -> Trajectory | None:
+    """What is stored of an episode, finished or not. Raises ``StorageError``."""
+    where = TrajectoryFilter(ids=(trajectory_id,), finished=None)
+    return next(iter([found async for found, _ in storage.find(where)]), None)
+
+
+def _facts(node: Node) -> _Facts:
+    return node.reward, node.simulated, node.value, node.visits, node.metadata.get("search")
+
+
+def _mark(index: int, node: Node | DraftNode) -> NodeMark:
+    return NodeMark(
+        index=index,
+        reward=node.reward,
+        simulated=node.simulated,
+        value=node.value,
+        visits=node.visits,
+        search=node.metadata.get("search"),
+    )

@@ -1,0 +1,128 @@
+"""Many episodes: groups, bounded concurrency, replacement of failed ones, resume, progress."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Frozen, SamplingParams, Task, Trajectory
+from openhands_rl_plugin.rollout.session import trajectory_id
+
+OnFinished = Callable[[Trajectory], None]
+
+
+class RolloutPlan(Frozen):
+    """Which episodes to play. ``run_id`` names them: the same plan under the same run id resumes.
+
+    Every task is played ``samples_per_task`` times; these episodes form one group (one baseline). ``retries`` bounds
+    the replacements of an episode that failed for want of infrastructure. Raises ``ConfigError`` when two tasks have
+    the same id, also of different environments: their episodes would be one group.
+    """
+
+    run_id: str
+    tasks: tuple[Task, ...]
+    samples_per_task: int = Field(default=1, ge=1)
+    served_model: str | None = None
+    sampling: SamplingParams = SamplingParams()
+    seed: int = 0
+    concurrency: int = Field(default=10, ge=1)
+    retries: int = Field(default=2, ge=0)
+
+    @model_validator(mode="after")
+    def _check_ids(self) -> Self:
+        for identity, times in Counter(task.id for task in self.tasks).items():
+            if times > 1:
+                raise ConfigError(
+                    f"{times} tasks of run {self.run_id!r} have the id {identity!r}: give each an id of its own,"
+                    " or raise samples_per_task to play one task several times"
+                )
+        return self
+
+    def requests(self) -> tuple[EpisodeRequest, ...]:
+        """One request an episode, with seeds that depend on nothing but the plan."""
+        seeds = random.Random(f"{self.seed}/{self.run_id}")
+        return tuple(
+            EpisodeRequest(
+                task=task,
+                run_id=self.run_id,
+                group_id=f"{self.run_id}/{task.id}",
+                sample=sample,
+                seed=seeds.randrange(2**31),
+                served_model=self.served_model,
+                sampling=self.sampling,
+            )
+            for task in self.tasks
+            for sample in range(self.samples_per_task)
+        )
+
+
+async def roll_out(
+    plan: RolloutPlan,
+    runner: EpisodeRunner,
+    storage: TrajectoryStorage,
+    on_finished: OnFinished | None = None,
+) -> tuple[Trajectory, ...]:
+    """Play what the store does not hold yet; return one trajectory a request, in the order of the plan.
+
+    Each episode is stored as soon as it ends, failed ones too; a runner that has the storage too stores it while it is
+    played, and takes care of what an earlier, killed run left unfinished (resumed, or dropped and played anew). One
+    process at a time may play a run. An episode that failed for want of infrastructure is
+    replaced up to ``plan.retries`` times; after that its failed trajectory stands for it.
+    """
+    stored = {t.id: t async for t, _ in storage.find(TrajectoryFilter(run_id=plan.run_id))}
+    gate = asyncio.Semaphore(plan.concurrency)
+
+    async def play(request: EpisodeRequest) -> Trajectory:
+        async with gate:
+            trajectory = await _play_until_valid(request, plan.retries, runner, storage, stored)
+        if on_finished is not None:
+            on_finished(trajectory)
+        return trajectory
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            episodes = [group.create_task(play(request)) for request in plan.requests()]
+    except ExceptionGroup as errors:
+        # What stops a run (a full disk, say) stops every episode in the same way: one of them tells it all.
+        raise errors.exceptions[0] from errors
+    return tuple(episode.result() for episode in episodes)
+
+
+async def _play_until_valid(
+    request: EpisodeRequest,
+    retries: int,
+    runner: EpisodeRunner,
+    storage: TrajectoryStorage,
+    stored: dict[str, Trajectory],
+) -> Trajectory:
+    for attempt in range(retries + 1):
+        request = request.model_copy(update={"attempt": attempt})
+        trajectory = stored.get(trajectory_id(request))
+        if trajectory is None:
+            if attempt:
+                await asyncio.sleep(min(0.25 * 2**attempt, 10.0))
+            trajectory = await runner.run(request)
+            await storage.add(trajectory)
+        if not _worth_replacing(trajectory):
+            break
+    return trajectory
+
+
+def _worth_replacing(trajectory: Trajectory) -> bool:
+    return trajectory.failure is not None and trajectory.failure.kind is FailureKind.INFRASTRUCTURE
+
+
+def group_by_task(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
+    """Trajectories by ``group_id``, in order of first appearance."""
+    groups: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.group_id, []).append(trajectory)
+    return groups

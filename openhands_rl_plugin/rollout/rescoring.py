@@ -1,0 +1,92 @@
+"""Scores what is stored with one reward: task by task, kept as it goes, so that a run that was killed goes on.
+
+What was judged before is never judged again by the same version, and never overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import Failure, Score, Trajectory
+from openhands_rl_plugin.rollout.scoring import ScoreReport, judge_all
+
+AT_ONCE = 32
+"""Episodes that are judged and stored together; attempts at one task are neighbours."""
+
+
+@dataclass(frozen=True)
+class ScoreProgress:
+    """How many of how many episodes were looked at, and how many of those had a score already."""
+
+    done: int
+    total: int
+    already: int
+
+
+async def rescore(
+    storage: TrajectoryStorage,
+    reward: Reward,
+    where: TrajectoryFilter | None = None,
+    *,
+    on_progress: Callable[[ScoreProgress], None] | None = None,
+    dry_run: bool = False,
+) -> ScoreReport:
+    """Judge every matching episode that has ended and has no score of ``reward.version`` yet, and append the scores.
+
+    ``dry_run``: only count. What is added to the store meanwhile is left for the next call.
+    """
+    ids = await _by_task(storage, where or TrajectoryFilter())
+    scored = already = done = 0
+    unscored: list[tuple[str, Failure]] = []
+    for start in range(0, len(ids), AT_ONCE):
+        some = ids[start : start + AT_ONCE]
+        open_ones, known = await _without_score(storage, some, reward.version)
+        already += known
+        outcomes = await judge_all(reward, open_ones) if open_ones and not dry_run else []
+        scores = [outcome for outcome in outcomes if isinstance(outcome, Score)]
+        pairs = zip(open_ones, outcomes, strict=False)
+        unscored += [(one.id, outcome) for one, outcome in pairs if isinstance(outcome, Failure)]
+        await storage.add_scores(scores)
+        scored += len(open_ones) if dry_run else len(scores)
+        done += len(some)
+        if on_progress is not None:
+            on_progress(ScoreProgress(done, len(ids), already))
+    return ScoreReport(scored=scored, already_scored=already, unscored=tuple(unscored))
+
+
+async def stored_rewards(
+    storage: TrajectoryStorage, version: str, trajectories: Sequence[Trajectory]
+) -> list[float | None]:
+    """The newest stored reward of this version of each trajectory, ``None`` where there is none, in the given order.
+
+    Nothing is judged. A failed episode has none, whatever is stored.
+    """
+    valid = tuple(trajectory.id for trajectory in trajectories if trajectory.failure is None)
+    found: dict[str, float | None] = {}
+    async for trajectory, scores in storage.find(TrajectoryFilter(ids=valid)):
+        own = [score.reward for score in scores if score.reward_version == version]
+        found[trajectory.id] = own[-1] if own else None
+    return [found.get(trajectory.id) for trajectory in trajectories]
+
+
+async def _by_task(storage: TrajectoryStorage, where: TrajectoryFilter) -> list[str]:
+    """Ids of the matching episodes. Attempts at one task stand together, for what their prompts have in common."""
+    found: list[tuple[str, str, int, str]] = []
+    async for summary in storage.summaries(where.model_copy(update={"finished": True})):
+        found.append((summary.environment, summary.task_id, len(found), summary.id))
+    return [name for *_, name in sorted(found)]
+
+
+async def _without_score(storage: TrajectoryStorage, ids: Sequence[str], version: str) -> tuple[list[Trajectory], int]:
+    """The episodes that have no score of this version, in the order of ``ids``, and the number of the others."""
+    open_ones: dict[str, Trajectory] = {}
+    known = 0
+    async for trajectory, scores in storage.find(TrajectoryFilter(ids=tuple(ids))):
+        if any(score.reward_version == version for score in scores):
+            known += 1
+        else:
+            open_ones[trajectory.id] = trajectory
+    return [open_ones[each] for each in ids if each in open_ones], known

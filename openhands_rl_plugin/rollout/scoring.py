@@ -1,0 +1,45 @@
+"""Rewards over trajectories, one judgement or many together; ``rescoring`` judges what is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from openhands_rl_plugin.core.errors import CaughtFailure, boundary
+from openhands_rl_plugin.core.protocols import Reward
+from openhands_rl_plugin.core.types import Failure, FailureKind, Frozen, Score, Trajectory
+
+
+@runtime_checkable
+class BatchReward(Protocol):
+    """A reward that is quicker with many episodes at a time. A capability, not a flag."""
+
+    async def judge_all(self, trajectories: Sequence[Trajectory]) -> list[Score | Failure]:
+        """One outcome an episode, in order."""
+        ...
+
+
+class ScoreReport(Frozen):
+    """What a scoring pass did. ``unscored`` holds (trajectory id, reason); those stay without a score."""
+
+    scored: int = 0
+    already_scored: int = 0
+    unscored: tuple[tuple[str, Failure], ...] = ()
+
+
+async def judge(reward: Reward, trajectory: Trajectory) -> Score | Failure:
+    """One judgement; a grader that cannot judge yields its failure, not a zero."""
+    if trajectory.failure is not None:
+        return trajectory.failure
+    try:
+        with boundary(FailureKind.GRADER, f"reward {reward.version}"):
+            return await reward(trajectory)
+    except CaughtFailure as caught:
+        return caught.failure
+
+
+async def judge_all(reward: Reward, trajectories: Sequence[Trajectory]) -> list[Score | Failure]:
+    """One judgement of each, in order; together where the reward can."""
+    if isinstance(reward, BatchReward):
+        return await reward.judge_all(trajectories)
+    return [await judge(reward, trajectory) for trajectory in trajectories]

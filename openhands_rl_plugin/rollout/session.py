@@ -1,0 +1,250 @@
+"""ONE episode, by the same code for training and for production: observe, decide, act, until a limit is reached."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+
+from openhands_rl_plugin.core.clipping import ClippedWorld, clip
+from openhands_rl_plugin.core.errors import CaughtFailure, boundary
+from openhands_rl_plugin.core.protocols import (
+    Environment,
+    Forkable,
+    LLMEngine,
+    OffersTools,
+    Strategy,
+    TrajectoryStorage,
+)
+from openhands_rl_plugin.core.records import EpisodeStart
+from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
+from openhands_rl_plugin.core.types import (
+    EpisodeRequest,
+    Failure,
+    FailureKind,
+    JsonObject,
+    Limits,
+    Message,
+    Observation,
+    PolicyRef,
+    StopReason,
+    StrategySpec,
+    Task,
+    Times,
+    Trajectory,
+)
+from openhands_rl_plugin.rollout.journal import EpisodeJournal, JournalledEngine
+
+_IDS = uuid.UUID("7d4de1c0-6f0b-4b5e-9a6e-5b8a2f3d9c11")
+
+_Begin = Callable[[Task, Limits], Awaitable[None]]
+
+
+def trajectory_id(request: EpisodeRequest) -> str:
+    """The id of the request's trajectory, so that a resumed run can tell what it already has.
+
+    Equal requests give equal ids; run, group, task, its environment, sample and attempt tell requests apart.
+    """
+    task = request.task
+    told = (request.run_id, request.group_id, task.id, task.environment, str(request.sample), str(request.attempt))
+    return str(uuid.uuid5(_IDS, "\0".join(told)))
+
+
+class AgentSession:
+    """Plays one episode of one environment. Single use, like the environment it owns.
+
+    With a ``storage`` the episode is stored as it is played: a completion before it is executed, an observation before
+    the next completion is asked for.
+    """
+
+    def __init__(
+        self,
+        *,
+        environment: Environment,
+        strategy: Strategy,
+        strategy_spec: StrategySpec,
+        engine: LLMEngine,
+        policy: PolicyRef,
+        limits: Limits | None = None,
+        tools: Sequence[JsonObject] = (),
+        storage: TrajectoryStorage | None = None,
+    ) -> None:
+        self._environment = environment
+        self._strategy = strategy
+        self._spec = strategy_spec
+        self._engine = engine
+        self._policy = policy
+        self._limits = limits or Limits()
+        self._storage = storage
+        self._journal: EpisodeJournal | None = None
+        offered = environment.offered_tools if isinstance(environment, OffersTools) else ()
+        self.tree = EpisodeTree(tools=tools or offered)
+
+    async def run(self, request: EpisodeRequest) -> Trajectory:
+        """Play until a limit is reached. Failures are part of the result; raises ``StorageError``."""
+        start = self._start(request)
+        if self._storage is not None:
+            self._journal = EpisodeJournal(self._storage, start)
+        return await self._run(request, start.started, self._open)
+
+    async def resume(self, request: EpisodeRequest, unfinished: Trajectory) -> Trajectory | None:
+        """Go on with a stored episode of ``request``, in an environment that is brought to where it stood.
+
+        What was acted is executed again, and no stored completion is asked for again; the limit of time starts anew.
+        ``None`` when the stored episode is not one of this session, or the environment does not answer as it did:
+        then the environment is used up, and the episode has to be played anew.
+        """
+        start = self._start(request, unfinished.times.started)
+        if start != EpisodeStart.of(unfinished):
+            return None
+        self.tree = EpisodeTree.thaw(unfinished)
+        if self._storage is not None:
+            self._journal = EpisodeJournal.resumed(self._storage, unfinished)
+        try:
+            return await self._run(request, start.started, self._replay)
+        except _DivergedError:
+            return None
+
+    def _start(self, request: EpisodeRequest, started: float | None = None) -> EpisodeStart:
+        return EpisodeStart(
+            id=trajectory_id(request),
+            run_id=request.run_id,
+            group_id=request.group_id,
+            task=request.task,
+            strategy=self._spec,
+            policy=self._policy,
+            tools=self.tree.tools,
+            started=time.time() if started is None else started,
+        )
+
+    async def _run(self, request: EpisodeRequest, started: float, begin: _Begin) -> Trajectory:
+        limits = request.task.limits or self._limits
+        try:
+            stop, failure = await self._play_until_stopped(request, limits, begin)
+            evidence, lost = await self._gather_evidence()
+        finally:
+            await self._close()
+        failure = failure or lost
+        trajectory = self.tree.freeze(
+            request,
+            trajectory_id=trajectory_id(request),
+            strategy=self._spec,
+            policy=self._policy,
+            stop=StopReason.ERROR if failure else stop,
+            times=Times(started=started, finished=time.time()),
+            evidence=evidence,
+            failure=failure,
+        )
+        if self._journal is not None:
+            await self._journal.end(trajectory)
+        return trajectory
+
+    async def _play_until_stopped(
+        self, request: EpisodeRequest, limits: Limits, begin: _Begin
+    ) -> tuple[StopReason, Failure | None]:
+        try:
+            async with asyncio.timeout(limits.timeout):
+                await begin(request.task, limits)
+                return await self._play(limits), None
+        except TimeoutError:
+            return StopReason.TIMEOUT, None
+        except CaughtFailure as caught:
+            return StopReason.ERROR, caught.failure
+
+    async def _gather_evidence(self) -> tuple[JsonObject | None, Failure | None]:
+        try:
+            with boundary(FailureKind.ENVIRONMENT, "environment.evidence"):
+                return await self._environment.evidence(), None
+        except CaughtFailure as caught:
+            return None, caught.failure
+
+    async def _open(self, task: Task, limits: Limits) -> None:
+        self.tree.observe(await self._reset(task, limits))
+        await self._keep()
+
+    async def _replay(self, task: Task, limits: Limits) -> None:
+        """Act again what was acted, then execute the answer that was committed and perhaps not executed."""
+        path = [self.tree.nodes[index] for index in self.tree.path()]
+        if not path:
+            return await self._open(task, limits)
+        answer = await self._reset(task, limits)
+        at = _heard(path, 0, answer)
+        while at < len(path) and path[at].executed:
+            answer = await self._step(path[at].message, limits)
+            if answer.reward != path[at].reward:
+                raise _DivergedError
+            at = _heard(path, at + 1, answer)
+        self.tree.terminated, self.tree.truncated = answer.terminated, answer.truncated
+        if at < len(path):
+            await self._act(limits)
+
+    async def _play(self, limits: Limits) -> StopReason:
+        engine = self._engine
+        live = self._environment
+        world = ClippedWorld(live, limits) if isinstance(live, Forkable) else None
+        if self._journal is not None:
+            engine = JournalledEngine(engine, self._journal, self.tree)
+        self.tree.longest_prompt = limits.max_prompt_length
+        while (stop := reached(self.tree, limits)) is None:
+            self.tree.turns_left = limits.max_turns - self.tree.turns
+            with boundary(FailureKind.MODEL, "strategy.decide"):
+                chosen = await self._strategy.decide(self.tree, engine, world)
+            self.tree.commit(chosen)
+            await self._keep()
+            await self._act(limits)
+        return stop
+
+    async def _act(self, limits: Limits) -> None:
+        self.tree.observe(await self._step(self.tree.action, limits))
+        await self._keep()
+
+    async def _reset(self, task: Task, limits: Limits) -> Observation:
+        with boundary(FailureKind.ENVIRONMENT, "environment.reset"):
+            return clip(await self._environment.reset(task), limits)
+
+    async def _step(self, action: Message, limits: Limits) -> Observation:
+        with boundary(FailureKind.ENVIRONMENT, "environment.step"):
+            return clip(await self._environment.step(action), limits)
+
+    async def _keep(self) -> None:
+        if self._journal is not None:
+            await self._journal.keep(self.tree)
+
+    async def _close(self) -> None:
+        # A failed close leaks a server-side episode but does not spoil the one that was played.
+        with suppress(CaughtFailure), boundary(FailureKind.INFRASTRUCTURE, "environment.close"):
+            await self._environment.close()
+
+
+class _DivergedError(Exception):
+    """An environment does not answer as it did when the episode was recorded."""
+
+
+def _heard(path: Sequence[DraftNode], at: int, answer: Observation) -> int:
+    """Where ``path`` goes on after ``answer``, which has to be what is recorded from ``at`` on."""
+    end = at + len(answer.messages)
+    if [node.message for node in path[at:end] if not node.sampled] != list(answer.messages):
+        raise _DivergedError
+    if end < len(path) and (not path[end].sampled or answer.terminated or answer.truncated):
+        raise _DivergedError
+    return end
+
+
+def reached(tree: EpisodeTree, limits: Limits) -> StopReason | None:
+    """The reason to stop now, or ``None``."""
+    if tree.terminated:
+        return StopReason.TERMINATED
+    if tree.truncated:
+        return StopReason.TRUNCATED
+    if tree.turns >= limits.max_turns:
+        return StopReason.MAX_TURNS
+    if limits.max_prompt_length is not None and context_tokens(tree) > limits.max_prompt_length:
+        return StopReason.MAX_TOKENS
+    return None
+
+
+def context_tokens(tree: EpisodeTree) -> int:
+    """Length of the next prompt: the recorded ids where there are any, plus an estimate for the text after them."""
+    return tree.prompt_length()

@@ -1,0 +1,1 @@
+"""How a turn is decided: ReAct, Tree of Thoughts, MCTS, best of n. Start with ``react``, then ``search``."""

@@ -1,0 +1,163 @@
+"""The forks that a search holds: so many at a time, each at the state where it stands, and what worlds say of forks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Protocol, runtime_checkable
+
+from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, boundary
+from openhands_rl_plugin.core.protocols import Environment
+from openhands_rl_plugin.core.types import FailureKind, Message
+from openhands_rl_plugin.core.waiting import to_the_end
+
+
+@runtime_checkable
+class SaysWhetherItPays(Protocol):
+    """A world that says whether its steps can earn rewards. One that does not say so pays."""
+
+    @property
+    def pays_rewards(self) -> bool:
+        """Where it is false, only a judgement tells what an ended episode is worth."""
+        ...
+
+
+@runtime_checkable
+class SaysWhatForksCost(Protocol):
+    """A world whose forks may have to play again what was played. One that does not say so copies."""
+
+    @property
+    def fork_steps(self) -> int:
+        """The steps that the next fork takes before it stands where this one does."""
+        ...
+
+
+@runtime_checkable
+class SaysHowLongStepsMayTake(Protocol):
+    """A world whose steps have limits of their own. One that does not say so needs no particular time."""
+
+    def step_seconds(self, action: Message) -> float:
+        """The seconds that a fork must have for ``action`` to be answered as the live world would answer it."""
+        ...
+
+
+def pays_rewards(world: object) -> bool:
+    """Whether steps in ``world`` can earn anything."""
+    return world.pays_rewards if isinstance(world, SaysWhetherItPays) else True
+
+
+def fork_steps(world: object) -> int:
+    """The steps that a fork of ``world`` takes."""
+    return world.fork_steps if isinstance(world, SaysWhatForksCost) else 0
+
+
+@asynccontextmanager
+async def in_step_time(world: object, step_timeout: float, actions: Iterable[Message]) -> AsyncIterator[None]:
+    """Bounds a copy of ``world`` and these steps in it to ``step_timeout`` seconds, or to what the world says that the
+    steps may take where that is more. Raises ``BadEnvironmentError`` when the time is over."""
+    own = sum(map(world.step_seconds, actions)) if isinstance(world, SaysHowLongStepsMayTake) else 0.0
+    limit = asyncio.timeout(max(step_timeout, own))
+    try:
+        async with limit:
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        more = f" (and than the {own:g} s that its commands may take)" if own > step_timeout else ""
+        raise BadEnvironmentError(
+            f"a step in a copy, with the copying, took longer than step_timeout = {step_timeout:g} s{more}: "
+            "raise it in [rl.strategy]"
+        ) from error
+
+
+class OpenWorlds:
+    """Forks by the states at which they stand, at most ``most`` at a time.
+
+    A fork has a place from before it is made until it is closed. Where all places are taken, the kept fork that was not
+    used for longest is closed for who needs one; a fork that is being copied is not. Nobody waits for a place while he
+    copies a fork, so that there is always a way on.
+
+    A close that has begun goes on when who asked for it is cancelled, since nobody would do it again. It is given up
+    after ``patience`` seconds.
+    """
+
+    def __init__(self, most: int, patience: float) -> None:
+        self._free = most
+        self._patience = patience
+        self._closing: set[asyncio.Task[None]] = set()
+        self._kept: OrderedDict[int | None, Environment] = OrderedDict()
+        self._copied: Counter[int | None] = Counter()
+        self._changed = asyncio.Event()
+        self._left = False
+
+    async def enter(self) -> None:
+        """Take a place, as soon as there is one."""
+        while self._free < 1:
+            idle = [state for state in self._kept if not self._copied[state]]
+            if idle:
+                await self.end(self._kept.pop(idle[0]))
+            else:
+                self._changed.clear()
+                await self._changed.wait()
+        self._free -= 1
+
+    def leave(self) -> None:
+        """Give a place back."""
+        self._free += 1
+        self._changed.set()
+
+    async def end(self, environment: Environment) -> None:
+        """Close a fork that is not kept, and give its place back."""
+        await asyncio.shield(self._begin_to_end(environment))
+
+    def get(self, state: int | None) -> Environment | None:
+        """The fork that is kept at ``state``, which counts as used now."""
+        if state in self._kept:
+            self._kept.move_to_end(state)
+        return self._kept.get(state)
+
+    @contextmanager
+    def copied(self, state: int | None) -> Iterator[None]:
+        """While what is kept at ``state`` is copied, it stays open."""
+        self._copied[state] += 1
+        try:
+            yield
+        finally:
+            self._copied[state] -= 1
+            self._changed.set()
+
+    async def keep(self, state: int | None, environment: Environment) -> None:
+        """Hold a fork, which has a place, until somebody else needs the place."""
+        if self._left:
+            return await self.end(environment)
+        self._kept[state] = environment
+        self._changed.set()
+
+    def take(self, state: int | None) -> Environment | None:
+        """What was kept at ``state``; it belongs to the caller now, as does its place."""
+        return self._kept.pop(state, None)
+
+    async def close(self) -> None:
+        """Close all that is kept, and keep nothing any more; returns when no close is under way."""
+        self._left = True
+        kept, self._kept = list(self._kept.values()), OrderedDict()
+        for environment in kept:
+            self._begin_to_end(environment)
+        await to_the_end(asyncio.gather(*self._closing))
+
+    def _begin_to_end(self, environment: Environment) -> asyncio.Task[None]:
+        closing = asyncio.create_task(self._end(environment))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        return closing
+
+    async def _end(self, environment: Environment) -> None:
+        """A failed close leaks a fork but does not spoil the search."""
+        try:
+            with suppress(CaughtFailure), boundary(FailureKind.INFRASTRUCTURE, "search.close"):
+                async with asyncio.timeout(self._patience):
+                    await environment.close()
+        finally:
+            self.leave()

@@ -1,0 +1,387 @@
+"""One search below the head of an episode's tree: candidates, simulated steps, and what both cost.
+
+The live environment is never stepped: a simulation walks in forks of it. A fork is kept at every state that was
+reached, up to a limit, so that going on from there costs one fork and one step; a state whose fork was given up is
+reached again by replaying the actions that lead to it. A fork at which the episode ended is kept until that end was
+judged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import Any, NamedTuple
+
+from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, ModelError, boundary, describe
+from openhands_rl_plugin.core.messages import whole_observation
+from openhands_rl_plugin.core.protocols import Environment, Forkable, LLMEngine
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import Completion, Failure, FailureKind, Message, Observation, SamplingParams
+from openhands_rl_plugin.rollout.strategies.annotations import action_key, ended, note, notes, times_merged
+from openhands_rl_plugin.rollout.strategies.budget import Spending, SpentError
+from openhands_rl_plugin.rollout.strategies.forks import OpenWorlds, fork_steps, in_step_time, pays_rewards
+from openhands_rl_plugin.rollout.strategies.options import SearchLog, SearchOptions
+from openhands_rl_plugin.rollout.strategies.seeds import call_seed
+
+
+class _Start(NamedTuple):
+    """Where a fork at ``state`` comes from: it is there (``ready``), or ``origin`` is copied and goes ``way``."""
+
+    state: int | None
+    ready: Environment | None = None
+    origin: Forkable | None = None
+    way: Sequence[int] = ()
+
+
+class Search:
+    """The working state of one decision. Use it as an async context manager; leaving it closes every fork."""
+
+    def __init__(
+        self,
+        tree: EpisodeTree,
+        engine: LLMEngine,
+        world: Forkable | None,
+        options: SearchOptions,
+        episode: Spending,
+    ) -> None:
+        self.tree = tree
+        self.engine = engine
+        self.world = world
+        self.options = options
+        self.turn = Spending(options.turn_budget)
+        self.episode = episode
+        self.log = SearchLog()
+        self.root = tree.head
+        self._worlds = OpenWorlds(options.open_worlds, options.step_timeout)
+        self._asking: Counter[int | None] = Counter()
+        self._stepping: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def __aenter__(self) -> Search:
+        for account in (self.turn, self.episode):
+            account.begin()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            await self._worlds.close()
+        finally:
+            for account in (self.turn, self.episode):
+                account.pause()
+
+    @property
+    def pays(self) -> bool:
+        """Whether the world's steps can earn rewards."""
+        return pays_rewards(self.world)
+
+    def exhausted(self) -> bool:
+        """Whether a budget or the limit of the tree's size is reached; the log says which."""
+        reached = self.turn.exhausted() or (self.episode.exhausted() and f"episode {self.episode.exhausted()}")
+        if reached is None and len(self.tree.nodes) >= self.options.max_nodes:
+            reached = "max_nodes"
+        self.log.cut_by = reached or self.log.cut_by
+        return reached is not None
+
+    def goes_on(self, state: int | None) -> bool:
+        """Whether the episode would go on at ``state``: it has turns left there, and its prompt is not too long."""
+        tree = self.tree
+        if tree.turns_left is not None and len(self._actions_to(state)) >= tree.turns_left:
+            return False
+        return tree.longest_prompt is None or tree.prompt_length(state) <= tree.longest_prompt
+
+    async def candidates(self, parent: int | None, count: int) -> list[int]:
+        """Sample ``count`` actions below ``parent``, or as many as the budgets allow; equal ones are merged into one
+        node, and both are paid for.
+
+        Returns the nodes of the sampled actions without repetition, known ones among them. Where the model refuses the
+        prompt of a branch, the branch is dropped; raises ``ModelError`` where it refuses that of the episode itself.
+        """
+        count = 0 if self.exhausted() else self.episode.left("calls", self.turn.left("calls", count))
+        if count < 1:
+            return []
+        self._enter_calls(count)
+        sampling = self._sampling(parent)
+        self._asking[parent] += count
+        try:
+            completions = await self.in_time(
+                self.engine.complete(self.tree.messages(parent), tools=self.tree.tools, n=count, sampling=sampling)
+            )
+        except SpentError:
+            return []
+        except ModelError as error:
+            if not (way := self._actions_to(parent)):
+                raise
+            self.log.refused = True
+            self.drop(way[-1], _refusal(error))
+            return []
+        finally:
+            self._asking[parent] -= count
+        return list(dict.fromkeys(self._add(parent, completion) for completion in completions))
+
+    async def plain(self) -> int:
+        """One completion as without search; a budget does not stop it, because every turn needs an action."""
+        self._enter_calls(1)
+        completion = (
+            await self.engine.complete(self.tree.messages(), tools=self.tree.tools, sampling=self._sampling(self.root))
+        )[0]
+        return self._add(self.root, completion)
+
+    def total(self, path: Sequence[int]) -> float:
+        """The sum of the rewards of actions that were stepped."""
+        return sum(self.tree.nodes[at].reward or 0.0 for at in path)
+
+    async def ask(self, messages: Sequence[Message], *, max_tokens: int) -> Completion | None:
+        """One greedy completion that is no candidate, ``None`` when no budget allows it or the model refuses."""
+        if self.exhausted():
+            return None
+        self._enter_calls(1)
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        try:
+            completion = (await self.in_time(self.engine.complete(messages, sampling=sampling)))[0]
+        except SpentError:
+            return None
+        except ModelError as error:
+            self.log.last_failure = _refusal(error)
+            return None
+        self._charge(completion)
+        self.tree.usage += completion.usage
+        return completion
+
+    async def in_time[T](self, work: Coroutine[Any, Any, T]) -> T:
+        """Ends the work, with ``SpentError``, when the seconds of a budget are over."""
+        bounds = (("seconds", self.turn.seconds_left), ("episode seconds", self.episode.seconds_left))
+        left, name = min(((left, name) for name, left in bounds if left is not None), default=(None, ""))
+        limit = asyncio.timeout(left)
+        try:
+            async with limit:
+                return await work
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            self.log.cut_by = name
+            raise SpentError from error
+
+    async def simulate(self, action: int) -> bool:
+        """Take ``action`` in a fork of the world at its parent, unless that was done; the answer comes below it.
+
+        False when no budget allows it, or the step failed: then the action is dropped from the search, with the failure
+        noted on it.
+        """
+        assert self.world is not None
+        # Those who come to an action side by side wait for one step of it.
+        async with self._stepping[action]:
+            if self.stepped(action) or not self.alive((action,)):
+                return bool(self.alive((action,)))
+            try:
+                environment, observation = await self.in_time(self._step(action))
+            except SpentError:
+                return False
+            except CaughtFailure as caught:
+                self.drop(action, caught.failure)
+                return False
+            self._observe(action, observation)
+            await self._worlds.keep(self.state(action), environment)
+            return True
+
+    async def give_up(self, state: int) -> None:
+        """Close the fork that is kept at ``state``, because nobody needs it any more."""
+        if (environment := self._worlds.take(state)) is not None:
+            await self._worlds.end(environment)
+
+    async def without_forks(self) -> str | None:
+        """Go without a world for the rest of the turn if it refuses to be forked as it stands; the reason why.
+
+        A fork that was made for this is used for the first step.
+        """
+        try:
+            with boundary(FailureKind.ENVIRONMENT, "search.fork"):
+                environment = await self.in_time(self._forked_in_time(await self._start(self.root, 0)))
+        except CaughtFailure as caught:
+            if not isinstance(caught.__cause__, BadEnvironmentError):
+                return None
+            self.world = None
+            self.log.extra["without_forks"] = caught.failure.message
+            return caught.failure.message
+        await self._worlds.keep(self.root, environment)
+        return None
+
+    def drop(self, action: int, failure: Failure) -> None:
+        """Take a branch out of the search for good."""
+        if not self.alive((action,)):
+            return
+        self.log.dropped += 1
+        self.log.last_failure = failure
+        note(self.tree.nodes[action])["dropped"] = failure.message
+
+    def alive(self, actions: Sequence[int]) -> list[int]:
+        """``actions`` without the dropped ones."""
+        return [action for action in actions if "dropped" not in notes(self.tree.nodes[action])]
+
+    def actions(self, state: int | None) -> list[int]:
+        """The sampled nodes below a state that are still in the search."""
+        return self.alive([at for at in self.tree.children(state) if self.tree.nodes[at].sampled])
+
+    def stepped(self, action: int) -> bool:
+        """Whether an environment has answered ``action`` in a simulation that still counts."""
+        return "state" in notes(self.tree.nodes[action])
+
+    def state(self, action: int) -> int:
+        """The last node of what the environment answered to ``action``, which was ``stepped``."""
+        state = notes(self.tree.nodes[action])["state"]
+        assert isinstance(state, int)
+        return state
+
+    @asynccontextmanager
+    async def world_at(self, state: int | None) -> AsyncIterator[Environment]:
+        """A fork that stands at ``state``, to be looked at; where the episode has ended, the one that came there.
+
+        Raises what forking and stepping raise, and ``SpentError`` when no budget allows the way back to the state.
+        """
+        environment = await self._forked(await self._start(state, 0))
+        try:
+            yield environment
+        finally:
+            await self._worlds.end(environment)
+
+    async def _start(self, state: int | None, steps: int) -> _Start:
+        """Where a fork at ``state`` comes from, with a place for it; its steps and ``steps`` more are entered.
+
+        Raises ``SpentError``. What is said here is true until others have their turn.
+        """
+        if (kept := self._worlds.get(state)) is not None and self._is_last(state, kept):
+            self._enter_steps(steps)
+            return _Start(state, ready=self._worlds.take(state))
+        await self._worlds.enter()
+        kept = self._worlds.get(state)
+        origin, way = (kept, []) if isinstance(kept, Forkable) else (self.world, self._actions_to(state))
+        try:
+            self._enter_steps(steps + len(way) + fork_steps(origin))
+        except SpentError:
+            self._worlds.leave()
+            raise
+        return _Start(state, origin=origin, way=way)
+
+    def _is_last(self, state: int | None, kept: Environment) -> bool:
+        """Whether what is kept there need not be copied, or cannot be."""
+        way = self._actions_to(state)
+        return not way or not isinstance(kept, Forkable) or ended(self.tree.nodes[way[-1]])
+
+    async def _forked(self, start: _Start) -> Environment:
+        """The fork; where it cannot be made, its place is given back."""
+        if start.ready is not None:
+            return start.ready
+        assert start.origin is not None
+        known = fork_steps(start.origin)
+        try:
+            with nullcontext() if start.way else self._worlds.copied(start.state):
+                environment = await start.origin.fork()
+        except BaseException:
+            self._worlds.leave()
+            raise
+        # A server says that it cannot copy only when it is asked to.
+        self._count_steps(max(0, fork_steps(start.origin) - known))
+        try:
+            await self._replay(environment, start.way)
+        except BaseException:
+            await self._worlds.end(environment)
+            raise
+        return environment
+
+    async def _forked_in_time(self, start: _Start) -> Environment:
+        async with self._step_time(start.way):
+            return await self._forked(start)
+
+    def _step_time(self, actions: Sequence[int]) -> AbstractAsyncContextManager[None]:
+        messages = (self.tree.nodes[at].message for at in actions)
+        return in_step_time(self.world, self.options.step_timeout, messages)
+
+    def _actions_to(self, state: int | None) -> list[int]:
+        """The actions that lead from the root to ``state``."""
+        actions: list[int] = []
+        while state is not None and state != self.root:
+            if self.tree.nodes[state].sampled:
+                actions.append(state)
+            state = self.tree.nodes[state].parent
+        return actions[::-1]
+
+    async def _step(self, action: int) -> tuple[Environment, Observation]:
+        """Raises ``CaughtFailure`` and ``SpentError``."""
+        node = self.tree.nodes[action]
+        start = await self._start(node.parent, 1)
+        with boundary(FailureKind.ENVIRONMENT, "search.simulate"):
+            async with self._step_time((*start.way, action)):
+                environment = await self._forked(start)
+                try:
+                    observation = whole_observation(await environment.step(node.message))
+                    if not math.isfinite(observation.reward):
+                        raise BadEnvironmentError(f"the environment answered with the reward {observation.reward}")
+                    return environment, observation
+                except BaseException:
+                    await self._worlds.end(environment)
+                    raise
+
+    async def _replay(self, environment: Environment, way: Sequence[int]) -> None:
+        """Go that way again; the answers must be those that the tree holds."""
+        for action in way:
+            answer = whole_observation(await environment.step(self.tree.nodes[action].message))
+            path = self.tree.path(self.state(action))
+            if answer.messages != tuple(self.tree.nodes[at].message for at in path[path.index(action) + 1 :]):
+                raise BadEnvironmentError("the environment answered a replayed action otherwise than before")
+
+    def _observe(self, action: int, observation: Observation) -> None:
+        node = self.tree.nodes[action]
+        node.reward, node.simulated = observation.reward, True
+        at = action
+        for message in observation.messages:
+            at = self.tree.append(message, parent=at)
+        note(node)["state"] = at
+        if observation.terminated or observation.truncated:
+            note(node)["ended"] = "terminated" if observation.terminated else "truncated"
+
+    def _add(self, parent: int | None, completion: Completion) -> int:
+        self._charge(completion)
+        same = next((at for at in self.tree.children(parent) if self._says(at, completion.message)), None)
+        if same is None:
+            return self.tree.propose(completion, parent=parent)
+        self.tree.usage += completion.usage
+        self.log.merged += 1
+        seen = note(self.tree.nodes[same])
+        seen["merged"] = times_merged(seen) + 1
+        return same
+
+    def _says(self, index: int, message: Message) -> bool:
+        node = self.tree.nodes[index]
+        return node.sampled and action_key(node.message) == action_key(message)
+
+    def _sampling(self, parent: int | None) -> SamplingParams:
+        update: dict[str, object] = {"temperature": self.options.temperature}
+        if self.options.seed is not None:
+            update["seed"] = call_seed(self.options.seed, self.engine, self.tree, parent, self._asking[parent])
+        return self.options.sampling.model_copy(update=update)
+
+    def _charge(self, completion: Completion) -> None:
+        self.turn.charge(completion)
+        self.episode.charge(completion)
+
+    def _enter_calls(self, count: int) -> None:
+        self.turn.enter("calls", count)
+        self.episode.enter("calls", count)
+
+    def _enter_steps(self, count: int) -> None:
+        """Raises ``SpentError`` when a budget does not allow them."""
+        for prefix, account in (("", self.turn), ("episode ", self.episode)):
+            late = account.seconds_left is not None and account.seconds_left <= 0
+            if late or account.left("steps", count) < count:
+                self.log.cut_by = prefix + ("seconds" if late else "steps")
+                raise SpentError
+        self._count_steps(count)
+
+    def _count_steps(self, count: int) -> None:
+        self.turn.enter("steps", count)
+        self.episode.enter("steps", count)
+
+
+def _refusal(error: ModelError) -> Failure:
+    return Failure(kind=FailureKind.MODEL, message=describe(error), boundary="search")

@@ -1,0 +1,301 @@
+"""How good is a state? The return that search expects from there on."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Coroutine
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+
+from pydantic import Field
+
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
+from openhands_rl_plugin.core.protocols import Reward
+from openhands_rl_plugin.core.types import (
+    Completion,
+    Failure,
+    FailureKind,
+    JsonObject,
+    Message,
+    Node,
+    PolicyRef,
+    Score,
+    StopReason,
+    StrategySpec,
+    Task,
+    Times,
+    Trajectory,
+)
+from openhands_rl_plugin.rollout.strategies.annotations import ended, note, notes
+from openhands_rl_plugin.rollout.strategies.budget import Least, SpentError
+from openhands_rl_plugin.rollout.strategies.options import checked
+from openhands_rl_plugin.rollout.strategies.search import Search
+from openhands_rl_plugin.rollout.strategies.strict import StrictOptions
+
+
+class Estimate(NamedTuple):
+    """``value`` is expected after ``path``, the actions that were simulated to find out; their rewards come on top."""
+
+    value: float
+    path: tuple[int, ...] = ()
+
+
+class ValueFunction(Protocol):
+    """Estimates the return from a state on. ``needs_world``: only where the environment can fork."""
+
+    name: str
+    needs_world: bool
+
+    async def estimate(self, search: Search, state: int) -> Estimate | None:
+        """``state`` is a node of ``search.tree``. ``None`` where nothing can be said, which is not the same as 0.0."""
+        ...
+
+
+@runtime_checkable
+class SaysWhatItTakes(Protocol):
+    """A value that says what one judgement takes at least. One that does not say so takes nothing."""
+
+    @property
+    def least(self) -> Least:
+        """The fewest calls and steps; a state at which nothing is left to do may take none."""
+        ...
+
+
+def least_of(value: ValueFunction) -> Least:
+    """What one judgement takes at least."""
+    return value.least if isinstance(value, SaysWhatItTakes) else Least()
+
+
+@runtime_checkable
+class JudgesEnds(Protocol):
+    """A value that also says what an ended episode is worth, where rewards do not. A capability, not a flag."""
+
+    async def estimate_end(self, search: Search, state: int) -> Estimate | None:
+        """As ``ValueFunction.estimate``, for a state in which the episode has ended."""
+        ...
+
+
+async def value_after(value: ValueFunction, search: Search, action: int, state: int) -> Estimate | None:
+    """What is expected beyond the rewards that were seen, at ``state``, to which ``action`` led.
+
+    ``None`` where nothing can be said, which a value that is not finite does not either; the log says why.
+    """
+    estimate = await _estimated(value, search, action, state)
+    if estimate is None or math.isfinite(estimate.value):
+        return estimate
+    what = f"value {value.name} is {estimate.value}, which tells nothing"
+    search.log.last_failure = Failure(kind=FailureKind.GRADER, message=what, boundary="search")
+    return None
+
+
+async def _estimated(value: ValueFunction, search: Search, action: int, state: int) -> Estimate | None:
+    if ended(search.tree.nodes[action]):
+        return await _value_of_end(value, search, action, state)
+    if search.world is not None and search.pays and not search.goes_on(state):
+        # Nothing is earned beyond the last turn, so that what looks promising there is worth what it has earned.
+        return await value.estimate_end(search, state) if isinstance(value, JudgesEnds) else Estimate(0.0)
+    return await value.estimate(search, state)
+
+
+async def _value_of_end(value: ValueFunction, search: Search, action: int, state: int) -> Estimate | None:
+    """Nothing, unless it is judged. That is done once, because nothing follows; then the fork is closed."""
+    node = search.tree.nodes[action]
+    known = notes(node).get("worth_of_end")
+    if isinstance(known, float):
+        return Estimate(known)
+    estimate = await value.estimate_end(search, state) if isinstance(value, JudgesEnds) else Estimate(0.0)
+    await search.give_up(state)
+    if estimate is not None and math.isfinite(estimate.value) and isinstance(value, JudgesEnds):
+        note(node)["worth_of_end"] = estimate.value
+    return estimate
+
+
+class NoValueOptions(StrictOptions):
+    """There are none."""
+
+
+class NoValue:
+    """Nothing is expected beyond the rewards that were seen."""
+
+    name = "none"
+    needs_world = False
+
+    async def estimate(self, search: Search, state: int) -> Estimate:
+        """Always 0."""
+        return Estimate(0.0)
+
+
+class RolloutOptions(StrictOptions):
+    """``depth``: the most actions of one rollout."""
+
+    depth: int = Field(default=20, ge=1)
+
+
+class RolloutValue:
+    """The return of one episode that the policy itself plays to its end, in a fork. Its actions join the tree."""
+
+    Options = RolloutOptions
+    name = "rollout"
+    needs_world = True
+    least = Least(calls=1, steps=1)
+
+    def __init__(self, options: RolloutOptions | None = None) -> None:
+        self._depth = (options or RolloutOptions()).depth
+
+    async def estimate(self, search: Search, state: int) -> Estimate | None:
+        """Play on, as long as the live episode would. One that a budget cuts or that dies tells nothing."""
+        path: list[int] = []
+        while len(path) < self._depth and search.goes_on(state):
+            sampled = search.alive(await search.candidates(state, 1))
+            if not sampled or not await search.simulate(sampled[0]):
+                return None
+            path.append(sampled[0])
+            state = search.state(sampled[0])
+            if ended(search.tree.nodes[sampled[0]]):
+                await search.give_up(state)
+                break
+        return Estimate(0.0, tuple(path))
+
+
+class ModelValueOptions(StrictOptions):
+    """The question put to the model, and the word that means yes. ``scale`` is the value of a sure yes."""
+
+    question: str = (
+        "Look at the conversation so far. Will the task be completed successfully if it goes on like this? "
+        "Answer with one word, Yes or No."
+    )
+    positive: str = Field(default="yes", min_length=1)
+    negative: str = Field(default="no", min_length=1)
+    scale: float = Field(default=1.0, gt=0)
+
+
+class ModelValue:
+    """The model's own probability that the task will succeed, read from the logprob of its answer."""
+
+    Options = ModelValueOptions
+    name = "model"
+    needs_world = False
+    least = Least(calls=1)
+
+    def __init__(self, options: ModelValueOptions | None = None) -> None:
+        self._options = options or ModelValueOptions()
+
+    async def estimate(self, search: Search, state: int) -> Estimate | None:
+        """Ask once. An answer that is neither yes nor no counts as undecided, half of the scale; the report says how
+        many there were, because a model that thinks before it answers gives no others."""
+        question = Message(role="user", content=self._options.question)
+        answer = await search.ask((*search.tree.messages(state), question), max_tokens=4)
+        if answer is None:
+            return None
+        probability = self._probability(answer)
+        search.log.undecided += probability is None
+        return Estimate(self._options.scale * (0.5 if probability is None else probability))
+
+    async def estimate_end(self, search: Search, state: int) -> Estimate | None:
+        """Where the world pays rewards, they are what the end is worth; else as for any other state."""
+        return Estimate(0.0) if search.pays else await self.estimate(search, state)
+
+    def _probability(self, answer: Completion) -> float | None:
+        word = (answer.message.content or "").strip().lower()
+        logprobs = answer.tokens.logprobs if answer.tokens is not None else ()
+        sure = math.exp(min(logprobs[0], 0.0)) if logprobs else 1.0
+        if word.startswith(self._options.positive.lower()):
+            return sure
+        return 1.0 - sure if word.startswith(self._options.negative.lower()) else None
+
+
+class RewardValueOptions(StrictOptions):
+    """Names a reward of the registry."""
+
+    reward: str = "return"
+    reward_options: JsonObject = Field(default_factory=dict)
+
+
+class RewardValue:
+    """What a reward function (a verifier, say) makes of the episode up to the state, with the fork's evidence.
+
+    Raises ``ConfigError`` for the reward ``tests``: what it reads is there only when an episode was graded.
+    """
+
+    Options = RewardValueOptions
+    Parts: ClassVar = {"reward": "rewards"}
+    name = "reward"
+    needs_world = True
+
+    def __init__(self, options: RewardValueOptions | None = None, *, reward: Reward) -> None:
+        if reward.version.startswith("tests-"):
+            raise ConfigError(
+                "value 'reward' cannot judge by reward = 'tests', because a task's tests run only after its episode: "
+                'use another reward, or value = "model" or "verifier"'
+            )
+        self._reward = reward
+
+    async def estimate(self, search: Search, state: int) -> Estimate | None:
+        """Judge once; nothing is said of what cannot be judged. Rewards that were paid are not counted twice."""
+        score = await judged_in_time(search, self._reward, _so_far(search, state))
+        return None if score is None else Estimate(score - earned(search, state))
+
+    async def estimate_end(self, search: Search, state: int) -> Estimate | None:
+        """As for any other state."""
+        return await self.estimate(search, state)
+
+
+async def judged_in_time(search: Search, reward: Reward, episode: Coroutine[Any, Any, Trajectory]) -> float | None:
+    """What ``reward`` makes of ``episode``; ``None`` where it fails, does not know, or the seconds of a budget are over
+    before it does. The log says why."""
+
+    async def judge() -> Score:
+        with boundary(FailureKind.GRADER, f"value {reward.version}"):
+            return await reward(await episode)
+
+    try:
+        return (await search.in_time(judge())).reward
+    except SpentError:
+        return None
+    except CaughtFailure as caught:
+        search.log.last_failure = caught.failure
+        return None
+
+
+def earned(search: Search, state: int) -> float:
+    """The rewards that were paid on the way to ``state``, from the start of the episode on."""
+    return search.total(tuple(at for at in search.tree.path(state) if search.tree.nodes[at].sampled))
+
+
+def built_in(name: str, options: JsonObject) -> ValueFunction:
+    """A value function that needs nothing else. Raises ``ConfigError`` for any other name, and for wrong options."""
+    match name:
+        case "none":
+            checked(NoValueOptions, options)
+            return NoValue()
+        case "rollout":
+            return RolloutValue(checked(RolloutOptions, options))
+        case "model":
+            return ModelValue(checked(ModelValueOptions, options))
+    raise ConfigError(
+        f"value {name!r} is none of none, rollout, model: hand over value=..., or let registry.build make the strategy"
+    )
+
+
+async def _so_far(search: Search, state: int) -> Trajectory:
+    async with search.world_at(state) as world:
+        return episode_so_far(search, state, await world.evidence())
+
+
+def episode_so_far(search: Search, state: int, evidence: JsonObject) -> Trajectory:
+    """The episode as if it had ended at ``state``, to be judged by a reward."""
+    now = time.time()
+    return Trajectory(
+        id="search",
+        run_id="search",
+        group_id="search",
+        task=Task(id="search", environment="search"),
+        strategy=StrategySpec(name="search"),
+        policy=PolicyRef(base_model="search"),
+        nodes=tuple(Node(**vars(node)) for node in search.tree.nodes),
+        head=state,
+        stop=StopReason.UNFINISHED,
+        tools=tuple(search.tree.tools),
+        evidence=evidence,
+        times=Times(started=now, finished=now),
+    )

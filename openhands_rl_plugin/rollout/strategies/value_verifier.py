@@ -1,0 +1,57 @@
+"""The probability of success that a trained verifier sees in an episode up to a state."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import ConfigDict, Field
+
+from openhands_rl_plugin.core.protocols import Reward
+from openhands_rl_plugin.core.types import JsonObject, Trajectory
+from openhands_rl_plugin.rollout.strategies.search import Search
+from openhands_rl_plugin.rollout.strategies.strict import StrictOptions
+from openhands_rl_plugin.rollout.strategies.value import Estimate, earned, episode_so_far, judged_in_time
+
+
+class VerifierValueOptions(StrictOptions):
+    """``scale`` is the value of a sure success. All other keys are those of the reward ``verifier``, such as
+    ``adapter`` and ``base_url``; ``verifier`` names another reward of that kind.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    verifier: str = "verifier"
+    scale: float = Field(default=1.0, gt=0)
+
+    @property
+    def verifier_options(self) -> JsonObject:
+        """What the reward is built from."""
+        return dict(self.model_extra or {})
+
+
+class VerifierValue:
+    """What a verifier makes of the episode up to a state. It reads the conversation, so that no fork is needed; states
+    that are judged side by side, as the candidates of a turn are, share the computation of what they have in common.
+    """
+
+    Options = VerifierValueOptions
+    Parts: ClassVar = {"verifier": "rewards"}
+    name = "verifier"
+    needs_world = False
+
+    def __init__(self, options: VerifierValueOptions | None = None, *, verifier: Reward) -> None:
+        self._scale = (options or VerifierValueOptions()).scale
+        self._verifier = verifier
+
+    async def estimate(self, search: Search, state: int) -> Estimate | None:
+        """Judge once; nothing is said of what cannot be judged."""
+        score = await judged_in_time(search, self._verifier, _so_far(search, state))
+        return None if score is None else Estimate(self._scale * score - earned(search, state))
+
+    async def estimate_end(self, search: Search, state: int) -> Estimate | None:
+        """Where the environment has paid something, that is what the end is worth; else as for any other state."""
+        return Estimate(0.0) if earned(search, state) else await self.estimate(search, state)
+
+
+async def _so_far(search: Search, state: int) -> Trajectory:
+    return episode_so_far(search, state, {})

@@ -1,0 +1,337 @@
+"""Test doubles and conformance checks for people who write their own plugins.
+
+The doubles are real implementations of the seams, only small: ``ScriptedEngine`` says what it was told to say, with
+token ids that extend from turn to turn as a server's do, and ``GridEnvironment`` is a deterministic world that can be
+forked. The checks raise ``AssertionError`` with the rule that was broken:
+
+    async def test_my_environment():
+        await check_environment(MyEnvironment, task, actions=["look", "take lamp"])
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NoReturn
+
+from openhands_rl_plugin.core.errors import GraderError, ModelError
+from openhands_rl_plugin.core.protocols import Environment, Forkable, LLMEngine, Reward, Strategy
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import (
+    Completion,
+    EpisodeRequest,
+    Failure,
+    FailureKind,
+    JsonObject,
+    Message,
+    Observation,
+    PolicyRef,
+    SamplingParams,
+    StopReason,
+    StrategySpec,
+    Task,
+    Times,
+    Tokens,
+    Trajectory,
+    Usage,
+)
+
+Script = Sequence[str] | Callable[[Sequence[Message]], str]
+
+_BYTES = 256
+_ROLE_TOKENS = {role: _BYTES + at for at, role in enumerate(("system", "user", "assistant", "tool"))}
+_END_TOKEN = _BYTES + len(_ROLE_TOKENS)
+VOCABULARY = _END_TOKEN + 1
+_LOGPROB = -math.log(2)
+
+
+def encode(message: Message) -> tuple[int, ...]:
+    """One message as the toy tokenizer has it: its role, the UTF-8 bytes of its text, an end."""
+    return (_ROLE_TOKENS[message.role], *(message.content or "").encode(), _END_TOKEN)
+
+
+def prompt_ids(messages: Sequence[Message]) -> tuple[int, ...]:
+    """The whole prompt, up to where the assistant speaks."""
+    return (*(token for message in messages for token in encode(message)), _ROLE_TOKENS["assistant"])
+
+
+class ScriptedEngine:
+    """Answers from a script: texts used in order (one for each of ``n``), or a function of the conversation.
+
+    Raises ``ModelError`` when the texts are used up. ``calls`` holds the conversations that were asked about.
+    """
+
+    def __init__(self, script: Script, *, policy: PolicyRef | None = None) -> None:
+        self.calls: list[tuple[Message, ...]] = []
+        self._script = script
+        self._policy = policy or PolicyRef(base_model="scripted")
+        self._used = 0
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[JsonObject] = (),
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+    ) -> list[Completion]:
+        """The next ``n`` texts of the script."""
+        self.calls.append(tuple(messages))
+        return [self._completion(messages, sampling) for _ in range(n)]
+
+    def _completion(self, messages: Sequence[Message], sampling: SamplingParams | None) -> Completion:
+        text = self._script(messages) if callable(self._script) else self._next_text(self._script)
+        prompt = prompt_ids(messages)
+        message = Message(role="assistant", content=text)
+        sampled = encode(message)[1:]
+        return Completion(
+            message=message,
+            tokens=Tokens(prompt_ids=prompt, sampled_ids=sampled, logprobs=(_LOGPROB,) * len(sampled)),
+            finish_reason="stop",
+            usage=Usage(prompt_tokens=len(prompt), completion_tokens=len(sampled), calls=1),
+            policy=self._policy,
+            sampling=sampling,
+        )
+
+    def _next_text(self, texts: Sequence[str]) -> str:
+        if self._used >= len(texts):
+            raise ModelError(f"the script is over after {len(texts)} answers")
+        self._used += 1
+        return texts[self._used - 1]
+
+
+class GridEnvironment:
+    """Walk from (0, 0) to ``data["goal"]`` (default ``[2, 2]``) on a square with ``data["size"]`` (default 3) cells a
+    side. The last word of an answer is the move: up, down, left or right. Reaching the goal earns 1.0, all else 0.0.
+    """
+
+    MOVES: ClassVar = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._size = 3
+        self._goal = (2, 2)
+        self._at = (0, 0)
+        self._rewards: list[float] = []
+
+    async def reset(self, task: Task) -> Observation:
+        """Stand in the corner."""
+        size, goal = task.data.get("size", 3), task.data.get("goal", [2, 2])
+        if not isinstance(size, int) or not isinstance(goal, list) or len(goal) != 2:
+            raise ValueError("a grid task needs a whole number 'size' and a 'goal' of two numbers")
+        self._size = size
+        self._goal = (int(str(goal[0])), int(str(goal[1])))
+        rules = f"Walk to {self._goal}. Answer with up, down, left or right. {task.instruction}".strip()
+        return Observation(messages=(Message(role="system", content=rules), self._state()))
+
+    async def step(self, action: Message) -> Observation:
+        """Walk, or stay where a wall or a word that is no move is in the way."""
+        words = (action.content or "").lower().split()
+        move = self.MOVES.get(words[-1].strip(".!") if words else "")
+        if move is None:
+            self._rewards.append(0.0)
+            said = Message(role="user", content="Invalid action: the last word must be up, down, left or right.")
+            return Observation(messages=(said,))
+        self._at = tuple(min(max(at + by, 0), self._size - 1) for at, by in zip(self._at, move, strict=True))
+        arrived = self._at == self._goal
+        self._rewards.append(float(arrived))
+        return Observation(messages=(self._state(),), reward=float(arrived), terminated=arrived)
+
+    async def evidence(self) -> JsonObject:
+        """Where the walk ended and what it earned."""
+        return {"final_state": list(self._at), "return": sum(self._rewards), "steps": len(self._rewards)}
+
+    async def close(self) -> None:
+        """Nothing is held; ``closed`` tells that it was called."""
+        self.closed = True
+
+    async def fork(self) -> GridEnvironment:
+        """A copy that walks on from here by itself."""
+        twin = copy.copy(self)
+        twin._rewards = list(self._rewards)
+        return twin
+
+    def _state(self) -> Message:
+        return Message(role="user", content=f"You are at {self._at}.")
+
+
+async def check_environment(make: Callable[[], Environment], task: Task, *, actions: Sequence[str]) -> None:
+    """Play ``actions`` (valid ones, that do not end the episode too early) in environments that ``make`` returns.
+
+    Asserts what sessions rely on: an opening, finite rewards, malformed actions answered, evidence that is JSON,
+    repeatable close, episodes that do not disturb each other, and independent forks where forking is offered.
+    """
+    unused = make()
+    await unused.close()
+    alone = await _played(make(), task, actions)
+    first, second = make(), make()
+    if first is second:
+        _broken("make() returned the same environment twice; one object must be one episode")
+    await first.reset(task)
+    await second.reset(task)
+    for action in actions:
+        await first.step(_said(action))
+    together = [await second.step(_said(action)) for action in actions]
+    if [step.messages for step in together] != alone:
+        _broken("two episodes of one task disturb each other, or the environment is not deterministic")
+    for environment in (first, second):
+        await environment.close()
+        await environment.close()
+    await _check_malformed(make(), task)
+    if isinstance(forkable := make(), Forkable):
+        await _check_fork(forkable, task, actions)
+    await forkable.close()
+
+
+async def _played(environment: Environment, task: Task, actions: Sequence[str]) -> list[tuple[Message, ...]]:
+    opening = await environment.reset(task)
+    if not opening.messages:
+        _broken("reset must return at least one message: it opens the conversation")
+    if all(message.role == "assistant" for message in opening.messages):
+        _broken("the opening must not be made of assistant messages only: nothing would be asked")
+    steps = []
+    ended = False
+    for action in actions:
+        if ended:
+            raise ValueError(f"check_environment needs actions that go on: {action!r} comes after the end")
+        observation = await environment.step(_said(action))
+        ended = observation.terminated or observation.truncated
+        if not math.isfinite(observation.reward):
+            _broken(f"step({action!r}) returned reward {observation.reward}; rewards must be finite")
+        steps.append(observation.messages)
+    await _check_evidence(environment)
+    await environment.close()
+    return steps
+
+
+async def _check_evidence(environment: Environment) -> None:
+    evidence = await environment.evidence()
+    try:
+        text = json.dumps(evidence, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise AssertionError(f"evidence() must be JSON without NaN: {error}") from error
+    if json.loads(text) != evidence:
+        _broken("evidence() must come back equal from JSON (string keys, lists instead of tuples)")
+
+
+async def _check_malformed(environment: Environment, task: Task) -> None:
+    await environment.reset(task)
+    for text in ("", "\N{REPLACEMENT CHARACTER}", "Thought: no action in here"):
+        observation = await environment.step(_said(text))
+        if not observation.messages:
+            _broken(f"step({text!r}) must say what was wrong with the action")
+        if observation.terminated or observation.truncated:
+            break
+    await _check_evidence(environment)
+    await environment.close()
+
+
+async def _check_fork(environment: Forkable, task: Task, actions: Sequence[str]) -> None:
+    original: Environment = environment  # pyright: ignore[reportAssignmentType]  (every Forkable is an environment)
+    await original.reset(task)
+    before = await original.evidence()
+    twin = await environment.fork()
+    in_twin = [(await twin.step(_said(action))).messages for action in actions]
+    if await original.evidence() != before:
+        _broken("a step in a fork changed the original")
+    await twin.close()
+    if [(await original.step(_said(action))).messages for action in actions] != in_twin:
+        _broken("the original went another way than its fork on the same actions, or closing the fork harmed it")
+
+
+async def check_strategy(strategy: Strategy, *, engine: LLMEngine | None = None) -> None:
+    """Play a short grid episode with ``strategy``, which may fork the world, and look at the tree after every turn."""
+    world = GridEnvironment()
+    engine = engine or ScriptedEngine(lambda messages: "right" if len(messages) // 2 % 2 else "down")
+    tree = EpisodeTree()
+    tree.observe(await world.reset(Task(id="grid", environment="grid")))
+    for _ in range(3):
+        head, known = tree.head, len(tree.nodes)
+        before, standing = [node.message for node in tree.nodes], await world.evidence()
+        chosen = await strategy.decide(tree, engine, world)
+        if tree.head != head:
+            _broken("decide() must not move tree.head; the session commits the node that is returned")
+        if [node.message for node in tree.nodes[:known]] != before:
+            _broken("decide() changed messages that were already in the tree")
+        if not 0 <= chosen < len(tree.nodes) or not tree.nodes[chosen].sampled:
+            _broken(f"decide() returned {chosen}, which is not a sampled node; use tree.propose()")
+        if tree.nodes[chosen].parent != head:
+            _broken("decide() must return a node directly below tree.head: it is executed next")
+        if await world.evidence() != standing:
+            _broken("decide() stepped the real world; search must work in forks of it")
+        tree.commit(chosen)
+        tree.observe(await world.step(tree.action))
+        if tree.terminated:
+            break
+
+
+async def check_reward(reward: Reward, trajectories: Sequence[Trajectory]) -> None:
+    """Score ``trajectories`` twice, and a failed one, which must not get a number."""
+    if not reward.version:
+        _broken("a reward needs a version, which changes whenever the same trajectory could get another score")
+    for trajectory in trajectories:
+        before = trajectory.model_dump_json()
+        score = await reward(trajectory)
+        if score.trajectory_id != trajectory.id:
+            _broken("the score names another trajectory")
+        if score.reward_version != reward.version:
+            _broken(f"the score says version {score.reward_version!r}, the reward {reward.version!r}")
+        if score.reward is not None and not math.isfinite(score.reward):
+            _broken(f"the score is {score.reward}; raise GraderError instead")
+        if await reward(trajectory) != score:
+            _broken("the same trajectory got two scores; a reward must be a pure function")
+        if trajectory.model_dump_json() != before:
+            _broken("the reward changed the trajectory")
+    try:
+        unscorable = await reward(example_trajectory(3))
+    except GraderError:
+        return
+    if unscorable.reward is not None:
+        _broken("an episode that failed got a number; raise GraderError (or leave the reward None)")
+
+
+def example_trajectory(at: int = 0) -> Trajectory:
+    """A short, valid trajectory of a grid episode; ``at`` % 4 == 3 is one that failed.
+
+    Others end at the goal when ``at`` is even and at the limit of turns when it is odd.
+    """
+    failed, arrived = at % 4 == 3, at % 2 == 0
+    engine_texts = ["right", "down"]
+    tree = EpisodeTree()
+    tree.observe(Observation(messages=(Message(role="user", content="You are at (0, 0)."),)))
+    for turn, text in enumerate(engine_texts):
+        tree.commit(tree.propose(_scripted(tree, text)))
+        if failed and turn == 1:
+            break
+        last = turn == len(engine_texts) - 1
+        message = Message(role="user", content=f"You took step {turn}.")
+        tree.observe(Observation(messages=(message,), reward=float(arrived and last), terminated=arrived and last))
+    task = Task(id=f"grid-{at}", environment="grid", split="train", data={"goal": [1, 1]})
+    failure = Failure(kind=FailureKind.INFRASTRUCTURE, message="the server went away", boundary="environment.step")
+    return tree.freeze(
+        EpisodeRequest(task=task, run_id="run", group_id=f"group-{at // 2}", sample=at),
+        trajectory_id=f"00000000-0000-4000-8000-{at:012d}",
+        strategy=StrategySpec(name="StandardReAct"),
+        policy=PolicyRef(base_model="scripted"),
+        stop=StopReason.ERROR if failed else StopReason.TERMINATED if arrived else StopReason.MAX_TURNS,
+        times=Times(started=1000.0 + 10 * at, finished=1005.0 + 10 * at),
+        evidence={"return": float(arrived), "steps": 1 if failed else 2},
+        failure=failure if failed else None,
+    )
+
+
+def _scripted(tree: EpisodeTree, text: str) -> Completion:
+    message = Message(role="assistant", content=text)
+    ids = encode(message)[1:]
+    tokens = Tokens(prompt_ids=prompt_ids(tree.messages()), sampled_ids=ids, logprobs=(_LOGPROB,) * len(ids))
+    return Completion(message=message, tokens=tokens, policy=PolicyRef(base_model="scripted"))
+
+
+def _said(text: str) -> Message:
+    return Message(role="assistant", content=text)
+
+
+def _broken(rule: str) -> NoReturn:
+    raise AssertionError(rule)

@@ -1,0 +1,1 @@
+"""Advantages: which token gets how much credit. Start with ``credit``; GRPO, RLOO ... are in ``estimators``."""

@@ -1,0 +1,86 @@
+"""Advantages inside a search tree, and step rewards from what search thinks of its states.
+
+A tree holds more than the path that was acted on: siblings that were tried in forks, with the mean return that search
+saw below each. Comparing an action with its siblings says which turn was good, where a whole rollout only says that the
+episode was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from openhands_rl_plugin.core.types import Trajectory
+
+
+def sibling_advantages(trajectory: Trajectory, *, least_visits: int = 1) -> dict[int, float]:
+    """Advantage of every sampled node over its state: its value minus the mean value of its siblings and itself.
+
+    The mean is weighted by visits, so that it is the state's value as search saw it. Nodes with fewer than
+    ``least_visits``, without a value, or without a sibling to be compared with are left out.
+    """
+    siblings: dict[int | None, list[int]] = {}
+    for index, node in enumerate(trajectory.nodes):
+        if node.sampled and node.value is not None and node.visits >= least_visits:
+            siblings.setdefault(node.parent, []).append(index)
+    return {
+        index: advantage
+        for members in siblings.values()
+        if len(members) > 1
+        for index, advantage in _over_the_mean(trajectory, members).items()
+    }
+
+
+def step_advantages(trajectory: Trajectory, rewards: Mapping[int, float], *, discount: float = 1.0) -> dict[int, float]:
+    """``node -> return to go`` along the acted path, from step rewards (``node -> reward``)."""
+    returns: dict[int, float] = {}
+    following = 0.0
+    for at in reversed([at for at in trajectory.path() if trajectory.nodes[at].sampled]):
+        following = rewards.get(at, 0.0) + discount * following
+        returns[at] = following
+    return returns
+
+
+def environment_rewards(trajectory: Trajectory) -> dict[int, float]:
+    """``node -> reward`` as the environment paid it."""
+    return {at: trajectory.nodes[at].reward or 0.0 for at in trajectory.path() if trajectory.nodes[at].sampled}
+
+
+def state_before(trajectory: Trajectory, at: int) -> tuple[str, ...]:
+    """What was said to the policy between its last answer and node ``at``: the state, as far as it was shown.
+
+    In a Markov environment whose observations show all of it, the same text is the same state.
+    """
+    said: list[str] = []
+    before = trajectory.nodes[at].parent
+    while before is not None and not trajectory.nodes[before].sampled:
+        said.append(trajectory.nodes[before].message.content or "")
+        before = trajectory.nodes[before].parent
+    return tuple(reversed(said))
+
+
+def search_rewards(trajectory: Trajectory) -> dict[int, float]:
+    """``node -> reward`` by how much search raised its opinion of the episode with each turn.
+
+    The value of a turn's action is the return expected from there on. What was earned so far plus that is the expected
+    return of the episode; a turn's reward is the change of it (potential-based shaping, Ng et al. 1999), so that the
+    rewards of an episode add up to its return. Turns that no search has valued get what the environment paid.
+    """
+    path = [at for at in trajectory.path() if trajectory.nodes[at].sampled]
+    rewards: dict[int, float] = {}
+    earned, expected = 0.0, 0.0
+    for at in path:
+        node = trajectory.nodes[at]
+        opinion = earned + node.value if node.value is not None else earned + (node.reward or 0.0)
+        earned += node.reward or 0.0
+        rewards[at] = opinion - expected
+        expected = opinion
+    if path:
+        rewards[path[-1]] += earned - expected
+    return rewards
+
+
+def _over_the_mean(trajectory: Trajectory, members: Sequence[int]) -> dict[int, float]:
+    visits = {at: max(trajectory.nodes[at].visits, 1) for at in members}
+    values = {at: trajectory.nodes[at].value or 0.0 for at in members}
+    mean = sum(visits[at] * values[at] for at in members) / sum(visits.values())
+    return {at: values[at] - mean for at in members}

@@ -1,0 +1,1 @@
+"""From stored trajectories to token sequences: samples, masks, layout of a micro-batch. Start with ``batch``."""

@@ -1,0 +1,218 @@
+"""Recorded trajectories -> training sequences -> micro-batches. Ids are used as they were recorded, never re-made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.core.types import Node, PolicyRef, Sample, Tokens, Trajectory
+from openhands_rl_plugin.training.data.layout import MIN_SHARED, common_prefix
+
+
+def samples_of(
+    trajectory: Trajectory, advantage: float = 1.0, leaf: int | None = None, *, need_logprobs: bool = True
+) -> list[Sample]:
+    """The training sequences of one path (default: the path that was acted on), in order.
+
+    Turns are merged as long as every prompt extends the tokens before it; a prompt that does not (a condensed or
+    rewritten history) starts a new sequence. Raises ``TrainingError`` when a sampled node has no tokens, or, with
+    ``need_logprobs`` (reinforcement learning needs them, fine-tuning does not), no logprobs or non-finite ones.
+    """
+    at = trajectory.head if leaf is None else leaf
+    return [] if at is None else list(_segments(trajectory, at, advantage, set(), need_logprobs))
+
+
+def is_recorded(trajectory: Trajectory, *, need_logprobs: bool = True) -> bool:
+    """Whether the acted path holds all that ``samples_of`` needs, and anything to train."""
+    sampled = 0
+    try:
+        for index in trajectory.path():
+            if trajectory.nodes[index].sampled:
+                _check(trajectory.id, index, trajectory.nodes[index], need_logprobs)
+                sampled += 1
+    except TrainingError:
+        return False
+    return sampled > 0
+
+
+def recorded_nodes(trajectory: Trajectory, *, need_logprobs: bool = True) -> frozenset[int]:
+    """The nodes that can be trained, or be context: they hold what ``samples_of`` needs, and so do all before them.
+
+    A branch may hold less than the acted path, because what looked like a secret in it was taken out of the store.
+    """
+    whole: set[int] = set()
+    for at, node in enumerate(trajectory.nodes):
+        if node.parent is not None and node.parent not in whole:
+            continue
+        try:
+            if node.sampled:
+                _check(trajectory.id, at, node, need_logprobs)
+        except TrainingError:
+            continue
+        whole.add(at)
+    return frozenset(whole)
+
+
+def samples_of_tree(
+    trajectory: Trajectory, advantages: Mapping[int, float], *, need_logprobs: bool = True
+) -> list[Sample]:
+    """The training sequences of a search tree in which every sampled node has an advantage of its own.
+
+    ``advantages`` is ``node -> advantage``; sampled nodes that it does not name are context only, and nodes of branches
+    that were not wholly recorded are left out. Every node is trained once, however many leaves lie below it. Raises
+    ``TrainingError`` as ``samples_of`` does, of the path that was acted on.
+    """
+    acted = set(trajectory.path())
+    recorded = recorded_nodes(trajectory, need_logprobs=need_logprobs)
+    named = {at: value for at, value in advantages.items() if at in acted or at in recorded}
+    inner = {up for at in named for up in trajectory.path(at)[:-1]}
+    # The path that was acted on comes first, so that it stays one sequence.
+    ends = sorted(named.keys() - inner, key=lambda at: (at not in acted, at))
+    trained = {at for at, node in enumerate(trajectory.nodes) if node.sampled and at not in named}
+    samples: list[Sample] = []
+    for leaf in ends:
+        samples.extend(_segments(trajectory, leaf, named, trained, need_logprobs))
+    return samples
+
+
+def pack(samples: Sequence[Sample], max_tokens_per_pass: int) -> list[list[Sample]]:
+    """Group samples so that each group takes at most ``max_tokens_per_pass`` rows when laid out.
+
+    Sequences are laid out end to end without padding, so instead of similar lengths it is similar beginnings that are
+    put together: a prefix that neighbours share is computed once. Among all ways to cut the sorted samples into groups,
+    the one that computes fewest tokens twice is taken, and of those the one with fewest groups. A sample that is longer
+    than the limit gets a group of its own. Every sample is in exactly one group; the result does not depend on the
+    order of ``samples``, except for the order of equal ones.
+    """
+    ordered = sorted(samples, key=lambda sample: sample.input_ids)
+    # What each has in common with its left neighbour. The layout may leave up to MIN_SHARED tokens of a common prefix
+    # unshared, so rows are an upper bound.
+    shared = [0] * len(ordered)
+    for at in range(1, len(ordered)):
+        common = common_prefix(ordered[at - 1].input_ids, ordered[at].input_ids)
+        shared[at] = max(0, common - MIN_SHARED)
+    starts = _cheapest_starts([len(sample.input_ids) for sample in ordered], shared, max_tokens_per_pass)
+    return [ordered[start:stop] for start, stop in pairwise((*starts, len(ordered)))]
+
+
+def _cheapest_starts(lengths: Sequence[int], shared: Sequence[int], limit: int) -> list[int]:
+    """Where groups begin, so that the tokens that are shared across a cut are fewest, then the groups."""
+    # Of the first n samples: tokens computed twice, groups, and where the last group begins
+    best = [(0, 0, 0)]
+    for stop in range(1, len(lengths) + 1):
+        rows, found = 0, None
+        for start in range(stop - 1, -1, -1):
+            # Without its left neighbour the first of a group is computed whole.
+            rows += lengths[start] - (shared[start + 1] if start + 1 < stop else 0)
+            if rows > limit and start < stop - 1:
+                break
+            twice, groups, _ = best[start]
+            lost = shared[start] + MIN_SHARED if shared[start] else 0
+            cost = (twice + lost, groups + 1, start)
+            found = cost if found is None else min(found, cost)
+        assert found is not None  # a sample alone is always a group
+        best.append(found)
+    starts: list[int] = []
+    at = len(lengths)
+    while at > 0:
+        at = best[at][2]
+        starts.append(at)
+    return starts[::-1]
+
+
+class _Segment:
+    """A sequence under construction."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.mask: list[bool] = []
+        self.logprobs: list[float] = []
+        self.trained: list[tuple[int, int, float]] = []
+        """Start, end and advantage of every stretch of trained tokens."""
+        self.policy: PolicyRef | None = None
+
+    def add_context(self, ids: Sequence[int]) -> None:
+        self.ids.extend(ids)
+        self.mask.extend([False] * len(ids))
+        self.logprobs.extend([0.0] * len(ids))
+
+    def add_sampled(self, tokens: Tokens, advantage: float, policy: PolicyRef | None) -> None:
+        count = len(tokens.sampled_ids)
+        self.trained.append((len(self.ids), len(self.ids) + count, advantage))
+        self.ids.extend(tokens.sampled_ids)
+        self.mask.extend([True] * count)
+        self.logprobs.extend(tokens.logprobs or [0.0] * count)
+        self.policy = self.policy or policy
+
+    def sample(self, trajectory_id: str, leaf: int) -> Sample | None:
+        """The finished sequence up to its last trained token, ``None`` when nothing in it is trained."""
+        if not self.trained:
+            return None
+        end = self.trained[-1][1]
+        different = {advantage for _, _, advantage in self.trained}
+        alike = len(different) == 1
+        # Not validated: the parts come from validated values, and there are tens of thousands of them.
+        return Sample.model_construct(
+            trajectory_id=trajectory_id,
+            leaf=leaf,
+            input_ids=tuple(self.ids[:end]),
+            mask=tuple(self.mask[:end]),
+            logprobs=tuple(self.logprobs[:end]),
+            advantage=different.pop() if alike else 1.0,
+            token_advantages=() if alike else self._token_advantages(end),
+            policy=self.policy,
+        )
+
+    def _token_advantages(self, end: int) -> tuple[float, ...]:
+        values = [0.0] * end
+        for start, stop, advantage in self.trained:
+            values[start:stop] = [advantage] * (stop - start)
+        return tuple(values)
+
+
+def _segments(
+    trajectory: Trajectory, leaf: int, advantage: float | Mapping[int, float], trained: set[int], need_logprobs: bool
+) -> Iterator[Sample]:
+    segment = _Segment()
+    for index in trajectory.path(leaf):
+        node = trajectory.nodes[index]
+        if not node.sampled:
+            continue
+        _check(trajectory.id, index, node, need_logprobs)
+        tokens = node.tokens
+        assert tokens is not None
+        if not tokens.extends:
+            if (sample := segment.sample(trajectory.id, leaf)) is not None:
+                yield sample
+            segment = _Segment()
+        segment.add_context(tokens.prompt_ids)
+        if index in trained:
+            segment.add_context(tokens.sampled_ids)
+        else:
+            own = advantage[index] if isinstance(advantage, Mapping) else advantage
+            segment.add_sampled(tokens, own, node.policy)
+            trained.add(index)
+    if (sample := segment.sample(trajectory.id, leaf)) is not None:
+        yield sample
+
+
+def _check(trajectory_id: str, index: int, node: Node, need_logprobs: bool) -> None:
+    where = f"trajectory {trajectory_id}, node {index}"
+    tokens = node.tokens
+    if tokens is None or not tokens.sampled_ids:
+        raise TrainingError(
+            f"{where}: no token ids were recorded; use a server that returns them (vLLM or `openhands-rl serve`, "
+            "return_token_ids) and roll out again"
+        )
+    if not need_logprobs:
+        return
+    if len(tokens.logprobs) != len(tokens.sampled_ids):
+        raise TrainingError(
+            f"{where}: {len(tokens.logprobs)} logprobs for {len(tokens.sampled_ids)} sampled tokens; reinforcement "
+            'learning needs all of them: use a server that returns logprobs, or train with algorithm = "sft"'
+        )
+    # A sum is quick, and finite only if all are (unless it overflows).
+    if not math.isfinite(sum(tokens.logprobs)) and not all(map(math.isfinite, tokens.logprobs)):
+        raise TrainingError(f"{where}: a recorded logprob is not finite; drop this trajectory or check the server")

@@ -1,0 +1,206 @@
+"""The loop in which rollouts go on while the policy is trained.
+
+The stages are those of ``loop``; only the iterations differ. Episodes are played all the time, each on the newest
+weights at its start. An iteration takes the groups that are finished, trains, publishes; the next episodes begin on
+what it published. Where an episode would be too old by the time it is trained on, its beginning waits; one that others
+have overtaken by more than that is left out, and counted. What the trainer is told of each token is the logprob with
+which it was sampled, by whichever version, so that ``[rl.training] correction`` weighs it right.
+
+The state names the groups that are used up, and the batch of an iteration before it is trained on. So nothing is lost
+when a run is killed, and nothing trained on twice: finished episodes that no batch has taken are found in the storage,
+and an iteration that was under way goes on with the batch that it had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from openhands_rl_plugin.config.rl import LoopSettings
+from openhands_rl_plugin.core.errors import InfrastructureError, StorageError
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import Adapter, FailureKind, Probe, Trajectory
+from openhands_rl_plugin.training.loop.groups import GroupPlayer
+from openhands_rl_plugin.training.loop.lineage import Lineage
+from openhands_rl_plugin.training.loop.plan import ChosenBatch, LoopPlan, LoopState, StageRecord
+from openhands_rl_plugin.training.loop.server_outage import PatientRunner, PatientServer
+from openhands_rl_plugin.training.loop.stages import LoopListener, LoopParts, LoopStages, iteration_name
+from openhands_rl_plugin.training.loop.supply import Group, Supply
+from openhands_rl_plugin.training.loop.sync import ClosedLoop
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.models.adapters.publisher import PublishReport
+
+
+def make_loop(
+    plan: LoopPlan, parts: LoopParts, settings: LoopSettings, listener: LoopListener | None = None
+) -> ClosedLoop | AsyncLoop:
+    """The loop of ``[rl.loop] kind``."""
+    return ClosedLoop(plan, parts, listener) if settings.kind == "sync" else AsyncLoop(plan, parts, settings, listener)
+
+
+class AsyncLoop(LoopStages):
+    """Runs a plan to its end; rollouts and training side by side.
+
+    The publisher must keep ``settings.kept_versions`` loaded, so that episodes end on the version that they began with.
+    """
+
+    def __init__(
+        self, plan: LoopPlan, parts: LoopParts, settings: LoopSettings, listener: LoopListener | None = None
+    ) -> None:
+        self._server = PatientServer(parts.publisher, settings.patience, self._tell)
+        self._served: dict[str, str] = {}  # version -> what the model server calls it
+        self._patient = PatientRunner(parts.runner, self._server)
+        super().__init__(plan, replace(parts, runner=self._patient), listener)
+        self._settings = settings
+        self._at = ""
+
+    async def run(self) -> LoopState:
+        """Play all stages. Raises as ``ClosedLoop.run`` does, and ``InfrastructureError`` when the model server stays
+        away for longer than ``patience``."""
+        if (adapter := self._adapter()) is not None:
+            await self._bring_into_use(adapter)
+        await self._begin()
+        await self._reinforce()
+        await self._stage("evaluate-final", self._evaluate)
+        return self._state
+
+    async def _reinforce(self) -> None:
+        player = GroupPlayer(self._plan, self._patient, self._parts.storage, self._server, self._newest)
+        await player.look()
+        supply = self._supply(player)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                supply.start(tasks)
+                for index in range(self._plan.iterations):
+                    name = iteration_name(index)
+                    known = self._state.record(name) is not None
+                    await self._stage(name, partial(self._iterate, supply=supply, player=player))
+                    if not known:
+                        supply.close(self._batch_size, self._limit)
+                supply.stop()
+        except ExceptionGroup as errors:
+            # What stops a run stops all of its episodes in the same way: one of them tells it all.
+            raise errors.exceptions[0] from errors
+
+    async def _iterate(self, stage: str, supply: Supply, player: GroupPlayer) -> StageRecord:
+        self._at = stage
+        started = time.time()
+        batch, played = await self._batch(stage, supply)
+        chosen = time.time()
+        where = TrajectoryFilter(ids=batch.trajectories)
+        metrics = await self._judge(where, played)
+        credit = await self._credit(where, played)
+        metrics |= credit.baseline.as_floats()
+        adapter = None
+        if credit.samples:
+            trainer = await self._reinforcement_trainer()
+            learned = await self._learn(stage, trainer.reinforce, credit.samples)
+            metrics |= learned.as_floats() | {"training_seconds": time.time() - chosen}
+        metrics |= self._staleness(batch, played)
+        if credit.samples:
+            adapter = await self._publish(stage, trainer, metrics)
+            await asyncio.to_thread(trainer.save_state, self._trainer_directory(adapter))
+            trainer.finish()
+        metrics |= player.meter.read() | {"training_waiting_share": (chosen - started) / (time.time() - started)}
+        record = self._record(stage, started, metrics, adapter)
+        return record.model_copy(update={"groups": (*batch.groups, *batch.dropped)})
+
+    async def _batch(self, stage: str, supply: Supply) -> tuple[ChosenBatch, list[Trajectory]]:
+        batch = self._state.batch
+        if batch is not None and batch.stage == stage:
+            return batch, await self._stored(batch)
+        groups, dropped, stale = await self._fresh_groups(stage, supply)
+        played = [trajectory for group in groups for trajectory in group.trajectories]
+        _require_some(played)
+        batch = ChosenBatch(
+            stage=stage,
+            groups=tuple(group.number for group in groups),
+            trajectories=tuple(trajectory.id for trajectory in played),
+            dropped=tuple(dropped),
+            stale=stale,
+        )
+        self._state = self._state.with_batch(batch)
+        self._state.save(self._parts.state_file)
+        return batch, played
+
+    async def _fresh_groups(self, stage: str, supply: Supply) -> tuple[list[Group], list[int], int]:
+        """Enough groups without what is too stale, the numbers of those that are so altogether, and the episodes."""
+        lineage, most = Lineage(self._plan.base_model, self._state), self._settings.max_staleness
+        groups: list[Group] = []
+        dropped: list[int] = []
+        stale = 0
+        while len(groups) < self._batch_size:
+            self._listener.advanced(stage, "waiting for episodes", len(groups), self._batch_size)
+            group = await supply.take()
+            fresh = tuple(each for each in group.trajectories if each.failure or not lineage.is_too_stale(each, most))
+            stale += len(group.trajectories) - len(fresh)
+            if len(fresh) < len(group.trajectories) and all(each.failure for each in fresh):
+                dropped.append(group.number)
+                supply.close(1)
+            else:
+                groups.append(Group(group.number, fresh))
+        return sorted(groups, key=lambda group: group.number), dropped, stale
+
+    async def _stored(self, batch: ChosenBatch) -> list[Trajectory]:
+        where = TrajectoryFilter(ids=batch.trajectories)
+        found = {trajectory.id: trajectory async for trajectory, _ in self._parts.storage.find(where)}
+        if missing := len(batch.trajectories) - len(found):
+            raise StorageError(
+                f"{missing} episodes of {batch.stage} are not in the storage any more; put them back, or remove "
+                f'"batch" from {self._parts.state_file} to choose others'
+            )
+        return [found[identity] for identity in batch.trajectories]
+
+    def _staleness(self, batch: ChosenBatch, played: list[Trajectory]) -> dict[str, float]:
+        valid = [trajectory for trajectory in played if trajectory.failure is None]
+        staleness = Lineage(self._plan.base_model, self._state).staleness(valid)
+        return {
+            "staleness": staleness.mean,
+            "staleness_max": float(staleness.largest),
+            "episodes_stale": float(batch.stale),
+            "groups_dropped": float(len(batch.dropped)),
+        }
+
+    def _supply(self, player: GroupPlayer) -> Supply:
+        used = {number for record in self._state.records for number in record.groups}
+        batch = self._state.batch
+        held = batch.groups if batch is not None else ()
+        used.update(held, batch.dropped if batch is not None else ())
+        return Supply(player.play, used=used, held=len(held), limit=self._limit)
+
+    @property
+    def _batch_size(self) -> int:
+        """Groups that an iteration takes."""
+        return min(self._plan.tasks_per_iteration, len(self._plan.training))
+
+    @property
+    def _limit(self) -> int:
+        """Groups that may be open now; none is begun that no iteration will take."""
+        done = sum(self._state.record(iteration_name(index)) is not None for index in range(self._plan.iterations))
+        return min(self._settings.max_staleness + 1, self._plan.iterations - done) * self._batch_size
+
+    def _newest(self) -> str:
+        adapter = self._state.adapter
+        return self._plan.base_model if adapter is None else self._served.get(adapter, adapter)
+
+    async def _bring_into_use(self, adapter: Adapter, probe: Probe | None = None) -> PublishReport:
+        report = await self._server.publish(adapter, probe)
+        self._served[adapter.name] = await self._parts.publisher.served_model(adapter)
+        return report
+
+    def _tell(self, why: str) -> None:
+        self._listener.advanced(self._at, f"paused: {why}" if why else "going on", 0, 1)
+
+
+def _require_some(played: list[Trajectory]) -> None:
+    """Raise ``InfrastructureError`` where a whole batch failed for want of infrastructure. Nothing of it is used up."""
+    lost = [each.failure for each in played if each.failure and each.failure.kind is FailureKind.INFRASTRUCTURE]
+    if played and len(lost) == len(played):
+        raise InfrastructureError(
+            f"all {len(played)} episodes of a batch failed for want of infrastructure, the last with: "
+            f"{lost[-1].message}. Nothing was trained on them: mend it, then run the same again"
+        )

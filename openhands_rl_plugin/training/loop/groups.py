@@ -1,0 +1,123 @@
+"""Plays a group of episodes, each on the newest weights at its start, and replaces what failed through no fault of its
+own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import count
+
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Trajectory
+from openhands_rl_plugin.rollout.many import RolloutPlan
+from openhands_rl_plugin.rollout.session import trajectory_id
+from openhands_rl_plugin.training.loop.plan import LoopPlan
+from openhands_rl_plugin.training.loop.server_outage import PatientRunner, PatientServer
+from openhands_rl_plugin.training.loop.supply import Group, Meter
+
+_RETRIES = 2
+_LONGEST_PAUSE = 10.0
+
+
+class GroupPlayer:
+    """Plays groups by number: group n is of training task n, from the front again when they are used up.
+
+    ``newest`` names the weights that an episode begins on. All groups together take ``plan.concurrency`` places.
+    """
+
+    def __init__(
+        self,
+        plan: LoopPlan,
+        runner: PatientRunner,
+        storage: TrajectoryStorage,
+        server: PatientServer,
+        newest: Callable[[], str],
+    ) -> None:
+        self.run_id = f"{plan.run_id}/rollouts"
+        self.meter = Meter(plan.concurrency)
+        self._plan = plan
+        self._runner = runner
+        self._storage = storage
+        self._server = server
+        self._newest = newest
+        self._gate = asyncio.Semaphore(plan.concurrency)
+        self._begun: frozenset[str] = frozenset()
+
+    async def look(self) -> None:
+        """Learn which groups an earlier process has begun. Raises ``StorageError``."""
+        where = TrajectoryFilter(run_id=self.run_id)
+        self._begun = frozenset([summary.group_id async for summary in self._storage.summaries(where)])
+
+    async def play(self, number: int) -> Group:
+        """The episodes of a group; what is stored already is not played again. Raises what must stop a run."""
+        requests = self._requests(number)
+        stored: dict[str, Trajectory] = {}
+        if (group_id := requests[0].group_id) in self._begun:
+            where = TrajectoryFilter(run_id=self.run_id, group_id=group_id)
+            stored = {trajectory.id: trajectory async for trajectory, _ in self._storage.find(where)}
+        episodes = (self._play_until_valid(request, stored) for request in requests)
+        # A task group inside of that of the loop would bury an error in two groups.
+        return Group(number, tuple(await _all(*(asyncio.ensure_future(each) for each in episodes))))
+
+    def _requests(self, number: int) -> tuple[EpisodeRequest, ...]:
+        plan = RolloutPlan(
+            run_id=f"{self.run_id}/{number:06d}",
+            tasks=(self._plan.training[number % len(self._plan.training)],),
+            samples_per_task=self._plan.samples_per_task,
+            sampling=self._plan.sampling,
+            seed=self._plan.seed,
+        )
+        return tuple(request.model_copy(update={"run_id": self.run_id}) for request in plan.requests())
+
+    async def _play_until_valid(self, request: EpisodeRequest, stored: dict[str, Trajectory]) -> Trajectory:
+        last, attempts = _last_stored(request, stored)
+        # What failed in an earlier process has another chance in this one.
+        if last is not None and not _failed_for(last, FailureKind.INFRASTRUCTURE):
+            return last
+        failed = 0
+        for attempt in count(attempts):
+            request = request.model_copy(update={"attempt": attempt})
+            if failed:
+                await asyncio.sleep(min(0.25 * 2**failed, _LONGEST_PAUSE))
+            outages = self._server.outages
+            trajectory, asked = await self._play(request)
+            excused = self._server.outages != outages
+            # A version that the server has unloaded, or lost when it was started again, is refused as unknown.
+            outdated = (excused or asked != self._newest()) and _failed_for(trajectory, FailureKind.MODEL)
+            if not (outdated or _failed_for(trajectory, FailureKind.INFRASTRUCTURE)):
+                break
+            failed += not excused
+            if failed > _RETRIES:
+                break
+        return trajectory
+
+    async def _play(self, request: EpisodeRequest) -> tuple[Trajectory, str]:
+        async with self._gate:
+            await self._server.available()
+            newest = self._newest()
+            with self.meter.episode():
+                trajectory = await self._runner.run(request.model_copy(update={"served_model": newest}))
+            await self._storage.add(trajectory)
+        return trajectory, newest
+
+
+def _last_stored(request: EpisodeRequest, stored: dict[str, Trajectory]) -> tuple[Trajectory | None, int]:
+    """The last of the attempts that are stored, and their number."""
+    last, attempt = None, 0
+    while (found := stored.get(trajectory_id(request.model_copy(update={"attempt": attempt})))) is not None:
+        last, attempt = found, attempt + 1
+    return last, attempt
+
+
+def _failed_for(trajectory: Trajectory, kind: FailureKind) -> bool:
+    return trajectory.failure is not None and trajectory.failure.kind is kind
+
+
+async def _all[T](*tasks: asyncio.Task[T] | asyncio.Future[T]) -> list[T]:
+    """All results, or the first error, after which none goes on."""
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,136 @@
+"""What a run is to do, and how far it got: values that outlive the process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, ValidationError
+
+from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.types import Frozen, SamplingParams, Task, Trajectory
+
+
+class LoopPlan(Frozen):
+    """A whole run. ``base_model`` is the name by which the server knows the model that is trained.
+
+    ``success_at`` is the reward from which an episode counts as a success. ``probe_ids`` is the fixed text whose
+    logprobs the server and the trainer must agree on after each publication.
+    """
+
+    run_id: str
+    base_model: str
+    adapter: str
+    demonstrations: tuple[Task, ...]
+    training: tuple[Task, ...]
+    held_out: tuple[Task, ...]
+    iterations: int = Field(ge=0)
+    tasks_per_iteration: int = Field(ge=1)
+    samples_per_task: int = Field(ge=2)
+    warm_start: TrainingSettings
+    reinforcement: TrainingSettings
+    sampling: SamplingParams
+    evaluation: SamplingParams
+    concurrency: int = Field(ge=1)
+    seed: int = 0
+    success_at: float = 0.999
+    probe_ids: tuple[int, ...] = Field(min_length=2)
+
+    def tasks_of_iteration(self, index: int) -> tuple[Task, ...]:
+        """A window over the training tasks that starts again at the front when they are used up; each at most once."""
+        first, many = index * self.tasks_per_iteration, min(self.tasks_per_iteration, len(self.training))
+        return tuple(self.training[(first + at) % len(self.training)] for at in range(many))
+
+
+class StageRecord(Frozen):
+    """A finished stage: the adapter that was current at its end, its figures, and its Unix times in seconds.
+
+    ``groups``: the groups of episodes that are used up with it, where they are taken as they come.
+    """
+
+    name: str
+    adapter: str | None
+    metrics: dict[str, float]
+    started: float
+    finished: float
+    groups: tuple[int, ...] = ()
+
+
+class ChosenBatch(Frozen):
+    """What a stage that has begun is trained on: ``groups`` by number, their ``trajectories`` by id.
+
+    ``dropped`` groups were too stale, so that they are used up too; ``stale`` episodes of others were left out.
+    """
+
+    stage: str
+    groups: tuple[int, ...]
+    trajectories: tuple[str, ...]
+    dropped: tuple[int, ...] = ()
+    stale: int = 0
+
+
+class LoopState(Frozen):
+    """The finished stages of a run, in order, and the batch of the stage that has begun, where it was chosen.
+
+    ``start``: the adapter that the run began with, if it was not the base model alone.
+    """
+
+    start: str | None = None
+    records: tuple[StageRecord, ...] = ()
+    batch: ChosenBatch | None = None
+
+    @property
+    def adapter(self) -> str | None:
+        """The adapter that the next stage starts from."""
+        return self.records[-1].adapter if self.records else self.start
+
+    def record(self, name: str) -> StageRecord | None:
+        """The record of a stage, if it is finished."""
+        return next((record for record in self.records if record.name == name), None)
+
+    def with_record(self, record: StageRecord) -> Self:
+        """This state and one more finished stage."""
+        return self.model_copy(update={"records": (*self.records, record), "batch": None})
+
+    def with_batch(self, batch: ChosenBatch) -> Self:
+        """This state in the middle of a stage."""
+        return self.model_copy(update={"batch": batch})
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a state file; a missing one is the start of a run. Raises ``StorageError`` for a damaged one."""
+        if not path.exists():
+            return cls()
+        try:
+            return cls.model_validate_json(path.read_text())
+        except ValidationError as error:
+            raise StorageError(f"{path} is not the state of a run: move it away to start anew") from error
+
+    def save(self, path: Path) -> None:
+        """Replace the state file atomically and durably."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(".new")
+        with open(fresh, "w") as file:
+            file.write(self.model_dump_json(indent=1))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+
+
+def success_metrics(
+    played: Sequence[Trajectory], rewards: Sequence[float | None], success_at: float
+) -> dict[str, float]:
+    """Counts and means over the episodes that have a reward; failed ones are counted apart, never as zeros."""
+    valid = [reward for reward in rewards if reward is not None]
+    turns = [sum(1 for _ in trajectory.sampled()) for trajectory in played]
+    return {
+        "episodes": float(len(played)),
+        "failed": float(len(played) - len(valid)),
+        "successes": float(sum(reward >= success_at for reward in valid)),
+        "success": sum(reward >= success_at for reward in valid) / len(valid) if valid else 0.0,
+        "reward": sum(valid) / len(valid) if valid else 0.0,
+        "turns": sum(turns) / len(turns) if turns else 0.0,
+    }

@@ -1,0 +1,136 @@
+"""Partial rollouts that go on with the newest weights: an address that answers for all versions with the one in use.
+
+Episodes keep asking for the version that they began with; the router in front of the model server asks for the one that
+the store's pointer names. The answer says which that was, so that every sampled node carries the version it came from.
+An episode that began on the base model, before there was a version, ends on it.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.errors import InfrastructureError, StorageError, describe
+from openhands_rl_plugin.core.types import PolicyRef
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.models.adapters.store import AdapterStore
+
+_START_SECONDS = 30.0
+_PASSED = ("content-type", "retry-after")
+_ROUTED = frozenset({"/v1/chat/completions", "/v1/completions"})
+
+
+@contextmanager
+def running_router(upstream: str, store: AdapterStore, adapter: str, *, timeout: float = 600.0) -> Iterator[str]:
+    """Route to the model server at ``upstream`` until the block ends; yields the URL, without ``/v1``.
+
+    Loopback only. ``timeout`` is in seconds a request. Raises ``InfrastructureError`` when it does not come up.
+    """
+    router = _Router(upstream, store, adapter, timeout)
+    config = uvicorn.Config(router.app(), log_level="warning", access_log=False, timeout_graceful_shutdown=5)
+    server = uvicorn.Server(config)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="router", daemon=True)
+        thread.start()
+        deadline = time.monotonic() + _START_SECONDS
+        while not server.started:
+            if not thread.is_alive() or time.monotonic() > deadline:
+                raise InfrastructureError("the router of partial rollouts did not start; see its log")
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@contextmanager
+def rollout_settings(settings: RLSettings, store: AdapterStore) -> Iterator[RLSettings]:
+    """The settings for a runner of rollouts: by way of a router, where ``[rl.loop]`` lets episodes go on.
+
+    Everybody else (who publishes, say) asks the server itself. Raises as ``running_router`` does.
+    """
+    loop, serving = settings.loop, settings.serving
+    if (loop.kind, loop.partial_rollouts) != ("async", "continue"):
+        yield settings
+        return
+    with running_router(serving.base_url, store, serving.adapter, timeout=serving.request_timeout) as url:
+        yield settings.model_copy(update={"serving": serving.model_copy(update={"base_url": f"{url}/v1"})})
+
+
+class _Router:
+    def __init__(self, upstream: str, store: AdapterStore, adapter: str, timeout: float) -> None:
+        self._root = upstream.rstrip("/").removesuffix("/v1")
+        self._store = store
+        self._adapter = adapter
+        secure = upstream.startswith("https:")
+        self._client = httpx.AsyncClient(timeout=timeout, verify=secure, trust_env=secure)
+
+    def app(self) -> Starlette:
+        @asynccontextmanager
+        async def lifespan(_: Starlette) -> AsyncIterator[None]:
+            yield
+            await self._client.aclose()
+
+        route = Route("/{path:path}", self.forward, methods=["GET", "POST"])
+        return Starlette(routes=[route], lifespan=lifespan)
+
+    async def forward(self, request: Request) -> Response:
+        """The upstream's answer as it comes; a server that is away is a 503, which clients try again."""
+        body = await request.body()
+        headers = {name: value for name, value in request.headers.items() if name in ("authorization", "content-type")}
+        try:
+            if request.url.path in _ROUTED:
+                body = self._routed(body)
+            sent = self._client.build_request(
+                request.method, f"{self._root}{request.url.path}", content=body, headers=headers
+            )
+            answer = await self._client.send(sent, stream=True)
+        except httpx.TransportError as error:
+            return _refusal(503, f"no model server answers at {self._root} ({describe(error)})")
+        except StorageError as error:
+            return _refusal(503, str(error))
+        passed = {name: answer.headers[name] for name in _PASSED if name in answer.headers}
+        return StreamingResponse(_content(answer), answer.status_code, passed)
+
+    def _routed(self, body: bytes) -> bytes:
+        """The request, for the version in use where it asks for any version of the adapter."""
+        try:
+            asked: Any = json.loads(body)
+        except ValueError:
+            return body  # the server says what is wrong with it
+        model = asked.get("model") if isinstance(asked, dict) else None
+        if not isinstance(model, str):
+            return body
+        base, colon, name = model.rpartition(":")  # SGLang is asked for BASE:ADAPTER
+        if PolicyRef.from_served_name("", name).adapter != self._adapter:
+            return body
+        current = self._store.current(self._adapter)
+        return body if current is None else json.dumps({**asked, "model": f"{base}{colon}{current.name}"}).encode()
+
+
+async def _content(answer: httpx.Response) -> AsyncIterator[bytes]:
+    try:
+        async for part in answer.aiter_bytes():
+            yield part
+    finally:
+        await answer.aclose()
+
+
+def _refusal(status: int, message: str) -> Response:
+    return JSONResponse({"error": {"message": message, "type": "ServiceUnavailableError"}}, status)

@@ -1,0 +1,123 @@
+"""A model server that may be away for a while: who needs it waits, instead of collecting failed episodes.
+
+Away is a server that does not answer, or whose proxy answers for it (429, 502, 503, 504).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import httpx
+
+from openhands_rl_plugin.core.errors import InfrastructureError, PublishError
+from openhands_rl_plugin.core.protocols import EpisodeRunner
+from openhands_rl_plugin.core.types import Adapter, EpisodeRequest, FailureKind, Probe, Trajectory
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, PublishReport
+
+_FIRST_PAUSE = 0.5
+_LONGEST_PAUSE = 15.0
+_MODEL_SERVER = frozenset({FailureKind.INFRASTRUCTURE, FailureKind.MODEL})
+
+
+class PatientServer:
+    """The server of a publisher. ``patience`` is in seconds; ``tell`` hears why it is waited for, and ``""`` when not.
+
+    A server that was started again has forgotten its adapters, so asking whether it is there brings the version in use
+    into it once more. While the base model is all that is in use, an answer is enough.
+    """
+
+    def __init__(self, publisher: AdapterPublisher, patience: float, tell: Callable[[str], None]) -> None:
+        self.outages = 0
+        """How often it was found to be away."""
+        self._publisher = publisher
+        self._patience = patience
+        self._tell = tell
+        self._adapter: Adapter | None = None
+        self._there = asyncio.Event()
+        self._there.set()
+        self._turn = asyncio.Lock()
+        self._checked = -1.0
+
+    async def publish(self, adapter: Adapter, probe: Probe | None = None) -> PublishReport:
+        """As ``AdapterPublisher.publish``, as soon as somebody answers. Raises ``InfrastructureError`` when nobody does
+        for too long, ``PublishError`` when the server is there and refuses."""
+        async with self._turn:
+            report = await self._answer(lambda: self._publisher.publish(adapter, probe))
+            self._adapter = adapter
+            return report
+
+    async def available(self) -> None:
+        """Return at once unless it is known to be away; then when it is back."""
+        await self._there.wait()
+
+    async def check(self) -> None:
+        """Return when it answers and holds the version in use, if there is one. Raises as ``publish`` does."""
+        asked = time.monotonic()
+        async with self._turn:
+            # Others may have asked for the same reason, and waited for the answer.
+            if self._checked >= asked:
+                return
+            started = time.monotonic()
+            if (adapter := self._adapter) is None:
+                await self._answer(self._publisher.loaded)
+            else:
+                await self._answer(lambda: self._publisher.publish(adapter))
+            self._checked = started
+
+    async def _answer[T](self, ask: Callable[[], Awaitable[T]]) -> T:
+        """What the server says, as soon as it says anything."""
+        deadline, pause = time.monotonic() + self._patience, _FIRST_PAUSE
+        while True:
+            try:
+                answer = await ask()
+            except PublishError as error:
+                if not isinstance(error.__cause__, httpx.TransportError | httpx.HTTPStatusError):
+                    raise
+                self._note_away(str(error))
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise InfrastructureError(
+                        f"the model server has been away for {self._patience:g} s ([rl.loop] patience): {error}. What "
+                        "was played and trained is kept: start the server, then run the same again"
+                    ) from error
+                await asyncio.sleep(min(pause, left))
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            else:
+                if not self._there.is_set():
+                    self._there.set()
+                    self._tell("")
+                return answer
+
+    def _note_away(self, why: str) -> None:
+        if self._there.is_set():
+            self._there.clear()
+            self.outages += 1
+        self._tell(why)
+
+
+class PatientRunner:
+    """An ``EpisodeRunner`` that begins no episode while the server is away.
+
+    An episode that failed because of the server comes back when the server does.
+    """
+
+    def __init__(self, runner: EpisodeRunner, server: PatientServer) -> None:
+        self._runner = runner
+        self._server = server
+
+    async def run(self, request: EpisodeRequest) -> Trajectory:
+        """Play one episode. Raises ``InfrastructureError`` when the server stays away."""
+        await self._server.available()
+        trajectory = await self._runner.run(request)
+        if trajectory.failure is not None and trajectory.failure.kind in _MODEL_SERVER:
+            await self._server.check()
+        return trajectory
+
+    async def close(self) -> None:
+        """Close the runner behind it."""
+        await self._runner.close()

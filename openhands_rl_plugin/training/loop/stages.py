@@ -1,0 +1,260 @@
+"""What every loop is made of: stages with records, measuring, demonstrations, the warm start and publishing.
+
+Every stage ends with one atomic write of the run's state, and every stage can be begun again: episodes already stored
+are not played twice, and an adapter whose stage did not end is followed by a later version. So a run that was killed
+continues where it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.core.memory import forget_unused
+from openhands_rl_plugin.core.protocols import EpisodeRunner, Reward, TrajectoryStorage
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import Adapter, Probe, Sample, SamplingParams, Task, Trajectory
+from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
+from openhands_rl_plugin.rollout.rescoring import rescore, stored_rewards
+from openhands_rl_plugin.training.credit.credit import Credit, credited_samples
+from openhands_rl_plugin.training.data.demonstrations import ChatTokenizer, demonstration_sample
+from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, StageRecord, success_metrics
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.config.rl import TrainingSettings
+    from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, PublishReport
+    from openhands_rl_plugin.models.adapters.store import AdapterStore
+    from openhands_rl_plugin.training.trainer.metrics import TrainMetrics, TrainProgress
+    from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+
+
+class _CancelledTraining(Exception):
+    """Ends the thread of a training that nobody waits for any more."""
+
+
+class Learn(Protocol):
+    """``Trainer.sft`` or ``Trainer.reinforce``."""
+
+    def __call__(
+        self, samples: Sequence[Sample], on_progress: Callable[[TrainProgress], None] | None, *, run: Path | None
+    ) -> TrainMetrics:
+        """Train on the samples."""
+        ...
+
+
+class LoopListener:
+    """What a loop tells while it runs. The base class listens to nothing; override what you want to show."""
+
+    def stage_started(self, name: str) -> None:
+        """A stage begins."""
+
+    def advanced(self, stage: str, activity: str, done: int, total: int) -> None:
+        """``done`` of ``total`` episodes or optimiser steps of an activity of the stage are finished."""
+
+    def stage_finished(self, record: StageRecord) -> None:
+        """A stage ended, or was found finished when the run resumed."""
+
+
+@dataclass(frozen=True)
+class LoopParts:
+    """What the loop composes. ``demonstrator`` plays the demonstrations, ``runner`` everything else.
+
+    ``reward`` is what is measured and reported; ``objective`` is what reinforcement maximises.
+    """
+
+    runner: EpisodeRunner
+    demonstrator: EpisodeRunner
+    storage: TrajectoryStorage
+    reward: Reward
+    objective: Reward
+    adapters: AdapterStore
+    publisher: AdapterPublisher
+    tokenizer: ChatTokenizer
+    make_trainer: Callable[[TrainingSettings, Adapter | None], LoraTrainer]
+    state_file: Path
+
+
+class LoopStages:
+    """The stages of a plan, from wherever its state file says it stands; ``run`` says in which order."""
+
+    def __init__(self, plan: LoopPlan, parts: LoopParts, listener: LoopListener | None = None) -> None:
+        self._plan = plan
+        self._parts = parts
+        self._listener = listener or LoopListener()
+        self._state = LoopState.load(parts.state_file)
+        self._trainer: LoraTrainer | None = None
+
+    async def _stage(self, name: str, play: Callable[[str], Awaitable[StageRecord]]) -> None:
+        record = self._state.record(name)
+        if record is None:
+            self._listener.stage_started(name)
+            record = await play(name)
+            self._state = self._state.with_record(record)
+            self._state.save(self._parts.state_file)
+        self._listener.stage_finished(record)
+
+    async def _begin(self) -> None:
+        """What comes before reinforcement."""
+        await self._stage("evaluate-base", self._evaluate)
+        if not self._plan.demonstrations:
+            return
+        await self._stage("demonstrate", self._demonstrate)
+        await self._stage("warm-start", self._warm_start)
+        await self._stage("evaluate-warm-start", self._evaluate)
+
+    async def _evaluate(self, stage: str) -> StageRecord:
+        started = time.time()
+        played = await self._roll_out(stage, self._plan.held_out, 1, self._plan.evaluation)
+        return self._record(stage, started, await self._judge(self._where(stage), played))
+
+    async def _demonstrate(self, stage: str) -> StageRecord:
+        started = time.time()
+        played = await self._roll_out(
+            stage, self._plan.demonstrations, 1, SamplingParams(), runner=self._parts.demonstrator
+        )
+        return self._record(stage, started, await self._judge(self._where(stage), played))
+
+    async def _warm_start(self, stage: str) -> StageRecord:
+        started = time.time()
+        where = TrajectoryFilter(run_id=self._run_id("demonstrate"), failed=False)
+        played = [trajectory async for trajectory, _ in self._parts.storage.find(where)]
+        good = [trajectory for trajectory in played if trajectory.episode_return >= self._plan.success_at]
+        if not good:
+            raise TrainingError(
+                f"none of the {len(played)} demonstrations succeeded; is the environment the right one?"
+            )
+        good.sort(key=lambda trajectory: trajectory.id)
+        samples = [demonstration_sample(trajectory, self._parts.tokenizer) for trajectory in good]
+        trainer = await asyncio.to_thread(self._parts.make_trainer, self._plan.warm_start, self._adapter())
+        metrics = await self._learn(stage, trainer.sft, samples)
+        adapter = await self._publish(stage, trainer, metrics.as_floats())
+        trainer.finish()
+        return self._record(stage, started, metrics.as_floats(), adapter)
+
+    async def _credit(self, where: TrajectoryFilter, played: Sequence[Trajectory]) -> Credit:
+        rewards = await self._rewards(self._parts.objective, where, played)
+        return credited_samples(played, rewards, self._plan.reinforcement)
+
+    async def _roll_out(
+        self,
+        stage: str,
+        tasks: Sequence[Task],
+        samples_per_task: int,
+        sampling: SamplingParams,
+        runner: EpisodeRunner | None = None,
+    ) -> tuple[Trajectory, ...]:
+        plan = RolloutPlan(
+            run_id=self._run_id(stage),
+            tasks=tuple(tasks),
+            samples_per_task=samples_per_task,
+            served_model=await self._served_model(),
+            sampling=sampling,
+            seed=self._plan.seed,
+            concurrency=self._plan.concurrency,
+        )
+        finished, total = 0, len(tasks) * samples_per_task
+
+        def count(_: Trajectory) -> None:
+            nonlocal finished
+            finished += 1
+            self._listener.advanced(stage, "episodes", finished, total)
+
+        return await roll_out(plan, runner or self._parts.runner, self._parts.storage, count)
+
+    async def _judge(self, where: TrajectoryFilter, played: Sequence[Trajectory]) -> dict[str, float]:
+        rewards = await self._rewards(self._parts.reward, where, played)
+        return success_metrics(played, rewards, self._plan.success_at)
+
+    async def _rewards(
+        self, reward: Reward, where: TrajectoryFilter, played: Sequence[Trajectory]
+    ) -> list[float | None]:
+        """Judged once a version, whichever stage, process or other reward asks for it."""
+        await rescore(self._parts.storage, reward, where)
+        return await stored_rewards(self._parts.storage, reward.version, played)
+
+    async def _reinforcement_trainer(self) -> LoraTrainer:
+        if self._trainer is None:
+            forget_unused()  # the warm start's model, before there is another one
+            adapter = self._adapter()
+            trainer = await asyncio.to_thread(self._parts.make_trainer, self._plan.reinforcement, adapter)
+            if adapter is not None and (saved := self._trainer_directory(adapter)).exists():
+                await asyncio.to_thread(trainer.load_state, saved)
+            self._trainer = trainer
+        return self._trainer
+
+    async def _publish(self, stage: str, trainer: LoraTrainer, metrics: dict[str, float]) -> Adapter:
+        parent = self._adapter()
+        adapter = await asyncio.to_thread(
+            self._parts.adapters.create,
+            self._plan.adapter,
+            trainer.save_adapter,
+            base_model=self._plan.base_model,
+            parent=parent.name if parent is not None else None,
+            step=trainer.step,
+            metrics=metrics,
+        )
+        probe = await asyncio.to_thread(trainer.probe, self._plan.probe_ids)
+        report = await self._bring_into_use(adapter, probe)
+        self._listener.advanced(stage, f"published {adapter.name}", 1, 1)
+        metrics["publish_seconds"] = report.seconds
+        return adapter
+
+    async def _bring_into_use(self, adapter: Adapter, probe: Probe | None = None) -> PublishReport:
+        return await self._parts.publisher.publish(adapter, probe)
+
+    async def _served_model(self) -> str:
+        """What the model server calls the weights that the run stands at."""
+        adapter = self._adapter()
+        return self._plan.base_model if adapter is None else await self._parts.publisher.served_model(adapter)
+
+    def _adapter(self) -> Adapter | None:
+        # The state decides, not the pointer: a killed stage may have published what the state does not know.
+        name = self._state.adapter
+        return self._parts.adapters.get(name) if name is not None else None
+
+    async def _learn(self, stage: str, learn: Learn, samples: Sequence[Sample]) -> TrainMetrics:
+        """Train in a thread: torch holds no lock of the interpreter while it computes.
+
+        Whoever cancels this waits for the step that is under way, and for no more.
+        """
+        cancelled = threading.Event()
+
+        def advanced(progress: TrainProgress) -> None:
+            if cancelled.is_set():
+                raise _CancelledTraining
+            self._listener.advanced(stage, "training", progress.done, progress.total)
+
+        try:
+            return await asyncio.to_thread(learn, samples, advanced, run=self._run_directory(stage))
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    def _record(
+        self, stage: str, started: float, metrics: dict[str, float], adapter: Adapter | None = None
+    ) -> StageRecord:
+        name = adapter.name if adapter is not None else self._state.adapter
+        return StageRecord(name=stage, adapter=name, metrics=metrics, started=started, finished=time.time())
+
+    def _run_id(self, stage: str) -> str:
+        return f"{self._plan.run_id}/{stage}"
+
+    def _where(self, stage: str) -> TrajectoryFilter:
+        return TrajectoryFilter(run_id=self._run_id(stage))
+
+    def _run_directory(self, stage: str) -> Path:
+        return self._parts.state_file.parent / "training" / stage
+
+    def _trainer_directory(self, adapter: Adapter) -> Path:
+        return self._parts.state_file.parent / "trainer" / adapter.name
+
+
+def iteration_name(index: int) -> str:
+    """``2`` -> ``"iteration-002"``."""
+    return f"iteration-{index:03d}"

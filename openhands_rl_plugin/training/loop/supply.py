@@ -1,0 +1,122 @@
+"""Groups of episodes that are played ahead of the trainer, as far as the bound on staleness lets."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+
+from openhands_rl_plugin.core.types import Trajectory
+
+
+@dataclass(frozen=True)
+class Group:
+    """The episodes of one task that are compared with each other; ``number`` counts the groups of a run."""
+
+    number: int
+    trajectories: tuple[Trajectory, ...]
+
+
+class Supply:
+    """Plays groups and hands them over, of those that are finished the oldest first.
+
+    ``held`` groups have been handed over already. A group is open from its beginning until ``close``: that of a batch
+    when what was learnt from it is in use, so that with a ``limit`` of ``(max_staleness + 1)`` batches an episode that
+    begins now is at most ``max_staleness`` versions old when its turn comes, unless others overtake it.
+    """
+
+    def __init__(
+        self, play: Callable[[int], Awaitable[Group]], *, used: Collection[int], held: int, limit: int
+    ) -> None:
+        self._play = play
+        self._numbers = (number for number in count() if number not in used)
+        self._open = held
+        self._limit = limit
+        self._finished: dict[int, Group] = {}
+        self._more = asyncio.Event()
+        self._room = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Play on as tasks of ``tasks``, until ``stop``; what stops one of them stops them all."""
+        self._spawn(tasks, self._produce(tasks))
+
+    def stop(self) -> None:
+        """Give up what is being played; it is stored as far as it got."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def take(self) -> Group:
+        """The oldest finished group, when there is one."""
+        while not self._finished:
+            self._more.clear()
+            await self._more.wait()
+        return self._finished.pop(min(self._finished))
+
+    def close(self, groups: int, limit: int | None = None) -> None:
+        """``groups`` of those that were handed over are used up; from now on at most ``limit`` are open."""
+        self._open -= groups
+        self._limit = self._limit if limit is None else limit
+        self._room.set()
+
+    async def _produce(self, tasks: asyncio.TaskGroup) -> None:
+        for number in self._numbers:
+            while self._open >= self._limit:
+                self._room.clear()
+                await self._room.wait()
+            self._open += 1
+            self._spawn(tasks, self._finish(number))
+
+    async def _finish(self, number: int) -> None:
+        self._finished[number] = await self._play(number)
+        self._more.set()
+
+    def _spawn(self, tasks: asyncio.TaskGroup, work: Awaitable[None]) -> None:
+        task = tasks.create_task(_awaited(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class Meter:
+    """What became of the places that episodes are played in."""
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._busy = 0
+        self._finished = 0
+        self._worked = 0.0
+        self._since = self._start = time.monotonic()
+
+    @contextmanager
+    def episode(self) -> Iterator[None]:
+        """One place is taken, and an episode finished unless the block is left by an error."""
+        self._change(1)
+        try:
+            yield
+            self._finished += 1
+        finally:
+            self._change(-1)
+
+    def read(self) -> dict[str, float]:
+        """Episodes an hour, and the share of the places that stood empty, since the last reading."""
+        self._change(0)
+        seconds = max(self._since - self._start, 1e-9)
+        figures = {
+            "rollouts_an_hour": 3600 * self._finished / seconds,
+            "rollouts_waiting_share": 1 - self._worked / (seconds * self._places),
+        }
+        self._finished, self._worked, self._start = 0, 0.0, self._since
+        return figures
+
+    def _change(self, by: int) -> None:
+        now = time.monotonic()
+        self._worked += self._busy * (now - self._since)
+        self._since = now
+        self._busy += by
+
+
+async def _awaited(work: Awaitable[None]) -> None:
+    await work

@@ -1,0 +1,100 @@
+"""Logprobs of chosen tokens, and what to watch while training."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openhands_rl_plugin.training.losses.objectives import TokenBatch
+
+ROWS_AT_A_TIME = 128
+"""Logits exist for this many positions only, which bounds the memory at 128 x vocabulary floats."""
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """Means over the trained tokens of one pass or more; add passes with ``+``.
+
+    ``ratio``: probability now / when sampled. ``approx_kl``: the k3 estimate of KL(sampler || now), in nats.
+    ``clip_share``: share of tokens whose gradient the clip has cut off. ``entropy``: of the next-token distribution.
+    ``drift``: mean absolute difference of the logprobs from the recorded ones. ``kl``: the estimate of the divergence
+    from the base model that is trained against. ``weight``: of the correction for stale rollouts.
+    """
+
+    tokens: int = 0
+    ratio: float = 1.0
+    approx_kl: float = 0.0
+    clip_share: float = 0.0
+    entropy: float = 0.0
+    drift: float = 0.0
+    kl: float = 0.0
+    weight: float = 1.0
+
+    def __add__(self, other: Diagnostics) -> Diagnostics:
+        total = self.tokens + other.tokens
+        if total == 0:
+            return self
+        mine, theirs = asdict(self), asdict(other)
+        means = {
+            name: (mine[name] * self.tokens + theirs[name] * other.tokens) / total for name in mine if name != "tokens"
+        }
+        return Diagnostics(tokens=total, **means)
+
+
+@torch.no_grad()
+def diagnose(batch: TokenBatch, entropies: Tensor, *, ratio: Tensor, low: float, high: float) -> Diagnostics:
+    """Diagnostics of one pass. ``ratio`` ([K]) is what the clip's bounds 1 - low and 1 + high are for."""
+    log_ratio = batch.logprobs - batch.old
+    cut = ((ratio > 1 + high) & (batch.advantages > 0)) | ((ratio < 1 - low) & (batch.advantages < 0))
+    return Diagnostics(
+        tokens=batch.logprobs.numel(),
+        ratio=log_ratio.exp().mean().item(),
+        approx_kl=(log_ratio.exp() - 1 - log_ratio).mean().item(),
+        clip_share=cut.float().mean().item(),
+        entropy=entropies.mean().item(),
+    )
+
+
+def token_logprobs(
+    hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropies of next tokens, in float32.
+
+    hidden: [K, width], the states that predict; targets: [K] token ids; weight: [vocabulary, width] and bias of the
+    frozen output layer. Returns ([K] logprobs, [K] entropies); only the logprobs carry gradient, to ``hidden`` alone.
+    """
+    return _TokenLogprobs.apply(hidden, targets, weight, bias)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """The gradient of a logprob with respect to its hidden state is ``W[target] - softmax(logits) W``, one row of
+    ``width`` numbers. It is computed along with the logits, so these are neither kept nor computed again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        wanted = ctx.needs_input_grad[0]
+        logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        entropies = torch.empty_like(logprobs)
+        slopes = torch.empty_like(hidden) if wanted else hidden.new_empty(0)
+        for start in range(0, len(targets), ROWS_AT_A_TIME):
+            rows = slice(start, start + ROWS_AT_A_TIME)
+            logits = torch.nn.functional.linear(hidden[rows], weight, bias).float()
+            distribution = torch.log_softmax(logits, dim=-1)
+            logprobs[rows] = distribution.gather(1, targets[rows, None])[:, 0]
+            probabilities = distribution.exp()
+            entropies[rows] = -torch.linalg.vecdot(probabilities, distribution)
+            if wanted:
+                slopes[rows] = weight[targets[rows]] - probabilities.to(weight.dtype) @ weight
+        ctx.save_for_backward(slopes)
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor, _grad_entropies: Tensor) -> tuple[Tensor, None, None, None]:
+        (slopes,) = ctx.saved_tensors
+        return (slopes * grad_logprobs[:, None]).to(slopes.dtype), None, None, None

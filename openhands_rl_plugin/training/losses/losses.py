@@ -1,0 +1,213 @@
+"""The loss of one pass, by the algorithm that the settings name: token losses, or preferences between rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.training.algorithms import aggregation_of, algorithm_of, clip_bounds
+from openhands_rl_plugin.training.losses import objectives
+from openhands_rl_plugin.training.losses.items import Item
+from openhands_rl_plugin.training.losses.logprobs import Diagnostics, diagnose
+from openhands_rl_plugin.training.losses.objectives import TokenBatch
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The K trained tokens of S items that went through the model together.
+
+    ``logprobs`` (with gradient) and ``entropies``: [K], in the order of the items; ``weights``: [S], how much a token
+    of each item counts in the optimiser batch.
+    """
+
+    items: Sequence[Item]
+    logprobs: Tensor
+    entropies: Tensor
+    weights: Tensor
+
+    @property
+    def sequence(self) -> Tensor:
+        """[K]: the number of each token's item."""
+        counts = torch.tensor([len(item.positions) for item in self.items], device=self.logprobs.device)
+        return torch.repeat_interleave(torch.arange(len(self.items), device=counts.device), counts)
+
+    def tokens(self, parts: Sequence[Tensor]) -> Tensor:
+        """[K] of one tensor an item."""
+        return torch.cat(list(parts)).to(self.logprobs.device)
+
+
+class PassLoss(Protocol):
+    """A loss that can be computed in passes: those of a batch add up."""
+
+    whole_units: bool
+    """Whether the items of a unit must be in one pass."""
+
+    starts_from_now: bool
+    """Whether ``Item.old`` must be what the policy says before the first step, instead of what was recorded."""
+
+    needs_reference: bool
+    """Whether ``Item.reference`` must be what the base model says."""
+
+    def weights(self, batch: Sequence[Item]) -> Tensor:
+        """[S]: how much a token of each item of an optimiser batch counts."""
+        ...
+
+    def counts(self, item: Item) -> bool:
+        """Whether the item has any say; the others count in the weights, but need no computation."""
+        ...
+
+    def __call__(self, one: Pass) -> tuple[Tensor, Diagnostics]:
+        """The pass's share of the batch's loss, with gradient."""
+        ...
+
+
+class Imitation:
+    """Negative log-likelihood."""
+
+    whole_units = starts_from_now = needs_reference = False
+
+    def __init__(self, settings: TrainingSettings) -> None:
+        # The settings may name an algorithm that found nothing to compare; its weights are not meant for this.
+        self._settings = settings.as_fine_tuning()
+
+    def weights(self, batch: Sequence[Item]) -> Tensor:
+        """As ``aggregation`` says."""
+        return batch_weights(batch, self._settings)
+
+    def counts(self, item: Item) -> bool:
+        """Advantages are not looked at."""
+        return True
+
+    def __call__(self, one: Pass) -> tuple[Tensor, Diagnostics]:
+        """The mean over the sampled tokens, in nats."""
+        loss = -(one.weights[one.sequence] * one.logprobs).sum()
+        return loss, Diagnostics(tokens=one.logprobs.numel(), entropy=one.entropies.mean().item())
+
+
+class Reinforcement:
+    """A policy gradient: the objective, the divergence from the base model and the correction of stale tokens."""
+
+    whole_units = False
+
+    def __init__(self, settings: TrainingSettings) -> None:
+        self._settings = settings
+        self._objective = algorithm_of(settings).objective
+        self._low, self._high = clip_bounds(settings)
+        self.starts_from_now = settings.correction != "none"
+        self.needs_reference = settings.kl != "none"
+        self._kl_in_loss = settings.kl != "none" and settings.kl_in == "loss"
+
+    def weights(self, batch: Sequence[Item]) -> Tensor:
+        """As ``aggregation`` says."""
+        return batch_weights(batch, self._settings)
+
+    def counts(self, item: Item) -> bool:
+        """Without an advantage there is no gradient, unless the divergence has one."""
+        return self._kl_in_loss or bool(item.advantages.any())
+
+    def __call__(self, one: Pass) -> tuple[Tensor, Diagnostics]:
+        """``sum(weights * correction * (objective + kl_coefficient * kl))``."""
+        tokens = TokenBatch(
+            logprobs=one.logprobs,
+            old=one.tokens([item.old for item in one.items]),
+            advantages=one.tokens([item.advantages for item in one.items]),
+            sequence=one.sequence,
+            sequences=len(one.items),
+        )
+        recorded = one.tokens([item.recorded for item in one.items])
+        correction = self._correction(tokens, recorded)
+        losses = self._losses(tokens) * correction
+        divergence = 0.0
+        if self._kl_in_loss and self._settings.kl != "none":
+            reference = one.tokens([item.reference for item in one.items if item.reference is not None])
+            kl = objectives.kl_penalty(one.logprobs, reference, self._settings.kl)
+            losses = losses + self._settings.kl_coefficient * correction * kl
+            divergence = kl.detach().mean().item()
+        diagnostics = self._diagnose(tokens, one.entropies, recorded, divergence, correction)
+        return (one.weights[one.sequence] * losses).sum(), diagnostics
+
+    def _losses(self, tokens: TokenBatch) -> Tensor:
+        match self._objective:
+            case "gspo":
+                return objectives.gspo(tokens, low=self._low, high=self._high)
+            case "cispo":
+                return objectives.cispo(tokens, low=self._low, high=self._high)
+            case _:
+                return objectives.ppo(tokens, low=self._low, high=self._high, dual=self._settings.dual_clip or None)
+
+    def _correction(self, tokens: TokenBatch, recorded: Tensor) -> Tensor:
+        return objectives.correction_weights(
+            tokens,
+            recorded,
+            mode=self._settings.correction,
+            level=self._settings.correction_level,
+            low=self._settings.correction_low,
+            high=self._settings.correction_high,
+        )
+
+    def _diagnose(
+        self, tokens: TokenBatch, entropies: Tensor, recorded: Tensor, divergence: float, correction: Tensor
+    ) -> Diagnostics:
+        difference = (tokens.logprobs - tokens.old).detach()
+        ratio = torch.exp(tokens.mean_of_sequence(difference) if self._objective == "gspo" else difference)
+        found = diagnose(tokens, entropies, ratio=ratio, low=self._low, high=self._high)
+        drift = (tokens.logprobs.detach() - recorded).abs().mean().item()
+        return replace(found, drift=drift, kl=divergence, weight=correction.mean().item())
+
+
+class Preference:
+    """DPO: the better half of a pair gains on the other, measured from where the adapter started."""
+
+    whole_units = starts_from_now = True
+    needs_reference = False
+
+    def __init__(self, settings: TrainingSettings) -> None:
+        self._beta = settings.dpo_beta
+
+    def weights(self, batch: Sequence[Item]) -> Tensor:
+        """Every pair counts the same."""
+        return torch.full((len(batch),), 1.0 / len({item.unit for item in batch}))
+
+    def counts(self, item: Item) -> bool:
+        """Every pair has a say."""
+        return True
+
+    def __call__(self, one: Pass) -> tuple[Tensor, Diagnostics]:
+        """The mean over pairs of ``-log sigmoid(beta * margin)``."""
+        pairs = {unit: at for at, unit in enumerate(dict.fromkeys(item.unit for item in one.items))}
+        pair = one.logprobs.new_tensor([pairs[item.unit] for item in one.items], dtype=torch.int64)[one.sequence]
+        chosen = one.logprobs.new_tensor([item.chosen for item in one.items], dtype=torch.bool)[one.sequence]
+        old = one.tokens([item.old for item in one.items])
+
+        def total(values: Tensor, wanted: Tensor) -> Tensor:
+            return values.new_zeros(len(pairs)).index_add(0, pair[wanted], values[wanted])
+
+        losses = objectives.preference(
+            total(one.logprobs, chosen),
+            total(one.logprobs, ~chosen),
+            total(old, chosen),
+            total(old, ~chosen),
+            beta=self._beta,
+        )
+        entropy = one.entropies.mean().item()
+        return losses.sum() * one.weights[0], Diagnostics(tokens=one.logprobs.numel(), entropy=entropy)
+
+
+def batch_weights(batch: Sequence[Item], settings: TrainingSettings) -> Tensor:
+    """[S] weights of the tokens of each item, from all items of an optimiser batch."""
+    lengths = torch.tensor([float(len(item.positions)) for item in batch])
+    match aggregation_of(settings):
+        case "token":
+            return objectives.token_mean(lengths)
+        case "sequence":
+            return objectives.sequence_mean(lengths)
+        case "fixed":
+            return objectives.fixed_length(lengths, settings.fixed_length or int(lengths.max()))
+        case "rollout":
+            units = {unit: at for at, unit in enumerate(dict.fromkeys(item.unit for item in batch))}
+            return objectives.rollout_mean(lengths, torch.tensor([units[item.unit] for item in batch]))

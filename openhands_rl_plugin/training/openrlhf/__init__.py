@@ -1,0 +1,1 @@
+"""Our rollouts under OpenRLHF's trainer. Start with ``agent``, the file that OpenRLHF loads."""

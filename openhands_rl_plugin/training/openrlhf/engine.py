@@ -1,0 +1,108 @@
+"""OpenRLHF's rollout engine as an ``LLMEngine``: ids in, ids out, and nothing that was sampled is tokenised again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any, Protocol
+
+from openhands_rl_plugin.core.errors import ModelError
+from openhands_rl_plugin.core.types import Completion, JsonObject, Message, PolicyRef, SamplingParams, Tokens, Usage
+from openhands_rl_plugin.training.openrlhf.text import TokenizerTemplate, message_of, text_behind
+
+_CHOSEN_BY_STRATEGY = ("temperature", "top_p", "seed")
+
+
+class TokenGenerator(Protocol):
+    """The part of OpenRLHF's ``RolloutRayActor`` that is needed; its answer is vLLM's ``RequestOutput``."""
+
+    async def generate(self, prompt_token_ids: list[int], sampling_params: Any, multi_modal_data: Any = None) -> Any:
+        """Sample one answer."""
+        ...
+
+
+class OpenRLHFEngine:
+    """The engine of one episode.
+
+    Args:
+        generator: samples.
+        tokenizer: of Hugging Face, with a chat template.
+        sampling: vLLM's parameters as OpenRLHF gave them; copied for every answer, never changed.
+        longest: tokens that prompt and answers may have together.
+        answer: tokens that one answer may have.
+    """
+
+    def __init__(self, generator: TokenGenerator, tokenizer: Any, sampling: Any, *, longest: int, answer: int) -> None:
+        self._generator = generator
+        self._tokenizer = tokenizer
+        self._template = TokenizerTemplate(tokenizer)
+        self._sampling = deepcopy(sampling)
+        self._longest = longest
+        self._answer = min(answer, sampling.max_tokens or answer)
+        self._contexts: dict[tuple[Message, ...], tuple[int, ...]] = {}
+        self.policy = PolicyRef(base_model=str(getattr(tokenizer, "name_or_path", "") or "openrlhf"))
+        self.full = False
+        """Whether a conversation has left no room for another answer."""
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[JsonObject] = (),
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+    ) -> list[Completion]:
+        """Sample ``n`` answers. Raises ``ModelError`` when there is no room for one."""
+        prompt = self._prompt(tuple(messages), tools)
+        room = self._longest - len(prompt)
+        if room < 1:
+            self.full = True
+            raise ModelError(f"the conversation has {len(prompt)} tokens of {self._longest}: raise --data.max_len")
+        wanted = self._wanted(sampling, room)
+        answers = await asyncio.gather(*(self._generator.generate(list(prompt), deepcopy(wanted)) for _ in range(n)))
+        return [self._completion(tuple(messages), prompt, answer.outputs[0], bool(tools)) for answer in answers]
+
+    def _prompt(self, messages: tuple[Message, ...], tools: Sequence[JsonObject]) -> tuple[int, ...]:
+        """The ids of the longest known beginning that ends with an answer, and those of the text behind it."""
+        for end in range(len(messages), 0, -1):
+            if (known := self._contexts.get(messages[:end])) is not None:
+                behind = self._ids(text_behind(self._template, messages, end - 1, tools))
+                # The answer's own end of turn was sampled; a cut one has none.
+                return known + (behind[1:] if known[-1:] == behind[:1] else behind)
+        return self._ids(self._template.render(messages, tools))
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _wanted(self, sampling: SamplingParams | None, room: int) -> Any:
+        wanted = deepcopy(self._sampling)
+        asked = (sampling.max_tokens if sampling is not None else None) or self._answer
+        wanted.max_tokens = min(asked, self._answer, room)
+        for name in _CHOSEN_BY_STRATEGY:
+            if sampling is not None and (value := getattr(sampling, name)) is not None:
+                setattr(wanted, name, value)
+        if sampling is not None and sampling.stop:
+            wanted.stop = list(sampling.stop)
+        return wanted
+
+    def _completion(
+        self, messages: tuple[Message, ...], prompt: tuple[int, ...], output: Any, called: bool
+    ) -> Completion:
+        sampled = tuple(output.token_ids)
+        # Not the engine's own text: OpenRLHF asks for it with its special tokens.
+        text = str(self._tokenizer.decode(list(sampled), skip_special_tokens=True))
+        message = message_of(text, turn=len(messages), called=called)
+        self._contexts[(*messages, message)] = prompt + sampled
+        given = output.logprobs or ()
+        return Completion(
+            message=message,
+            tokens=Tokens(
+                prompt_ids=prompt,
+                sampled_ids=sampled,
+                logprobs=tuple(each[token].logprob for each, token in zip(given, sampled, strict=False)),
+            ),
+            finish_reason=output.finish_reason,
+            usage=Usage(prompt_tokens=len(prompt), completion_tokens=len(sampled), calls=1),
+            policy=self.policy,
+        )

@@ -1,0 +1,269 @@
+"""What OpenRLHF asks an agent for, played by ``AgentSession``: the episode that the ``[rl]`` section describes.
+
+Four environment variables say which, because OpenRLHF builds its agents without arguments; ``RolloutConfig`` names
+them. A row of the data set is a task as JSON (``id``, ``instruction``, ``data``), or just the instruction.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypedDict
+
+from pydantic import Field, ValidationError
+
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.config.environment import make_environment
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.core.errors import ConfigError, TrainingError, describe
+from openhands_rl_plugin.core.protocols import LLMEngine, Reward
+from openhands_rl_plugin.core.templates.base import ChatTemplate
+from openhands_rl_plugin.core.templates.families import template_for
+from openhands_rl_plugin.core.types import (
+    EpisodeRequest,
+    Frozen,
+    JsonObject,
+    PolicyRef,
+    Score,
+    StopReason,
+    StrategySpec,
+    Task,
+    Trajectory,
+)
+from openhands_rl_plugin.rollout.scoring import judge
+from openhands_rl_plugin.rollout.session import AgentSession
+from openhands_rl_plugin.training.openrlhf.engine import OpenRLHFEngine, TokenGenerator
+
+CONFIG, REWARD, TEMPLATE, RETRIES = (
+    "OPENHANDS_RL_CONFIG",
+    "OPENHANDS_RL_REWARD",
+    "OPENHANDS_RL_TEMPLATE",
+    "OPENHANDS_RL_RETRIES",
+)
+CUT_SHORT = frozenset({StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.TIMEOUT})
+"""Ends that are limits', not the task's."""
+
+
+class Rollout(TypedDict):
+    """One episode as OpenRLHF 0.11 reads it.
+
+    ``observation_tokens``: all ids, up to the last sampled one; ``action_ranges``: where sampled ones lie, start and
+    end; ``rollout_log_probs``: one number an id, 0.0 where it was not sampled, ``None`` when none were asked for.
+    ``extra_logs`` has the same keys in every episode.
+    """
+
+    prompt: str
+    label: object
+    images: None
+    mm_train_inputs: None
+    reward: float
+    scores: float
+    observation_tokens: list[int]
+    action_ranges: list[tuple[int, int]]
+    rollout_log_probs: list[float] | None
+    truncated: bool
+    extra_logs: dict[str, float]
+
+
+class _TaskRow(Frozen):
+    id: str = ""
+    instruction: str = ""
+    data: JsonObject = Field(default_factory=dict)
+    split: str = ""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How episodes are played, from the process's environment.
+
+    ``OPENHANDS_RL_CONFIG``: a config.toml; ``OPENHANDS_RL_REWARD``: another reward than that of ``[rl.reward]``, with
+    its default options; ``OPENHANDS_RL_TEMPLATE``: the model's family, for an ``AgentInstance`` that is not given a
+    tokenizer (default: qwen3); ``OPENHANDS_RL_RETRIES``: how often an episode that failed is replaced (default: 2).
+    """
+
+    settings: RLSettings
+    reward: Reward
+    template: ChatTemplate
+    retries: int
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
+        """Raises ``ConfigError`` when a variable or what it names is wrong."""
+        environ = os.environ if environ is None else environ
+        if not (path := environ.get(CONFIG)):
+            raise ConfigError(f"{CONFIG} is not set: export {CONFIG}=/path/to/config.toml with an [rl] section")
+        retries = environ.get(RETRIES, "2")
+        if not retries.isdecimal():
+            raise ConfigError(f"{RETRIES} must be a whole number, not {retries!r}")
+        settings = load_settings(Path(path), environ)
+        reward = settings.reward.overridden(environ.get(REWARD) or None)
+        return cls(
+            settings=settings,
+            reward=registry.build("rewards", reward.name, reward.options),
+            template=template_for(environ.get(TEMPLATE, "qwen3")),
+            retries=int(retries),
+        )
+
+    def task(self, prompt: str, label: object, markers: Sequence[str] = ()) -> Task:
+        """The task of a row. ``markers``: special tokens, which show that the prompt was rendered already.
+
+        Raises ``ConfigError`` for a row that is no task.
+        """
+        row = _row(prompt)
+        if any(marker in row.instruction for marker in markers):
+            raise ConfigError(
+                "the prompts are rendered already: drop --data.apply_chat_template, the environment opens the "
+                "conversation"
+            )
+        data = row.data if label in ("", None) else {"label": label, **row.data}  # the row's own label counts more
+        identity = row.id or hashlib.sha256(prompt.encode()).hexdigest()[:16]
+        try:
+            return Task(
+                id=identity,
+                environment=self.settings.env_name,
+                instruction=row.instruction,
+                data=data,  # pyright: ignore[reportArgumentType]  (checked here)
+                split=row.split,
+            )
+        except ValidationError as error:
+            raise ConfigError(f"task {identity}: its label is not JSON: {describe(error)}") from error
+
+    def session(self, engine: LLMEngine, policy: PolicyRef, longest: int | None = None) -> AgentSession:
+        """A fresh environment and strategy. ``longest``: tokens that a conversation may have."""
+        limits = self.settings.limits()
+        if longest is not None:
+            bound = min(longest, limits.max_prompt_length or longest)
+            limits = limits.model_copy(update={"max_prompt_length": bound})
+        name, options = self.settings.rollout_strategy, self.settings.strategy
+        return AgentSession(
+            environment=make_environment(self.settings),
+            strategy=registry.build("strategies", name, options),
+            strategy_spec=StrategySpec(name=name, options=options),
+            engine=engine,
+            policy=policy,
+            limits=limits,
+        )
+
+
+class Rollouts:
+    """Plays episodes; one object may play many at a time."""
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self.config = config
+        self._samples = itertools.count()
+
+    def request(self, task: Task) -> EpisodeRequest:
+        """A request of its own for every episode."""
+        return EpisodeRequest(task=task, run_id="openrlhf", group_id=task.id, sample=next(self._samples))
+
+    async def play(
+        self,
+        prompt: str,
+        label: object,
+        sampling: Any,
+        max_length: int,
+        tokenizer: Any,
+        generator: TokenGenerator,
+        images: object = None,
+    ) -> Rollout:
+        """One episode. One that fails is replaced, because OpenRLHF has no way to leave it out of a baseline.
+
+        Raises ``ConfigError`` for a row that cannot be played, ``TrainingError`` when its replacements failed too.
+        """
+        if images:
+            raise ConfigError("images are not supported: set --data.max_images_per_prompt 0")
+        task = self.config.task(prompt, label, tuple(getattr(tokenizer, "all_special_tokens", ())))
+        longest_answer = self.config.settings.limits().max_response_length
+        for _ in range(self.config.retries + 1):
+            engine = OpenRLHFEngine(generator, tokenizer, sampling, longest=max_length, answer=longest_answer)
+            trajectory = await self._played(task, engine, max_length)
+            score = await judge(self.config.reward, trajectory)
+            if isinstance(score, Score):
+                return _rollout(trajectory, score, prompt, label, with_logprobs=sampling.logprobs is not None)
+            failure = score
+        raise TrainingError(
+            f"task {task.id} failed {self.config.retries + 1} times, at last with: {failure.message} "
+            f"({failure.boundary}); mend it or leave the task out"
+        )
+
+    async def _played(self, task: Task, engine: OpenRLHFEngine, max_length: int) -> Trajectory:
+        session = self.config.session(engine, engine.policy, max_length - 1)
+        trajectory = await session.run(self.request(task))
+        if engine.full:
+            # No room is a limit of the episode, not a failure of the model.
+            trajectory = trajectory.model_copy(update={"failure": None, "stop": StopReason.MAX_TOKENS})
+        if trajectory.failure is None and not any(trajectory.sampled()):
+            raise ConfigError(
+                f"task {task.id}: its opening leaves no room for an answer in {max_length} tokens; raise "
+                "--data.max_len and [rl] max_prompt_length, or leave the task out"
+            )
+        return trajectory
+
+
+def total_of(score: Score, task: str) -> float:
+    """The reward as a number. Raises ``TrainingError`` when the grader gave none."""
+    if score.reward is None:
+        raise TrainingError(f"task {task}: {score.reward_version} gave no reward; OpenRLHF needs one for every episode")
+    return score.reward
+
+
+def is_cut_short(trajectory: Trajectory) -> bool:
+    """Whether a limit ended the episode, or its last answer."""
+    last = next(reversed([*trajectory.sampled()]), None)
+    return trajectory.stop in CUT_SHORT or (last is not None and last.finish_reason == "length")
+
+
+def logs_of(trajectory: Trajectory) -> dict[str, float]:
+    """What OpenRLHF logs of an episode."""
+    turns = sum(1 for _ in trajectory.sampled())
+    return {"agent_turns": float(turns), "agent_cut_short": float(is_cut_short(trajectory))}
+
+
+def _rollout(trajectory: Trajectory, score: Score, prompt: str, label: object, *, with_logprobs: bool) -> Rollout:
+    ids: list[int] = []
+    logprobs: list[float] = []
+    ranges: list[tuple[int, int]] = []
+    for node in trajectory.sampled():
+        tokens = node.tokens
+        assert tokens is not None  # the engine gives them
+        if ids and not tokens.extends:
+            raise TrainingError(f"task {trajectory.task.id}: its turns are not one sequence; use StandardReAct")
+        ids += tokens.prompt_ids
+        ranges.append((len(ids), len(ids) + len(tokens.sampled_ids)))
+        ids += tokens.sampled_ids
+        logprobs += [0.0] * len(tokens.prompt_ids) + [*(tokens.logprobs or [0.0] * len(tokens.sampled_ids))]
+    reward = total_of(score, trajectory.task.id)
+    return Rollout(
+        prompt=prompt,
+        label=label,
+        images=None,
+        mm_train_inputs=None,
+        reward=reward,
+        scores=reward,
+        observation_tokens=ids,
+        action_ranges=ranges,
+        rollout_log_probs=logprobs if with_logprobs else None,
+        truncated=is_cut_short(trajectory),
+        extra_logs=logs_of(trajectory),
+    )
+
+
+def _row(prompt: str) -> _TaskRow:
+    if not prompt.lstrip().startswith("{"):
+        return _TaskRow(instruction=prompt)
+    try:
+        row = json.loads(prompt)
+    except ValueError:
+        return _TaskRow(instruction=prompt)
+    try:
+        return _TaskRow.model_validate(row)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"a row of the data set is no task: {where}: {first['msg']}") from error

@@ -1,0 +1,67 @@
+"""Conversations that only grow: the text of a prompt, and later only of what follows an answer.
+
+A chat template may rewrite earlier turns (Qwen3 drops old thoughts), and a text that is tokenised again may get other
+ids. What was sampled is therefore never rendered: only the text behind it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from openhands_rl_plugin.core.errors import ModelError
+from openhands_rl_plugin.core.messages import to_wire
+from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
+from openhands_rl_plugin.models.server.toolcalls import ParsedText, parse_tool_calls
+
+_STAND_IN = "STAND-IN-FOR-WHAT-WAS-SAMPLED"
+
+
+class Renderer(Protocol):
+    """How a conversation becomes the text of a prompt; every ``ChatTemplate`` is one."""
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[JsonObject] = (), *, add_generation_prompt: bool = True
+    ) -> str:
+        """The text."""
+        ...
+
+
+class TokenizerTemplate:
+    """The chat template that a Hugging Face tokenizer brings."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[JsonObject] = (), *, add_generation_prompt: bool = True
+    ) -> str:
+        """The text. Raises whatever the template raises."""
+        return self._tokenizer.apply_chat_template(
+            [to_wire(message) for message in messages],
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+        )
+
+
+def text_behind(renderer: Renderer, messages: Sequence[Message], answer: int, tools: Sequence[JsonObject]) -> str:
+    """What a prompt of ``messages`` says behind the answer at index ``answer``: the turn's end and the turns after it.
+
+    Raises ``ModelError`` for a template that leaves answers out.
+    """
+    shown = [*messages[:answer], Message(role="assistant", content=_STAND_IN), *messages[answer + 1 :]]
+    before, found, behind = renderer.render(shown, tools).rpartition(_STAND_IN)
+    if not found or _STAND_IN in before:
+        raise ModelError("the chat template does not show what the assistant said; use a model with another template")
+    return behind
+
+
+def message_of(text: str, *, turn: int, called: bool) -> Message:
+    """An answer as a message; its calls are read as the model server would read them, if tools were offered."""
+    parsed = parse_tool_calls(text) if called else ParsedText(text, ())
+    calls = tuple(
+        ToolCall(id=f"call_{turn}_{at}", name=call.name, arguments=call.arguments)
+        for at, call in enumerate(parsed.calls)
+    )
+    return Message(role="assistant", content=parsed.content, tool_calls=calls)

@@ -1,0 +1,1 @@
+"""Trained models: LoRA, quantised, whole; their layers, fused kernels, packed attention. Start with ``lora_policy``."""

@@ -1,0 +1,65 @@
+"""Logprobs of chosen tokens under an output layer that is trained too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from openhands_rl_plugin.training.losses.logprobs import ROWS_AT_A_TIME
+
+
+def trained_token_logprobs(
+    hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As ``loss.token_logprobs``, but the gradient of the logprobs reaches ``weight`` and ``bias`` as well.
+
+    Logits exist for ``ROWS_AT_A_TIME`` positions only. They are computed a second time for the gradient of the
+    weights, which needs the gradient of the loss before it can be summed up.
+    """
+    return _TokenLogprobs.apply(hidden, targets, weight, bias)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        entropies = torch.empty_like(logprobs)
+        for rows in _chunks(len(targets)):
+            distribution = torch.log_softmax(F.linear(hidden[rows], weight, bias).float(), dim=-1)
+            logprobs[rows] = distribution.gather(1, targets[rows, None])[:, 0]
+            entropies[rows] = -torch.linalg.vecdot(distribution.exp(), distribution)
+        ctx.save_for_backward(hidden, targets, weight, bias)
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor, _grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, targets, weight, bias = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
+        for rows in _chunks(len(targets)):
+            slopes = torch.softmax(F.linear(hidden[rows], weight, bias).float(), dim=-1).neg_()
+            at = torch.arange(slopes.shape[0], device=slopes.device)
+            slopes[at, targets[rows]] += 1.0
+            slopes *= grad_logprobs[rows, None]
+            if grad_bias is not None:
+                grad_bias += slopes.sum(0)
+            low = slopes.to(weight.dtype)
+            grad_hidden[rows] = low @ weight
+            grad_weight += low.t() @ hidden[rows]
+        return (
+            grad_hidden,
+            None,
+            grad_weight.to(weight.dtype),
+            grad_bias.to(weight.dtype) if grad_bias is not None else None,
+        )
+
+
+def _chunks(count: int) -> list[slice]:
+    return [slice(start, start + ROWS_AT_A_TIME) for start in range(0, count, ROWS_AT_A_TIME)]

@@ -1,0 +1,72 @@
+"""A model of which every weight is trained, split among the ranks: none has to hold it in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.training.distributed.sharding import own_part, shard_all, whole
+from openhands_rl_plugin.training.policies.full_policy import FullPolicy
+from openhands_rl_plugin.training.policies.packed_attention import PackedRows
+
+
+class ShardedFullPolicy(FullPolicy):
+    """Every rank keeps its part of every weight, in float32, with its gradient. All ranks compute at the same time.
+
+    Each loads the model whole in the compute dtype first, and splits it then.
+    """
+
+    _root: _Root | None = None
+
+    @property
+    def in_parts(self) -> bool:
+        """It is."""
+        return True
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        self._root = _Root(self._base, super()._compute)
+        shard_all(self._root, self._base, self.device, self.dtype)
+        return dict(self._base.named_parameters())
+
+    def round(self) -> None:
+        """Parts are rounded whenever they are fetched."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's part of everything, by the names of the model's own files."""
+        return {name: own_part(parameter.detach()) for name, parameter in self.parameters.items()}
+
+    def set_weights(self, tensors: dict[str, Tensor], source: str) -> None:
+        """Take over this rank's part. Raises ``TrainingError`` when names or shapes differ."""
+        mine = self.weights()
+        shapes = ({name: tuple(each.shape) for name, each in parts.items()} for parts in (mine, tensors))
+        if next(shapes) != next(shapes):
+            raise TrainingError(f"{source} does not fit {self.model_path}; use the model it was trained from")
+        with torch.no_grad():
+            for name, part in mine.items():
+                part.copy_(tensors[name])
+
+    def stored(self) -> Iterator[Tensor]:
+        """As for one process; all ranks must take all of them, for each is fetched from all."""
+        for parameter in self.parameters.values():
+            yield whole(parameter.detach().to(self.dtype)).cpu().contiguous()
+
+    def _compute(self, packed: PackedRows, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        if self._root is None:  # it is still whole
+            return super()._compute(packed, rows, targets)
+        return self._root(packed, rows, targets)
+
+
+class _Root(nn.Module):
+    """What fetches the weights outside of the layers: in the embedding and the output layer they may be the same."""
+
+    def __init__(self, base: nn.Module, compute) -> None:
+        super().__init__()
+        self.base = base
+        self._function = compute
+
+    def forward(self, packed: PackedRows, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``PackedModel._compute``."""
+        return self._function(packed, rows, targets)

@@ -1,0 +1,95 @@
+"""The model under training: a frozen base in the compute dtype, a LoRA adapter in float32, packed forward passes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from safetensors.torch import save as serialize
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.core.errors import TrainingError, describe
+from openhands_rl_plugin.training.distributed.sharding import shard_layers
+from openhands_rl_plugin.training.policies.adapter_shape import CONFIG_FILE
+from openhands_rl_plugin.training.policies.fused import fuse_layers
+from openhands_rl_plugin.training.policies.lora_layers import adapter_config
+from openhands_rl_plugin.training.policies.packed_model import PackedModel
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+
+class TrainablePolicy(PackedModel):
+    """A causal language model with one LoRA adapter. Raises ``TrainingError`` when the model cannot be trained."""
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """Inside the block it is the base model."""
+        with self._peft.disable_adapter():
+            yield
+
+    def save(self, directory: Path) -> None:
+        """Write the adapter in PEFT's format into an existing directory."""
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.weights().items()}
+        # Not save_file: its error for a full disk is no OSError.
+        (directory / WEIGHTS_FILE).write_bytes(serialize(weights, {"format": "pt"}))
+        config = self._peft.peft_config["default"]
+        inference = {**config.to_dict(), "inference_mode": True}
+        text = json.dumps({k: sorted(v) if isinstance(v, set) else v for k, v in inference.items()}, indent=2)
+        (directory / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+
+    def shard(self) -> None:
+        """Split the base model among the ranks; the adapter stays whole on each. Raises ``TrainingError``."""
+        shard_layers(self._base, self.parameters.values(), self.device)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The adapter's tensors under PEFT's file names."""
+        return get_peft_model_state_dict(self._peft)
+
+    def load(self, directory: Path) -> None:
+        """Take over the weights of an adapter directory. Raises ``TrainingError`` when they do not fit."""
+        try:
+            tensors = load_file(directory / WEIGHTS_FILE)
+        except (OSError, SafetensorError) as error:
+            raise TrainingError(f"cannot read the adapter in {directory}: {describe(error)}") from error
+        self.set_weights(tensors, str(directory))
+
+    def set_weights(self, tensors: dict[str, Tensor], source: str) -> None:
+        """Take over adapter tensors. Raises ``TrainingError`` when names or shapes differ."""
+        mine = {name: tuple(tensor.shape) for name, tensor in self.weights().items()}
+        theirs = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if mine != theirs:
+            raise TrainingError(
+                f"{source} does not fit {self.model_path} with the current lora_rank and target_modules; use the "
+                "settings and the base model it was trained with, or start a new adapter"
+            )
+        set_peft_model_state_dict(self._peft, tensors)
+
+    def _prepare(self, settings: TrainingSettings) -> None:
+        fuse_layers(self._base)
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(settings.seed)
+            self._peft = _wrap(self._base, self._config(settings), self.model_path)
+
+    def _config(self, settings: TrainingSettings) -> LoraConfig:
+        return adapter_config(settings, self.model_path)
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self._peft.named_parameters() if p.requires_grad}
+
+
+def _wrap(base: PreTrainedModel, config: LoraConfig, path: str):
+    try:
+        return get_peft_model(base, config)
+    except ValueError as error:
+        raise TrainingError(
+            f"cannot add LoRA to {path}: {describe(error)}; check [rl.training] target_modules"
+        ) from error

@@ -1,0 +1,1 @@
+"""The trainer: steps, checkpoints, metrics, trackers, memory. Start with ``trainer``."""

@@ -1,0 +1,131 @@
+"""Full-parameter fine-tuning: a model directory comes out, not an adapter."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.core.errors import PublishError, StorageError, TrainingError, describe
+from openhands_rl_plugin.core.types import Frozen, Sample
+from openhands_rl_plugin.training.data.imitation import Pair
+from openhands_rl_plugin.training.distributed.sharding import is_sharded
+from openhands_rl_plugin.training.policies.full_policy import FullPolicy
+from openhands_rl_plugin.training.policies.full_sharded import ShardedFullPolicy
+from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
+from openhands_rl_plugin.training.trainer.trainer import OnProgress, Trainer
+
+MANIFEST = "trained.json"
+
+
+class TrainedModel(Frozen):
+    """A model directory that was trained here; ``sha256`` is that of every weights file, by name."""
+
+    path: str
+    base_model: str
+    step: int
+    sha256: dict[str, str]
+    metrics: dict[str, float]
+
+
+class FullTrainer(Trainer):
+    """All weights of a model and their optimiser. Raises ``TrainingError`` when the model cannot be trained.
+
+    It fine-tunes only: preferences and rewards are measured from the model as it was, which is not kept.
+    """
+
+    def __init__(self, model_path: str | Path, settings: TrainingSettings) -> None:
+        kind = ShardedFullPolicy if is_sharded(settings.sharding) else FullPolicy
+        policy = kind(model_path, settings)
+        super().__init__(policy, settings)
+        self._model = policy
+        self._optimizer.register_step_post_hook(lambda *_: policy.round())
+
+    def reinforce(
+        self, samples: Sequence[Sample], on_progress: OnProgress | None = None, *, run: Path | None = None
+    ) -> TrainMetrics:
+        """Raises ``TrainingError``."""
+        raise TrainingError(_FINE_TUNES)
+
+    def prefer(
+        self, pairs: Sequence[Pair], on_progress: OnProgress | None = None, *, run: Path | None = None
+    ) -> TrainMetrics:
+        """Raises ``TrainingError``."""
+        raise TrainingError(_FINE_TUNES)
+
+    def hand_over(self) -> None:
+        """Give rank 0 this rank's part of the weights: to be called by all others while it calls ``save_model``."""
+        if self._model.in_parts:
+            for _ in self._model.stored():
+                pass
+
+    def save_model(self, directory: Path, *, base_model: str, metrics: dict[str, float] | None = None) -> TrainedModel:
+        """Write a model directory that any server can start from, whole or not at all; an existing one is refused.
+
+        Raises ``StorageError``.
+        """
+        target = directory.expanduser()
+        if target.exists():
+            raise StorageError(f"{target} is there already: a model is never overwritten; choose another directory")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=target.parent))
+            try:
+                self._model.save(fresh)
+                made = TrainedModel(
+                    path=str(target),
+                    base_model=base_model,
+                    step=self.step,
+                    sha256={file.name: _sha256(file) for file in sorted(fresh.glob("*.safetensors"))},
+                    metrics=metrics or {},
+                )
+                (fresh / MANIFEST).write_text(made.model_dump_json(indent=1), encoding="utf-8")
+                _sync(fresh)
+                os.rename(fresh, target)
+            finally:
+                shutil.rmtree(fresh, ignore_errors=True)
+        except OSError as error:
+            raise StorageError(f"the model cannot be written to {target}: {describe(error)}") from error
+        return made
+
+    def save_adapter(self, directory: Path) -> None:
+        """Raises ``PublishError``: there is no adapter to load into a running server."""
+        raise PublishError(
+            "all weights were trained, so there is no adapter to load into a running server: use save_model, and start "
+            "a server with that directory"
+        )
+
+
+_FINE_TUNES = (
+    'all weights are trained by fine-tuning only: set algorithm = "sft" or "rejection-sampling", or method = "lora"'
+)
+
+
+def verify_model(directory: Path) -> TrainedModel:
+    """The manifest of a trained model. Raises ``TrainingError`` unless its weights are those that were written."""
+    try:
+        made = TrainedModel.model_validate_json((directory / MANIFEST).read_bytes())
+        wrong = [name for name, digest in made.sha256.items() if _sha256(directory / name) != digest]
+    except (OSError, ValueError) as error:
+        raise TrainingError(f"{directory} is no trained model: {describe(error)}") from error
+    if wrong:
+        raise TrainingError(f"{directory / wrong[0]} was changed since it was made (sha256 differs)")
+    return made
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as source:
+        return hashlib.file_digest(source, "sha256").hexdigest()
+
+
+def _sync(directory: Path) -> None:
+    for path in (*directory.iterdir(), directory):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,241 @@
+"""How much memory a training run will want, from the model's files alone: nothing is loaded, torch is not needed.
+
+Without weights the shapes follow from ``config.json``, for architectures that are known here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.core.errors import TrainingError, describe
+
+_BYTES = {"auto": 4, "bfloat16": 2, "float32": 4}  # "auto" is one of the others, at most the larger
+_ADAPTER_BYTES = 16
+"""Of an adapter's parameter: weight, gradient and two moments of AdamW, all float32."""
+
+_GRADIENT_AND_MOMENTS = 12
+_FLOAT32_COPY = 4
+_QUANTISED_BITS = 4.127
+"""Of a weight in NF4 with double quantisation (arXiv 2305.14314, section 3)."""
+
+_LOGIT_ROWS, _LOGIT_COPIES = 128, 3
+_LARGEST_HEADER = 100 * 1024 * 1024
+_OUTSIDE_LAYERS = ("embed_tokens", "lm_head")
+_KNOWN = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"})
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """In bytes. ``activations`` are those of a pass that is as long as it may be.
+
+    ``optimiser``: where all weights are trained, their gradients and moments, and the float32 copies of bfloat16 ones.
+    """
+
+    weights: int
+    adapter: int
+    activations: int
+    optimiser: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it; Python and torch themselves come on top."""
+        return self.weights + self.adapter + self.activations + self.optimiser
+
+    def parts(self) -> dict[str, int]:
+        """What there is any of, by name."""
+        return {name: size for name, size in vars(self).items() if size}
+
+
+class ModelShape(BaseModel):
+    """What ``config.json`` tells of a Llama-like model."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+    model_type: str = ""
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    vocab_size: int
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    @property
+    def width(self) -> int:
+        """Of a head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def keys(self) -> int:
+        """Width of all keys of a token."""
+        return (self.num_key_value_heads or self.num_attention_heads) * self.width
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """A model's shape and its numbers of parameters; ``trained`` are those that the optimiser changes."""
+
+    shape: ModelShape
+    parameters: int
+    trained: int
+
+
+_Tensor = tuple[str, tuple[int, ...]]
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    shape: tuple[int, ...]
+
+
+def model_size(model: Path, settings: TrainingSettings) -> ModelSize:
+    """How large the model in a directory is, and what is trained of it. Raises ``TrainingError``."""
+    shape = _shape(model)
+    tensors = [*_tensors(model, shape)]
+    parameters = sum(math.prod(dimensions) for _, dimensions in tensors)
+    whole = settings.method == "full"
+    return ModelSize(shape, parameters, parameters if whole else _adapter_parameters(tensors, settings))
+
+
+def estimate_memory(model: Path, settings: TrainingSettings, longest: int) -> MemoryEstimate:
+    """The memory of training with these settings, where ``longest`` is the length of the longest sequence in tokens.
+
+    Counts what the trainer keeps for the backward pass of a Llama-like model; other architectures are near it. Raises
+    ``TrainingError`` when the model's files cannot be read.
+    """
+    shape, size = _shape(model), _BYTES[settings.dtype]
+    tensors = [*_tensors(model, shape)]
+    parameters = sum(math.prod(dimensions) for _, dimensions in tensors)
+    rows = max(settings.max_tokens_per_pass, longest)
+    activations = rows * size * _numbers_a_token(shape, settings) + _LOGIT_ROWS * shape.vocab_size * 4 * _LOGIT_COPIES
+    if settings.method == "full":
+        each = _GRADIENT_AND_MOMENTS + (_FLOAT32_COPY if settings.dtype == "bfloat16" else 0)
+        head = shape.vocab_size * shape.hidden_size * 4  # the gradient of the output layer while it is summed up
+        return MemoryEstimate(parameters * size, 0, activations + head, parameters * each)
+    weights = parameters * size
+    if settings.method == "qlora":
+        quantised = sum(math.prod(dimensions) for name, dimensions in tensors if _is_quantised(name, dimensions))
+        weights = (parameters - quantised) * size + int(quantised * _QUANTISED_BITS / 8)
+    return MemoryEstimate(weights, _adapter_parameters(tensors, settings) * _ADAPTER_BYTES, activations)
+
+
+def estimate_share(model: Path, settings: TrainingSettings, longest: int, processes: int) -> MemoryEstimate:
+    """``estimate_memory`` for each of several processes with ``sharding = "layers"``, once they have begun.
+
+    ``weights`` are its part of them and those that it has fetched: the ones in use, the next layer's, and their
+    gradients where they have some. Raises ``TrainingError`` when the model's files cannot be read.
+    """
+    alone, size = estimate_memory(model, settings, longest), _BYTES[settings.dtype]
+    shape = _shape(model)
+    sizes = [(name, math.prod(dimensions)) for name, dimensions in _tensors(model, shape)]
+    layers = sum(count for name, count in sizes if ".layers." in name)
+    outside = sum(count for name, count in sizes) - layers
+    fetched = 2 * layers // shape.num_hidden_layers * size
+    if settings.method == "full":
+        kept = (layers + outside) * (_FLOAT32_COPY + _GRADIENT_AND_MOMENTS)
+        fetched = 2 * (fetched + outside * size)
+        return replace(alone, weights=fetched, optimiser=kept // processes)
+    return replace(alone, weights=layers * size // processes + outside * size + fetched)
+
+
+def _adapter_parameters(tensors: Sequence[_Tensor], settings: TrainingSettings) -> int:
+    found = 0
+    for name, dimensions in tensors:
+        if len(dimensions) == 2 and name.removesuffix(".weight").rpartition(".")[2] in settings.target_modules:
+            found += settings.lora_rank * sum(dimensions)
+            # DoRA: a magnitude for every output, too.
+            found += dimensions[0] if settings.lora_variant == "dora" else 0
+    return found
+
+
+def _is_quantised(name: str, dimensions: tuple[int, ...]) -> bool:
+    return len(dimensions) == 2 and not any(part in name for part in _OUTSIDE_LAYERS)
+
+
+def _numbers_a_token(shape: ModelShape, settings: TrainingSettings) -> int:
+    """What one token leaves for the backward pass, in numbers of the compute dtype."""
+    hidden = shape.hidden_size
+    # Two normalisations with their inputs and outputs; queries, keys, values and what comes out; the gated layer.
+    layer = 4 * hidden + 2 * shape.num_attention_heads * shape.width + 2 * shape.keys + 3 * shape.intermediate_size
+    if settings.gradient_checkpointing:
+        return shape.num_hidden_layers * hidden + layer
+    return shape.num_hidden_layers * layer
+
+
+def _shape(model: Path) -> ModelShape:
+    path = model / "config.json"
+    try:
+        return ModelShape.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise TrainingError(
+            f"cannot read {path}: {describe(error)} (give a directory with config.json and *.safetensors)"
+        ) from error
+
+
+def _tensors(model: Path, shape: ModelShape) -> Iterator[_Tensor]:
+    """Names and shapes, from the headers of the safetensors files, or else from the configuration."""
+    files = sorted(model.glob("*.safetensors"))
+    if not files:
+        if shape.model_type not in _KNOWN:
+            raise TrainingError(
+                f"{model} holds no *.safetensors files, and the shapes of {shape.model_type or 'its architecture'!r} "
+                "are not known without them"
+            )
+        yield from _known_tensors(shape)
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                if length > _LARGEST_HEADER:
+                    raise ValueError("its header is too long")
+                header = json.loads(file.read(length))
+            found = [(name, _Entry.model_validate(header[name]).shape) for name in header if name != "__metadata__"]
+        except (OSError, ValueError, struct.error) as error:
+            raise TrainingError(f"cannot read {path}: {describe(error)}") from error
+        yield from found
+
+
+def _known_tensors(shape: ModelShape) -> Iterator[_Tensor]:
+    hidden, wide = shape.hidden_size, shape.intermediate_size
+    queries = shape.num_attention_heads * shape.width
+    yield "model.embed_tokens.weight", (shape.vocab_size, hidden)
+    for at in range(shape.num_hidden_layers):
+        layer = f"model.layers.{at}"
+        for name, outputs, inputs in (
+            ("self_attn.q_proj", queries, hidden),
+            ("self_attn.k_proj", shape.keys, hidden),
+            ("self_attn.v_proj", shape.keys, hidden),
+            ("self_attn.o_proj", hidden, queries),
+            ("mlp.gate_proj", wide, hidden),
+            ("mlp.up_proj", wide, hidden),
+            ("mlp.down_proj", hidden, wide),
+        ):
+            yield f"{layer}.{name}.weight", (outputs, inputs)
+            if _has_bias(shape, name):
+                yield f"{layer}.{name}.bias", (outputs,)
+        yield f"{layer}.input_layernorm.weight", (hidden,)
+        yield f"{layer}.post_attention_layernorm.weight", (hidden,)
+        if shape.model_type == "qwen3":
+            yield f"{layer}.self_attn.q_norm.weight", (shape.width,)
+            yield f"{layer}.self_attn.k_norm.weight", (shape.width,)
+    yield "model.norm.weight", (hidden,)
+    if not shape.tie_word_embeddings:
+        yield "lm_head.weight", (shape.vocab_size, hidden)
+
+
+def _has_bias(shape: ModelShape, name: str) -> bool:
+    if name.startswith("mlp."):
+        return shape.mlp_bias
+    if shape.model_type == "qwen2":
+        return not name.endswith("o_proj")
+    return shape.attention_bias

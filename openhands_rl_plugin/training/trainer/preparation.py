@@ -1,0 +1,99 @@
+"""What is done with the samples of a call before the first step: checks, and logprobs of other policies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.core.types import Sample
+from openhands_rl_plugin.training.algorithms import algorithm_of
+from openhands_rl_plugin.training.credit.estimators import whiten
+from openhands_rl_plugin.training.data.layout import lay_out
+from openhands_rl_plugin.training.distributed.ranks import Ranks, shares
+from openhands_rl_plugin.training.losses.items import Item
+from openhands_rl_plugin.training.losses.objectives import kl_penalty
+from openhands_rl_plugin.training.policies.packed_model import PackedModel
+
+
+def check_samples(samples: Sequence[Sample], *, longest: int, vocabulary: int) -> None:
+    """Raise ``TrainingError`` for the first sample that a model of these sizes cannot be trained on."""
+    if not samples:
+        raise TrainingError("there is nothing to train on: no samples were given")
+    for sample in samples:
+        where, length = f"trajectory {sample.trajectory_id}", len(sample.input_ids)
+        if not (length == len(sample.mask) == len(sample.logprobs)) or True not in sample.mask[1:]:
+            raise TrainingError(f"{where}: a sample needs a mask and a logprob for each token, and a sampled token")
+        if sample.mask[0]:
+            raise TrainingError(f"{where}: the first token has no context, so it cannot have been sampled")
+        if length > longest:
+            raise TrainingError(
+                f"{where}: {length} tokens, but the model is made for {longest}; lower max_prompt_length"
+            )
+        if min(sample.input_ids) < 0 or max(sample.input_ids) >= vocabulary:
+            raise TrainingError(f"{where}: a token id is not in the model's vocabulary; was it another model's?")
+
+
+def trained_tokens(items: Sequence[Item]) -> list[tuple[int, int]]:
+    """Pairs (number of the item, position) of the sampled tokens of one pass, item by item."""
+    return [(number, at) for number, item in enumerate(items) for at in item.positions]
+
+
+@torch.no_grad()
+def policy_logprobs(policy: PackedModel, items: Sequence[Item], max_tokens: int, ranks: Ranks) -> list[Tensor]:
+    """The policy's logprobs of the trained tokens of each item, in the order of the items, on the CPU."""
+    found = {id(item): torch.zeros(len(item.positions)) for item in items}
+    mine, idle = shares(ranks, items, max_tokens, whole_units=False)
+    for number, group in enumerate((*mine, *idle)):
+        logprobs, _ = policy.logprobs(lay_out([item.sample.input_ids for item in group]), trained_tokens(group))
+        if number < len(mine):
+            parts = torch.split(logprobs.cpu(), [len(item.positions) for item in group])
+            found.update({id(item): part for item, part in zip(group, parts, strict=True)})
+    ranks.add([found[id(item)] for item in items])
+    return [found[id(item)] for item in items]
+
+
+def subtract_divergence(items: Sequence[Item], settings: TrainingSettings) -> None:
+    """Take ``kl_coefficient`` times the divergence from the base model that is still to come off each advantage.
+
+    That is the return to go of a reward of ``-kl_coefficient * kl`` at every token, as in OpenRLHF; algorithms that
+    whiten do so with the sum. Divergence is counted within a sequence.
+    """
+    assert settings.kl != "none"
+    for item in items:
+        assert item.reference is not None
+        penalty = settings.kl_coefficient * kl_penalty(item.old, item.reference, settings.kl)
+        item.advantages = item.advantages - penalty.flip(0).cumsum(0).flip(0)
+    if algorithm_of(settings).estimator.whitened:
+        values = torch.cat([item.advantages for item in items]).tolist()
+        whitened = torch.tensor(whiten(values, [1] * len(values), variance=settings.variance))
+        for item, part in zip(items, torch.split(whitened, [len(item.positions) for item in items]), strict=True):
+            item.advantages = part
+
+
+def weaken(items: Sequence[Item], negative_scale: float) -> None:
+    """Multiply negative advantages by ``negative_scale``.
+
+    A negative advantage takes probability from what was sampled and gives it to everything else, most of which nobody
+    has tried; a positive one gives it to what has worked. With few samples a task, weighing the second more is the
+    safer update (Arnal et al. 2025, arXiv 2506.20520, who lower the baseline to the same end).
+    """
+    for item in items:
+        item.advantages = torch.where(item.advantages < 0, item.advantages * negative_scale, item.advantages)
+
+
+def newest_version(samples: Sequence[Sample], known: int) -> int:
+    """The newest of the versions that samples were drawn from and the one that is ``known``."""
+    return max(known, *map(_version, samples))
+
+
+def staleness(samples: Sequence[Sample], newest: int) -> float:
+    """Mean number of versions between the newest one and the one that a sample was drawn from (base: 0)."""
+    return sum(newest - _version(sample) for sample in samples) / len(samples)
+
+
+def _version(sample: Sample) -> int:
+    return (sample.policy.version if sample.policy is not None else None) or 0

@@ -1,0 +1,74 @@
+"""What one training run is named by, and its metrics, a line a step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Iterable, Mapping
+from itertools import count
+from pathlib import Path
+
+from openhands_rl_plugin.core.errors import StorageError, describe
+from openhands_rl_plugin.core.types import Sample
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class MetricsFile:
+    """``directory/metrics.jsonl``, for the owner only. Raises ``StorageError`` when the directory cannot be made."""
+
+    def __init__(self, directory: Path) -> None:
+        self._metrics = directory / METRICS_FILE
+        make_directory(directory)
+
+    def log(self, record: Mapping[str, float]) -> None:
+        """Append one line to the metrics."""
+        try:
+            with open(self._metrics, "a", encoding="utf-8", opener=_private) as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise StorageError(f"{self._metrics} cannot be written: {describe(error)}; free some space") from error
+
+    def keep_lines(self, done: int) -> None:
+        """Cut it back to the steps that are done; with none, what another run has left is set aside."""
+        if not done:
+            self._set_aside()
+        try:
+            lines = self._metrics.read_text(encoding="utf-8").splitlines(keepends=True) if done else []
+        except (OSError, UnicodeDecodeError):
+            lines = []  # lost with the machine; the run itself is in the checkpoint
+        with open(self._metrics, "w", encoding="utf-8", opener=_private) as file:
+            file.writelines(lines[:done])
+
+    def _set_aside(self) -> None:
+        if not self._metrics.exists() or not self._metrics.stat().st_size:
+            return
+        names = (self._metrics.with_name(f"metrics-{number:06d}.jsonl") for number in count(1))
+        self._metrics.rename(next(path for path in names if not path.exists()))
+
+
+def make_directory(directory: Path) -> None:
+    """For the owner only, if it is not there. Raises ``StorageError``."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise StorageError(f"{directory} cannot be made ({describe(error)}): choose another directory") from error
+
+
+def fingerprint(settings: str, samples: Iterable[Sample], weights: Iterable[int], step: int) -> str:
+    """Names a run by everything that its result depends on. ``weights``: a checksum of each tensor it begins with."""
+    digest = hashlib.sha256(f"{settings}\n{step}\n".encode())
+    for sample in samples:
+        digest.update(f"{sample.trajectory_id}\n{sample.advantage}\n{len(sample.input_ids)}\n".encode())
+        digest.update(array("q", sample.input_ids).tobytes())
+        digest.update(bytes(sample.mask))
+        digest.update(array("d", sample.logprobs).tobytes())
+        digest.update(array("d", sample.token_advantages).tobytes())
+    digest.update(array("q", weights).tobytes())
+    return digest.hexdigest()
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

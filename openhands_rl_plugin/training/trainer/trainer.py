@@ -1,0 +1,381 @@
+"""Trains a model on recorded samples: one trainer, one batch type; the algorithm is a loss over passes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.core.memory import return_freed_memory
+from openhands_rl_plugin.core.types import Adapter, Probe, Sample
+from openhands_rl_plugin.training.algorithms import algorithm_of
+from openhands_rl_plugin.training.data.imitation import Pair
+from openhands_rl_plugin.training.data.layout import lay_out
+from openhands_rl_plugin.training.distributed.ranks import add_up, connected_ranks, shares
+from openhands_rl_plugin.training.distributed.sharding import is_sharded, own_part, split_as, whole
+from openhands_rl_plugin.training.losses.items import Item, batches, items_of_pairs, items_of_rollouts
+from openhands_rl_plugin.training.losses.logprobs import Diagnostics
+from openhands_rl_plugin.training.losses.losses import Imitation, Pass, PassLoss, Preference, Reinforcement
+from openhands_rl_plugin.training.policies.adapter_shape import check_start
+from openhands_rl_plugin.training.policies.lora_policy import WEIGHTS_FILE, TrainablePolicy
+from openhands_rl_plugin.training.policies.packed_model import PackedModel
+from openhands_rl_plugin.training.trainer.checkpoint import load_checkpoint, save_checkpoint
+from openhands_rl_plugin.training.trainer.metrics import Tally, TrainMetrics, TrainProgress
+from openhands_rl_plugin.training.trainer.preparation import (
+    check_samples,
+    newest_version,
+    policy_logprobs,
+    staleness,
+    subtract_divergence,
+    trained_tokens,
+    weaken,
+)
+from openhands_rl_plugin.training.trainer.resume import KeptInParts, KeptState, KeptWhole, Unsaved
+from openhands_rl_plugin.training.trainer.run_files import MetricsFile, fingerprint
+from openhands_rl_plugin.training.trainer.schedule import learning_rate_at
+from openhands_rl_plugin.training.trainer.trackers import NoTracker, tracked
+
+OnProgress = Callable[[TrainProgress], None]
+"""Called after every optimiser step."""
+
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+_OLD = "old.logprobs"
+
+
+class Trainer:
+    """A model, what of it is trained, and the optimiser. The same settings, calls and samples give the same weights.
+
+    ``version``: of the adapter that the policy begins with.
+    """
+
+    def __init__(self, policy: PackedModel, settings: TrainingSettings, *, version: int = 0) -> None:
+        self.settings = settings
+        self.step = 0
+        """Optimiser steps so far, over all calls."""
+        self._call = range(0)
+        self.unsaved = Unsaved()
+        """The checkpoints of the calls so far, until ``finish``."""
+        self._version = version
+        self._policy = policy
+        self._ranks = connected_ranks(policy.device)
+        self.parameters = policy.parameters
+        """The float32 weights that are trained, by name."""
+        self._optimizer = torch.optim.AdamW(
+            list(policy.parameters.values()),
+            lr=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+    def sft(
+        self, samples: Sequence[Sample], on_progress: OnProgress | None = None, *, run: Path | None = None
+    ) -> TrainMetrics:
+        """Fine-tune for ``num_epochs``: minimise the mean negative log-likelihood of the sampled tokens, in nats.
+
+        Advantages and recorded logprobs are not looked at. ``run``: a directory for the metrics and checkpoints of this
+        call; until ``finish`` says that its result is saved, the same call goes on where one that was killed stood.
+        Raises ``TrainingError`` or ``StorageError``.
+        """
+        return self._train(items_of_rollouts(self._checked(samples)), Imitation(self.settings), on_progress, run)
+
+    def reinforce(
+        self, samples: Sequence[Sample], on_progress: OnProgress | None = None, *, run: Path | None = None
+    ) -> TrainMetrics:
+        """A policy gradient for ``num_epochs`` by the algorithm of the settings. ``run``: as for ``sft``.
+
+        The old policy is the one that was recorded, or, where stale rollouts are corrected, this one as it is now.
+        Samples with an advantage of zero are not computed; their tokens still count in the mean. A step that has no
+        other samples is skipped. Raises ``TrainingError`` or ``StorageError``.
+        """
+        if algorithm_of(self.settings).kind != "reinforcement":
+            raise TrainingError(f"{self.settings.algorithm} does not reinforce; choose another [rl.training] algorithm")
+        return self._train(items_of_rollouts(self._checked(samples)), Reinforcement(self.settings), on_progress, run)
+
+    def prefer(
+        self, pairs: Sequence[Pair], on_progress: OnProgress | None = None, *, run: Path | None = None
+    ) -> TrainMetrics:
+        """DPO for ``num_epochs``, measured from the policy as it is now. ``run``: as for ``sft``.
+
+        A pair goes through the model in one pass, however long it is. Raises ``TrainingError`` or ``StorageError``.
+        """
+        self._checked([sample for pair in pairs for sample in (*pair.chosen, *pair.rejected)])
+        return self._train(items_of_pairs(pairs), Preference(self.settings), on_progress, run)
+
+    def probe(self, token_ids: Sequence[int], max_difference: float | None = None) -> Probe:
+        """The current policy's logprobs of fixed ids, to check a server against."""
+        ids = tuple(token_ids)
+        return Probe(
+            token_ids=ids,
+            logprobs=tuple(self._policy.sequence_logprobs(ids)),
+            max_difference=max_difference or self._policy.probe_tolerance,
+        )
+
+    def finish(self) -> None:
+        """Forget the checkpoints of the calls so far, whose results are saved now; to be called by all ranks."""
+        self.unsaved.forget()
+
+    def save_state(self, directory: Path) -> None:
+        """Write weights, optimiser and step counter into one file, atomically. Raises ``StorageError``.
+
+        Shuffling depends on the seed and the step counter only, so these are the whole state of the random numbers.
+        Raises ``TrainingError`` where every rank has a part only: such a state is kept by giving ``run`` to ``sft``.
+        """
+        if self._policy.in_parts:
+            raise TrainingError("the weights are split among processes, one file cannot hold them; give run= to sft")
+        save_checkpoint(directory, self._state(), self._counters())
+
+    def load_state(self, directory: Path) -> None:
+        """Continue from ``save_state`` exactly where it was. Raises ``TrainingError`` when it does not fit."""
+        self._restore(*load_checkpoint(directory), str(directory))
+
+    def _counters(self) -> dict[str, str]:
+        return {"step": str(self.step), "seed": str(self.settings.seed)}
+
+    def _state(self) -> dict[str, Tensor]:
+        tensors = {f"weights.{name}": tensor for name, tensor in self._policy.weights().items()}
+        for name, parameter in self._policy.parameters.items():
+            for key, moment in self._optimizer.state.get(parameter, {}).items():
+                tensors[f"{key}.{name}"] = own_part(moment)
+        return tensors
+
+    def _restore(self, tensors: dict[str, Tensor], counters: dict[str, str], source: str) -> None:
+        groups: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            group, _, rest = name.partition(".")
+            groups.setdefault(group, {})[rest] = tensor
+        try:
+            step = int(counters["step"])
+            moments = {name: {key: groups[key][name] for key in _MOMENTS} for name in groups.get("exp_avg", {})}
+            parameters = {name: self._policy.parameters[name] for name in moments}
+        except (KeyError, ValueError) as error:
+            raise TrainingError(f"{source} does not hold a training state of this policy") from error
+        self._policy.set_weights(groups.get("weights", {}), source)
+        self._optimizer.state.clear()
+        for name, parameter in parameters.items():
+            self._optimizer.state[parameter] = {
+                # Where the step is counted on the device, fused AdamW wants it there.
+                key: moment.to(parameter.device) if key == "step" else split_as(parameter, moment)
+                for key, moment in moments[name].items()
+            }
+        self.step = step
+
+    def _train(
+        self, items: list[Item], loss: PassLoss, on_progress: OnProgress | None, run: Path | None
+    ) -> TrainMetrics:
+        samples = [item.sample for item in items]
+        newest = newest_version(samples, self._version)
+        name = self._name(samples, loss, run)
+        leads = self._ranks.rank == 0
+        lines = MetricsFile(run) if run is not None and leads else None
+        kept = self._kept(run, name) if run is not None else None
+        done, first_step, tally = self._begin(items, loss, kept)
+        if lines is not None:
+            lines.keep_lines(done)
+        order = batches(
+            items,
+            size=self.settings.batch_size,
+            epochs=self.settings.num_epochs,
+            seed=f"{self.settings.seed}:{first_step}",
+            order=self.settings.batch_order,
+        )
+        self._call = range(first_step, first_step + len(order))
+        started = time.monotonic() - tally.seconds
+        with tracked(self.settings, name, run) if leads else nullcontext(NoTracker()) as tracker:
+            for number, batch in enumerate(order[done:], start=done + 1):
+                found = self._step(batch, loss, tally)
+                tally.seconds = time.monotonic() - started
+                progress = _progress(number, len(order), found, tally)
+                record = self._record(progress, found, tally)
+                record["staleness"] = staleness([item.sample for item in batch], newest)
+                tracker.log(number, record)
+                if lines is not None:
+                    lines.log(record)
+                if kept is not None and self._is_kept(number, len(order)):
+                    counters = {"first_step": str(first_step), "tally": json.dumps(asdict(tally))}
+                    old = {_OLD: torch.cat([item.old for item in items])} if loss.starts_from_now else {}
+                    kept.keep(self._state() | old, self._counters() | counters, number)
+                if on_progress is not None:
+                    on_progress(progress)
+        if kept is not None:
+            self.unsaved.add(kept)
+        return tally.metrics(len(items), staleness(samples, newest))
+
+    def _is_kept(self, number: int, last: int) -> bool:
+        """The last step is kept too, until what was learnt is saved elsewhere."""
+        each = self.settings.checkpoint_steps
+        return each > 0 and (number % each == 0 or number == last)
+
+    def _kept(self, run: Path, name: str) -> KeptState:
+        kind = KeptInParts if self._policy.in_parts else KeptWhole
+        return kind(run, name, self._ranks)
+
+    def _name(self, samples: list[Sample], loss: PassLoss, run: Path | None) -> str:
+        """Names the run where somebody needs a name for it; all ranks must have the same."""
+        if run is None and self._ranks.size == 1 and self.settings.tracker == "none":
+            return ""
+        name = self._fingerprint(samples, loss)
+        self._ranks.agree("episodes, weights or settings", name)
+        return name
+
+    def _checked(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        check_samples(samples, longest=self._policy.longest, vocabulary=self._policy.vocabulary)
+        return samples
+
+    def _begin(self, items: list[Item], loss: PassLoss, kept: KeptState | None) -> tuple[int, int, Tally]:
+        """Steps that were done before this call was killed, the step that it began with, and its sums."""
+        found = kept.resume() if kept is not None else None
+        done, first_step, tally, old = 0, self.step, Tally(), None
+        if found is not None:
+            tensors, counters = found
+            old = tensors.pop(_OLD, None)
+            self._restore(tensors, counters, "the checkpoint")
+            done, first_step = int(counters["done"]), int(counters["first_step"])
+            tally = Tally(**json.loads(counters["tally"]))
+        limit = self.settings.max_tokens_per_pass
+        if loss.starts_from_now:
+            counts = [len(item.positions) for item in items]
+            parts = (
+                torch.split(old, counts)
+                if old is not None
+                else policy_logprobs(self._policy, items, limit, self._ranks)
+            )
+            for item, part in zip(items, parts, strict=True):
+                item.old = part
+        if loss.needs_reference:
+            with self._policy.without_adapter():
+                references = policy_logprobs(self._policy, items, limit, self._ranks)
+            for item, part in zip(items, references, strict=True):
+                item.reference = part
+            if self.settings.kl_in == "reward":
+                subtract_divergence(items, self.settings)
+        if self.settings.negative_scale != 1.0:
+            weaken(items, self.settings.negative_scale)
+        return done, first_step, tally
+
+    def _step(self, batch: list[Item], loss: PassLoss, tally: Tally) -> Diagnostics:
+        """One optimiser step; without a live item in the batch, none."""
+        live = [item for item in batch if loss.counts(item)]
+        tally.skipped_samples += len(batch) - len(live)
+        if not live:
+            tally.skipped_steps += 1
+            return Diagnostics()
+        weights = dict(zip(map(id, batch), loss.weights(batch).tolist(), strict=True))
+        self._optimizer.zero_grad(set_to_none=True)
+        total, diagnostics = 0.0, Diagnostics()
+        mine, idle = shares(self._ranks, live, self.settings.max_tokens_per_pass, whole_units=loss.whole_units)
+        for group in mine:
+            share, found = self._backward(group, [weights[id(item)] for item in group], loss)
+            total, diagnostics = total + share, diagnostics + found
+        for group in idle:
+            self._backward(group, [0.0] * len(group), loss)
+        if not self._policy.in_parts:  # parts are added up as they are computed
+            self._ranks.add([parameter.grad for parameter in self.parameters.values() if parameter.grad is not None])
+        total, diagnostics = add_up(self._ranks, total, diagnostics)
+        norm = self._clip_gradients()
+        if not (math.isfinite(total) and math.isfinite(norm)):
+            self._optimizer.zero_grad(set_to_none=True)
+            raise TrainingError(
+                f"step {self.step + 1}: the loss is {total} and the gradient norm {norm}; the weights are unchanged. "
+                "Lower learning_rate, or check the recorded logprobs"
+            )
+        self._optimizer.param_groups[0]["lr"] = learning_rate_at(self.step, self._call, self.settings)
+        self._optimizer.step()
+        self.step += 1
+        return_freed_memory()
+        if not tally.losses:
+            # Nothing was trained before this step, so that what differs from the record is no learning.
+            tally.drift = diagnostics.drift
+        tally.losses.append(total)
+        tally.norms.append(norm)
+        tally.tokens += sum(len(item.sample.input_ids) for item in live)
+        means = asdict(Diagnostics(tally.trained_tokens, **tally.means) + diagnostics)
+        tally.trained_tokens, tally.means = means.pop("tokens"), means
+        return diagnostics
+
+    def _clip_gradients(self) -> float:
+        """Their norm before."""
+        norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters.values(), self.settings.max_grad_norm)
+        return whole(norm).item()
+
+    def _backward(self, group: list[Item], weights: list[float], loss: PassLoss) -> tuple[float, Diagnostics]:
+        """Add one pass's share of the batch's gradient; returns its share of the loss."""
+        layout = lay_out([item.sample.input_ids for item in group])
+        logprobs, entropies = self._policy.logprobs(layout, trained_tokens(group))
+        share, diagnostics = loss(Pass(group, logprobs, entropies, logprobs.new_tensor(weights)))
+        share.backward()
+        return share.item(), diagnostics
+
+    def _record(self, progress: TrainProgress, found: Diagnostics, tally: Tally) -> dict[str, float]:
+        """A line of the metrics."""
+        speed = tally.tokens / tally.seconds if tally.seconds else 0.0
+        rate = self._optimizer.param_groups[0]["lr"]
+        own = {"step": self.step, "learning_rate": rate, "seconds": tally.seconds, "tokens_per_second": speed}
+        return own | asdict(progress) | asdict(found)
+
+    def _fingerprint(self, samples: list[Sample], loss: PassLoss) -> str:
+        settings = self.settings.model_dump_json(exclude={"checkpoint_steps", "sharding", "tracker"})
+        what = f"{type(loss).__name__}\n{self._policy.model_path}\n{settings}"
+        # Sums of integers are the same however the weights are split.
+        parts = self._policy.weights().values()
+        sums = torch.stack([part.contiguous().view(torch.int32).sum(dtype=torch.int64).cpu() for part in parts])
+        if self._policy.in_parts:
+            self._ranks.add([sums])
+        return fingerprint(what, samples, sums.tolist(), self.step)
+
+
+class LoraTrainer(Trainer):
+    """One adapter of one base model and its optimiser.
+
+    ``adapter``: start from its weights instead of fresh ones. ``make_policy``: what a new adapter is put on. Raises
+    ``TrainingError`` when the model or the adapter cannot be used.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        settings: TrainingSettings,
+        *,
+        adapter: Adapter | None = None,
+        make_policy: type[TrainablePolicy] = TrainablePolicy,
+    ) -> None:
+        if adapter is not None:
+            _check_file(adapter)
+            check_start(adapter, settings)
+        self._adapter = make_policy(model_path, settings)
+        if adapter is not None:
+            self._adapter.load(Path(adapter.path))
+        if is_sharded(settings.sharding):
+            self._adapter.shard()
+        super().__init__(self._adapter, settings, version=adapter.version if adapter is not None else 0)
+
+    def save_adapter(self, directory: Path) -> None:
+        """Write the adapter in PEFT's format (adapter_config.json, adapter_model.safetensors)."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._adapter.save(directory)
+
+
+def _progress(number: int, total: int, found: Diagnostics, tally: Tally) -> TrainProgress:
+    """After a step; one without tokens was skipped."""
+    loss, norm = (tally.losses[-1], tally.norms[-1]) if found.tokens else (0.0, 0.0)
+    return TrainProgress(number, total, loss, norm, found.ratio, found.approx_kl, found.entropy)
+
+
+def _check_file(adapter: Adapter) -> None:
+    path = Path(adapter.path) / WEIGHTS_FILE
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise TrainingError(f"adapter {adapter.name}: cannot read {path}: {error.strerror}") from error
+    if digest != adapter.sha256:
+        raise TrainingError(f"adapter {adapter.name}: {path} was changed since it was made (sha256 differs)")

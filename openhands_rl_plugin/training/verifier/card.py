@@ -1,0 +1,110 @@
+"""What a trained verifier says of itself, beside its adapter: enough to score exactly as it was trained. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from pydantic import Field, ValidationError
+
+from openhands_rl_plugin.core.errors import ConfigError, TrainingError, describe
+from openhands_rl_plugin.core.types import Adapter, Frozen
+
+CARD_FILE = "verifier.json"
+_MARK = 8  # hexadecimal digits
+
+
+class Verdict(NamedTuple):
+    """``margin``: logit(YES) - logit(NO) in nats. ``mass``: p(YES) + p(NO) among all tokens, 1.0 at most."""
+
+    margin: float
+    mass: float
+
+
+class Calibration(Frozen):
+    """``P(YES) = sigmoid(slope * margin + offset)``, where ``margin`` is logit(YES) - logit(NO) in nats.
+
+    The slope is the inverse of a temperature; an offset undoes a share of YES that differs from that in training.
+    """
+
+    slope: float = Field(default=1.0, gt=0)
+    offset: float = 0.0
+
+    def probability(self, margin: float) -> float:
+        """P(YES). With slope 1 and offset 0 it is p(YES) / (p(YES) + p(NO))."""
+        return sigmoid(self.slope * margin + self.offset)
+
+
+class VerifierCard(Frozen):
+    """``CARD_FILE`` of an adapter directory.
+
+    ``model``: the base model's directory. ``sha256``: of the adapter's weights file. ``max_length``: tokens of the
+    longest prompt with its label. ``yes`` and ``no``: the token ids that are trained and scored. ``trained_on``: the
+    marks of all tasks that it, or a version before it, learnt from; cards of earlier releases do not say.
+    """
+
+    model: str
+    sha256: str
+    max_length: int = Field(ge=1)
+    yes: int = Field(ge=0)
+    no: int = Field(ge=0)
+    calibration: Calibration = Calibration()
+    trained_on: tuple[str, ...] | None = None
+
+    @property
+    def version(self) -> str:
+        """The reward version of its scores: whatever changes them is in the name."""
+        calibrated = self.calibration
+        suffix = "" if calibrated == Calibration() else f"/{calibrated.slope:.6g},{calibrated.offset:.6g}"
+        return f"{VERSION_PREFIX}{self.sha256[:16]}/{self.max_length}{suffix}"
+
+    def save(self, directory: Path) -> None:
+        """Write it into an adapter directory."""
+        (directory / CARD_FILE).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        """Read it from an adapter directory. Raises ``ConfigError`` when there is none or it is damaged."""
+        path = directory / CARD_FILE
+        try:
+            return cls.model_validate_json(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"{directory} is no verifier: it holds no {CARD_FILE}; give a version that `openhands-rl train "
+                "--verifier` made"
+            ) from error
+        except (OSError, ValidationError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {describe(error)}; train the verifier again") from error
+
+
+VERSION_PREFIX = "verifier-1@"
+"""What the reward versions of all verifiers begin with: their scores are no labels."""
+
+
+def task_mark(task: str) -> str:
+    """A short name of a task. Where two tasks share one, the second is not held out, and that is all."""
+    return hashlib.sha256(task.encode()).hexdigest()[:_MARK]
+
+
+def taught_by(parent: Adapter | None) -> frozenset[str]:
+    """The marks of the tasks that a verifier, or one before it, learnt from.
+
+    Raises ``TrainingError`` where nothing says so: it might be judged by what it was taught.
+    """
+    if parent is None:
+        return frozenset()
+    if not (Path(parent.path) / CARD_FILE).exists():
+        raise TrainingError(f"{parent.name} is no verifier; choose another --adapter name, or --from base")
+    if (marks := VerifierCard.load(Path(parent.path)).trained_on) is None:
+        raise TrainingError(
+            f"{parent.name} is of an earlier release and does not say which tasks it learnt from, so its successor "
+            "might be judged by the same ones: start over with --from base"
+        )
+    return frozenset(marks)
+
+
+def sigmoid(x: float) -> float:
+    """``1 / (1 + exp(-x))`` without overflow."""
+    return 1.0 / (1.0 + math.exp(-x)) if x >= 0 else math.exp(x) / (1.0 + math.exp(x))

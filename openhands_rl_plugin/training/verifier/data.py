@@ -1,0 +1,209 @@
+"""What a verifier is trained and judged on: labelled episodes, split by task, balanced by class. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from openhands_rl_plugin.config.rl import VerifierSettings
+from openhands_rl_plugin.core.errors import CaughtFailure, TrainingError, boundary
+from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import FailureKind, Frozen, Sample, Score, Trajectory
+from openhands_rl_plugin.training.verifier.card import VERSION_PREFIX, task_mark
+from openhands_rl_plugin.training.verifier.prompt import VerifierPrompts
+from openhands_rl_plugin.trajectories.exchange.judgement import resolved
+
+# Sums of step rewards such as 10 x 0.1 must not miss the threshold by a rounding error.
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """An episode, the name of its task, and whether it solved the task."""
+
+    trajectory_id: str
+    task: str
+    success: bool
+
+
+@dataclass(frozen=True)
+class Example:
+    """A labelled episode as token ids: the prompt, and the label's token, which comes next."""
+
+    label: Labelled
+    prompt: tuple[int, ...]
+    answer: int
+    truncated: bool
+
+    def sample(self) -> Sample:
+        """The training sequence: nothing but the label's token is trained."""
+        count = len(self.prompt)
+        return Sample(
+            trajectory_id=self.label.trajectory_id,
+            leaf=0,
+            input_ids=(*self.prompt, self.answer),
+            mask=(False,) * count + (True,),
+            logprobs=(0.0,) * (count + 1),
+        )
+
+
+class LeftOut(Frozen):
+    """Episodes that teach a verifier nothing, by reason.
+
+    ``of_held_out_splits``: they measure policies that the verifier may choose for (``HELD_OUT_SPLITS``), and no filter
+    named the split; ``balance``: more failures than were wanted.
+    """
+
+    of_held_out_splits: int = 0
+    failed: int = 0
+    unlabelled: int = 0
+    balance: int = 0
+
+
+@dataclass(frozen=True)
+class VerifierLesson:
+    """What is trained on and what the result is judged by: no task has episodes in both."""
+
+    training: tuple[Example, ...]
+    held_out: tuple[Example, ...]
+    left_out: LeftOut
+
+
+class Split(NamedTuple):
+    """No task has episodes in both."""
+
+    training: tuple[Labelled, ...]
+    held_out: tuple[Labelled, ...]
+
+
+def task_of(trajectory: Trajectory) -> str:
+    """What episodes of one task have in common, whoever played them in whichever run."""
+    return f"{trajectory.task.environment}\0{trajectory.task.id}"
+
+
+async def verifier_lesson(
+    storage: TrajectoryStorage,
+    where: TrajectoryFilter,
+    prompts: VerifierPrompts,
+    settings: VerifierSettings,
+    *,
+    reward: Reward | None,
+    seed: int,
+    taught: frozenset[str] = frozenset(),
+) -> VerifierLesson:
+    """The matching episodes, labelled, split and balanced.
+
+    ``reward``: that of ``settings.label``; ``None`` for the evidence. ``taught``: as for ``split_by_task``.
+
+    Only what is kept is rendered, so that the store is read twice. Raises ``TrainingError`` when there is too little.
+    """
+    labelled: list[Labelled] = []
+    failed = unlabelled = measuring = 0
+    async for trajectory, scores in storage.find(where):
+        if where.only_measures(trajectory.task.split):
+            measuring += 1
+            continue
+        success = await label_of(trajectory, scores, settings, reward)
+        failed += trajectory.failure is not None
+        unlabelled += trajectory.failure is None and success is None
+        if success is not None:
+            labelled.append(Labelled(trajectory.id, task_of(trajectory), success))
+    training, held_out = split_by_task(labelled, settings, seed, taught)
+    kept = balanced(training, settings, seed)
+    wanted = {one.trajectory_id: one for one in (*kept, *held_out)}
+    examples: dict[str, Example] = {}
+    async for trajectory, _ in storage.find(where):
+        if (label := wanted.get(trajectory.id)) is not None:
+            prompt = prompts.of(trajectory)
+            answer = prompts.yes if label.success else prompts.no
+            examples[trajectory.id] = Example(label, prompt.ids, answer, prompt.truncated)
+    return VerifierLesson(
+        training=tuple(examples[one.trajectory_id] for one in kept if one.trajectory_id in examples),
+        held_out=tuple(examples[one.trajectory_id] for one in held_out if one.trajectory_id in examples),
+        left_out=LeftOut(
+            of_held_out_splits=measuring, failed=failed, unlabelled=unlabelled, balance=len(training) - len(kept)
+        ),
+    )
+
+
+async def label_of(
+    trajectory: Trajectory, scores: Sequence[Score], settings: VerifierSettings, reward: Reward | None
+) -> bool | None:
+    """Whether the episode solved its task; ``None`` when it failed or nothing says so.
+
+    With a reward it is what its newest stored score says, or, where there is none, the reward itself. What verifiers
+    thought of the episode is no label.
+    """
+    if trajectory.failure is not None:
+        return None
+    if reward is None:
+        return resolved(trajectory, [score for score in scores if not score.reward_version.startswith(VERSION_PREFIX)])
+    known = [score.reward for score in scores if score.reward_version == reward.version]
+    try:
+        with boundary(FailureKind.GRADER, f"label {reward.version}"):
+            value = known[-1] if known else (await reward(trajectory)).reward
+    except CaughtFailure:
+        return None
+    return None if value is None else value >= settings.label_at - _ROUNDING
+
+
+def split_by_task(
+    examples: Sequence[Labelled], settings: VerifierSettings, seed: int, taught: frozenset[str] = frozenset()
+) -> Split:
+    """Hold out about ``settings.held_out`` of the tasks with all their episodes.
+
+    ``taught``: marks of the tasks that a verifier which is gone on from has learnt from, with whichever seed or store;
+    none of them is held out, and the share is made up from the others. Apart from them a task's side follows from its
+    name and the seed, so it stays there when the store grows; only of very few tasks one is put on an empty side.
+    Raises ``TrainingError`` when there are fewer than two tasks, or only such as are ``taught``.
+    """
+    places = {example.task: _place(example.task, seed) for example in examples}
+    if len(places) < 2:
+        raise TrainingError(
+            f"{len(places)} task(s) have labelled episodes; a verifier needs at least two: one to learn from and one, "
+            "held out, to be judged by; see [rl.verifier] label, and --split where all are of a held-out split"
+        )
+    unseen = sorted((task for task in places if task_mark(task) not in taught), key=places.__getitem__)
+    if not unseen:
+        raise TrainingError(
+            f"no task is left to judge by: all {len(places)} taught the verifier that is gone on from, or one before "
+            "it; collect episodes of other tasks, or start over with --from base"
+        )
+    drawn = sum(places[task] < settings.held_out for task in unseen)
+    share = round(settings.held_out * len(places)) if len(unseen) < len(places) else 0
+    held = set(unseen[: min(max(drawn, share, 1), len(places) - 1)])
+    return Split(
+        training=tuple(example for example in examples if example.task not in held),
+        held_out=tuple(example for example in examples if example.task in held),
+    )
+
+
+def balanced(examples: Sequence[Labelled], settings: VerifierSettings, seed: int) -> tuple[Labelled, ...]:
+    """``settings.negatives`` failures for every success, sampled with the seed; 0 keeps all.
+
+    Of successes all are kept. Raises ``TrainingError`` where one of the classes is missing.
+    """
+    positives = [example for example in examples if example.success]
+    negatives = [example for example in examples if not example.success]
+    if not positives or not negatives:
+        missing = "solved its task" if negatives else "failed to solve its task"
+        raise TrainingError(
+            f"no episode to train on {missing}, and a verifier learns from both; collect more, or see [rl.verifier] "
+            "label"
+        )
+    wanted = round(settings.negatives * len(positives)) if settings.negatives else len(negatives)
+    if wanted < len(negatives):
+        ordered = sorted(negatives, key=lambda example: example.trajectory_id)
+        kept = {example.trajectory_id for example in random.Random(f"negatives:{seed}").sample(ordered, max(1, wanted))}
+        return tuple(example for example in examples if example.success or example.trajectory_id in kept)
+    return tuple(examples)
+
+
+def _place(task: str, seed: int) -> float:
+    """A number in [0, 1) that looks random."""
+    digest = hashlib.sha256(f"{seed}\0{task}".encode()).digest()
+    return int.from_bytes(digest[:7], "big") / 2**56

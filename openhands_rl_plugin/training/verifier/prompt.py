@@ -1,0 +1,187 @@
+"""The question that a verifier is asked about an episode, as token ids that end where the label begins.
+
+Everything up to ``<judgement>`` is the prompt, and the label is the next token, in training as in scoring. A log that
+is too long for the context loses its middle, never the instruction, the final patch or the place of the label.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jinja2 import TemplateError
+
+from openhands_rl_plugin.core.errors import TrainingError, describe
+from openhands_rl_plugin.core.types import Trajectory
+from openhands_rl_plugin.trajectories.exchange.judgement import patch_of
+from openhands_rl_plugin.trajectories.exchange.verifier import LogSection, joined, log_sections, question
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+JUDGEMENT = "<judgement>"
+YES, NO = "YES", "NO"
+
+_PLACE = "@@interaction-log@@"
+# What stands around the log is encoded with it, up to where a space follows a word: line ends and signs next to each
+# other are one token in some vocabularies.
+_OPEN, _CLOSE = " ===\n", "\n=== END INTERACTION"
+_LEFT_OUT = "[... the log is longer than the context; what stood here is left out ...]\n"
+_PATCH_TITLE = "*** Final patch of the assistant ***\n"
+_LEAST_ROOM = 64
+"""Tokens for the log below which nothing sensible can be judged."""
+
+
+@dataclass(frozen=True)
+class VerifierPrompt:
+    """``ids``: the prompt, up to and including ``<judgement>``. ``truncated``: parts of the log are left out."""
+
+    ids: tuple[int, ...]
+    truncated: bool
+
+
+class VerifierPrompts:
+    """Renders episodes with a model's own chat template.
+
+    ``max_length``: tokens of a prompt and its label. Raises ``TrainingError`` for a tokenizer without a chat template,
+    for one that does not tell YES from NO by the first token, and for a ``max_length`` that the question alone fills.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, max_length: int) -> None:
+        self.max_length = max_length
+        self._tokenizer = tokenizer
+        self.yes, self.no = (self._first(label) for label in (YES, NO))
+        """The token ids of the labels."""
+        if self.yes == self.no:
+            raise TrainingError(
+                f"the tokenizer begins {YES} and {NO} with the same token, so one token cannot tell them apart; use "
+                "another base model"
+            )
+        before, after = self._around()
+        self._before, self._after = self._encode(before, special=True), self._encode(after, special=True)
+        self._room = max_length - 1 - len(self._before) - len(self._after)
+        if self._room < _LEAST_ROOM:
+            raise TrainingError(
+                f"max_length = {max_length} leaves {max(0, self._room)} tokens for the interaction; give at least "
+                f"{max_length - self._room + _LEAST_ROOM}"
+            )
+
+    def of(self, trajectory: Trajectory) -> VerifierPrompt:
+        """The prompt about the acted path of an episode."""
+        sections = log_sections(trajectory.messages(), trajectory.tools)
+        whole = self._encode(_text(sections))
+        truncated = len(whole) > self._room
+        log = self._fitted(sections, patch_of(trajectory)) if truncated else whole
+        return VerifierPrompt((*self._before, *log, *self._after), truncated)
+
+    def _fitted(self, sections: Sequence[LogSection], patch: str | None) -> list[int]:
+        """The log without its middle. What was estimated section by section is checked as a whole."""
+        room = self._room
+        log: list[int] = []
+        while room > 0:
+            log = self._encode(_text(self._chosen(sections, patch, room)))
+            if len(log) <= self._room:
+                return log
+            room -= len(log) - self._room
+        # Not even the titles fit.
+        return log[: self._room // 2] + log[len(log) - (self._room - self._room // 2) :]
+
+    def _chosen(self, sections: Sequence[LogSection], patch: str | None, room: int) -> list[LogSection]:
+        """The instruction, a mark, the last turns, the patch: half of the room at most for the first and for the last.
+
+        The agent's own system message says the same of all attempts, so it goes first.
+        """
+        instruction = [section for section in sections if section.kind == "instruction"]
+        turns = [section for section in sections if section.kind == "turn"]
+        rule = self._length(_text([]))
+        mark = LogSection("turn", _LEFT_OUT)
+        room -= self._length(_LEFT_OUT) + 2 * rule
+        begin = [self._cut(section, room // 2 - rule) for section in instruction]
+        room -= sum(self._length(section.text) + rule for section in begin)
+        end: list[LogSection] = []
+        if patch and patch.strip():
+            end = [self._cut(LogSection("turn", f"{_PATCH_TITLE}{patch}\n"), room * 2 // 3 - rule)]
+            room -= sum(self._length(section.text) + rule for section in end)
+        for turn in reversed(turns):
+            length = self._length(turn.text) + rule
+            if length > room:
+                if room > _LEAST_ROOM or not end:
+                    end.insert(0, self._cut(turn, room - rule))
+                break
+            end.insert(0, turn)
+            room -= length
+        return [*begin, mark, *end]
+
+    def _cut(self, section: LogSection, room: int) -> LogSection:
+        """The section itself, or its beginning and its end within ``room`` tokens; the end gets the larger half."""
+        encoded = self._tokenizer(
+            section.text, add_special_tokens=False, return_offsets_mapping=True, split_special_tokens=True
+        )
+        offsets: list[tuple[int, int]] = encoded["offset_mapping"]
+        if len(offsets) <= room:
+            return section
+        kept = max(0, room - self._length(_LEFT_OUT) - 2)
+        head, tail = offsets[: kept // 2], offsets[len(offsets) - (kept - kept // 2) :]
+        begin = section.text[: head[-1][1]] if head else ""
+        end = section.text[tail[0][0] :] if tail else ""
+        return LogSection(section.kind, f"{begin}\n{_LEFT_OUT}{end}")
+
+    def _around(self) -> tuple[str, str]:
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                question(_PLACE),  # pyright: ignore[reportArgumentType]  (its own type asks for plain strings)
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise TrainingError(
+                f"the verifier's question cannot be rendered with the model's chat template: {describe(error)}"
+            ) from error
+        before, found, after = str(rendered).partition(f"{_OPEN}{_PLACE}{_CLOSE}")
+        if not found:
+            raise TrainingError("the model's chat template changes the user's message; use another base model")
+        return before, after + JUDGEMENT
+
+    def _first(self, label: str) -> int:
+        return self._encode(label)[0]
+
+    def _length(self, text: str) -> int:
+        return len(self._encode(text))
+
+    def _encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Ids; in a log the names of special tokens are text like any other, so that nobody can end the question."""
+        return self._tokenizer(text, add_special_tokens=False, split_special_tokens=not special)["input_ids"]  # pyright: ignore[reportReturnType]
+
+
+def _text(sections: Sequence[LogSection]) -> str:
+    return f"{_OPEN}{joined(sections)}{_CLOSE}"
+
+
+def prompts_for(model: str, max_length: int) -> VerifierPrompts:
+    """Prompts with the tokenizer in a model's directory, no longer than the model is made for. Raises
+    ``TrainingError``.
+    """
+    path = Path(model) / "config.json"
+    try:
+        longest = json.loads(path.read_text(encoding="utf-8")).get("max_position_embeddings", max_length)
+    except (OSError, ValueError) as error:
+        raise TrainingError(
+            f"cannot read {path}: {describe(error)} (give a directory with config.json and *.safetensors)"
+        ) from error
+    return VerifierPrompts(load_tokenizer(model), min(max_length, longest))
+
+
+def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
+    """The tokenizer in a model's directory. Raises ``TrainingError``."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError, ImportError) as error:
+        raise TrainingError(f"cannot load the tokenizer in {model}: {describe(error)}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise TrainingError(f"{model}: the verifier needs a fast tokenizer (tokenizer.json)")
+    return tokenizer

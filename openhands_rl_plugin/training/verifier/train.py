@@ -1,0 +1,115 @@
+"""Trains an outcome verifier: labelled episodes in, an adapter with its card and its report out.
+
+The label's first token, right behind ``<judgement>``, is all that is trained, and it is what is scored. The report is
+on the files that were written, loaded as their user loads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from openhands_rl_plugin.config.rl import TrainingSettings, VerifierSettings
+from openhands_rl_plugin.core.memory import forget_unused
+from openhands_rl_plugin.core.types import Adapter, Probe
+from openhands_rl_plugin.training.distributed.ranks import Alone, Ranks
+from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
+from openhands_rl_plugin.training.trainer.resume import Unsaved
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer, OnProgress
+from openhands_rl_plugin.training.verifier.card import VerifierCard, task_mark, taught_by
+from openhands_rl_plugin.training.verifier.data import Example, VerifierLesson
+from openhands_rl_plugin.training.verifier.model import VerifierModel, weights_sha256
+from openhands_rl_plugin.training.verifier.prompt import VerifierPrompts
+from openhands_rl_plugin.training.verifier.report import REPORT_FILE, Judged, VerifierReport, report_of
+
+OnJudged = Callable[[int, int], None]
+"""Called with how many of how many held-out episodes are judged."""
+
+PROBE_TOKENS = 128
+_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class TrainedVerifier:
+    """``probe``: what a server of the adapter is checked against; ``unsaved``: to be forgotten when all is kept."""
+
+    card: VerifierCard
+    report: VerifierReport
+    metrics: TrainMetrics
+    probe: Probe
+    unsaved: Unsaved
+
+
+def train_verifier(
+    model: Path,
+    lesson: VerifierLesson,
+    training: TrainingSettings,
+    settings: VerifierSettings,
+    directory: Path,
+    *,
+    prompts: VerifierPrompts,
+    parent: Adapter | None = None,
+    on_progress: OnProgress | None = None,
+    on_judged: OnJudged | None = None,
+    run: Path | None = None,
+    ranks: Ranks | None = None,
+) -> TrainedVerifier:
+    """Fill an existing directory with an adapter, its card and its report.
+
+    ``parent``: the verifier to go on from; nothing that ``taught_by`` names may be held out. ``run``: as for
+    ``LoraTrainer.sft``. ``ranks``: the processes that train it together, each of which judges a share of what is held
+    out; ``directory`` is that of rank 0, which writes, on a file system of them all. Raises ``TrainingError``,
+    ``StorageError``.
+    """
+    ranks = ranks or Alone()
+    taught = taught_by(parent) | {task_mark(example.label.task) for example in lesson.training}
+    trainer = LoraTrainer(model, training, adapter=parent)
+    unsaved = trainer.unsaved
+    metrics = trainer.sft([example.sample() for example in lesson.training], on_progress, run=run)
+    probe = trainer.probe(lesson.training[0].prompt[-PROBE_TOKENS:])
+    if ranks.rank == 0:
+        trainer.save_adapter(directory)
+        _card(model, directory, prompts, taught).save(directory)
+    del trainer
+    forget_unused()
+    ranks.say("")  # the files are there now
+    judged = _judge(VerifierModel(directory, dtype=training.dtype), lesson.held_out, on_judged, ranks)
+    report = report_of(judged, settings)
+    card = VerifierCard.load(directory).model_copy(update={"calibration": report.calibration})
+    ranks.agree("verdicts", report.model_dump_json())  # and all have read the card
+    if ranks.rank == 0:
+        card.save(directory)
+        (directory / REPORT_FILE).write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    return TrainedVerifier(card, report, metrics, probe, unsaved)
+
+
+def _card(model: Path, directory: Path, prompts: VerifierPrompts, taught: frozenset[str]) -> VerifierCard:
+    return VerifierCard(
+        model=str(model.resolve()),
+        sha256=weights_sha256(directory),
+        max_length=prompts.max_length,
+        yes=prompts.yes,
+        no=prompts.no,
+        trained_on=tuple(sorted(taught)),
+    )
+
+
+def _judge(model: VerifierModel, examples: Sequence[Example], on_judged: OnJudged | None, ranks: Ranks) -> list[Judged]:
+    """In the order of the tasks, so that attempts at one meet in a pass; each rank judges its stretch of them."""
+    ordered = sorted(examples, key=lambda example: example.label.task)
+    begin, end = (len(ordered) * at // ranks.size for at in (ranks.rank, ranks.rank + 1))
+    verdicts = torch.zeros(len(ordered), 2, dtype=torch.float64)
+    for start in range(begin, end, _AT_ONCE):
+        some = ordered[start : min(start + _AT_ONCE, end)]
+        found = model.judge([example.prompt for example in some])
+        verdicts[start : start + len(some)] = torch.tensor([(one.margin, one.mass) for one in found])
+        if on_judged is not None:
+            on_judged(start + len(some) - begin, end - begin)
+    ranks.add([verdicts])
+    return [
+        Judged(example.label.task, margin, example.label.success, mass)
+        for example, (margin, mass) in zip(ordered, verdicts.tolist(), strict=True)
+    ]

@@ -1,0 +1,1 @@
+"""Stored trajectories: storages, formats of others, tables and pages, and causes of token drift."""

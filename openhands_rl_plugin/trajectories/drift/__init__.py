@@ -1,0 +1,1 @@
+"""Where a turn's tokens are no prefix of the next turn's: ``breaks`` finds, ``causes`` explains, ``drift`` reports."""

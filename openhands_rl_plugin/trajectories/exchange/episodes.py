@@ -1,0 +1,141 @@
+"""Making trajectories of what was imported.
+
+Nobody reported tokens for them, so none are invented: ``Node.tokens`` is ``None`` and the strategy says where the
+episode came from. The id is a digest of the content, so the same record imported twice is one trajectory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import (
+    Completion,
+    EpisodeRequest,
+    Failure,
+    JsonObject,
+    Message,
+    PolicyRef,
+    Score,
+    StopReason,
+    StrategySpec,
+    Task,
+    Times,
+    Trajectory,
+)
+
+UNKNOWN = "unknown"
+STRATEGY = "imported"
+SWE = "swe"
+SCORE_VERSION = "imported-1"
+UNKNOWN_TIMES = Times(started=0.0, finished=0.0)
+
+_NAMESPACE = uuid.UUID("6b0f5f2e-0c1c-5f0e-9a55-5d2f6f8e7c11")
+_FINISHING = {"finish", "submit"}
+
+
+class Imported(NamedTuple):
+    """One episode as it goes into a store."""
+
+    trajectory: Trajectory
+    scores: tuple[Score, ...] = ()
+
+
+class Origin(NamedTuple):
+    """Where an episode came from. ``model`` and ``run_id`` are what the record said, if anything."""
+
+    format: str
+    task: Task
+    model: str | None = None
+    run_id: str | None = None
+    group_id: str | None = None
+    identity: str | None = None
+
+    @property
+    def policy(self) -> PolicyRef:
+        """The weights as far as they are known."""
+        return PolicyRef(base_model=self.model or UNKNOWN)
+
+
+class Ending(NamedTuple):
+    """How it ended. ``reward`` of ``None`` is unscored; ``times`` are in seconds, 0.0 where the record has none."""
+
+    stop: StopReason
+    evidence: JsonObject
+    reward: float | None = None
+    detail: JsonObject | None = None
+    failure: Failure | None = None
+    times: Times = UNKNOWN_TIMES
+
+
+def say(tree: EpisodeTree, message: Message, policy: PolicyRef | None, metadata: JsonObject | None = None) -> int:
+    """Append ``message`` and move the head to it; it was sampled when there is a ``policy``."""
+    if policy is None:
+        tree.head = tree.append(message)
+        tree.nodes[tree.head].metadata.update(metadata or {})
+        return tree.head
+    tree.commit(tree.propose(Completion(message=message, policy=policy, metadata=metadata or {})))
+    return len(tree.nodes) - 1
+
+
+def conversation(messages: Iterable[Message], policy: PolicyRef, tools: Sequence[JsonObject] = ()) -> EpisodeTree:
+    """A tree with one path, in which the policy sampled what the assistant said."""
+    tree = EpisodeTree(tools=tools)
+    for message in messages:
+        say(tree, message, policy if message.role == "assistant" else None)
+    return tree
+
+
+def finished(tree: EpisodeTree, origin: Origin, ending: Ending) -> Imported:
+    """The episode as a trajectory, with a score when its reward is known."""
+    run_id = origin.run_id or UNKNOWN
+    group_id = origin.group_id or f"{run_id}/{origin.task.id}"
+    trajectory = tree.freeze(
+        EpisodeRequest(task=origin.task, run_id=run_id, group_id=group_id),
+        trajectory_id="",
+        strategy=StrategySpec(name=STRATEGY, options={"format": origin.format, "tokens": None}),
+        policy=origin.policy,
+        stop=ending.stop,
+        times=ending.times,
+        evidence=ending.evidence,
+        failure=ending.failure,
+    )
+    identity = trajectory.model_copy(update={"id": _identity(origin, trajectory)})
+    if ending.reward is None:
+        return Imported(identity)
+    score = Score(
+        trajectory_id=identity.id,
+        reward=ending.reward,
+        detail={"format": origin.format, **(ending.detail or {})},
+        reward_version=SCORE_VERSION,
+    )
+    return Imported(identity, (score,))
+
+
+def end_of(messages: Sequence[Message]) -> StopReason:
+    """Why an episode ended whose record does not say so: by the agent's last word, or cut short."""
+    last = next((message for message in reversed(messages) if message.role == "assistant"), None)
+    if last is not None and (not last.tool_calls or any(call.name in _FINISHING for call in last.tool_calls)):
+        return StopReason.TERMINATED
+    return StopReason.TRUNCATED
+
+
+def reward_of(resolved: bool | None) -> float | None:
+    """1.0, 0.0, or unscored."""
+    return None if resolved is None else float(resolved)
+
+
+def _identity(origin: Origin, trajectory: Trajectory) -> str:
+    if origin.identity is not None:
+        return origin.identity
+    # Times are left out: a copied file has new ones.
+    content = trajectory.model_dump_json(exclude={"id", "times", "schema_version"})
+    return named_identity(origin.format, hashlib.sha256(content.encode()).hexdigest())
+
+
+def named_identity(*names: str) -> str:
+    """The id that belongs to these names, always the same."""
+    return str(uuid.uuid5(_NAMESPACE, "\n".join(names)))

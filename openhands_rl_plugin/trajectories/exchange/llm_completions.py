@@ -1,0 +1,215 @@
+"""OpenHands V0's ``llm_completions``: a folder an instance, in it a file a call of the model.
+
+All calls of an instance become one tree: where a prompt extends the one before it the path goes on, and where the host
+rewrote what was said before (a condenser, a changed prompt) a branch begins. A condenser's own calls are trees beside
+it. For models that were prompted with text a file has the calls in native form too, and those are read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pydantic import Field, JsonValue
+
+from openhands_rl_plugin.core.messages import to_wire
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import JsonObject, Message, Node, PolicyRef, Score, Task, Times, Trajectory
+from openhands_rl_plugin.trajectories.exchange.episodes import (
+    SWE,
+    UNKNOWN,
+    Ending,
+    Imported,
+    Origin,
+    end_of,
+    finished,
+    say,
+)
+from openhands_rl_plugin.trajectories.exchange.foreign import (
+    ExchangeError,
+    Foreign,
+    LeftOutError,
+    WireMessage,
+    parse,
+    tools_of,
+)
+from openhands_rl_plugin.trajectories.exchange.reading import Source, Unit, files_below, read_document
+from openhands_rl_plugin.trajectories.exchange.text_tools import read_system_prompt
+from openhands_rl_plugin.trajectories.exchange.v0_read import Response
+from openhands_rl_plugin.trajectories.exchange.writing import safe_name
+
+
+class Usage(Foreign):
+    """Tokens billed."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Settings(Foreign):
+    """What the call was made with, as far as it is needed."""
+
+    model: str | None = None
+    tools: JsonValue = None
+
+
+class Logged(Foreign):
+    """One file. ``fncall_*`` stand beside the text form that the model saw."""
+
+    messages: tuple[WireMessage, ...]
+    response: Response
+    fncall_messages: tuple[WireMessage, ...] = ()
+    fncall_response: Response | None = None
+    kwargs: Settings = Field(default_factory=Settings)
+    timestamp: float = 0.0
+
+
+def source(path: Path) -> Source:
+    """``llm_completions`` itself, or the folder of one instance."""
+    files = files_below(path, (".json",))
+    folders = sorted({file.parent for file in files})
+
+    def units() -> Iterator[Unit]:
+        for number, folder in enumerate(folders, 1):
+            own = [file for file in files if file.parent == folder]
+            yield Unit(str(folder), number, lambda folder=folder, own=own: _episode(folder.name, own))
+
+    return Source(len(folders), units())
+
+
+def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[tuple[str, JsonObject]]:
+    """A file for each sampled node, in the native form: its whole prompt, and the response.
+
+    Raises ``LeftOutError`` when nothing was sampled.
+    """
+    sampled = [index for index, node in enumerate(trajectory.nodes) if node.sampled]
+    if not sampled:
+        raise LeftOutError("nothing was sampled in it")
+    span = trajectory.times.finished - trajectory.times.started
+    for number, index in enumerate(sampled):
+        node = trajectory.nodes[index]
+        model = (node.policy or trajectory.policy).served_name
+        at = trajectory.times.started + span * number / len(sampled)
+        name = f"{safe_name(trajectory.task.id)}/{trajectory.id}/{safe_name(model)}-{number:05d}.json"
+        prompt = [to_wire(message) for message in trajectory.messages(node.parent)] if node.parent is not None else []
+        yield (
+            name,
+            {
+                "messages": [*prompt],
+                "response": _response(f"{trajectory.id}-{index}", model, node, at),
+                "args": [],
+                "kwargs": {"tools": [*trajectory.tools]} if trajectory.tools else {},
+                "timestamp": at,
+                "cost": None,
+            },
+        )
+
+
+def _response(identity: str, model: str, node: Node, at: float) -> JsonObject:
+    finish = node.finish_reason or ("tool_calls" if node.message.tool_calls else "stop")
+    return {
+        "id": identity,
+        "object": "chat.completion",
+        "created": int(at),
+        "model": model,
+        "choices": [{"index": 0, "finish_reason": finish, "message": to_wire(node.message)}],
+    }
+
+
+def _episode(instance: str, files: Sequence[Path]) -> Imported:
+    logged = [_read(file) for file in files]
+    # Files are named after the time, which is not a number of fixed length.
+    logged.sort(key=lambda each: each.timestamp)
+    merged = _Merged()
+    for each in logged:
+        merged.add(each)
+    tree = merged.tree
+    tree.head = merged.main_head()
+    asked = next((message.content for message in tree.messages() if message.role == "user"), None)
+    origin = Origin("llm-completions", Task(id=instance, environment=SWE, instruction=asked or ""), merged.model)
+    times = Times(started=logged[0].timestamp, finished=logged[-1].timestamp)
+    ending = Ending(end_of(tree.messages()), {"calls": len(logged)}, times=times)
+    return finished(tree, origin, ending)
+
+
+def _read(file: Path) -> Logged:
+    try:
+        logged = parse(Logged, read_document(file))
+        if not _answer(logged).choices:
+            raise ExchangeError("response.choices: is empty")
+    except ExchangeError as error:
+        raise error if str(error).startswith(str(file)) else ExchangeError(f"{file}: {error}") from error
+    return logged
+
+
+def _answer(logged: Logged) -> Response:
+    return logged.fncall_response or logged.response
+
+
+class _Merged:
+    """The calls of one instance as one tree."""
+
+    def __init__(self) -> None:
+        self.tree = EpisodeTree()
+        self.model: str | None = None
+        self._children: dict[int | None, list[int]] = {}
+        self._last: dict[int, int] = {}
+        self._calls: Counter[int] = Counter()
+
+    def add(self, logged: Logged) -> None:
+        """Follow the prompt as far as it is known, append the rest of it, and the answer."""
+        tree = self.tree
+        response = _answer(logged)
+        self.model = logged.kwargs.model or response.model or self.model
+        tree.tools = tree.tools or _tools(logged)
+        at: int | None = None
+        for wire in logged.fncall_messages or logged.messages:
+            at = self._step(at, wire.message())
+        answer = response.choices[0].message
+        metadata: JsonObject = {"reasoning_content": answer.reasoning_content} if answer.reasoning_content else {}
+        if logged.fncall_response is not None and logged.response.choices:
+            metadata["text"] = logged.response.choices[0].message.content
+        tree.head = at
+        policy = PolicyRef(base_model=self.model or UNKNOWN)
+        node = self._keep(at, say(tree, answer.message(), policy, metadata))
+        root = tree.path()[0]
+        self._last[root] = node
+        self._calls[root] += 1
+
+    def main_head(self) -> int:
+        """The last call of the conversation with the most calls: others in the folder are a condenser's."""
+        root, _ = self._calls.most_common(1)[0]
+        return self._last[root]
+
+    def _step(self, at: int | None, message: Message) -> int:
+        known = self._children.get(at, ())
+        same = next((child for child in reversed(known) if _alike(self.tree.nodes[child].message, message)), None)
+        if same is None:
+            self.tree.head = at
+            return self._keep(at, say(self.tree, message, None))
+        if (node := self.tree.nodes[same]).sampled and node.message != message:
+            node.metadata["replayed_as"] = message.model_dump(mode="json", exclude_defaults=True)
+        return same
+
+    def _keep(self, parent: int | None, node: int) -> int:
+        self._children.setdefault(parent, []).append(node)
+        return node
+
+
+def _alike(known: Message, message: Message) -> bool:
+    """Equal, but for white space around what was said and an empty text that is null elsewhere."""
+    return (
+        known.role == message.role
+        and known.tool_calls == message.tool_calls
+        and known.tool_call_id == message.tool_call_id
+        and (known.content or "").strip() == (message.content or "").strip()
+    )
+
+
+def _tools(logged: Logged) -> tuple[JsonObject, ...]:
+    """From the request; a text prompt has them in its system message."""
+    if logged.kwargs.tools is not None:
+        return tools_of(logged.kwargs.tools)
+    first = logged.messages[0] if logged.messages else None
+    return read_system_prompt(first.content or "").tools if first is not None else ()

@@ -1,0 +1,207 @@
+"""Rows for supervised training: calls as text (as SWE-Gym publishes them), or native tool calls with their tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pydantic import JsonValue
+
+from openhands_rl_plugin.core.messages import to_wire
+from openhands_rl_plugin.core.templates.function_text import Newlines, RenderError, read_function_text, render_call
+from openhands_rl_plugin.core.types import JsonObject, Message, Score, Task, ToolCall, Trajectory
+from openhands_rl_plugin.trajectories.exchange.episodes import (
+    SWE,
+    Ending,
+    Imported,
+    Origin,
+    conversation,
+    end_of,
+    finished,
+    reward_of,
+)
+from openhands_rl_plugin.trajectories.exchange.foreign import (
+    Foreign,
+    LeftOutError,
+    WireMessage,
+    messages_of,
+    parse,
+    tools_of,
+    without_nulls,
+)
+from openhands_rl_plugin.trajectories.exchange.judgement import identity_columns
+from openhands_rl_plugin.trajectories.exchange.text_tools import read_system_prompt, system_prompt
+from openhands_rl_plugin.trajectories.exchange.turns import single_call_turns, until_last_answer
+from openhands_rl_plugin.trajectories.exchange.writing import JSON, Columns
+
+IDENTITY: Columns = {
+    "trajectory_id": "string",
+    "instance_id": "string",
+    "run_id": "string",
+    "model": "string",
+    "score": "float64",
+    "resolved": "bool",
+}
+TEXT_COLUMNS: Columns = {"messages": [{"role": "string", "content": "string"}], **IDENTITY}
+NATIVE_COLUMNS: Columns = {
+    "messages": [
+        {
+            "role": "string",
+            "content": "string",
+            "tool_calls": [
+                {"id": "string", "type": "string", "function": {"name": "string", "arguments": "string"}},
+            ],
+            "tool_call_id": "string",
+            "name": "string",
+        }
+    ],
+    "tools": JSON,
+    **IDENTITY,
+}
+
+_RESULT = "EXECUTION RESULT of [{}]:\n"
+_NAMELESS = "function"
+
+
+class SftRow(Foreign):
+    """A row of ours, of SWE-Gym's SFT set, or of its Sampled set (which has ``test_result`` and null-filled tools)."""
+
+    messages: tuple[WireMessage, ...]
+    tools: JsonValue = None
+    instance_id: str = ""
+    run_id: str | None = None
+    model: str | None = None
+    score: float | None = None
+    resolved: bool | None = None
+    test_result: JsonValue = None
+
+
+def text_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
+    """One row: the acted path with calls as text, results as what the user says, up to the last answer.
+
+    Raises ``LeftOutError`` for an episode in which nobody answered, or whose calls no text can carry.
+    """
+    turns = single_call_turns(_answered(trajectory))
+    if turns.unanswered:
+        raise LeftOutError("several calls were made at once and some of them got no result")
+    spoken = until_last_answer(turns.messages)
+    yield {"messages": [*text_messages(spoken, trajectory.tools)], **identity_columns(trajectory, scores)}
+
+
+def native_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
+    """One row: the acted path up to the last answer, with its tool calls and the tools."""
+    messages: list[JsonValue] = [to_wire(message) for message in until_last_answer(_answered(trajectory))]
+    yield {"messages": messages, "tools": [*trajectory.tools], **identity_columns(trajectory, scores)}
+
+
+def text_messages(messages: Sequence[Message], tools: Sequence[JsonObject]) -> Iterator[JsonObject]:
+    """Messages with at most one call each in the text form. Raises ``LeftOutError``."""
+    if tools and (not messages or messages[0].role != "system"):
+        yield {"role": "system", "content": system_prompt("", tools)}
+    # A reader has the tools from the prompt alone, which tells less of a type than a schema does.
+    by_name = {str(_named(tool)): tool for tool in read_system_prompt(system_prompt("", tools)).tools}
+    for at, message in enumerate(messages):
+        content = message.content or ""
+        match message.role:
+            case "system" if at == 0:
+                content = system_prompt(content, tools)
+            case "tool":
+                content = _RESULT.format(message.name or _NAMELESS) + content
+            case "assistant" if message.tool_calls:
+                call = _rendered(message.tool_calls[0], by_name)
+                content = f"{content}\n\n{call}" if content else call
+        yield {"role": "user" if message.role == "tool" else message.role, "content": content}
+
+
+def import_text(row: JsonObject) -> Imported:
+    """An episode of a row with calls as text. Raises ``ExchangeError``."""
+    record = parse(SftRow, row)
+    messages, tools = read_text_messages(messages_of(record.messages), tools_of(record.tools))
+    return _imported("sft-text", record, messages, tools)
+
+
+def import_native(row: JsonObject) -> Imported:
+    """An episode of a row with native calls. Raises ``ExchangeError``."""
+    record = parse(SftRow, row)
+    return _imported("sft-native", record, messages_of(record.messages), tools_of(record.tools))
+
+
+def read_text_messages(
+    messages: Sequence[Message], tools: Sequence[JsonObject] = ()
+) -> tuple[list[Message], tuple[JsonObject, ...]]:
+    """Messages with native calls, and the tools: those of the system prompt unless ``tools`` are given.
+
+    A text that cannot be read as a call stays text. Calls are numbered; their ids are not part of the text form.
+    """
+    out: list[Message] = []
+    known, newlines = tuple(tools), Newlines.WRAPPED
+    numbered = 0
+    for at, message in enumerate(messages):
+        content = message.content or ""
+        if at == 0 and message.role == "system":
+            prompt = read_system_prompt(content)
+            known, newlines = known or prompt.tools, prompt.newlines
+            out += [message.model_copy(update={"content": prompt.content})] if prompt.content else []
+        elif message.role == "assistant" and not message.tool_calls:
+            read = _read_answer(message, known, newlines, numbered)
+            numbered += len(read.tool_calls)
+            out.append(read)
+        elif message.role == "user" and (result := _read_result(content, out)) is not None:
+            out.append(result)
+        else:
+            out.append(message)
+    return out, known
+
+
+def _read_answer(message: Message, tools: Sequence[JsonObject], newlines: Newlines, numbered: int) -> Message:
+    answer = read_function_text(message.content or "", tools, newlines)
+    if answer.problems or not answer.calls:
+        return message
+    calls = tuple(
+        call.model_copy(update={"id": f"toolu_{numbered + at:02d}"}) for at, call in enumerate(answer.calls, 1)
+    )
+    before = answer.before.removesuffix("\n\n")
+    content = f"{before}\n\n{answer.after.strip()}" if answer.after.strip() else before
+    return message.model_copy(update={"content": content or None, "tool_calls": calls})
+
+
+def _read_result(content: str, before: Sequence[Message]) -> Message | None:
+    """A result, when the last answer made a call of that name; other text of that look is the user's own."""
+    asked = next((message for message in reversed(before) if message.role != "tool"), None)
+    answered = {message.tool_call_id for message in before if message.role == "tool"}
+    for call in asked.tool_calls if asked is not None else ():
+        prefix = _RESULT.format(call.name)
+        if content.startswith(prefix) and call.id not in answered:
+            return Message(role="tool", content=content[len(prefix) :], tool_call_id=call.id, name=call.name)
+    return None
+
+
+def _imported(format: str, record: SftRow, messages: list[Message], tools: tuple[JsonObject, ...]) -> Imported:
+    instruction = next((message.content for message in messages if message.role == "user"), None) or ""
+    task = Task(id=record.instance_id, environment=SWE, instruction=instruction)
+    origin = Origin(format, task, record.model, record.run_id)
+    evidence: JsonObject = {} if record.resolved is None else {"resolved": record.resolved}
+    if record.test_result is not None:
+        evidence["test_result"] = without_nulls(record.test_result)
+    reward = record.score if record.score is not None else reward_of(record.resolved)
+    detail: JsonObject = {} if record.resolved is None else {"resolved": record.resolved}
+    tree = conversation(messages, origin.policy, tools)
+    return finished(tree, origin, Ending(end_of(messages), evidence, reward, detail))
+
+
+def _answered(trajectory: Trajectory) -> tuple[Message, ...]:
+    messages = trajectory.messages()
+    if not any(message.role == "assistant" for message in messages):
+        raise LeftOutError("nobody answered in it")
+    return messages
+
+
+def _rendered(call: ToolCall, tools: dict[str, JsonObject]) -> str:
+    try:
+        return render_call(call, tools.get(call.name))
+    except RenderError as error:
+        raise LeftOutError(str(error)) from error
+
+
+def _named(tool: JsonObject) -> JsonValue:
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, dict) else None

@@ -1,0 +1,40 @@
+"""Our own lossless format: a trajectory with its scores a line, to move stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pydantic import ValidationError
+
+from openhands_rl_plugin.core.types import SCHEMA_VERSION, Frozen, JsonObject, Score, Trajectory
+from openhands_rl_plugin.core.validation import problems
+from openhands_rl_plugin.trajectories.exchange.episodes import Imported
+from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
+
+
+class Line(Frozen):
+    """What a line holds."""
+
+    trajectory: Trajectory
+    scores: tuple[Score, ...] = ()
+
+
+def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
+    """One line with everything, tokens included."""
+    yield Line(trajectory=trajectory, scores=tuple(scores)).model_dump(mode="json")
+
+
+def read(row: JsonObject) -> Imported:
+    """The same values again. Raises ``ExchangeError``, also for a schema that is newer than this version."""
+    held = row.get("trajectory")
+    version = held.get("schema_version") if isinstance(held, dict) else None
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise ExchangeError(f"schema version {version} is newer than {SCHEMA_VERSION}; install a newer version")
+    try:
+        line = Line.model_validate(row)
+    except ValidationError as error:
+        lines = [": ".join(filter(None, (".".join(at), what))) for at, what in problems(error, Line)]
+        raise ExchangeError("; ".join(lines[:5])) from error
+    if any(score.trajectory_id != line.trajectory.id for score in line.scores):
+        raise ExchangeError("scores: one belongs to another trajectory")
+    return Imported(line.trajectory, line.scores)

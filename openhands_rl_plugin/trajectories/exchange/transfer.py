@@ -1,0 +1,180 @@
+"""Streams a store into a sink, and a source into a store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from itertools import batched
+
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, NodeMark, TrajectoryFilter
+from openhands_rl_plugin.core.redaction import redact_trajectory, redact_value
+from openhands_rl_plugin.core.types import Score, StopReason, Trajectory
+from openhands_rl_plugin.trajectories.exchange.episodes import Imported
+from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, LeftOutError
+from openhands_rl_plugin.trajectories.exchange.formats import Files
+from openhands_rl_plugin.trajectories.exchange.judgement import resolved
+from openhands_rl_plugin.trajectories.exchange.reading import Source
+from openhands_rl_plugin.trajectories.exchange.writing import Sink
+
+# So many episodes are in memory at a time, and share a flush of the store.
+_BATCH = 16
+
+Advanced = Callable[[int], None]
+
+
+@dataclass
+class ExportReport:
+    """What became of the trajectories that were found. ``left_out``: reason -> how many."""
+
+    trajectories: int = 0
+    rows: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class ImportReport:
+    """What became of the records. ``bad`` has the message of each one that was skipped."""
+
+    records: int = 0
+    new: int = 0
+    scores: int = 0
+    bad: list[str] = field(default_factory=list)
+
+
+async def export_store(
+    storage: TrajectoryStorage,
+    where: TrajectoryFilter,
+    rows: Files,
+    sink: Sink,
+    *,
+    wanted: bool | None = None,
+    advanced: Advanced = lambda done: None,
+) -> ExportReport:
+    """Write what matches, without secrets. ``wanted`` keeps the resolved (or unresolved) ones only.
+
+    ``where.limit`` counts what is written. ``advanced`` is told how many trajectories were looked at.
+    """
+    report = ExportReport()
+    looked = 0
+    async with aclosing(_found(storage, where.model_copy(update={"limit": None}))) as found:
+        async for trajectory, scores in found:
+            if report.trajectories == where.limit:
+                break
+            looked += 1
+            if wanted is None or resolved(trajectory, scores) is wanted:
+                _export(trajectory, scores, rows, sink, report)
+            advanced(looked)
+    return report
+
+
+async def _found(
+    storage: TrajectoryStorage, where: TrajectoryFilter
+) -> AsyncGenerator[tuple[Trajectory, tuple[Score, ...]]]:
+    async for pair in storage.find(where):
+        yield pair
+
+
+def _export(trajectory: Trajectory, scores: Sequence[Score], rows: Files, sink: Sink, report: ExportReport) -> None:
+    clean = redact_trajectory(trajectory)
+    judged = tuple(redact_value(score) for score in scores)
+    try:
+        # All rows of an episode or none: one that is left out leaves nothing behind.
+        made = list(rows(clean, judged))
+    except LeftOutError as reason:
+        report.left_out[str(reason)] += 1
+        return
+    for name, row in made:
+        sink.write(name, row)
+        report.rows += 1
+    report.trajectories += 1
+
+
+async def import_source(
+    source: Source, storage: TrajectoryStorage, *, skip_bad: bool = False, advanced: Advanced = lambda done: None
+) -> ImportReport:
+    """Store every record, once. Raises ``ExchangeError`` with its place for the first bad one, unless skipped.
+
+    What was stored before a bad record stays; the same import goes on where it stopped.
+    """
+    report = ImportReport()
+    for batch in batched(_episodes(source, skip_bad, advanced, report), _BATCH):
+        await _store(batch, storage, report)
+    return report
+
+
+def _episodes(source: Source, skip_bad: bool, advanced: Advanced, report: ImportReport) -> Iterator[Imported]:
+    for unit in source.units:
+        try:
+            episode = unit.read()
+        except ExchangeError as error:
+            message = str(error) if str(error).startswith(unit.at) else f"{unit.at}: {error}"
+            if not skip_bad:
+                raise ExchangeError(f"{message}; --skip-bad leaves such records out") from error
+            report.bad.append(message)
+        else:
+            report.records += 1
+            yield episode
+        advanced(unit.done)
+
+
+async def _store(batch: Sequence[Imported], storage: TrajectoryStorage, report: ImportReport) -> None:
+    episodes: dict[str, Trajectory] = {}
+    for found, _ in batch:
+        if found.id not in episodes or _goes_on(episodes[found.id], found):
+            episodes[found.id] = found
+    known: dict[str, Trajectory] = {}
+    judged: dict[str, set[str]] = {}
+    async for trajectory, scores in storage.find(TrajectoryFilter(ids=tuple(episodes), finished=None)):
+        known[trajectory.id], judged[trajectory.id] = trajectory, set(map(_as_stored, scores))
+    fresh = [each for identity, each in episodes.items() if identity not in known]
+    further = [each for identity, each in episodes.items() if identity in known and _goes_on(known[identity], each)]
+    await asyncio.gather(*(_add(each, known.get(each.id), storage) for each in (*fresh, *further)))
+    report.new += len(fresh)
+    scores = [score for each in batch for score in _new_scores(each, judged)]
+    await storage.add_scores(scores)
+    report.scores += len(scores)
+
+
+def _goes_on(known: Trajectory, found: Trajectory) -> bool:
+    """Whether ``found`` is the same episode at a later time."""
+    ended = found.stop is not StopReason.UNFINISHED
+    return known.stop is StopReason.UNFINISHED and (ended or len(found.nodes) > len(known.nodes))
+
+
+def _new_scores(found: Imported, judged: dict[str, set[str]]) -> list[Score]:
+    """The scores that the store does not have; ``judged`` takes note of them."""
+    identity = found.trajectory.id
+    before = judged.setdefault(identity, set())
+    new = [score for score in found.scores if _as_stored(score) not in before]
+    before.update(map(_as_stored, new))
+    return new
+
+
+def _as_stored(score: Score) -> str:
+    # As text, because a NaN is not equal to itself.
+    return redact_value(score).model_dump_json()
+
+
+async def _add(trajectory: Trajectory, known: Trajectory | None, storage: TrajectoryStorage) -> None:
+    if trajectory.stop is not StopReason.UNFINISHED:
+        await storage.add(trajectory)
+        return
+    await storage.begin(EpisodeStart.of(trajectory))
+    marks = tuple(
+        NodeMark(
+            index=at,
+            reward=node.reward,
+            simulated=node.simulated,
+            value=node.value,
+            visits=node.visits,
+            search=node.metadata.get("search"),
+        )
+        for at, node in enumerate(trajectory.nodes[: len(known.nodes) if known is not None else 0])
+    )
+    await storage.grow(
+        EpisodeGrowth(trajectory_id=trajectory.id, first=0, nodes=trajectory.nodes, head=trajectory.head, marks=marks)
+    )

@@ -1,0 +1,104 @@
+"""Rows from search trees: pairs of siblings for preference training, and value targets of states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pydantic import JsonValue
+
+from openhands_rl_plugin.core.messages import to_wire
+from openhands_rl_plugin.core.types import JsonObject, Message, Score, Trajectory
+from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
+from openhands_rl_plugin.trajectories.exchange.judgement import identity_columns
+from openhands_rl_plugin.trajectories.exchange.sft import IDENTITY
+from openhands_rl_plugin.trajectories.exchange.writing import JSON, Columns
+
+SMALLEST_MARGIN = 0.05
+"""Siblings whose values differ by less are no preference: search has not seen enough of a difference."""
+
+PREFERENCE_COLUMNS: Columns = {
+    "prompt": JSON,
+    "chosen": JSON,
+    "rejected": JSON,
+    "tools": JSON,
+    "margin": "float64",
+    "chosen_visits": "int64",
+    "rejected_visits": "int64",
+    **IDENTITY,
+}
+VALUE_COLUMNS: Columns = {
+    "messages": JSON,
+    "tools": JSON,
+    "value": "float64",
+    "visits": "int64",
+    "on_path": "bool",
+    **IDENTITY,
+}
+
+
+def preference_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
+    """One row for each state with two or more valued actions: the best against the worst of them.
+
+    ``prompt``, ``chosen`` and ``rejected`` are conversations in OpenAI's form, as preference trainers read them;
+    ``margin`` is the difference of their mean returns. Raises ``LeftOutError`` for an episode without such a state.
+    """
+    found = False
+    for state, siblings in _valued_siblings(trajectory).items():
+        best = max(siblings, key=lambda at: trajectory.nodes[at].value or 0.0)
+        worst = min(siblings, key=lambda at: trajectory.nodes[at].value or 0.0)
+        margin = (trajectory.nodes[best].value or 0.0) - (trajectory.nodes[worst].value or 0.0)
+        if margin < SMALLEST_MARGIN:
+            continue
+        found = True
+        yield {
+            "prompt": _wire(trajectory.messages(state)) if state is not None else [],
+            "chosen": _wire((trajectory.nodes[best].message,)),
+            "rejected": _wire((trajectory.nodes[worst].message,)),
+            "tools": [*trajectory.tools],
+            "margin": margin,
+            "chosen_visits": trajectory.nodes[best].visits,
+            "rejected_visits": trajectory.nodes[worst].visits,
+            **identity_columns(trajectory, scores),
+        }
+    if not found:
+        raise LeftOutError("no state of it has two actions whose values differ")
+
+
+def value_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
+    """One row for each valued action: the conversation up to it, and the mean return that search saw from there on.
+
+    Raises ``LeftOutError`` for an episode without values.
+    """
+    acted = set(trajectory.path())
+    found = False
+    for siblings in _valued(trajectory).values():
+        for at in siblings:
+            found = True
+            node = trajectory.nodes[at]
+            yield {
+                "messages": _wire(trajectory.messages(at)),
+                "tools": [*trajectory.tools],
+                "value": node.value,
+                "visits": node.visits,
+                "on_path": at in acted,
+                **identity_columns(trajectory, scores),
+            }
+    if not found:
+        raise LeftOutError("no action of it was valued by a search")
+
+
+def _valued(trajectory: Trajectory) -> dict[int | None, list[int]]:
+    """State -> the sampled nodes below it that a search has valued."""
+    states: dict[int | None, list[int]] = {}
+    for at, node in enumerate(trajectory.nodes):
+        if node.sampled and node.value is not None and node.visits:
+            states.setdefault(node.parent, []).append(at)
+    return states
+
+
+def _valued_siblings(trajectory: Trajectory) -> dict[int | None, list[int]]:
+    return {state: actions for state, actions in _valued(trajectory).items() if len(actions) > 1}
+
+
+def _wire(messages: Sequence[Message]) -> list[JsonValue]:
+    return [to_wire(message) for message in messages]

@@ -1,0 +1,103 @@
+"""Stored conversations of OpenHands' V1 SDK: folders with an event a file, or one file with an event a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pydantic import Field, JsonValue
+
+from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, PolicyRef, StopReason, Task
+from openhands_rl_plugin.trajectories.exchange.episodes import Ending, Imported, Origin, end_of, finished
+from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, Foreign, parse
+from openhands_rl_plugin.trajectories.exchange.reading import Source, Unit, files_below, read_document, rows_of
+from openhands_rl_plugin.trajectories.exchange.v1_read import Log, read_log
+
+ENVIRONMENT = "openhands"
+_STATE = "base_state.json"
+_EVENTS = "events"
+_REGULAR_ENDS = {"MaxIterationsReached": StopReason.MAX_TURNS}
+
+
+class Llm(Foreign):
+    """The part that names the model."""
+
+    model: str | None = None
+
+
+class AgentState(Foreign):
+    """The agent of a conversation."""
+
+    llm: Llm = Llm()
+
+
+class BaseState(Foreign):
+    """``base_state.json`` as far as it is needed: secrets and settings are not read."""
+
+    id: str = ""
+    agent: AgentState = Field(default_factory=AgentState)
+    execution_status: str | None = None
+    leaf_event_id: str | None = None
+
+
+def source(path: Path) -> Source:
+    """A conversation's folder, a folder of such folders, or files with all events of a conversation each."""
+    if path.is_dir() and (folders := _conversations(path)):
+        units = (
+            Unit(str(folder), number, lambda folder=folder: _from_folder(folder))
+            for number, folder in enumerate(folders, 1)
+        )
+        return Source(len(folders), units)
+    files = files_below(path, (".jsonl", ".json", ".jsonl.gz"))
+    units = (Unit(str(file), number, lambda file=file: _from_file(file)) for number, file in enumerate(files, 1))
+    return Source(len(files), units)
+
+
+def _conversations(path: Path) -> list[Path]:
+    if (path / _EVENTS).is_dir():
+        return [path]
+    return sorted(each.parent for each in path.rglob(_EVENTS) if each.is_dir())
+
+
+def _from_folder(folder: Path) -> Imported:
+    state = folder / _STATE
+    base = parse(BaseState, read_document(state)) if state.is_file() else BaseState()
+    # The names are numbered with leading zeros.
+    files = sorted((folder / _EVENTS).glob("event-*.json"))
+    if not files:
+        raise ExchangeError(f"{folder / _EVENTS}: there is no event in it")
+    return _episode(base.id or folder.name, base, list(_events(files)))
+
+
+def _events(files: Sequence[Path]) -> Iterator[JsonObject]:
+    yield from (read_document(file) for file in files)
+
+
+def _from_file(file: Path) -> Imported:
+    events = [row.load() for row in rows_of(file)]
+    return _episode(file.name.partition(".")[0], BaseState(), events)
+
+
+def _episode(name: str, base: BaseState, events: Sequence[JsonValue]) -> Imported:
+    log = read_log(events, PolicyRef(base_model=base.agent.llm.model or "unknown"), base.leaf_event_id)
+    asked = next((message.content for message in log.tree.messages() if message.role == "user"), None)
+    task = Task(id=name, environment=ENVIRONMENT, instruction=asked or "")
+    origin = Origin("v1-events", task, base.agent.llm.model)
+    stop, failure = _ending(base.execution_status, log)
+    evidence: JsonObject = {"condensations": log.condensations} if log.condensations else {}
+    return finished(log.tree, origin, Ending(stop, evidence, failure=failure, times=log.times))
+
+
+def _ending(status: str | None, log: Log) -> tuple[StopReason, Failure | None]:
+    if status == "stuck":
+        return StopReason.TRUNCATED, None
+    # A conversation that went on after an error is no failure.
+    if not log.errors or status == "finished":
+        return (StopReason.TERMINATED if status == "finished" else end_of(log.tree.messages())), None
+    code, detail = log.errors[-1]
+    if code in _REGULAR_ENDS:
+        return _REGULAR_ENDS[code], None
+    failure = Failure(
+        kind=FailureKind.INFRASTRUCTURE, message=f"{code}: {detail}"[:500], boundary="openhands.conversation"
+    )
+    return StopReason.ERROR, failure

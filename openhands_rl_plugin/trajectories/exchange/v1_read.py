@@ -1,0 +1,231 @@
+"""The conversation in the events of OpenHands' V1 SDK.
+
+Answers and calls are exact; observations are worded as the SDK words them for the model. Events of newer SDKs name the
+one before them, so a conversation that was taken up again elsewhere becomes a branch. Not in the events, and so lost:
+the parameters of the tools, and which messages a condenser hid from the model (the whole history is read).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import NamedTuple
+
+from pydantic import JsonValue
+
+from openhands_rl_plugin.core.messages import text_of
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import JsonObject, Message, PolicyRef, Times, ToolCall
+from openhands_rl_plugin.trajectories.exchange.dates import seconds_of
+from openhands_rl_plugin.trajectories.exchange.episodes import UNKNOWN_TIMES, say
+from openhands_rl_plugin.trajectories.exchange.foreign import (
+    ExchangeError,
+    Foreign,
+    WireFunction,
+    WireMessage,
+    parse,
+    without_nulls,
+)
+
+_ERROR_HEADER = "[An error occurred during execution.]\n"
+_RESULTS = {"ObservationEvent", "UserRejectObservation", "AgentErrorEvent"}
+
+
+class Text(Foreign):
+    """A part of a message."""
+
+    type: str = "text"
+    text: str = ""
+
+
+class Call(Foreign):
+    """The call as the model wrote it; the first SDKs had name and arguments in a ``function``, as OpenAI has."""
+
+    id: str = ""
+    name: str = ""
+    arguments: str = "{}"
+    function: WireFunction | None = None
+
+    def made(self, event: Event) -> ToolCall:
+        """As a call of ours; what it lacks the event tells."""
+        said = self.function or self
+        return ToolCall(id=self.id or event.tool_call_id, name=said.name or event.tool_name, arguments=said.arguments)
+
+
+class Event(Foreign):
+    """One event of any kind; what a kind does not have is absent."""
+
+    id: str = ""
+    kind: str = ""
+    timestamp: str | None = None
+    source: str = ""
+    parent_id: str | None = None
+    system_prompt: Text | None = None
+    dynamic_context: Text | None = None
+    tools: tuple[JsonObject, ...] = ()
+    llm_message: JsonObject | None = None
+    extended_content: tuple[Text, ...] = ()
+    thought: tuple[Text, ...] = ()
+    reasoning_content: str | None = None
+    tool_name: str = ""
+    tool_call_id: str = ""
+    tool_call: Call | None = None
+    llm_response_id: str | None = None
+    observation: JsonObject | None = None
+    rejection_reason: str = ""
+    error: str = ""
+    code: str = ""
+    detail: str = ""
+
+
+class Log(NamedTuple):
+    """A conversation as it was logged. ``errors`` are those that ended it, as (code, detail)."""
+
+    tree: EpisodeTree
+    times: Times
+    errors: tuple[tuple[str, str], ...]
+    condensations: int
+
+
+def read_log(events: Sequence[JsonValue], policy: PolicyRef, leaf: str | None = None) -> Log:
+    """All events in order; ``leaf`` is the event at which the conversation stands, by default the last one.
+
+    Raises ``ExchangeError`` that names the event.
+    """
+    reader = _Reader(policy)
+    parsed: list[Event] = []
+    for number, each in enumerate(events):
+        try:
+            parsed.append(parse(Event, each))
+            reader.take(parsed[-1])
+        except ExchangeError as error:
+            raise ExchangeError(f"event {number}: {error}") from error
+    if leaf is not None and leaf in reader.places:
+        reader.tree.head = reader.places[leaf]
+    errors = tuple((event.code, event.detail) for event in parsed if event.kind == "ConversationErrorEvent")
+    condensations = sum(event.kind == "Condensation" for event in parsed)
+    return Log(reader.tree, _times(parsed), errors, condensations)
+
+
+class _Reader:
+    def __init__(self, policy: PolicyRef) -> None:
+        self.tree = EpisodeTree()
+        self.places: dict[str, int | None] = {}
+        self._policy = policy
+        self._answers: dict[str, int] = {}
+
+    def take(self, event: Event) -> None:
+        """Add what the event says below the event that it names, or below the last one."""
+        if event.parent_id is not None and event.parent_id in self.places:
+            self.tree.head = self.places[event.parent_id]
+        match event.kind:
+            case "SystemPromptEvent":
+                self.tree.tools = self.tree.tools or tuple(_tool(without_nulls(tool)) for tool in event.tools)
+                say(self.tree, Message(role="system", content=_system(event)), None)
+            case "MessageEvent":
+                self._speak(event)
+            case "ActionEvent":
+                self._act(event)
+            case kind if kind in _RESULTS:
+                content = _join([*_result(event), *(part.text for part in event.extended_content)])
+                result = Message(
+                    role="tool", content=content, tool_call_id=event.tool_call_id, name=event.tool_name or None
+                )
+                say(self.tree, result, None)
+            case _:
+                pass
+        self.places[event.id] = self.tree.head
+
+    def _speak(self, event: Event) -> None:
+        wire = parse(WireMessage, _as_wire(event.llm_message or {}))
+        message = wire.message()
+        if event.extended_content:
+            added = [part.text for part in event.extended_content]
+            message = message.model_copy(update={"content": _join([message.content or "", *added])})
+        sampled = message.role == "assistant"
+        say(self.tree, message, self._policy if sampled else None, _reasoning(wire.reasoning_content))
+
+    def _act(self, event: Event) -> None:
+        if event.tool_call is None:
+            raise ExchangeError("tool_call: is required")
+        call = event.tool_call.made(event)
+        known = self._answers.get(event.llm_response_id or "")
+        if known is not None:
+            # Each call of a response is an event of its own.
+            node = self.tree.nodes[known]
+            node.message = node.message.model_copy(update={"tool_calls": (*node.message.tool_calls, call)})
+            return
+        message = Message(role="assistant", content=_join(part.text for part in event.thought), tool_calls=(call,))
+        at = say(self.tree, message, self._policy, _reasoning(event.reasoning_content))
+        if event.llm_response_id:
+            self._answers[event.llm_response_id] = at
+
+
+def _system(event: Event) -> str:
+    parts = (event.system_prompt, event.dynamic_context)
+    return _join(part.text for part in parts if part is not None) or ""
+
+
+def _result(event: Event) -> list[str]:
+    if event.kind == "AgentErrorEvent":
+        return [event.error]
+    if event.kind == "UserRejectObservation":
+        return [f"Action rejected: {event.rejection_reason}"]
+    observation = event.observation or {}
+    text = text_of(observation.get("content")) or ""
+    header = [_ERROR_HEADER] if observation.get("is_error") else []
+    metadata = observation.get("metadata")
+    return [*header, _shell_result(text, metadata) if isinstance(metadata, dict) else text]
+
+
+def _shell_result(text: str, metadata: JsonObject) -> str:
+    told = f"{metadata.get('prefix') or ''}{text}{metadata.get('suffix') or ''}"
+    if metadata.get("working_dir"):
+        told += f"\n[Current working directory: {metadata['working_dir']}]"
+    if metadata.get("py_interpreter_path"):
+        told += f"\n[Python interpreter: {metadata['py_interpreter_path']}]"
+    if metadata.get("exit_code") not in (None, -1):
+        told += f"\n[Command finished with exit code {metadata['exit_code']}]"
+    return told
+
+
+def _tool(tool: JsonObject) -> JsonObject:
+    """A logged tool as an OpenAI tool; its name is that of its class, and its parameters only MCP tools have."""
+    if "function" in tool:
+        return tool
+    mcp = tool.get("mcp_tool")
+    held = mcp if isinstance(mcp, dict) else {}
+    kind = str(tool.get("kind", ""))
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", kind).lower().removesuffix("_tool")
+    function: JsonObject = {"name": str(held.get("name") or tool.get("name") or snake)}
+    function |= {"description": tool["description"]} if "description" in tool else {}
+    function |= {"parameters": held["inputSchema"]} if "inputSchema" in held else {}
+    return {"type": "function", "function": function}
+
+
+def _as_wire(message: JsonObject) -> JsonObject:
+    """The SDK's calls have name and arguments beside their id."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    nested = [{**call, "function": call.get("function") or call} if isinstance(call, dict) else call for call in calls]
+    return {**message, "tool_calls": nested}
+
+
+def _reasoning(text: str | None) -> JsonObject:
+    return {"reasoning_content": text} if text else {}
+
+
+def _join(parts: Iterable[str]) -> str | None:
+    texts = [part for part in parts if part]
+    return "\n".join(texts) or None
+
+
+def _times(events: Sequence[Event]) -> Times:
+    seconds = []
+    for event in events:
+        with suppress(ValueError):
+            seconds.append(seconds_of(datetime.fromisoformat(event.timestamp or "")))
+    return Times(started=min(seconds), finished=max(seconds)) if seconds else UNKNOWN_TIMES

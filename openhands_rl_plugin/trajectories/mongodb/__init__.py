@@ -1,0 +1,1 @@
+"""The storage ``mongodb``. Start with ``storage``; ``pymongo`` is imported here only."""

@@ -1,0 +1,131 @@
+"""The small document of each episode, and what a filter means in MongoDB's query language."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self
+
+from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectoryOrder, TrajectorySummary
+from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader
+
+Query = dict[str, Any]
+
+_COLUMNS = tuple(name for name in EpisodeHeader._fields if name != "id")
+_DIRECTIONS = {False: 1, True: -1}
+
+
+class StoredEpisode(NamedTuple):
+    """An episode as the ``episodes`` collection has it.
+
+    The first ``chunks`` documents of the log ``generation`` are valid. ``scored`` is the number of the newest score, 0
+    when there is none, and ``score`` is its reward.
+    """
+
+    header: EpisodeHeader
+    generation: str
+    chunks: int
+    open: bool
+    scored: int
+    score: float | None
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any]) -> Self:
+        """From the database."""
+        header = EpisodeHeader(id=document["_id"], **{name: document[name] for name in _COLUMNS})
+        return cls(header, *(document[name] for name in cls._fields[1:]))
+
+    def summary(self) -> TrajectorySummary:
+        """What a list shows."""
+        return self.header.summary(self.score)
+
+
+def new_document(header: EpisodeHeader, *, order: int, generation: str, chunks: int, is_open: bool) -> dict[str, Any]:
+    """An episode that nobody has scored. ``order`` counts the episodes as they are stored."""
+    told = {"_id": header.id, "order": order, "generation": generation, "chunks": chunks, "open": is_open}
+    return {**told, **_columns(header), "scored": 0, "score": None, **_reward(header.sorting_reward(None))}
+
+
+def change_to(header: EpisodeHeader, *, generation: str, chunks: int, is_open: bool) -> list[Query]:
+    """The update that makes an episode this one; a score that it has goes on to decide what it is found by.
+
+    A failed episode is found by no reward.
+    """
+    told = {"generation": generation, "chunks": chunks, "open": is_open, **_columns(header)}
+    # In a pipeline a text that begins with a dollar sign would be a field otherwise.
+    literal = {name: {"$literal": value} for name, value in told.items()}
+    decides = header.failed or {"$eq": ["$scored", 0]}
+    kept = {
+        name: {"$cond": [decides, {"$literal": value}, f"${name}"]}
+        for name, value in _reward(header.sorting_reward(None)).items()
+    }
+    return [{"$set": {**literal, **kept}}]
+
+
+def score_change(number: int, reward: float | None) -> list[Query]:
+    """The update that makes a score the newest one of its episode, and what it is found by unless it failed."""
+    valid = {"$eq": ["$failure_kind", None]}
+    kept = {name: {"$cond": [valid, {"$literal": value}, f"${name}"]} for name, value in _reward(reward).items()}
+    return [{"$set": {"scored": {"$literal": number}, "score": {"$literal": reward}, **kept}}]
+
+
+def query_of(where: TrajectoryFilter) -> Query:
+    """What matches, ``offset`` and ``limit`` aside."""
+    equal = {name: getattr(where, name) for name in _EQUAL if getattr(where, name) is not None}
+    query: Query = {name: str(value) if isinstance(value, str) else value for name, value in equal.items()}
+    if where.ids is not None:
+        query["_id"] = {"$in": list(where.ids)}
+    if where.finished is not None:
+        query["open"] = not where.finished
+    if where.failed is not None:
+        # Beside a kind that may be asked for, too.
+        query["$and"] = [{"failure_kind": {"$ne": None} if where.failed else None}]
+    if reward := _bounds(where.reward_at_least, where.reward_at_most):
+        # The index begins with whether the reward is known.
+        query |= {"unrewarded": False, "reward": reward}
+    if finished := _bounds(where.since, where.until):
+        query["finished"] = finished
+    return query
+
+
+def order_of(where: TrajectoryFilter) -> list[tuple[str, int]]:
+    """What to sort by."""
+    direction = _DIRECTIONS[where.descending]
+    return {
+        TrajectoryOrder.STORED: [("order", direction)],
+        TrajectoryOrder.FINISHED: [("finished", direction), ("order", 1)],
+        TrajectoryOrder.REWARD: [("unrewarded", 1), ("reward", direction), ("order", 1)],
+    }[where.sort]
+
+
+def asks_for_reward(where: TrajectoryFilter) -> bool:
+    """Whether what matches, or its order, depends on scores."""
+    return where.sort is TrajectoryOrder.REWARD or not (where.reward_at_least is None and where.reward_at_most is None)
+
+
+_EQUAL = (
+    "run_id",
+    "group_id",
+    "task_id",
+    "environment",
+    "split",
+    "strategy",
+    "adapter",
+    "policy_version",
+    "stop",
+    "failure_kind",
+)
+
+
+def _columns(header: EpisodeHeader) -> dict[str, Any]:
+    return {name: getattr(header, name) for name in _COLUMNS}
+
+
+def _reward(value: float | None) -> dict[str, Any]:
+    """What rewards are filtered and sorted by. Nothing can be said about a NaN, so it is unknown."""
+    known = None if value is None or math.isnan(value) else value
+    return {"reward": known, "unrewarded": known is None}
+
+
+def _bounds(least: float | None, most: float | None) -> dict[str, float]:
+    return {sign: value for sign, value in (("$gte", least), ("$lte", most)) if value is not None}

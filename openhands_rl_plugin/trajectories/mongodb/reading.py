@@ -1,0 +1,92 @@
+"""Every question to the episodes of a MongoDB store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectorySummary
+from openhands_rl_plugin.core.types import Trajectory
+from openhands_rl_plugin.trajectories.mongodb.client import MongoDatabase
+from openhands_rl_plugin.trajectories.mongodb.headers import StoredEpisode, order_of, query_of
+from openhands_rl_plugin.trajectories.mongodb.log import log_range, replay
+from openhands_rl_plugin.trajectories.storages.header import so_far, whole
+
+Log = Sequence[Mapping[str, Any]]
+
+# An episode that is replaced while it is read is read again; that happens to it once.
+_ATTEMPTS = 5
+
+
+async def matching_ids(database: MongoDatabase, where: TrajectoryFilter) -> list[str]:
+    """The ids of what matches, in the order that is asked for."""
+    if where.limit == 0:
+        return []
+    found = database.episodes.find(query_of(where), {"_id": 1}).sort(order_of(where)).skip(where.offset)
+    return [document["_id"] async for document in found.limit(where.limit or 0)]
+
+
+async def count(database: MongoDatabase, where: TrajectoryFilter) -> int:
+    """How many match, ``offset`` and ``limit`` aside."""
+    return await database.episodes.count_documents(query_of(where))
+
+
+async def load(database: MongoDatabase, ids: Sequence[str]) -> list[Trajectory]:
+    """The trajectories of ``ids``, in that order; those that are gone are left out."""
+    loaded: dict[str, Trajectory] = {}
+    missing = list(ids)
+    for _ in range(_ATTEMPTS):
+        episodes = await _episodes(database, missing)
+        logs = await _logs(database, episodes)
+        missing = [episode.header.id for episode in episodes if len(logs[episode.header.id]) < episode.chunks]
+        whole_ones = [episode for episode in episodes if episode.header.id not in missing]
+        read = await asyncio.to_thread(_trajectories, whole_ones, logs)
+        loaded |= {trajectory.id: trajectory for trajectory in read}
+        if not missing:
+            return [loaded[identity] for identity in ids if identity in loaded]
+    raise StorageError(f"a part of episode {missing[0]!r} is missing; restore the database from a backup")
+
+
+async def load_summaries(database: MongoDatabase, ids: Sequence[str]) -> list[TrajectorySummary]:
+    """The summaries of ``ids``, in that order; those that are gone are left out."""
+    found = {episode.header.id: episode.summary() for episode in await _episodes(database, ids)}
+    return [found[identity] for identity in ids if identity in found]
+
+
+async def _episodes(database: MongoDatabase, ids: Sequence[str]) -> list[StoredEpisode]:
+    found = database.episodes.find({"_id": {"$in": list(ids)}})
+    return [StoredEpisode.read(document) async for document in found]
+
+
+async def _logs(database: MongoDatabase, episodes: Sequence[StoredEpisode]) -> Mapping[str, Log]:
+    """Id -> the valid part of its log, as far as it is there."""
+    logs: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    if not episodes:
+        return logs
+    ranges = [log_range(episode.generation, 0, episode.chunks) for episode in episodes]
+    async for document in database.chunks.find({"$or": ranges}):
+        logs[document["episode"]].append(document)
+    for log in logs.values():
+        log.sort(key=lambda document: document["seq"])
+    return logs
+
+
+def _trajectories(episodes: Sequence[StoredEpisode], logs: Mapping[str, Log]) -> list[Trajectory]:
+    return [_trajectory(episode, logs[episode.header.id]) for episode in episodes]
+
+
+def _trajectory(episode: StoredEpisode, log: Log) -> Trajectory:
+    header = episode.header
+    replayed = replay(header.id, log)
+    if len(replayed.nodes) != header.nodes:
+        raise StorageError(
+            f"trajectory {header.id!r} has {len(replayed.nodes)} of {header.nodes} nodes; restore a backup"
+        )
+    if episode.open:
+        return so_far(replayed.start, replayed.nodes, replayed.head, header.finished)
+    if replayed.end is None:
+        raise StorageError(f"the end of trajectory {header.id!r} is missing; restore a backup")
+    return whole(replayed.start, replayed.nodes, replayed.end)

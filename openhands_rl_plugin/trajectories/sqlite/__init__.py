@@ -1,0 +1,1 @@
+"""The storage ``file``: one SQLite file in a folder. Start with ``storage``."""

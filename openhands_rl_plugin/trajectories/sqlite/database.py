@@ -1,0 +1,214 @@
+"""The SQLite file of a store: how it is made, opened and what its errors mean.
+
+It is made whole under another name and then renamed, so that it is never seen half made. Its tables:
+
+- ``episodes``: one row for each, with the columns of ``EpisodeHeader``, where the episode stands, and its reward;
+- ``documents``: what is known at the start and at the end of an episode, as packed JSON;
+- ``chunks``: the nodes, packed as they came; ``marks``: what became known of a node later, as JSON;
+- ``scores``: the judgements, as packed JSON, in the order in which they came.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from openhands_rl_plugin.core.errors import StorageError, describe
+from openhands_rl_plugin.core.types import SCHEMA_VERSION
+
+FILE_NAME = "trajectories.sqlite"
+
+# "OHRL": what file(1) and sqlite3 show, and what tells this from any other database.
+_APPLICATION_ID = 0x4F48524C
+_BUSY_SECONDS = 60.0
+# Smaller than usual, because what does not fill a page is lost and a turn is about two pages.
+_PAGE_BYTES = 2048
+
+_SCHEMA = f"""
+CREATE TABLE episodes (
+    row INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL,
+    run_id TEXT NOT NULL,
+    group_id TEXT NOT NULL,
+    task_id TEXT NOT NULL,
+    environment TEXT NOT NULL,
+    split TEXT NOT NULL,
+    strategy TEXT NOT NULL,
+    base_model TEXT NOT NULL,
+    adapter TEXT,
+    policy_version INTEGER,
+    stop TEXT NOT NULL,
+    failure_kind TEXT,
+    nodes INTEGER NOT NULL,
+    turns INTEGER NOT NULL,
+    episode_return NOT NULL, -- a number, or a text: 'nan', because SQLite makes NULL of a NaN, or 'none'
+    started REAL NOT NULL,
+    finished REAL NOT NULL, -- when it last grew, while it is unfinished
+    prompt_tokens INTEGER NOT NULL,
+    cached_tokens INTEGER NOT NULL,
+    completion_tokens INTEGER NOT NULL,
+    calls INTEGER NOT NULL,
+    steps INTEGER NOT NULL,
+    head INTEGER,
+    revision INTEGER NOT NULL DEFAULT 0, -- how often it has grown
+    scored INTEGER NOT NULL, -- whether there is any score
+    score, -- the reward of the newest score: a number, the text 'nan', or NULL
+    reward REAL -- what filters and sorting look at: that of the newest score, or else the return; none when it failed
+);
+CREATE UNIQUE INDEX episodes_id ON episodes (id);
+CREATE INDEX episodes_run ON episodes (run_id);
+CREATE INDEX episodes_group ON episodes (group_id);
+CREATE INDEX episodes_task ON episodes (task_id);
+CREATE INDEX episodes_environment ON episodes (environment);
+CREATE INDEX episodes_strategy ON episodes (strategy);
+CREATE INDEX episodes_adapter ON episodes (adapter, policy_version);
+CREATE INDEX episodes_version ON episodes (policy_version);
+CREATE INDEX episodes_stop ON episodes (stop);
+CREATE INDEX episodes_failure ON episodes (failure_kind) WHERE failure_kind IS NOT NULL;
+CREATE INDEX episodes_finished ON episodes (finished) WHERE stop <> 'unfinished';
+CREATE INDEX episodes_reward ON episodes (reward) WHERE stop <> 'unfinished';
+CREATE TABLE documents (episode INTEGER PRIMARY KEY, start BLOB NOT NULL, end BLOB);
+CREATE TABLE chunks (episode INTEGER NOT NULL, first INTEGER NOT NULL, count INTEGER NOT NULL, nodes BLOB NOT NULL);
+CREATE UNIQUE INDEX chunks_episode ON chunks (episode, first);
+CREATE TABLE marks (
+    episode INTEGER NOT NULL, node INTEGER NOT NULL, mark TEXT NOT NULL, PRIMARY KEY (episode, node)
+) WITHOUT ROWID;
+CREATE TABLE scores (row INTEGER PRIMARY KEY AUTOINCREMENT, trajectory_id TEXT NOT NULL, score BLOB NOT NULL);
+CREATE INDEX scores_trajectory ON scores (trajectory_id);
+PRAGMA application_id = {_APPLICATION_ID};
+PRAGMA user_version = {SCHEMA_VERSION};
+"""
+
+
+def connect(file: Path, *, durable: bool = True) -> sqlite3.Connection:
+    """Open an existing store. ``durable``: a commit returns only when it is on the disk. Raises ``StorageError``."""
+    with explained(file):
+        connection = _open(file)
+        try:
+            connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            connection.execute("PRAGMA fullfsync = ON")
+            _check_version(connection, file)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+@contextmanager
+def being_made(folder: Path) -> Iterator[sqlite3.Connection | None]:
+    """A new store to be filled, which is put in its place at the end; ``None`` when another process was faster.
+
+    Raises ``StorageError``, and leaves nothing behind when it or the caller fails.
+    """
+    file, draft = folder / FILE_NAME, folder / f"{FILE_NAME}.new"
+    with explained(file), _locked(folder):
+        if file.exists():
+            yield None
+            return
+        # What a killed process has left; nobody else is at it while the folder is locked.
+        draft.unlink(missing_ok=True)
+        os.close(os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        try:
+            with closing(_open(draft)) as connection:
+                connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
+                # Until it has its name, a crash loses nothing: it is made again.
+                connection.execute("PRAGMA journal_mode = OFF")
+                connection.execute("PRAGMA synchronous = OFF")
+                connection.executescript(_SCHEMA)
+                yield connection
+                connection.execute("PRAGMA journal_mode = WAL")
+            _flush(draft)
+            draft.rename(file)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+        _flush(folder)
+
+
+def make_folder(folder: Path) -> None:
+    """Create ``folder`` and what is missing above it, all of them private, unlike ``mkdir(parents=True)``."""
+    with explained(folder):
+        _make_folder(folder)
+
+
+@contextmanager
+def explained(file: Path) -> Iterator[None]:
+    """Turn what goes wrong with ``file`` into a ``StorageError`` that says what to do about it."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise StorageError(f"{_cause(error, file)}, or choose another path in [rl.storage]") from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            cause = f"no space left for {file} ({error.strerror}), nothing was stored; free some space"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            cause = f"{error.filename or file} may not be written or read ({error.strerror}); change its permissions"
+        else:
+            cause = f"{file} cannot be used ({describe(error)}); check the disk"
+        raise StorageError(f"{cause}, or choose another path in [rl.storage]") from error
+
+
+def _open(file: Path) -> sqlite3.Connection:
+    # Used by one thread at a time, but not always by the same.
+    return sqlite3.connect(
+        f"{file.absolute().as_uri()}?mode=rw",
+        uri=True,
+        timeout=_BUSY_SECONDS,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+
+
+def _check_version(connection: sqlite3.Connection, file: Path) -> None:
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if application != _APPLICATION_ID:
+        raise StorageError(f"{file} is a database of something else; choose another path in [rl.storage]")
+    if version > SCHEMA_VERSION:
+        raise StorageError(
+            f"{file} has schema version {version}, newer than {SCHEMA_VERSION}; upgrade openhands_rl_plugin"
+        )
+
+
+def _cause(error: sqlite3.Error, file: Path) -> str:
+    name = getattr(error, "sqlite_errorname", "")
+    if name == "SQLITE_FULL" or name in ("SQLITE_IOERR_WRITE", "SQLITE_IOERR_FSYNC", "SQLITE_IOERR_SHMSIZE"):
+        return f"no space left for {file}, or its disk fails ({error}); nothing was stored; free some space"
+    if name in ("SQLITE_NOTADB", "SQLITE_CORRUPT") or name.startswith("SQLITE_CORRUPT"):
+        return f"{file} is damaged or no database ({error}); restore it from a backup, or move it away to start anew"
+    if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
+        return f"{file} and its folder may not be written or read ({error}); change their permissions"
+    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+        return f"{file} is held by another process for more than {_BUSY_SECONDS:.0f} s ({error}); end that process"
+    return f"{file} cannot be used ({describe(error)}); check the disk"
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The kernel lets go of the lock when the process dies."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _make_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _flush(folder.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,217 @@
+"""Every question to the SQLite file of a store. Each call sees one state of it, whatever is written meanwhile."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.records import (
+    EpisodeStart,
+    NodeMark,
+    TrajectoryFilter,
+    TrajectoryOrder,
+    TrajectorySummary,
+)
+from openhands_rl_plugin.core.types import Node, Score, StopReason, Trajectory
+from openhands_rl_plugin.trajectories.storages.documents import parsed_end, parsed_json
+from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, mark_fresh, so_far, whole
+from openhands_rl_plugin.trajectories.storages.packing import unpack_nodes
+
+Found = tuple[Trajectory, tuple[Score, ...]]
+
+HEADER_COLUMNS = ", ".join(EpisodeHeader._fields)
+
+# Written out, because an index that leaves out unfinished episodes is only used for a query that says so, too.
+FINISHED = f"stop <> '{StopReason.UNFINISHED.value}'"
+UNFINISHED = f"stop = '{StopReason.UNFINISHED.value}'"
+
+NO_RETURN = "none"
+"""What the column of the return says where there is none; NULL is not allowed there."""
+
+
+class _Episode(NamedTuple):
+    row: int
+    id: str
+    stop: str
+    nodes: int
+    head: int | None
+    finished: float
+    start: bytes
+    end: bytes | None
+
+
+def row_numbers(connection: sqlite3.Connection, where: TrajectoryFilter) -> array[int]:
+    """The rows of what matches, in the order that is asked for: 8 bytes each, however many there are."""
+    condition, values = _condition(where)
+    direction = "DESC" if where.descending else "ASC"
+    order = {
+        TrajectoryOrder.STORED: f"row {direction}",
+        TrajectoryOrder.FINISHED: f"finished {direction}, row",
+        TrajectoryOrder.REWARD: f"reward IS NULL, reward {direction}, row",
+    }[where.sort]
+    limit = -1 if where.limit is None else where.limit
+    query = f"SELECT row FROM episodes WHERE {condition} ORDER BY {order} LIMIT ? OFFSET ?"
+    return array("q", (row for (row,) in connection.execute(query, (*values, limit, where.offset))))
+
+
+def count(connection: sqlite3.Connection, where: TrajectoryFilter) -> int:
+    """How many match, ``offset`` and ``limit`` aside."""
+    condition, values = _condition(where)
+    return connection.execute(f"SELECT count(*) FROM episodes WHERE {condition}", values).fetchone()[0]
+
+
+def load(connection: sqlite3.Connection, rows: Sequence[int]) -> list[Found]:
+    """The trajectories of ``rows`` with their scores, in that order; rows that are gone are left out."""
+    with _one_state(connection):
+        episodes = {
+            episode.row: episode
+            for episode in map(
+                _Episode._make,
+                connection.execute(
+                    "SELECT row, id, stop, nodes, head, finished, documents.start, documents.end "
+                    f"FROM episodes JOIN documents ON episode = row WHERE row IN {_slots(rows)}",
+                    rows,
+                ),
+            )
+        }
+        chunks, marks = _chunks(connection, rows), _marks(connection, rows)
+        scores = _scores(connection, [episode.id for episode in episodes.values()])
+    present = [episodes[row] for row in rows if row in episodes]
+    return [
+        (_trajectory(each, _nodes(each.id, chunks[each.row], marks[each.row])), tuple(scores[each.id]))
+        for each in present
+    ]
+
+
+def load_summaries(connection: sqlite3.Connection, rows: Sequence[int]) -> list[TrajectorySummary]:
+    """The summaries of ``rows``, in that order; rows that are gone are left out."""
+    query = f"SELECT row, score, {HEADER_COLUMNS} FROM episodes WHERE row IN {_slots(rows)}"
+    found = {
+        row: header_from(columns).summary(None if score is None else float(score))
+        for row, score, *columns in connection.execute(query, rows)
+    }
+    return [found[row] for row in rows if row in found]
+
+
+def read_nodes(connection: sqlite3.Connection, row: int, identity: str) -> tuple[Node, ...]:
+    """The nodes of an episode, with what was marked later. Raises ``StorageError`` for damage."""
+    return _nodes(identity, _chunks(connection, [row])[row], _marks(connection, [row])[row])
+
+
+def newest_score(connection: sqlite3.Connection, trajectory_id: str) -> Score | None:
+    """The judgement that came last."""
+    query = "SELECT score FROM scores WHERE trajectory_id = ? ORDER BY row DESC LIMIT 1"
+    found = connection.execute(query, (trajectory_id,)).fetchone()
+    return None if found is None else parsed_json(Score, trajectory_id, found[0])
+
+
+def read_start(connection: sqlite3.Connection, row: int, identity: str) -> EpisodeStart:
+    """What was known of an episode before it was played."""
+    (document,) = connection.execute("SELECT start FROM documents WHERE episode = ?", (row,)).fetchone()
+    return parsed_json(EpisodeStart, identity, document)
+
+
+def header_from(columns: Sequence[object]) -> EpisodeHeader:
+    """A header of the ``HEADER_COLUMNS``."""
+    header = EpisodeHeader._make(columns)
+    told: object = header.episode_return
+    return header._replace(episode_return=None if told == NO_RETURN else float(str(told)))
+
+
+def _condition(where: TrajectoryFilter) -> tuple[str, list[object]]:
+    """What a filter means in SQL."""
+    compared = (
+        ("run_id =", where.run_id),
+        ("group_id =", where.group_id),
+        ("task_id =", where.task_id),
+        ("environment =", where.environment),
+        ("split =", where.split),
+        ("strategy =", where.strategy),
+        ("adapter =", where.adapter),
+        ("policy_version =", where.policy_version),
+        ("stop =", where.stop),
+        ("failure_kind =", where.failure_kind),
+        ("reward >=", where.reward_at_least),
+        ("reward <=", where.reward_at_most),
+        ("finished >=", where.since),
+        ("finished <=", where.until),
+    )
+    terms = [f"{term} ?" for term, value in compared if value is not None]
+    values: list[object] = [value for _, value in compared if value is not None]
+    if where.finished is not None:
+        terms.append(FINISHED if where.finished else UNFINISHED)
+    if where.failed is not None:
+        terms.append(f"failure_kind IS {'NOT ' if where.failed else ''}NULL")
+    if where.ids is not None:
+        # One value, because a query may have only so many.
+        terms.append("id IN (SELECT value FROM json_each(?))")
+        # For it a NUL ends a text, and no id has one.
+        values.append(json.dumps([each for each in where.ids if "\0" not in each]))
+    return " AND ".join(terms) or "TRUE", values
+
+
+def _chunks(connection: sqlite3.Connection, rows: Sequence[int]) -> dict[int, list[tuple[int, bytes]]]:
+    chunks: dict[int, list[tuple[int, bytes]]] = defaultdict(list)
+    query = f"SELECT episode, first, nodes FROM chunks WHERE episode IN {_slots(rows)} ORDER BY episode, first"
+    for row, first, blob in connection.execute(query, rows):
+        chunks[row].append((first, blob))
+    return chunks
+
+
+def _marks(connection: sqlite3.Connection, rows: Sequence[int]) -> dict[int, list[NodeMark]]:
+    marks: dict[int, list[NodeMark]] = defaultdict(list)
+    for row, mark in connection.execute(f"SELECT episode, mark FROM marks WHERE episode IN {_slots(rows)}", rows):
+        marks[row].append(NodeMark.model_validate_json(mark))
+    return marks
+
+
+def _nodes(identity: str, chunks: Sequence[tuple[int, bytes]], marks: Sequence[NodeMark]) -> tuple[Node, ...]:
+    nodes: list[Node] = []
+    try:
+        for first, blob in chunks:
+            if first != len(nodes):
+                raise StorageError(f"nodes {len(nodes)} to {first} are missing; restore the file from a backup")
+            nodes += unpack_nodes(blob)
+    except StorageError as error:
+        raise StorageError(f"trajectory {identity!r}: {error}") from error
+    for mark in marks:
+        mark_fresh(nodes[mark.index], mark)
+    return tuple(nodes)
+
+
+def _scores(connection: sqlite3.Connection, ids: Sequence[str]) -> dict[str, list[Score]]:
+    scores: dict[str, list[Score]] = defaultdict(list)
+    query = f"SELECT trajectory_id, score FROM scores WHERE trajectory_id IN {_slots(ids)} ORDER BY row"
+    for identity, document in connection.execute(query, ids):
+        scores[identity].append(parsed_json(Score, identity, document))
+    return scores
+
+
+def _trajectory(episode: _Episode, nodes: Sequence[Node]) -> Trajectory:
+    if len(nodes) != episode.nodes:
+        raise StorageError(
+            f"trajectory {episode.id!r} has {len(nodes)} of {episode.nodes} nodes; restore the file from a backup"
+        )
+    start = parsed_json(EpisodeStart, episode.id, episode.start)
+    if episode.end is None:
+        return so_far(start, nodes, episode.head, episode.finished)
+    return whole(start, nodes, parsed_end(start, episode.end))
+
+
+def _slots(values: Sequence[object]) -> str:
+    return f"({', '.join('?' * len(values))})"
+
+
+@contextmanager
+def _one_state(connection: sqlite3.Connection) -> Iterator[None]:
+    connection.execute("BEGIN")
+    try:
+        yield
+    finally:
+        connection.execute("ROLLBACK")

@@ -1,0 +1,1 @@
+"""What every storage shares: the header of an episode, packing, redaction before anything is written."""

@@ -1,0 +1,233 @@
+"""Nodes and documents as small, checked bytes. A packed value tells its own version; what is read back is equal.
+
+A pack is one version byte and one zstd frame with a checksum. The frame of nodes holds, one after the other and each in
+blocks of its own (text and token ids have different statistics):
+
+- a header: the number of nodes, the bytes of JSON, and the widths of the two arrays;
+- for each node whether it has tokens, whether they extend, and how many prompt ids, sampled ids and logprobs;
+- the nodes without tokens, as one JSON list without the fields that have their default;
+- all token ids in order, as numbers of 16, 32 or 64 bits;
+- all logprobs in order, the most significant bytes first: 32-bit floats when that loses nothing, else 64-bit ones.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+import threading
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import batched
+from typing import NamedTuple
+
+from backports import zstd
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import PydanticSerializationError
+
+from openhands_rl_plugin.core.errors import StorageError, describe
+from openhands_rl_plugin.core.types import Node, Tokens
+
+CHUNK_BYTES = 1024 * 1024
+"""Many nodes are packed in chunks of about so much JSON and arrays; only a larger node makes a larger one."""
+
+UNPACKED_LIMIT = 512 * 1024 * 1024
+"""No pack unfolds to more bytes than this, whatever its header says."""
+
+_NODES, _DOCUMENT = 1, 2  # version bytes; later formats take other numbers
+
+_HEADER = struct.Struct("<IIBB")
+_ID_CODES = {2: "H", 4: "I", 8: "q"}  # bytes an id -> what struct and array call them
+_FLOATS_32, _FLOATS_64 = 4, 8
+_HAS_TOKENS, _EXTENDS = 1, 2
+
+_LEVEL = 3
+_OPTIONS: dict[int, int] = {
+    zstd.CompressionParameter.compression_level: _LEVEL,
+    zstd.CompressionParameter.checksum_flag: 1,
+}
+
+
+class _OfThread(threading.local):
+    """Making a compressor costs as much as a small pack, and one of them cannot be shared by threads."""
+
+    def __init__(self) -> None:
+        self.compressor = zstd.ZstdCompressor(options=_OPTIONS)
+
+
+_thread = _OfThread()
+_NODE_LIST = TypeAdapter(tuple[Node, ...])
+
+
+class PackedNodes(NamedTuple):
+    """Consecutive nodes of an episode: ``count`` of them from index ``first`` on."""
+
+    first: int
+    count: int
+    blob: bytes
+
+
+def pack_nodes(nodes: Sequence[Node]) -> bytes:
+    """All ``nodes`` in one pack. Raises ``StorageError`` for what cannot be written or is larger than the limit."""
+    return _pack_nodes(nodes, [_without_tokens(node) for node in nodes])
+
+
+def pack_in_chunks(nodes: Sequence[Node], first: int = 0) -> Iterator[PackedNodes]:
+    """``nodes``, which begin at index ``first``, in packs of about ``CHUNK_BYTES``. Raises ``StorageError``."""
+    documents = [_without_tokens(node) for node in nodes]
+    start, size = 0, 0
+    for at, node in enumerate(nodes):
+        weight = len(documents[at]) + _array_bytes(node.tokens)
+        if at > start and size + weight > CHUNK_BYTES:
+            yield PackedNodes(first + start, at - start, _pack_nodes(nodes[start:at], documents[start:at]))
+            start, size = at, 0
+        size += weight
+    if nodes:
+        yield PackedNodes(first + start, len(nodes) - start, _pack_nodes(nodes[start:], documents[start:]))
+
+
+def unpack_nodes(blob: bytes) -> tuple[Node, ...]:
+    """What ``pack_nodes`` packed. Raises ``StorageError`` for a damaged pack and for one of a later format."""
+    data = memoryview(_decompress(blob, _NODES))
+    try:
+        return _read_nodes(data)
+    except (ValueError, KeyError, struct.error, ValidationError) as error:
+        raise StorageError(f"packed nodes are damaged: {describe(error)}") from error
+
+
+def pack_document(document: bytes) -> bytes:
+    """A JSON document, smaller and checked. Raises ``StorageError`` when it is larger than the limit."""
+    return _compress(_DOCUMENT, [document])
+
+
+def unpack_document(blob: bytes) -> bytes:
+    """What ``pack_document`` packed. Raises ``StorageError`` for a damaged pack and for one of a later format."""
+    return _decompress(blob, _DOCUMENT)
+
+
+def _without_tokens(node: Node) -> bytes:
+    try:
+        return node.model_dump_json(exclude={"tokens"}, exclude_defaults=True).encode()
+    except PydanticSerializationError as error:
+        raise StorageError(f"a node cannot be written as JSON: {describe(error)}") from error
+
+
+def _array_bytes(tokens: Tokens | None) -> int:
+    if tokens is None:
+        return 0
+    return 4 * (len(tokens.prompt_ids) + len(tokens.sampled_ids)) + _FLOATS_32 * len(tokens.logprobs)
+
+
+def _pack_nodes(nodes: Sequence[Node], documents: Sequence[bytes]) -> bytes:
+    layout: list[int] = []
+    ids: list[int] = []
+    logprobs: list[float] = []
+    for node in nodes:
+        if (tokens := node.tokens) is None:
+            layout.extend((0, 0, 0, 0))
+            continue
+        flags = _HAS_TOKENS | (_EXTENDS if tokens.extends else 0)
+        layout.extend((flags, len(tokens.prompt_ids), len(tokens.sampled_ids), len(tokens.logprobs)))
+        ids += tokens.prompt_ids
+        ids += tokens.sampled_ids
+        logprobs += tokens.logprobs
+    width, packed_ids = _ids_out(ids)
+    precision, float_parts = _floats_out(logprobs)
+    text = b"[%s]" % b",".join(documents)
+    header = _HEADER.pack(len(nodes), len(text), width, precision)
+    return _compress(_NODES, [header + struct.pack(f"<{len(layout)}I", *layout) + text, packed_ids, *float_parts])
+
+
+def _read_nodes(data: memoryview) -> tuple[Node, ...]:
+    count, text_bytes, width, precision = _HEADER.unpack_from(data)
+    at = _HEADER.size
+    layout = struct.unpack_from(f"<{4 * count}I", data, at)
+    at += 4 * len(layout)
+    nodes = _NODE_LIST.validate_json(bytes(data[at : (at := at + text_bytes)]))
+    ids = data[at : (at := at + width * (sum(layout[1::4]) + sum(layout[2::4])))]
+    logprobs = _floats_in(data[at : (at := at + precision * sum(layout[3::4]))], precision)
+    if at != len(data) or len(nodes) != count:
+        raise ValueError("its parts do not have the lengths that its header says")
+    used = scored = 0
+    for node, (flags, prompt, sampled, floats) in zip(nodes, batched(layout, 4), strict=True):
+        if flags:
+            # Nothing is validated, because the arrays hold nothing but numbers, and nobody else has seen the node yet.
+            vars(node)["tokens"] = Tokens.model_construct(
+                extends=bool(flags & _EXTENDS),
+                prompt_ids=_ids_in(ids[used : (used := used + width * prompt)], width),
+                sampled_ids=_ids_in(ids[used : (used := used + width * sampled)], width),
+                logprobs=logprobs[scored : (scored := scored + floats)],
+            )
+            node.__pydantic_fields_set__.add("tokens")
+    return nodes
+
+
+def _ids_out(ids: list[int]) -> tuple[int, bytes]:
+    for width, code in _ID_CODES.items():
+        # Tried out, because that is faster than to look for the largest one.
+        with suppress(OverflowError):
+            packed = array(code, ids)
+            if sys.byteorder == "big":
+                packed.byteswap()
+            return width, packed.tobytes()
+    raise StorageError("token ids must be whole numbers of at most 64 bits; ask the model server for what it gave")
+
+
+def _ids_in(data: memoryview, width: int) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(data) // width}{_ID_CODES[width]}", data)
+
+
+def _floats_out(values: list[float]) -> tuple[int, list[bytes]]:
+    width, raw = _FLOATS_64, struct.pack(f"<{len(values)}d", *values)
+    try:
+        short = struct.pack(f"<{len(values)}f", *values)
+    except OverflowError:
+        pass
+    else:
+        # Compared as bits: a NaN is not equal to itself, and -0.0 is equal to 0.0.
+        if struct.pack(f"<{len(values)}d", *struct.unpack(f"<{len(values)}f", short)) == raw:
+            width, raw = _FLOATS_32, short
+    planes = [raw[byte::width] for byte in reversed(range(width))]
+    return width, [planes[0], b"".join(planes[1:])]
+
+
+def _floats_in(data: memoryview, width: int) -> tuple[float, ...]:
+    if width not in (_FLOATS_32, _FLOATS_64):
+        raise ValueError(f"logprobs of {width} bytes are unknown")
+    count = len(data) // width
+    raw = bytearray(len(data))
+    for place, byte in enumerate(reversed(range(width))):
+        raw[byte::width] = data[place * count : (place + 1) * count]
+    return struct.unpack(f"<{count}{'f' if width == _FLOATS_32 else 'd'}", raw)
+
+
+def _compress(version: int, parts: Sequence[bytes]) -> bytes:
+    size = sum(map(len, parts))
+    if size > UNPACKED_LIMIT:
+        raise StorageError(f"{size:,} bytes are more than one record may have ({UNPACKED_LIMIT:,}): shorten its texts")
+    compressor = _thread.compressor
+    try:
+        compressor.set_pledged_input_size(size)
+        packed = [compressor.compress(part, zstd.ZstdCompressor.FLUSH_BLOCK) for part in parts if part]
+        return b"".join((bytes((version,)), *packed, compressor.flush(zstd.ZstdCompressor.FLUSH_FRAME)))
+    except BaseException:
+        # It stands in the middle of a frame, which must not be the beginning of the next one.
+        _thread.compressor = zstd.ZstdCompressor(options=_OPTIONS)
+        raise
+
+
+def _decompress(blob: bytes, version: int) -> bytes:
+    if blob[:1] != bytes((version,)):
+        found = blob[0] if blob else "none"
+        raise StorageError(
+            f"a record is in format {found}, not {version}: it is damaged, or a later openhands_rl_plugin wrote it; "
+            "upgrade openhands_rl_plugin, or restore the file from a backup"
+        )
+    decompressor = zstd.ZstdDecompressor()
+    try:
+        data = decompressor.decompress(memoryview(blob)[1:], UNPACKED_LIMIT)
+    except zstd.ZstdError as error:
+        raise StorageError(f"a record is damaged, restore the file from a backup: {describe(error)}") from error
+    if not decompressor.eof or decompressor.unused_data:
+        raise StorageError(f"a record is damaged or larger than {UNPACKED_LIMIT:,} bytes; restore it from a backup")
+    return data

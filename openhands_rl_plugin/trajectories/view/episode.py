@@ -1,0 +1,183 @@
+"""One stored episode as a person looks at it: its turns, its segments and what they add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import (
+    Failure,
+    Frozen,
+    JsonObject,
+    Message,
+    Node,
+    PolicyRef,
+    Score,
+    StopReason,
+    Task,
+    Trajectory,
+    Usage,
+)
+
+MOST_NAMED = 10
+"""So many of the ids that a beginning fits are told."""
+
+
+class Turn(Frozen):
+    """One node. ``prompt_tokens`` is what this turn added, ``context_tokens`` the length of all that the model saw.
+
+    ``turn`` counts the sampled nodes above and ``segment`` the runs of turns that extend each other, both from 1; they
+    are ``None`` where nothing was sampled, and ``segment`` also where there are no token ids.
+
+    What search knows: ``simulated``, the reward is that of a fork's step; ``merged``, so many equal answers were taken
+    for this one; ``dropped``, why the branch was given up; ``search_report``, on the answer that a search decided for,
+    what it spent. ``temperature`` is the one that the answer was sampled at.
+    """
+
+    node: int
+    parent: int | None
+    acted: bool
+    message: Message
+    turn: int | None = None
+    segment: int | None = None
+    reward: float | None = None
+    value: float | None = None
+    visits: int = 0
+    simulated: bool = False
+    merged: int = 0
+    dropped: str | None = None
+    search_report: JsonObject | None = None
+    temperature: float | None = None
+    policy: PolicyRef | None = None
+    prompt_tokens: int | None = None
+    sampled_tokens: int | None = None
+    context_tokens: int | None = None
+    finish_reason: str | None = None
+
+
+class Totals(Frozen):
+    """Sums over the acted path; ``nodes`` counts the whole tree. ``seconds`` is the wall time of the episode.
+
+    ``episode_return`` is ``None`` for a failed episode, and for one in which no step was rewarded.
+    """
+
+    nodes: int
+    turns: int
+    segments: int
+    prompt_tokens: int
+    sampled_tokens: int
+    episode_return: float | None
+    seconds: float
+
+
+class Episode(Frozen):
+    """An episode, its scores and its turns. ``turns`` has every node of the tree, in the order of their making."""
+
+    id: str
+    run_id: str
+    group_id: str
+    task: Task
+    strategy: str
+    policy: PolicyRef
+    stop: StopReason
+    failure: Failure | None
+    scores: tuple[Score, ...]
+    turns: tuple[Turn, ...]
+    totals: Totals
+    usage: Usage
+
+    @property
+    def acted(self) -> tuple[Turn, ...]:
+        """The turns of the path that was acted on."""
+        return tuple(turn for turn in self.turns if turn.acted)
+
+
+async def find_episode(storage: TrajectoryStorage, beginning: str) -> Episode:
+    """The episode whose id begins like that, finished or not. Raises ``StorageError`` unless there is just one."""
+    ids = [beginning] if await storage.count(TrajectoryFilter(ids=(beginning,), finished=None)) else []
+    if not ids:
+        summaries = storage.summaries(TrajectoryFilter(finished=None))
+        ids = [summary.id async for summary in summaries if summary.id.startswith(beginning)]
+    if len(ids) > 1:
+        named = ", ".join(ids[:MOST_NAMED]) + (" ..." if len(ids) > MOST_NAMED else "")
+        raise StorageError(f"{len(ids)} episodes have an id that begins with {beginning!r}; give more of it: {named}")
+    async for trajectory, scores in storage.find(TrajectoryFilter(ids=tuple(ids), finished=None)):
+        return view_of(trajectory, scores)
+    raise StorageError(f"no episode has an id that begins with {beginning!r}; `openhands-rl list` shows what there is")
+
+
+def view_of(trajectory: Trajectory, scores: Sequence[Score] = ()) -> Episode:
+    """What there is to see of a trajectory."""
+    turns = _turns(trajectory)
+    sampled = [turn for turn in turns if turn.acted and turn.turn is not None]
+    times = trajectory.times
+    return Episode(
+        id=trajectory.id,
+        run_id=trajectory.run_id,
+        group_id=trajectory.group_id,
+        task=trajectory.task,
+        strategy=trajectory.strategy.name,
+        policy=trajectory.policy,
+        stop=trajectory.stop,
+        failure=trajectory.failure,
+        scores=tuple(scores),
+        turns=turns,
+        totals=Totals(
+            nodes=len(turns),
+            turns=len(sampled),
+            segments=max((turn.segment or 0 for turn in sampled), default=0),
+            prompt_tokens=sum(turn.prompt_tokens or 0 for turn in sampled),
+            sampled_tokens=sum(turn.sampled_tokens or 0 for turn in sampled),
+            episode_return=trajectory.known_return,
+            seconds=max(0.0, times.finished - times.started),
+        ),
+        usage=trajectory.usage,
+    )
+
+
+def _turns(trajectory: Trajectory) -> tuple[Turn, ...]:
+    acted = set(trajectory.path())
+    turns: list[Turn] = []
+    # Of each node: the sampled nodes, the segments and the length of the context up to it.
+    counted: list[tuple[int, int, int]] = []
+    for index, node in enumerate(trajectory.nodes):
+        sampled, segments, context = counted[node.parent] if node.parent is not None else (0, 0, 0)
+        sampled += node.sampled
+        if (tokens := node.tokens) is not None:
+            segments += not (tokens.extends and segments)
+            context = (context if tokens.extends else 0) + len(tokens.prompt_ids) + len(tokens.sampled_ids)
+        counted.append((sampled, segments, context))
+        notes = _notes(node)
+        merged, dropped, report = notes.get("merged"), notes.get("dropped"), notes.get("report")
+        turns.append(
+            Turn(
+                node=index,
+                parent=node.parent,
+                acted=index in acted,
+                message=node.message,
+                turn=sampled if node.sampled else None,
+                segment=segments if tokens else None,
+                reward=node.reward,
+                value=node.value,
+                visits=node.visits,
+                simulated=node.simulated,
+                merged=merged if isinstance(merged, int) else 0,
+                dropped=dropped if isinstance(dropped, str) else None,
+                search_report=report if isinstance(report, dict) else None,
+                temperature=node.sampling.temperature if node.sampling is not None else None,
+                policy=node.policy,
+                prompt_tokens=len(tokens.prompt_ids) if tokens else None,
+                sampled_tokens=len(tokens.sampled_ids) if tokens else None,
+                context_tokens=context if tokens else None,
+                finish_reason=node.finish_reason,
+            )
+        )
+    return tuple(turns)
+
+
+def _notes(node: Node) -> JsonObject:
+    """What a strategy noted. A guest's may be of any form."""
+    notes = node.metadata.get("search")
+    return notes if isinstance(notes, dict) else {}

@@ -1,0 +1,135 @@
+"""Figures over many episodes, in groups: how many, how good, how long, and what went wrong."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from openhands_rl_plugin.core.records import TrajectorySummary
+from openhands_rl_plugin.core.statistics import NORMAL_95, Estimate, paired_difference, wilson
+from openhands_rl_plugin.core.types import Frozen, StopReason
+
+GROUPINGS = ("run", "environment", "split", "strategy", "version", "task")
+"""What episodes may be grouped by."""
+
+_MOST_RESAMPLED = 300
+_CURVE_POINTS = 24
+
+
+class GroupFigures(Frozen):
+    """One group. Success, reward and turns are over its valid episodes: finished, without a failure, and
+    with a reward.
+
+    ``success`` is the share of rewards of at least the bound, with its Wilson interval. ``curve`` has the mean reward
+    of up to 24 stretches of equal length, oldest first.
+    """
+
+    name: tuple[str, ...]
+    episodes: int
+    valid: int
+    unfinished: int
+    success: Estimate
+    reward: Estimate
+    turns: float | None
+    prompt_tokens: int
+    sampled_tokens: int
+    calls: int
+    stops: dict[str, int]
+    failures: dict[str, int]
+    curve: tuple[float, ...]
+
+
+async def figures_of(
+    summaries: AsyncIterator[TrajectorySummary], by: Sequence[str], success_at: float
+) -> tuple[GroupFigures, ...]:
+    """Figures of every group, in the order in which the groups appear. Keeps a number an episode, no more."""
+    groups: dict[tuple[str, ...], _Group] = {}
+    async for summary in summaries:
+        groups.setdefault(tuple(_part(summary, each) for each in by), _Group()).add(summary)
+    return tuple(group.figures(name, success_at) for name, group in groups.items())
+
+
+def reward_of(summary: TrajectorySummary) -> float | None:
+    """The newest score, or the return when nothing scored the episode; ``None`` for no valid sample, or no reward."""
+    if summary.failure is not None or summary.stop is StopReason.UNFINISHED:
+        return None
+    return summary.episode_return if summary.reward is None else summary.reward
+
+
+def mean_of(values: Sequence[float]) -> Estimate:
+    """Mean with its 95% interval: bootstrap of up to 300 values, the normal approximation of more."""
+    if len(values) <= _MOST_RESAMPLED:
+        return paired_difference([0.0] * len(values), values, resamples=2000)
+    mean = math.fsum(values) / len(values)
+    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    half = NORMAL_95 * spread / math.sqrt(len(values))
+    return Estimate(mean=mean, low=mean - half, high=mean + half, n=len(values))
+
+
+@dataclass
+class _Group:
+    episodes: int = 0
+    unfinished: int = 0
+    turns: int = 0
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    calls: int = 0
+    rewards: list[float] = field(default_factory=list)
+    stops: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+
+    def add(self, summary: TrajectorySummary) -> None:
+        self.episodes += 1
+        self.unfinished += summary.stop is StopReason.UNFINISHED
+        self.stops[summary.stop.value] += 1
+        if summary.failure is not None:
+            self.failures[summary.failure.value] += 1
+        self.prompt_tokens += summary.usage.prompt_tokens
+        self.sampled_tokens += summary.usage.completion_tokens
+        self.calls += summary.usage.calls
+        if (reward := reward_of(summary)) is not None:
+            self.rewards.append(reward)
+            self.turns += summary.turns
+
+    def figures(self, name: tuple[str, ...], success_at: float) -> GroupFigures:
+        valid = len(self.rewards)
+        return GroupFigures(
+            name=name,
+            episodes=self.episodes,
+            valid=valid,
+            unfinished=self.unfinished,
+            success=wilson(sum(reward >= success_at for reward in self.rewards), valid),
+            reward=mean_of(self.rewards),
+            turns=self.turns / valid if valid else None,
+            prompt_tokens=self.prompt_tokens,
+            sampled_tokens=self.sampled_tokens,
+            calls=self.calls,
+            stops=dict(self.stops.most_common()),
+            failures=dict(self.failures.most_common()),
+            curve=_curve(self.rewards),
+        )
+
+
+def _part(summary: TrajectorySummary, grouping: str) -> str:
+    match grouping:
+        case "run":
+            return summary.run_id
+        case "environment":
+            return summary.environment
+        case "split":
+            return summary.split
+        case "strategy":
+            return summary.strategy
+        case "version":
+            return summary.policy.served_name
+        case _:
+            return summary.task_id
+
+
+def _curve(rewards: Sequence[float]) -> tuple[float, ...]:
+    points = min(_CURVE_POINTS, len(rewards))
+    cuts = [at * len(rewards) // points for at in range(points + 1)] if points else [0]
+    return tuple(sum(rewards[low:high]) / (high - low) for low, high in pairwise(cuts))

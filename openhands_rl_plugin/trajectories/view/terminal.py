@@ -1,0 +1,75 @@
+"""Text on a terminal. What a model or a tool wrote is shown, never obeyed: control sequences become visible."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from openhands_rl_plugin.core.types import Frozen
+
+_WIDTH_OF_FILES = 200
+_BARS = "▁▂▃▄▅▆▇█"
+# Control characters except for tab and line feed, and what turns the direction of writing.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    r"""``text`` with everything that a terminal would act upon written out: ESC is ``\x1b``."""
+    return _UNSAFE.sub(_written_out, text)
+
+
+def one_line(text: str, width: int) -> str:
+    """``text`` in one line of at most ``width`` characters, with ``…`` where it was cut."""
+    line = " ".join(visible(text[: 4 * width]).split())
+    return line if len(line) <= width and len(text) <= 4 * width else f"{line[: width - 1]}…"
+
+
+def console() -> Console:
+    """Where commands print: colours only on a terminal, and lines as long as they are where it is none."""
+    width = None if sys.stdout.isatty() else _WIDTH_OF_FILES
+    return Console(highlight=False, markup=False, emoji=False, width=width)
+
+
+def print_json(value: Frozen | Sequence[Frozen]) -> None:
+    """Print values as JSON of ASCII characters, which no terminal acts upon."""
+    many = [json.loads(each.model_dump_json()) for each in ([value] if isinstance(value, Frozen) else value)]
+    print(json.dumps(many[0] if isinstance(value, Frozen) else many, indent=1))
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[str] = ()) -> Table:
+    """A plain table; the columns in ``numbers`` are aligned to the right. Cells are taken literally."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        made.add_column(Text(column), justify="right" if column in numbers else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(Text(visible(cell)) for cell in row))
+    return made
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """The values as bars, the lowest to the highest; all alike are in the middle, and what has no height is blank."""
+    heights = [value for value in values if math.isfinite(value)]
+    if not heights:
+        return ""
+    low, span = min(heights), max(heights) - min(heights)
+    middle = len(_BARS) // 2
+    places = (round((value - low) / span * (len(_BARS) - 1)) if span else middle for value in heights)
+    bars = iter([_BARS[place] for place in places])
+    return "".join(next(bars) if math.isfinite(value) else " " for value in values)
+
+
+def number(value: float | None) -> str:
+    """Three significant places; ``-`` for what is not known, which is not zero."""
+    return "-" if value is None else f"{value:.3f}".rstrip("0").rstrip(".") if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def _written_out(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"

@@ -1,0 +1,507 @@
+"""The friendly face, over a model that was taught to shop, the embedded shop and the embedded model server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+import torch
+from shopper_model import BAD, GOAL, GOOD, INSTRUCTION, SHOP, write_shopper
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from openhands_rl_plugin import RLAgent, RLAgentConfig
+from openhands_rl_plugin.apps.agent.rl_agent import EpisodeResult, ExcludedEpisodes
+from openhands_rl_plugin.core.agent_thread import LoopThread
+from openhands_rl_plugin.core.errors import (
+    ConfigError,
+    InfrastructureError,
+    PublishError,
+    RLError,
+    StorageError,
+    TrainingError,
+)
+from openhands_rl_plugin.core.protocols import Forkable, LLMEngine
+from openhands_rl_plugin.core.records import EpisodeStart, TrajectoryFilter
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import Completion, Message, PolicyRef, Score, Trajectory
+from openhands_rl_plugin.environments.webshop import running_webshop
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.generator.config import ServerConfig
+from openhands_rl_plugin.models.generator.generator import Generator
+from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.training.data.dataset import Episodes, make_lesson
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads do not help a model this small, and they hurt where the processor is shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shopper(tmp_path_factory.mktemp("models") / "shopper")
+
+
+@pytest.fixture(scope="module")
+def shop() -> Iterator[str]:
+    with running_webshop(SHOP) as url:
+        yield url
+
+
+@pytest.fixture
+def config(shop: str, tmp_path: Path) -> RLAgentConfig:
+    return RLAgentConfig.model_validate(
+        {
+            "max_turns": 4,
+            "max_response_length": 48,
+            "react_format": False,
+            "env_server_base": shop,
+            "storage": {"path": str(tmp_path / "trajectories"), "durable": False},
+            "serving": {"adapters_path": str(tmp_path / "adapters")},
+            "training": {"dtype": "float32", "lora_rank": 8},
+        }
+    )
+
+
+def changed(config: RLAgentConfig, **changes: object) -> RLAgentConfig:
+    return RLAgentConfig.model_validate({**config.model_dump(), **changes})
+
+
+def stored(config: RLAgentConfig, where: TrajectoryFilter | None = None) -> list[tuple[Trajectory, tuple[Score, ...]]]:
+    async def read() -> list[tuple[Trajectory, tuple[Score, ...]]]:
+        async with FileTrajectoryStorage(config.storage.directory) as storage:
+            return [found async for found in storage.find(where)]
+
+    return asyncio.run(read())
+
+
+def actions(episode: EpisodeResult) -> tuple[str, ...]:
+    return tuple(message["value"] for message in episode["conversation"] if message["from"] == "gpt")
+
+
+def mean_reward(episodes: Sequence[EpisodeResult]) -> float:
+    return sum(episode["reward"] or 0.0 for episode in episodes) / len(episodes)
+
+
+class ScriptedStrategy:
+    """Says what the model would have to say to earn something, without asking it."""
+
+    script: tuple[str, ...] = GOOD
+
+    async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
+        said = Message(role="assistant", content=self.script[tree.turns % len(self.script)])
+        return tree.propose(Completion(message=said))
+
+
+class CrowdStrategy(ScriptedStrategy):
+    """Counts how many episodes are under way."""
+
+    playing = 0
+    most = 0
+
+    async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
+        CrowdStrategy.playing += 1
+        CrowdStrategy.most = max(CrowdStrategy.most, CrowdStrategy.playing)
+        await asyncio.sleep(0.02)
+        CrowdStrategy.playing -= 1
+        return await super().decide(tree, engine, world)
+
+
+class FullStorage:
+    """A disk without room."""
+
+    def __init__(self, path: str, durable: bool = True) -> None:
+        self.path = path
+
+    async def add(self, trajectory: Trajectory) -> None:
+        raise StorageError(f"no room for {trajectory.task.id} in {self.path}")
+
+    async def drop(self, trajectory_ids: Sequence[str]) -> int:
+        return 0
+
+    async def begin(self, start: EpisodeStart) -> None:
+        raise StorageError(f"no room for {start.task.id} in {self.path}")
+
+    async def add_scores(self, scores: Sequence[Score]) -> None:
+        raise StorageError("no room")
+
+    async def find(self, where: TrajectoryFilter | None = None) -> AsyncIterator[tuple[Trajectory, tuple[Score, ...]]]:
+        for nothing in ():
+            yield nothing
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_a_run_tells_what_happened(model: Path, config: RLAgentConfig) -> None:
+    with RLAgent(model=str(model), tokenizer=None, config=config) as agent:
+        episodes = agent.run(task_description=INSTRUCTION, task_indices=[GOAL, 4], batch_size=2, metadata={"who": "me"})
+        assert agent.run(INSTRUCTION, task_indices=[]) == []
+    assert [episode["task_id"] for episode in episodes] == ["webshop-1", "webshop-1", "webshop-4", "webshop-4"]
+    first = episodes[0]
+    assert {message["from"] for message in first["conversation"]} == {"human", "gpt"}
+    assert all(message["loss"] is (True if message["from"] == "gpt" else None) for message in first["conversation"])
+    assert f"Task: {INSTRUCTION}" in first["conversation"][0]["value"]
+    assert actions(first) in (GOOD, BAD)
+    assert (first["reward"], first["stop"], first["failure"]) == (0.75 * (actions(first) == GOOD), "terminated", None)
+    assert first["text"].startswith("\nHuman: ") and f"\nAssistant: {GOOD[-1]}" in first["text"]
+    assert json.loads(json.dumps(episodes)) == episodes
+    kept = {trajectory.id: (trajectory, scores) for trajectory, scores in stored(config)}
+    assert set(kept) == {episode["trajectory_id"] for episode in episodes}
+    trajectory, scores = kept[first["trajectory_id"]]
+    assert [score.reward for score in scores] == [first["reward"]]
+    assert trajectory.task.data == {"idx": GOAL, "metadata": {"who": "me"}}
+    assert trajectory.policy == PolicyRef(base_model=str(model.resolve()))
+    assert all(node.tokens and node.tokens.logprobs for node in trajectory.sampled())
+
+
+def test_parallel_episodes_do_not_share_a_world(model: Path, config: RLAgentConfig) -> None:
+    with RLAgent(model, config=config) as agent:
+        episodes = agent.run(INSTRUCTION, task_indices=range(6), batch_size=3)
+    assert len(episodes) == 18
+    for at, episode in enumerate(episodes):
+        session = SHOP.session(at // 3)
+        told = [message["value"] for message in episode["conversation"] if message["from"] == "human"]
+        replayed = [session.observation, *(session.step(action).state for action in actions(episode))]
+        assert told[1:] == replayed
+
+
+def test_the_same_seed_samples_the_same_episodes(model: Path, config: RLAgentConfig, tmp_path: Path) -> None:
+    def texts(seed: int) -> list[str]:
+        settings = changed(config, sampling={"seed": seed}, storage={"path": str(tmp_path / f"seed-{seed}")})
+        with RLAgent(model, config=settings) as agent:
+            return [episode["text"] for episode in agent.run(INSTRUCTION, task_indices=[GOAL], batch_size=8)]
+
+    assert texts(0) == texts(0) != texts(1)
+
+
+def test_training_reinforces_and_the_next_run_uses_it(model: Path, config: RLAgentConfig) -> None:
+    with RLAgent(model, config=config) as agent:
+        before = agent.run(INSTRUCTION, task_indices=[GOAL], batch_size=16)
+        assert {episode["reward"] for episode in before} == {0.0, 0.75}
+        report = agent.train(learning_rate=2e-3, num_epochs=6, batch_size=16)
+        after = agent.run(INSTRUCTION, task_indices=[GOAL], batch_size=16)
+        assert mean_reward(after) > mean_reward(before) + 0.1
+        assert (report.algorithm, report.used, report.adapter.name) == ("reinforce++-baseline", 16, "policy-v000001")
+        assert report.metrics["steps"] == report.adapter.step == 6
+        assert agent.adapter == report.adapter
+        again = agent.train(learning_rate=1e-4, num_epochs=1)
+        assert (again.adapter.version, again.adapter.parent, again.used) == (2, "policy-v000001", 32)
+        assert again.adapter.step > 6
+        assert agent.policy.version == 2
+    base = str(model.resolve())
+    policies = {trajectory.id: trajectory.policy for trajectory, _ in stored(config)}
+    assert {policies[episode["trajectory_id"]] for episode in before} == {PolicyRef(base_model=base)}
+    assert {policies[episode["trajectory_id"]] for episode in after} == {
+        PolicyRef(base_model=base, adapter="policy", version=1)
+    }
+    with RLAgent(model, config=config) as resumed:
+        assert resumed.adapter is not None and resumed.adapter.name == "policy-v000002"
+    # The canary stays with the version: going on is proven by it, as a later publication to a server is.
+    versions = AdapterStore(config.serving.adapters_directory)
+    canary = versions.probe(again.adapter)
+    assert canary is not None
+    moved = tuple(logprob - 1.0 for logprob in canary.logprobs)
+    versions.keep_probe(again.adapter, canary.model_copy(update={"logprobs": moved}))
+    with pytest.raises(PublishError, match="policy-v000002 was refused"):
+        RLAgent(model, config=config)
+
+
+def test_runs_of_one_task_form_a_group(model: Path, config: RLAgentConfig) -> None:
+    with RLAgent(model, config=config) as agent:
+        rewards = {agent.run(INSTRUCTION, task_indices=[GOAL])[0]["reward"] for _ in range(12)}
+        assert rewards == {0.0, 0.75}
+        assert agent.train(num_epochs=1).algorithm == "reinforce++-baseline"
+
+
+def test_what_is_trained_on_can_be_chosen(model: Path, config: RLAgentConfig, tmp_path: Path) -> None:
+    with RLAgent(model, config=config) as agent:
+        with pytest.raises(TrainingError, match=r"call run\(\.\.\.\) first"):
+            agent.train()
+        agent.run(INSTRUCTION, task_indices=[GOAL, 4], batch_size=6)
+        with pytest.raises(TrainingError, match="call run"):
+            agent.train(env_name="babyai")
+        with pytest.raises(TrainingError, match="none succeeded"):
+            agent.train(task_id="webshop-4")
+        assert agent.adapter is None
+        report = agent.train(num_epochs=1, task_id=GOAL)
+        assert report.used == 6
+        everything = agent.train(num_epochs=1)
+        assert (everything.used, everything.excluded.no_signal) == (6, 6)
+    other = write_shopper(tmp_path / "another")
+    with RLAgent(other, config=config) as stranger:
+        assert stranger.adapter is None
+        with pytest.raises(TrainingError, match="12 by other models"):
+            stranger.train()
+
+
+def test_the_reward_is_that_of_the_configuration(model: Path, config: RLAgentConfig, tmp_path: Path) -> None:
+    half = changed(
+        config,
+        rollout_strategy="test_rl_agent:ScriptedStrategy",
+        reward={"name": "success", "options": {"threshold": 0.5}},
+    )
+    with RLAgent(model, config=half) as agent:
+        (episode,) = agent.run(INSTRUCTION, task_indices=[GOAL])
+    ((trajectory, (score,)),) = stored(config)
+    assert trajectory.episode_return == pytest.approx(0.75) and episode["reward"] == score.reward == 1.0
+    assert score.reward_version == "success-1@0.5"
+    apart = {"path": str(tmp_path / "apart"), "durable": False}
+    out_of_reach = changed(config, storage=apart, reward={"name": "success", "options": {"threshold": 2.0}})
+    with RLAgent(model, config=out_of_reach) as agent:
+        agent.run(INSTRUCTION, task_indices=[GOAL], batch_size=8)
+        with pytest.raises(TrainingError, match="none succeeded"):
+            agent.train(num_epochs=1)
+
+
+def test_without_a_baseline_it_is_fine_tuned_on_successes(model: Path, config: RLAgentConfig) -> None:
+    with RLAgent(model, config=config) as agent:
+        episodes = agent.run(INSTRUCTION, task_indices=[GOAL], batch_size=16)
+    successes = tuple(trajectory for trajectory, (score,) in stored(config) if score.reward)
+    alike = Episodes(trajectories=successes, returns=(0.75,) * len(successes), excluded=ExcludedEpisodes())
+    lesson = make_lesson(alike, "reinforce++-baseline")
+    assert (lesson.algorithm, lesson.used) == ("sft", len(successes))
+    tuned = changed(config, training={**config.training.model_dump(), "algorithm": "sft"})
+    with RLAgent(model, config=tuned) as agent:
+        report = agent.train(learning_rate=1e-3, num_epochs=2, batch_size=16)
+    assert (report.algorithm, report.used, report.metrics["steps"]) == ("sft", len(successes), 2)
+    assert report.excluded == ExcludedEpisodes(no_signal=len(episodes) - len(successes))
+    assert report.metrics["last_loss"] < report.metrics["first_loss"]
+
+
+def test_episodes_without_token_ids_are_not_trained_on(model: Path, config: RLAgentConfig) -> None:
+    with RLAgent(model, config=changed(config, rollout_strategy="test_rl_agent:ScriptedStrategy")) as agent:
+        assert agent.run(INSTRUCTION, task_indices=[GOAL])[0]["reward"] == 0.75
+        with pytest.raises(TrainingError, match="no token ids"):
+            agent.train()
+
+
+async def test_it_works_inside_a_running_loop(model: Path, config: RLAgentConfig) -> None:
+    agent = RLAgent(model, config=config)
+    assert asyncio.get_running_loop().is_running()
+    episodes = agent.run(INSTRUCTION, task_indices=[GOAL], batch_size=2)
+    assert [episode["failure"] for episode in episodes] == [None, None]
+    agent.close()
+    agent.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        agent.run(INSTRUCTION)
+
+
+def test_a_dead_environment_is_a_failure_and_no_zero(model: Path, config: RLAgentConfig) -> None:
+    dead = changed(config, env_server_base="http://127.0.0.1:9")
+    with RLAgent(model, config=dead) as agent:
+        (episode,) = agent.run(INSTRUCTION)
+        assert episode["reward"] is None and episode["stop"] == "error"
+        assert "nothing answers at http://127.0.0.1:9" in (episode["failure"] or "")
+        with pytest.raises(TrainingError, match=r"\d failed"):
+            agent.train()
+
+
+def test_the_prompt_is_what_the_model_will_see(model: Path, config: RLAgentConfig) -> None:
+    with RLAgent(model, config=config) as agent:
+        prompt = agent.create_prompt("Buy a dog bed.")
+    assert prompt.startswith("system: ") and "Task: Buy a dog bed." in prompt
+    assert prompt.endswith(f"user: {SHOP.session(0).observation}")
+
+
+def test_a_model_object_is_left_as_it_is(model: Path, config: RLAgentConfig) -> None:
+    whole, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    weights = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    with RLAgent(model=whole, tokenizer=tokenizer, config=config) as agent:
+        agent.run(INSTRUCTION, task_indices=[GOAL], batch_size=8)
+        report = agent.train(num_epochs=1)
+        base = Path(agent.policy.base_model)
+    assert base.parent == config.serving.adapters_directory.resolve() and base.name.startswith("base-")
+    assert report.adapter.base_model == str(base)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in whole.state_dict().items())
+    with RLAgent(whole, tokenizer, config) as again:
+        assert again.policy == PolicyRef(base_model=str(base), adapter="policy", version=1)
+        with torch.no_grad():
+            next(whole.parameters()).add_(0.1)
+    with RLAgent(whole, tokenizer, config) as moved_on:
+        assert moved_on.policy.base_model != str(base) and moved_on.adapter is None
+    assert len(list(config.serving.adapters_directory.glob("*base-*"))) == 2
+
+
+def test_an_endpoint_gets_the_new_adapter(model: Path, config: RLAgentConfig, tmp_path: Path) -> None:
+    serving = ServerConfig(model=str(model), served_model_name="shopper", port=0, dtype="float32")
+    with running_server(serving) as url:
+        with RLAgent(f"{url}/v1", config=config) as agent:
+            before = agent.run(INSTRUCTION, task_indices=[GOAL], batch_size=16)
+            for _ in range(2):
+                report = agent.train(learning_rate=1e-3, num_epochs=3)
+            after = agent.run(INSTRUCTION, task_indices=[GOAL], batch_size=4)
+        served = {card["id"] for card in httpx.get(f"{url}/v1/models").json()["data"]}
+        assert served == {"shopper", "policy-v000002"}
+        assert report.adapter.base_model == "shopper"
+        policies = {trajectory.id: trajectory.policy for trajectory, _ in stored(config)}
+        assert policies[before[0]["trajectory_id"]] == PolicyRef(base_model="shopper")
+        assert policies[after[0]["trajectory_id"]] == PolicyRef(base_model="shopper", adapter="policy", version=2)
+        httpx.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": "policy-v000002"}).raise_for_status()
+        with RLAgent(url, config=config) as resumed:
+            assert resumed.run(INSTRUCTION, task_indices=[GOAL])[0]["failure"] is None
+        impostor = write_shopper(tmp_path / "impostor")
+        with RLAgent(url, tokenizer=impostor, config=config) as deceived:
+            with pytest.raises(PublishError):
+                deceived.train(num_epochs=1)
+            assert deceived.policy.version == 2
+        with pytest.raises(ConfigError, match=r"it has: shopper.*\[rl.serving\] model"):
+            RLAgent(url, config=changed(config, serving={**config.serving.model_dump(), "model": "shoper"}))
+
+
+def test_an_endpoint_whose_weights_lie_elsewhere_cannot_be_trained(model: Path, config: RLAgentConfig) -> None:
+    elsewhere = ServerConfig(model="somebody/elses", port=0)
+    with (
+        closing(Generator(ServerConfig(model=str(model)))) as generator,
+        running_server(elsewhere, generator) as url,
+        RLAgent(url, config=config) as agent,
+    ):
+        assert agent.run(INSTRUCTION, task_indices=[GOAL])[0]["failure"] is None
+        with pytest.raises(ConfigError, match=r"pass the model's directory, RLAgent\(model=url, tokenizer="):
+            agent.train()
+
+
+def test_wrong_arguments_are_refused_with_the_remedy(model: Path, config: RLAgentConfig, tmp_path: Path) -> None:
+    whole, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    for arguments, remedy in (
+        ({"model": whole}, "needs its tokenizer"),
+        ({"model": whole, "tokenizer": str(model)}, "needs its tokenizer"),
+        ({"model": tokenizer, "tokenizer": tokenizer}, "merge"),
+        ({"model": 7}, "not int"),
+        ({"model": model, "tokenizer": str(tmp_path)}, "another model's"),
+        ({"model": model, "tokenizer": object()}, "fast tokenizer"),
+        ({"model": "http://127.0.0.1:9", "tokenizer": str(tmp_path)}, "no config.json"),
+        ({"model": "http://"}, "names no host"),
+    ):
+        with pytest.raises(ConfigError, match=remedy):
+            RLAgent(**arguments, config=config)
+    with pytest.raises(ConfigError, match="did you mean 'StandardReAct'"):
+        RLAgentConfig(rollout_strategy="StandartReAct")
+    with pytest.raises(RLError, match="cannot load the model"):
+        RLAgent(tmp_path / "nothing", config=config)
+    with pytest.raises(InfrastructureError, match="no model server answers"):
+        RLAgent("http://127.0.0.1:9/v1", config=config)
+    with pytest.raises(ConfigError, match="NoSuchKlass"):
+        RLAgent(model, config=changed(config, env_name="test_rl_agent:NoSuchKlass"))
+    with pytest.raises(ConfigError, match="nor vLLM can serve it"):
+        RLAgent(model, config=changed(config, training={"lora_variant": "dora"}))
+    with RLAgent(model, config=config) as agent:
+        for arguments, remedy in (
+            ({"batch_size": 0}, "batch_size must be at least 1"),
+            ({"max_rounds": 0}, "max_rounds must be at least 1"),
+            ({"task_indices": [1, 1]}, "with batch_size"),
+            ({"metadata": {"self": agent}}, "data"),
+        ):
+            with pytest.raises(ConfigError, match=remedy):
+                agent.run(INSTRUCTION, **arguments)
+        with pytest.raises(ConfigError, match="learning_rate"):
+            agent.train(learning_rate=-1.0)
+
+
+def test_a_full_disk_stops_the_run_with_one_error(model: Path, config: RLAgentConfig) -> None:
+    scripted = "test_rl_agent:ScriptedStrategy"
+    full = changed(config, storage_backend="test_rl_agent:FullStorage", rollout_strategy=scripted)
+    with RLAgent(model, config=full) as agent, pytest.raises(StorageError, match="no room for webshop-"):
+        agent.run(INSTRUCTION, task_indices=[0, 1, 2])
+
+
+class TestEveryKeyHasAnEffect:
+    """The eleven original keys. ``storage_backend`` is the full disk's above."""
+
+    def play(self, model: Path, config: RLAgentConfig, **changes: object) -> EpisodeResult:
+        with RLAgent(model, config=changed(config, **changes)) as agent:
+            return agent.run(INSTRUCTION, task_indices=[GOAL])[0]
+
+    def test_max_turns(self, model: Path, config: RLAgentConfig) -> None:
+        episode = self.play(model, config, max_turns=2)
+        assert (len(actions(episode)), episode["stop"], episode["reward"]) == (2, "max_turns", 0.0)
+        with RLAgent(model, config=config) as agent:
+            assert len(actions(agent.run(INSTRUCTION, max_rounds=1, task_indices=[GOAL])[0])) == 1
+
+    def test_max_prompt_length(self, model: Path, config: RLAgentConfig) -> None:
+        episode = self.play(model, config, max_prompt_length=10)
+        assert (actions(episode), episode["stop"], episode["reward"]) == ((), "max_tokens", None)
+        assert "no executed action" in (episode["failure"] or "")
+
+    def test_max_response_length(self, model: Path, config: RLAgentConfig) -> None:
+        self.play(model, config, max_response_length=3)
+        (trajectory, _), *_ = stored(config)
+        assert {len(node.tokens.sampled_ids) for node in trajectory.sampled() if node.tokens} == {3}
+
+    def test_max_obs_length(self, model: Path, config: RLAgentConfig) -> None:
+        assert "characters cut]" in self.play(model, config, max_obs_length=10)["conversation"][1]["value"]
+
+    def test_react_format(self, model: Path, config: RLAgentConfig) -> None:
+        strategy = "test_rl_agent:ScriptedStrategy"
+        episode = self.play(model, config, react_format=True, rollout_strategy=strategy)
+        assert "Thought: <your reasoning>" in episode["conversation"][0]["value"]
+        assert "there is no line that starts with 'Action:'" in episode["conversation"][3]["value"]
+
+    def test_env_name(self, model: Path, config: RLAgentConfig) -> None:
+        # The shop's server speaks AgentGym's protocol too, whose client is another class.
+        episode = self.play(model, config, env_name="agentgym/webshop")
+        assert (episode["task_id"], episode["failure"]) == ("agentgym/webshop-1", None)
+        assert SHOP.goals[GOAL].instruction in episode["conversation"][1]["value"]
+
+    def test_env_server_base_and_env_port(self, model: Path, config: RLAgentConfig, shop: str) -> None:
+        port = urlsplit(shop).port
+        assert self.play(model, config, env_server_base="http://127.0.0.1", env_port=port)["failure"] is None
+        dead = changed(config, env_server_base="http://localhost", env_port=9)
+        with (
+            RLAgent(model, config=dead) as agent,
+            pytest.raises(RLError, match="nothing answers at http://localhost:9"),
+        ):
+            agent.create_prompt(INSTRUCTION)
+
+    def test_rollout_strategy(self, model: Path, config: RLAgentConfig) -> None:
+        episode = self.play(model, config, rollout_strategy="test_rl_agent:ScriptedStrategy")
+        assert (actions(episode), episode["reward"]) == (GOOD, 0.75)
+        assert stored(config)[0][0].strategy.name == "test_rl_agent:ScriptedStrategy"
+
+    def test_max_workers(self, model: Path, config: RLAgentConfig) -> None:
+        for workers, parallel, expected in ((3, True, 3), (3, False, 1)):
+            CrowdStrategy.most = 0
+            crowd = changed(config, max_workers=workers, rollout_strategy="test_rl_agent:CrowdStrategy")
+            with RLAgent(model, config=crowd) as agent:
+                agent.run(INSTRUCTION, task_indices=range(6), parallel=parallel)
+            assert CrowdStrategy.most == expected
+
+
+def test_an_interrupt_cancels_what_is_under_way() -> None:
+    cleaned_up = threading.Event()
+
+    async def long() -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        try:
+            asyncio.get_running_loop().call_later(0.1, signal.pthread_kill, main, signal.SIGINT)
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.05)
+            cleaned_up.set()
+
+    with closing(LoopThread("test")) as thread:
+        with pytest.raises(KeyboardInterrupt):
+            thread.wait_for(long())
+        assert cleaned_up.is_set()
+
+
+def test_importing_the_agent_loads_no_torch() -> None:
+    code = "import sys; from openhands_rl_plugin import RLAgent, RLAgentConfig; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert {name.split(".")[0] for name in loaded.split()}.isdisjoint({"torch", "transformers", "peft", "openhands"})

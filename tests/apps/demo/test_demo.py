@@ -1,0 +1,112 @@
+"""The demo's own parts: children that cannot outlive it, its report, and a run that survives being killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import httpx
+import pytest
+
+from openhands_rl_plugin.apps.demo.child import free_port, running_command
+from openhands_rl_plugin.apps.demo.options import DemoOptions
+from openhands_rl_plugin.cli import main
+from openhands_rl_plugin.core.errors import InfrastructureError
+from openhands_rl_plugin.evals.report.charts import Point, Series, line_chart, svg_file
+from openhands_rl_plugin.training.loop.plan import LoopState
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+PARENT = """
+import os, signal, sys
+from pathlib import Path
+from openhands_rl_plugin.apps.demo.child import running_command
+with running_command(["env", "webshop", "--products", "40"], int(sys.argv[1]), Path(sys.argv[2])):
+    print("up", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_server_ends_when_the_demo_is_killed(tmp_path: Path) -> None:
+    port = free_port()
+    parent = subprocess.run(
+        [sys.executable, "-c", PARENT, str(port), str(tmp_path / "log")], capture_output=True, text=True, check=False
+    )
+    assert (parent.stdout, parent.returncode) == ("up\n", -signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            httpx.get(f"http://127.0.0.1:{port}/health", timeout=5)
+        except httpx.TransportError:
+            return
+        time.sleep(0.1)
+    pytest.fail("the server outlived its parent")
+
+
+def test_a_server_that_does_not_come_up_says_why(tmp_path: Path) -> None:
+    with (
+        pytest.raises(InfrastructureError, match="no such shop"),
+        running_command(["env", "webshop", "--products", "0"], free_port(), tmp_path / "log"),
+    ):
+        pytest.fail("it came up")
+
+
+def test_charts_are_well_formed_and_draw_every_point() -> None:
+    points = tuple(Point(slot=slot, value=slot / 4, low=0.0, high=1.0) for slot in range(4))
+    chart = line_chart([Series(name="a < b", colour="#123456", points=points)], ["1", "2", "3", "<4>"], "success")
+    root = ElementTree.fromstring(chart)
+    assert len(root.findall(".//{*}circle")) == 4
+    assert "a < b" in "".join(root.itertext())
+    alone = ElementTree.fromstring(svg_file(chart))
+    assert len(alone.findall(".//{*}circle")) == 4 and ".grid{" in (alone.findtext("{*}style") or "")
+
+
+def test_goals_of_demonstrations_training_and_evaluation_are_disjoint(tmp_path: Path) -> None:
+    options = DemoOptions(run_directory=tmp_path)
+    plan = options.plan(options.shop(), base_model="base", probe_ids=(1, 2))
+    other = options.model_copy(update={"seed": 1}).plan(options.shop(), base_model="base", probe_ids=(1, 2))
+    names = [{task.id for task in tasks} for tasks in (plan.demonstrations, plan.training, plan.held_out)]
+    assert len(names[2]) == len(plan.held_out) >= 100
+    assert not (names[0] & names[1] or names[0] & names[2] or names[1] & names[2])
+    assert other.held_out == plan.held_out
+    assert other.training != plan.training
+
+
+def test_a_run_is_not_continued_as_another_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "options.json").write_text("{}")
+    assert main(["demo", "--tiny", "--run-dir", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "--fresh" in error and error.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "openhands_rl_plugin.cli", "demo", "--tiny", "--run-dir", str(tmp_path)]
+    first = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    state_file = tmp_path / "state.json"
+    while len(LoopState.load(state_file).records) < 3:
+        assert first.poll() is None
+        time.sleep(0.5)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    finished = LoopState.load(state_file).records
+
+    assert subprocess.run(command, check=False).returncode == 0
+    state = LoopState.load(state_file)
+    assert state.records[: len(finished)] == finished
+    assert len(state.records) == DemoOptions(run_directory=tmp_path).shortened().stages
+    assert (tmp_path / "report.html").stat().st_size > 5_000
+    asyncio.run(check_episodes(tmp_path, state))
+
+
+async def check_episodes(directory: Path, state: LoopState) -> None:
+    async with FileTrajectoryStorage(directory / "trajectories") as storage:
+        stored = [trajectory async for trajectory, _ in storage.find()]
+    expected = sum(record.metrics.get("episodes", 0) for record in state.records)
+    assert len(stored) == len({trajectory.id for trajectory in stored}) == expected

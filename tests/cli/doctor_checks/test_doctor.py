@@ -1,0 +1,217 @@
+"""Checks of an installation, against real servers, folders and processes."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from tiny_model import write_model
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.cli.doctor_checks.checks import check_all
+from openhands_rl_plugin.cli.doctor_checks.disk import check_adapters
+from openhands_rl_plugin.cli.doctor_checks.findings import Finding, Level
+from openhands_rl_plugin.cli.doctor_checks.installation import check_installation
+from openhands_rl_plugin.cli.doctor_checks.services import check_environment_server, check_model_server
+from openhands_rl_plugin.environments.webshop import WebShop, running_webshop
+from openhands_rl_plugin.models.adapters.store import WEIGHTS, AdapterStore
+from openhands_rl_plugin.models.generator.config import GeneratorConfig, ServerConfig
+from openhands_rl_plugin.models.generator.generator import Generator
+from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.testing import example_trajectory
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+
+def of(findings: list[Finding], what: str) -> Finding:
+    return next(each for each in findings if each.what.startswith(what))
+
+
+@pytest.fixture(scope="module")
+def model_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The embedded server with a tiny model, called ``tiny``."""
+    model = write_model(tmp_path_factory.mktemp("models") / "tiny")
+    config = GeneratorConfig(model=str(model), dtype="float32", threads=1, max_batch=1)
+    with (
+        Generator(config) as generator,
+        running_server(ServerConfig(model=str(model), served_model_name="tiny", port=0), generator) as url,
+    ):
+        yield f"{url}/v1"
+
+
+@pytest.fixture
+def other_server() -> Iterator[str]:
+    """A server that answers without token ids, and wants a key for nothing but ``/locked``."""
+
+    async def models(request: Request) -> JSONResponse:
+        return JSONResponse({"data": [{"id": "one"}, {"id": "two"}]})
+
+    async def chat(request: Request) -> JSONResponse:
+        choice = {"index": 0, "message": {"role": "assistant", "content": "Yes"}, "logprobs": None}
+        return JSONResponse({"choices": [choice]})
+
+    async def locked(request: Request) -> JSONResponse:
+        return JSONResponse({"error": "no key"}, status_code=401)
+
+    app = Starlette(
+        routes=[
+            Route("/v1/models", models),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/locked/models", locked),
+        ]
+    )
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+def test_a_server_of_the_model_is_found_and_probed(model_server: str) -> None:
+    findings = list(check_model_server(model_server, "tiny", None, probe=True))
+    assert [each.level for each in findings] == [Level.OK, Level.OK]
+    assert "tiny" in findings[0].said and "logprobs" in findings[1].said
+
+
+def test_a_server_without_token_ids_is_told(other_server: str) -> None:
+    found, probed = check_model_server(f"{other_server}/v1", "", None, probe=True)
+    assert found.said == "serves one, two"
+    assert (probed.level, probed.said) == (Level.FAIL, "an answer has no ids and logprobs")
+
+
+@pytest.mark.parametrize(
+    ("path", "model", "said"),
+    [
+        ("/v1", "three", "serves one, two, not three"),
+        ("/locked", "", "/models answers 401"),
+        ("/nothing", "", "/models answers 404"),
+    ],
+)
+def test_a_wrong_server_is_told(other_server: str, path: str, model: str, said: str) -> None:
+    (found,) = check_model_server(f"{other_server}{path}", model, "a-key", probe=True)
+    assert (found.level, found.said) == (Level.FAIL, said)
+    assert found.remedy
+
+
+def test_a_server_that_is_away_is_told() -> None:
+    (found,) = check_model_server("http://127.0.0.1:9/v1", "", None, probe=False)
+    assert found.level is Level.FAIL and "openhands-rl serve" in found.remedy
+    assert check_environment_server("http://127.0.0.1:9").level is Level.FAIL
+
+
+def test_an_environment_is_found() -> None:
+    with running_webshop(WebShop(50, 0), port=0) as url:
+        assert check_environment_server(url).level is Level.OK
+
+
+def published(root: Path) -> AdapterStore:
+    store = AdapterStore(root)
+
+    def write(folder: Path) -> None:
+        (folder / WEIGHTS).write_bytes(b"weights")
+
+    store.point(store.create("policy", write, base_model="m"))
+    return store
+
+
+def test_adapters_are_followed_from_the_pointer_to_the_weights(tmp_path: Path) -> None:
+    assert [each.level for each in check_adapters(tmp_path / "none", "policy")] == [Level.OK]
+    published(tmp_path)
+    findings = list(check_adapters(tmp_path, "policy"))
+    assert [each.level for each in findings] == [Level.OK, Level.OK]
+    assert "policy-v000001 is in use" in findings[-1].said
+
+
+@pytest.mark.parametrize("damage", ["weights", "version", "pointer"])
+def test_a_pointer_to_nothing_is_told(tmp_path: Path, damage: str) -> None:
+    version = tmp_path / "policy-v000001"
+    published(tmp_path)
+    match damage:
+        case "weights":
+            (version / WEIGHTS).write_bytes(b"other")
+        case "version":
+            version.rename(tmp_path / "elsewhere")
+        case _:
+            (tmp_path / "policy.current.json").write_text("{")
+    assert list(check_adapters(tmp_path, "policy"))[-1].level is Level.FAIL
+
+
+async def test_the_store_is_counted_and_its_permissions_are_looked_at(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    async with FileTrajectoryStorage(folder) as storage:
+        await storage.add(example_trajectory(0))
+    config = tmp_path / "config.toml"
+    config.write_text(f'[rl.storage]\npath = "{folder}"\n[rl.serving]\nadapters_path = "{tmp_path}/adapters"\n')
+    folder.chmod(0o700)
+    findings = await check_all(config, registration=False)
+    assert of(findings, "stored episodes").said.startswith("1 and 0 unfinished")
+    assert of(findings, "permissions").level is Level.OK
+    assert of(findings, "environment server").level is Level.FAIL
+    folder.chmod(0o755)
+    told = of(await check_all(config, registration=False), "permissions")
+    assert told.level is Level.WARN and told.remedy == f"chmod 700 {folder}"
+
+
+async def test_a_wrong_configuration_is_told_line_by_line(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text("[rl]\nmax_turn = 3\nenv_port = 0\n")
+    told = [each for each in await check_all(config, registration=False) if each.what == "configuration"]
+    assert len(told) == 2 and all(each.level is Level.FAIL for each in told)
+
+
+def test_what_is_installed_is_named() -> None:
+    findings = list(check_installation(registration=False))
+    assert of(findings, "python").level is Level.OK
+    assert "httpx" in of(findings, "packages").said
+    assert {each.what for each in findings} >= {"python", "packages", "host", "bubblewrap"}
+
+
+def test_without_bubblewrap_there_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert of(list(check_installation(registration=False)), "bubblewrap").said == "not installed"
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho no namespaces >&2\nexit 1\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    assert "no namespaces" in of(list(check_installation(registration=False)), "bubblewrap").said
+
+
+@pytest.mark.slow
+def test_the_agent_is_registered_with_openhands() -> None:
+    assert of(list(check_installation()), "registration").level is Level.OK
+
+
+def test_the_command_fails_when_a_check_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(f'[rl.storage]\npath = "{tmp_path}/store"\n[rl.serving]\nadapters_path = "{tmp_path}/adapters"\n')
+    assert cli.main(["doctor", "check", "--quick", "--config", str(config)]) == 1
+    printed = capsys.readouterr().out
+    assert "\nfail environment server" in printed and "\nok   storage" in printed
+    assert cli.main(["doctor", "check", "--quick", "--json", "--config", str(config)]) == 1
+    found = capsys.readouterr().out
+    assert {"ok", "fail"} <= {each["level"] for each in json.loads(found)}
+    for words in (
+        ("--quick", "--json", "--config", str(config)),
+        ("--config", str(config), "--json", "check", "--quick"),
+    ):
+        assert cli.main(["doctor", *words]) == 1
+        assert [each["said"] for each in json.loads(capsys.readouterr().out)][:1] == [json.loads(found)[0]["said"]]
+    assert cli.main(["doctor", "--quick", "drift", str(tmp_path)]) == 1
+    assert "leave them out" in capsys.readouterr().err
+
+
+async def test_a_database_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_DATABASE", "mongodb://127.0.0.1:1/?serverSelectionTimeoutMS=50")
+    config = tmp_path / "config.toml"
+    config.write_text('[rl]\nstorage_backend = "mongodb"\n[rl.storage]\nuri_env = "A_DATABASE"\n')
+    found = of(await check_all(config, registration=False), "stored episodes")
+    assert found.level is Level.FAIL and "127.0.0.1:1 cannot be reached" in found.said

@@ -1,0 +1,409 @@
+"""``openhands-rl loop``: the closed loop from a configuration file, over a shop and a tiny random model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from counted_reward import ASKED, CountedReward
+from shopper_model import SHOP
+from shopping_loop import MODEL, write_talker
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.apps.loop.claim import held
+from openhands_rl_plugin.apps.loop.run import LoopJob, loop_plan
+from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
+from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.core.types import Score, Trajectory
+from openhands_rl_plugin.environments.webshop import running_webshop
+from openhands_rl_plugin.evals.runs.suites import local_rows
+from openhands_rl_plugin.models.adapters.store import WEIGHTS, AdapterStore
+from openhands_rl_plugin.models.generator.config import ServerConfig
+from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.training.data.tempering import is_tempered
+from openhands_rl_plugin.training.loop.plan import LoopState
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+HOLDING = """
+import sys
+from pathlib import Path
+from openhands_rl_plugin.apps.loop.claim import held
+with held(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+STAGES = ["evaluate-base", "iteration-000", "iteration-001", "evaluate-final"]
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return write_talker(tmp_path_factory.mktemp("models") / MODEL)
+
+
+@pytest.fixture(scope="module")
+def served(talker: Path) -> Iterator[tuple[str, str]]:
+    """The URLs of a small shop and of a model server."""
+    config = ServerConfig(
+        model=str(talker), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=64, threads=1
+    )
+    with running_webshop(SHOP) as shop, running_server(config) as server:
+        yield shop, server
+
+
+def write_config(folder: Path, *, shop: str = "", server: str = "", more: str = "") -> Path:
+    """Two iterations of two tasks, three episodes each."""
+    file = folder / "config.toml"
+    file.write_text(f"""
+[rl]
+env_name = "webshop"
+{f'env_server_base = "{shop}"' if shop else ""}
+react_format = false
+max_turns = 2
+max_prompt_length = 3500
+max_response_length = 8
+max_workers = 6
+[rl.reward]
+name = "counted_reward:CountedReward"
+[rl.storage]
+path = "{folder / "trajectories"}"
+durable = false
+[rl.training]
+dtype = "float32"
+lora_rank = 4
+lora_alpha = 8
+batch_size = 6
+num_epochs = 1
+learning_rate = 1e-3
+[rl.loop]
+iterations = 2
+tasks_per_iteration = 2
+samples_per_task = 3
+held_out = 2
+[rl.serving]
+{f'base_url = "{server}/v1"' if server else ""}
+model = "{MODEL}"
+adapter = "{folder.name.replace("_", "-")}"
+adapters_path = "{folder / "adapters"}"
+{more}
+""")
+    return file
+
+
+def words(config: Path, *more: str) -> list[str]:
+    run = ["--run-dir", str(config.parent / "run"), "--processes", "0"]
+    return ["loop", "environment", "--config", str(config), "--tasks", "6", *run, *more]
+
+
+def stored(folder: Path) -> list[tuple[Trajectory, tuple[Score, ...]]]:
+    async def read() -> list[tuple[Trajectory, tuple[Score, ...]]]:
+        async with FileTrajectoryStorage(folder / "trajectories") as storage:
+            return [found async for found in storage.find()]
+
+    return asyncio.run(read())
+
+
+def interrupt_after(stage: str, state_file: Path) -> threading.Thread:
+    """Presses Ctrl-C when the stage is finished."""
+
+    def watch() -> None:
+        while LoopState.load(state_file).record(stage) is None:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", ["sync", pytest.param("async", marks=pytest.mark.slow)])
+def test_an_interrupted_run_goes_on_where_it_was(
+    kind: str, served: tuple[str, str], talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, shop=served[0], server=served[1])
+    command, state_file = words(config, "--kind", kind), tmp_path / "run" / "state.json"
+    watching = interrupt_after("iteration-000", state_file)
+    assert cli.main(command) == 130
+    watching.join()
+    assert "interrupted; what is finished is kept" in capsys.readouterr().err
+    finished = LoopState.load(state_file).records
+    assert [record.name for record in finished][:2] == STAGES[:2] and len(finished) < len(STAGES)
+
+    assert cli.main(command) == 0
+    state = LoopState.load(state_file)
+    assert state.records[: len(finished)] == finished and [record.name for record in state.records] == STAGES
+    printed = capsys.readouterr().out
+    assert "Held-out tasks" in printed and f"in use: {state.adapter}" in printed
+    assert "After RL against the base model: " in printed and "2 tasks played both times" in printed
+
+    adapters = AdapterStore(tmp_path / "adapters")
+    assert state.adapter is not None and adapters.get(state.adapter).base_model == MODEL
+    assert state.adapter in httpx.get(f"{served[1]}/v1/models").text
+    played = stored(tmp_path)
+    assert len({trajectory.id for trajectory, _ in played}) == len(played) >= 2 + 2 * 6 + 2
+    assert {trajectory.policy.base_model for trajectory, _ in played} == {MODEL}
+    assert not any(is_tempered(trajectory) for trajectory, _ in played), "`train` may learn from them, too"
+    learnt = {
+        trajectory.id: [score.reward_version for score in scores]
+        for trajectory, scores in played
+        if "/evaluate-" not in trajectory.run_id
+    }
+    taken = [versions for versions in learnt.values() if CountedReward.version in versions]
+    assert len(taken) == 12 and all(sorted(versions) == ["counted-vowels-1", "return-1"] for versions in taken)
+    assert {ASKED[identity] for identity, versions in learnt.items() if versions} == {1}, "judged once"
+
+    where = ["--model", str(talker), "--adapters", str(tmp_path / "adapters"), "--adapter", state.adapter[:-8]]
+    assert cli.main(["train", str(tmp_path / "trajectories"), *where, "--algorithm", "grpo", "--dry-run"]) == 0
+    assert "left out: 4 held out" in capsys.readouterr().out, "what the run measured with is not learnt from later"
+
+    assert cli.main([*command, "--samples-per-task", "4"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "holds a run with other options (rl.loop.samples_per_task: 3, now 4)" in line and "--fresh" in line
+
+
+@pytest.mark.timeout(400)
+def test_a_run_goes_on_from_an_adapter_that_is_there(
+    served: tuple[str, str], talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, shop=served[0], server=served[1])
+    learnt = words(config, "--iterations", "1", "--held-out", "1")
+    assert cli.main([*learnt, "--from", "latest"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--from latest: there is no version of" in line and "openhands-rl train" in line
+    assert cli.main(learnt) == 0
+    first = LoopState.load(tmp_path / "run" / "state.json").adapter
+    assert first is not None
+    capsys.readouterr()
+
+    command = [*learnt, "--run-dir", str(tmp_path / "next"), "--from", "latest"]
+    assert cli.main([*command, "--dry-run"]) == 0
+    assert f"begins with {first}" in capsys.readouterr().out
+    assert cli.main(command) == 0
+    state = LoopState.load(tmp_path / "next" / "state.json")
+    assert state.start == first and state.records[0].adapter == first
+    assert state.adapter is not None and AdapterStore(tmp_path / "adapters").get(state.adapter).parent == first
+    assert f"After RL against {first}: " in capsys.readouterr().out
+    run_id = (tmp_path / "next" / "run_id").read_text()
+    measured = [t for t, _ in stored(tmp_path) if t.run_id == f"{run_id}/evaluate-base"]
+    assert measured and {trajectory.policy.served_name for trajectory in measured} == {first}
+
+    # A run that goes on has its own beginning, whatever is the latest by now.
+    assert cli.main(command) == 0
+    assert LoopState.load(tmp_path / "next" / "state.json") == state
+    adapters = AdapterStore(tmp_path / "adapters")
+    made = Path(adapters.get(first).path)
+
+    def copied(folder: Path) -> None:
+        for file in ("adapter_config.json", WEIGHTS):
+            shutil.copyfile(made / file, folder / file)
+
+    foreign = adapters.create(adapters.get(first).name.rpartition("-v")[0], copied, base_model="another-model")
+    capsys.readouterr()
+    for number, alpha, says in (
+        ("99", 8, "--from 99: "),
+        (str(foreign.version), 8, "was trained on 'another-model', and"),
+        ("1", 16, "lora_alpha = 8, and [rl.training] has 16: set lora_alpha = 8"),
+    ):
+        config.write_text(config.read_text().replace("lora_alpha = 8", f"lora_alpha = {alpha}"))
+        run = ["--run-dir", str(tmp_path / f"from-{number}"), "--from", number]
+        assert cli.main([*learnt, *run]) == 1
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+        assert says in line
+        assert not (tmp_path / f"from-{number}" / "state.json").exists()
+
+
+WRONG = [
+    ([], "", "there is no model: give its directory with --model, or name its server as base_url in [rl.serving]"),
+    (["--model", "nowhere"], "", "--model nowhere: this is not a model's directory"),
+    (["--model", "MODEL", "--held-out", "6"], "", "too few tasks: 0 to train on, 6 held out"),
+    (["--model", "MODEL", "--demonstrations", "2"], "", "only the webshop has a script that plays them"),
+    (["--model", "MODEL", "--kind", "asynchronous"], "", "--kind: must be 'sync' or 'async'"),
+    (["--model", "MODEL"], "[rl.sampling]\ntemperature = 0.0", "[rl.sampling] temperature = 0: logprobs are recorded"),
+    (["--model", "MODEL"], "[rl.sampling]\ntemperature = 0.7", "for what another one samples; set 1.0"),
+    (["--model", "MODEL"], "[rl.sampling]\ntop_p = 0.9", "[rl.sampling] top_p = 0.9: logprobs are recorded"),
+    (
+        ["--model", "MODEL"],
+        "[rl.strategy]\nsampling = {temperature = 0.5}",
+        "[rl.strategy] sampling.temperature = 0.5: ",
+    ),
+    (
+        ["--model", "MODEL"],
+        '[extended.rl]\nrollout_strategy = "MCTS"\n[extended.rl.strategy]\ntemperature = 0.7',
+        "[rl.strategy] temperature = 0.7: logprobs",
+    ),
+    (
+        ["--model", "MODEL"],
+        '[extended.rl]\nrollout_strategy = "ToT"\n[extended.rl.strategy]\nsampling = {top_p = 0.9}',
+        "[rl.strategy] sampling.top_p = 0.9: logprobs",
+    ),
+    (["--model", "MODEL"], '[rl.training]\nalgorithm = "sft"', '"sft" does not reinforce'),
+    (["--model", "MODEL"], '[rl.training]\nlora_variant = "dora"', "nor vLLM can serve it"),
+    (["--model", "MODEL"], '[rl.training]\nsharding = "layers"', "and a loop trains in one: leave"),
+    (["--model", "MODEL"], '[rl.reward]\nname = "verifier"', "[rl.reward.options] adapter: is required"),
+]
+
+
+@pytest.mark.parametrize(("options", "more", "says"), WRONG, ids=[says[:30] for *_, says in WRONG])
+def test_wrong_input_is_one_line(
+    options: list[str], more: str, says: str, talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(f"[rl]\nreact_format = false\n[rl.loop]\nheld_out = 2\n{more}\n")
+    given = [str(talker) if word == "MODEL" else word for word in options]
+    assert cli.main([*words(config), *given]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and says in line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["loop", "demo"])
+def test_a_launchers_processes_do_not_each_run_a_loop(
+    command: str, talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [*words(write_config(tmp_path)), "--model", str(talker), "--dry-run"] if command == "loop" else ["demo"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main(given) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: WORLD_SIZE is 2, and a loop is one process") and "torchrun" in line
+    assert not (tmp_path / "run").exists() and not (tmp_path / "runs").exists()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert command == "demo" or cli.main(given) == 0
+
+
+@pytest.mark.parametrize("command", ["loop", "demo"])
+def test_a_second_process_is_kept_from_a_run(
+    command: str, talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever holds the directory's lock is at work there; --fresh does not take its state from under it."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    (directory / "state.json").write_text("{}")
+    given = [*words(write_config(tmp_path)), "--model", str(talker)] if command == "loop" else ["demo", "--tiny"]
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLDING, str(directory)], stdout=subprocess.PIPE, stdin=subprocess.PIPE
+    )
+    assert first.stdout is not None and first.stdout.readline() == b"held\n"
+    try:
+        assert cli.main([*given, "--run-dir", str(directory), "--fresh"]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{directory}: another process runs here" in line and "--run-dir" in line
+        assert (directory / "state.json").exists() and not (directory / "options.json").exists()
+    finally:
+        first.kill()
+        first.communicate()
+    with held(directory):
+        pass  # a killed process holds nothing
+
+
+def test_servers_that_are_not_there_end_it_before_it_begins(
+    served: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nobody = "http://127.0.0.1:9"
+    assert cli.main(words(write_config(tmp_path, shop=served[0], server=nobody))) == 1
+    assert "no model server answers at http://127.0.0.1:9/v1" in capsys.readouterr().err
+    assert cli.main(words(write_config(tmp_path, shop=nobody, server=served[1]), "--fresh")) == 1
+    assert "127.0.0.1:9" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "state.json").exists() and stored(tmp_path) == []
+
+
+def test_a_dry_run_says_what_would_be_done(talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["loop", "webshop", "--config", str(write_config(tmp_path)), "--model", str(talker), "--dry-run"]
+    assert cli.main([*command, "--run-dir", str(tmp_path / "run"), "--demonstrations", "5", "--kind", "async"]) == 0
+    said = capsys.readouterr().out
+    assert "1195 tasks to train on, 2 held out, 5 for demonstrations" in said
+    assert "stages: 7, 0 done" in said and "async, at most 1 versions behind" in said
+    assert "by the embedded server" in said and "'counted_reward:CountedReward'" in said
+    assert cli.main(["loop", "swe-local", *command[2:]]) == 0
+    assert "swe-local: 52 tasks to train on, 2 held out" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists() and not (tmp_path / "trajectories").exists()
+
+
+def test_the_warm_start_leaves_out_what_only_reinforcement_has(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    turns = (
+        'tree = "branches"\nstep_rewards = "environment"\ndiscount = 0.9\nkl = "k3"\nkl_coefficient = 0.1\n'
+        'clip_high = 0.3\nnegative_scale = 0.5\ncorrection = "mask"\ncorrection_low = 0.9\n'
+        "[rl.loop]\ndemonstrations = 2\n"
+    )
+    config.write_text(config.read_text().replace("[rl.loop]\n", turns))
+    settings = load_settings(config)
+    tasks = loop_tasks(TaskSource(suite="webshop"), settings)
+    job = LoopJob(settings, tasks, tmp_path, tmp_path / "run", "loop-0", settings.limits())
+    plan = loop_plan(job, (1, 2))
+    assert len(plan.demonstrations) == 2 and plan.reinforcement == settings.training
+    fine_tuning = TrainingSettings.model_validate(plan.warm_start.model_dump())
+    assert (fine_tuning.algorithm, fine_tuning.lora_rank, fine_tuning.tree) == ("sft", 4, "path")
+
+
+def test_tasks_that_are_held_out_have_a_split_of_their_own(tmp_path: Path) -> None:
+    rows = [tmp_path / "train.jsonl", tmp_path / "test.jsonl"]
+    for file, numbers in zip(rows, ((1, 2, 3), (4, 5)), strict=True):
+        file.write_text("".join(f'{{"goal": {number}}}\n' for number in numbers))
+    software = local_rows()
+    settings = load_settings(write_config(tmp_path))
+    for source, split in (
+        (TaskSource(suite="environment", count=6), "test"),
+        (TaskSource(suite="environment", rows=rows[0], held_out_rows=rows[1]), "test"),
+        (TaskSource(suite="swe-gym", rows=software), "train"),
+        (TaskSource(suite=str(software)), "test"),
+        (TaskSource(suite="swe-local"), "train"),
+        (TaskSource(suite="webshop"), "train"),
+    ):
+        tasks = loop_tasks(source, settings)
+        assert [entry.task.split for entry in tasks.held_out] == ["heldout", "heldout"]
+        assert {entry.task.split for entry in tasks.training} == {split}
+
+
+def test_rows_that_are_held_out_are_not_trained_on(
+    talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path)
+    files = [tmp_path / "train.jsonl", tmp_path / "test.jsonl"]
+    for file, numbers in zip(files, ((1, 2, 3), (4, 5)), strict=True):
+        file.write_text("".join(f'{{"goal": {number}}}\n' for number in numbers))
+    command = ["loop", "environment", "--config", str(config), "--model", str(talker), "--dry-run"]
+    command += ["--dataset-file", str(files[0]), "--held-out-file", str(files[1])]
+    assert cli.main(command) == 0
+    assert "environment: 3 tasks to train on, 2 held out" in capsys.readouterr().out
+    files[1].write_text('{"goal": 3}\n')
+    assert cli.main(command) == 1
+    assert "1 tasks would be trained on and held out too" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_killed_run_with_servers_of_its_own_goes_on(talker: Path, tmp_path: Path) -> None:
+    """The embedded shop and the embedded server as children, demonstrations, workers, and kill -9."""
+    config = write_config(tmp_path)
+    changed = config.read_text().replace("counted_reward:CountedReward", "success-bonus")
+    config.write_text(changed.replace("max_turns = 2", "max_turns = 8"))  # as many as the script may need
+    command = [sys.executable, "-m", "openhands_rl_plugin.cli", "loop", "webshop", "--config", str(config)]
+    command += ["--model", str(talker), "--run-dir", str(tmp_path / "run"), "--demonstrations", "2", "--processes", "1"]
+    first, state_file = subprocess.Popen(command, stdout=subprocess.DEVNULL), tmp_path / "run" / "state.json"
+    while LoopState.load(state_file).record("warm-start") is None:
+        assert first.poll() is None
+        time.sleep(0.2)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    finished = LoopState.load(state_file).records
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    state = LoopState.load(state_file)
+    assert state.records[: len(finished)] == finished
+    names = [STAGES[0], "demonstrate", "warm-start", "evaluate-warm-start", *STAGES[1:]]
+    assert [record.name for record in state.records] == names
+    assert "After SFT against the base model: " in done.stdout and "After RL against SFT: " in done.stdout

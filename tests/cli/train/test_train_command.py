@@ -1,0 +1,308 @@
+"""``openhands-rl train``: from stored episodes to a new version, to a server, or to one clear line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from train_store import TINY, episode, store_of
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.config.registry import build
+from openhands_rl_plugin.core.types import (
+    Failure,
+    FailureKind,
+    PolicyRef,
+    SamplingParams,
+    Score,
+    Task,
+    Trajectory,
+)
+from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.tasks.lineage import Lineage, TaskLineage, digest_of, write_lineage, write_tasks
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.generator.config import ServerConfig
+from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    failure = Failure(kind=FailureKind.INFRASTRUCTURE, message="away", boundary="test")
+    foreign = PolicyRef(base_model="tiny", adapter="other", version=1)
+    return store_of(
+        tmp_path / "store",
+        *(episode(number, float(number % 2)) for number in range(4)),
+        episode(4, 1.0, failure=failure),
+        episode(5, 1.0, policy=foreign),
+    )
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def scores_in(store: Path) -> list[str]:
+    async def read() -> list[str]:
+        async with FileTrajectoryStorage(store) as storage:
+            return [score.reward_version async for _, scores in storage.find() for score in scores]
+
+    return asyncio.run(read())
+
+
+def test_versions_follow_each_other(
+    store: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapters = tmp_path / "adapters"
+    words = ["train", str(store), "--model", str(model), "--adapters", str(adapters), "--adapter", "shop", *TINY]
+    assert cli.main([*words, "--algorithm", "dapo", "--reward", "success"]) == 0
+    printed = capsys.readouterr().out
+    assert "shop from the base model, by dapo" in printed
+    assert "episodes: 4 used; left out: 1 other policy, 1 failed" in printed
+    assert "shop-v000001: steps 1, " in printed
+    assert scores_in(store) == ["success-1@1"] * 5, "the one of another adapter is scored too"
+    serving = ServerConfig(model=str(model), served_model_name="tiny", port=0, dtype="float32")
+    with running_server(serving) as url:
+        assert cli.main([*words, "--publish", f"{url}/v1"]) == 0
+        served = {card["id"] for card in httpx.get(f"{url}/v1/models").json()["data"]}
+    assert served == {"tiny", "shop-v000002"}
+    assert "shop from shop-v000001, by reinforce++-baseline" in capsys.readouterr().out
+    assert cli.main([*words, "--from", "base", "--algorithm", "dpo"]) == 0
+    versions = AdapterStore(adapters).versions("shop")
+    assert [each.parent for each in versions] == [None, "shop-v000001", None]
+    assert versions[1].base_model == "tiny" and versions[1].step == 2
+    lines = (adapters / "shop.training" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["done"] for line in lines] == [1]
+
+
+def test_a_dry_run_says_what_would_be_trained_and_leaves_nothing(
+    store: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), "--dry-run"]
+    assert cli.main([*words, "--algorithm", "rejection-sampling", "--keep-best", "5"]) == 0
+    printed = capsys.readouterr().out
+    assert "policy from the base model, by rejection-sampling" in printed
+    assert "episodes: 2 used; left out: 1 other policy, 1 failed, 2 no signal" in printed
+    assert "sequences: 2; tokens: 106, of them unique 66, trained 20" in printed
+    assert "steps: 3 (3 epochs)" in printed and "memory: about" in printed
+    assert not (tmp_path / "adapters").exists() and scores_in(store) == []
+
+
+def test_episodes_of_another_temperature_are_counted_and_not_reinforced(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def greedy(number: int) -> Trajectory:
+        made = episode(number, float(number % 2))
+        asked = SamplingParams(temperature=0.0)
+        nodes = tuple(node.model_copy(update={"sampling": asked}) if node.sampled else node for node in made.nodes)
+        return made.model_copy(update={"nodes": nodes})
+
+    plain = [episode(number, float(number % 2)) for number in range(2)]
+    mixed = store_of(tmp_path / "mixed", *plain, *(greedy(number) for number in range(2, 5)))
+    words = ["--model", str(model), "--adapters", str(tmp_path / "adapters"), "--algorithm", "grpo"]
+    assert cli.main(["train", str(mixed), *words, "--dry-run"]) == 0
+    assert "episodes: 2 used; left out: 3 tempered" in capsys.readouterr().out
+    alone = store_of(tmp_path / "alone", *(greedy(number) for number in range(2)))
+    assert cli.main(["train", str(alone), *words]) == 1
+    assert "2 episodes were sampled at another temperature than 1" in _said(capsys)
+
+
+def test_a_configuration_file_is_read_and_overridden(
+    store: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text('[rl.training]\nalgorithm = "sft"\nnum_epochs = 7\nbatch_size = 1\n')
+    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), "--dry-run"]
+    assert cli.main([*words, "--config", str(config), "--num-epochs", "2", "--gradient-checkpointing", "true"]) == 0
+    printed = capsys.readouterr().out
+    assert "by sft" in printed and "steps: 4 (2 epochs)" in printed
+
+
+def test_the_reward_comes_from_the_configuration_or_from_options(
+    store: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text('[rl.reward]\nname = "success"\noptions = { threshold = 2.0 }\n')
+    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *TINY]
+    assert cli.main([*words, "--config", str(config)]) == 1
+    assert "nothing to compare" in _said(capsys) and scores_in(store) == ["success-1@2"] * 5
+    assert cli.main([*words, "--config", str(config), "--reward-options", '{"threshold": 0.5}']) == 0
+    assert cli.main([*words, "--config", str(config), "--reward", "return"]) == 0
+    assert sorted(set(scores_in(store))) == ["return-1", "success-1@0.5", "success-1@2"]
+    assert cli.main([*words, "--reward-options", "0.5"]) == 2
+    assert 'must be a JSON object, such as {"threshold": 0.5}' in capsys.readouterr().err
+
+
+def test_what_a_verifier_said_is_learnt(
+    model: Path, verifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The environment gave nothing; its stored scores differ, and no model is asked again."""
+    options = {"adapter": str(verifier)}
+    version = build("rewards", "verifier", options).version
+    episodes = [episode(number, 0.0) for number in range(4)]
+    store = store_of(tmp_path / "store", *episodes)
+
+    async def judge() -> None:
+        async with FileTrajectoryStorage(store) as storage:
+            rewards = zip(episodes, (0.1, 0.9, 0.2, 0.8), strict=True)
+            await storage.add_scores(
+                [Score(trajectory_id=each.id, reward=reward, reward_version=version) for each, reward in rewards]
+            )
+
+    asyncio.run(judge())
+    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *TINY]
+    assert cli.main([*words, "--algorithm", "grpo"]) == 1
+    assert "nothing to compare" in _said(capsys)
+    given = ["--reward", "verifier", "--reward-options", json.dumps(options)]
+    assert cli.main([*words, "--algorithm", "grpo", *given]) == 0
+    assert "episodes: 4 used" in capsys.readouterr().out
+    assert scores_in(store) == [version, "return-1"] * 4
+
+
+def test_a_version_is_published_to_all_servers_of_the_configuration(
+    store: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the key that they ask for, below the directory and under the name that ``[rl.serving]`` says."""
+    monkeypatch.setenv("KEY_OF_A_TEST", "a-key-of-a-test")
+    serving = ServerConfig(
+        model=str(model), served_model_name="tiny", port=0, dtype="float32", api_key_env="KEY_OF_A_TEST"
+    )
+    config = tmp_path / "config.toml"
+    with running_server(serving) as one, running_server(serving) as two:
+        config.write_text(
+            f'[rl.serving]\nbase_urls = ["{one}/v1", "{two}/v1"]\napi_key_env = "KEY_OF_A_TEST"\n'
+            f'adapter = "own"\nadapters_path = "{tmp_path / "adapters"}"\n'
+        )
+        words = ["train", str(store), "--model", str(model), "--config", str(config), *TINY]
+        assert cli.main([*words, "--publish"]) == 0
+        key = {"authorization": "Bearer a-key-of-a-test"}
+        for url in (one, two):
+            assert "own-v000001" in httpx.get(f"{url}/v1/models", headers=key).text
+    assert f"own-v000001 is in use at {one}/v1, {two}/v1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "rejection-sampling", "reinforce++"])
+def test_what_only_measures_is_not_learnt_from_unless_it_is_named(
+    algorithm: str, store: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    splits = ("heldout", "held-out", "validation", "test", "heldout")
+    measured = (
+        episode(10 + at, float(at > 3), task=Task(id="other", environment="shop", split=split))
+        for at, split in enumerate(splits)
+    )
+    store_of(store, *measured)
+    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters")]
+    words += ["--algorithm", algorithm, *TINY]
+    assert cli.main([*words, "--dry-run"]) == 0
+    assert "left out: 4 held out, 1 other policy, 1 failed" in capsys.readouterr().out
+    assert cli.main([*words, "--dry-run", "--split", "heldout"]) == 0
+    said = capsys.readouterr().out
+    assert f"episodes: {2 if algorithm == 'reinforce++' else 1} used" in said and "held out" not in said
+
+
+def test_a_store_of_what_only_measures_says_how_to_learn_from_it(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = Task(id="other", environment="shop", split="heldout")
+    store = store_of(tmp_path / "measured", *(episode(at, at, task=measured) for at in range(2)))
+    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *TINY]
+    for algorithm in ("sft", "grpo"):
+        assert cli.main([*words, "--algorithm", algorithm]) == 1
+        assert "(2 of held-out splits were left out: name one with --split)" in capsys.readouterr().err
+
+
+WRONG = [
+    (["--publish"], "--publish: there is no server to publish to: give its URL, or base_url in [rl.serving]"),
+    (["--publish", "nowhere"], "--publish nowhere: must be an http:// or https:// URL"),
+    (["--reward", "verifier"], "adapter: is required"),
+    (["--learning-rate", "fast"], "--learning-rate: must be a valid number"),
+    (["--algorithm", "ppo"], "--algorithm: must be 'sft'"),
+    (["--lora-variant", "dora", "--publish", "http://127.0.0.1:9/v1"], "nor vLLM can serve it"),
+    (["--discount", "0.9"], "discount needs rewards of steps"),
+    (["--from", "9"], "--from 9: policy has no such version"),
+    (["--method", "full", "--algorithm", "sft", "--from", "9"], "it is the model itself, --model, that goes on"),
+    (["--adapter", "../policy"], "is no adapter name"),
+    (["--reward", "retrun"], "unknown reward 'retrun'; did you mean 'return'?"),
+    (["--run", "no-such-run"], "no stored episode of policy or a base model matches"),
+    (["--algorithm", "grpo", "--min-reward", "0.5"], "nothing to compare"),
+    (["--algorithm", "sft", "--imitate-above", "1"], "nothing to imitate"),
+    (["--model", "no-such-model"], "cannot read no-such-model/config.json"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), WRONG, ids=[" ".join(options) for options, _ in WRONG])
+def test_wrong_input_is_one_line(
+    options: list[str], says: str, store: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *options]
+    assert cli.main(words) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and says in line
+
+
+@pytest.mark.slow
+def test_an_interrupted_training_ends_at_once_and_goes_on(model: Path, store: Path, tmp_path: Path) -> None:
+    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *TINY]
+    words += ["--num-epochs", "300", "--checkpoint-steps", "5"]
+    lines = tmp_path / "adapters" / "policy.training" / "metrics.jsonl"
+
+    def steps() -> list[int]:
+        return [json.loads(line)["done"] for line in lines.read_text().splitlines()] if lines.exists() else []
+
+    command = [sys.executable, "-m", "openhands_rl_plugin.cli", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=default_interrupts) as process:
+        deadline = time.monotonic() + 100
+        while len(steps()) < 12 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=20)[1]
+    assert process.returncode == 130 and "interrupted; the same command goes on" in said
+    before = steps()
+    assert len(before) < 200, "it ended where it was"
+    assert cli.main(words) == 0
+    assert steps() == list(range(1, 301)), "and went on from the last checkpoint"
+    assert not lines.with_name("metrics-000001.jsonl").exists()
+
+
+def default_interrupts() -> None:
+    """As in a terminal; what runs in the background ignores them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_episodes_of_two_models_are_not_mixed(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mixed = store_of(tmp_path / "mixed", episode(0, 1.0), episode(1, 0.0), episode(2, 1.0, base_model="another"))
+    words = ["train", str(mixed), "--model", str(model), "--adapters", str(tmp_path / "adapters"), "--dry-run"]
+    assert cli.main(words) == 1
+    assert "tiny (2), another (1); choose one with --base-model" in capsys.readouterr().err
+    assert cli.main([*words, "--base-model", "tiny"]) == 0
+    assert "episodes: 2 used; left out: 1 other policy" in capsys.readouterr().out
+
+
+def test_tasks_have_to_have_passed_the_gate(
+    store: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store_of(store, episode(6, 1.0, task=Task(id="other", environment="shop")))
+    file = tmp_path / "tasks.jsonl"
+    row = Instance(instance_id="task", repo="a/b", base_commit="c0ffee", fail_to_pass=("t.py::one",))
+    write_tasks(file, [row], [TaskLineage(instance_id="task", source={})])
+    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), "--dry-run"]
+    assert cli.main([*words, "--tasks", str(file)]) == 1
+    assert f"did not pass the quality gate (1 of 1 tasks); run: openhands-rl tasks check {file}" in _said(capsys)
+    write_lineage(file, Lineage(sha256=digest_of(file), checked=True))
+    assert cli.main([*words, "--tasks", str(file)]) == 0
+    assert "episodes: 4 used" in capsys.readouterr().out
+    assert cli.main([*words, "--tasks", "swe-local"]) == 1
+    assert "no stored episode is of a task of swe-local" in _said(capsys)
+
+
+def _said(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.environments.agentgym import AgentGymClient
+from openhands_rl_plugin.environments.http.client import WebEnvClient
+from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+
+class GuestOptions(Frozen):
+    branches: int = 3
+
+
+class GuestStrategy:
+    Options = GuestOptions
+
+    def __init__(self, options: GuestOptions) -> None:
+        self.options = options
+
+
+class PlainReward:
+    pass
+
+
+@pytest.fixture
+def guest_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package with an entry point, as pip leaves one."""
+    metadata = tmp_path / "guest-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: guest\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[openhands_rl_plugin.strategies]\nGuest = guest_plugin:Strategy\nBroken = guest_plugin:Nothing\n"
+    )
+    (tmp_path / "guest_plugin.py").write_text("class Strategy:\n    pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", get_args(registry.Kind))
+def test_every_builtin_can_be_loaded(kind: registry.Kind) -> None:
+    for name in registry.BUILTINS[kind]:
+        registry.check(kind, name)
+        assert isinstance(registry.load(kind, name), type)
+
+
+def test_options_are_checked_and_handed_over(tmp_path: Path) -> None:
+    strategy = registry.build("strategies", "StandardReAct", {"sampling": {"temperature": 0.5}})
+    assert isinstance(strategy, StandardReActStrategy)
+    assert strategy.options.sampling.temperature == 0.5
+    storage = registry.build("storages", "file", {"path": str(tmp_path), "durable": False})
+    assert isinstance(storage, FileTrajectoryStorage)
+    assert isinstance(registry.build("rewards", f"{__name__}:PlainReward"), PlainReward)
+
+
+def test_a_class_can_be_named_by_its_module() -> None:
+    built = registry.build("strategies", f"{__name__}:GuestStrategy", {"branches": 5})
+    assert isinstance(built, GuestStrategy) and built.options.branches == 5
+
+
+def test_an_installed_package_joins_by_an_entry_point(guest_package: None) -> None:
+    assert registry.names("strategies") == ("BestOfN", "Broken", "Guest", "MCTS", "StandardReAct", "ToT")
+    assert registry.load("strategies", "Guest").__module__ == "guest_plugin"
+    with pytest.raises(ConfigError, match=r"'Broken' cannot be loaded from guest_plugin:Nothing: AttributeError"):
+        registry.load("strategies", "Broken")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("webshop", WebEnvClient),
+        ("web", WebEnvClient),
+        ("agentgym/babyai", AgentGymClient),
+        ("a server of my own", WebEnvClient),
+    ],
+)
+def test_an_environment_without_a_class_speaks_the_simple_protocol(name: str, expected: type) -> None:
+    assert registry.load("environments", name) is expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "options", "message"),
+    [
+        ("strategies", "StandardReact", {}, "unknown strategy 'StandardReact'; did you mean 'StandardReAct'?"),
+        (
+            "strategies",
+            "Greedy",
+            {},
+            "unknown strategy 'Greedy'; available: BestOfN, MCTS, StandardReAct, ToT, or \"module:Class\"",
+        ),
+        ("strategies", "no_such_module:X", {}, "cannot be loaded from no_such_module:X: ModuleNotFoundError"),
+        ("rewards", "os:getcwd", {}, "os:getcwd is not a class"),
+        ("environments", "module:", {}, "unknown environment 'module:'"),
+        ("strategies", "StandardReAct", {"samplin": {}}, "samplin: unknown key; did you mean 'sampling'?"),
+        ("strategies", "StandardReAct", {"sampling": {"tmp": 1}}, "sampling.tmp: unknown key;"),
+        ("storages", "file", {"pth": "x", "path": "y"}, "storage 'file': pth: unknown key; did you mean 'path'?"),
+        ("storages", "file", {}, "storage 'file': path: is required"),
+        ("engines", "openai", {"model": 3, "base_url": "x"}, "engine 'openai': model: must be a valid string, got 3"),
+    ],
+)
+def test_what_is_wrong_is_named(kind: registry.Kind, name: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        registry.build(kind, name, options)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_asking_for_one_plugin_imports_no_other() -> None:
+    code = (
+        "import sys; from openhands_rl_plugin.config import registry; registry.load('strategies', 'StandardReAct');"
+        "print(*(name for name in sys.modules if name.startswith('openhands_rl_plugin.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    loaded = {name.split(".")[1] for name in done.stdout.split()}
+    assert "rollout" in loaded
+    assert loaded.isdisjoint({"environments", "models", "rewards", "training", "trajectories"})

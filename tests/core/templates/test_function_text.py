@@ -1,0 +1,176 @@
+"""Native calls -> OpenHands' text -> native calls changes nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openhands.llm.fn_call_converter import convert_tool_call_to_string as write_as_1_6
+from openhands.sdk.llm.mixins.fn_call_converter import convert_tool_call_to_string as write_as_sdk
+
+from openhands_rl_plugin.core.templates.function_text import (
+    parse_function_text,
+    read_function_text,
+    read_value,
+    render_call,
+    render_value,
+)
+from openhands_rl_plugin.core.templates.function_values import Newlines
+from openhands_rl_plugin.core.templates.parsed import ProblemKind, RenderError
+from openhands_rl_plugin.core.types import JsonObject, ToolCall
+
+TYPES = ["string", "integer", "number", "boolean", "array", "object", "null"]
+
+snippets = st.sampled_from(
+    [
+        *[
+            "</parameter>",
+            "<parameter=x>",
+            "<function=f>",
+            "</function>",
+            "<json>",
+            "</json>",
+            "<json>1",
+            "<think>",
+            "</think>",
+        ],
+        *['"a"', "1", "1.0", "true", "None", "null", "[]", "{}", "NaN", "☃", "\\"],
+        *("</Parameter >", "\n", "\n\n", " ", "\r\n"),
+    ]
+)
+texts = st.lists(snippets | st.text(max_size=8), max_size=6).map("".join)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+schemas: st.SearchStrategy[JsonObject] = st.one_of(
+    st.sampled_from(TYPES).map(lambda one: {"type": one}),
+    st.lists(st.sampled_from(TYPES), min_size=1, max_size=3).map(lambda several: {"type": several}),
+    st.sampled_from(TYPES).map(lambda one: {"anyOf": [{"type": one}, {"type": "null"}]}),
+    st.lists(texts | st.integers(), min_size=1, max_size=3).map(lambda allowed: {"enum": allowed}),
+    st.just({}),
+)
+
+
+def tool(properties: JsonObject) -> JsonObject:
+    schema: JsonObject = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
+def exact(arguments: str) -> str:
+    """Equal texts for equal arguments only: 1, 1.0 and true differ, and the order counts."""
+    return json.dumps(json.loads(arguments))
+
+
+@pytest.mark.parametrize("arguments", ['{"x": NaN}', '{"x": [-Infinity]}', '{"x": 1e999}'])
+def test_numbers_that_json_does_not_have_are_refused(arguments: str) -> None:
+    with pytest.raises(RenderError, match="are not JSON"):
+        render_call(ToolCall(name="f", arguments=arguments))
+
+
+@given(st.dictionaries(texts, st.tuples(values, schemas), max_size=4), texts, texts)
+def test_any_call_comes_back_as_it_was(given_: dict[str, tuple[object, JsonObject]], before: str, after: str) -> None:
+    arguments = json.dumps({name: value for name, (value, _) in given_.items()})
+    call = ToolCall(name="f", arguments=arguments)
+    for tools in ((), (tool({name: schema for name, (_, schema) in given_.items()}),)):
+        text = render_call(call, tools[0] if tools else None)
+        (read,) = read_function_text(text, tools).calls
+        assert read.name == "f" and exact(read.arguments) == exact(arguments)
+        text.encode()
+
+
+@given(values, schemas)
+def test_any_value_comes_back_as_it_was(value: object, schema: JsonObject) -> None:
+    for known in (schema, None):
+        assert json.dumps(read_value(render_value(value, known), known)) == json.dumps(value)
+
+
+@given(st.lists(st.dictionaries(st.text("ab", min_size=1), texts, max_size=3), min_size=1, max_size=4), st.text())
+def test_several_calls_and_the_text_around_them(arguments: list[dict[str, str]], between: str) -> None:
+    if "<" in between:
+        return
+    calls = tuple(ToolCall(name="f", arguments=json.dumps(one, ensure_ascii=False)) for one in arguments)
+    text = between.join(["", *(render_call(call) for call in calls), ""])
+    answer = parse_function_text(text)
+    assert answer.calls == calls and not answer.problems
+    assert answer.before == between and answer.after == between * len(calls)
+
+
+def test_the_text_is_the_one_that_the_sdk_writes() -> None:
+    schema: JsonObject = {"insert_line": {"type": "integer"}, "view_range": {"type": "array"}}
+    arguments = {"path": "/a.py", "insert_line": 3, "view_range": [1, 2], "file_text": "  a\n\nb\n"}
+    call = ToolCall(id="c", name="f", arguments=json.dumps(arguments))
+    wire = {"id": "c", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    assert render_call(call, tool(schema)) == write_as_sdk(wire)
+
+
+plain_texts = st.text().filter(
+    lambda text: not any(mark in text for mark in ("</", "<parameter", "<function", "<json>"))
+)
+
+
+@given(plain_texts, plain_texts)
+def test_what_the_references_write_is_read_as_it_was(one: str, other: str) -> None:
+    arguments = json.dumps({"a": one, "n": 5, "b": other, "l": [1, None]})
+    wire = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    tools = (
+        tool({"a": {"type": "string"}, "n": {"type": "integer"}, "b": {"type": "string"}, "l": {"type": "array"}}),
+    )
+    (by_sdk,) = parse_function_text(write_as_sdk(wire), tools).calls
+    (by_1_6,) = parse_function_text(write_as_1_6(wire), tools, Newlines.VERBATIM).calls
+    assert exact(by_sdk.arguments) == exact(by_1_6.arguments) == exact(arguments)
+
+
+def test_python_spellings_are_read() -> None:
+    for text, kind, value in [("True", "boolean", True), ("None", "null", None), ("{'a': [1, False]}", "object", None)]:
+        assert read_value(text, {"type": kind}) == ({"a": [1, False]} if kind == "object" else value)
+    assert read_value("True", {"type": "string"}) == "True"
+
+
+def test_what_is_not_plain_is_written_as_json() -> None:
+    assert render_value("a</parameter>") == '<json>"a\\u003c/parameter>"</json>'
+    assert render_value(5) == "<json>5</json>" and render_value(5, {"type": "integer"}) == "5"
+    assert render_value("5", {"type": "integer"}) == '<json>"5"</json>'
+    assert render_value("\ud800") == '<json>"\\ud800"</json>'
+    assert math.isnan(float(str(read_value(render_value(math.nan, {"type": "number"}), {"type": "number"}))))
+    text = render_call(ToolCall(name="f", arguments='{"a>b": "<x>"}'))
+    assert text == '<function=f>\n{"a>b": "\\u003cx>"}\n</function>'
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "reason"),
+    [
+        ("f", "{broken", "not JSON"),
+        ("f", "[1]", "no JSON object"),
+        ("f", "[" * 100_000, "not JSON"),
+        ("f>", "{}", "cannot stand"),
+        ("", "{}", "cannot stand"),
+        (" f", "{}", "cannot stand"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(name: str, arguments: str, reason: str) -> None:
+    with pytest.raises(RenderError, match=reason):
+        render_call(ToolCall(name=name, arguments=arguments))
+
+
+def test_problems_can_be_fed_back() -> None:
+    tools = (tool({"path": {"type": "string"}}),)
+    answer = parse_function_text("<function=f>\n<parameter=pth>/a</parameter>\n</function>", tools)
+    assert [problem.kind for problem in answer.problems] == [ProblemKind.UNKNOWN_PARAMETER]
+    assert answer.feedback == (
+        "The call of 'f' was not executed: unknown parameter 'pth'; did you mean 'path'? available: path."
+    )
+    assert not answer.is_final and not answer.calls
+
+
+def test_schemas_with_holes_are_tolerated() -> None:
+    """Rows of merged tables have null where a tool has nothing."""
+    holes: JsonObject = {
+        "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer", "enum": None}, "b": None}}}
+    }
+    answer = parse_function_text("<function=f>\n<parameter=a>5</parameter>\n</function>", (holes, {"function": None}))
+    assert answer.calls == (ToolCall(name="f", arguments='{"a": 5}'),)

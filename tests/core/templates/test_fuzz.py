@@ -1,0 +1,159 @@
+"""No input makes a parser raise or hang, and its time grows with the length of the input only."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from openhands_rl_plugin.core.templates.bare_json import parse_bare_json
+from openhands_rl_plugin.core.templates.function_text import parse_function_text
+from openhands_rl_plugin.core.templates.parsed import ParsedAnswer
+from openhands_rl_plugin.core.templates.tool_call_json import parse_tool_call_json
+
+CORPUS = Path(__file__).parent / "corpus"
+TOOLS = json.loads((CORPUS / "tools.json").read_text(encoding="utf-8"))
+SEEDS = [
+    json.loads(line)["text"] for file in sorted(CORPUS.glob("*.jsonl")) for line in file.read_text("utf-8").splitlines()
+]
+PIECES = [
+    *[
+        "<tool_call>",
+        "</tool_call>",
+        "<think>",
+        "</think>",
+        "<function=execute_bash>",
+        "</function>",
+        "<parameter=command>",
+        "</parameter>",
+    ],
+    *[
+        "<json>",
+        "</json>",
+        "<|python_tag|>",
+        "<function=",
+        "</fun",
+        '{"name":"',
+        '"arguments":{',
+        '"parameters":',
+        "```json",
+        '"',
+        "'",
+        "\\",
+        "{",
+        "}",
+        "[",
+        "]",
+    ],
+    *[",", ":", "<", ">", "=", "/", "1e999", "NaN", "None", "\\u", "☃", "-", "null", "İ"],
+    *("\n", " ", "\x00", "\ud800", "9" * 5000, "{" * 80, "[" * 2000),
+]
+Parser = Callable[..., ParsedAnswer]
+PARSERS: list[Parser] = [parse_tool_call_json, parse_function_text, parse_bare_json]
+
+
+def mutated(source: random.Random) -> str:
+    text = source.choice(SEEDS)
+    for _ in range(source.randint(1, 6)):
+        at, to = sorted(source.randint(0, len(text)) for _ in range(2))
+        match source.randint(0, 4):
+            case 0:
+                text = text[:at] + text[to:]
+            case 1:
+                text = text[:at] + source.choice(PIECES) + text[at:]
+            case 2:
+                text = text[:at] + source.choice(SEEDS) + text[to:]
+            case 3:
+                text = text[:to]
+            case _:
+                text = "".join(source.choices(PIECES, k=source.randint(1, 20))) + text[at:]
+    return text[:20_000]
+
+
+def check(text: str) -> None:
+    for parser in PARSERS:
+        for tools in ((), TOOLS):
+            answer = parser(text, tools)
+            for call in answer.calls:
+                assert call.name and isinstance(json.loads(call.arguments), dict)
+            for span in (*answer.spans, *(one.span for one in (*answer.problems, *answer.notes))):
+                assert 0 <= span.start < span.end <= len(text)
+
+
+def fuzz(count: int, seed: int) -> tuple[float, str]:
+    """The longest time in seconds that a text took, and that text."""
+    source = random.Random(seed)
+    longest = (0.0, "")
+    for _ in range(count):
+        text = mutated(source)
+        started = time.perf_counter()
+        check(text)
+        longest = max(longest, (time.perf_counter() - started, text))
+    return longest
+
+
+def test_fuzzed_inputs() -> None:
+    seconds, text = fuzz(1500, seed=1)
+    assert seconds < 5, text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_hundred_thousand_fuzzed_inputs() -> None:
+    seconds, text = fuzz(100_000, seed=2)
+    assert seconds < 5, text
+
+
+HOSTILE = [
+    "<tool_call>",
+    '<tool_call>{"a',
+    '<tool_call>{"name": "f", "arguments": {}}',
+    '<tool_call>{"name": "f", "arguments": {"x": "</tool_call>',
+    "<tool_call>[",
+    "<tool_call>{'a': 'b</tool_call>",
+    '<tool_call>["\\"<tool_call>\\"',
+    "<function=f><parameter=a>",
+    "<function=f><parameter=a></function>",
+    "<function=f><parameter=a></think>",
+    "<function=f><parameter=a>x</parameter>",
+    "<function=f>{'a': '",
+    "<parameter=a>",
+    "</parameter>",
+    "</parameter>\n</function><function=f>",
+    "<function=",
+    "<function=f>",
+    '{"name": ',
+    '{"name": "f"} ',
+    '{"name": "f", "parameters": {}} ',
+    '{"name": "f", "parameters": {',
+    '<|python_tag|>{"a": ',
+    "<think>",
+    "</think>",
+    " ",
+    "<",
+    '{"name": "f", "parameters": {"x": "\\"',
+]
+
+
+@pytest.mark.parametrize("piece", HOSTILE)
+def test_time_is_linear(piece: str) -> None:
+    """Ten times as long takes ten times as long, with room for a busy machine; quadratic growth would be a hundred."""
+
+    def seconds(size: int) -> float:
+        text = piece * (size // len(piece)) + '"parameters": }'
+        started = time.process_time()
+        for parser in PARSERS:
+            parser(text, TOOLS)
+        return time.process_time() - started
+
+    # A collection of everything that other tests have loaded takes longer than the parsing.
+    gc.disable()
+    try:
+        assert min(seconds(150_000), seconds(150_000)) < 40 * max(seconds(15_000), 0.008)
+    finally:
+        gc.enable()

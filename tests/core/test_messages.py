@@ -1,0 +1,32 @@
+"""Halves of surrogate pairs, which JSON can spell, become text that can be stored."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openhands_rl_plugin.core.messages import says, to_message, whole_json, whole_text
+from openhands_rl_plugin.core.types import Message
+
+
+@given(st.text(st.characters(exclude_categories=())))
+def test_every_text_becomes_one_that_a_file_can_hold(text: str) -> None:
+    whole = whole_text(text)
+    whole.encode()
+    assert whole_text(whole) == whole and (whole == text or any("\ud800" <= letter <= "\udfff" for letter in text))
+
+
+def test_halves_are_replaced_and_pairs_are_joined() -> None:
+    assert whole_text("a\ud83d") == "a\ufffd" and whole_text("\ud83d\ude00") == "\U0001f600"
+    told = json.loads('{"\\udc00": ["\\ud83d", 1, null, true, {"a": "b"}]}')
+    assert whole_json(told) == {"\ufffd": ["\ufffd", 1, None, True, {"a": "b"}]}
+
+
+def test_a_host_that_says_half_a_character_is_understood() -> None:
+    call = {"id": "1", "function": {"name": "run", "arguments": "\udc80"}}
+    wire = {"role": "assistant", "content": "half \ud83d", "tool_calls": [call]}
+    message = to_message(wire)
+    assert message.content == "half \ufffd" and message.tool_calls[0].arguments == "\ufffd"
+    assert says(wire, message) and not says(wire, Message(role="assistant", content="half \ufffd"))

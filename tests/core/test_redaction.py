@@ -1,0 +1,305 @@
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planted_secrets import CLEAN, IN_TEXT, SHAPES
+
+from openhands_rl_plugin.core.errors import CaughtFailure, boundary, describe
+from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart
+from openhands_rl_plugin.core.redaction import (
+    REDACTED,
+    RedactingFilter,
+    redact_json,
+    redact_nodes,
+    redact_text,
+    redact_trajectory,
+    redact_value,
+    redacting_logger,
+)
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import (
+    Completion,
+    Failure,
+    FailureKind,
+    JsonObject,
+    Message,
+    Node,
+    Observation,
+    Score,
+    Task,
+    Tokens,
+    ToolCall,
+)
+from openhands_rl_plugin.rollout.journal import EpisodeJournal
+from openhands_rl_plugin.testing import example_trajectory
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+KEY = SHAPES["github"]
+IDS = Tokens(prompt_ids=(1, 2), sampled_ids=(3,), logprobs=(-0.5,))
+
+
+@pytest.mark.parametrize("secret", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("text", ["{}", "the key is {}, ok", "x={}\n", '"{}"', "({})", "https://x/{}/y"])
+def test_a_key_of_a_known_shape_goes_wherever_it_stands(secret: str, text: str) -> None:
+    assert redact_text(text.format(secret)) == text.format(REDACTED)
+
+
+@pytest.mark.parametrize(("text", "secret"), IN_TEXT, ids=range(len(IN_TEXT)))
+def test_a_secret_in_its_place_goes_and_the_rest_stays(text: str, secret: str) -> None:
+    clean = redact_text(text)
+    assert secret not in clean and REDACTED in clean
+    start, _, end = text.partition(secret)
+    assert clean.startswith(start[:-80]) and clean.endswith(end[80:])
+
+
+@pytest.mark.parametrize(("text", "secret"), IN_TEXT, ids=range(len(IN_TEXT)))
+def test_a_secret_in_text_that_is_a_json_string_goes_too(text: str, secret: str) -> None:
+    written = redact_text(json.dumps({"content": text}))
+    assert secret not in json.loads(written)["content"]
+
+
+@pytest.mark.parametrize("text", CLEAN, ids=range(len(CLEAN)))
+def test_ordinary_text_stays(text: str) -> None:
+    assert redact_text(text) is text
+
+
+PIECES = st.sampled_from([*SHAPES.values(), *(text for text, _ in IN_TEXT), *CLEAN, REDACTED, "\n", '"', "=", "A_KEY="])
+
+
+@given(st.lists(PIECES | st.text(max_size=20), max_size=6).map("".join))
+def test_redaction_is_idempotent_and_leaves_no_known_shape(text: str) -> None:
+    clean = redact_text(text)
+    assert redact_text(clean) == clean
+
+
+@given(st.text())
+def test_text_without_secrets_stays_whatever_it_is(text: str) -> None:
+    assert redact_text(text) is text
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        *("key=", "key:", "API_KEY:aaaa", "secret='", "authorization: basic ", "bearer ", "key" + " " * 20),
+        *(
+            "cookie:",
+            "cookie: a=b;",
+            "authorization: digest ",
+            "curl -u a:",
+            "mysql -p",
+            ";pwd=aaaa",
+            ";user=a;pwd=aaaa",
+        ),
+        *("login password ", "machine a login b ", "--password ", "password='a b", "auth=YTpi", "?sig=", "KEY_1", "A1"),
+        *("eyJ", "eyJaaaaaaa.", "sk-", "://a:", "-----BEGIN PRIVATE KEY-----", "A: x\n", "\\"),
+    ],
+)
+def test_hostile_text_takes_linear_time(piece: str) -> None:
+    text = "-----BEGIN PRIVATE KEY-----" + piece * (400_000 // len(piece))
+    started = time.process_time()
+    redact_text(text)
+    assert time.process_time() - started < 3
+
+
+def test_values_of_own_variables_go_whatever_they_look_like(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOP_API_KEY", "plain words only")
+    monkeypatch.setenv("SHOP_PASSWORD", 'with "quotes"')
+    text = json.dumps({"said": 'plain words only, with "quotes"'})
+    assert json.loads(redact_text(text)) == {"said": f"{REDACTED}, {REDACTED}"}
+    monkeypatch.setenv("SHOP_API_KEY", "another one")
+    assert redact_text("plain words only; another one") == f"plain words only; {REDACTED}"
+
+
+@pytest.mark.parametrize("name", ["A_PASS", "A_PWD", "A_PAT", "A_KEY_1", "A_API_KEY_OLD", "A_TOKENS", "a_secret_2"])
+def test_names_of_own_variables_have_many_forms(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "any-value-1")
+    assert redact_text("It is any-value-1.") == f"It is {REDACTED}."
+
+
+def test_own_variables_of_several_values_and_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_API_KEYS", "first-value-1,second-value-2")
+    monkeypatch.setenv("MAX_TOKENS", "16777216")
+    assert redact_text("second-value-2 of 16777216") == f"{REDACTED} of 16777216"
+
+
+def test_values_that_everybody_writes_are_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for at, value in enumerate(["postgres", "short", "password", ""]):
+        monkeypatch.setenv(f"VARIABLE_{at}_PASSWORD", value)
+    monkeypatch.setenv("EDITOR_OF_CHOICE", "an-ordinary-value")
+    assert redact_text("postgres short password an-ordinary-value") == "postgres short password an-ordinary-value"
+
+
+def test_json_is_redacted_by_name_and_by_shape() -> None:
+    value = {"args": ["--token", KEY], "api_key": "abc123xyz", "deep": {"Authorization": "Bearer abcdefgh"}, "n": 3}
+    assert redact_json(value) == {
+        "args": ["--token", REDACTED],
+        "api_key": REDACTED,
+        "deep": {"Authorization": REDACTED},
+        "n": 3,
+    }
+    clean = {"token": "the", "ids": [1, 2], "said": {"text": "hello"}}
+    assert redact_json(clean) is clean
+
+
+def test_a_redacted_call_is_still_json() -> None:
+    arguments = json.dumps({"command": f'export A_TOKEN={KEY}\necho "ok" \\ done'})
+    call = ToolCall(name="bash", arguments=arguments)
+    message = redact_value(Message(role="assistant", tool_calls=(call,)))
+    assert json.loads(message.tool_calls[0].arguments) == {"command": f'export A_TOKEN={REDACTED}\necho "ok" \\ done'}
+
+
+def node(parent: int | None, text: str, *, sampled: bool = False) -> Node:
+    message = Message(role="assistant" if sampled else "user", content=text)
+    return Node(parent=parent, message=message, sampled=sampled, tokens=IDS if sampled else None)
+
+
+def test_nodes_from_the_secret_on_keep_no_ids_and_others_do() -> None:
+    nodes = (
+        node(None, "do it"),
+        node(0, "printenv", sampled=True),
+        node(1, f"MY_TOKEN={KEY}"),
+        node(2, "done", sampled=True),
+        node(1, "nothing"),  # another branch
+        node(4, "done", sampled=True),
+    )
+    redacted, tainted = redact_nodes(nodes)
+    assert tainted == {2, 3}
+    assert [each.tokens for each in redacted] == [None, IDS, None, None, None, IDS]
+    assert redacted[2].message.content == f"MY_TOKEN={REDACTED}"
+    assert redacted[0] is nodes[0]
+
+
+def test_items_of_plain_words_go_by_the_name() -> None:
+    clean: JsonObject = {
+        "password": "string",
+        "passwords": "two words",
+        "db_password": "${DB_PASSWORD}",
+        "path": "a_pat",
+    }
+    assert redact_json(clean) is clean
+    assert redact_json({"password": "Hunter is two", "db_pwd": "word"}) == {"password": REDACTED, "db_pwd": REDACTED}
+
+
+TEXTS = st.sampled_from([*SHAPES.values(), *(text for text, _ in IN_TEXT), *(word for _, word in IN_TEXT), *CLEAN])
+NAMES = st.sampled_from(["password", "db_pwd", "api_key", "A_PASS", "Cookie", "auth", "sort_key", "said"]) | TEXTS
+ITEMS = st.recursive(
+    TEXTS | st.none(), lambda each: st.lists(each, max_size=2) | st.dictionaries(NAMES, each, max_size=2)
+)
+
+
+@given(TEXTS, TEXTS, TEXTS, st.dictionaries(NAMES, ITEMS, max_size=3), st.integers(0, 3))
+def test_the_quick_look_at_a_node_misses_nothing(
+    content: str, arguments: str, reason: str, metadata: JsonObject, place: int
+) -> None:
+    """Most nodes are only looked at, all their texts at once; whatever the full pass finds, that look must suspect."""
+    call = ToolCall(name="bash", arguments=arguments if place == 1 else "{}")
+    whole = Node(
+        parent=None,
+        message=Message(role="assistant", content=content if place == 0 else "", tool_calls=(call,)),
+        finish_reason=reason if place == 2 else None,
+        metadata=metadata,
+    )
+    (redacted,), _ = redact_nodes([whole])
+    assert redacted == redact_value(whole)
+
+
+@given(st.lists(st.tuples(st.integers(0, 10), st.booleans(), st.booleans()), max_size=12), st.integers(0, 12))
+def test_nodes_may_come_in_parts(plan: list[tuple[int, bool, bool]], cut: int) -> None:
+    nodes = [
+        node(min(parent, at - 1) if at else None, KEY if secret else "text", sampled=sampled)
+        for at, (parent, secret, sampled) in enumerate(plan)
+    ]
+    whole, tainted = redact_nodes(nodes)
+    first, known = redact_nodes(nodes[:cut])
+    second, known = redact_nodes(nodes[cut:], first=min(cut, len(nodes)), tainted=known)
+    assert (*first, *second) == whole
+    assert known == tainted
+
+
+def test_a_whole_episode_is_redacted_but_for_its_ids() -> None:
+    clean = example_trajectory(1)
+    assert redact_trajectory(clean) == clean
+    dirty = clean.model_copy(
+        update={"id": KEY, "evidence": {"stdout": KEY}, "task": Task(id="t", environment="e", data={"token": KEY})}
+    )
+    redacted = redact_trajectory(dirty)
+    assert redacted.id == KEY
+    assert redacted.evidence == {"stdout": REDACTED} and redacted.task.data == {"token": REDACTED}
+    assert redacted.nodes == clean.nodes
+
+
+def test_a_secret_in_the_tools_takes_all_ids() -> None:
+    dirty = example_trajectory(1).model_copy(update={"tools": ({"description": f"use {KEY}"},)})
+    redacted = redact_trajectory(dirty)
+    assert redacted.tools == ({"description": f"use {REDACTED}"},)
+    assert any(each.tokens for each in dirty.nodes) and not any(each.tokens for each in redacted.nodes)
+
+
+def test_scores_are_values_too() -> None:
+    score = Score(trajectory_id=KEY, reward=1.0, reward_version="v1", detail={"log": KEY})
+    assert redact_value(score) == score.model_copy(update={"detail": {"log": REDACTED}})
+
+
+def test_errors_do_not_tell_keys() -> None:
+    said = f"Incorrect API key provided: {KEY}. Find it at ...\nsecond line"
+    assert describe(ValueError(said)) == f"ValueError: Incorrect API key provided: {REDACTED}. Find it at ..."
+    assert KEY[:8] not in describe(ValueError("x" * 480 + " " + KEY))
+    with pytest.raises(CaughtFailure) as caught, boundary(FailureKind.MODEL, "engine"):
+        raise ValueError(said)
+    assert KEY not in caught.value.failure.message
+
+
+def test_logs_do_not_tell_keys(caplog: pytest.LogCaptureFixture) -> None:
+    logger = redacting_logger("openhands_rl_plugin.tests.redaction")
+    assert redacting_logger(logger.name) is logger and len(logger.filters) == 1
+    with caplog.at_level(logging.INFO):
+        logger.info("sent %s", {"Authorization": f"Bearer {KEY}"})
+        try:
+            raise ValueError(f"refused: {KEY}")
+        except ValueError:
+            logger.exception("failed")
+    assert KEY not in caplog.text
+    assert "Traceback" in caplog.text and caplog.text.count(REDACTED) >= 2
+    assert isinstance(logger.filters[0], RedactingFilter)
+
+
+@pytest.mark.parametrize("as_played", [False, True], ids=["at once", "as it is played"])
+async def test_no_planted_secret_reaches_the_disk(tmp_path: Path, as_played: bool) -> None:
+    tree = EpisodeTree()
+    tree.observe(Observation(messages=(Message(role="user", content="Go."),)))
+    for text, _ in IN_TEXT:
+        call = ToolCall(id="1", name="bash", arguments=json.dumps({"command": f"echo {text}"}))
+        metadata: JsonObject = {"headers": {"x-api-key": SHAPES["anthropic"]}, "raw": text}
+        answer = Completion(message=Message(role="assistant", tool_calls=(call,)), tokens=IDS, metadata=metadata)
+        tree.commit(tree.propose(answer))
+        tree.observe(Observation(messages=(Message(role="tool", content=text, tool_call_id="1"),)))
+    example = example_trajectory(0)
+    dirty = example.model_copy(
+        update={
+            "nodes": tuple(Node(**vars(each)) for each in tree.nodes),
+            "head": tree.head,
+            "evidence": {"environment": "\n".join(f"{name.upper()}={key}" for name, key in SHAPES.items())},
+            "failure": Failure(kind=FailureKind.MODEL, message=f"refused: {KEY}", boundary="engine"),
+        }
+    )
+    async with FileTrajectoryStorage(tmp_path) as storage:
+        if as_played:
+            await storage.begin(EpisodeStart.of(dirty))
+            for at, node in enumerate(dirty.nodes):
+                await storage.grow(EpisodeGrowth(trajectory_id=dirty.id, first=at, nodes=(node,), head=at))
+        await (EpisodeJournal.resumed(storage, dirty).end(dirty) if as_played else storage.add(dirty))
+        score = Score(trajectory_id=dirty.id, reward=1.0, reward_version="v1", detail={"log": IN_TEXT[0][0]})
+        await storage.add_scores([score])
+        read = [found async for found, _ in storage.find()]
+    written = read[0].model_dump_json() + "".join(
+        file.read_bytes().decode("latin-1") for file in tmp_path.rglob("*") if file.is_file()
+    )
+    planted = [*SHAPES.values(), *(secret for _, secret in IN_TEXT)]
+    assert [secret for secret in planted if secret in written] == []
+    assert all(each.tokens is None for each in read[0].nodes)

@@ -1,0 +1,285 @@
+"""The episode's tree; above all that the token deltas give every prompt back, whatever happened to the history."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from openhands_rl_plugin.core.tree import EpisodeTree, usage_of
+from openhands_rl_plugin.core.types import (
+    Completion,
+    EpisodeRequest,
+    Message,
+    Observation,
+    PolicyRef,
+    StopReason,
+    StrategySpec,
+    Task,
+    Times,
+    Tokens,
+    Trajectory,
+    Usage,
+)
+from openhands_rl_plugin.testing import prompt_ids
+
+POLICY = PolicyRef(base_model="m", adapter="a", version=3)
+
+
+def completion(prompt: tuple[int, ...] | None, sampled: tuple[int, ...] = (1,), text: str = "go") -> Completion:
+    tokens = None if prompt is None else Tokens(prompt_ids=prompt, sampled_ids=sampled, logprobs=(-0.5,) * len(sampled))
+    message = Message(role="assistant", content=text)
+    return Completion(message=message, tokens=tokens, policy=POLICY, usage=Usage(calls=1, completion_tokens=2))
+
+
+def said(text: str, reward: float = 0.0, **flags: bool) -> Observation:
+    return Observation(messages=(Message(role="user", content=text),), reward=reward, **flags)
+
+
+def frozen(tree: EpisodeTree) -> Trajectory:
+    task = Task(id="t", environment="e")
+    return tree.freeze(
+        EpisodeRequest(task=task, run_id="r", group_id="g"),
+        trajectory_id="id",
+        strategy=StrategySpec(name="StandardReAct"),
+        policy=PolicyRef(base_model="m"),
+        stop=StopReason.MAX_TURNS,
+        times=Times(started=0, finished=1),
+    )
+
+
+def rebuilt_prompt(trajectory: Trajectory, leaf: int) -> tuple[int, ...]:
+    """The whole prompt of a sampled node, from what is stored alone."""
+    prompt: tuple[int, ...] = ()
+    context: tuple[int, ...] = ()
+    for index in trajectory.path(leaf):
+        if (tokens := trajectory.nodes[index].tokens) is not None:
+            prompt = (context if tokens.extends else ()) + tokens.prompt_ids
+            context = prompt + tokens.sampled_ids
+    return prompt
+
+
+def test_two_turns_are_one_sequence():
+    tree = EpisodeTree()
+    tree.observe(said("state 0"))
+    tree.commit(tree.propose(completion((5, 6), (7, 8))))
+    tree.observe(said("state 1", 0.5))
+    tree.commit(tree.propose(completion((5, 6, 7, 8, 9), (10,))))
+    first, second = (node.tokens for node in tree.nodes if node.sampled)
+    assert first == Tokens(prompt_ids=(5, 6), sampled_ids=(7, 8), logprobs=(-0.5, -0.5))
+    assert second == Tokens(extends=True, prompt_ids=(9,), sampled_ids=(10,), logprobs=(-0.5,))
+    assert tree.context_ids(tree.head) == (5, 6, 7, 8, 9, 10)
+
+
+@pytest.mark.parametrize("prompt", [(5, 6, 9), (5, 6, 7), (9, 5, 6, 7, 8), ()])
+def test_a_history_that_was_rewritten_starts_anew(prompt: tuple[int, ...]):
+    tree = EpisodeTree()
+    tree.commit(tree.propose(completion((5, 6), (7, 8))))
+    tree.commit(tree.propose(completion(prompt, (1,))))
+    assert tree.nodes[1].tokens == Tokens(prompt_ids=prompt, sampled_ids=(1,), logprobs=(-0.5,))
+    assert tree.context_ids(1) == (*prompt, 1)
+
+
+def test_a_turn_without_ids_does_not_break_the_chain():
+    tree = EpisodeTree()
+    tree.commit(tree.propose(completion((5,), (6,))))
+    tree.commit(tree.propose(completion(None)))
+    tree.observe(said("state"))
+    at = tree.propose(completion((5, 6, 7, 8), (9,)))
+    assert tree.nodes[at].tokens == Tokens(extends=True, prompt_ids=(7, 8), sampled_ids=(9,), logprobs=(-0.5,))
+
+
+def test_candidates_share_their_parent_s_context():
+    tree = EpisodeTree()
+    tree.commit(tree.propose(completion((5,), (6,))))
+    tree.observe(said("state"))
+    candidates = [tree.propose(completion((5, 6, 7), (sampled,))) for sampled in (8, 9)]
+    assert tree.head is not None and {tree.nodes[at].parent for at in candidates} == {tree.head}
+    assert [tree.context_ids(at) for at in candidates] == [(5, 6, 7, 8), (5, 6, 7, 9)]
+    assert frozen(tree).leaves() == tuple(candidates)
+
+
+def test_rewards_belong_to_the_action_that_caused_them():
+    tree = EpisodeTree()
+    tree.observe(said("state 0", reward=9.0))
+    tree.commit(tree.propose(completion((1,))))
+    assert tree.nodes[1].reward is None, "not executed yet is not a reward of zero"
+    tree.observe(said("state 1", 0.25))
+    tree.observe(said("more", 7.0))
+    tree.commit(tree.propose(completion((2,))))
+    tree.observe(Observation(reward=0.5))
+    tree.observe(said("late", 0.25, truncated=True))
+    trajectory = frozen(tree)
+    assert [node.reward for node in trajectory.nodes if node.sampled] == [0.25, 0.75]
+    assert trajectory.episode_return == 1.0
+    assert (tree.terminated, tree.truncated) == (False, True)
+
+
+def test_only_the_acted_path_counts():
+    tree = EpisodeTree()
+    tree.observe(said("state"))
+    left, right = tree.propose(completion((1,), text="left")), tree.propose(completion((1,), text="right"))
+    tree.nodes[left].reward = 5.0
+    assert tree.turns == 0
+    tree.commit(right)
+    assert (tree.turns, tree.action.content) == (1, "right")
+    tree.observe(said("next", 1.0))
+    trajectory = frozen(tree)
+    assert trajectory.episode_return == 1.0
+    assert [message.content for message in trajectory.messages()] == ["state", "right", "next"]
+    assert [message.content for message in trajectory.messages(left)] == ["state", "left"]
+    assert trajectory.usage.calls == 2, "candidates that were not chosen cost something too"
+
+
+def test_what_was_not_sampled_cannot_be_an_action():
+    tree = EpisodeTree()
+    with pytest.raises(ValueError, match="no action is committed"):
+        _ = tree.action
+    tree.observe(said("state"))
+    with pytest.raises(ValueError, match="was not sampled"):
+        tree.commit(0)
+    with pytest.raises(ValueError, match="no action is committed"):
+        _ = tree.action
+
+
+def test_the_policy_is_the_one_that_really_sampled():
+    tree = EpisodeTree()
+    assert frozen(tree).policy == PolicyRef(base_model="m")
+    tree.propose(completion((1,)))
+    assert frozen(tree).policy == POLICY
+
+
+def test_what_is_frozen_does_not_change_any_more():
+    tree = EpisodeTree()
+    tree.commit(tree.propose(completion((1,))))
+    trajectory = frozen(tree)
+    tree.observe(said("later", 1.0))
+    assert (len(trajectory.nodes), trajectory.nodes[0].reward) == (1, None)
+
+
+def test_a_thawed_tree_grows_like_the_one_that_was_frozen():
+    tree = EpisodeTree()
+    tree.observe(said("state 0"))
+    tree.commit(tree.propose(completion((5, 6), (7,))))
+    tree.nodes[1].metadata["notes"] = {"seen": [1]}
+    trajectory = frozen(tree)
+    thawed = EpisodeTree.thaw(trajectory)
+    thawed.nodes[1].metadata["notes"]["seen"].append(2)  # type: ignore[index, union-attr]
+    assert trajectory.nodes[1].metadata == {"notes": {"seen": [1]}}, "what is frozen does not change any more"
+    thawed.nodes[1].metadata["notes"] = {"seen": [1]}
+    for grown in (tree, thawed):
+        grown.observe(said("state 1", 0.5))
+        grown.commit(grown.propose(completion((5, 6, 7, 8), (9,))))
+    assert frozen(thawed) == frozen(tree)
+    assert thawed.nodes[3].tokens == Tokens(extends=True, prompt_ids=(8,), sampled_ids=(9,), logprobs=(-0.5,))
+
+
+@pytest.mark.parametrize("stop", [StopReason.TERMINATED, StopReason.TRUNCATED, StopReason.MAX_TURNS])
+def test_a_thawed_tree_knows_whether_it_has_ended(stop: StopReason):
+    thawed = EpisodeTree.thaw(frozen(EpisodeTree()).model_copy(update={"stop": stop}))
+    assert (thawed.terminated, thawed.truncated) == (stop is StopReason.TERMINATED, stop is StopReason.TRUNCATED)
+
+
+def test_the_usage_of_an_unfinished_episode_is_counted_from_its_nodes():
+    tree = EpisodeTree()
+    tree.observe(said("state 0"))
+    tree.propose(completion((5, 6), (1, 1)))
+    tree.commit(tree.propose(completion((5, 6), (7,))))
+    tree.observe(said("state 1"))
+    simulated = tree.propose(completion((5, 6, 7, 8), (9, 9)))
+    tree.nodes[simulated].reward, tree.nodes[simulated].simulated = 1.0, True
+    tree.propose(completion(None))
+    unfinished = frozen(tree).model_copy(update={"stop": StopReason.UNFINISHED, "usage": Usage()})
+    counted = Usage(prompt_tokens=2 + 2 + 4, completion_tokens=2 + 1 + 2, calls=4, steps=1)
+    assert EpisodeTree.thaw(unfinished).usage == usage_of(unfinished.nodes) == counted
+
+
+IDS = st.lists(st.integers(0, 3), max_size=4).map(tuple)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.booleans(), IDS, IDS), min_size=1, max_size=8))
+def test_prompts_come_back_on_one_path(turns: list[tuple[bool, tuple[int, ...], tuple[int, ...]]]):
+    """With few different ids, prompts that extend by chance are frequent; they too must come back equal."""
+    tree, prompts, context = EpisodeTree(), {}, ()
+    for extends, new, sampled in turns:
+        prompt = context + new if extends else new
+        at = tree.propose(completion(prompt, sampled))
+        tree.commit(at)
+        prompts[at], context = prompt, prompt + sampled
+    trajectory = Trajectory.model_validate_json(frozen(tree).model_dump_json())
+    assert {at: rebuilt_prompt(trajectory, at) for at in prompts} == prompts
+
+
+@settings(deadline=None)
+@given(st.lists(st.text(max_size=8), min_size=1, max_size=8))
+def test_a_chat_that_only_grows_is_stored_once(texts: list[str]):
+    tree = EpisodeTree()
+    for text in texts:
+        tree.observe(said(text))
+        sampled = (*text.encode(), 260)
+        tree.commit(tree.propose(completion(prompt_ids(tree.messages()), sampled, text)))
+    stored = [node.tokens for node in tree.nodes if node.tokens]
+    assert [tokens.extends for tokens in stored] == [False] + [True] * (len(texts) - 1)
+    whole = len(tree.context_ids(tree.head))
+    assert sum(len(tokens.prompt_ids) + len(tokens.sampled_ids) for tokens in stored) == whole
+
+
+class SearchTree(RuleBasedStateMachine):
+    """Any mix of observing, proposing anywhere and committing; a model of the whole prompts runs beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tree = EpisodeTree()
+        self.prompts: dict[int, tuple[int, ...]] = {}
+        self.contexts: dict[int, tuple[int, ...]] = {}
+
+    @rule(text=st.text(max_size=3))
+    def observe(self, text: str) -> None:
+        self.tree.observe(said(text))
+
+    @rule(data=st.data(), new=IDS, sampled=IDS, kind=st.sampled_from(["extends", "rewritten", "no ids"]))
+    def propose(self, data: st.DataObject, new: tuple[int, ...], sampled: tuple[int, ...], kind: str) -> None:
+        parents = [None, *range(len(self.tree.nodes))]
+        parent = data.draw(st.sampled_from(parents))
+        base = self.tree.head if parent is None else parent
+        if kind == "no ids":
+            self.tree.propose(completion(None), parent=parent)
+            return
+        above = [at for at in (self.tree.path(base) if base is not None else ()) if at in self.contexts]
+        prompt = (self.contexts[above[-1]] if above and kind == "extends" else ()) + new
+        at = self.tree.propose(completion(prompt, sampled), parent=parent)
+        self.prompts[at], self.contexts[at] = prompt, prompt + sampled
+
+    @precondition(lambda self: any(node.sampled for node in self.tree.nodes))
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        sampled = [at for at, node in enumerate(self.tree.nodes) if node.sampled]
+        self.tree.commit(data.draw(st.sampled_from(sampled)))
+
+    @precondition(lambda self: any(node.sampled for node in self.tree.nodes))
+    @rule(data=st.data(), reward=st.floats(-1, 1), real=st.booleans())
+    def judge(self, data: st.DataObject, reward: float, real: bool) -> None:
+        node = self.tree.nodes[data.draw(st.sampled_from([at for at, n in enumerate(self.tree.nodes) if n.sampled]))]
+        node.reward, node.simulated, node.value, node.visits = reward, not real, reward / 2, node.visits + 1
+        node.metadata["search"] = {"seen": [node.visits]}
+
+    @invariant()
+    def it_thaws_as_it_was_frozen(self) -> None:
+        trajectory = Trajectory.model_validate_json(frozen(self.tree).model_dump_json())
+        thawed = EpisodeTree.thaw(trajectory)
+        assert frozen(thawed) == trajectory
+        assert (thawed.nodes, thawed.head, thawed.usage) == (self.tree.nodes, self.tree.head, self.tree.usage)
+        assert all(thawed.children(at) == self.tree.children(at) for at in (None, *range(len(thawed.nodes))))
+        assert {at: thawed.context_ids(at) for at in self.contexts} == self.contexts
+
+    @invariant()
+    def every_prompt_comes_back(self) -> None:
+        trajectory = frozen(self.tree)
+        assert {at: rebuilt_prompt(trajectory, at) for at in self.prompts} == self.prompts
+        assert {at: self.tree.context_ids(at) for at in self.contexts} == self.contexts
+
+
+TestSearchTree = SearchTree.TestCase
+TestSearchTree.settings = settings(deadline=None, max_examples=40, stateful_step_count=25)

@@ -1,0 +1,279 @@
+"""The simple protocol, against servers on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from raw_server import raw_server, respond
+
+from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
+from openhands_rl_plugin.core.types import Message, Task
+from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
+from openhands_rl_plugin.environments.webshop import WebShop, oracle_actions, running_webshop
+from openhands_rl_plugin.testing import check_environment
+
+
+def task(idx: Any = 0, instruction: str = "buy the red lamp", environment: str = "webshop") -> Task:
+    return Task(id=f"task-{idx}", environment=environment, instruction=instruction, data={"idx": idx})
+
+
+def said(text: str | None) -> Message:
+    return Message(role="assistant", content=text)
+
+
+def options(url: str, **changes: Any) -> HttpEnvironmentOptions:
+    return HttpEnvironmentOptions.model_validate({"base_url": url, "timeout": 5, "backoff": 0.01, **changes})
+
+
+class CountingServer:
+    """Counts the steps of each episode; with sessions, every reset is an episode of its own."""
+
+    def __init__(self, *, sessions: bool) -> None:
+        self.sessions = sessions
+        self.counts: dict[object, int] = {}
+
+    async def __call__(self, path: str, body: Any) -> bytes:
+        await asyncio.sleep(0.002)
+        if path == "/fork":
+            return respond({"detail": "Not Found"}, status="404 Not Found")
+        if path == "/reset":
+            key = len(self.counts) if self.sessions else body["idx"]
+            self.counts[key] = 0
+            answer = {"state": f"start of {body['idx']}"}
+            return respond({**answer, "session": f"s{key}"} if self.sessions else answer)
+        key = int(body["session"][1:]) if self.sessions else body["idx"]
+        if path == "/close":
+            del self.counts[key]
+            return respond({"closed": True})
+        self.counts[key] += 1
+        count = self.counts[key]
+        return respond({"state": f"count {count}", "reward": 0.5, "done": count == 3, "info": {"count": count}})
+
+
+async def test_an_episode_from_reset_to_close():
+    async with raw_server(CountingServer(sessions=True)) as server:
+        client = WebEnvClient(options(server.url))
+        opening = await client.reset(task(7))
+        assert [message.role for message in opening.messages] == ["system", "user"]
+        assert opening.messages[1].content == "start of 7"
+        first = await client.step(said("Thought: look.\nAction: search[lamp]"))
+        assert (first.messages[0].content, first.reward, first.terminated) == ("count 1", 0.5, False)
+        await client.step(said("Action: click[a]"))
+        last = await client.step(said("Action: click[b]"))
+        assert last.terminated and not last.truncated
+        evidence = await client.evidence()
+        await client.close()
+        await client.close()
+    assert server.paths() == ["/reset", "/step", "/step", "/step", "/close"]
+    assert server.requests[1][1] == {"action": "search[lamp]", "idx": 7, "session": "s0"}
+    assert evidence == {
+        "idx": 7,
+        "final_state": "count 3",
+        "return": 1.5,
+        "rewards": [0.5, 0.5, 0.5],
+        "steps": 3,
+        "malformed": 0,
+        "done": True,
+        "truncated": False,
+        "info": {"count": 3},
+    }
+    assert json.loads(json.dumps(evidence)) == evidence
+
+
+async def test_a_server_without_sessions_gets_the_original_requests():
+    async with raw_server(CountingServer(sessions=False)) as server:
+        client = WebEnvClient(options(server.url))
+        await client.reset(task(2))
+        await client.step(said("Action: click[a]"))
+        await client.close()
+    assert server.requests == [("/reset", {"idx": 2}), ("/step", {"action": "click[a]", "idx": 2})]
+
+
+async def test_without_sessions_one_index_is_one_episode_at_a_time():
+    async with raw_server(CountingServer(sessions=False)) as server:
+        first, second, other = (WebEnvClient(options(server.url)) for _ in range(3))
+        await first.reset(task(3))
+        await other.reset(task(4))
+        with pytest.raises(InfrastructureError, match="keeps no sessions and idx 3 is being played already"):
+            await second.reset(task(3))
+        assert server.paths() == ["/reset", "/reset"], "the refused episode must not touch the one being played"
+        await second.close()
+        await first.close()
+        third = WebEnvClient(options(server.url))
+        await third.reset(task(3))
+        await third.close()
+        await other.close()
+
+
+async def test_a_client_that_is_dropped_does_not_block_its_index():
+    async with raw_server(CountingServer(sessions=False)) as server:
+        await WebEnvClient(options(server.url)).reset(task(5))
+        successor = WebEnvClient(options(server.url))
+        assert (await successor.reset(task(5))).messages
+        await successor.close()
+        assert server.paths().count("/reset") == 2
+
+
+@pytest.mark.parametrize("indices", [[1] * 20, list(range(20))], ids=["one task", "many tasks"])
+async def test_parallel_rollouts_own_their_episodes(indices: list[int]):
+    async with raw_server(CountingServer(sessions=True)) as server:
+
+        async def play(index: int) -> list[str | None]:
+            client = WebEnvClient(options(server.url))
+            await client.reset(task(index))
+            states = [(await client.step(said("Action: go"))).messages[0].content for _ in range(3)]
+            await client.close()
+            return states
+
+        played = await asyncio.gather(*(play(index) for index in indices))
+    assert played == [["count 1", "count 2", "count 3"]] * 20
+    assert server.paths().count("/close") == 20
+
+
+async def test_of_many_at_once_without_sessions_exactly_one_plays():
+    async with raw_server(CountingServer(sessions=False)) as server:
+        clients = [WebEnvClient(options(server.url)) for _ in range(16)]
+        results = await asyncio.gather(*(client.reset(task(1)) for client in clients), return_exceptions=True)
+        assert server.paths() == ["/reset"]
+        assert sum(isinstance(result, InfrastructureError) for result in results) == 15
+        for client in clients:
+            await client.close()
+
+
+async def test_the_task_and_the_actions_reach_the_model():
+    async with raw_server(CountingServer(sessions=True)) as server:
+        for changes, expected in [
+            ({}, ["Thought:", "Action:", "search[keywords]", "Task: buy the red lamp"]),
+            ({"react_format": False}, ["Answer with the action only.", "search[keywords]", "Task: buy the red lamp"]),
+            ({"system_prompt": "You are thrifty."}, ["You are thrifty.", "Action:", "Task: buy the red lamp"]),
+            ({"action_language": "hop, skip"}, ["hop, skip", "Task: buy the red lamp"]),
+        ]:
+            client = WebEnvClient(options(server.url, **changes))
+            system = (await client.reset(task())).messages[0].content or ""
+            assert [part for part in expected if part not in system] == []
+            await client.close()
+
+
+@pytest.mark.parametrize(
+    ("react_format", "text", "complaint"),
+    [
+        (True, "I would search.", "'Action:'"),
+        (True, "Action:  ", "empty"),
+        (True, None, "'Action:'"),
+        (False, " ", "empty"),
+    ],
+)
+async def test_a_malformed_action_is_answered_here_and_counts(react_format: bool, text: str | None, complaint: str):
+    async with raw_server(CountingServer(sessions=True)) as server:
+        client = WebEnvClient(options(server.url, react_format=react_format))
+        await client.reset(task())
+        answer = await client.step(said(text))
+        assert complaint in (answer.messages[0].content or "")
+        assert (answer.reward, answer.terminated, answer.truncated) == (0.0, False, False)
+        evidence = await client.evidence()
+        assert (evidence["steps"], evidence["malformed"], evidence["rewards"]) == (1, 1, [0.0])
+        await client.close()
+    assert server.paths() == ["/reset", "/close"]
+
+
+async def test_plain_format_sends_the_whole_answer():
+    async with raw_server(CountingServer(sessions=True)) as server:
+        client = WebEnvClient(options(server.url, react_format=False))
+        await client.reset(task())
+        await client.step(said("```\nsearch[lamp]\n```<|im_end|>"))
+        await client.close()
+    assert server.requests[1][1]["action"] == "search[lamp]"
+
+
+async def test_truncation_is_not_termination():
+    def handler(path: str, body: Any) -> bytes:
+        return respond({"state": "s", "done": path == "/step", "truncated": path == "/step"})
+
+    async with raw_server(handler) as server:
+        client = WebEnvClient(options(server.url))
+        await client.reset(task())
+        last = await client.step(said("Action: go"))
+        assert (last.terminated, last.truncated) == (False, True)
+        with pytest.raises(RuntimeError, match="has ended"):
+            await client.step(said("Action: go"))
+        await client.close()
+
+
+async def test_only_the_reset_is_retried():
+    answers = {"/reset": ["503 Service Unavailable", "503 Service Unavailable"], "/step": ["503 Service Unavailable"]}
+
+    def handler(path: str, body: Any) -> bytes:
+        status = answers[path].pop() if answers.get(path) else "200 OK"
+        return respond({"state": "s"}, status=status)
+
+    async with raw_server(handler) as server:
+        client = WebEnvClient(options(server.url))
+        await client.reset(task())
+        with pytest.raises(InfrastructureError, match="503"):
+            await client.step(said("Action: go"))
+        await client.close()
+    assert server.paths() == ["/reset", "/reset", "/reset", "/step"]
+
+
+async def test_a_client_plays_one_episode():
+    async with raw_server(CountingServer(sessions=True)) as server:
+        client = WebEnvClient(options(server.url))
+        with pytest.raises(RuntimeError, match="reset did not succeed"):
+            await client.step(said("Action: go"))
+        await client.reset(task())
+        with pytest.raises(RuntimeError, match="one episode"):
+            await client.reset(task())
+        await client.close()
+
+
+@pytest.mark.parametrize("idx", [None, "3", True, -1, 1.5])
+async def test_a_task_without_an_index_is_refused(idx: Any):
+    client = WebEnvClient()
+    with pytest.raises(BadEnvironmentError, match=r"data\['idx'\]"):
+        await client.reset(task(idx))
+    await client.close()
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "ftp://127.0.0.1", "http://", "http://me:secret@127.0.0.1", "http://h:x"]
+)
+def test_a_wrong_address_is_refused_when_it_is_set(url: str):
+    with pytest.raises(ValidationError) as refused:
+        HttpEnvironmentOptions(base_url=url)
+    assert "base_url" in str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def shop():
+    with running_webshop(WebShop(num_products=60, seed=1, num_goals=30)) as running:
+        yield running
+
+
+async def test_the_embedded_webshop_passes_the_conformance_check(shop: str):
+    await check_environment(
+        lambda: WebEnvClient(options(shop)),
+        task(0),
+        actions=["Action: search[lamp]", "Action: click[nothing]", "Action: search[chair]"],
+    )
+
+
+async def test_the_oracle_buys_in_sixteen_shops_at_once(shop: str):
+    world = WebShop(num_products=60, seed=1, num_goals=30)
+
+    async def play(index: int) -> float:
+        client = WebEnvClient(options(shop, react_format=False))
+        opening = await client.reset(task(index))
+        assert world.goals[index].instruction in (opening.messages[1].content or "")
+        reward = 0.0
+        for action in oracle_actions(world, index):
+            observation = await client.step(said(action))
+            reward += observation.reward
+        assert observation.terminated
+        await client.close()
+        return reward
+
+    assert await asyncio.gather(*(play(index) for index in range(16))) == [1.0] * 16

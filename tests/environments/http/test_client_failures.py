@@ -1,0 +1,210 @@
+"""Servers that misbehave, each on a real socket: the trajectory gets a typed failure, never a zero reward."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from raw_server import raw_server, respond
+
+from openhands_rl_plugin.core.errors import GraderError
+from openhands_rl_plugin.core.types import (
+    EpisodeRequest,
+    FailureKind,
+    Limits,
+    PolicyRef,
+    StopReason,
+    StrategySpec,
+    Task,
+    Trajectory,
+)
+from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
+from openhands_rl_plugin.rewards.outcome import ReturnReward
+from openhands_rl_plugin.rollout.session import AgentSession
+from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
+from openhands_rl_plugin.testing import ScriptedEngine
+
+INFRASTRUCTURE, ENVIRONMENT = FailureKind.INFRASTRUCTURE, FailureKind.ENVIRONMENT
+GOOD = {"state": "s", "reward": 0.25, "done": False}
+
+
+async def play(url: str, *, timeout: float = 5, limits: Limits | None = None, **changes: Any) -> Trajectory:
+    """One episode by AgentSession, of at most four turns."""
+    options = HttpEnvironmentOptions(base_url=url, timeout=timeout, retries=1, backoff=0.01, **changes)
+    policy = PolicyRef(base_model="scripted")
+    session = AgentSession(
+        environment=WebEnvClient(options),
+        strategy=StandardReActStrategy(),
+        strategy_spec=StrategySpec(name="StandardReAct"),
+        engine=ScriptedEngine(["Action: go"] * 4),
+        policy=policy,
+        limits=limits or Limits(max_turns=4),
+    )
+    task = Task(id="t", environment="webshop", instruction="go", data={"idx": 0})
+    return await session.run(EpisodeRequest(task=task, run_id="r", group_id="g"))
+
+
+async def assert_failed(trajectory: Trajectory, kind: FailureKind, *words: str) -> None:
+    assert trajectory.stop is StopReason.ERROR
+    assert trajectory.failure is not None
+    assert trajectory.failure.kind is kind, trajectory.failure
+    assert [word for word in words if word not in trajectory.failure.message] == [], trajectory.failure.message
+    assert "\n" not in trajectory.failure.message
+    with pytest.raises(GraderError):
+        await ReturnReward()(trajectory)
+
+
+def on_step(answer: bytes | None, after: int = 0) -> Callable[[str, Any], bytes | None]:
+    """Good answers to the reset and the first ``after`` steps, then ``answer``."""
+    left = [after]
+
+    def handler(path: str, body: Any) -> bytes | None:
+        if path == "/reset" or left[0] > 0:
+            left[0] -= path == "/step"
+            return respond(GOOD)
+        return answer
+
+    return handler
+
+
+async def test_absent():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        trajectory = await play(url)
+    await assert_failed(trajectory, INFRASTRUCTURE, f"nothing answers at {url}", "openhands-rl env webshop", "env_port")
+    assert trajectory.failure is not None and trajectory.failure.boundary == "environment.reset"
+    assert trajectory.nodes == ()
+
+
+async def test_slow_to_answer():
+    async def handler(path: str, body: Any) -> bytes:
+        if path == "/step":
+            await asyncio.sleep(30)
+        return respond(GOOD)
+
+    async with raw_server(handler) as server:
+        started = time.monotonic()
+        await assert_failed(await play(server.url, timeout=0.2), INFRASTRUCTURE, "did not answer within 0.2 s")
+        assert time.monotonic() - started < 5
+
+
+async def test_slow_byte_by_byte():
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n")
+        for _ in range(20):
+            writer.write(b" ")
+            await asyncio.sleep(0.05)
+        writer.close()
+
+    server = await asyncio.start_server(drip, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    await assert_failed(await play(url, timeout=0.3), INFRASTRUCTURE, "did not answer within 0.3 s")
+    server.close()
+    await server.wait_closed()
+
+
+@pytest.mark.parametrize("after", [0, 2])
+async def test_dies_in_mid_episode(after: int):
+    async with raw_server(on_step(None, after)) as server:
+        trajectory = await play(server.url)
+        await assert_failed(trajectory, INFRASTRUCTURE, "broke during /step", "died")
+    assert trajectory.episode_return == 0.25 * after, "what was earned before stays on the nodes"
+    assert trajectory.evidence["steps"] == after
+    assert server.paths().count("/step") == after + 1, "a step is never repeated"
+
+
+async def test_dies_in_mid_answer():
+    async with raw_server(on_step(b'HTTP/1.1 200 OK\r\ncontent-length: 500\r\n\r\n{"state"')) as server:
+        # The rest never comes, because the next read of the connection is what the client waits for.
+        await assert_failed(await play(server.url, timeout=0.3), INFRASTRUCTURE, "did not answer")
+
+
+HUGE = respond({"state": "x" * 5_000_000})
+PACKED = respond(b"\x1f\x8b\x08", extra="content-encoding: gzip\r\n")
+MOVED = respond("", status="302 Found", extra="location: http://10.0.0.1/\r\n")
+BAD = "422 Unprocessable Entity"
+
+
+@pytest.mark.parametrize("where", ["/reset", "/step"])
+@pytest.mark.parametrize(
+    ("answer", "kind", "words"),
+    [
+        pytest.param(respond("Traceback: boom", status="500 Oops"), INFRASTRUCTURE, ["500", "boom"], id="500"),
+        pytest.param(respond("", status="502 Bad Gateway"), INFRASTRUCTURE, ["502", "(empty)"], id="502"),
+        pytest.param(respond("busy", status="503 Busy"), INFRASTRUCTURE, ["503", "busy"], id="503"),
+        pytest.param(respond("later", status="429 Many"), INFRASTRUCTURE, ["429"], id="429"),
+        pytest.param(respond({"detail": "field required"}, status=BAD), ENVIRONMENT, ["422", "required"], id="422"),
+        pytest.param(respond("no such page", status="404 Not Found"), ENVIRONMENT, ["404", "address"], id="404"),
+        pytest.param(MOVED, ENVIRONMENT, ["redirects to http://10.0.0.1/", "not followed"], id="redirect"),
+        pytest.param(respond("<html>Hi</html>", content_type="text/html"), ENVIRONMENT, ["<html>Hi"], id="HTML"),
+        pytest.param(respond(""), ENVIRONMENT, ["(empty)"], id="empty"),
+        pytest.param(respond(b"\xff\xfe"), ENVIRONMENT, ["JSON"], id="binary"),
+        pytest.param(respond('{"state": "s"'), ENVIRONMENT, ["JSON"], id="cut JSON"),
+        pytest.param(respond("[" * 100_000), ENVIRONMENT, ["JSON"], id="deep JSON"),
+        pytest.param(respond(["s", 0]), ENVIRONMENT, ["not a JSON object"], id="list"),
+        pytest.param(respond({"error": "no such id"}), ENVIRONMENT, ["no such id"], id="error in 200"),
+        pytest.param(respond({"reward": 1.0}), ENVIRONMENT, ["'state'", "required"], id="no state"),
+        pytest.param(respond({"state": 5}), ENVIRONMENT, ["'state'"], id="state is a number"),
+        pytest.param(respond({"state": "s", "done": "yes"}), ENVIRONMENT, ["'done'"], id="done is a text"),
+        pytest.param(respond('{"state": "s", "reward": NaN}'), ENVIRONMENT, ["NaN"], id="NaN"),
+        pytest.param(respond('{"state": "s", "reward": -Infinity}'), ENVIRONMENT, ["Infinity"], id="Infinity"),
+        pytest.param(respond('{"state": "s", "reward": 1e999}'), ENVIRONMENT, ["'reward'", "finite"], id="1e999"),
+        pytest.param(respond({"state": "s", "reward": "1"}), ENVIRONMENT, ["'reward'"], id="reward is a text"),
+        pytest.param(respond({"state": "s", "reward": None}), ENVIRONMENT, ["'reward'"], id="reward is null"),
+        pytest.param(respond({"state": "s", "reward": True}), ENVIRONMENT, ["'reward'"], id="reward is true"),
+        pytest.param(HUGE, ENVIRONMENT, ["4194304 bytes"], id="huge"),
+        pytest.param(PACKED, ENVIRONMENT, ["compressed"], id="compressed"),
+        pytest.param(b"SSH-2.0-OpenSSH_9.2\r\n\r\n", INFRASTRUCTURE, ["broke"], id="not HTTP"),
+    ],
+)
+async def test_answers_nonsense(where: str, answer: bytes, kind: FailureKind, words: list[str]):
+    handler = on_step(answer) if where == "/step" else (lambda path, body: answer)
+    async with raw_server(handler) as server:
+        trajectory = await play(server.url)
+        await assert_failed(trajectory, kind, *words)
+    assert trajectory.failure is not None and trajectory.failure.boundary == f"environment.{where[1:]}"
+    assert Trajectory.model_validate_json(trajectory.model_dump_json()) == trajectory
+
+
+async def test_comes_back_in_time():
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+        options = HttpEnvironmentOptions(base_url=f"http://127.0.0.1:{port}", retries=20, backoff=0.05)
+        client = WebEnvClient(options)
+        reset = asyncio.create_task(client.reset(Task(id="t", environment="webshop", data={"idx": 0})))
+        await asyncio.sleep(0.1)
+        reserved.listen()
+        reserved.setblocking(False)
+        loop = asyncio.get_running_loop()
+        connection, _ = await asyncio.wait_for(loop.sock_accept(reserved), 5)
+        await loop.sock_recv(connection, 65536)
+        await loop.sock_sendall(connection, respond(GOOD))
+        assert (await asyncio.wait_for(reset, 5)).messages[1].content == "s"
+        await client.close()
+        connection.close()
+
+
+async def test_the_time_limit_of_the_episode_ends_a_hanging_request():
+    async def handler(path: str, body: Any) -> bytes:
+        await asyncio.sleep(30)
+        return respond(GOOD)
+
+    async with raw_server(handler) as server:
+        trajectory = await play(server.url, timeout=20, limits=Limits(timeout=0.2))
+    assert (trajectory.stop, trajectory.failure) == (StopReason.TIMEOUT, None)
+    with pytest.raises(GraderError, match="no executed action"):
+        await ReturnReward()(trajectory)
+
+
+async def test_other_episodes_go_on_when_one_server_dies():
+    async with raw_server(on_step(None)) as dying, raw_server(on_step(respond(GOOD))) as healthy:
+        played = await asyncio.gather(*(play(server.url) for server in (dying, healthy)))
+    assert [trajectory.failure is None for trajectory in played] == [False, True]
+    assert played[1].episode_return == 1.0

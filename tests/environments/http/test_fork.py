@@ -1,0 +1,180 @@
+"""Copies of an episode in mid-play: made by the server, or by playing the same actions again."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from raw_server import raw_server, respond
+from test_client import CountingServer, options, said, task
+
+from openhands_rl_plugin.core.errors import BadEnvironmentError
+from openhands_rl_plugin.core.protocols import Forkable, Strategy
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, PolicyRef, StrategySpec
+from openhands_rl_plugin.environments.http.client import WebEnvClient
+from openhands_rl_plugin.environments.webshop import running_webshop
+from openhands_rl_plugin.rollout.session import AgentSession
+from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNOptions, BestOfNStrategy
+from openhands_rl_plugin.rollout.strategies.budget import SearchBudget
+from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrategy
+from openhands_rl_plugin.rollout.strategies.value import NoValue
+from openhands_rl_plugin.testing import ScriptedEngine
+
+
+def react(action: str) -> Any:
+    return said(f"Thought: go on\nAction: {action}")
+
+
+async def test_the_webshop_copies_an_episode_itself_and_the_copies_go_their_own_ways():
+    with running_webshop() as url:
+        shopper = WebEnvClient(options(url))
+        assert isinstance(shopper, Forkable)
+        await shopper.reset(task(3))
+        await shopper.step(react("search[red lamp]"))
+        before = await shopper.evidence()
+        twins = [await shopper.fork() for _ in range(8)]
+        pages = [(await twin.step(react("click[Next >]"))).messages for twin in twins[:4]]
+        assert all(page == pages[0] for page in pages)
+        await twins[5].step(react("click[Back to Search]"))
+        assert await shopper.evidence() == before
+        assert [len(twin.steps) for twin in twins] == [2, 2, 2, 2, 1, 2, 1, 1]
+        for twin in twins:
+            await twin.close()
+        assert (await shopper.step(react("click[Next >]"))).messages == pages[0]
+        await shopper.close()
+
+
+async def test_a_copy_may_outlive_its_original():
+    with running_webshop() as url:
+        shopper = WebEnvClient(options(url))
+        await shopper.reset(task(3))
+        twin = await shopper.fork()
+        await shopper.close()
+        assert (await twin.step(react("search[red lamp]"))).messages
+        await twin.close()
+
+
+async def test_a_server_that_cannot_copy_gets_the_same_actions_again():
+    async with raw_server(CountingServer(sessions=True)) as server:
+        client = WebEnvClient(options(server.url))
+        await client.reset(task(7))
+        await client.step(react("one"))
+        await client.step(said("nothing to act on in here"))
+        twin = await client.fork()
+        assert server.paths() == ["/reset", "/step", "/fork", "/reset", "/step"]
+        assert (await twin.step(react("two"))).messages[0].content == "count 2"
+        assert (await client.step(react("two"))).messages[0].content == "count 2"
+        another = await client.fork()
+        assert server.paths().count("/fork") == 1, "a server without /fork is asked once"
+        for each in (client, twin, another):
+            await each.close()
+
+
+@pytest.mark.parametrize("forks", [False, True], ids=["replay", "copy"])
+async def test_a_copy_says_how_many_steps_it_takes(forks: bool):
+    class Copying(CountingServer):
+        async def __call__(self, path: str, body: Any) -> bytes:
+            if path != "/fork" or not forks:
+                return await super().__call__(path, body)
+            key = len(self.counts)
+            self.counts[key] = self.counts[int(body["session"][1:])]
+            return respond({"session": f"s{key}"})
+
+    async with raw_server(Copying(sessions=True)) as server:
+        client = WebEnvClient(options(server.url))
+        await client.reset(task(7))
+        await client.step(react("one"))
+        await client.step(said("nothing to act on in here"))
+        assert client.fork_steps == 0, "not known before the server was asked"
+        twin = await client.fork()
+        assert (client.fork_steps, twin.fork_steps) == ((0, 0) if forks else (1, 1))
+        await twin.step(react("two"))
+        assert twin.fork_steps == (0 if forks else 2)
+        for each in (client, twin):
+            await each.close()
+
+
+async def test_a_search_counts_the_steps_that_its_forks_play_again():
+    """The second turn's actions take two steps each, of which one leads to where the episode stands."""
+    async with raw_server(CountingServer(sessions=True)) as server:
+        client = WebEnvClient(options(server.url).model_copy(update={"react_format": False}))
+        tree = EpisodeTree()
+        tree.observe(await client.reset(task(7)))
+        strategy = BestOfNStrategy(n=4, value=NoValue(), turn_budget=SearchBudget(steps=6))
+        said = itertools.count()
+        for bound in (4, 6):
+            sent = server.paths().count("/step")
+            chosen = await strategy.decide(tree, ScriptedEngine(lambda messages: str(next(said))), client)
+            report = tree.nodes[chosen].metadata["search"]["report"]
+            assert report["turn"]["steps"] == server.paths().count("/step") - sent == bound
+            tree.commit(chosen)
+            tree.observe(await client.step(tree.action))
+        assert report["cut_by"] == "steps"
+        await client.close()
+
+
+async def test_a_server_that_answers_otherwise_the_second_time_is_refused():
+    class Moody(CountingServer):
+        async def __call__(self, path: str, body: Any) -> bytes:
+            if path == "/step":
+                return respond({"state": f"mood {sum(self.counts.values())} {len(self.counts)}"})
+            return await super().__call__(path, body)
+
+    async with raw_server(Moody(sessions=True)) as server:
+        client = WebEnvClient(options(server.url))
+        await client.reset(task(7))
+        await client.step(react("one"))
+        with pytest.raises(BadEnvironmentError, match="cannot be forked: it answered the same actions differently"):
+            await client.fork()
+        assert (await client.step(react("two"))).messages, "the original plays on"
+        await client.close()
+
+
+async def test_a_server_without_sessions_is_refused_without_being_asked():
+    async with raw_server(CountingServer(sessions=False)) as server:
+        client = WebEnvClient(options(server.url))
+        await client.reset(task(7))
+        with pytest.raises(BadEnvironmentError, match=r'cannot be forked: it keeps no sessions.* "StandardReAct"'):
+            await client.fork()
+        assert server.paths() == ["/reset"]
+        assert (await client.step(react("one"))).messages[0].content == "count 1"
+        await client.close()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [MCTSStrategy(MCTSOptions(num_simulations=8, value="none")), BestOfNStrategy(BestOfNOptions(n=2, value="rollout"))],
+)
+async def test_a_search_on_a_server_without_sessions_fails_once_and_says_what_to_do(strategy: Strategy):
+    """It is the environment's failure, which no retry mends: candidates would be paid for again."""
+    async with raw_server(CountingServer(sessions=False)) as server:
+        session = AgentSession(
+            environment=WebEnvClient(options(server.url)),
+            strategy=strategy,
+            strategy_spec=StrategySpec(name="search"),
+            engine=ScriptedEngine(["Action: one", "Action: two"] * 8),
+            policy=PolicyRef(base_model="scripted"),
+        )
+        played = await session.run(EpisodeRequest(task=task(7), run_id="run", group_id="group"))
+        assert played.failure is not None and played.failure.kind is FailureKind.ENVIRONMENT
+        assert "keeps no sessions" in played.failure.message and '"StandardReAct"' in played.failure.message
+        assert server.paths() == ["/reset"]
+
+
+async def test_a_fork_that_is_no_new_session_is_refused():
+    async def forgetful(path: str, body: Any) -> bytes:
+        return respond({"state": "here", "session": "s0"})
+
+    async with raw_server(forgetful) as server:
+        client = WebEnvClient(options(server.url))
+        await client.reset(task(7))
+        with pytest.raises(BadEnvironmentError, match="holds no new 'session'"):
+            await client.fork()
+        await client.close()
+
+
+async def test_only_an_open_episode_can_be_copied():
+    with pytest.raises(RuntimeError, match="open episode"):
+        await WebEnvClient(options("http://127.0.0.1:9")).fork()

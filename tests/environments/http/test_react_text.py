@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openhands_rl_plugin.environments.http.react import MAX_ACTION_CHARACTERS, parse_plain, parse_react
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("Thought: a lamp\nAction: search[red lamp]", "search[red lamp]"),
+        ("Thought:\nI think ...\n\nAction:\nclick[Buy Now]", "click[Buy Now]"),
+        ("Action: first\nAction: second", "second"),
+        ("Action: go\nObservation: invented\nThought: more", "go"),
+        ("action : go", "go"),
+        ("**Action:** go", "go"),
+        ("**Action**: go", "go"),
+        ("Action 2: go", "go"),
+        ("Action: `go`", "go"),
+        ("Action: ```go```", "go"),
+        ("Action:\n```\ngo\n```", "go"),
+        ("Action:\n```python\ngo\n```", "go"),
+        ("Action: go</s>", "go"),
+        ("Action: go<|im_end|>\n<|endoftext|>", "go"),
+        ("Thought: x\r\nAction: go\r\n", "go"),
+        ("Action: Action: go", "Action: go"),
+        ("> Action: go", "go"),
+    ],
+)
+def test_the_last_action_line_wins(text: str, action: str):
+    assert (parse_react(text).action, parse_react(text).error) == (action, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (None, "no line"),
+        ("", "no line"),
+        ("search[lamp]", "no line"),
+        ("The next action: search", "no line"),
+        ("Reaction: none", "no line"),
+        ("Action:", "empty"),
+        ("Action: go\nAction:\n\n", "empty"),
+        ("Action: </s>", "empty"),
+        ("Action: " + "x" * (MAX_ACTION_CHARACTERS + 1), "longer than"),
+    ],
+)
+def test_what_is_wrong_is_said(text: str | None, complaint: str):
+    parsed = parse_react(text)
+    assert parsed.action is None
+    assert parsed.error is not None and complaint in parsed.error
+
+
+def test_the_thought_is_what_stands_before():
+    assert parse_react("Thought: first\nsecond\nAction: go").thought == "first\nsecond"
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [("go", "go"), ("  go </s>", "go"), ("```\na\nb\n```", "a\nb"), ("`go`", "go"), ("", None), ("```\n```", None)],
+)
+def test_plain_text_is_the_action(text: str, action: str | None):
+    parsed = parse_plain(text)
+    assert parsed.action == action
+    assert (parsed.error is None) == (action is not None)
+
+
+_PIECES = st.sampled_from(
+    ["Action:", "Thought:", "\n", "`", "```", "```py", "</s>", "<|im_end|>", " ", "*", "go", "\r", "\0"]
+)
+
+
+@settings(deadline=None)
+@given(st.one_of(st.none(), st.text(), st.lists(st.one_of(_PIECES, st.text(max_size=5)), max_size=30).map("".join)))
+def test_any_text_gives_an_action_or_an_error(text: str | None):
+    for parsed in (parse_react(text), parse_plain(text)):
+        assert (parsed.action is None) != (parsed.error is None)
+        if parsed.action is not None:
+            assert parsed.action.strip() == parsed.action != ""
+
+
+def test_a_long_hostile_text_is_read_quickly():
+    for text in (
+        "*" * 300_000,
+        "Action" * 100_000,
+        "Action" + " " * 300_000,
+        "`" * 300_000,
+        "</s>" * 50_000,
+        "\n" * 300_000,
+    ):
+        started = time.process_time()
+        assert parse_react(text).action is None
+        assert parse_plain(text) is not None
+        # A pattern that backtracks needs hours for these; a linear one milliseconds.
+        assert time.process_time() - started < 5.0

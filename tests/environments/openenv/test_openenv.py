@@ -1,0 +1,383 @@
+"""OpenEnv's protocol, against servers on real sockets that speak its wire format, well and badly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+from openenv_wire import SCHEMA, Misbehaviour, Socket, error, observation, openenv_server, serving
+
+from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, GraderError, InfrastructureError
+from openhands_rl_plugin.core.types import (
+    EpisodeRequest,
+    FailureKind,
+    JsonObject,
+    Limits,
+    Message,
+    PolicyRef,
+    StopReason,
+    StrategySpec,
+    Task,
+    Trajectory,
+)
+from openhands_rl_plugin.environments.http.client import RefusedActionError
+from openhands_rl_plugin.environments.openenv.action import ActionForm
+from openhands_rl_plugin.environments.openenv.client import OpenEnvClient, OpenEnvOptions
+from openhands_rl_plugin.rewards.outcome import ReturnReward
+from openhands_rl_plugin.rollout.session import AgentSession
+from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
+from openhands_rl_plugin.testing import ScriptedEngine, check_environment
+
+INFRASTRUCTURE, ENVIRONMENT = FailureKind.INFRASTRUCTURE, FailureKind.ENVIRONMENT
+PATH = ["RIGHT", "DOWN"] * 4
+
+
+def task(idx: int = 3, **data: Any) -> Task:
+    return Task(id="t", environment="openenv/grid_world", instruction="Find the goal.", data={"idx": idx, **data})
+
+
+def client(url: str, **options: Any) -> OpenEnvClient:
+    given = {"base_url": url, "timeout": 5, "retries": 1, "backoff": 0.01, **options}
+    return OpenEnvClient(OpenEnvOptions.model_validate(given))
+
+
+def said(action: str) -> Message:
+    return Message(role="assistant", content=f"Action: {action}")
+
+
+def text(found: Any) -> str:
+    return found.messages[-1].content or ""
+
+
+async def test_the_grid_is_walked_to_its_goal_in_one_connection():
+    async with openenv_server() as server:
+        player = client(server.url)
+        opening = await player.reset(task())
+        assert json.loads(text(opening)) == {"x": 0, "y": 0, "message": "Welcome to Grid World! Goal is at [4, 4]."}
+        assert "<action> - one of UP, DOWN, LEFT, RIGHT: The direction" in (opening.messages[0].content or "")
+        walked = [await player.step(said(move)) for move in PATH]
+        evidence = await player.evidence()
+        await player.close()
+        assert server.connected == 0, "close waits until the server has let go"
+    assert [each.terminated for each in walked] == [False] * 7 + [True]
+    assert walked[-1].reward == 1.0 and evidence["return"] == pytest.approx(0.3)
+    assert evidence["state"] == {"episode_id": evidence["state"]["episode_id"], "step_count": 8}  # pyright: ignore
+    steps = [{"type": "step", "data": {"action": move}} for move in PATH]
+    assert server.messages == [{"type": "reset", "data": {"seed": 3}}, *steps, {"type": "state"}, {"type": "close"}]
+
+
+async def test_it_conforms_and_forks_by_playing_again():
+    async with openenv_server() as server:
+        actions = ["Action: RIGHT", 'Action: {"action": "DOWN"}', "Action: sideways", "Action: UP"]
+        await check_environment(lambda: client(server.url), task(), actions=actions)
+
+
+async def test_a_refused_action_is_told_and_costs_a_step_but_is_not_executed():
+    async with openenv_server() as server:
+        player = client(server.url)
+        await player.reset(task())
+        told = await player.step(said("SIDEWAYS"))
+        assert text(told) == "Invalid action: action: Input should be 'UP', 'DOWN', 'LEFT' or 'RIGHT'"
+        assert (told.reward, told.terminated) == (0.0, False)
+        assert json.loads(text(await player.step(said('{"action": "RIGHT"}'))))["y"] == 1
+        evidence = await player.evidence()
+        assert (evidence["steps"], evidence["malformed"], evidence["rewards"]) == (2, 1, [0.0, -0.1])
+        await player.close()
+
+
+async def test_twenty_episodes_at_once_do_not_disturb_each_other():
+    async with openenv_server() as server:
+
+        async def walk(moves: list[str]) -> list[str]:
+            player = client(server.url)
+            await player.reset(task())
+            seen = [text(await player.step(said(move))) for move in moves]
+            await player.close()
+            return seen
+
+        walks = [["RIGHT"] * (1 + at % 4) for at in range(20)]
+        seen = await asyncio.gather(*map(walk, walks))
+    assert [json.loads(each[-1])["y"] for each in seen] == [len(moves) for moves in walks]
+
+
+async def test_a_model_may_think_longer_than_a_server_waits_for_a_pong():
+    async with openenv_server(heartbeat=0.1) as server:
+        player = client(server.url)
+        await player.reset(task())
+        await asyncio.sleep(0.5)
+        assert json.loads(text(await player.step(said("DOWN"))))["x"] == 1
+        await player.close()
+
+
+async def test_a_server_of_one_session_plays_one_episode_after_the_other():
+    async with openenv_server(sessions=1) as server:
+        for _ in range(4):
+            player = client(server.url, retries=0)
+            await player.reset(task())
+            await player.close()
+        first, second = client(server.url), client(server.url)
+        await first.reset(task())
+        with pytest.raises(InfrastructureError, match=r"1/1 sessions active.*max_concurrent_envs"):
+            await second.reset(task())
+        await second.close()
+        third = client(server.url, retries=20, backoff=0.02)
+        waiting = asyncio.create_task(third.reset(task()))
+        await asyncio.sleep(0.1)
+        await first.close()
+        assert (await waiting).messages
+        await third.close()
+
+
+async def test_arguments_of_the_reset():
+    async with openenv_server() as server:
+        cases = [({}, {}), ({"index_key": ""}, {}), ({"reset_arguments": {"size": 5}}, {"a": 1})]
+        for options, row in cases:
+            player = client(server.url, **options)
+            await player.reset(task(row=row))
+            await player.close()
+    told = [message["data"] for message in server.messages if message["type"] == "reset"]
+    assert told == [{"seed": 3}, {}, {"seed": 3, "size": 5, "a": 1}]
+
+
+@pytest.mark.parametrize(
+    ("shown", "field", "expected"),
+    [
+        ({"text": "Hello"}, None, "Hello"),
+        ({"board": [[0, 1]], "metadata": {"a": 1}}, None, '{"board": [[0, 1]]}'),
+        ({"prompt": "Guess: Ä", "messages": []}, "prompt", "Guess: Ä"),
+        ({"board": [1], "legal": []}, "board", "[1]"),
+        ({}, None, "{}"),
+    ],
+)
+async def test_what_the_model_is_shown(shown: dict[str, Any], field: str | None, expected: str):
+    async def show(to: Socket, message: dict[str, Any]) -> bool:
+        if message["type"] == "reset":
+            await to.send_json({"type": "observation", "data": {"observation": shown, "reward": None, "done": False}})
+        return message["type"] == "reset"
+
+    async with openenv_server(show) as server:
+        player = client(server.url, observation_field=field)
+        opening = await player.reset(task())
+        assert (text(opening), opening.reward) == (expected, 0.0)
+        await player.close()
+
+
+def test_actions_by_their_schema():
+    column: JsonObject = {
+        "properties": {"metadata": {"type": "object"}, "column": {"type": "integer"}},
+        "required": ["column"],
+    }
+    assert ActionForm(column).read("3") == {"column": 3}
+    assert ActionForm(column).read("three") == {"column": "three"}, "the server says what is wrong with it"
+    answer: JsonObject = {"properties": {"answer": {"anyOf": [{"type": "string"}, {"type": "null"}]}}}
+    assert ActionForm(answer).read("42") == {"answer": "42"}
+    assert ActionForm(answer).read('{"x": 1}') == {"answer": '{"x": 1}'}
+    call: JsonObject = {
+        "properties": {"type": {"const": "call"}, "tool": {"type": "string"}, "arguments": {"type": "object"}},
+        "required": ["tool"],
+    }
+    assert ActionForm(call).read('{"tool": "echo", "arguments": {"a": 1}}') == {"tool": "echo", "arguments": {"a": 1}}
+    assert ActionForm(call).read("echo") == {"tool": "echo"}
+    assert ActionForm(call).language().splitlines()[1:] == [
+        "  tool (required) - string",
+        "  arguments (optional) - object",
+    ]
+    two = ActionForm({"properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}, "required": ["x", "y"]})
+    with pytest.raises(RefusedActionError, match="a JSON object with these fields"):
+        two.read("1 2")
+    with pytest.raises(
+        ConfigError, match="action_field 'colum' is no field of the server's actions; these have column"
+    ):
+        ActionForm(column, "colum")
+    assert ActionForm({}, "message").read("hi") == {"message": "hi"}
+    endless: JsonObject = {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/a"}}}
+    assert ActionForm(endless).read("[1]") == {"a": [1]}
+
+
+@given(st.text(min_size=1))
+def test_any_text_but_an_action_fills_the_only_field(text: str):
+    assert ActionForm(SCHEMA).read(text) == {"action": text}  # pyright: ignore[reportArgumentType]
+
+
+@given(st.dictionaries(st.sampled_from(["action", "metadata"]), st.text() | st.integers()))
+def test_json_of_the_fields_is_the_action(action: dict[str, Any]):
+    assert ActionForm(SCHEMA).read(json.dumps(action)) == action  # pyright: ignore[reportArgumentType]
+
+
+async def test_without_a_schema_an_action_is_json():
+    async with openenv_server(schema=None) as server:
+        player = client(server.url)
+        await player.reset(task())
+        assert text(await player.step(said("RIGHT"))) == "Invalid action: it must be a JSON object."
+        assert json.loads(text(await player.step(said('{"action": "RIGHT"}'))))["y"] == 1
+        await player.close()
+
+
+# Misbehaviour: each gives a typed failure, never a valid episode without a reward.
+
+
+async def play(url: str, *, timeout: float = 5, limits: Limits | None = None, **changes: Any) -> Trajectory:
+    """One episode by AgentSession, of at most four turns."""
+    session = AgentSession(
+        environment=client(url, timeout=timeout, **changes),
+        strategy=StandardReActStrategy(),
+        strategy_spec=StrategySpec(name="StandardReAct"),
+        engine=ScriptedEngine(["Action: RIGHT"] * 4),
+        policy=PolicyRef(base_model="scripted"),
+        limits=limits or Limits(max_turns=4),
+    )
+    return await session.run(EpisodeRequest(task=task(), run_id="r", group_id="g"))
+
+
+async def assert_failed(trajectory: Trajectory, kind: FailureKind, *words: str) -> None:
+    assert trajectory.stop is StopReason.ERROR
+    assert trajectory.failure is not None
+    assert trajectory.failure.kind is kind, trajectory.failure
+    assert [word for word in words if word not in trajectory.failure.message] == [], trajectory.failure.message
+    assert "\n" not in trajectory.failure.message
+    with pytest.raises(GraderError):
+        await ReturnReward()(trajectory)
+
+
+def at(kind: str, do: Callable[[Socket], Awaitable[object]], after: int = 0) -> Misbehaviour:
+    """Good answers to all but messages of ``kind``, of which ``after`` are answered well."""
+    left = [after]
+
+    async def misbehave(to: Socket, message: dict[str, Any]) -> bool:
+        if message["type"] != kind or left[0] > 0:
+            left[0] -= message["type"] == kind
+            return False
+        await do(to)
+        return True
+
+    return misbehave
+
+
+def answer(text: str) -> Callable[[Socket], Awaitable[object]]:
+    return lambda to: to.send_str(text)
+
+
+def data(**changes: Any) -> Callable[[Socket], Awaitable[object]]:
+    good = observation(0, 1, "Keep going...", -0.1, False)
+    return answer(json.dumps({**good, "data": {**good["data"], **changes}}))
+
+
+async def die(to: Socket) -> None:
+    request = to._req
+    assert request is not None and request.transport is not None
+    request.transport.abort()
+
+
+async def repeat(to: Socket) -> None:
+    for _ in range(3):
+        await to.send_json(observation(0, 1, "Keep going...", -0.1, False))
+
+
+NAN = '{"type": "observation", "data": {"observation": {}, "reward": NaN, "done": false}}'
+HUGE = '{"type": "observation", "data": {"observation": {"a": 1e999}, "reward": 1e999, "done": false}}'
+CASES = [
+    pytest.param(die, INFRASTRUCTURE, ["broke", "died"], id="dies"),
+    pytest.param(lambda to: to.close(), INFRASTRUCTURE, ["broke", "1000"], id="closes"),
+    pytest.param(lambda to: asyncio.sleep(3), INFRASTRUCTURE, ["did not answer", "0.5 s"], id="slow"),
+    pytest.param(answer(json.dumps(error("EXECUTION_ERROR"))), ENVIRONMENT, ["EXECUTION_ERROR", "boom"], id="raises"),
+    pytest.param(answer(json.dumps(error("SESSION_ERROR"))), INFRASTRUCTURE, ["SESSION_ERROR"], id="session"),
+    pytest.param(answer(json.dumps(error("FACTORY_ERROR"))), INFRASTRUCTURE, ["FACTORY_ERROR"], id="factory"),
+    pytest.param(answer(json.dumps(error("UNKNOWN_TYPE"))), ENVIRONMENT, ["UNKNOWN_TYPE"], id="unknown"),
+    pytest.param(answer('{"type": "error"}'), ENVIRONMENT, ["answered a"], id="error without data"),
+    pytest.param(answer('{"type": "observation"'), ENVIRONMENT, ["not valid JSON"], id="cut JSON"),
+    pytest.param(answer("[" * 100_000), ENVIRONMENT, ["not valid JSON"], id="deep JSON"),
+    pytest.param(answer("[]"), ENVIRONMENT, ["answered a", "[]"], id="list"),
+    pytest.param(answer('{"type": "state", "data": {}}'), ENVIRONMENT, ["answered a"], id="another answer"),
+    pytest.param(answer(NAN), ENVIRONMENT, ["NaN"], id="NaN"),
+    pytest.param(answer(HUGE), ENVIRONMENT, ["'reward'", "finite"], id="1e999"),
+    pytest.param(data(observation="text"), ENVIRONMENT, ["'observation'"], id="observation is a text"),
+    pytest.param(data(observation=None), ENVIRONMENT, ["'observation'"], id="observation is null"),
+    pytest.param(data(reward="1"), ENVIRONMENT, ["'reward'"], id="reward is a text"),
+    pytest.param(data(done="yes"), ENVIRONMENT, ["'done'"], id="done is a text"),
+    pytest.param(data(metadata="x" * 5_000_000), ENVIRONMENT, ["4194304 bytes"], id="huge"),
+    pytest.param(lambda to: to.send_bytes(b"\x00"), ENVIRONMENT, ["nobody asked for"], id="binary"),
+]
+
+
+@pytest.mark.parametrize("where", ["reset", "step"])
+@pytest.mark.parametrize(("do", "kind", "words"), CASES)
+async def test_misbehaves(where: str, do: Callable[[Socket], Awaitable[object]], kind: FailureKind, words: list[str]):
+    async with openenv_server(at(where, do)) as server:
+        trajectory = await play(server.url, timeout=0.5 if "0.5 s" in words else 5)
+        await assert_failed(trajectory, kind, *words)
+        assert trajectory.failure is not None and trajectory.failure.boundary == f"environment.{where}"
+        assert [message["type"] for message in server.messages].count(where) == 1, "nothing is sent twice"
+    assert Trajectory.model_validate_json(trajectory.model_dump_json()) == trajectory
+
+
+async def test_dies_in_mid_episode():
+    async with openenv_server(at("step", die, after=2)) as server:
+        trajectory = await play(server.url)
+        await assert_failed(trajectory, INFRASTRUCTURE, "died")
+    assert trajectory.episode_return == -0.2, "what was earned before stays on the nodes"
+    assert trajectory.evidence["steps"] == 2 and "state" not in trajectory.evidence
+
+
+async def test_answers_that_nobody_asked_for_do_not_answer_the_next_question():
+    async with openenv_server(at("step", repeat)) as server:
+        await assert_failed(await play(server.url), ENVIRONMENT, "nobody asked for", "Keep going")
+
+
+async def test_absent():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        await assert_failed(await play(url), INFRASTRUCTURE, f"nothing answers at {url}", "env_port")
+
+
+async def test_comes_too_late_for_the_time_limit_of_the_episode():
+    async with openenv_server(at("step", lambda to: asyncio.sleep(2))) as server:
+        started = time.monotonic()
+        trajectory = await play(server.url, timeout=20, limits=Limits(timeout=0.3))
+        assert time.monotonic() - started < 10
+    assert (trajectory.stop, trajectory.failure) == (StopReason.TIMEOUT, None)
+    assert "state" not in trajectory.evidence, "a server that is busy is not asked more"
+    with pytest.raises(GraderError, match="got no answer"):
+        await ReturnReward()(trajectory)
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "kind", "words"),
+    [
+        (200, {}, ENVIRONMENT, "instead of a WebSocket"),
+        (404, {}, ENVIRONMENT, "404"),
+        (403, {}, ENVIRONMENT, "403"),
+        (503, {}, INFRASTRUCTURE, "503"),
+        (500, {}, INFRASTRUCTURE, "500"),
+        (302, {"location": "http://192.0.2.1/"}, ENVIRONMENT, "redirects to http://192.0.2.1/, which is not followed"),
+    ],
+)
+async def test_no_websocket_there(status: int, headers: dict[str, str], kind: FailureKind, words: str):
+    async def refuse(request: web.Request) -> web.Response:
+        return web.Response(status=status, headers=headers)
+
+    async def publish(request: web.Request) -> web.Response:
+        return web.json_response({"action": SCHEMA})
+
+    app = web.Application()
+    app.router.add_get("/ws", refuse)
+    app.router.add_get("/schema", publish)
+    async with serving(app) as url:
+        await assert_failed(await play(url), kind, words)
+
+
+async def test_a_schema_that_is_none_and_a_reset_that_is_none():
+    async with openenv_server(schema=["no"]) as server:
+        await assert_failed(await play(server.url), ENVIRONMENT, "/schema", "no schema of an 'action'")
+        player = client(server.url)
+        with pytest.raises(BadEnvironmentError, match=r"data\['row'\]"):
+            await player.reset(task(row=[1]))
+        await player.close()

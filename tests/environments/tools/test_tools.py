@@ -1,0 +1,540 @@
+"""The tool environment: what is executed, what comes back as feedback, and what no user ever sees."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openhands_rl_plugin import make_template
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, ConfigError, InfrastructureError
+from openhands_rl_plugin.core.types import (
+    EpisodeRequest,
+    JsonObject,
+    Limits,
+    Message,
+    Observation,
+    PolicyRef,
+    StopReason,
+    StrategySpec,
+    Task,
+    ToolCall,
+)
+from openhands_rl_plugin.environments.tools.calls import read_arguments
+from openhands_rl_plugin.environments.tools.environment import (
+    FinalTool,
+    FunctionTool,
+    ThinkTool,
+    ToolBase,
+    ToolCallStarted,
+    ToolEnvironment,
+    ToolEvent,
+    ToolOptions,
+    ToolResult,
+)
+from openhands_rl_plugin.rollout.session import AgentSession
+from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
+from openhands_rl_plugin.testing import ScriptedEngine, check_environment
+
+TASK = Task(id="t", environment="tools", instruction="How many?", data={"label": "3"})
+SECRET = "the notes of nobody else"
+
+
+def look_up(word: str, times: int = 1) -> str:
+    """Find a word."""
+    return f"found {word} {times} times"
+
+
+class Slow(ToolBase):
+    """Says when it starts and when it ends."""
+
+    name = "slow"
+    parameters: JsonObject = {"type": "object", "properties": {"n": {"type": "integer"}}}  # noqa: RUF012
+
+    def __init__(self, *, parallel: bool) -> None:
+        self.parallel = parallel
+        self.log: list[str] = []
+
+    async def call(self, arguments: JsonObject) -> str:
+        self.log.append(f"+{arguments['n']}")
+        # The first call takes longest: results that come in the order of their ends would be told apart.
+        await asyncio.sleep(0.03 / (1 + int(str(arguments["n"]))))
+        self.log.append(f"-{arguments['n']}")
+        return f"slow {arguments['n']}"
+
+
+def tools(*more: ToolBase) -> tuple[ToolBase, ...]:
+    return (ThinkTool(), FunctionTool(look_up), FinalTool(), *more)
+
+
+def native(*calls: tuple[str, Any], content: str | None = None) -> Message:
+    made = tuple(
+        ToolCall(id=f"id{at}", name=name, arguments=given if isinstance(given, str) else json.dumps(given))
+        for at, (name, given) in enumerate(calls)
+    )
+    return Message(role="assistant", content=content, tool_calls=made)
+
+
+def text(*calls: tuple[str, Any]) -> Message:
+    made = [f"<tool_call>\n{json.dumps({'name': name, 'arguments': given})}\n</tool_call>" for name, given in calls]
+    return said("\n".join(made))
+
+
+def said(words: str | None) -> Message:
+    return Message(role="assistant", content=words)
+
+
+async def opened(*given: ToolBase, template: str = "", task: Task = TASK, **options: Any) -> ToolEnvironment:
+    environment = ToolEnvironment(ToolOptions(template=template, **options), tools=given or tools())
+    await environment.reset(task)
+    return environment
+
+
+def codes(observation: Observation) -> list[str]:
+    """The feedback codes in what the model is told."""
+    found = []
+    for message in observation.messages:
+        body = (message.content or "").replace("<tool_response>", "").replace("</tool_response>", "")
+        for line in body.splitlines():
+            if line.startswith('{"ok": false'):
+                found.append(json.loads(line)["error"]["code"])
+    return found
+
+
+async def answer_of(environment: ToolEnvironment) -> Any:
+    return (await environment.evidence())["answer"]
+
+
+# What a model may write, in both dialects.
+
+
+@pytest.mark.parametrize(("template", "write"), [("", native), ("qwen3", text)], ids=["native", "text"])
+async def test_calls_are_executed_until_the_answer(template: str, write: Any) -> None:
+    environment = await opened(template=template)
+    first = await environment.step(write(("look_up", {"word": "a", "times": 2})))
+    assert "found a 2 times" in (first.messages[0].content or "") and not first.terminated
+    last = await environment.step(write(("final", {"answer": "three"})))
+    assert last.terminated
+    assert await environment.evidence() == {
+        "answer": "three",
+        "label": "3",
+        "steps": 2,
+        "calls": {"final": 1, "look_up": 1},
+        "errors": {},
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("", "no_tool_call"),
+        (None, "no_tool_call"),
+        ("I think it is three.", "no_tool_call"),
+        ('<tool_call>\n{"name": "final", "arguments": {"answer": "x"', "invalid_action_format"),
+        ("<tool_call>", "invalid_action_format"),
+        ('<tool_call>{"name": "final", "arguments": {answer}}</tool_call>', "invalid_action_format"),
+        ('<tool_call>["final"]</tool_call>', "invalid_action_format"),
+        ("I am done <tool_c", "invalid_action_format"),
+        (
+            '<think><tool_call>{"name": "final", "arguments": {"answer": "x"}}</tool_call></think>',
+            "invalid_action_format",
+        ),
+        ('<tool_call>{"name": "finale", "arguments": {"answer": "x"}}</tool_call>', "unknown_tool"),
+        ('<tool_call>{"name": "final"}</tool_call>', "invalid_arguments"),
+        ('<tool_call>{"name": "final", "arguments": {"answer": 3}}</tool_call>', "invalid_arguments"),
+        ('<tool_call>{"name": "final", "arguments": {"answer": "x", "more": 1}}</tool_call>', "invalid_arguments"),
+    ],
+)
+@pytest.mark.parametrize("ending", [True, False], ids=["final tool", "no final tool"])
+async def test_a_malformed_answer_is_feedback_and_never_an_answer(words: str | None, code: str, ending: bool) -> None:
+    given = tools() if ending else (ThinkTool(), FunctionTool(look_up))
+    environment = await opened(*given, template="qwen3")
+    observation = await environment.step(said(words))
+    if not ending and words == "I think it is three.":
+        assert observation.terminated and await answer_of(environment) == words
+        return
+    expected = "unknown_tool" if not ending and code == "invalid_arguments" else code
+    assert codes(observation) == [expected] and not observation.terminated
+    assert await answer_of(environment) is None
+    told = json.loads((observation.messages[0].content or "").replace("<tool_response>\n", "").split("\n</tool")[0])
+    assert told["next_action_suggestion"] and told["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ("{", "invalid_action_format"),
+        ("[]", "invalid_action_format"),
+        ("0", "invalid_action_format"),
+        ("null", "invalid_action_format"),
+        ('"{}"', "invalid_action_format"),
+        ("{'word': 'x'}", "invalid_action_format"),
+        ('{"word": NaN}', "invalid_action_format"),
+        ('{"word": "a", "word": "b"}', "invalid_action_format"),
+        ("[" * 100_000, "invalid_action_format"),
+        ("", "invalid_arguments"),
+        ("{}", "invalid_arguments"),
+        ('{"word": "a", "times": "many"}', "invalid_arguments"),
+        ('{"word": "a", "times": true}', "invalid_arguments"),
+        ('{"word": "a", "self": 1}', "invalid_arguments"),
+    ],
+)
+async def test_arguments_are_checked_against_the_schema(arguments: str, code: str) -> None:
+    environment = await opened()
+    observation = await environment.step(native(("look_up", arguments)))
+    assert codes(observation) == [code]
+    assert observation.messages[0].tool_call_id == "id0"
+
+
+@given(st.text() | st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner)).map(json.dumps))
+def test_arguments_are_an_object_or_a_reason(words: str) -> None:
+    try:
+        assert isinstance(read_arguments(words), dict)
+    except ValueError as error:
+        assert str(error)
+
+
+@settings(max_examples=40)
+@given(st.text(alphabet='<>/{}":,_ \ntolcahinkfr'))
+async def test_no_text_breaks_the_environment(words: str) -> None:
+    for template in ("", "qwen3", "llama3.1"):
+        environment = await opened(template=template)
+        observation = await environment.step(said(words))
+        assert observation.messages and not observation.terminated
+
+
+# Defects that tool agents are known for, one test each.
+
+
+async def test_junk_answers_count_as_turns() -> None:
+    session = _session(ToolEnvironment(tools=tools()), ["<tool_call>"] * 10, Limits(max_turns=3))
+    trajectory = await session.run(EpisodeRequest(task=TASK, run_id="r", group_id="g"))
+    assert trajectory.stop is StopReason.MAX_TURNS
+    assert trajectory.evidence["steps"] == 3 and trajectory.evidence["errors"] == {"invalid_action_format": 3}
+
+
+async def test_the_last_private_note_is_no_answer_when_the_turns_are_used_up() -> None:
+    call = f'<tool_call>{{"name": "think", "arguments": {{"notes": "{SECRET}"}}}}</tool_call>'
+    environment = ToolEnvironment(ToolOptions(template="qwen3"), tools=tools())
+    trajectory = await _session(environment, [call] * 3, Limits(max_turns=3)).run(
+        EpisodeRequest(task=TASK, run_id="r", group_id="g")
+    )
+    assert trajectory.stop is StopReason.MAX_TURNS
+    assert trajectory.evidence["answer"] is None
+    assert SECRET not in json.dumps(trajectory.evidence)
+
+
+async def test_notes_are_told_to_nobody() -> None:
+    heard: list[ToolEvent] = []
+    environment = ToolEnvironment(tools=tools(), listener=heard.append)
+    await environment.reset(TASK)
+    await environment.step(native(("think", {"notes": SECRET}), ("look_up", {"word": "a"})))
+    await environment.step(native(("final", {"answer": "done"})))
+    assert heard == [
+        ToolCallStarted(call_id="id1", name="look_up", arguments='{"word": "a"}'),
+        ToolResult(call_id="id1", name="look_up", content="found a 1 times"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "answer", ['{"__internal": true, "ok": false}', '{"visible_to_user": false}', "", "null", "None"]
+)
+async def test_an_answer_that_looks_internal_is_delivered(answer: str) -> None:
+    environment = await opened()
+    assert (await environment.step(native(("final", {"answer": answer})))).terminated
+    assert await answer_of(environment) == answer
+
+
+async def test_a_result_that_looks_internal_is_shown() -> None:
+    def odd() -> dict[str, bool]:
+        """Odd."""
+        return {"__internal": True, "visible_to_user": False}
+
+    heard: list[ToolEvent] = []
+    environment = ToolEnvironment(tools=(FunctionTool(odd),), listener=heard.append)
+    await environment.reset(TASK)
+    await environment.step(native(("odd", {})))
+    assert heard[-1] == ToolResult(call_id="id0", name="odd", content='{"__internal": true, "visible_to_user": false}')
+
+
+def test_parameters_are_a_json_schema() -> None:
+    for tool in tools():
+        function: Any = tool.openai_tool()["function"]
+        assert function["parameters"]["type"] == "object" and isinstance(function["parameters"]["properties"], dict)
+
+
+async def test_an_argument_may_have_any_name() -> None:
+    def search(context: str, name: str, arguments: str, call: int) -> str:
+        """Search."""
+        return f"{context} {name} {arguments} {call}"
+
+    environment = await opened(FunctionTool(search))
+    given = {"context": "a", "name": "b", "arguments": "c", "call": 4}
+    observation = await environment.step(native(("search", given)))
+    assert observation.messages[0].content == "a b c 4"
+
+
+async def test_calls_after_the_answer_are_refused_by_name() -> None:
+    environment = await opened()
+    calls = [("look_up", {"word": "a"}), ("final", {"answer": "x"}), ("look_up", {"word": "b"}), ("nothing", {})]
+    observation = await environment.step(native(*calls))
+    assert observation.terminated and await answer_of(environment) == "x"
+    assert [message.tool_call_id for message in observation.messages] == ["id0", "id1", "id2", "id3"]
+    assert codes(observation) == ["ignored_after_final"] * 2
+    assert "'look_up'" in (observation.messages[2].content or "") and "'nothing'" in (
+        observation.messages[3].content or ""
+    )
+
+
+async def test_a_refused_final_call_ends_nothing() -> None:
+    environment = await opened()
+    observation = await environment.step(native(("final", {}), ("look_up", {"word": "b"})))
+    assert not observation.terminated and codes(observation) == ["invalid_arguments"]
+    assert observation.messages[1].content == "found b 1 times"
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+async def test_results_belong_to_their_calls_in_order_or_in_parallel(parallel: bool) -> None:
+    slow = Slow(parallel=parallel)
+    environment = await opened(*tools(slow))
+    observation = await environment.step(native(*(("slow", {"n": n}) for n in range(3)), ("look_up", {"word": "w"})))
+    assert [(message.tool_call_id, message.content) for message in observation.messages] == [
+        ("id0", "slow 0"),
+        ("id1", "slow 1"),
+        ("id2", "slow 2"),
+        ("id3", "found w 1 times"),
+    ]
+    assert slow.log[:3] == (["+0", "+1", "+2"] if parallel else ["+0", "-0", "+1"])
+
+
+async def test_parallel_calls_after_the_answer_are_refused_too() -> None:
+    slow = Slow(parallel=True)
+    environment = await opened(*tools(slow))
+    observation = await environment.step(native(("final", {"answer": "x"}), ("slow", {"n": 1}), ("slow", {"n": 2})))
+    assert codes(observation) == ["ignored_after_final"] * 2 and slow.log == []
+
+
+async def test_the_opening_is_the_same_on_every_day_and_has_one_system_message() -> None:
+    wire = [
+        {"role": "system", "content": "Speak Latin."},
+        {"role": "user", "content": "one"},
+        {"role": "system", "content": "Be brief."},
+    ]
+    task = TASK.model_copy(update={"data": {"messages": wire}})
+    openings = [(await ToolEnvironment(tools=tools()).reset(task)).messages for _ in range(2)]
+    assert openings[0] == openings[1]
+    system, *rest = openings[0]
+    assert system.role == "system" and [message.role for message in rest] == ["user", "user"]
+    assert (system.content or "").endswith("\n\nSpeak Latin.\n\nBe brief.")
+    assert not any(str(year) in (system.content or "") for year in range(2000, 2100))
+
+
+async def test_what_was_called_before_stays_in_the_history() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "look_up", "arguments": '{"word":  "a"}'}}
+    wire = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "found"},
+    ]
+    task = Task(id="t", environment="tools", instruction="two", data={"messages": wire})
+    _, *rest = (await ToolEnvironment(tools=tools()).reset(task)).messages
+    assert [message.role for message in rest] == ["user", "assistant", "tool", "user"]
+    assert rest[1].tool_calls == (ToolCall(id="c1", name="look_up", arguments='{"word":  "a"}'),)
+    assert rest[2].tool_call_id == "c1"
+
+
+async def test_tools_in_the_text_are_shown_as_the_family_itself_shows_them() -> None:
+    def odd(text: str) -> str:
+        """Reads <b> & 'quotes', and ümlauts."""
+        return text
+
+    given = (FunctionTool(odd), FinalTool())
+    environment = ToolEnvironment(ToolOptions(template="qwen3", system_prompt="Be good."), tools=given)
+    opening = (await environment.reset(TASK)).messages
+    asked = (Message(role="system", content="Be good."), Message(role="user", content="How many?"))
+    template = make_template("qwen3")
+    assert template.render(opening) == template.render(asked, [tool.openai_tool() for tool in given])
+    assert environment.offered_tools == ()
+    result = await environment.step(
+        said('<tool_call>{"name": "odd", "arguments": {"text": "</tool_call>"}}</tool_call>')
+    )
+    assert [(m.role, m.content) for m in result.messages] == [
+        ("user", "<tool_response>\n</tool_call>\n</tool_response>")
+    ]
+
+
+@pytest.mark.parametrize("family", ["hermes", "smollm2", "llama3", "llama3.1", "qwen2.5", "qwen3-instruct"])
+async def test_every_family_is_told_of_the_tools_once_and_understood(family: str) -> None:
+    environment = ToolEnvironment(ToolOptions(template=family), tools=tools())
+    opening = (await environment.reset(TASK)).messages
+    assert [message.role for message in opening] == ["system", "user"]
+    assert (opening[0].content or "").count('"name": "look_up"') == 1
+    key = "parameters" if family.startswith("llama") else "arguments"
+    call = json.dumps({"name": "final", key: {"answer": "x"}})
+    observation = await environment.step(said(call if key == "parameters" else f"<tool_call>{call}</tool_call>"))
+    assert observation.terminated and await answer_of(environment) == "x"
+
+
+# Without a tool that ends the episode, the model speaks.
+
+
+@pytest.mark.parametrize("template", ["", "qwen3"])
+async def test_thoughts_are_no_part_of_a_spoken_answer(template: str) -> None:
+    environment = await opened(FunctionTool(look_up), template=template)
+    assert (await environment.step(said(f"<think>{SECRET}</think>\n\nIt is three."))).terminated
+    assert await answer_of(environment) == "It is three."
+
+
+@pytest.mark.parametrize("words", [f"<think>{SECRET}", f"<think>{SECRET}</think>", f"{SECRET}</think>  "])
+async def test_a_thought_alone_is_no_answer(words: str) -> None:
+    environment = await opened(FunctionTool(look_up))
+    assert codes(await environment.step(said(words))) == ["no_tool_call"]
+
+
+_WORDS = st.text(alphabet="<think>/ol_ca\nab{}", max_size=20).filter(lambda words: "</think>" not in words)
+_PARTS = st.one_of(
+    _WORDS, _WORDS.map(lambda words: f"<think>{words}</think>"), _WORDS.map(lambda words: f"<tool_call>{words}")
+)
+
+
+@given(
+    thought=st.none() | _WORDS,
+    parts=st.lists(_PARTS, max_size=4).map("".join),
+    template=st.sampled_from(["", "qwen3", "llama3.1"]),
+)
+def test_what_was_said_early_is_how_the_speech_begins(thought: str | None, parts: str, template: str) -> None:
+    """``thought`` is one that the prompt has opened, if any."""
+    options = ToolOptions(template=template, tools=("think",), opens_thought=thought is not None)
+    environment = ToolEnvironment(options)
+    words = parts if thought is None else f"{thought}</think>{parts}"
+    speech = environment.read(said(words)).speech
+    for end in range(len(words) + 1):
+        early = environment.said(words[:end])
+        assert speech.startswith(early) or environment.read(said(words)).problems, (words[:end], early)
+        assert thought is None or end >= len(thought) + len("</think>") or not early, (words[:end], early)
+
+
+# Tools.
+
+
+async def test_a_tool_that_raises_is_feedback() -> None:
+    def broken(word: str) -> str:
+        """Break."""
+        raise KeyError(word)
+
+    heard: list[ToolEvent] = []
+    environment = ToolEnvironment(tools=(FunctionTool(broken),), listener=heard.append)
+    await environment.reset(TASK)
+    assert codes(await environment.step(native(("broken", {"word": "x"})))) == ["tool_runtime_error"]
+    assert heard[-1] == ToolResult(call_id="id0", name="broken", content="KeyError: 'x'", ok=False)
+
+
+async def test_broken_infrastructure_fails_the_episode() -> None:
+    async def away() -> str:
+        """Away."""
+        raise InfrastructureError("the index is away")
+
+    environment = await opened(FunctionTool(away))
+    with pytest.raises(CaughtFailure, match="the index is away"):
+        await environment.step(native(("away", {})))
+
+
+async def test_a_tool_has_a_time_and_a_result_a_length() -> None:
+    async def hang() -> str:
+        """Hang."""
+        await asyncio.sleep(60)
+        return ""
+
+    def much() -> str:
+        """Much."""
+        return "x" * 50
+
+    environment = await opened(FunctionTool(hang), FunctionTool(much), tool_timeout=0.05, max_result_length=10)
+    observation = await environment.step(native(("hang", {}), ("much", {})))
+    assert codes(observation) == ["tool_runtime_error"]
+    assert "did not answer within 0.05 s" in (observation.messages[0].content or "")
+    assert observation.messages[1].content == "xxxxxxxxxx\n[40 characters cut]"
+
+
+class Wrong(ThinkTool):
+    """Has a list for its parameters."""
+
+    parameters = [{"name": "notes"}]  # type: ignore[assignment]  # noqa: RUF012
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((ThinkTool(), ThinkTool()), "'think' is there twice"),
+        ((Wrong(),), "must be the JSON Schema of an object"),
+    ],
+)
+def test_wrong_tools_are_refused_at_once(given: tuple[ToolBase, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ToolEnvironment(tools=given)
+
+
+def test_functions_that_cannot_be_tools_are_refused() -> None:
+    def anything(*words: str) -> str:
+        return ""
+
+    with pytest.raises(ConfigError, match="'anything' cannot be a tool"):
+        FunctionTool(anything)
+
+
+async def test_the_registry_builds_it_with_tools_by_name() -> None:
+    built = registry.build("environments", "tools", {"tools": ["final", f"{__name__}:look_up"], "template": "qwen3"})
+    await built.reset(TASK)
+    assert codes(await built.step(text(("think", {"notes": "x"})))) == ["unknown_tool"]
+    for options, message in (
+        ({"tools": ["finale"]}, "unknown tool 'finale'"),
+        ({"tools": ["no_such_module:X"]}, "cannot be loaded"),
+        ({"tools": ["json:JSONDecoder"]}, "neither a ToolBase nor"),
+        ({"template": "qwen33"}, "unknown chat template 'qwen33'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            registry.build("environments", "tools", options)
+
+
+async def test_it_is_an_environment_as_sessions_need_one() -> None:
+    def make() -> ToolEnvironment:
+        return ToolEnvironment(ToolOptions(template="qwen3"), tools=tools())
+
+    call = '<tool_call>{"name": "look_up", "arguments": {"word": "a"}}</tool_call>'
+    await check_environment(make, TASK, actions=[call, "nothing", call])
+
+
+async def test_a_task_without_a_question_and_a_step_after_the_end_are_errors() -> None:
+    with pytest.raises(BadEnvironmentError, match="asks for nothing"):
+        await ToolEnvironment().reset(Task(id="t", environment="tools"))
+    with pytest.raises(BadEnvironmentError, match=r"data\.messages"):
+        await ToolEnvironment().reset(Task(id="t", environment="tools", data={"messages": [{"content": "x"}]}))
+    environment = await opened()
+    await environment.step(native(("final", {"answer": "x"})))
+    with pytest.raises(BadEnvironmentError, match="not open"):
+        await environment.step(native(("final", {"answer": "y"})))
+    assert await answer_of(environment) == "x"
+
+
+def _session(environment: ToolEnvironment, script: list[str], limits: Limits) -> AgentSession:
+    return AgentSession(
+        environment=environment,
+        strategy=StandardReActStrategy(),
+        strategy_spec=StrategySpec(name="StandardReAct"),
+        engine=ScriptedEngine(script),
+        policy=PolicyRef(base_model="scripted"),
+        limits=limits,
+    )
+
+
+def test_a_plain_conversation_needs_no_schema_library() -> None:
+    code = "import sys; from openhands_rl_plugin import ToolEnvironment as E; E(tools=()); "
+    printed = subprocess.run([sys.executable, "-c", code + "print(*sys.modules)"], capture_output=True, text=True)
+    assert printed.returncode == 0 and not {"jsonschema", "torch", "httpx"} & set(printed.stdout.split())

@@ -1,0 +1,194 @@
+"""Figures and comparisons: against what is known from books, from other code's files, and by properties."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openhands_rl_plugin.cli import main
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.types import Score
+from openhands_rl_plugin.evals.report.comparing import compare, mcnemar, sign_permutation
+from openhands_rl_plugin.evals.report.figures import figures_of
+from openhands_rl_plugin.evals.report.reading import RunRecord, read_runs
+from openhands_rl_plugin.evals.report.verifying import with_verifier
+from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind
+from openhands_rl_plugin.testing import example_trajectory
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+RESOLVED, UNRESOLVED = OutcomeKind.RESOLVED, OutcomeKind.UNRESOLVED
+
+
+def run(index: int, kinds: Sequence[OutcomeKind], name: str = "run", **more) -> RunRecord:
+    """A run over tasks t0, t1, ..."""
+    outcomes = tuple(Outcome(instance_id=f"t{at}", run=index, kind=kind, **more) for at, kind in enumerate(kinds))
+    return RunRecord(name=name, index=index, directory=Path(f"/runs/{name}-run_{index}"), outcomes=outcomes)
+
+
+def write(folder: Path, rows: Sequence[dict], metadata: dict | None = None) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "output.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if metadata is not None:
+        (folder / "metadata.json").write_text(json.dumps(metadata))
+    return folder
+
+
+def test_what_is_unknown_is_in_no_rate_of_success():
+    kinds = [RESOLVED, UNRESOLVED, OutcomeKind.TIMED_OUT, OutcomeKind.INFRASTRUCTURE, OutcomeKind.FAILED]
+    (group,) = figures_of([run(0, kinds)])
+    assert group.pass_at_1.mean == pytest.approx(1 / 3) and group.pass_at_1.n == 3
+    assert (group.runs[0].resolved, group.runs[0].known, group.attempts) == (1, 3, 5)
+    assert group.kinds["infrastructure"] == group.kinds["failed"] == group.kinds["timed_out"] == 1
+
+
+def test_several_runs_are_one_group_with_pass_at_k():
+    (group,) = figures_of([run(0, [RESOLVED, UNRESOLVED]), run(1, [UNRESOLVED, UNRESOLVED])])
+    assert [(each.k, each.estimate.mean) for each in group.pass_at_k] == [(1, 0.25), (2, 0.5)]
+    assert group.best_at_k == () and group.pass_at_1.mean == 0.25
+    assert len(figures_of([run(0, [RESOLVED]), run(0, [RESOLVED], "other")])) == 2
+
+
+def test_best_at_k_follows_the_verifier():
+    good, bad = run(0, [RESOLVED] * 4, verifier=0.9), run(1, [UNRESOLVED] * 4, verifier=0.1)
+    (group,) = figures_of([good, bad])
+    assert [each.estimate.mean for each in group.best_at_k] == [0.5, 1.0]
+    misled = run(1, [UNRESOLVED] * 4, verifier=0.95)
+    assert [each.estimate.mean for each in figures_of([good, misled])[0].best_at_k] == [0.5, 0.0]
+
+
+def test_rates_and_sums():
+    odd = {
+        "stuck": True,
+        "answers": 4,
+        "malformed": 1,
+        "turns": 3,
+        "cost": 0.5,
+        "prompt_tokens": 10,
+        "flags": ("exit",),
+        "commands_flagged": 2,
+    }
+    (group,) = figures_of([run(0, [UNRESOLVED] * 3, **odd), run(1, [RESOLVED], turns=5, answers=4)])
+    assert (group.stuck.count, group.stuck.of, group.flagged.value) == (3, 4, 0.75)
+    assert (group.commands_flagged.count, group.commands_flagged.of) == (3, 4)
+    assert group.malformed.value == 3 / 16 and group.cost == 1.5 and group.prompt_tokens == 30 and group.turns == 3.5
+
+
+@pytest.mark.parametrize(
+    ("gained", "lost", "expected"), [(0, 0, 1.0), (1, 0, 1.0), (5, 0, 0.0625), (10, 2, 0.03857421875)]
+)
+def test_mcnemar_against_the_binomial(gained: int, lost: int, expected: float):
+    assert mcnemar(gained, lost) == pytest.approx(expected) == mcnemar(lost, gained)
+
+
+def test_sign_permutation():
+    assert sign_permutation([0.0, 0.0]) == 1.0
+    assert sign_permutation([1.0] * 5) == pytest.approx(2 / 32)
+    assert sign_permutation([0.5] * 40) == pytest.approx(1 / 10_001)
+
+
+@given(st.lists(st.sampled_from([-1.0, -0.5, 0.0, 0.25, 1.0]), max_size=7))
+def test_sign_permutation_is_exact(differences: list[float]):
+    moved = [each for each in differences if each]
+    sums = [abs(sum(a * b for a, b in zip(moved, signs, strict=True))) for signs in product((1, -1), repeat=len(moved))]
+    expected = sum(each >= abs(sum(moved)) - 1e-12 for each in sums) / len(sums)
+    assert sign_permutation(differences) == pytest.approx(expected)
+
+
+def test_a_comparison_is_over_tasks_of_both():
+    before = run(0, [UNRESOLVED] * 6 + [RESOLVED, OutcomeKind.INFRASTRUCTURE], "before")
+    after = run(0, [RESOLVED] * 6 + [UNRESOLVED], "after")
+    found = compare([before], [after])
+    assert (found.tasks, found.only_first, found.only_second, found.test) == (7, 0, 0, "exact McNemar")
+    assert found.p_value == pytest.approx(mcnemar(6, 1)) and len(found.gained) == 6 and found.lost == ("t6",)
+    assert found.difference.mean == pytest.approx(5 / 7) and found.difference.low > 0
+    repeated = compare([before, run(1, [UNRESOLVED] * 7, "before")], [after, run(1, [RESOLVED] * 7, "after")])
+    assert repeated.test == "paired permutation" and 0 < repeated.p_value < 0.1
+    with pytest.raises(ConfigError, match="no graded task in common"):
+        compare([before], [RunRecord(name="x", index=0, directory=Path("/x"))])
+
+
+def test_openhands_own_output_is_read(tmp_path: Path):
+    history = [{"id": 0, "source": "agent", "action": "system"}, {"id": 1, "source": "user", "action": "message"}]
+    history += [{"id": 2, "source": "agent", "action": "run"}, {"id": 3, "source": "agent", "observation": "run"}]
+    usage = {"prompt_tokens": 7, "completion_tokens": 2}
+    metrics = {"accumulated_cost": 0.25, "accumulated_token_usage": usage}
+    stuck = "AgentStuckInLoopError: Agent got stuck in a loop"
+    rows = [
+        {"instance_id": "a", "test_result": {"git_patch": "diff", "report": {"resolved": True}}, "history": history},
+        {"instance_id": "b", "test_result": {"git_patch": "", "report": {"empty_generation": True, "resolved": False}}},
+        {"instance_id": "c", "test_result": {"git_patch": "d", "report": {"error_eval": True, "resolved": False}}},
+        {"instance_id": "d", "test_result": {}, "error": "Timeout after 60 seconds"},
+        {"instance_id": "e", "test_result": {"git_patch": "d"}, "error": stuck, "metrics": metrics},
+        {"instance_id": "f", "test_result": {"git_patch": "d"}, "report": {"resolved": False, "test_timeout": True}},
+    ]
+    folder = write(tmp_path / "gpt_maxiter_30_N_v-run_3", rows)
+    (record,) = read_runs((folder,))
+    kinds = [outcome.kind.value for outcome in record.outcomes]
+    assert kinds == ["resolved", "empty_patch", "infrastructure", "empty_patch", "ungraded", "timed_out"]
+    assert (record.index, record.outcomes[0].turns, record.outcomes[3].timed_out) == (3, 1, True)
+    assert record.outcomes[4].stuck and record.outcomes[4].cost == 0.25 and record.outcomes[4].prompt_tokens == 7
+
+
+async def test_scores_of_a_verifier_come_from_the_store(tmp_path: Path):
+    trajectory = example_trajectory()
+    async with FileTrajectoryStorage(tmp_path / "store") as storage:
+        await storage.add(trajectory)
+        versions = (("verifier-1", 0.2), ("tests-1", 1.0), ("verifier-2", 0.7), ("verifier-1", 0.3))
+        await storage.add_scores(
+            [Score(trajectory_id=trajectory.id, reward=reward, reward_version=name) for name, reward in versions]
+        )
+        record = run(0, [RESOLVED], trajectory_id=trajectory.id)
+        for version, expected in (("verifier-2", 0.7), ("verifier-1", 0.3), ("judge", None)):
+            (found,) = await with_verifier([record], storage, version)
+            assert found.outcomes[0].verifier == expected
+
+
+def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    metadata = {"agent_class": "RLAgent", "llm_config": {"model": "m"}, "dataset": "d", "data_split": "test"}
+    for name, resolved in (("a", [False, False, True]), ("b", [True, True, True])):
+        for number in range(2):
+            rows = [
+                {"instance_id": f"<t{at}>", "test_result": {"git_patch": "x", "report": {"resolved": each}}}
+                for at, each in enumerate(resolved)
+            ]
+            write(tmp_path / name / f"m_maxiter_5_N_{name}-run_{number}", rows, metadata)
+    assert main(["report", str(tmp_path / "a"), "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "0.333" in said and "pass@1" in said and "4 unresolved" in said
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.startswith("<!doctype html>") and "<svg" in page and "http" not in page.replace("http://www.w3.org", "")
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["groups"][0]["pass_at_1"]["n"] == 3
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json", "--out", str(tmp_path / "both")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["comparison"]["gained"] == ["<t0>", "<t1>"] and found["comparison"]["test"] == "paired permutation"
+    assert "&lt;t0&gt;" in (tmp_path / "both" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"instance_id": "a", "test_result": {}}\n{broken\n', "line 2 is not JSON"),
+        ('{"id": "a"}\n', "has no instance_id"),
+        ('{"instance_id": "a", "test_result": {"outcome": {"kind": "nice"}}}\n', "a: test_result.outcome is damaged"),
+    ],
+)
+def test_bad_files_are_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, said: str):
+    (tmp_path / "output.jsonl").write_text(content)
+    assert main(["report", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert said in error and len(error.splitlines()) == 1
+
+
+def test_nothing_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["report", str(tmp_path)]) == 1 and "no run of an evaluation" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "nowhere")]) == 1 and "no such file" in capsys.readouterr().err
+    write(tmp_path / "empty", [])
+    assert main(["report", str(tmp_path / "empty")]) == 0
+    assert math.isnan(figures_of(read_runs((tmp_path / "empty",)))[0].pass_at_1.mean)

@@ -1,0 +1,122 @@
+"""A small back end: instances of temporary git repositories, graded by a command of their row."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.evals.swe.types import Checkout, Flag, Instance, TestsStatus, Verdict, VerdictKind
+
+WHO = ["-c", "user.name=a", "-c", "user.email=a@b"]
+CHECK = "adder.py adds right"
+
+
+def git(directory: Path, *words: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *WHO, *words], cwd=directory, input=stdin, capture_output=True, text=True)
+
+
+def make_instances(folder: Path, count: int) -> tuple[Instance, ...]:
+    """``count`` instances of one repository whose ``adder.py`` is wrong."""
+    origin = folder / "origin"
+    origin.mkdir(parents=True)
+    (origin / "adder.py").write_text("def add(a, b):\n    return a - b\n")
+    git(origin, "init", "-q", "-b", "main")
+    git(origin, "add", "-A")
+    git(origin, "commit", "-qm", "start")
+    base = git(origin, "rev-parse", "HEAD").stdout.strip()
+    return tuple(
+        Instance(
+            instance_id=f"owner__adder-{number}",
+            repo="owner/adder",
+            version="1.0",
+            base_commit=base,
+            problem_statement=f"add(2, 3) must be 5 ({number})",
+            patch=FIX,
+            fail_to_pass=(CHECK,),
+            extra={"origin": str(origin), "number": number},
+        )
+        for number in range(count)
+    )
+
+
+FIX = """\
+diff --git a/adder.py b/adder.py
+--- a/adder.py
++++ b/adder.py
+@@ -1,2 +1,2 @@
+ def add(a, b):
+-    return a - b
++    return a + b
+"""
+
+
+class GitBackend:
+    """Clones the origin; grades by calling ``add``. ``outages`` gradings fail first, as if the machine was full."""
+
+    name = "git"
+
+    def __init__(self, folder: Path, *, outages: int = 0, lost_checkouts: int = 0) -> None:
+        self._folder = folder
+        self.outages = outages
+        self.lost_checkouts = lost_checkouts
+        self.graded: list[str] = []
+        self.checked_out: list[str] = []
+
+    async def check(self) -> None:
+        return None
+
+    async def checkout(self, instance: Instance, directory: Path) -> Checkout:
+        if self.lost_checkouts:
+            self.lost_checkouts -= 1
+            raise InfrastructureError("the mirror is away")
+        if "origin" not in instance.extra:
+            raise ConfigError("nothing is known about this row")
+        self.checked_out.append(instance.instance_id)
+        await asyncio.to_thread(self._clone, instance, directory)
+        return Checkout(directory=directory, variables={"INSTANCE": instance.instance_id})
+
+    async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> Verdict:
+        if self.outages:
+            self.outages -= 1
+            return Verdict(instance_id=instance.instance_id, kind=VerdictKind.INFRASTRUCTURE, reason="the disk is full")
+        self.graded.append(instance.instance_id)
+        return await asyncio.to_thread(self._grade, instance, patch)
+
+    async def close(self) -> None:
+        return None
+
+    def _clone(self, instance: Instance, directory: Path) -> None:
+        git(directory.parent, "clone", "-q", str(instance.extra["origin"]), str(directory))
+        git(directory, "remote", "remove", "origin")
+
+    def _grade(self, instance: Instance, patch: str) -> Verdict:
+        started = time.perf_counter()
+        kind, flags = self._judge(instance, patch)
+        status = TestsStatus(success=(CHECK,)) if kind is VerdictKind.RESOLVED else TestsStatus(failure=(CHECK,))
+        return Verdict(
+            instance_id=instance.instance_id,
+            kind=kind,
+            fail_to_pass=status,
+            flags=flags,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _judge(self, instance: Instance, patch: str) -> tuple[VerdictKind, tuple[Flag, ...]]:
+        if not patch.strip():
+            return VerdictKind.EMPTY_PATCH, ()
+        directory = self._folder / uuid.uuid4().hex
+        directory.mkdir(parents=True)
+        self._clone(instance, directory / "work")
+        if git(directory / "work", "apply", "-", stdin=patch).returncode:
+            return VerdictKind.UNAPPLIED, ()
+        code = "import adder; assert adder.add(2, 3) == 5; print('added')"
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", code], cwd=directory / "work", capture_output=True, text=True
+        )
+        flags = (Flag(rule="exit", where="adder.py"),) if "sys.exit" in patch else ()
+        return (VerdictKind.RESOLVED if done.stdout == "added\n" else VerdictKind.UNRESOLVED), flags

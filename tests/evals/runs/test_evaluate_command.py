@@ -1,0 +1,241 @@
+"""The command and the scripts: what they say before anything is played, and their bad inputs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from git_backend import make_instances
+
+from openhands_rl_plugin.cli import main
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.evals.runs.llm import KEY_VARIABLE, evaluated_model
+from openhands_rl_plugin.evals.runs.prompts import instruction_of
+from openhands_rl_plugin.evals.runs.selection import Selection
+from openhands_rl_plugin.evals.swe.rows import row_of
+from openhands_rl_plugin.evals.swe.types import Instance
+
+ROOT = Path(__file__).parents[3]
+SCRIPTS = sorted(file for file in (ROOT / "evaluation" / "scripts").glob("*.sh") if file.name != "common.sh")
+CONFIG = """\
+[llm]
+num_retries = 7
+[llm.eval]
+model = "openai/org/qwen"
+base_url = "http://127.0.0.1:1/v1"
+api_key = "sk-planted-0123456789abcdef"
+temperature = 0.25
+input_cost_per_token = 0.5
+[rl]
+rollout_strategy = "BestOfN"
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(KEY_VARIABLE, "")
+    file = tmp_path / "config.toml"
+    file.write_text(CONFIG)
+    return file
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row_of(each)) + "\n" for each in make_instances(tmp_path, 5)))
+    return file
+
+
+def test_a_dry_run_says_what_would_be_done(
+    rows: Path, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = ["evaluate", str(rows), "--llm", "llm.eval", "--config", str(config), "--out", str(tmp_path / "out")]
+    assert main([*words, "--agent", "RLAgent", "--runs", "2", "--include", "*-1", "*-3", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "2 instances, 2 runs" in said and "RLAgent with BestOfN" in said and "org/qwen at http://127.0.0.1:1" in said
+    assert "rows-test/RLAgent/qwen_maxiter_50_N_v1-run_1" in said and "temperature 1, 0 done" in said
+    assert not (tmp_path / "out").exists() and "sk-planted" not in said
+    assert main([*words, "--dry-run"]) == 0
+    assert "temperature 0.25, 0 done" in capsys.readouterr().out, "a stock agent samples as the model's section says"
+
+
+NOTED = {"strategy": "BestOfN", "strategy_options": {"n": 4}, "temperature": 1.0, "seed": 0}
+SAME = ["--strategy", "BestOfN", "--strategy-option", "n=4"]
+
+
+@pytest.mark.parametrize(
+    ("details", "words", "said"),
+    [
+        (NOTED, SAME, ""),
+        (NOTED, [], "(strategy_options.n: 4, now null)"),
+        (NOTED, ["--strategy", "MCTS"], 'strategy: "BestOfN", now "MCTS"; strategy_options.n: 4, now null)'),
+        (NOTED, [*SAME, "--seed", "1"], "(seed: 0, now 1)"),
+        (NOTED, [*SAME, "--top-p", "0.5"], "(top_p: 1.0, now 0.5)"),
+        (NOTED, ["--strategy", "MCTS", "--note", "v2"], ""),
+        # As older versions noted it, or not at all.
+        ({"strategy": None, "strategy_options": {}, "temperature": 0.0}, [], ""),
+        ({"strategy": None, "strategy_options": {"n": 2}}, ["--strategy", "MCTS"], 'rollout_strategy", now "MCTS")'),
+        ({"strategy": "ToT", "strategy_options": {}}, ["--strategy", "MCTS"], '(strategy: "ToT", now "MCTS")'),
+        ({}, ["--strategy", "MCTS"], ""),
+        (None, ["--strategy", "MCTS"], ""),
+    ],
+)
+@pytest.mark.parametrize("noted_in", ["metadata.json", "output.jsonl"])
+def test_results_are_not_shown_as_those_of_other_settings(
+    details: dict | None,
+    words: list[str],
+    said: str,
+    noted_in: str,
+    rows: Path,
+    config: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    directory = tmp_path / "out/rows-test/RLAgent/qwen_maxiter_50_N_v1-run_0"
+    directory.mkdir(parents=True)
+    metadata = {} if details is None else {"llm_config": {"model": "openai/org/qwen", "top_p": 1.0}, "details": details}
+    if noted_in == "metadata.json":
+        (directory / noted_in).write_text(json.dumps(metadata))
+    row = {"instance_id": "owner__adder-1", **({"metadata": metadata} if noted_in == "output.jsonl" else {})}
+    (directory / "output.jsonl").write_text(json.dumps(row) + "\n")
+    command = ["evaluate", str(rows), "--llm", "eval", "--config", str(config), "--out", str(tmp_path / "out")]
+    assert main([*command, "--agent", "RLAgent", *words, "--dry-run"]) == (1 if said else 0)
+    printed = capsys.readouterr()
+    if said:
+        (line,) = printed.err.splitlines()
+        assert said in line and str(directory) in line and "--note or another --out" in line
+    else:
+        assert f"{0 if '--note' in words else 1} done" in printed.out
+
+
+def test_whose_adapter_is_evaluated(rows: Path, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A version of an adapter is no base model, or nothing could be trained on its episodes."""
+    config.write_text(CONFIG + '[rl.serving]\nmodel = "org/base"\n')
+    words = ["evaluate", str(rows), "--agent", "RLAgent", "--out", str(tmp_path / "out"), "--dry-run"]
+    words += ["--base-url", "http://127.0.0.1:1/v1", "--api-key-env", ""]
+    for options, said in (
+        (["--model", "policy-v000007", "--config", str(config)], "policy-v000007 on org/base at"),
+        (["--model", "policy-v000007", "--base-model", "other"], "policy-v000007 on other at"),
+        (["--model", "org/sgl:policy-v000007", "--config", str(config)], "policy-v000007 on org/sgl at"),
+        (["--model", "org/base", "--config", str(config)], "model: org/base at"),
+        (["--model", "policy-v000007", "--agent", "CodeActAgent", "--base-model", "b"], "policy-v000007 on b at"),
+    ):
+        assert main([*words, *options]) == 0
+        assert said in capsys.readouterr().out
+    assert main([*words, "--model", "policy-v000007"]) == 1
+    assert "policy-v000007 is a version of an adapter: name the model that it adapts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["swe-bench-light"], "did you mean 'swe-bench-lite'"),
+        (["ROWS", "--include", "owner__adder-9"], "owner__adder-"),
+        (["ROWS", "--include", "django__*"], "no instance matches 'django__*'"),
+        (["ROWS", "--runs", "0"], "--runs"),
+        (["ROWS", "--llm", "evil"], "did you mean 'eval'"),
+        (["ROWS", "--agent", "RLAgent", "--strategy", "BestOfM"], "BestOfN"),
+        (["ROWS", "--agent", "RLAgent", "--strategy-option", "n"], "NAME=VALUE"),
+        (["ROWS", "--strategy", "BestOfN"], "--strategy: only RLAgent has a strategy, not CodeActAgent"),
+        (["ROWS", "--strategy", "Nonsense"], "give --agent RLAgent too"),
+        (["ROWS", "--strategy-option", "n=2"], "--strategy-option: only RLAgent has a strategy"),
+        (["ROWS", "--agent", "RLAgent", "--temperature", "0.7"], "BestOfN samples at a temperature of its own (1)"),
+        (
+            ["ROWS", "--agent", "RLAgent", "--strategy", "MCTS", "--temperatures", "0,0.5"],
+            "--temperatures: MCTS samples at a temperature of its own (1): set that with --strategy-option temperature",
+        ),
+        (["ROWS", "--temperatures", "0;1"], "numbers with commas"),
+        (["ROWS", "--api-key-env", "NOT_THERE_AT_ALL"], "NOT_THERE_AT_ALL is not set"),
+        (["environment", "--agent", "RLAgent"], "--tasks N"),
+        (["webshop"], "webshop is an environment, which only RLAgent can play, not CodeActAgent"),
+        (["swe-local", "--dataset-file", "nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_wrong_options_are_clear_lines(
+    rows: Path, config: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+):
+    given = [str(rows) if word == "ROWS" else word for word in words]
+    llm = [] if "--llm" in words else ["--llm", "eval"]
+    assert main(["evaluate", *given, *llm, "--config", str(config), "--dry-run"]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_the_model_of_a_section(config: Path):
+    model = evaluated_model({"top_p": 0.5}, config, "eval")
+    assert (model.name, model.num_retries, model.temperature, model.top_p) == ("org/qwen", 7, 0.25, 0.5)
+    assert model.api_key_env == KEY_VARIABLE and "sk-planted" not in model.model_dump_json()
+    assert model.as_llm_config()["api_key"] == "******" and model.cost(4, 9) == 2.0
+    assert evaluated_model({"model": "m", "base_url": "http://x/v1"}).cost(1, 1) is None
+    with pytest.raises(ConfigError, match="--base-url"):
+        evaluated_model({"model": "anthropic/claude"})
+    with pytest.raises(ConfigError, match="no model is named"):
+        evaluated_model({})
+
+
+def test_selection_keeps_the_order_unless_it_is_shuffled():
+    ids = [f"t{number}" for number in range(6)]
+    assert Selection(exclude=("t[0-3]",)).of(ids, str) == ("t4", "t5")
+    shuffled = Selection(shuffle=1, limit=3).of(ids, str)
+    assert shuffled == Selection(shuffle=1, limit=3).of(ids, str) and len(set(shuffled)) == 3
+    assert Selection(include=("t5", "t0")).of(ids, str) == ("t0", "t5")
+
+
+def test_the_instruction_is_swe_gyms():
+    instance = Instance(
+        instance_id="a",
+        repo="psf/requests",
+        version="2.0",
+        base_commit="c",
+        problem_statement="It {breaks} {directory}",
+    )
+    said = instruction_of(instance)
+    lines = said.splitlines()
+    assert lines[:4] == [
+        "<uploaded_files>",
+        "/workspace/psf__requests__2.0",
+        "</uploaded_files>",
+        "I've uploaded a python code repository in the directory psf__requests__2.0. "
+        "Consider the following PR description:",
+    ]
+    assert lines[5:8] == ["<pr_description>", "It {breaks} {directory}", "</pr_description>"]
+    assert lines[-1] == "Your thinking should be thorough and so it's fine if it's very long." and said.endswith("\n")
+    assert len(lines) == 19 and all(not line.endswith(" ") for line in lines)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_every_script_explains_itself(script: Path):
+    done = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith(script.name) and not done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "said"),
+    [
+        ("rollout-swe-train-full.sh", ["eval", "t1"], "20 runs, 64 at a time"),
+        ("rollout-swe-train-full.sh", ["eval", "t1", "2"], "2 runs"),
+        ("rollout-swe-train-lite.sh", ["eval", "t1"], "SWE-Gym/SWE-Gym-Lite"),
+        ("rollout-eval-lite.sh", ["eval", "8", "3"], "3 runs, 8 at a time"),
+        ("rollout-eval-verified.sh", ["eval"], "qwen_maxiter_100_N_v2.2-no-hint-t0-run_0"),
+    ],
+)
+def test_rollout_scripts(script: str, words: list[str], said: str, config: Path, tmp_path: Path):
+    program = f"{sys.executable} -m openhands_rl_plugin.cli"
+    done = subprocess.run(
+        [ROOT / "evaluation" / "scripts" / script, *words, "--dry-run"],
+        env={"PATH": "/usr/bin:/bin", "CONFIG": str(config), "OPENHANDS_RL": program, "OUT": str(tmp_path)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout
+
+
+def test_a_script_that_lacks_something_says_so(tmp_path: Path):
+    script = ROOT / "evaluation" / "scripts" / "eval-swebench-lite.sh"
+    done = subprocess.run([script, "output.jsonl", "4"], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
+    assert done.returncode and "DATASET_FILE" in done.stderr

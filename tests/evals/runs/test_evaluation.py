@@ -1,0 +1,277 @@
+"""Evaluations end to end: a scripted model, real controllers, real sandboxes, real repositories."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from git_backend import GitBackend, make_instances
+
+from evaluation.performance.instant_model import instant_model, script
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import JsonObject, Score, Trajectory
+from openhands_rl_plugin.evals.report.reading import read_runs
+from openhands_rl_plugin.evals.runs.backends import make_backend
+from openhands_rl_plugin.evals.runs.composing import evaluate, settings_of
+from openhands_rl_plugin.evals.runs.judged import Entry
+from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
+from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind
+from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
+from openhands_rl_plugin.evals.runs.run_files import RunFiles
+from openhands_rl_plugin.evals.runs.suites import Suite, environment_entries, find_suite, software_entry
+from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+
+SUITE = Suite(name="adders", dataset="owner/adders", split="test")
+FIXED = [{"bash": "sed -i s/-/+/ adder.py"}, {"finish": "done"}]
+SPOILT = [{"bash": "echo 'import sys; sys.exit(0)' >> adder.py; sed -i 's/a - b/a * b/' adder.py"}, {"finish": "done"}]
+NOTHING = [{"bash": "echo $INSTANCE; pwd; git log --all"}, {"text": "I do not know."}, {"finish": "gave up"}]
+LOOPING = [{"bash": "echo again"}]
+OTHER = {"strategy": "", "strategy_options": {}, "seed": 7}
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[str]:
+    with instant_model() as url:
+        yield url
+
+
+def entries_of(instances: Sequence[Instance], scripts: Sequence[list[dict[str, str]]]) -> tuple[Entry, ...]:
+    """Each instance with the script of the model in its problem statement."""
+    pairs = zip(instances, scripts, strict=True)
+    return tuple(
+        software_entry(each.model_copy(update={"problem_statement": script(replies)}), SUITE) for each, replies in pairs
+    )
+
+
+def plan_for(model: str, out: Path, **more) -> EvaluationPlan:
+    evaluated = EvaluatedModel(
+        name="org/instant", base_url=model, input_cost_per_token=0.001, output_cost_per_token=0.01, num_retries=1
+    )
+    given = {"agent": "CodeActAgent", "workers": 4, "graders": 2, "max_iterations": 12, "timeout": 60.0, **more}
+    plan = {"suite": SUITE.name, "dataset": SUITE.dataset, "split": SUITE.split, "model": evaluated, "out": out}
+    return EvaluationPlan.model_validate({**plan, **given})
+
+
+async def played(
+    plan: EvaluationPlan, entries: Sequence[Entry], backend: GitBackend | None, suite: Suite = SUITE, **more
+) -> list[Outcome]:
+    """What a run of the plan does, in the order in which it ends."""
+    outcomes: list[Outcome] = []
+    async with FileTrajectoryStorage(plan.out / "trajectories") as storage:
+        await evaluate(
+            plan,
+            suite,
+            entries,
+            settings=settings_of(plan, None),
+            storage=storage,
+            backend=backend,
+            started=lambda _: outcomes.append,
+            **more,
+        )
+    return outcomes
+
+
+async def stored(plan: EvaluationPlan) -> list[tuple[Trajectory, tuple[Score, ...]]]:
+    async with FileTrajectoryStorage(plan.out / "trajectories") as storage:
+        return [found async for found in storage.find(TrajectoryFilter(finished=None))]
+
+
+def lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+async def test_a_run_is_only_gone_on_with_by_the_strategy_that_played_it(model: str, tmp_path: Path):
+    entries = entries_of(make_instances(tmp_path, 2), [FIXED, FIXED])
+    one = plan_for(model, tmp_path / "out", agent="RLAgent")
+    assert len(await played(one, entries[:1], GitBackend(tmp_path / "grade"))) == 1
+    search = one.model_copy(update={"strategy": "BestOfN", "strategy_options": {"n": 2, "value": "model"}})
+    for plan, said in ((search, 'strategy: "StandardReAct", now "BestOfN"'), (search.model_copy(update=OTHER), "seed")):
+        with pytest.raises(ConfigError, match=said):
+            await played(plan, entries, GitBackend(tmp_path / "grade"))
+    assert len(await played(one, entries, GitBackend(tmp_path / "grade"))) == 1, "the same goes on"
+
+    noted = search.model_copy(update={"note": "search"})
+    assert len(await played(noted, entries[:1], GitBackend(tmp_path / "grade"))) == 1
+    (run,) = read_runs((noted.run_directory(noted.each_run()[0]),))
+    details = run.metadata["details"]
+    assert isinstance(details, dict) and details["strategy"] == "BestOfN" and details["temperature"] == 1.0
+    assert details["strategy_options"] == {"n": 2, "value": "model"}
+    warmer = noted.model_copy(update={"strategy_options": {"n": 2, "value": "model", "temperature": 0.5}})
+    with pytest.raises(ConfigError, match=r"strategy_options.temperature: null, now 0.5"):
+        await played(warmer, entries, GitBackend(tmp_path / "grade"))
+
+
+async def test_a_run_from_the_checkout_to_the_report(model: str, tmp_path: Path):
+    instances = make_instances(tmp_path, 4)
+    entries = entries_of(instances, [FIXED, SPOILT, NOTHING, LOOPING])
+    plan = plan_for(model, tmp_path / "out")
+    outcomes = {each.instance_id[-1]: each for each in await played(plan, entries, GitBackend(tmp_path / "grade"))}
+    assert {name: each.kind for name, each in outcomes.items()} == {
+        "0": OutcomeKind.RESOLVED,
+        "1": OutcomeKind.UNRESOLVED,
+        "2": OutcomeKind.EMPTY_PATCH,
+        "3": OutcomeKind.EMPTY_PATCH,
+    }
+    assert [outcomes[name].stuck for name in "0123"] == [False, False, False, True]
+    assert outcomes["1"].flags == ("exit",) and outcomes["2"].turns == 3
+    assert [outcomes[name].commands_flagged for name in "0123"] == [0, 0, 1, 0]
+    first = outcomes["0"]
+    assert first.cost == pytest.approx(first.prompt_tokens * 0.001 + first.completion_tokens * 0.01)
+
+    directory = plan.out / "owner__adders-test/CodeActAgent/instant_maxiter_12_N_v1-run_0"
+    rows = {row["instance_id"][-1]: row for row in lines(directory / "output.jsonl")}
+    fields = {"instance_id", "test_result", "instruction", "metadata", "history", "metrics", "instance"}
+    assert set(rows["0"]) == fields and set(rows["3"]) == {*fields, "error"}
+    assert rows["0"]["test_result"]["report"]["resolved"] is True
+    assert "+    return a + b" in rows["0"]["test_result"]["git_patch"]
+    assert rows["2"]["test_result"]["report"]["empty_generation"] is True
+    assert [flag["rule"] for flag in rows["2"]["test_result"]["commands_flagged"]] == ["history"]
+    assert rows["0"]["instruction"].startswith("<uploaded_files>\n/workspace/owner__adder__1.0\n</uploaded_files>\n")
+    assert "owner__adder-2\n/workspace/owner__adder__1.0" in json.dumps(rows["2"]["history"]).replace("\\n", "\n")
+    assert json.loads((directory / "metadata.json").read_text())["llm_config"]["model"] == "openai/org/instant"
+    files = sorted((directory / "llm_completions/owner__adder-2").iterdir())
+    assert len(files) == 3 and {"messages", "response", "kwargs"} <= set(json.loads(files[-1].read_text()))
+    predictions = {each["instance_id"]: each for each in lines(directory / "predictions.jsonl")}
+    assert predictions["owner__adder-0"]["model_name_or_path"] == "org/instant" and len(predictions) == 4
+    report = json.loads((directory / f"org__instant.{directory.name}.json").read_text())
+    assert report["schema_version"] == 2 and report["resolved_ids"] == ["owner__adder-0"]
+    assert (report["total_instances"], report["empty_patch_instances"], report["completed_instances"]) == (4, 2, 2)
+    assert not (plan.out / ".work").exists()
+
+    scores = {trajectory.task.id[-1]: own for trajectory, own in await stored(plan)}
+    assert {name: [score.reward for score in own] for name, own in scores.items()} == {
+        "0": [1.0],
+        "1": [0.0],
+        "2": [0.0],
+        "3": [0.0],
+    }
+    assert (plan.out / "trajectories").stat().st_mode & 0o077 == 0
+    assert not any("a + b" in json.dumps(each.task.data) for each, _ in await stored(plan)), "tasks hold no solution"
+
+
+async def test_a_finished_run_is_not_played_again(model: str, tmp_path: Path):
+    entries = entries_of(make_instances(tmp_path, 2), [FIXED, FIXED])
+    plan = plan_for(model, tmp_path / "out", runs=2, temperatures=(0.0, 0.5))
+    backend = GitBackend(tmp_path / "grade")
+    assert len(await played(plan, entries[:1], backend)) == 2
+    assert len(await played(plan, entries, backend)) == 2
+    assert len(await played(plan, entries, backend)) == 0
+    assert len(backend.checked_out) == len(backend.graded) == 4
+    runs = read_runs((plan.out,))
+    assert [(run.index, len(run.outcomes)) for run in runs] == [(0, 2), (1, 2)]
+    temperatures = {
+        t.run_id[-1]: {node.sampling.temperature for node in t.sampled() if node.sampling}
+        for t, _ in await stored(plan)
+    }
+    assert temperatures == {"0": {0.0}, "1": {0.5}}
+
+
+async def test_infrastructure_is_tried_again_and_never_counts_as_unresolved(model: str, tmp_path: Path):
+    entries = entries_of(make_instances(tmp_path, 2), [FIXED, FIXED])
+    plan = plan_for(model, tmp_path / "out", workers=1, graders=1, retries=1)
+    backend = GitBackend(tmp_path / "grade", lost_checkouts=1, outages=1)
+    assert [each.kind for each in await played(plan, entries, backend)] == [OutcomeKind.RESOLVED] * 2
+
+    plan = plan_for(model, tmp_path / "other", workers=1, graders=1, retries=0)
+    broken = GitBackend(tmp_path / "grade", lost_checkouts=1, outages=1)
+    outcomes = await played(plan, entries, broken)
+    assert [each.kind for each in outcomes] == [OutcomeKind.INFRASTRUCTURE] * 2
+    assert {each.resolved for each in outcomes} == {None}
+    assert {each.reason for each in outcomes} == {"InfrastructureError: the mirror is away", "the disk is full"}
+    (run,) = plan.out.rglob("org__instant.*.json")
+    report = json.loads(run.read_text())
+    assert (report["error_instances"], report["unresolved_instances"]) == (2, 0)
+    again = GitBackend(tmp_path / "grade")
+    assert await played(plan, entries, again) == []
+    assert [each.kind for each in await played(plan, entries, again, retry_failed=True)] == [OutcomeKind.RESOLVED] * 2
+    assert len(again.checked_out) == 1, "the episode whose grading failed is graded, not played again"
+
+
+async def test_rl_agent_with_a_strategy_and_without_grading(model: str, tmp_path: Path):
+    entries = entries_of(make_instances(tmp_path, 1), [FIXED])
+    plan = plan_for(model, tmp_path / "out", agent="RLAgent", strategy="StandardReAct")
+    (outcome,) = await played(plan, entries, GitBackend(tmp_path / "grade"), grade=False)
+    assert (outcome.kind, outcome.turns, outcome.answers) == (OutcomeKind.UNGRADED, 2, 2)
+    (row,) = lines(next(plan.out.rglob("output.jsonl")))
+    assert "+    return a + b" in row["test_result"]["git_patch"] and "report" not in row["test_result"]
+    (outcome,) = await played(plan.model_copy(update={"note": "v2"}), entries, GitBackend(tmp_path / "grade"))
+    assert outcome.kind is OutcomeKind.RESOLVED
+
+
+async def test_the_shop_is_started_for_the_run(model: str, tmp_path: Path):
+    suite = find_suite("webshop")
+    entries = environment_entries(suite, "webshop", None)[:3]
+    plan = plan_for(model, tmp_path / "out", agent="RLAgent", max_iterations=3)
+    plan = plan.model_copy(update={"suite": suite.name, "dataset": suite.dataset, "split": suite.split})
+    outcomes = await played(plan, entries, None, suite)
+    assert [(each.kind, each.reward) for each in outcomes] == [(OutcomeKind.UNRESOLVED, 0.0)] * 3
+    assert {each.stop for each in outcomes} == {"max_turns"}
+    (row, *_) = lines(next(plan.out.rglob("output.jsonl")))
+    assert row["test_result"]["report"] == {"resolved": False} and row["instance"]["environment"] == "webshop"
+    with pytest.raises(ConfigError, match="only RLAgent can play"):
+        await played(plan.model_copy(update={"agent": "CodeActAgent"}), entries, None, suite)
+
+
+async def test_two_processes_do_not_write_the_same_run(model: str, tmp_path: Path):
+    plan = plan_for(model, tmp_path / "out")
+    files = RunFiles(plan.run_directory(plan.each_run()[0]))
+    with pytest.raises(ConfigError, match="another process"):
+        await played(plan, (), GitBackend(tmp_path / "grade"))
+    files.close()
+    assert await played(plan, (), GitBackend(tmp_path / "grade")) == []
+
+
+async def test_a_row_that_cannot_be_set_up_costs_itself_only(model: str, tmp_path: Path):
+    good, bad, large = make_instances(tmp_path, 3)
+    much = [{"bash": "seq 1 300000 > new.txt"}, {"finish": "done"}]
+    entries = entries_of([bad.model_copy(update={"extra": {}}), good, large], [FIXED, FIXED, much])
+    outcomes = await played(plan_for(model, tmp_path / "out"), entries, GitBackend(tmp_path / "grade"))
+    assert {each.instance_id[-1]: (each.kind, each.reason) for each in outcomes} == {
+        "0": (OutcomeKind.RESOLVED, ""),
+        "1": (OutcomeKind.FAILED, "nothing is known about this row"),
+        "2": (OutcomeKind.REFUSED, "the change is larger than a recorded patch may be"),
+    }
+
+
+@pytest.mark.slow
+async def test_the_local_back_end_sets_up_shows_and_grades(model: str, tmp_path: Path):
+    """The environment of an instance is there for the agent, and its tests decide."""
+    (first,) = make_instances(tmp_path, 1)
+    (tmp_path / "mirror" / "owner").mkdir(parents=True)
+    (tmp_path / "origin").rename(tmp_path / "mirror" / "owner" / "adder.git")
+    check = "import adder; print('PASSED' if adder.add(2, 3) == 5 else 'FAILED', 'check.py::adds')"
+    head = "diff --git a/check.py b/check.py\nnew file mode 100644\n--- /dev/null\n+++ b/check.py\n@@ -0,0 +1 @@\n"
+    test_patch = f"{head}+{check}\n"
+    own: JsonObject = {"test_command": "python check.py", "packages": [], "test_files": []}
+    more = {"test_patch": test_patch, "fail_to_pass": ("check.py::adds",), "extra": own}
+    instances = [
+        first.model_copy(update={**more, "instance_id": f"owner__adder-{name}"}) for name in ("fixed", "spoilt", "odd")
+    ]
+    look = {"bash": "which python; python -c 'import sys; print(sys.prefix)'; ls /testbed"}
+    entries = list(entries_of(instances[:2], [[look, *FIXED], [look, *SPOILT]]))
+    odd = instances[2].model_copy(update={"base_commit": "0" * 40})
+    entries.append(software_entry(odd, SUITE))
+    plan = plan_for(model, tmp_path / "out", agent="RLAgent", retries=0)
+    async with FileTrajectoryStorage(plan.out / "trajectories") as storage:
+        backend = make_backend("local", mirror=tmp_path / "mirror", cache=tmp_path / "cache")
+        settings = settings_of(plan, None)
+        await evaluate(plan, SUITE, entries, settings=settings, storage=storage, backend=backend)
+        await backend.close()
+    (run,) = read_runs((plan.out,))
+    kinds = {outcome.instance_id.rpartition("-")[2]: outcome.kind for outcome in run.outcomes}
+    assert kinds == {
+        "fixed": OutcomeKind.RESOLVED,
+        "spoilt": OutcomeKind.UNRESOLVED,
+        "odd": OutcomeKind.INFRASTRUCTURE,
+    }, [outcome.reason for outcome in run.outcomes]
+    rows = {row["instance_id"].rpartition("-")[2]: row for row in lines(next(plan.out.rglob("output.jsonl")))}
+    said = json.dumps(rows["fixed"]["history"])
+    assert "/envs/testbed/bin/python" in said and "adder.py" in said
+    assert rows["fixed"]["test_result"]["verdict"]["fail_to_pass"]["success"] == ["check.py::adds"]

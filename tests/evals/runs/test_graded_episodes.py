@@ -1,0 +1,60 @@
+"""Software tasks in a training loop: every episode ends with the verdict of its tests, as a stored score."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from git_backend import GitBackend, make_instances
+
+from evaluation.performance.instant_model import instant_model, script
+from openhands_rl_plugin.apps.loop.graded import GradedRunner
+from openhands_rl_plugin.config.registry import build
+from openhands_rl_plugin.core.types import PolicyRef
+from openhands_rl_plugin.evals.runs.composing import open_player, open_runner, options_of, settings_of
+from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
+from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
+from openhands_rl_plugin.evals.runs.suites import Suite, software_entry
+from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
+from openhands_rl_plugin.rollout.rescoring import rescore, stored_rewards
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+SUITE = Suite(name="adders", dataset="owner/adders", split="test")
+FIXED = script([{"bash": "sed -i s/-/+/ adder.py"}, {"finish": "done"}])
+SPOILT = script([{"bash": "sed -i 's/a - b/a * b/' adder.py"}, {"finish": "done"}])
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+async def test_an_episode_ends_with_its_verdict(tmp_path: Path):
+    instances = make_instances(tmp_path, 2)
+    entries = [
+        software_entry(instance.model_copy(update={"problem_statement": said}), SUITE)
+        for instance, said in zip(instances, (FIXED, SPOILT), strict=True)
+    ]
+    reward, backend = build("rewards", "tests"), GitBackend(tmp_path / "grade")
+    with instant_model() as url:
+        model = EvaluatedModel(name="org/instant", base_url=url, num_retries=1)
+        given = {"agent": "RLAgent", "workers": 2, "graders": 2, "max_iterations": 6, "timeout": 60.0}
+        plan = EvaluationPlan.model_validate(
+            {"suite": SUITE.name, "dataset": SUITE.dataset, "split": "test", "model": model, "out": tmp_path, **given}
+        )
+        settings, options = settings_of(plan, None), options_of(plan, SUITE, 0)
+        rollout = RolloutPlan(
+            run_id="loop/iteration-000",
+            tasks=tuple(entry.task.model_copy(update={"limits": plan.limits()}) for entry in entries),
+            served_model="policy-v000003",
+        )
+        async with (
+            FileTrajectoryStorage(tmp_path / "trajectories") as storage,
+            open_runner(settings, options, storage, 0) as runner,
+        ):
+            spec = options.strategy_spec(settings)
+            player = open_player(plan, runner, spec, storage, backend, tmp_path / "checkouts")
+            played = await roll_out(rollout, GradedRunner(player, entries), storage)
+            report = await rescore(storage, reward)
+            rewards = await stored_rewards(storage, reward.version, played)
+    assert rewards == [1.0, 0.0] and (report.scored, report.already_scored) == (0, 2)
+    expected = PolicyRef(base_model="org/instant", adapter="policy", version=3)
+    assert [trajectory.policy for trajectory in played] == [expected] * 2
+    assert sorted(backend.graded) == [instance.instance_id for instance in instances]

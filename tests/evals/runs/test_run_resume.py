@@ -1,0 +1,131 @@
+"""Evaluations that are killed and go on: no instance is lost, and none is done twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from git_backend import make_instances
+
+from evaluation.performance.instant_model import instant_model, script
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import StopReason
+from openhands_rl_plugin.evals.runs.run_files import RunFiles
+from openhands_rl_plugin.evals.swe.rows import row_of
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+HERE = Path(__file__).parent
+RUNS = 2
+
+
+def start(folder: Path, instances: int) -> subprocess.Popen[str]:
+    command = [sys.executable, str(HERE / "killed_run.py"), str(folder), str(instances)]
+    # A session of its own, whose processes are all killed.
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE.parents[2], start_new_session=True,
+                            env={**os.environ, "PYTHONPATH": str(HERE.parents[2])})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kills", "instances"), [(3, 15), pytest.param(100, 300, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+)
+async def test_killed_at_any_moment(tmp_path: Path, kills: int, instances: int):
+    chance = random.Random(kills)
+    killed, left = 0, RUNS * instances
+    while True:
+        process = start(tmp_path, instances)
+        assert process.stdout is not None
+        before, left = left, int(process.stdout.readline())
+        assert left <= before, "what was done stays done"
+        if killed == kills or left == 0:
+            break
+        # After a few episodes or verdicts, at any moment of the next one, and sometimes before the first.
+        wanted_steps, before_start = chance.choice((0, 0, 1, 2, 5)), steps(tmp_path)
+        while process.poll() is None and steps(tmp_path) < before_start + wanted_steps:
+            time.sleep(0.002)
+        time.sleep(chance.uniform(0.0, 0.3))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        killed += 1
+    assert process.wait() == 0
+    if kills <= 3:
+        assert killed == kills, "everything was done too early"
+    wanted = {(f"owner__adder-{number}", run) for number in range(instances) for run in range(RUNS)}
+    rows = [json.loads(line) for file in (tmp_path / "out").rglob("output.jsonl") for line in file.open()]
+    assert Counter((row["instance_id"], row["test_result"]["outcome"]["run"]) for row in rows) == Counter(wanted)
+    assert all(row["test_result"]["report"]["resolved"] for row in rows)
+    async with FileTrajectoryStorage(tmp_path / "store") as storage:
+        stored = [found async for found in storage.find(TrajectoryFilter(finished=None))]
+    assert Counter((trajectory.task.id, int(trajectory.run_id[-1])) for trajectory, _ in stored) == Counter(wanted)
+    assert not [trajectory for trajectory, _ in stored if trajectory.stop is StopReason.UNFINISHED]
+    assert all(scores and scores[-1].reward == 1.0 for _, scores in stored)
+    assert not (tmp_path / "out" / ".work").exists()
+    played = Counter((tmp_path / "played.log").read_text().splitlines())
+    assert max(played.values()) == 1, "an episode that was played to its end is not played again"
+    print(f"{killed} kills, {len(wanted)} attempts")
+
+
+def steps(folder: Path) -> int:
+    """How much has happened: episodes that were played, and lines that were written."""
+    files = [folder / "played.log", *(folder / "out").rglob("output.jsonl")]
+    return sum(file.read_bytes().count(b"\n") for file in files if file.exists())
+
+
+def test_half_a_line_is_cut_off_and_played_again(tmp_path: Path):
+    run = tmp_path / "run"
+    files = RunFiles(run)
+    files.append({"instance_id": "a", "history": ["x" * 200_000]})
+    files.append({"instance_id": "b"})
+    files.close()
+    whole = (run / "output.jsonl").read_bytes()
+    for cut in (1, 10, len(whole) - 100_000):
+        (run / "output.jsonl").write_bytes(whole[:-cut])
+        files = RunFiles(run)
+        assert files.done == ({"a"} if cut <= 10 else set())
+        assert (run / "output.jsonl").read_bytes() in (whole[: whole.index(b"\n") + 1], b"")
+        files.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+def test_ctrl_c_and_kill_with_worker_processes(tmp_path: Path):
+    """The command itself, with OpenHands' controllers in processes of their own; episodes last a while."""
+    replies = [{"bash": f"sleep 1; echo {turn}"} for turn in range(2)] + [{"finish": "done"}]
+    instances = [each.model_copy(update={"problem_statement": script(replies)}) for each in make_instances(tmp_path, 8)]
+    mirror = tmp_path / "mirror" / "owner"
+    mirror.mkdir(parents=True)
+    (tmp_path / "origin").rename(mirror / "adder")
+    rows = tmp_path / "rows.jsonl"
+    own = {"test_command": "python -c \"print('PASSED a.py::t')\"", "packages": [], "test_files": []}
+    rows.write_text("".join(json.dumps({**row_of(each), **own}) + "\n" for each in instances))
+    with instant_model() as url:
+        command = [sys.executable, "-m", "openhands_rl_plugin.cli", "evaluate", str(rows), "--model", "instant"]
+        command += ["--base-url", url, "--out", str(tmp_path / "out"), "--mirror", str(tmp_path / "mirror")]
+        command += ["--cache", str(tmp_path / "cache"), "--workers", "2", "--processes", "2", "--no-grade"]
+
+        def run() -> subprocess.Popen[str]:
+            pipe = subprocess.PIPE
+            return subprocess.Popen(command, text=True, start_new_session=True, stdout=pipe, stderr=pipe)
+
+        for number in (signal.SIGINT, signal.SIGKILL):
+            process, before = run(), steps(tmp_path)
+            while process.poll() is None and steps(tmp_path) < before + 2:
+                time.sleep(0.05)
+            process.send_signal(number)
+            _, said = process.communicate(timeout=60)
+            if number is signal.SIGINT:
+                assert process.returncode == 130 and "the same command goes on" in said, said
+        process = run()
+        out, said = process.communicate(timeout=200)
+    assert process.returncode == 0 and steps(tmp_path) == 8, said
+    rows_left = [json.loads(line)["instance_id"] for line in next((tmp_path / "out").rglob("output.jsonl")).open()]
+    assert len(set(rows_left)) == 8 and "8 ungraded" in out

@@ -1,0 +1,179 @@
+"""Servers of others as suites: from the settings through OpenHands' controllers to the outcome."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nemo_gym_wire import counter
+from openenv_wire import Socket, openenv_server
+
+from evaluation.performance.instant_model import instant_model, script
+from openhands_rl_plugin.config.environment import make_environment
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.types import PolicyRef
+from openhands_rl_plugin.environments.agentgym import AgentGymClient
+from openhands_rl_plugin.environments.nemo_gym import NeMoGymClient
+from openhands_rl_plugin.environments.openenv.client import OpenEnvClient, OpenEnvOptions
+from openhands_rl_plugin.evals.runs.composing import evaluate, settings_of
+from openhands_rl_plugin.evals.runs.judged import Entry
+from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
+from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind
+from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
+from openhands_rl_plugin.evals.runs.suites import environment_entries, find_suite
+from openhands_rl_plugin.evals.runs.web import shop_for
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+SUITE = find_suite("environment")
+WALK = script([{"text": f"Action: {move}"} for move in ("RIGHT", "DOWN") * 4])
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[str]:
+    with instant_model() as url:
+        yield url
+
+
+async def outcomes_of(
+    config: Path,
+    model: str,
+    entries: Sequence[Entry],
+    out: Path,
+    *,
+    name: str = "org/instant",
+    store: Path | None = None,
+    **more: Any,
+) -> list[Outcome]:
+    evaluated = EvaluatedModel(name=name, base_url=model, num_retries=1)
+    given = {"suite": SUITE.name, "dataset": SUITE.dataset, "split": SUITE.split, "model": evaluated, "out": out}
+    bounds = {"agent": "RLAgent", "workers": 2, "max_iterations": 12, "timeout": 60.0, "retries": 0}
+    plan = EvaluationPlan.model_validate({**given, **bounds, **more})
+    outcomes: list[Outcome] = []
+    async with FileTrajectoryStorage(store or plan.out / "trajectories") as storage:
+        settings = settings_of(plan, config)
+        await evaluate(plan, SUITE, entries, settings=settings, storage=storage, started=lambda _: outcomes.append)
+    return sorted(outcomes, key=lambda each: each.instance_id)
+
+
+def write_config(path: Path, *lines: str) -> Path:
+    (path / "config.toml").write_text("\n".join(["[rl]", *lines]) + "\n")
+    return path / "config.toml"
+
+
+async def tell_the_walk(to: Socket, message: dict[str, Any]) -> bool:
+    """The first observation is a text: what the model will say."""
+    if message["type"] == "reset":
+        shown = {"prompt": WALK, "metadata": {}}
+        await to.send_json({"type": "observation", "data": {"observation": shown, "reward": None, "done": False}})
+    return message["type"] == "reset"
+
+
+async def test_openenv(model: str, tmp_path: Path):
+    async with openenv_server(tell_the_walk) as server:
+        config = write_config(tmp_path, 'env_name = "openenv/grid_world"', f'env_server_base = "{server.url}"')
+        entries = environment_entries(SUITE, load_settings(config).env_name, 3)
+        outcomes = await outcomes_of(config, model, entries, tmp_path / "out")
+    assert [each.instance_id for each in outcomes] == [f"openenv__grid_world-{at}" for at in range(3)]
+    assert [each.turns for each in outcomes] == [8] * 3
+    assert [each.reward for each in outcomes] == pytest.approx([0.3] * 3)
+    assert {each.kind for each in outcomes} == {OutcomeKind.UNRESOLVED}
+    resets = [message["data"]["seed"] for message in server.messages if message["type"] == "reset"]
+    assert sorted(resets) == [0, 1, 2]
+
+
+async def test_nemo_gym_with_the_rows_of_a_data_set(model: str, tmp_path: Path):
+    answers = script([{"text": "42"}])
+    rows = [
+        {"responses_create_params": {"input": [{"role": "user", "content": answers}]}, "expected_answer": expected}
+        for expected in ("42", "41", "40")
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n\n".join(map(json.dumps, rows)) + "\n")
+    async with counter(verifies=True) as server:
+        lines = ['env_name = "nemo-gym/answers"', f'env_server_base = "{server.url}"', "react_format = false"]
+        entries = environment_entries(SUITE, "nemo-gym/answers", 2, file)
+        outcomes = await outcomes_of(write_config(tmp_path, *lines), model, entries, tmp_path / "out")
+    assert [(each.kind, each.reward) for each in outcomes] == [
+        (OutcomeKind.RESOLVED, 1.0),
+        (OutcomeKind.UNRESOLVED, 0.0),
+    ]
+    row = json.loads(next((tmp_path / "out").rglob("output.jsonl")).read_text().splitlines()[0])
+    assert row["instance"]["row"]["expected_answer"] in ("42", "41")
+
+
+async def test_episodes_of_a_served_adapter_are_those_of_its_base_model(model: str, tmp_path: Path):
+    async with openenv_server(tell_the_walk) as server:
+        config = write_config(tmp_path, 'env_name = "openenv/grid_world"', f'env_server_base = "{server.url}"')
+        entries = environment_entries(SUITE, "openenv/grid_world", 1)
+        adapted = {"name": "policy-v000007", "base_model": "org/base", "max_iterations": 2}
+        (outcome,) = await outcomes_of(config, model, entries, tmp_path / "out", **adapted)
+    assert outcome.turns == 2
+    async with FileTrajectoryStorage(tmp_path / "out" / "trajectories") as storage:
+        ((trajectory, _),) = [found async for found in storage.find()]
+    expected = PolicyRef(base_model="org/base", adapter="policy", version=7)
+    assert trajectory.policy == expected
+    assert [node.policy for node in trajectory.sampled()] == [expected] * 2
+
+
+async def test_an_episode_that_another_strategy_has_played_is_not_taken_for_its_own(model: str, tmp_path: Path):
+    async with openenv_server(tell_the_walk) as server:
+        config = write_config(tmp_path, 'env_name = "openenv/grid_world"', f'env_server_base = "{server.url}"')
+        entries = environment_entries(SUITE, "openenv/grid_world", 1)
+        (first,) = await outcomes_of(config, model, entries, tmp_path / "first", store=tmp_path / "store")
+        assert await outcomes_of(config, model, entries, tmp_path / "again", store=tmp_path / "store") == [first]
+        with pytest.raises(ConfigError, match=r"as StandardReAct played it, not BestOfN: .*--note"):
+            await outcomes_of(config, model, entries, tmp_path / "other", store=tmp_path / "store", strategy="BestOfN")
+        (noted,) = await outcomes_of(
+            config, model, entries, tmp_path / "other", store=tmp_path / "store", strategy="BestOfN", note="best"
+        )
+    assert noted.turns == first.turns
+
+
+async def test_a_server_that_dies_is_infrastructure_and_no_zero(model: str, tmp_path: Path):
+    async def die(to: Socket, message: dict[str, Any]) -> bool:
+        if message["type"] == "step":
+            await to.close()
+            return True
+        return await tell_the_walk(to, message)
+
+    async with openenv_server(die) as server:
+        config = write_config(tmp_path, 'env_name = "openenv/grid_world"', f'env_server_base = "{server.url}"')
+        entries = environment_entries(SUITE, "openenv/grid_world", 1)
+        (outcome,) = await outcomes_of(config, model, entries, tmp_path / "out")
+    assert (outcome.kind, outcome.reward) == (OutcomeKind.INFRASTRUCTURE, None)
+
+
+def test_rows_that_are_none_are_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="--tasks N, or its rows with --dataset-file"):
+        environment_entries(SUITE, "openenv/x", None)
+    for content, words in [('{"a": 1}\n[1]', "line 2 is not a JSON object"), ("{", "line 1 is not JSON")]:
+        (tmp_path / "rows.jsonl").write_text(content)
+        with pytest.raises(ConfigError, match=words):
+            environment_entries(SUITE, "openenv/x", None, tmp_path / "rows.jsonl")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        environment_entries(SUITE, "openenv/x", None, tmp_path)
+
+
+def test_options_of_the_environment_come_from_its_section(tmp_path: Path):
+    lines = ['env_name = "openenv/chess"', "react_format = false", "[rl.environment]", 'action_field = "move"']
+    made = make_environment(load_settings(write_config(tmp_path, *lines)))
+    assert isinstance(made, OpenEnvClient) and isinstance(made.options, OpenEnvOptions)
+    assert (made.options.action_field, made.options.react_format) == ("move", False)
+    names = {"openenv": OpenEnvClient, "nemo-gym/blackjack": NeMoGymClient, "agentgym/textcraft": AgentGymClient}
+    assert {name: type(make_environment(RLSettings(env_name=name))) for name in names} == names
+    (tmp_path / "wrong").mkdir()
+    wrong = write_config(tmp_path / "wrong", 'env_name = "openenv"', "[rl.environment]", 'action_feld = "move"')
+    with pytest.raises(ConfigError, match=r"\[rl.environment\] action_feld: unknown key; did you mean 'action_field'"):
+        load_settings(wrong)
+
+
+def test_the_shop_takes_no_options_of_another_environment():
+    theirs = RLSettings(env_name="openenv", environment={"index_key": "task"})
+    own = RLSettings(env_name="webshop", environment={"timeout": 9.0})
+    with shop_for(theirs) as shop, shop_for(own) as again:
+        assert (shop.env_name, shop.environment, again.environment) == ("webshop", {}, {"timeout": 9.0})

@@ -1,0 +1,162 @@
+"""A small repository and instances of it that say themselves how they are tested, without anything from an index."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.evals.swe.backends.interpreters import find_uv
+from openhands_rl_plugin.evals.swe.types import Instance
+
+REPO = "someone/calc"
+
+FILES = {
+    "calc.py": "def add(a, b):\n    return a - b\n\n\ndef double(a):\n    return 2 * a\n",
+    # Prints what pytest -rA would say.
+    "run_tests.py": """\
+import importlib.util
+import sys
+import traceback
+
+sys.path.insert(0, ".")
+for file in ["tests/test_calc.py"]:
+    spec = importlib.util.spec_from_file_location("tested", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name in sorted(vars(module)):
+        if name.startswith("test_"):
+            try:
+                getattr(module, name)()
+                print(f"PASSED {file}::{name}")
+            except Exception:
+                traceback.print_exc()
+                print(f"FAILED {file}::{name} - it did")
+""",
+    "tests/test_calc.py": "import calc\n\n\ndef test_double():\n    assert calc.double(2) == 4\n",
+}
+
+FIX = """\
+diff --git a/calc.py b/calc.py
+--- a/calc.py
++++ b/calc.py
+@@ -1,5 +1,5 @@
+ def add(a, b):
+-    return a - b
++    return a + b
+ 
+ 
+ def double(a):
+"""
+
+TEST_PATCH = """\
+diff --git a/tests/test_calc.py b/tests/test_calc.py
+--- a/tests/test_calc.py
++++ b/tests/test_calc.py
+@@ -3,3 +3,7 @@
+ 
+ def test_double():
+     assert calc.double(2) == 4
++
++
++def test_add():
++    assert calc.add(1, 2) == 3
+"""
+
+NOTHING = """\
+diff --git a/notes.txt b/notes.txt
+new file mode 100644
+--- /dev/null
++++ b/notes.txt
+@@ -0,0 +1 @@
++nothing of importance
+"""
+
+
+def _missing() -> str:
+    if shutil.which("bwrap") is None:
+        return "bubblewrap is not installed"
+    try:
+        find_uv()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+needs_sandbox = pytest.mark.skipif(bool(_missing()), reason=_missing() or "there")
+
+
+class Sample(NamedTuple):
+    """A folder of mirrors, the instance in it, and a commit that an agent may not see."""
+
+    mirror: Path
+    instance: Instance
+    later: str
+
+
+def make_sample(folder: Path) -> Sample:
+    """The repository, with the fix as a later commit."""
+    base, later = make_repository(folder, FILES)
+    return Sample(folder / "mirrors", instance(base), later)
+
+
+def make_repository(folder: Path, files: dict[str, str]) -> tuple[str, str]:
+    """A mirror of ``files`` and what is in the working folder besides; its base commit and that of the fix."""
+    work = folder / "work"
+    for name, text in files.items():
+        (work / name).parent.mkdir(parents=True, exist_ok=True)
+        (work / name).write_text(text)
+    git(work, "init", "--quiet", "--initial-branch=main")
+    git(work, "add", "--all")
+    git(work, "commit", "--quiet", "--message=first")
+    git(work, "tag", "v1")
+    base = git(work, "rev-parse", "HEAD")
+    (work / "calc.py").write_text(files["calc.py"].replace("a - b", "a + b"))
+    git(work, "commit", "--quiet", "--all", "--message=the fix")
+    git(work, "tag", "v2")
+    mirror = folder / "mirrors"
+    mirror.mkdir()
+    git(folder, "clone", "--quiet", "--mirror", str(work), str(mirror / "someone__calc.git"))
+    return base, git(work, "rev-parse", "HEAD")
+
+
+def instance(base: str, **changes) -> Instance:
+    """The row."""
+    extra = {"test_command": "python run_tests.py", "test_files": [], "packages": []}
+    return Instance(
+        instance_id="someone__calc-1",
+        repo=REPO,
+        base_commit=base,
+        version="1.0",
+        patch=FIX,
+        test_patch=TEST_PATCH,
+        fail_to_pass=("tests/test_calc.py::test_add",),
+        pass_to_pass=("tests/test_calc.py::test_double",),
+        extra=extra,
+    ).model_copy(update=changes)
+
+
+def with_extra(row: Instance, **columns) -> Instance:
+    """The row with other columns of its own."""
+    return row.model_copy(update={"extra": {**row.extra, **columns}})
+
+
+def rewritten(text: str) -> str:
+    """A patch that makes ``text`` of ``calc.py``."""
+    old, new = FILES["calc.py"].splitlines(), text.splitlines()
+    lines = [f"-{line}" for line in old] + [f"+{line}" for line in new]
+    head = f"diff --git a/calc.py b/calc.py\n--- a/calc.py\n+++ b/calc.py\n@@ -1,{len(old)} +1,{len(new)} @@\n"
+    return head + "\n".join(lines) + "\n"
+
+
+def git(folder: Path, *words: str) -> str:
+    """Run git there without the user's settings."""
+    who = {f"GIT_{role}_{what}": "someone@localhost" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    variables = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", **who}
+    done = subprocess.run(["git", *words], cwd=folder, env=variables, check=True, capture_output=True, text=True)
+    return done.stdout.strip()

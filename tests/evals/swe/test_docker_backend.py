@@ -1,0 +1,114 @@
+"""The Docker back end as far as it can be seen without a daemon: what it asks the ``docker`` program for.
+
+The program here is a small script that writes down how it was called and runs ``exec`` on this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from repository_samples import FIX, instance, with_extra
+
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.evals.swe.backends.docker import DockerBackend, exec_command, platform_of, start_command
+from openhands_rl_plugin.evals.swe.types import VerdictKind
+
+ROW = with_extra(instance("c0ffee"), image="swebench/sweb.eval.x86_64.a_1776_b-1:latest")
+
+PROGRAM = """\
+#!/usr/bin/env python3
+import json, os, shutil, subprocess, sys
+words = sys.argv[1:]
+with open(os.environ["CALLS"], "a") as file:
+    file.write(json.dumps(words) + "\\n")
+failing = os.environ.get("FAILING", "")
+if failing and words[0] == failing:
+    print(f"docker: {failing} does not work", file=sys.stderr)
+    sys.exit(1)
+if words[:2] == ["image", "inspect"]:
+    sys.exit(1)
+if words[0] == "exec":
+    if "apply" in words:
+        print("Applied patch calc.py cleanly.")
+    elif "/bin/bash" in words:
+        word = sys.stdin.readline().strip()
+        print(f"+{word} : '>>>>> Start Test Output'")
+        print("PASSED tests/test_calc.py::test_add\\nPASSED tests/test_calc.py::test_double")
+        print(f"+{word} : '>>>>> End Test Output'")
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch) -> Path:
+    program = tmp_path / "docker"
+    program.write_text(PROGRAM)
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    return program
+
+
+def calls(folder: Path) -> list[list[str]]:
+    return [json.loads(line) for line in (folder / "calls").read_text().splitlines()]
+
+
+async def test_a_container_lives_for_one_patch(program: Path, tmp_path: Path) -> None:
+    verdict = await DockerBackend(program=str(program)).grade(ROW, FIX, logs=tmp_path / "logs", timeout=30.0)
+    assert verdict.kind is VerdictKind.RESOLVED
+    made = calls(tmp_path)
+    assert [words[0] for words in made][:3] == ["image", "pull", "run"]
+    assert made[1] == ["pull", "--quiet", "--platform", "linux/amd64", ROW.extra["image"]]
+    assert made[-1][:3] == ["rm", "--force", "--volumes"]
+    name = made[2][made[2].index("--name") + 1]
+    assert all(name in " ".join(words) for words in made[2:])
+    assert "--network none" in " ".join(made[2])
+    log = (tmp_path / "logs" / "test_output.txt").read_text()
+    assert log.startswith("+ : '>>>>> Start Test Output'\n")
+
+
+@pytest.mark.parametrize(("failing", "said"), [("pull", "pull swebench/"), ("run", "start a container of")])
+async def test_what_fails_around_a_patch_is_infrastructure(
+    program: Path, tmp_path: Path, monkeypatch, failing: str, said: str
+) -> None:
+    monkeypatch.setenv("FAILING", failing)
+    verdict = await DockerBackend(program=str(program)).grade(ROW, FIX, logs=tmp_path / "logs", timeout=30.0)
+    assert verdict.kind is VerdictKind.INFRASTRUCTURE
+    assert said in verdict.reason and f"{failing} does not work" in verdict.reason
+
+
+async def test_without_a_daemon_or_a_program_one_clear_line(program: Path, monkeypatch) -> None:
+    monkeypatch.setenv("FAILING", "version")
+    with pytest.raises(ConfigError, match=r"no Docker daemon \(docker: version does not work\); .*--backend local"):
+        await DockerBackend(program=str(program)).check()
+    with pytest.raises(ConfigError, match="is not installed; install Docker"):
+        await DockerBackend(program="no-such-docker").check()
+
+
+async def test_a_row_without_an_image_is_one_clear_line(program: Path, tmp_path: Path) -> None:
+    verdict = await DockerBackend(program=str(program)).grade(instance("c0ffee"), FIX, logs=tmp_path, timeout=30.0)
+    assert verdict.reason == "someone__calc-1: its row names no image; use --backend local"
+
+
+@pytest.mark.parametrize(
+    ("image", "platform"),
+    [
+        ("swebench/sweb.eval.x86_64.a_1776_b-1:latest", "linux/amd64"),
+        ("xingyaoww/sweb.eval.x86_64.a_s_b-1:latest", "linux/amd64"),
+        ("swebench/sweb.eval.arm64.a_1776_b-1:latest", "linux/arm64"),
+        ("me/mine:1", "linux/amd64" if os.uname().machine == "x86_64" else "linux/arm64"),
+    ],
+)
+def test_platforms(image: str, platform: str) -> None:
+    assert platform_of(image) == platform
+
+
+def test_command_lines() -> None:
+    start = start_command("docker", "box", "me/mine:1", network=True, memory="4g")
+    assert start[:6] == ["docker", "run", "--detach", "--init", "--name", "box"]
+    assert start[-3:] == ["me/mine:1", "-f", "/dev/null"] and "--network" not in start
+    run = exec_command("docker", "box", ["/bin/bash", "/eval.sh"], {"A": "b c"})
+    assert run[:4] == ["docker", "exec", "--interactive", "--user"]
+    assert run[-5:] == ["--env", "A=b c", "box", "/bin/bash", "/eval.sh"]

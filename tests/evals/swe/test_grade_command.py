@@ -1,0 +1,162 @@
+"""``openhands-rl grade``: many predictions, resumed, interrupted, with the official tools' files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from repository_samples import FIX, NOTHING, Sample, make_sample, needs_sandbox, rewritten, with_extra
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.evals.swe.rows import row_of
+
+
+class Place:
+    """A sample with its rows in a file; the cache is shared by the tests of this file."""
+
+    def __init__(self, sample: Sample, folder: Path) -> None:
+        self.sample = sample
+        self.folder = folder
+        rows = [sample.instance.model_copy(update={"instance_id": f"someone__calc-{number}"}) for number in range(1, 8)]
+        rows.append(with_extra(sample.instance.model_copy(update={"instance_id": "someone__calc-8"}), python="2.2"))
+        self.rows = folder / "rows.jsonl"
+        self.rows.write_text("".join(json.dumps(row_of(row)) + "\n" for row in rows))
+
+    def words(self, predictions: Path | str, out: Path, *more: str) -> list[str]:
+        where = ["--mirror", str(self.sample.mirror), "--cache", str(self.folder / "cache")]
+        return ["grade", str(predictions), "--instances", str(self.rows), "--out", str(out), *where, *more]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    folder = tmp_path_factory.mktemp("graded")
+    return Place(make_sample(folder), folder)
+
+
+def write(file: Path, *rows: dict[str, object]) -> Path:
+    file.write_text("".join(json.dumps({"model_name_or_path": "org/m", **row}) + "\n" for row in rows))
+    return file
+
+
+MIXED: list[dict[str, object]] = [
+    {"instance_id": "someone__calc-1", "model_patch": FIX},
+    {"instance_id": "someone__calc-2", "model_patch": NOTHING},
+    {"instance_id": "someone__calc-3", "model_patch": ""},
+    {"instance_id": "someone__calc-4", "model_patch": FIX.replace("a - b", "a / b")},
+    {"instance_id": "someone__calc-5", "model_patch": "words"},
+    {"instance_id": "someone__calc-6", "model_patch": None},
+    {"instance_id": "someone__calc-7", "model_patch": rewritten("import time\ntime.sleep(60)\n")},
+    {"instance_id": "someone__calc-8", "model_patch": FIX},
+    {"instance_id": "nobody__nothing-1", "model_patch": FIX},
+    {"instance_id": "someone__calc-1"},
+]
+
+
+@needs_sandbox
+def test_every_prediction_gets_what_it_deserves(place: Place, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "out"
+    words = place.words(write(tmp_path / "p.jsonl", *MIXED), out, "--run-id", "r1", "--workers", "2", "--timeout", "3")
+    assert cli.main(words) == 0
+    said = capsys.readouterr()
+    assert "left out: " in said.err and "unknown instance 'nobody__nothing-1'" in said.err
+    assert "no model_patch" in said.err
+    assert said.out.startswith(
+        "1 resolved, 1 unresolved, 2 empty patch, 1 unapplied, 1 timed out, 1 refused, 1 infrastructure\n"
+    )
+    report = json.loads((out / "org__m.r1.json").read_text())
+    assert report["schema_version"] == 2
+    assert report["resolved_ids"] == ["someone__calc-1"] and report["unresolved_ids"] == ["someone__calc-2"]
+    assert report["empty_patch_ids"] == ["someone__calc-3", "someone__calc-6"]
+    assert report["error_ids"] == [f"someone__calc-{number}" for number in (4, 5, 7, 8)]
+    assert report["timed_out_ids"] == ["someone__calc-7"]
+    logs = out / "logs" / "run_evaluation" / "r1" / "org__m" / "someone__calc-1"
+    own = json.loads((logs / "report.json").read_text())["someone__calc-1"]
+    assert own["resolved"] and own["tests_status"]["FAIL_TO_PASS"]["success"] == ["tests/test_calc.py::test_add"]
+    assert stat_mode(out / "org__m.r1.json") == stat_mode(logs / "test_output.txt") == 0o600
+
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("test_output.txt")}
+    assert cli.main(words) == 0
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("test_output.txt")} == before
+    assert json.loads((out / "org__m.r1.json").read_text()) == report
+
+
+@needs_sandbox
+def test_the_official_report_is_the_same(place: Place, tmp_path: Path, monkeypatch) -> None:
+    reporting = pytest.importorskip("swebench.harness.reporting")
+    predictions = write(tmp_path / "p.jsonl", *MIXED[:6])
+    assert (
+        cli.main(place.words(predictions, tmp_path / "out", "--ids", *(f"someone__calc-{n}" for n in range(1, 7)))) == 0
+    )
+    monkeypatch.chdir(tmp_path / "out")
+    ours = json.loads(Path("org__m.run.json").read_text())
+    rows = [json.loads(line) for line in place.rows.read_text().splitlines()[:6]]
+    official = reporting.make_run_report(
+        {str(row["instance_id"]): {"model_name_or_path": "org/m", **row} for row in MIXED[:6]}, rows, "run"
+    )
+    theirs = json.loads(Path(official).read_text())
+    assert theirs == {name: ours[name] for name in theirs}
+
+
+@needs_sandbox
+def test_a_changed_patch_is_graded_again(place: Place, tmp_path: Path, capsys) -> None:
+    first = write(tmp_path / "p.jsonl", {"instance_id": "someone__calc-1", "model_patch": NOTHING})
+    assert cli.main(place.words(first, tmp_path / "out")) == 0
+    write(first, {"instance_id": "someone__calc-1", "model_patch": FIX})
+    assert cli.main(place.words(first, tmp_path / "out")) == 0
+    assert capsys.readouterr().out.count("1 resolved") == 1
+
+
+@needs_sandbox
+def test_an_interrupted_run_goes_on_where_it_stopped(place: Place, tmp_path: Path) -> None:
+    mark = f"40{os.getpid()}"
+    slow = rewritten(f"import subprocess\nsubprocess.run(['sleep', '{mark}'])\n")
+    rows = [
+        {"instance_id": "someone__calc-1", "model_patch": FIX},
+        {"instance_id": "someone__calc-2", "model_patch": slow},
+    ]
+    predictions = write(tmp_path / "p.jsonl", *rows)
+    words = place.words(predictions, tmp_path / "out")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "openhands_rl_plugin.cli", *words], stderr=subprocess.PIPE, text=True
+    )
+    for _ in range(600):
+        if subprocess.run(["pgrep", "-f", f"sleep {mark}"], capture_output=True).stdout:
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "interrupted; the same command goes on where it stopped" in said
+    assert not subprocess.run(["pgrep", "-f", f"sleep {mark}"], capture_output=True).stdout
+    assert not any((place.folder / "cache" / "runs").iterdir())
+    report = json.loads((tmp_path / "out" / "org__m.run.json").read_text())
+    assert report["completed_ids"] == ["someone__calc-1"]
+    write(predictions, rows[0], {"instance_id": "someone__calc-2", "model_patch": NOTHING})
+    assert cli.main(words) == 0
+    report = json.loads((tmp_path / "out" / "org__m.run.json").read_text())
+    assert report["completed_ids"] == ["someone__calc-1", "someone__calc-2"]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--run-id", "../x"], "--run-id '../x'"),
+        (["--ids", "someone__calc-99"], "no such instance: someone__calc-99"),
+        (["--mirror", "/no/such/folder"], "no such folder"),
+        (["--instances", "/no/such/file.jsonl"], "cannot be read"),
+    ],
+)
+def test_wrong_options_are_one_line(place: Place, tmp_path: Path, capsys, more: list[str], said: str) -> None:
+    assert cli.main([*place.words("gold", tmp_path / "out"), *more]) == 1
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+
+
+def stat_mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777

@@ -1,0 +1,88 @@
+"""What a patch names, whatever its hunks hold."""
+
+from __future__ import annotations
+
+import difflib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openhands_rl_plugin.evals.swe.patches import (
+    MAX_PATCH,
+    Sides,
+    added_files,
+    changed_files,
+    refusal,
+    restored_files,
+    sides,
+)
+
+# Lines that look like a patch's own when they are inside one.
+lines = st.lists(
+    st.sampled_from(["-- x", "++ b/y", "--- a/x", "+++ b/x", "@@ -1 +1 @@", "", "x", "diff --git a/q b/q"])
+)
+names = st.from_regex(r"[a-z]{1,5}(/[a-z]{1,5}){0,2}\.py", fullmatch=True)
+
+
+def file_patch(name: str, old: list[str] | None, new: list[str] | None) -> str:
+    before, after = (f"a/{name}" if old is not None else "/dev/null"), (f"b/{name}" if new is not None else "/dev/null")
+    said = difflib.unified_diff(old or [], new or [], before, after, lineterm="")
+    return f"diff --git a/{name} b/{name}\n" + "".join(f"{line}\n" for line in said)
+
+
+@given(st.dictionaries(names, st.tuples(st.none() | lines, st.none() | lines), min_size=1, max_size=4))
+def test_names_are_found_whatever_the_hunks_hold(files: dict[str, tuple[list[str] | None, list[str] | None]]) -> None:
+    changed = {name: pair for name, pair in files.items() if (pair[0] or []) != (pair[1] or [])}
+    patch = "".join(file_patch(name, *pair) for name, pair in files.items())
+    assert changed_files(patch) == tuple(files)
+    expected = [
+        Sides(name if old is not None else None, name if new is not None else None)
+        for name, (old, new) in changed.items()
+    ]
+    assert list(sides(patch)) == expected
+    assert restored_files(patch) == tuple(each.old for each in expected if each.old)
+    assert added_files(patch) == tuple(each.new for each in expected if each.new and not each.old)
+    if changed:
+        assert refusal(patch) is None
+
+
+def test_quoted_names() -> None:
+    patch = file_patch("plain.py", ["a"], ["b"]).replace(
+        "a/plain.py b/plain.py", '"a/\\303\\244 \\"b\\".py" "b/\\303\\244 \\"b\\".py"'
+    )
+    patch = patch.replace("--- a/plain.py", '--- "a/\\303\\244 \\"b\\".py"').replace(
+        "+++ b/plain.py", '+++ "b/\\303\\244 \\"b\\".py"'
+    )
+    assert changed_files(patch) == ('ä "b".py',) == restored_files(patch)
+
+
+@pytest.mark.parametrize(
+    ("patch", "said"),
+    [
+        ("nothing", "not a patch"),
+        ("diff --git a/x b/x\n", "not a patch"),
+        ("a\0b", "zero bytes"),
+        ("\ud800", "Unicode"),
+        ("x" * (MAX_PATCH + 1), "16 MiB"),
+        (file_patch(".git/hooks/x.py", None, ["x"]), "git's own files"),
+        ("--- a/x\n+++ b/sub/.git/config\n@@ -1 +1 @@\n-a\n+b\n", "git's own files"),
+    ],
+)
+def test_refused(patch: str, said: str) -> None:
+    assert said in (refusal(patch) or "")
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n",
+        "diff --git a/x b/x\nold mode 100644\nnew mode 100755\n",
+        "diff --git a/x b/y\nsimilarity index 100%\nrename from x\nrename to y\n",
+        "diff --git a/x b/x\nnew file mode 100644\nindex 0..1\nGIT binary patch\nliteral 1\nIcmZPo\n\n",
+        file_patch("x.py", None, ["Binary files a/x and b/x differ"]),
+        file_patch(".github/x.py", None, ["x"]),
+    ],
+)
+def test_not_refused(patch: str) -> None:
+    assert refusal(patch) is None

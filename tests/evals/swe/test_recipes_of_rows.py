@@ -1,0 +1,293 @@
+"""Where recipes come from, and what is in them."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from repository_samples import TEST_PATCH, instance
+
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, MissingExtraError
+from openhands_rl_plugin.evals.swe.backends import shim
+from openhands_rl_plugin.evals.swe.evaluation import read_log
+from openhands_rl_plugin.evals.swe.judging import judge
+from openhands_rl_plugin.evals.swe.recipes import swe_bench
+from openhands_rl_plugin.evals.swe.recipes.base import Recipe
+from openhands_rl_plugin.evals.swe.recipes.parsers import STATUSES, parse_pytest, parse_pytest_pydantic, parser_of
+from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
+from openhands_rl_plugin.evals.swe.types import Instance
+
+needs_swebench = pytest.mark.skipif(
+    importlib.util.find_spec("swebench") is None, reason="swebench is not installed (extra: swe)"
+)
+
+
+def no_file(repo: str, commit: str, path: str) -> str | None:
+    raise AssertionError(f"{path} was asked for")
+
+
+def row(repo: str, version: str, **changes) -> Instance:
+    name = f"{repo.replace('/', '__')}-1"
+    return Instance(
+        instance_id=name, repo=repo, base_commit="c0ffee", version=version, test_patch=TEST_PATCH, **changes
+    )
+
+
+def test_a_row_of_its_own() -> None:
+    recipe = recipe_of(instance("c0ffee"), no_file)
+    assert (recipe.parser, recipe.judge, recipe.image) == ("pytest", "own", None)
+    assert "python run_tests.py" in recipe.evaluation_script
+    assert "git checkout c0ffee tests/test_calc.py" in recipe.evaluation_script
+
+
+@pytest.mark.parametrize(
+    ("repo", "version", "python", "command", "cut_off"),
+    [
+        ("python/mypy", "1.10", "3.12", 'pytest -rA -k ""', "2024-11-01"),
+        ("python/mypy", "1.4", "3.11", "pytest -n0 -rA -k", "2024-11-01"),
+        ("python/mypy", "0.990", "3.10", "pytest -n0 -rA -k", "2024-11-01"),
+        ("python/mypy", "0.920", "3.9", "pytest -n0 -rA -k", "2024-11-01"),
+        ("getmoto/moto", "5.0", "3.12", "pytest -n0 -rA tests/test_calc.py", "2024-11-01"),
+        ("conan-io/conan", "1.48", "3.10", "pytest -n0 -rA tests/test_calc.py", "2024-11-01"),
+        ("iterative/dvc", "0.93", "3.8", "pytest -rA tests/test_calc.py", "2024-11-01"),
+        ("iterative/dvc", "2.58", "3.9", "pytest -rA tests/test_calc.py", "2024-11-01"),
+        ("iterative/dvc", "3.10", "3.10", "pytest -rA tests/test_calc.py", "2024-11-01"),
+        ("facebookresearch/hydra", "1.4", "3.8", "pytest -rA --tb=long", "2024-11-01"),
+        ("Project-MONAI/MONAI", "1.3", "3.8", "pytest -rA  tests/test_calc.py", "2024-11-01"),
+        ("pydantic/pydantic", "2.7", "3.8", "pytest -rA --tb=short -vv", "2024-11-01"),
+    ],
+)
+def test_rows_of_swe_gym(repo: str, version: str, python: str, command: str, cut_off: str) -> None:
+    recipe = recipe_of(row(repo, version), no_file)
+    assert (recipe.python, recipe.exclude_newer) == (python, cut_off)
+    assert command in recipe.evaluation_script
+    assert recipe.image == f"xingyaoww/sweb.eval.x86_64.{repo.lower().replace('/', '_s_')}-1:latest"
+
+
+def test_swe_gyms_environment_files_and_their_date() -> None:
+    files = {"continuous_integration/environment-3.9.yaml": "name: x\ndependencies:\n  - python=3.9\n"}
+    dask = row("dask/dask", "2022.8", created_at="2022-08-11T00:00:00Z")
+    recipe = recipe_of(dask, lambda repo, commit, path: files.get(path))
+    assert (recipe.python, recipe.exclude_newer) == ("3.9", "2022-09-10")
+    assert "name: testbed" in recipe.environment_script
+    with pytest.raises(InfrastructureError, match="has none of"):
+        recipe_of(dask, lambda repo, commit, path: None)
+
+
+@pytest.mark.parametrize(("repo", "version"), [("python/mypy", "0.2"), ("getmoto/moto", "new")])
+def test_versions_that_nobody_knows(repo: str, version: str) -> None:
+    with pytest.raises(ConfigError, match=version):
+        recipe_of(row(repo, version), no_file)
+
+
+def test_without_the_package_the_error_names_the_extra(monkeypatch) -> None:
+    def absent(name: str):
+        raise ModuleNotFoundError(f"No module named {name!r}", name="swebench")
+
+    monkeypatch.setattr(swe_bench, "import_module", absent)
+    with pytest.raises(MissingExtraError, match=r"openhands_rl_plugin\[swe\]"):
+        recipe_of(row("psf/requests", "2.3"), no_file)
+
+
+@needs_swebench
+def test_official_rows_have_the_official_scripts() -> None:
+    from swebench.harness.test_spec.test_spec import make_test_spec  # pyright: ignore[reportMissingImports]
+
+    requests = row("psf/requests", "2.3")
+    recipe = recipe_of(requests, no_file)
+    spec = make_test_spec(swe_bench.row_of(requests), namespace="swebench")
+    assert recipe.environment_script == spec.setup_env_script
+    assert recipe.install_script == spec.install_repo_script
+    assert recipe.evaluation_script == spec.eval_script
+    assert recipe.image == "swebench/sweb.eval.x86_64.psf_1776_requests-1:latest"
+    assert (recipe.python, recipe.parser) == ("3.9", "parse_log_pytest_options")
+
+
+@needs_swebench
+def test_requirement_files_are_read_from_the_repository() -> None:
+    asked = []
+
+    def read(repo: str, commit: str, path: str) -> str | None:
+        asked.append((repo, commit, path))
+        return {"requirements/dev.txt": "-r tests.txt\nflake8==6.1\n", "requirements/tests.txt": "pytest==7.4\n"}.get(
+            path
+        )
+
+    recipe = recipe_of(row("pallets/flask", "2.3", environment_setup_commit="5e7d0b"), read)
+    assert "flake8==6.1" in recipe.environment_script and "pytest==7.4" in recipe.environment_script
+    assert asked == [("pallets/flask", "5e7d0b", f"requirements/{name}.txt") for name in ("dev", "tests")]
+
+
+@needs_swebench
+def test_columns_of_version_5_say_more_than_the_tables() -> None:
+    columns = {"image": "me/x:1", "eval_script": "#!/bin/bash\ntrue\n", "log_parser": "parse_log_flask"}
+    known = recipe_of(row("psf/requests", "2.3", extra=columns), no_file)
+    assert (known.image, known.evaluation_script, known.parser) == ("me/x:1", "#!/bin/bash\ntrue\n", "parse_log_flask")
+    assert known.install_script
+    unknown = recipe_of(row("me/mine", "1", extra=columns), no_file)
+    assert unknown.environment_script == "" and unknown.image == "me/x:1"
+    with pytest.raises(ConfigError, match="nothing is known about 'me/mine'"):
+        recipe_of(row("me/mine", "1"), no_file)
+    with pytest.raises(ConfigError, match="eval_type"):
+        recipe_of(row("me/mine", "1", extra={**columns, "eval_type": "sometimes"}), no_file)
+
+
+printed = st.lists(
+    st.one_of(
+        st.tuples(
+            st.sampled_from(STATUSES), st.sampled_from(["a::b", "a::c[x - y]", ""]), st.sampled_from(["", " - no"])
+        ).map(lambda parts: f"{parts[0]} {parts[1]}{parts[2]}"),
+        st.text(max_size=15),
+    )
+).map("\n".join)
+
+
+@needs_swebench
+@given(printed)
+def test_the_own_parser_reads_what_the_official_one_reads(log: str) -> None:
+    assert parse_pytest(log) == parser_of("parse_log_pytest")(log)
+
+
+def test_pydantics_log() -> None:
+    log = "\x1b[32mPASSED\x1b[0m tests/a.py::x\ntests/a.py::y FAILED\nFAILED [ 50%] tests/a.py::z - why\n"
+    assert parse_pytest_pydantic(log) == {
+        "tests/a.py::x": "PASSED",
+        "tests/a.py::y": "FAILED",
+        "tests/a.py::z": "FAILED",
+    }
+
+
+def test_an_unknown_parser_is_one_line() -> None:
+    with pytest.raises(ConfigError, match="unknown log_parser 'mine'"):
+        parser_of("mine")
+
+
+OWN = Recipe(environment_script="", install_script="", evaluation_script="", python="", parser="pytest", judge="own")
+tests = st.lists(st.sampled_from(["a", "b", "c", "d"]), unique=True, max_size=3).map(tuple)
+
+
+@needs_swebench
+@given(tests, tests, st.dictionaries(st.sampled_from(["a", "b", "c", "d"]), st.sampled_from(STATUSES)))
+def test_own_judgements_are_the_official_ones(
+    fixed: tuple[str, ...], kept: tuple[str, ...], found: dict[str, str]
+) -> None:
+    instance = row("psf/requests", "2.3", fail_to_pass=fixed, pass_to_pass=kept)
+    assert judge(instance, OWN, found) == judge(instance, OWN.model_copy(update={"judge": "official"}), found)
+
+
+def test_a_skipped_test_is_not_fixed() -> None:
+    instance = row("a/b", "1", fail_to_pass=("a",), pass_to_pass=("b",))
+    assert not judge(instance, OWN, {"a": "SKIPPED", "b": "PASSED"}).resolved
+    assert judge(instance, OWN, {"a": "XFAIL", "b": "SKIPPED"}).resolved
+
+
+WORD = "0f" * 16
+
+
+def test_swe_gyms_logs_have_no_markers() -> None:
+    text = f"""\
+++{WORD} git checkout c0ffee tests/x.py
+++{WORD} git apply -v -
+PASSED before::it
+++{WORD} pytest -n0 -rA tests/x.py
+PASSED a::b
+++ git checkout c0ffee tests/x.py
+PASSED c::d ++{WORD} git checkout c0ffee tests/x.py
+Updated 1 path"""
+    log = read_log(text, WORD, "c0ffee")
+    assert log.tests is not None and "PASSED a::b" in log.tests and log.whole
+    assert "Updated" not in log.tests and WORD not in log.text
+    cut = read_log(text.split("++ git")[0], WORD, "c0ffee")
+    assert cut.tests is not None and not cut.whole
+    assert read_log("nothing", WORD, "c0ffee").tests is None
+
+
+SHIM = Path(shim.__file__).parent
+
+
+def shim(name: str, monkeypatch):
+    monkeypatch.syspath_prepend(str(SHIM))
+    spec = importlib.util.spec_from_file_location(f"shim_{name}", SHIM / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("numpy=1.19", "numpy==1.19.*"),
+        ("numpy=1.19.2=py39_0", "numpy==1.19.2.*"),
+        ("conda-forge::pandas >=1.0, <2", "pandas>=1.0,<2"),
+        ("python=3.9", None),
+        ("nodejs", None),
+        ("pytables", "tables"),
+        ("'cython<3'", "cython<3"),
+        ("scipy==1.5.2", "scipy==1.5.2"),
+        ("coverage[toml]", "coverage[toml]"),
+    ],
+)
+def test_condas_names_as_pips(monkeypatch, given: str, wanted: str | None) -> None:
+    assert shim("conda", monkeypatch).requirement(given) == wanted
+
+
+def test_an_environment_file_is_read_without_a_library(monkeypatch) -> None:
+    text = """\
+name: testbed
+channels:
+  - conda-forge
+dependencies:
+  # a comment
+  - python=3.10   # another
+  - numpy
+  - pip:
+    - git+https://example.org/x
+    - "y>=1"
+  - zarr
+other:
+  - not this
+"""
+    assert shim("conda", monkeypatch).dependencies(text) == (
+        ["python=3.10", "numpy", "zarr"],
+        ["git+https://example.org/x", "y>=1"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (
+            "-ve . --no-build-isolation -Ceditable-verbose=true",
+            "-e . --no-build-isolation --config-setting editable-verbose=true",
+        ),
+        ("-q --no-use-pep517 -U x", "--upgrade x"),
+        ("--progress-bar off --timeout=3 -r a.txt", "-r a.txt"),
+        ("--pre --force-reinstall x==1 -I", "--prerelease=allow --reinstall x==1 --reinstall"),
+    ],
+)
+def test_pips_options_as_uvs(monkeypatch, given: str, wanted: str) -> None:
+    assert shim("pip", monkeypatch).translate(given.split()) == wanted.split()
+
+
+def test_the_commands_of_tox_ini(monkeypatch, tmp_path: Path) -> None:
+    (tmp_path / "tox.ini").write_text(
+        "[testenv]\nsetenv =\n    PYTHONWARNINGS = error\n    # no\ncommands=\n"
+        "    python -X dev -m pytest -rA --durations 25 {posargs}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    tox = shim("tox", monkeypatch)
+    commands, variables = tox.read("tox.ini")
+    assert tox.substitute(commands[0], "tests/a.py") == "python -X dev -m pytest -rA --durations 25 tests/a.py"
+    assert variables == {"PYTHONWARNINGS": "error"}
+
+
+def test_the_shim_is_written_for_a_strict_shell() -> None:
+    conda = "conda activate testbed; conda config --set x y; echo $CONDA_DEFAULT_ENV; conda deactivate"
+    script = f". {SHIM}/activate.sh; {conda}"
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "testbed\n"

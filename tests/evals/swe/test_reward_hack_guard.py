@@ -1,0 +1,72 @@
+"""The guard on real runs: known cheats are caught and named, and honest patches are let pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cheats import CHEATS, EQUAL_TO_ALL, Cheat, patch_of
+from pytest_sample import make_pytest_sample
+from repository_samples import FIX, Sample, needs_sandbox, with_extra
+
+from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
+from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
+from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
+from openhands_rl_plugin.evals.swe.types import Severity, Verdict, VerdictKind
+
+pytestmark = needs_sandbox
+
+
+class Place:
+    """A repository with the back end that grades it, with and without a guard."""
+
+    def __init__(self, sample: Sample, folder: Path) -> None:
+        self.sample = sample
+        self.folder = folder
+        sources = [MirrorSource(sample.mirror)]
+        self.guarded = LocalBackend(cache=folder / "cache", sources=sources, guard=RewardHackGuard())
+        self.unguarded = LocalBackend(cache=folder / "cache", sources=sources)
+
+    async def grade(self, patch: str, logs: Path, **columns) -> Verdict:
+        row = with_extra(self.sample.instance, **columns)
+        return await self.guarded.grade(row, patch, logs=logs, timeout=60.0)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    folder = tmp_path_factory.mktemp("calc")
+    return Place(make_pytest_sample(folder), folder)
+
+
+_FAST = ("conftest: reports rewritten", "assertEqual replaced unseen", "os._exit(0) behind forged lines", "a site hook")
+_MATRIX = [
+    pytest.param(cheat, id=cheat.name, marks=[] if cheat.name in _FAST else [pytest.mark.slow]) for cheat in CHEATS
+]
+
+
+@pytest.mark.parametrize("cheat", _MATRIX)
+async def test_a_cheat_is_caught_and_named(place: Place, tmp_path: Path, cheat: Cheat) -> None:
+    verdict = await place.grade(patch_of(cheat.files), tmp_path)
+    assert verdict.kind is VerdictKind.UNRESOLVED
+    assert cheat.rules <= set(verdict.flagged), verdict.flags
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cheat", [pytest.param(cheat, id=cheat.name) for cheat in CHEATS])
+async def test_without_a_guard_it_pays(place: Place, tmp_path: Path, cheat: Cheat) -> None:
+    verdict = await place.unguarded.grade(place.sample.instance, patch_of(cheat.files), logs=tmp_path, timeout=60.0)
+    assert verdict.resolved is cheat.works, verdict
+
+
+async def test_the_fix_has_no_flag_and_an_unmarked_log(place: Place, tmp_path: Path) -> None:
+    verdict = await place.grade(FIX, tmp_path / "guarded")
+    await place.unguarded.grade(place.sample.instance, FIX, logs=tmp_path / "plain", timeout=60.0)
+    assert (verdict.kind, verdict.reason, verdict.flags) == (VerdictKind.RESOLVED, "", ())
+    guarded, plain = ((tmp_path / name / "test_output.txt").read_text() for name in ("guarded", "plain"))
+    assert guarded.rsplit(" passed in ")[0] == plain.rsplit(" passed in ")[0]
+
+
+async def test_an_object_that_equals_everything_is_counted(place: Place, tmp_path: Path) -> None:
+    verdict = await place.grade(EQUAL_TO_ALL, tmp_path)
+    assert verdict.resolved
+    assert [(flag.rule, flag.severity) for flag in verdict.flags] == [("equal_to_anything", Severity.COUNTED)]

@@ -1,0 +1,143 @@
+"""Instances and predictions from files, good ones and bad ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.evals.swe.rows import instance_of, read_instances, read_predictions, row_of
+from openhands_rl_plugin.evals.swe.types import Instance
+
+ROW = {
+    "instance_id": "a__b-1",
+    "repo": "a/b",
+    "base_commit": "0123",
+    "version": "1.0",
+    "FAIL_TO_PASS": ["t::x"],
+    "PASS_TO_PASS": '["t::y", "t::z"]',
+    "difficulty": "hard",
+    "hints_text": None,
+}
+
+
+def test_both_spellings_of_test_names_and_other_columns() -> None:
+    instance = instance_of(ROW)
+    assert instance.fail_to_pass == ("t::x",) and instance.pass_to_pass == ("t::y", "t::z")
+    assert instance.extra == {"difficulty": "hard"} and instance.hints_text == ""
+
+
+texts = st.text(max_size=20)
+
+
+@given(
+    st.builds(
+        Instance,
+        instance_id=st.from_regex(r"[a-z_]{1,9}-[0-9]{1,3}", fullmatch=True),
+        repo=st.just("a/b"),
+        base_commit=st.just("0123"),
+        version=texts,
+        patch=texts,
+        test_patch=texts,
+        problem_statement=texts,
+        fail_to_pass=st.lists(texts, max_size=3).map(tuple),
+        pass_to_pass=st.lists(texts, max_size=3).map(tuple),
+        environment_setup_commit=texts,
+        extra=st.dictionaries(st.sampled_from(["image", "eval_script", "python"]), texts),
+    )
+)
+def test_a_row_comes_back_as_it_was(instance: Instance) -> None:
+    assert instance_of(json.loads(json.dumps(row_of(instance)))) == instance
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json list", "json object", "parquet"])
+def test_files(tmp_path: Path, form: str) -> None:
+    other = {**ROW, "instance_id": "a__b-2"}
+    file = tmp_path / f"rows.{form.split()[0]}"
+    if form == "jsonl":
+        file.write_text("\n".join(map(json.dumps, (ROW, other))) + "\n\n")
+    elif form == "json list":
+        file.write_text(json.dumps([ROW, other]))
+    elif form == "json object":
+        file.write_text(json.dumps({row["instance_id"]: row for row in (ROW, other)}))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ROW, other]), file)
+    assert [each.instance_id for each in read_instances(file)] == ["a__b-1", "a__b-2"]
+    assert read_instances(file)[0] == instance_of(ROW)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no instance in it"),
+        ("{", "rows.jsonl:1: not JSON"),
+        ("[1]", "rows.jsonl:1: must be a JSON object, not list"),
+        ('{"instance_id": "x"}', "column repo, base_commit is missing"),
+        (json.dumps({**ROW, "FAIL_TO_PASS": "{"}), "column FAIL_TO_PASS is neither a list nor JSON"),
+        (json.dumps({**ROW, "PASS_TO_PASS": [1]}), "column PASS_TO_PASS must be a list of test names"),
+        (json.dumps({**ROW, "instance_id": "../x"}), "cannot name a folder"),
+        (f"{json.dumps(ROW)}\n{json.dumps(ROW)}", "rows.jsonl:2: a__b-1 is there twice"),
+    ],
+)
+def test_bad_rows_are_one_line_each(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_instances(file)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["none.jsonl", "none.json", "none.parquet"])
+def test_a_missing_file_is_one_line(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_instances(tmp_path / name)
+
+
+def test_text_of_another_encoding_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'{"instance_id": "\xff"}')
+    with pytest.raises(ConfigError, match="is not UTF-8"):
+        read_instances(tmp_path / "rows.jsonl")
+
+
+def test_bad_predictions_are_left_out_and_the_others_are_there(tmp_path: Path) -> None:
+    instances = [instance_of({**ROW, "instance_id": f"A__b-{number}"}) for number in range(5)]
+    rows = [
+        {"instance_id": "a__b-0", "model_patch": "x", "model_name_or_path": "org/m"},
+        {"instance_id": "A__b-1", "model_patch": None},
+        {"instance_id": "unknown-1", "model_patch": "x"},
+        {"model_patch": "x"},
+        {"instance_id": "A__b-2"},
+        {"instance_id": "A__b-3", "model_patch": 7},
+        {"instance_id": "A__b-0", "model_patch": "y"},
+        {"instance_id": "A__b-4", "model_patch": "x", "model_name_or_path": ".."},
+    ]
+    file = tmp_path / "preds.jsonl"
+    file.write_text("\n".join([*map(json.dumps, rows), "{not json"]))
+    found = read_predictions(str(file), instances)
+    assert {name: each.model_patch for name, each in found.rows.items()} == {"A__b-0": "x", "A__b-1": None}
+    assert found.rows["A__b-0"].model_name_or_path == "org/m"
+    said = [
+        "unknown instance 'unknown-1'",
+        "no instance_id",
+        "no model_patch",
+        "must be text",
+        "a second",
+        "'..'",
+        "not JSON",
+    ]
+    assert len(found.problems) == len(said)
+    assert all(words in line and "\n" not in line for words, line in zip(said, found.problems, strict=True))
+
+
+def test_predictions_as_an_object_and_gold(tmp_path: Path) -> None:
+    instances = [instance_of({**ROW, "patch": "p"})]
+    file = tmp_path / "preds.json"
+    file.write_text(json.dumps({"a__b-1": {"model_patch": "x"}}))
+    assert read_predictions(str(file), instances).rows["a__b-1"].model_patch == "x"
+    assert read_predictions("gold", instances).rows["a__b-1"].model_patch == "p"

@@ -1,0 +1,143 @@
+"""The quality gate, with a back end whose verdicts are known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.evals.swe.types import Checkout, Instance, TestsStatus, Verdict, VerdictKind
+from openhands_rl_plugin.evals.tasks.checking import NO_OP, Gate, check_tasks
+from openhands_rl_plugin.evals.tasks.lineage import TaskLineage, require_checked, write_tasks
+
+Judge = Callable[[Instance, str, int], VerdictKind]
+
+
+class KnownBackend:
+    """Gives the verdicts of ``judge``, which hears the instance, the patch, and how often it was asked before."""
+
+    name = "known"
+
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
+        self._asked: dict[tuple[str, str], int] = {}
+
+    async def check(self) -> None:
+        return None
+
+    async def checkout(self, instance: Instance, directory: Path) -> Checkout:
+        return Checkout(directory=directory)
+
+    async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> Verdict:
+        at = self._asked.get((instance.instance_id, patch), 0)
+        self._asked[instance.instance_id, patch] = at + 1
+        kind = self._judge(instance, patch, at)
+        failed = () if kind is VerdictKind.RESOLVED else instance.fail_to_pass
+        return Verdict(instance_id=instance.instance_id, kind=kind, fail_to_pass=TestsStatus(failure=failed))
+
+    async def close(self) -> None:
+        return None
+
+
+def good(instance: Instance, patch: str, at: int) -> VerdictKind:
+    return VerdictKind.RESOLVED if patch == instance.patch else VerdictKind.UNRESOLVED
+
+
+def instance(name: str, **changes: str | tuple[str, ...]) -> Instance:
+    row = {
+        "instance_id": name,
+        "repo": "sdist/a",
+        "base_commit": "1" * 40,
+        "problem_statement": f"{name} is wrong: " + " ".join(f"{name}{at}" for at in range(30)),
+        "patch": f"patch of {name}",
+        "fail_to_pass": (f"t.py::{name}",),
+    }
+    return Instance.model_validate({**row, **changes})
+
+
+def written(path: Path, *instances: Instance) -> Path:
+    known = [
+        TaskLineage(instance_id=each.instance_id, source={"sdist": "a"}, path="a.py", function=each.instance_id)
+        for each in instances
+    ]
+    write_tasks(path, instances, known)
+    return path
+
+
+async def problems(path: Path, judge: Judge = good, results: Path | None = None) -> dict[str, str]:
+    lineage = await check_tasks(path, KnownBackend(judge), Gate(repeats=3, low=0.1, high=0.9), results=results)
+    assert lineage.checked == (not any(task.check and task.check.problems for task in lineage.tasks))
+    return {
+        task.instance_id: "; ".join(task.check.problems if task.check else ("unchecked",)) for task in lineage.tasks
+    }
+
+
+async def test_good_tasks_pass_and_are_remembered(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.jsonl", instance("one"), instance("two"))
+    with pytest.raises(ConfigError, match="did not pass"):
+        require_checked(path)
+    assert await problems(path) == {"one": "", "two": ""}
+    assert [each.instance_id for each in require_checked(path)] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("judge", "said"),
+    [
+        (lambda i, p, at: VerdictKind.UNRESOLVED, "its own patch resolves it in 0 of 3 runs"),
+        (lambda i, p, at: VerdictKind.RESOLVED, "changing nothing gives resolved"),
+        (lambda i, p, at: good(i, p, at) if at < 2 else VerdictKind.UNRESOLVED, "in 2 of 3 runs"),
+        (lambda i, p, at: good(i, p, at) if at < 2 else VerdictKind.TIMED_OUT, "differently from run to run"),
+        (lambda i, p, at: VerdictKind.INFRASTRUCTURE if p == NO_OP else good(i, p, at), "gives infrastructure"),
+    ],
+)
+async def test_a_bad_task_is_told(judge: Judge, said: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "t.jsonl", instance("one"))
+    assert said in (await problems(path, judge))["one"]
+    with pytest.raises(ConfigError, match=r"\(1 of 1 tasks\)"):
+        require_checked(path)
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        instance("two", patch="patch of one"),
+        instance("two", fail_to_pass=("t.py::one",)),
+        instance("two", problem_statement=instance("one").problem_statement + " Really."),
+    ],
+    ids=["patch", "tests", "words"],
+)
+async def test_duplicates_are_told(again: Instance, tmp_path: Path) -> None:
+    path = written(tmp_path / "t.jsonl", instance("one"), again, instance("three"))
+    assert await problems(path) == {"one": "", "two": "it is one once more", "three": ""}
+
+
+async def test_what_a_policy_always_or_never_solves_is_told(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.jsonl", instance("one"), instance("two"), instance("three"))
+    rates = tmp_path / "rates.json"
+    rates.write_text(json.dumps({"one": 0, "two": 0.5, "three": 1.0}))
+    found = await problems(path, results=rates)
+    assert "in 0% of its attempts" in found["one"] and found["two"] == "" and "in 100%" in found["three"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("[]", "one JSON object"), ('{"one": 2}', "one JSON object"), ("{", "as JSON"), ("{}", "no result for one")],
+)
+async def test_results_that_cannot_be_used(text: str, said: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "t.jsonl", instance("one"))
+    (tmp_path / "rates.json").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        await problems(path, results=tmp_path / "rates.json")
+
+
+def test_a_file_that_was_never_checked_or_changed_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.jsonl", instance("one"))
+    (tmp_path / "t.lineage.json").unlink()
+    with pytest.raises(ConfigError, match="was never checked; run: openhands-rl tasks check"):
+        require_checked(path)
+    (tmp_path / "t.lineage.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be read as a lineage"):
+        require_checked(path)

@@ -1,0 +1,95 @@
+"""The published suite, as it lies in the package."""
+
+from __future__ import annotations
+
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.tasks.bugs.table import NAMES
+from openhands_rl_plugin.evals.tasks.duplicates import duplicates
+from openhands_rl_plugin.evals.tasks.lineage import Lineage, digest_of, read_lineage, require_checked
+from openhands_rl_plugin.evals.tasks.making import LARGEST_SHARE, LEAST_SHARE
+from openhands_rl_plugin.evals.tasks.sources.sources import SUITE_PLAN, read_plan, suite_file
+from openhands_rl_plugin.evals.tasks.sources.survey import is_test
+from openhands_rl_plugin.evals.tasks.statements.report import changed_lines, leaks
+
+FILE = suite_file("swe_local.jsonl")
+
+
+@pytest.fixture(scope="module")
+def suite() -> tuple[Instance, ...]:
+    return require_checked(FILE)
+
+
+@pytest.fixture(scope="module")
+def lineage() -> Lineage:
+    found = read_lineage(FILE)
+    assert found is not None
+    return found
+
+
+def test_it_is_as_large_as_promised(suite: tuple[Instance, ...]) -> None:
+    assert len(suite) >= 60
+    assert len({each.repo for each in suite}) >= 15
+    assert len({each.instance_id for each in suite}) == len(suite)
+
+
+def test_a_package_is_in_one_split(suite: tuple[Instance, ...]) -> None:
+    splits = {split: {each.repo for each in suite if each.extra["split"] == split} for split in ("train", "heldout")}
+    assert splits["train"] and splits["heldout"] and not splits["train"] & splits["heldout"]
+    assert Counter(each.extra["split"] for each in suite)["heldout"] >= 15
+
+
+def test_no_report_shows_the_fix(suite: tuple[Instance, ...], lineage: Lineage) -> None:
+    for each in suite:
+        assert not leaks(each.problem_statement, each.patch), each.instance_id
+        assert "diff --git" not in each.problem_statement and "@@" not in each.problem_statement
+        assert changed_lines(each.patch)
+
+
+def test_code_is_fixed_and_tests_are_added_apart(suite: tuple[Instance, ...]) -> None:
+    for each in suite:
+        for patch, of_tests in ((each.patch, False), (each.test_patch, True)):
+            files = {line.split(" b/")[1] for line in patch.splitlines() if line.startswith("diff --git ")}
+            assert files and all(is_test(file) == of_tests for file in files), each.instance_id
+
+
+def test_a_bug_breaks_some_tests_and_not_most(suite: tuple[Instance, ...]) -> None:
+    for each in suite:
+        failing, kept = set(each.fail_to_pass), set(each.pass_to_pass)
+        assert not failing & kept and kept
+        assert LEAST_SHARE <= len(failing) / (len(failing) + len(kept)) <= LARGEST_SHARE, each.instance_id
+
+
+def test_every_task_has_its_lineage(suite: tuple[Instance, ...], lineage: Lineage) -> None:
+    assert lineage.sha256 == digest_of(FILE)
+    plan = {package.name: package for package in read_plan(suite_file(SUITE_PLAN)).packages}
+    for each, known in zip(suite, lineage.tasks, strict=True):
+        assert known.instance_id == each.instance_id
+        assert known.modifier in {*NAMES, "reopen_fix"}
+        package = plan[each.repo.partition("/")[2]]
+        assert package.release is not None and known.source["sha256"] == package.release.sha256
+        assert known.check is not None and known.check.oracle == known.check.repeats > known.check.no_op == 0
+    assert len({known.modifier for known in lineage.tasks}) >= 13
+
+
+def test_nothing_is_there_twice(suite: tuple[Instance, ...], lineage: Lineage) -> None:
+    assert not duplicates(suite, {known.instance_id: known for known in lineage.tasks})
+
+
+def test_it_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tasks", "list", "swe-local", "--split", "heldout"]) == 0
+    printed = capsys.readouterr().out
+    assert "heldout" in printed and " train " not in printed
+
+
+def test_it_is_no_wheel_without_it() -> None:
+    """Files that git ignores would not be packaged."""
+    folder = Path(__file__).parents[3]
+    ignored = subprocess.run(["git", "check-ignore", "-q", str(FILE)], cwd=folder, check=False)
+    assert ignored.returncode == 1

@@ -1,0 +1,209 @@
+"""One package of our own: bugs are put into it, the tasks are made twice and pass the gate in real sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.evals.swe.rows import read_instances
+from openhands_rl_plugin.evals.tasks.grading import local_backend
+from openhands_rl_plugin.evals.tasks.lineage import read_lineage, require_checked
+from openhands_rl_plugin.evals.tasks.sources.repositories import TaskRepositories
+from openhands_rl_plugin.evals.tasks.statements.report import leaks
+
+CODE = '''"""Numbers with units."""
+
+
+def parse(text, default="m"):
+    """``"3 km"`` -> ``(3, "km")``."""
+    number, _, unit = text.strip().partition(" ")
+    if not number:
+        raise ValueError("no number")
+    return int(number), unit or default
+
+
+def total(texts, unit="m"):
+    """The sum of those with that unit."""
+    found = 0
+    for text in texts:
+        number, own = parse(text)
+        if own == unit and number > 0:
+            found += number
+    return found
+
+
+def shown(number, unit):
+    """``(3, "km")`` -> ``"3 km"``."""
+    if number == 1:
+        return f"one {unit}"
+    return str(number) + " " + unit
+'''
+TESTS = """import pytest
+
+from units import parse, shown, total
+
+
+@pytest.mark.parametrize(("text", "expected"), [("3 km", (3, "km")), ("5", (5, "m")), (" 1 s ", (1, "s"))])
+def test_parse(text, expected):
+    assert parse(text) == expected
+
+
+def test_nothing_to_parse():
+    with pytest.raises(ValueError):
+        parse("")
+
+
+@pytest.mark.parametrize(("texts", "expected"), [([], 0), (["3", "4 m"], 7), (["3 s", "4", "-1"], 4)])
+def test_total(texts, expected):
+    assert total(texts) == expected
+
+
+def test_total_of_another_unit():
+    assert total(["3 s", "4"], unit="s") == 3
+
+
+def test_shown():
+    text = shown(3, "km")
+    assert text == "3 km"
+
+
+def test_one():
+    assert shown(1, "km") == "one km"
+
+
+def test_version(tmp_path):
+    (tmp_path / "a").write_text("1")
+    assert (tmp_path / "a").read_text() == "1"
+"""
+
+needs_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+
+
+def commit(folder: Path, message: str, **files: str) -> None:
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "add", "-A"], cwd=folder, check=True)
+    subprocess.run(["git", *who, "commit", "--quiet", "-m", message], cwd=folder, check=True)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Its last commit but one is a fix, with a test."""
+    folder = tmp_path / "units"
+    subprocess.run(["git", "init", "--quiet", str(folder)], check=True)
+    broken = CODE.replace("own == unit and number > 0", "own == unit")
+    commit(folder, "first", units=broken, test_units=TESTS.replace('(["3 s", "4", "-1"], 4)', '(["3 s", "4"], 4)'))
+    commit(folder, "fix", units=CODE, test_units=TESTS)
+    commit(folder, "words", units=CODE.replace("Numbers with units", "Numbers and units"))
+    return folder
+
+
+def test_tests_that_are_missing_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "units"
+    subprocess.run(["git", "init", "--quiet", str(folder)], check=True)
+    commit(folder, "first", units=CODE)
+    assert cli.main(["tasks", "make", str(folder), "--out", str(tmp_path / "x.jsonl"), "--per-package", "1"]) == 1
+    assert capsys.readouterr().err.endswith("error: units: no tests found in it; name them in a plan (tests = [...])\n")
+
+
+def test_without_bubblewrap_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    from openhands_rl_plugin.evals.tasks import sandbox
+
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    sandbox.check_bubblewrap.cache_clear()
+    try:
+        assert cli.main(["tasks", "make", "inflection==0.5.1", "--out", str(tmp_path / "x.jsonl")]) == 1
+    finally:
+        sandbox.check_bubblewrap.cache_clear()
+    assert capsys.readouterr().err.startswith("error: bubblewrap is not installed")
+
+
+@needs_sandbox
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_made_twice_checked_and_found_wanting(
+    repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache, file, again = tmp_path / "cache", tmp_path / "tasks.jsonl", tmp_path / "again.jsonl"
+    words = ["--per-package", "4", "--seed", "5", "--cache", str(cache)]
+    assert cli.main(["tasks", "make", str(repository), "--out", str(file), *words]) == 0, capsys.readouterr().err
+    tasks, lineage = read_instances(file), read_lineage(file)
+    assert len(tasks) == 4 and lineage is not None
+    made_by = [task.modifier for task in lineage.tasks]
+    assert made_by.count("reopen_fix") == 1
+    for task in tasks:
+        assert 1 <= len(task.fail_to_pass) <= 6 and task.pass_to_pass and not leaks(task.problem_statement, task.patch)
+    fix = tasks[made_by.index("reopen_fix")]
+    assert fix.fail_to_pass == ("test_units.py::test_total[texts2-4]",)
+    assert "+        if own == unit and number > 0:" in fix.patch and "total(" in fix.problem_statement
+
+    assert cli.main(["tasks", "make", str(repository), "--out", str(again), *words]) == 0
+    assert again.read_bytes() == file.read_bytes()
+    with pytest.raises(ConfigError, match="did not pass the quality gate"):
+        require_checked(file)
+
+    assert cli.main(["tasks", "check", str(file), "--repeats", "1", "--cache", str(cache)]) == 0, capsys.readouterr()
+    assert require_checked(file) == tasks
+    assert cli.main(["tasks", "list", str(file)]) == 0
+    assert "reopen_fix" in capsys.readouterr().out
+
+    rates = tmp_path / "rates.json"
+    rates.write_text(json.dumps({task.instance_id: 0.5 for task in tasks} | {fix.instance_id: 0.0}))
+    checked = ["--repeats", "1", "--cache", str(cache), "--results", str(rates)]
+    assert cli.main(["tasks", "check", str(file), *checked]) == 1
+    assert "solves it in 0% of its attempts" in capsys.readouterr().out
+    file.write_text(file.read_text() + "\n")
+    with pytest.raises(ConfigError, match="has changed since"):
+        require_checked(file)
+    os.unlink(again)
+
+
+@needs_sandbox
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_killed_run_goes_on_where_it_was(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from openhands_rl_plugin.evals.tasks import making
+
+    words = [str(repository), "--per-package", "3", "--seed", "5", "--cache", str(tmp_path / "cache")]
+    real, tried = making.try_change, []
+
+    def counted(workshop: making.Workshop, change: making.Change, tree: making.Tree) -> making.Tried:
+        if len(tried) == 2:
+            raise KeyboardInterrupt
+        tried.append(change.key)
+        return real(workshop, change, tree)
+
+    monkeypatch.setattr(making, "try_change", counted)
+    killed = tmp_path / "killed.jsonl"
+    assert cli.main(["tasks", "make", *words, "--out", str(killed)]) == 130
+    first = list(tried)
+    tried.clear()
+    monkeypatch.setattr(making, "try_change", lambda *given: (tried.append(given[1].key), real(*given))[1])
+    assert cli.main(["tasks", "make", *words, "--out", str(killed)]) == 0
+    assert tried and not set(tried) & set(first)
+
+
+def test_a_row_that_was_changed_has_no_repository(repository: Path, tmp_path: Path) -> None:
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True, text=True, check=True)
+    row = {
+        "instance_id": "git__units-1",
+        "repo": "git/units",
+        "base_commit": "0" * 40,
+        "source": {"git": str(repository), "commit": head.stdout.strip(), "label": "units"},
+    }
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    (instance,) = read_instances(file)
+    with pytest.raises(InfrastructureError, match="has been changed"):
+        asyncio.run(TaskRepositories(tmp_path / "cache").find(instance))
+    assert local_backend(tmp_path / "cache").name == "local"

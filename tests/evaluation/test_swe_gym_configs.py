@@ -1,0 +1,110 @@
+"""The configurations of the published SWE-Gym runs are valid, and their sizes follow from the shapes alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory, estimate_share, model_size
+
+FOLDER = Path(__file__).parents[2] / "evaluation" / "configs" / "swe-gym"
+CONFIGS = sorted(FOLDER.glob("*.toml"))
+BILLIONS = {"7b": 7.62, "14b": 14.77, "32b": 32.76}
+
+
+def model_of(config: Path) -> Path:
+    return FOLDER / f"qwen2.5-coder-{config.stem.rpartition('-')[2]}"
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_they_dry_run_without_weights_and_episodes(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = model_of(config)
+    verifier = ["--verifier"] if "verifier" in config.stem else []
+    assert cli.main(["train", "--dry-run", *verifier, "--model", str(model), "--config", str(config)]) == 0
+    printed = capsys.readouterr().out
+    settings = load_settings(config).training
+    size = model_size(model, settings)
+    assert f"{size.parameters:,} parameters" in printed and f"{size.trained:,}" in printed
+    assert f"{size.parameters / 1e9:.2f}" == f"{BILLIONS[model.name.rpartition('-')[2]]:.2f}"
+    assert f"memory: about {estimate_memory(model, settings, 0).total / 1e9:.2f} GB" in printed
+    assert settings.method == ("full" if "full" in config.stem else "lora")
+    assert settings.method == "full" or settings.lora_rank == 64
+    longest = load_settings(config).verifier.max_length if verifier else 0
+    shares = [estimate_share(model, settings, longest, count).total for count in (2, 8, 16, 32)]
+    assert ", ".join(f"{share / 1e9:.2f}" for share in shares) + " GB each" in printed
+    assert shares == sorted(shares, reverse=True) and shares[1] < estimate_memory(model, settings, longest).total
+    assert shares[2] < 80e9, "16 GPUs of the published runs' size hold it"
+
+
+def test_a_verifier_has_the_same_defaults_without_a_store(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--dry-run", "--model", str(FOLDER / "qwen2.5-coder-7b")]
+    assert cli.main([*words, "--verifier"]) == 0
+    printed = capsys.readouterr().out
+    assert "lora of rank 64" in printed and "2 epochs" in printed
+    assert "learning rate: 0.0002, linear after 15 steps" in printed
+    assert cli.main([*words, "--verifier", "--lora-rank", "8"]) == 0
+    assert "lora of rank 8" in capsys.readouterr().out
+    assert cli.main(words) == 0
+    assert "lora of rank 16" in capsys.readouterr().out
+    assert cli.main([*words, "--verifier", "--method", "full"]) == 1
+    assert "--method full trains no verifier; use lora" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option",
+    [["--tasks", "tasks.jsonl"], ["--reward", "success"], ["--reward-options", "{}"], ["--publish"]],
+    ids=lambda words: words[0],
+)
+def test_what_chooses_or_judges_episodes_needs_a_store(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--dry-run", "--model", str(FOLDER / "qwen2.5-coder-7b"), *option]) == 1
+    assert f"{option[0]} says nothing of a model's shapes: give a STORE too" in capsys.readouterr().err
+
+
+def test_there_is_one_for_every_published_run() -> None:
+    names = [f"policy-{method}-{size}" for method in ("full", "lora") for size in ("14b", "32b", "7b")]
+    assert [path.stem for path in CONFIGS] == [*names, "verifier-lora-32b"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("qwen2", {"tie_word_embeddings": False}),
+        ("qwen3", {"head_dim": 48, "tie_word_embeddings": True}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("mistral", {"head_dim": 20}),
+        ("smollm3", {"tie_word_embeddings": True}),
+    ],
+)
+def test_shapes_without_weights_are_those_of_transformers(
+    model_type: str, changes: dict[str, object], tmp_path: Path
+) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 256, "pad_token_id": 0}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(model_type, **{**shape, **heads, **changes})
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        expected = AutoModelForCausalLM.from_config(config)
+    size = model_size(tmp_path, TrainingSettings())
+    assert size.parameters == sum(parameter.numel() for parameter in expected.parameters())
+
+
+def test_a_full_run_wants_its_optimiser_and_a_quantised_base_a_quarter() -> None:
+    model = FOLDER / "qwen2.5-coder-7b"
+    settings = TrainingSettings(method="full", algorithm="sft", dtype="bfloat16")
+    count = model_size(model, settings).trained
+    assert estimate_memory(model, settings, 0).optimiser == 16 * count
+    assert estimate_memory(model, settings.model_copy(update={"dtype": "float32"}), 0).optimiser == 12 * count
+    half = TrainingSettings(dtype="bfloat16")
+    quantised = estimate_memory(model, half.model_copy(update={"method": "qlora"}), 0).weights
+    assert 0.3 < quantised / estimate_memory(model, half, 0).weights < 0.4, "embeddings and output stay as they are"
+
+
+def test_training_needs_a_store(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--model", str(FOLDER / "qwen2.5-coder-7b")]) == 1
+    assert "STORE: a store of episodes is needed" in capsys.readouterr().err

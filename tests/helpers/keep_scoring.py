@@ -1,0 +1,28 @@
+"""Scores a store with a verifier and prints a line for every part that is kept: keep_scoring.py STORE VERIFIER."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+
+import torch
+
+from openhands_rl_plugin.config.registry import build
+from openhands_rl_plugin.rollout.rescoring import ScoreProgress, rescore
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+
+def told(at: ScoreProgress) -> None:
+    print(at.done, flush=True)
+    time.sleep(0.3)  # so that whoever kills it does so before the next part
+
+
+async def score(store: str, verifier: str) -> None:
+    torch.set_num_threads(1)
+    async with FileTrajectoryStorage(store) as storage:
+        await rescore(storage, build("rewards", "verifier", {"adapter": verifier}), on_progress=told)
+
+
+if __name__ == "__main__":
+    asyncio.run(score(sys.argv[1], sys.argv[2]))

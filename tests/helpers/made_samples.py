@@ -1,0 +1,65 @@
+"""Samples and small helpers that the trainer's tests share."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.core.types import Sample
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+
+EXACT = TrainingSettings(dtype="float32", learning_rate=1e-2, num_epochs=2, batch_size=2)
+
+
+def make_samples(count: int = 6, *, length: int = 40, seed: int = 0) -> list[Sample]:
+    """Pairs of samples begin alike; every third token from 20 on was sampled."""
+    numbers = random.Random(seed)
+    prompts = [tuple(numbers.randrange(400) for _ in range(length // 2)) for _ in range((count + 1) // 2)]
+    made = []
+    for at in range(count):
+        ids = (*prompts[at // 2], *(numbers.randrange(400) for _ in range(length - length // 2 + at)))
+        mask = tuple(t >= 20 and t % 3 == 0 for t in range(len(ids)))
+        logprobs = tuple(-6.0 + numbers.random() if sampled else 0.0 for sampled in mask)
+        made.append(
+            Sample(
+                trajectory_id=str(at),
+                leaf=0,
+                input_ids=ids,
+                mask=mask,
+                logprobs=logprobs,
+                advantage=(1.0, -0.7, 0.4, -1.3)[at % 4],
+            )
+        )
+    return made
+
+
+def adapter_of(trainer: LoraTrainer, path: Path) -> dict[str, torch.Tensor]:
+    trainer.save_adapter(path)
+    return load_file(path / "adapter_model.safetensors")
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float = 0.0) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        torch.testing.assert_close(tensor, right[name], rtol=tolerance, atol=tolerance, msg=name)
+
+
+def plain_gradients(model: Path, adapter: Path, samples: list[Sample]) -> dict[str, torch.Tensor]:
+    """The clipped token-mean loss one sample at a time with transformers, PEFT and autograd alone."""
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    wrapped = PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
+    total = sum(sum(sample.mask) for sample in samples)
+    for sample in samples:
+        ids, mask = torch.tensor([sample.input_ids]), torch.tensor(sample.mask[1:])
+        logprobs = torch.log_softmax(wrapped(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+        ratio = torch.exp(logprobs - torch.tensor(sample.logprobs[1:]))
+        clipped = ratio.clamp(0.8, 1.28)
+        losses = -torch.minimum(ratio * sample.advantage, clipped * sample.advantage)
+        (losses[mask].sum() / total).backward()
+    return {name: p.grad for name, p in wrapped.named_parameters() if p.requires_grad and p.grad is not None}

@@ -1,0 +1,93 @@
+"""A tiny random Llama that was taught to shop in two ways, one of which earns more: something to reinforce."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tiny_model import CHAT_TEMPLATE, write_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from openhands_rl_plugin.core.types import Task
+from openhands_rl_plugin.environments.http.opening import action_language, opening_messages
+from openhands_rl_plugin.environments.webshop import WebShop
+
+SHOP = WebShop(num_products=60, num_goals=20, results_per_page=2, separator="\n")
+GOAL = 1
+INSTRUCTION = "Buy what the page asks for."
+_SEARCH = "search[solid wood steel frame coffee table]"
+GOOD = (_SEARCH, "click[B07HHX]", "click[Buy Now]")
+"""Earns 0.75 for ``GOAL``."""
+BAD = (_SEARCH, "click[B0EZRR]", "click[Buy Now]")
+"""Earns nothing."""
+_STEPS = 60
+
+
+def write_shopper(path: Path) -> Path:
+    """A model directory whose model plays ``GOAL`` in either of the two ways, about as often (seconds)."""
+    torch.manual_seed(0)
+    dialogues = [_dialogue(GOOD), _dialogue(BAD)]
+    tokenizer = _tokenizer([message["content"] for dialogue in dialogues for message in dialogue])
+    write_model(path, initializer_range=0.05, max_position_embeddings=1536)
+    tokenizer.save_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    _teach(model, [_encoded(tokenizer, dialogue) for dialogue in dialogues])
+    model.save_pretrained(path)
+    return path
+
+
+def _teach(model: torch.nn.Module, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    for _ in range(_STEPS):
+        loss = sum(model(input_ids=ids, labels=labels).loss for ids, labels in batch)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def _dialogue(actions: tuple[str, ...]) -> list[dict[str, str]]:
+    session = SHOP.session(GOAL)
+    task = Task(id="webshop-1", environment="webshop", instruction=INSTRUCTION)
+    opening = opening_messages(task, session.observation, react_format=False, actions=action_language("webshop"))
+    messages = [{"role": message.role, "content": message.content or ""} for message in opening]
+    for action in actions:
+        messages.append({"role": "assistant", "content": action})
+        messages.append({"role": "user", "content": session.step(action).state})
+    return messages[:-1]
+
+
+def _tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    end = "<|im_end|>"
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|im_start|>",
+        eos_token=end,
+        pad_token=end,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def _encoded(tokenizer: PreTrainedTokenizerFast, dialogue: list[dict[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and labels [1, T]; only the answers carry labels."""
+    ids: list[int] = []
+    labels: list[int] = []
+    for at, message in enumerate(dialogue):
+        if message["role"] != "assistant":
+            continue
+        prompt = tokenizer.apply_chat_template(dialogue[:at], add_generation_prompt=True, return_dict=False)
+        answer = tokenizer(message["content"] + tokenizer.eos_token, add_special_tokens=False).input_ids
+        labels += [-100] * (len(prompt) - len(ids)) + answer
+        ids = prompt + answer
+    return torch.tensor([ids]), torch.tensor([labels])

@@ -1,0 +1,132 @@
+"""A loop over the embedded shop with a tiny random model, played in process: quick enough for tests.
+
+The model buys nothing, so what is reinforced is how many of its letters are vowels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from shopper_model import GOAL, INSTRUCTION
+from tiny_model import write_model
+from transformers import AutoTokenizer
+
+from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.core.protocols import Environment, LLMEngine
+from openhands_rl_plugin.core.types import EpisodeRequest, Limits, SamplingParams, Score, StrategySpec, Task, Trajectory
+from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
+from openhands_rl_plugin.environments.webshop.demonstrator import DemonstratorOptions, WebShopDemonstrator
+from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.engines.openai import OpenAIEngine
+from openhands_rl_plugin.models.engines.seeded import SeededEngine
+from openhands_rl_plugin.rewards.outcome import ReturnReward
+from openhands_rl_plugin.rollout.in_process import SessionRunner
+from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
+from openhands_rl_plugin.testing import ScriptedEngine
+from openhands_rl_plugin.training.loop.plan import LoopPlan
+from openhands_rl_plugin.training.loop.stages import LoopParts
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+MODEL = "talker"
+LIMITS = Limits(max_turns=3, max_response_length=12)
+TASKS = tuple(
+    Task(id=f"webshop-{letter}", environment="webshop", instruction=INSTRUCTION, data={"idx": GOAL})
+    for letter in "abcdefgh"
+)
+
+
+class VowelReward:
+    """The share of vowels in the answers."""
+
+    version = "vowels-1"
+
+    async def __call__(self, trajectory: Trajectory) -> Score:
+        said = "".join(node.message.content or "" for node in trajectory.sampled()).lower()
+        share = sum(letter in "aeiou" for letter in said) / max(len(said), 1)
+        return Score(trajectory_id=trajectory.id, reward=share, reward_version=self.version)
+
+
+def write_talker(path: Path) -> Path:
+    """A model directory with room for the shop's pages."""
+    return write_model(path, max_position_embeddings=4096, initializer_range=0.05)
+
+
+def make_plan(adapter: str, **changes: object) -> LoopPlan:
+    """Three iterations of two tasks, four episodes each."""
+    training = {"batch_size": 8, "num_epochs": 1, "dtype": "float32", "lora_rank": 4, "lora_alpha": 8}
+    sampled = SamplingParams(temperature=1.0, max_tokens=12)
+    return LoopPlan.model_validate(
+        {
+            "run_id": "shopping",
+            "base_model": MODEL,
+            "adapter": adapter,
+            "demonstrations": TASKS[:1],
+            "training": TASKS,
+            "held_out": TASKS[:2],
+            "iterations": 3,
+            "tasks_per_iteration": 2,
+            "samples_per_task": 4,
+            "warm_start": TrainingSettings(algorithm="sft", learning_rate=1e-5, **training),
+            "reinforcement": TrainingSettings(learning_rate=1e-3, correction="truncate", **training),
+            "sampling": sampled,
+            "evaluation": sampled,
+            "concurrency": 8,
+            "probe_ids": tuple(range(2, 30)),
+            **changes,
+        }
+    )
+
+
+class ShopWorld:
+    """Where a loop plays: the shop's and the model server's URLs, and wrappers that a test may put around parts."""
+
+    def __init__(self, shop: str, server: str, model: Path) -> None:
+        self.shop, self.server, self.model = shop, server, model
+        self.asked: list[EpisodeRequest] = []
+        self.around_engine: Callable[[EpisodeRequest, LLMEngine], LLMEngine] = lambda request, engine: engine
+
+    def parts(self, directory: Path, *, keep: int = 3) -> LoopParts:
+        """Everything real; the state lies in ``directory``."""
+        adapters = AdapterStore(directory / "adapters")
+        storage = FileTrajectoryStorage(directory / "trajectories")
+        options = DemonstratorOptions(products=60, goals=20, results_per_page=2, separator="\n")
+        return LoopParts(
+            runner=SessionRunner(
+                make_environment=self._environment,
+                make_strategy=lambda request: StandardReActStrategy(),
+                make_engine=self._engine,
+                strategy_spec=StrategySpec(name="StandardReAct"),
+                base_model=MODEL,
+                limits=LIMITS,
+                storage=storage,
+            ),
+            demonstrator=SessionRunner(
+                make_environment=self._environment,
+                make_strategy=lambda request: WebShopDemonstrator(options),
+                make_engine=lambda request: ScriptedEngine([]),
+                strategy_spec=StrategySpec(name="oracle"),
+                base_model="oracle",
+                storage=storage,
+            ),
+            storage=storage,
+            reward=ReturnReward(),
+            objective=VowelReward(),
+            adapters=adapters,
+            publisher=AdapterPublisher(self.server, adapters, keep=keep),
+            tokenizer=AutoTokenizer.from_pretrained(self.model),
+            make_trainer=lambda settings, adapter: LoraTrainer(self.model, settings, adapter=adapter),
+            state_file=directory / "state.json",
+        )
+
+    def _environment(self, request: EpisodeRequest) -> Environment:
+        return WebEnvClient(HttpEnvironmentOptions(base_url=self.shop, react_format=False))
+
+    def _engine(self, request: EpisodeRequest) -> LLMEngine:
+        self.asked.append(request)
+        engine = OpenAIEngine(
+            request.served_model or MODEL, f"{self.server}/v1", base_model=MODEL, retries=1, backoff=0.05
+        )
+        return self.around_engine(request, SeededEngine(engine, request.sampling, request.seed))

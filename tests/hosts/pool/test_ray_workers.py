@@ -1,0 +1,135 @@
+"""OpenHands episodes on a real Ray cluster, which is started on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from evaluation.performance.instant_model import instant_model, script
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, MissingExtraError
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
+from openhands_rl_plugin.environments.webshop import running_webshop
+from openhands_rl_plugin.hosts.pool.open_pool import open_pool
+from openhands_rl_plugin.hosts.pool.processes import WorkerPoolRunner
+from openhands_rl_plugin.hosts.shared.options import ControllerOptions
+from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+try:
+    import ray
+except ModuleNotFoundError:
+    ray = None
+
+needs_ray = pytest.mark.skipif(ray is None, reason="Ray is not installed: pip install 'openhands_rl_plugin[ray]'")
+cluster = [needs_ray, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def shop() -> Iterator[str]:
+    with running_webshop() as url:
+        yield url
+
+
+@pytest.fixture
+async def storage(tmp_path: Path) -> AsyncIterator[FileTrajectoryStorage]:
+    async with FileTrajectoryStorage(tmp_path / "store") as storage:
+        yield storage
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_cluster_is_left() -> Iterator[None]:
+    yield
+    if ray is not None:
+        ray.shutdown()
+
+
+def settings_for(model: str, shop: str, **more: object) -> RLSettings:
+    host, port = shop.rsplit(":", 1)
+    serving = ServingSettings(base_url=model, model="m", request_timeout=20.0)
+    given = {"serving": serving, "env_server_base": host, "env_port": int(port), "max_workers": 8, "executor": "ray"}
+    return RLSettings.model_validate({**given, **more})
+
+
+def shopping(number: int) -> Task:
+    replies = [{"text": "Thought: go on\nAction: search[shoes]"}]
+    return Task(
+        id=f"shop-{number}",
+        environment="webshop",
+        data={"idx": number},
+        instruction=script(replies),
+        limits=Limits(max_turns=3),
+    )
+
+
+def request(number: int) -> EpisodeRequest:
+    return EpisodeRequest(task=shopping(number), run_id="run", group_id=f"run/shop-{number}")
+
+
+async def everything(storage: FileTrajectoryStorage) -> list[Trajectory]:
+    return [found async for found, _ in storage.find(TrajectoryFilter(finished=None))]
+
+
+@pytest.mark.usefixtures("shop")
+class TestCluster:
+    pytestmark = cluster
+
+    async def test_actors_play_into_the_same_storage(self, shop: str, storage: FileTrajectoryStorage) -> None:
+        with instant_model() as model:
+            pool = open_pool(settings_for(model, shop), workers=2, storage=storage)
+            plan = RolloutPlan(run_id="run", tasks=tuple(map(shopping, range(6))), samples_per_task=2)
+            played = await roll_out(plan, pool, storage)
+            await pool.close()
+            await pool.close()
+        assert {trajectory.stop for trajectory in played} == {StopReason.MAX_TURNS}
+        assert {len(list(trajectory.sampled())) for trajectory in played} == {3}
+        stored = await everything(storage)
+        assert sorted(stored, key=lambda found: found.id) == sorted(played, key=lambda found: found.id)
+
+    async def test_an_actor_that_dies_is_replaced_and_its_episodes_are_retried(
+        self, shop: str, storage: FileTrajectoryStorage
+    ) -> None:
+        with instant_model(delay=0.5) as model:
+            pool = open_pool(settings_for(model, shop), ControllerOptions(sessions=4), workers=1, storage=storage)
+            plan = RolloutPlan(run_id="run", tasks=tuple(map(shopping, range(4))), concurrency=4)
+            playing = asyncio.create_task(roll_out(plan, pool, storage))
+            async with asyncio.timeout(200):
+                while not any(list(found.sampled()) for found in await everything(storage)):
+                    await asyncio.sleep(0.05)
+            worker = pool._slots[0]
+            assert worker is not None
+            ray.kill(worker._actor)
+            played = await playing
+            await pool.close()
+        assert [trajectory.failure for trajectory in played] == [None] * 4
+        lost = [found for found in await everything(storage) if found.failure is not None]
+        assert lost and {found.failure.kind for found in lost if found.failure} == {FailureKind.INFRASTRUCTURE}
+        assert "a Ray actor ended" in str(lost[0].failure)
+
+    async def test_an_actor_that_cannot_make_its_runner_stops_the_run(self) -> None:
+        pool = open_pool(RLSettings(executor="ray"), workers=1)
+        with pytest.raises(ConfigError, match="base_url"):
+            await pool.run(request(1))
+        await pool.close()
+
+
+@needs_ray
+async def test_a_cluster_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray.shutdown()  # an earlier test may have started a cluster, and that would be used
+    monkeypatch.setenv("RAY_ADDRESS", "nonsense")
+    with pytest.raises(InfrastructureError, match="the Ray cluster at nonsense cannot be used"):
+        open_pool(RLSettings(executor="ray"))
+
+
+@pytest.mark.skipif(ray is not None, reason="Ray is installed")
+def test_without_ray_it_is_said_how_to_get_it() -> None:
+    with pytest.raises(MissingExtraError, match=r"openhands_rl_plugin\[ray\]"):
+        open_pool(RLSettings(executor="ray"))
+
+
+def test_processes_are_the_default() -> None:
+    assert type(open_pool(RLSettings())) is WorkerPoolRunner

@@ -1,0 +1,421 @@
+"""Publishing to servers of every kind: which kind is found, what is refused before it is sent, all or none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import httpx
+import pytest
+from safetensors.torch import load_file, save_file
+from sglang_double import BASE, SGLangDouble, running_sglang
+from tiny_model import write_adapter, write_model
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.config.rl import ServingSettings
+from openhands_rl_plugin.config.toml import settings_from_mapping
+from openhands_rl_plugin.core.errors import ConfigError, PublishError, StorageError
+from openhands_rl_plugin.core.types import Adapter, Probe
+from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
+from openhands_rl_plugin.models.adapters.servers import ServerKind
+from openhands_rl_plugin.models.adapters.store import PROBE, WEIGHTS, AdapterStore
+from openhands_rl_plugin.models.generator.config import GeneratorConfig, ServerConfig
+from openhands_rl_plugin.models.generator.generator import Generator
+from openhands_rl_plugin.models.generator.sampling import SamplingParams
+from openhands_rl_plugin.models.server.server import running_server
+
+CANARY = tuple(range(2, 40))
+UNLIKE = 1.0
+"""Nats by which a canary is moved to be somebody else's."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("publish-servers") / "model")
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Iterator[Generator]:
+    """What the trainer would compute: the same weights in a process that no server shares."""
+    with Generator(GeneratorConfig(model=str(model), dtype="float32", threads=1, max_adapters=64)) as generator:
+        yield generator
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> AdapterStore:
+    return AdapterStore(tmp_path / "adapters")
+
+
+@pytest.fixture(scope="module")
+def embedded(model: Path) -> Iterator[str]:
+    config = ServerConfig(model=str(model), served_model_name="base", port=0, dtype="float32", threads=1)
+    with running_server(config) as url:
+        yield url
+
+
+@pytest.fixture
+def replica(model: Path) -> Iterator[str]:
+    """A second server, which holds no more than one adapter."""
+    config = ServerConfig(
+        model=str(model), served_model_name="base", port=0, dtype="float32", threads=1, max_adapters=1
+    )
+    with running_server(config) as url:
+        yield url
+
+
+@pytest.fixture
+def sglang(model: Path) -> Iterator[SGLangDouble]:
+    with Generator(GeneratorConfig(model=str(model), dtype="float32", threads=1)) as generator:
+        yield SGLangDouble(generator)
+
+
+def stored(store: AdapterStore, model: Path, seed: int, name: str = "live") -> Adapter:
+    def write(path: Path) -> None:
+        write_adapter(path, model, seed=seed)
+
+    return store.create(name, write, base_model="base")
+
+
+def canary(reference: Generator, adapter: Adapter, moved: float = 0.0) -> Probe:
+    name = f"{adapter.name}-{adapter.sha256[:12]}"
+    if name not in {each.name for each in reference.adapters}:
+        reference.load_adapter(name, Path(adapter.path))
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    prompt = reference.generate(CANARY, params, adapter=name).prompt or ()
+    logprobs = tuple(each.logprob + moved for each in prompt[1:] if each is not None)
+    return Probe(token_ids=CANARY, logprobs=logprobs, max_difference=0.01)
+
+
+def nearly(adapter: Adapter, path: Path) -> None:
+    """The adapter as one more step of training may leave it."""
+    shutil.copytree(adapter.path, path, dirs_exist_ok=True)
+    tensors = load_file(Path(adapter.path) / WEIGHTS)
+    save_file({name: tensor * 1.02 for name, tensor in tensors.items()}, path / WEIGHTS)
+
+
+def mean_distance(some: Probe, other: Probe) -> float:
+    return sum(abs(a - b) for a, b in zip(some.logprobs, other.logprobs, strict=True)) / len(some.logprobs)
+
+
+def served(url: str) -> set[str]:
+    return {card["id"] for card in httpx.get(f"{url}/v1/models", trust_env=False).json()["data"]}
+
+
+async def clear(url: str, store: AdapterStore) -> None:
+    async with AdapterPublisher(url, store) as publisher:
+        for name in served(url) - {"base"}:
+            await publisher.retire(name)
+
+
+async def test_sglang_is_found_proven_and_asked_by_its_own_names(
+    sglang: SGLangDouble, model: Path, store: AdapterStore, reference: Generator
+) -> None:
+    with running_sglang(sglang) as url:
+        async with AdapterPublisher(f"{url}/v1", store, keep=1) as publisher:
+            for seed in range(2):
+                adapter = stored(store, model, seed)
+                report = await publisher.publish(adapter, canary(reference, adapter))
+                assert report.difference is not None and report.difference < 1e-4
+            assert report.unloaded == ("live-v000001",)
+            assert sglang.adapters == {"live-v000002": adapter.path}
+            assert await publisher.served_model(adapter) == f"{BASE}:live-v000002"
+            assert await publisher.loaded() == ((url, frozenset({"live-v000002"})),)
+            await publisher.retire("live-v000001")
+
+
+async def test_a_version_that_was_made_anew_at_the_same_place_is_loaded_anew(
+    sglang: SGLangDouble, model: Path, store: AdapterStore, reference: Generator
+) -> None:
+    with running_sglang(sglang) as url:
+        for seed in range(2):
+            shutil.rmtree(store.root, ignore_errors=True)
+            adapter = stored(store, model, seed)
+            async with AdapterPublisher(url, store) as publisher:
+                report = await publisher.publish(adapter, canary(reference, adapter))
+            assert report.difference is not None and report.difference < 1e-4
+        loads = sglang.loads
+        async with AdapterPublisher(url, store) as publisher:
+            await publisher.publish(adapter)
+        assert sglang.loads == loads, "the same weights are not loaded again"
+
+
+async def test_sglang_keeps_the_old_version_where_the_new_one_is_not_the_trainers(
+    sglang: SGLangDouble, model: Path, store: AdapterStore, reference: Generator
+) -> None:
+    with running_sglang(sglang) as url:
+        async with AdapterPublisher(url, store) as publisher:
+            first = stored(store, model, 0)
+            await publisher.publish(first, canary(reference, first))
+            second = stored(store, model, 1)
+            with pytest.raises(PublishError, match=r"live-v000002 was refused: .* the bound is 0.0100"):
+                await publisher.publish(second, canary(reference, second, UNLIKE))
+    assert set(sglang.adapters) == {"live-v000001"}
+    assert store.current("live") == first
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["same publisher", "publisher started again"])
+async def test_a_server_that_goes_on_answering_as_the_version_before_is_found_out(
+    sglang: SGLangDouble, model: Path, store: AdapterStore, reference: Generator, again: bool
+) -> None:
+    bound = 0.15  # of bfloat16: more than these versions differ by
+    with running_sglang(sglang) as url:
+        async with AdapterPublisher(url, store) as publisher:
+            first = stored(store, model, 0)
+            before = canary(reference, first)
+            await publisher.publish(first, before.model_copy(update={"max_difference": bound}))
+            second = store.create("live", lambda path: nearly(first, path), base_model="base")
+            after = canary(reference, second)
+            assert 0.001 < mean_distance(before, after) < bound
+            sglang.answers_as = {second.name: first.name}
+            async with AdapterPublisher(url, store) as other:
+                now = other if again else publisher
+                with pytest.raises(PublishError, match=f"goes on answering as {first.name} did"):
+                    await now.publish(second, after.model_copy(update={"max_difference": bound}))
+                assert store.current("live") == first and set(sglang.adapters) == {first.name}
+                sglang.answers_as = {}
+                report = await now.publish(second, after.model_copy(update={"max_difference": bound}))
+            assert report.difference is not None and report.difference < 1e-4
+            assert store.current("live") == second
+
+
+async def test_going_back_is_compared_with_what_was_in_use(
+    sglang: SGLangDouble, model: Path, store: AdapterStore, reference: Generator
+) -> None:
+    bound = {"max_difference": 0.15}
+    with running_sglang(sglang) as url:
+        async with AdapterPublisher(url, store, keep=3) as publisher:
+            first = stored(store, model, 0)
+            second = store.create("live", lambda path: nearly(first, path), base_model="base")
+            for adapter in (first, second):
+                await publisher.publish(adapter, canary(reference, adapter).model_copy(update=bound))
+            sglang.answers_as = {first.name: second.name}
+            with pytest.raises(PublishError, match=f"goes on answering as {second.name} did"):
+                await publisher.publish(first)
+            assert store.current("live") == second
+            sglang.answers_as = {}
+            await publisher.publish(first)
+            assert store.current("live") == first
+
+
+async def test_versions_that_are_alike_are_not_told_apart(
+    sglang: SGLangDouble, model: Path, store: AdapterStore, reference: Generator
+) -> None:
+    with running_sglang(sglang) as url:
+        async with AdapterPublisher(url, store) as publisher:
+            for _ in range(2):
+                same = stored(store, model, 0)
+                await publisher.publish(same, canary(reference, same))
+            assert store.current("live") == same and same.version == 2
+
+
+@pytest.mark.parametrize(
+    ("info", "problem"),
+    [
+        ({"enable_lora": False}, "serves no adapters: start it with --enable-lora"),
+        ({"max_lora_rank": 2}, "its rank is 4 and the server takes 2; start it with --max-lora-rank 4"),
+        ({"lora_target_modules": ["q_proj", "v_proj"]}, "has no adapters of down_proj, gate_proj, k_proj, o_proj"),
+    ],
+)
+async def test_what_sglang_was_not_started_for_is_refused_before_it_is_sent(
+    sglang: SGLangDouble, model: Path, store: AdapterStore, info: dict[str, object], problem: str
+) -> None:
+    sglang.info |= info
+    sglang.old_info_route = True
+    with running_sglang(sglang) as url:
+        async with AdapterPublisher(url, store) as publisher:
+            with pytest.raises(PublishError, match=problem):
+                await publisher.publish(stored(store, model, 0))
+    assert sglang.adapters == {} and store.current("live") is None
+
+
+async def test_room_is_made_where_a_server_tells_its_limit(
+    sglang: SGLangDouble, model: Path, store: AdapterStore
+) -> None:
+    sglang.info |= {"max_loaded_loras": 2, "max_loras_per_batch": 2, "max_lora_rank": 8, "lora_target_modules": ["all"]}
+    with running_sglang(sglang) as url:
+        async with AdapterPublisher(url, store, keep=3) as publisher:
+            for seed in range(4):
+                await publisher.publish(stored(store, model, seed))
+            assert set(sglang.adapters) == {"live-v000003", "live-v000004"}
+            other = stored(store, model, 9, name="foreign")
+            sglang.adapters[other.name] = "elsewhere"
+            with pytest.raises(PublishError, match=r"holds 2 adapters at most and serves .*--max-loaded-loras 3"):
+                await publisher.publish(stored(store, model, 5))
+    assert store.current("live") == store.get("live-v000004")
+
+
+async def test_a_base_model_that_sglang_would_take_apart_is_refused(
+    sglang: SGLangDouble, model: Path, store: AdapterStore
+) -> None:
+    sglang.served_name = "tiny:8b"
+    with running_sglang(sglang) as url:
+        async with AdapterPublisher(url, store) as publisher:
+            with pytest.raises(PublishError, match="without ':' in its name"):
+                await publisher.served_model(stored(store, model, 0))
+
+
+async def test_a_server_that_does_not_say_what_it_is(sglang: SGLangDouble, model: Path, store: AdapterStore) -> None:
+    sglang.owner = "proxy"
+    adapter = stored(store, model, 0)
+    with running_sglang(sglang) as url:
+        async with AdapterPublisher(url, store) as publisher:
+            with pytest.raises(PublishError, match=r"which server it is \(owned_by: 'proxy'\): set server ="):
+                await publisher.publish(adapter)
+        async with AdapterPublisher(url, store, server="sglang") as publisher:
+            assert (await publisher.publish(adapter)).adapter == adapter.name
+
+
+async def test_replicas_all_have_it_or_none(
+    embedded: str, replica: str, model: Path, store: AdapterStore, reference: Generator
+) -> None:
+    await clear(embedded, store)
+    async with AdapterPublisher([embedded, replica], store, keep=1) as publisher:
+        first = stored(store, model, 0)
+        await publisher.publish(first, canary(reference, first))
+        assert served(embedded) == served(replica) == {"base", first.name}
+        # The second server is full, so the first one gives up what it loaded.
+        second = stored(store, model, 1)
+        with pytest.raises(PublishError, match=r"1 of 2 servers failed: .*refused live-v000002.*limit"):
+            await publisher.publish(second, canary(reference, second))
+        assert served(embedded) == served(replica) == {"base", first.name}
+        assert store.current("live") == first
+        # Again with room on both, but the weights are not the trainer's.
+        await publisher.retire(first.name)
+        with pytest.raises(PublishError, match="2 of 2 servers failed: live-v000002 was refused"):
+            await publisher.publish(second, canary(reference, second, UNLIKE))
+        assert served(embedded) == served(replica) == {"base"}
+
+
+async def test_a_version_in_use_stays_loaded_when_it_is_proven_again_and_fails(
+    embedded: str, model: Path, store: AdapterStore, reference: Generator
+) -> None:
+    await clear(embedded, store)
+    async with AdapterPublisher(embedded, store) as publisher:
+        adapter = stored(store, model, 0)
+        await publisher.publish(adapter, canary(reference, adapter))
+        with pytest.raises(PublishError, match="live-v000001 was refused"):
+            await publisher.publish(adapter, canary(reference, adapter, UNLIKE))
+    assert served(embedded) == {"base", adapter.name} and store.current("live") == adapter
+
+
+async def test_a_replica_that_is_away_stops_the_publication(embedded: str, model: Path, store: AdapterStore) -> None:
+    await clear(embedded, store)
+    async with AdapterPublisher([embedded, "http://127.0.0.1:9"], store) as publisher:
+        with pytest.raises(PublishError, match="1 of 2 servers failed: nothing answers") as raised:
+            await publisher.publish(stored(store, model, 0))
+    assert isinstance(raised.value.__cause__, httpx.TransportError)
+    assert served(embedded) == {"base"} and store.current("live") is None
+
+
+async def test_the_canary_stays_with_the_version(
+    embedded: str, model: Path, store: AdapterStore, reference: Generator
+) -> None:
+    await clear(embedded, store)
+    async with AdapterPublisher(embedded, store) as publisher:
+        adapter = stored(store, model, 0)
+        assert (await publisher.publish(adapter)).difference is None
+        await publisher.publish(adapter, canary(reference, adapter))
+        again = await publisher.publish(adapter)
+        assert again.difference is not None and again.difference < 1e-4
+        # Another run's version of the same name is served: it is replaced, and proven.
+        other = AdapterStore(store.root.parent / "other")
+        same_name = stored(other, model, 7)
+        assert same_name.name == adapter.name
+    async with AdapterPublisher(embedded, other) as publisher:
+        report = await publisher.publish(same_name, canary(reference, same_name))
+        assert report.difference is not None and report.difference < 1e-4
+    (Path(adapter.path) / PROBE).write_text("{}")
+    with pytest.raises(StorageError, match=r"probe.json cannot be read: .*; remove it"):
+        store.probe(adapter)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save cannot be served"),
+        ({"use_dora": True}, "use_dora cannot be served; train a plain LoRA or rsLoRA adapter"),
+        ({"bias": "lora_only"}, "bias = 'lora_only' cannot be served"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "an adapter of lm_head cannot be proven"),
+        ({"peft_type": "IA3"}, "not that of a LoRA adapter"),
+        ({"r": "many"}, "adapter_config.json cannot be read"),
+    ],
+)
+async def test_what_no_server_serves_is_not_even_sent(
+    model: Path, store: AdapterStore, change: dict[str, object], problem: str
+) -> None:
+    adapter = stored(store, model, 0)
+    config = Path(adapter.path) / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    async with AdapterPublisher("http://127.0.0.1:9", store) as publisher:
+        with pytest.raises(PublishError, match=problem):
+            await publisher.publish(adapter)
+
+
+async def test_weights_that_are_not_finite_are_refused(embedded: str, model: Path, store: AdapterStore) -> None:
+    await clear(embedded, store)
+
+    def write(path: Path) -> None:
+        write_adapter(path, model, seed=0)
+        weights = load_file(path / WEIGHTS)
+        next(iter(weights.values())).fill_(float("nan"))
+        save_file(weights, path / WEIGHTS)
+
+    async with AdapterPublisher(embedded, store) as publisher:
+        with pytest.raises(PublishError, match="not finite"):
+            await publisher.publish(store.create("live", write, base_model="base"))
+    assert served(embedded) == {"base"}
+
+
+def test_the_settings_name_the_kinds_of_servers() -> None:
+    assert get_args(ServingSettings.model_fields["server"].annotation) == get_args(ServerKind)
+    serving = settings_from_mapping({"serving": {"base_url": "http://a:1/v1", "server": "vllm"}}).serving
+    assert serving.publish_urls == ("http://a:1/v1",)
+    many = settings_from_mapping({"serving": {"base_url": "http://a:1", "base_urls": ["http://b:1", "http://c:1/"]}})
+    assert many.serving.publish_urls == ("http://b:1", "http://c:1")
+
+
+@pytest.mark.parametrize(
+    ("table", "problem"),
+    [
+        ({"training": {"modules_to_save": ["lm_head"]}}, "modules_to_save: only LoRA's own weights are trained"),
+        ({"training": {"target_modules": ["q_proj", "lm_head"]}}, "target_modules: adapters of lm_head"),
+        (
+            {"training": {"lora_rank": 32}, "serving": {"max_lora_rank": 16}},
+            r"\[rl.training\] lora_rank: 32 is above max_lora_rank = 16",
+        ),
+        ({"serving": {"server": "vlm"}}, r"\[rl.serving\] server"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_configuration(table: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as raised:
+        settings_from_mapping(table)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_the_command_lists_publishes_and_goes_back(
+    embedded: str, model: Path, store: AdapterStore, reference: Generator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed in range(2):
+        adapter = stored(store, model, seed, name="policy")
+        store.keep_probe(adapter, canary(reference, adapter))
+    where = ["--adapters", str(store.root)]
+    assert cli.main(["adapters", "publish", *where, "--version", "1"]) == 1
+    assert "give --base-url" in capsys.readouterr().err
+    assert cli.main(["adapters", "publish", *where, "--base-url", embedded]) == 0
+    printed = capsys.readouterr().out
+    assert "policy-v000002 is in use" in printed and "canary within 0.0000 nats" in printed
+    assert cli.main(["adapters", "rollback", *where, "--base-url", embedded]) == 0
+    assert "policy-v000001 is in use" in capsys.readouterr().out
+    assert store.current("policy") == store.get("policy-v000001")
+    assert cli.main(["adapters", "list", *where, "--base-url", embedded]) == 0
+    table = capsys.readouterr().out
+    assert "policy-v000001" in table and embedded in table and "in use" in table
+    assert cli.main(["adapters", "rollback", *where, "--base-url", embedded]) == 1
+    assert "none to go back to" in capsys.readouterr().err
+    assert cli.main(["adapters", "publish", *where, "--version", "9", "--base-url", embedded]) == 1
+    assert "it has: 1, 2" in capsys.readouterr().err
+    assert cli.main(["adapters", "publish", *where, "--base-url", "nowhere"]) == 1
+    assert "--base-url: must be an http:// or https:// URL" in capsys.readouterr().err

@@ -1,0 +1,161 @@
+"""Publishing to a real vLLM: a process of its own on this machine's processor. Skipped where vLLM cannot be had.
+
+``make test-vllm`` installs vLLM and runs these; see ``evaluation/performance/vllm_server.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_model import write_model
+
+from evaluation.performance.vllm_server import NAME, NoVLLMError, running_vllm, vllm_python
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.core.errors import PublishError
+from openhands_rl_plugin.core.types import Adapter, Sample
+from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
+from openhands_rl_plugin.models.adapters.store import WEIGHTS, AdapterStore
+from openhands_rl_plugin.models.generator.config import ServerConfig
+from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+
+pytestmark = pytest.mark.slow
+
+CANARY = tuple(range(2, 40))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # vLLM's attention on a processor has no kernel for heads that are smaller.
+    return write_model(tmp_path_factory.mktemp("vllm") / "model", head_dim=32)
+
+
+@pytest.fixture(scope="session")
+def vllm(model: Path) -> Iterator[str]:
+    try:
+        python = vllm_python()
+    except NoVLLMError as error:
+        pytest.skip(f"NOT TESTED AGAINST A REAL vLLM: {error}")
+    with running_vllm(python, model, log=model.parent / "vllm.log", options=["--max-model-len", "256"]) as url:
+        yield url
+
+
+@pytest.fixture
+def store(vllm: str, tmp_path: Path) -> Iterator[AdapterStore]:
+    yield AdapterStore(tmp_path / "adapters")
+    for name in served(vllm) - {NAME}:
+        httpx.post(f"{vllm}/v1/unload_lora_adapter", json={"lora_name": name}, trust_env=False).raise_for_status()
+
+
+def trainer(model: Path, seed: int = 0, rank: int = 16) -> LoraTrainer:
+    """A trainer whose adapter has left its starting point, where it would change nothing."""
+    settings = TrainingSettings(learning_rate=0.05, num_epochs=2, dtype="float32", seed=seed, lora_rank=rank)
+    made = LoraTrainer(model, settings)
+    ids = tuple((7 * at + seed) % 200 + 2 for at in range(24))
+    made.sft([Sample(trajectory_id="t", leaf=0, input_ids=ids, mask=(False,) * 4 + (True,) * 20, logprobs=(0.0,) * 24)])
+    return made
+
+
+def stored(store: AdapterStore, write: Callable[[Path], None]) -> Adapter:
+    return store.create("live", write, base_model=NAME)
+
+
+def served(url: str) -> set[str]:
+    return {card["id"] for card in httpx.get(f"{url}/v1/models", trust_env=False).json()["data"]}
+
+
+def sampled(url: str, name: str) -> list[int]:
+    """Greedy answer of the model ``name``."""
+    body = {"model": name, "prompt": list(CANARY), "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False).raise_for_status().json()
+    assert answer["model"] == name
+    return answer["choices"][0]["token_ids"]
+
+
+async def test_versions_are_proven_used_and_unloaded(vllm: str, model: Path, store: AdapterStore) -> None:
+    async with AdapterPublisher(f"{vllm}/v1", store) as publisher:
+        for seed in range(3):
+            made = trainer(model, seed)
+            adapter = stored(store, made.save_adapter)
+            report = await publisher.publish(adapter, made.probe(CANARY))
+            assert report.difference is not None and report.difference < 1e-3
+            assert sampled(vllm, await publisher.served_model(adapter))
+        assert report.unloaded == ("live-v000001",)
+        assert served(vllm) == {NAME, "live-v000002", "live-v000003"}
+        assert store.current("live") == adapter
+        with pytest.raises(httpx.HTTPStatusError, match="404"):
+            sampled(vllm, "live-v000001")
+
+
+async def test_what_is_not_the_trainers_is_refused_and_the_old_one_serves_on(
+    vllm: str, model: Path, store: AdapterStore
+) -> None:
+    def cut(path: Path) -> None:
+        old.save_adapter(path)
+        (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:3000])
+
+    def not_finite(path: Path) -> None:
+        old.save_adapter(path)
+        weights = {name: torch.full_like(tensor, float("nan")) for name, tensor in load_file(path / WEIGHTS).items()}
+        save_file(weights, path / WEIGHTS)
+
+    async with AdapterPublisher(vllm, store) as publisher:
+        old = trainer(model, 0)
+        in_use = stored(store, old.save_adapter)
+        await publisher.publish(in_use, old.probe(CANARY))
+        before = sampled(vllm, in_use.name)
+        for write, problem in (
+            (
+                trainer(model, 1).save_adapter,
+                r"differ from the trainer's by [0-9.]+ nats on average, the bound is 0.01",
+            ),
+            (cut, "the server at .* refused live"),
+            (not_finite, "differ from the trainer's by nan|cannot be probed"),
+        ):
+            with pytest.raises(PublishError, match=problem):
+                await publisher.publish(stored(store, write), old.probe(CANARY))
+            assert served(vllm) == {NAME, in_use.name}
+            assert store.current("live") == in_use
+            assert sampled(vllm, in_use.name) == before
+
+
+async def test_a_rank_that_vllm_was_not_started_for_is_refused(vllm: str, model: Path, store: AdapterStore) -> None:
+    made = trainer(model, rank=32)
+    async with AdapterPublisher(vllm, store) as publisher:
+        with pytest.raises(PublishError, match="LoRA rank 32 is greater than max_lora_rank 16"):
+            await publisher.publish(stored(store, made.save_adapter), made.probe(CANARY))
+    assert served(vllm) == {NAME} and sampled(vllm, NAME)
+
+
+async def test_a_vllm_and_an_embedded_server_have_it_both_or_neither(
+    vllm: str, model: Path, store: AdapterStore
+) -> None:
+    config = ServerConfig(model=str(model), served_model_name=NAME, port=0, dtype="float32", threads=1, max_adapters=1)
+    with running_server(config) as embedded:
+        async with AdapterPublisher([vllm, embedded], store) as publisher:
+            made = trainer(model, 0)
+            first = stored(store, made.save_adapter)
+            await publisher.publish(first, made.probe(CANARY))
+            assert served(vllm) == served(embedded) == {NAME, first.name}
+            assert sampled(vllm, first.name) == sampled(embedded, first.name)
+            with pytest.raises(PublishError, match="1 of 2 servers failed"):
+                await publisher.publish(stored(store, made.save_adapter), made.probe(CANARY))
+            assert served(vllm) == served(embedded) == {NAME, first.name}
+
+
+def test_the_command_publishes_to_vllm(
+    vllm: str, model: Path, store: AdapterStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = trainer(model, 0)
+    store.keep_probe(store.create("policy", made.save_adapter, base_model=NAME), made.probe(CANARY))
+    where = ["--adapters", str(store.root), "--base-url", f"{vllm}/v1"]
+    assert cli.main(["adapters", "publish", *where]) == 0
+    assert "policy-v000001 is in use" in capsys.readouterr().out
+    assert cli.main(["adapters", "list", *where]) == 0
+    assert vllm in capsys.readouterr().out

@@ -1,0 +1,302 @@
+"""The OpenAI engine against servers on real sockets, well-behaved and not."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from typing import Any
+
+import pytest
+from raw_server import raw_server, respond
+
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, ModelError
+from openhands_rl_plugin.core.types import Message, PolicyRef, SamplingParams, ToolCall
+from openhands_rl_plugin.models.engines.openai import OpenAIEngine
+
+ASK = (Message(role="user", content="hi"),)
+TOOL = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
+KEY = "sk-very-secret"
+
+
+def choice(text: str | None = "hello", **changes: Any) -> dict[str, Any]:
+    message = {"role": "assistant", "content": text}
+    logprobs = {"content": [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -1.5}]}
+    return {
+        "index": 0,
+        "message": message,
+        "finish_reason": "stop",
+        "logprobs": logprobs,
+        "token_ids": [8, 9],
+        **changes,
+    }
+
+
+def answer(*choices: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    usage = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}
+    body = {"id": "r1", "model": "policy-v000003", "choices": list(choices) or [choice()], "usage": usage}
+    return {**body, "prompt_token_ids": [1, 2, 3], **changes}
+
+
+def engine(url: str, model: str = "policy-v000003", **options: Any) -> OpenAIEngine:
+    return OpenAIEngine(model, f"{url}/v1", base_model="base", **{"timeout": 5.0, "backoff": 0.01, **options})
+
+
+async def ask(body: Any, **options: Any) -> Any:
+    """What an engine makes of one answer."""
+    async with raw_server(lambda path, asked: respond(body)) as server:
+        player = engine(server.url, **options)
+        try:
+            return (await player.complete(ASK))[0]
+        finally:
+            await player.aclose()
+
+
+async def test_request_and_answer():
+    history = (
+        Message(role="system", content="s"),
+        Message(role="assistant", tool_calls=(ToolCall(id="c1", name="bash", arguments='{"a":  1}'),)),
+        Message(role="tool", content="out", tool_call_id="c1", name="bash"),
+    )
+    sampling = SamplingParams(temperature=0.5, max_tokens=7, stop=("X",), seed=4)
+    async with raw_server(lambda path, body: respond(answer())) as server:
+        player = engine(server.url, sampling=SamplingParams(top_p=0.9, max_tokens=99))
+        completion = (await player.complete(history, tools=[TOOL], sampling=sampling))[0]
+        await player.aclose()
+    call = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": '{"a":  1}'}}
+    assert server.requests == [
+        (
+            "/v1/chat/completions",
+            {
+                "model": "policy-v000003",
+                "messages": [
+                    {"role": "system", "content": "s"},
+                    {"role": "assistant", "content": None, "tool_calls": [call]},
+                    {"role": "tool", "content": "out", "tool_call_id": "c1", "name": "bash"},
+                ],
+                "tools": [TOOL],
+                "temperature": 0.5,
+                "top_p": 0.9,
+                "max_tokens": 7,
+                "seed": 4,
+                "stop": ["X"],
+                "logprobs": True,
+                "return_token_ids": True,
+            },
+        )
+    ]
+    assert completion.message == Message(role="assistant", content="hello")
+    assert completion.tokens is not None and not completion.tokens.extends
+    assert completion.tokens.prompt_ids == (1, 2, 3)
+    assert completion.tokens.sampled_ids == (8, 9)
+    assert completion.tokens.logprobs == (-0.5, -1.5)
+    assert completion.policy == PolicyRef(base_model="base", adapter="policy", version=3)
+    assert (completion.usage.prompt_tokens, completion.usage.cached_tokens, completion.usage.calls) == (3, 1, 1)
+    assert completion.sampling == SamplingParams(temperature=0.5, top_p=0.9, max_tokens=7, stop=("X",), seed=4)
+    assert completion.finish_reason == "stop"
+
+
+async def test_tool_calls_keep_their_exact_text():
+    arguments = '{"command" :\t"ls",}  broken'
+    call = {"id": "c9", "type": "function", "function": {"name": "bash", "arguments": arguments}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    completion = await ask(answer(choice(message=message, finish_reason="tool_calls")))
+    assert completion.message.tool_calls == (ToolCall(id="c9", name="bash", arguments=arguments),)
+    assert completion.message.content is None
+
+
+@pytest.mark.parametrize("place", ["choice", "message", "answer"])
+async def test_token_ids_where_litellm_puts_them(place: str):
+    one = choice(token_ids=None)
+    body = answer(one, prompt_token_ids=None)
+    extra = {"token_ids": [8, 9], "prompt_token_ids": [1, 2]}
+    {"choice": one, "message": one["message"], "answer": body}[place]["provider_specific_fields"] = extra
+    completion = await ask(body)
+    assert (completion.tokens.prompt_ids, completion.tokens.sampled_ids) == ((1, 2), (8, 9))
+    assert completion.tokens.logprobs == (-0.5, -1.5)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"prompt_token_ids": None}, {"choices": [choice(token_ids=None)]}], ids=["no prompt", "no sampled"]
+)
+async def test_no_ids_means_no_tokens(changes: dict[str, Any]):
+    assert (await ask(answer(**changes))).tokens is None
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        None,
+        {"content": None},
+        {"content": [{"logprob": -0.5}]},
+        {"content": [{"logprob": -0.5}, {"logprob": None}]},
+        {"content": [{"logprob": -0.5}, {"logprob": -1.0}, {"logprob": -1.0}]},
+    ],
+)
+async def test_logprobs_are_one_for_each_id_or_none(logprobs: Any):
+    tokens = (await ask(answer(choice(logprobs=logprobs)))).tokens
+    assert (tokens.sampled_ids, tokens.logprobs) == ((8, 9), ())
+
+
+async def test_a_served_pointer_is_recorded_as_the_version_behind_it():
+    assert (await ask(answer(), model="policy")).policy == PolicyRef(base_model="base", adapter="policy", version=3)
+    assert (await ask(answer(model="gpt-4o-2024-08-06"), model="gpt-4o")).policy == PolicyRef(base_model="base")
+    assert (await ask(answer(model=None))).policy == PolicyRef(base_model="base", adapter="policy", version=3)
+
+
+async def test_n_in_one_request():
+    async with raw_server(lambda path, body: respond(answer(choice("a"), choice("b"), choice("c")))) as server:
+        player = engine(server.url)
+        completions = await player.complete(ASK, n=3)
+        await player.aclose()
+    assert [completion.message.content for completion in completions] == ["a", "b", "c"]
+    assert [completion.usage.calls for completion in completions] == [1, 0, 0], "the request is counted once"
+    assert [body["n"] for _, body in server.requests] == [3]
+
+
+async def test_n_from_a_server_that_ignores_it():
+    async with raw_server(lambda path, body: respond(answer(choice(str(body["seed"]))))) as server:
+        player = engine(server.url)
+        completions = await player.complete(ASK, n=3, sampling=SamplingParams(seed=10))
+        await player.aclose()
+    assert [completion.message.content for completion in completions] == ["10", "11", "12"]
+    assert sum(completion.usage.calls for completion in completions) == 3
+
+
+@pytest.mark.parametrize("status", ["429 Many", "500 Oops", "503 Busy"])
+async def test_overload_is_waited_out(status: str):
+    left = [status, status]
+
+    def handler(path: str, body: Any) -> bytes:
+        return respond("later", status=left.pop(), extra="retry-after: 0\r\n") if left else respond(answer())
+
+    async with raw_server(handler) as server:
+        player = engine(server.url)
+        completion = (await player.complete(ASK))[0]
+        await player.aclose()
+    assert completion.message.content == "hello"
+    assert completion.metadata["attempts"] == 3
+
+
+@pytest.mark.parametrize("mode", ["absent", "drops", "slow", "500", "429"])
+async def test_what_does_not_get_better_is_an_infrastructure_error(mode: str):
+    async def handler(path: str, body: Any) -> bytes | None:
+        await asyncio.sleep(10 if mode == "slow" else 0)
+        return None if mode == "drops" else respond({"error": {"message": "boom"}}, status=f"{mode} Status")
+
+    async with raw_server(handler) as server:
+        url = server.url
+        if mode == "absent":
+            with socket.socket() as unused:
+                unused.bind(("127.0.0.1", 0))
+                url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        player = engine(url, retries=2, timeout=0.1 if mode == "slow" else 5)
+        started = time.monotonic()
+        with pytest.raises(InfrastructureError, match="after 3 attempts") as failed:
+            await player.complete(ASK)
+        await player.aclose()
+    assert time.monotonic() - started < 3
+    assert "\n" not in str(failed.value)
+    assert mode == "absent" or len(server.requests) == 3
+    expected = {"absent": "openhands-rl serve", "drops": "broke", "slow": "within 0.1 s"}
+    assert expected.get(mode, "boom") in str(failed.value)
+
+
+async def test_a_refusal_is_a_model_error_with_the_server_s_words():
+    refusal = respond({"error": {"message": "maximum context\nlength is 8"}}, status="400 Bad Request")
+    async with raw_server(lambda path, body: refusal) as server:
+        player = engine(server.url)
+        with pytest.raises(ModelError, match="answered 400: maximum context length is 8"):
+            await player.complete(ASK)
+        await player.aclose()
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("detail", [{"error": "no such model"}, {"message": "no such model"}, "no such model"])
+async def test_other_forms_of_refusals(detail: Any):
+    async with raw_server(lambda path, body: respond(detail, status="404 Not Found")) as server:
+        player = engine(server.url)
+        with pytest.raises(ModelError, match="404: no such model"):
+            await player.complete(ASK)
+        await player.aclose()
+
+
+async def test_an_endpoint_without_token_ids_is_asked_again_without_them():
+    def handler(path: str, body: Any) -> bytes:
+        if "return_token_ids" in body:
+            return respond({"error": {"message": "Unknown parameter: return_token_ids"}}, status="400 Bad Request")
+        return respond(answer(choice(token_ids=None), prompt_token_ids=None))
+
+    async with raw_server(handler) as server:
+        player = engine(server.url)
+        first = (await player.complete(ASK))[0]
+        await player.complete(ASK)
+        await player.aclose()
+    assert first.tokens is None
+    assert ["return_token_ids" in body for _, body in server.requests] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["<html>", "", "[]", "null", '{"choices": []}', '{"choices": [{"message": 5}]}', "[" * 100_000, b"\xff"],
+)
+async def test_nonsense_is_a_model_error(body: Any):
+    with pytest.raises(ModelError, match="not a chat completion"):
+        await ask(body)
+
+
+@pytest.mark.parametrize("changes", [{"prompt_token_ids": [1, 2**63]}, {"choices": [choice(token_ids=[-1])]}])
+async def test_ids_that_no_storage_can_hold_are_a_model_error(changes: dict[str, Any]):
+    with pytest.raises(ModelError, match="token id"):
+        await ask(answer(**changes))
+
+
+async def test_half_characters_are_replaced():
+    completion = await ask('{"choices": [{"message": {"content": "a\\ud83d"}}]}')
+    assert completion.message.content == "a\N{REPLACEMENT CHARACTER}"
+
+
+async def test_the_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    seen: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(respond({"error": {"message": f"Incorrect API key: {KEY}"}}, status="401 Unauthorized"))
+        await writer.drain()
+        writer.close()
+
+    monkeypatch.setenv("MY_KEY", KEY)
+    caplog.set_level("DEBUG")
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    for options in ({"api_key": KEY}, {"api_key_env": "MY_KEY"}):
+        player = engine(url, **options)
+        with pytest.raises(ModelError, match=r"Incorrect API key: \*\*\*") as refused:
+            await player.complete(ASK)
+        assert KEY not in repr(player) + repr(refused.value) + caplog.text
+        await player.aclose()
+    server.close()
+    assert [f"authorization: bearer {KEY}".encode() in head.lower() for head in seen] == [True, True]
+
+
+def test_keys_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("MY_KEY", raising=False)
+    with pytest.raises(ConfigError, match="MY_KEY is not set"):
+        OpenAIEngine("m", "http://127.0.0.1:1/v1", api_key_env="MY_KEY")
+    with pytest.raises(ConfigError, match="no line end") as refused:
+        OpenAIEngine("m", "http://127.0.0.1:1/v1", api_key=f"{KEY}\n")
+    assert KEY not in str(refused.value)
+
+
+async def test_thirty_two_at_once():
+    async def handler(path: str, body: Any) -> bytes:
+        await asyncio.sleep(0.01)
+        return respond(answer(choice(body["messages"][0]["content"])))
+
+    async with raw_server(handler) as server:
+        player = engine(server.url)
+        texts = [f"question {at}" for at in range(32)]
+        asked = (player.complete([Message(role="user", content=text)]) for text in texts)
+        answers = await asyncio.gather(*asked)
+        await player.aclose()
+    assert [completions[0].message.content for completions in answers] == texts

@@ -1,0 +1,193 @@
+"""The in-process engine on a tiny random model, from a path, from a running core and as a model object."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_model import write_adapter, write_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+
+from openhands_rl_plugin.core.errors import ConfigError, ModelError, RLError
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import Completion, Message, Observation, PolicyRef, SamplingParams, Tokens, ToolCall
+from openhands_rl_plugin.models.engines.transformers import TransformersEngine
+from openhands_rl_plugin.models.generator.config import GeneratorConfig
+from openhands_rl_plugin.models.generator.generator import Generator
+
+ASK = (Message(role="system", content="click"), Message(role="user", content="the quick brown fox"))
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(path: Path) -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(path)
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def generator(path: Path) -> Iterator[Generator]:
+    config = GeneratorConfig.model_validate({"model": str(path), "dtype": "float32", "threads": 1, "max_batch": 8})
+    with Generator(config) as running:
+        yield running
+
+
+@pytest.fixture(params=["core", "object"])
+def engine(request: pytest.FixtureRequest, generator: Generator, model: Any, tokenizer: Any) -> TransformersEngine:
+    return TransformersEngine(generator) if request.param == "core" else TransformersEngine(model, tokenizer)
+
+
+def tokens_of(completion: Completion) -> Tokens:
+    assert completion.tokens is not None
+    return completion.tokens
+
+
+async def test_tokens_and_logprobs_are_the_model_s_own(engine: TransformersEngine, model: Any, tokenizer: Any):
+    completion = (
+        await engine.complete(ASK, sampling=SamplingParams(temperature=0.7, top_p=0.9, max_tokens=8, seed=1))
+    )[0]
+    tokens = tokens_of(completion)
+    rendered = tokenizer.apply_chat_template(
+        [message.model_dump(include={"role", "content"}) for message in ASK], tokenize=False, add_generation_prompt=True
+    )
+    assert tokens.prompt_ids == tuple(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+    assert completion.message.content == tokenizer.decode(tokens.sampled_ids, skip_special_tokens=True)
+    ids = torch.tensor([tokens.prompt_ids + tokens.sampled_ids])
+    with torch.no_grad():
+        logprobs = model(ids).logits[0].float().log_softmax(-1)
+    at = len(tokens.prompt_ids)
+    expected = [float(logprobs[at + step - 1, token]) for step, token in enumerate(tokens.sampled_ids)]
+    assert tokens.logprobs == pytest.approx(expected, abs=1e-4)
+    assert completion.usage.completion_tokens == len(tokens.sampled_ids)
+
+
+async def test_a_path_a_core_and_an_object_agree(path: Path, generator: Generator, model: Any, tokenizer: Any):
+    from_path = TransformersEngine(path)
+    engines = [from_path, TransformersEngine(generator), TransformersEngine(model, tokenizer)]
+    answers = [tokens_of((await engine.complete(ASK, sampling=GREEDY))[0]).sampled_ids for engine in engines]
+    await from_path.aclose()
+    assert answers[1] == answers[2]
+    assert len(answers[0]) > 0 and from_path.policy == PolicyRef(base_model=str(path))
+
+
+async def test_n_samples_have_their_own_seeds(engine: TransformersEngine):
+    sampling = SamplingParams(temperature=1.5, max_tokens=10, seed=3)
+    first = await engine.complete(ASK, n=4, sampling=sampling)
+    again = await engine.complete(ASK, n=4, sampling=sampling)
+    second_alone = await engine.complete(ASK, sampling=sampling.model_copy(update={"seed": 4}))
+    ids = [tokens_of(completion).sampled_ids for completion in first]
+    assert len(set(ids)) > 1
+    assert ids == [tokens_of(completion).sampled_ids for completion in again]
+    assert ids[1] == tokens_of(second_alone[0]).sampled_ids
+
+
+async def test_stop_and_length(engine: TransformersEngine):
+    whole = (await engine.complete(ASK, sampling=GREEDY))[0]
+    text = whole.message.content or ""
+    stop = text[len(text) // 2 : len(text) // 2 + 2]
+    cut = (await engine.complete(ASK, sampling=GREEDY.model_copy(update={"stop": (stop,)})))[0]
+    assert (cut.message.content, cut.finish_reason) == (text[: text.index(stop)], "stop")
+    short = (await engine.complete(ASK, sampling=GREEDY.model_copy(update={"max_tokens": 3})))[0]
+    assert (len(tokens_of(short).sampled_ids), short.finish_reason) == (3, "length")
+
+
+async def test_what_a_call_leaves_open_comes_from_the_engine(generator: Generator):
+    engine = TransformersEngine(generator, sampling=SamplingParams(temperature=0.0, max_tokens=2))
+    completion = (await engine.complete(ASK, sampling=SamplingParams(seed=5)))[0]
+    assert len(tokens_of(completion).sampled_ids) == 2
+    assert completion.sampling == SamplingParams(temperature=0.0, max_tokens=2, seed=5)
+
+
+async def test_an_answer_is_cut_where_the_model_ends(engine: TransformersEngine):
+    message = Message(role="user", content="x" * 480)
+    completion = (await engine.complete([message], sampling=SamplingParams(temperature=0.0, max_tokens=400)))[0]
+    tokens = tokens_of(completion)
+    assert len(tokens.prompt_ids) + len(tokens.sampled_ids) <= 512
+    with pytest.raises(ModelError, match="lower max_prompt_length"):
+        await engine.complete([Message(role="user", content="xyz " * 400)], sampling=GREEDY)
+
+
+async def test_concurrent_calls_get_their_own_answers(engine: TransformersEngine):
+    texts = [f"{word} jumps over" for word in ("one", "two", "three", "four", "five", "six")]
+    alone = [await engine.complete([Message(role="user", content=text)], sampling=GREEDY) for text in texts]
+    together = await asyncio.gather(
+        *(engine.complete([Message(role="user", content=text)], sampling=GREEDY) for text in texts)
+    )
+    assert [tokens_of(c[0]).prompt_ids for c in together] == [tokens_of(c[0]).prompt_ids for c in alone]
+    assert [tokens_of(c[0]).sampled_ids for c in together] == [tokens_of(c[0]).sampled_ids for c in alone]
+
+
+async def test_giving_up_leaves_the_engine_usable(engine: TransformersEngine):
+    before = (await engine.complete(ASK, sampling=GREEDY))[0]
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await engine.complete(ASK, n=4, sampling=SamplingParams(max_tokens=400, seed=0, temperature=2.0))
+    after = (await engine.complete(ASK, sampling=GREEDY))[0]
+    assert tokens_of(after).sampled_ids == tokens_of(before).sampled_ids
+
+
+async def test_an_adapter_is_sampled_and_named(generator: Generator, path: Path, tmp_path: Path):
+    generator.load_adapter("policy-v000002", write_adapter(tmp_path / "a", path, seed=1))
+    base = (await TransformersEngine(generator).complete(ASK, sampling=GREEDY))[0]
+    tuned = (await TransformersEngine(generator, adapter="policy-v000002").complete(ASK, sampling=GREEDY))[0]
+    generator.unload_adapter("policy-v000002").result()
+    assert tuned.policy == PolicyRef(base_model=str(path), adapter="policy", version=2)
+    assert tokens_of(tuned).logprobs != tokens_of(base).logprobs
+    with pytest.raises(ModelError, match="policy-v000002"):
+        await TransformersEngine(generator, adapter="policy-v000002").complete(ASK, sampling=GREEDY)
+
+
+async def test_tools_and_calls_reach_the_prompt(engine: TransformersEngine):
+    tool = {"type": "function", "function": {"name": "grep", "parameters": {"type": "object"}}}
+    call = Message(role="assistant", tool_calls=(ToolCall(id="c", name="grep", arguments='{"q": "fox"}'),))
+    result = Message(role="tool", content="found", tool_call_id="c")
+    completion = (await engine.complete([*ASK, call, result], tools=[tool], sampling=GREEDY))[0]
+    prompt = engine.tokenizer.decode(tokens_of(completion).prompt_ids)
+    for part in ("Tools: grep", '{"name": "grep", "arguments": {"q": "fox"}}', "found"):
+        assert part in prompt
+
+
+async def test_a_model_object_is_left_in_its_mode(model: Any, tokenizer: Any):
+    model.train()
+    await TransformersEngine(model, tokenizer).complete(ASK, sampling=GREEDY)
+    assert model.training
+    model.eval()
+
+
+async def test_turns_extend_in_the_tree(engine: TransformersEngine):
+    tree = EpisodeTree()
+    tree.observe(Observation(messages=ASK))
+    for _ in range(2):
+        completion = (await engine.complete(tree.messages(), sampling=GREEDY))[0]
+        tree.commit(tree.propose(completion))
+        assert tree.context_ids(tree.head) == tokens_of(completion).prompt_ids + tokens_of(completion).sampled_ids
+        tree.observe(Observation(messages=(Message(role="user", content="go on"),)))
+
+
+async def test_what_cannot_work_is_refused(model: Any, tokenizer: Any, tmp_path: Path):
+    with pytest.raises(ConfigError, match="pass tokenizer"):
+        TransformersEngine(model)
+    with pytest.raises(RLError, match="cannot load the model"):
+        TransformersEngine(tmp_path / "nothing here")
+    bare = tokenizer.__class__.from_pretrained(tokenizer.name_or_path)
+    bare.chat_template = None
+    with pytest.raises(ModelError, match="no chat template"):
+        await TransformersEngine(model, bare).complete(ASK)

@@ -1,0 +1,310 @@
+"""How sessions begin, are forgotten, come back and end; keys, adapters, bounds, and a gateway that is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp import web
+from tiny_model import write_adapter, write_model
+from worlds import SYSTEM, Body, Model, prompt_ids, sampled_ids, serving, stored, until, user, world
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.core.errors import ConfigError, StorageError
+from openhands_rl_plugin.core.types import StopReason, Trajectory
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.gateway.config import GatewayConfig
+from openhands_rl_plugin.models.gateway.server import running_gateway
+from openhands_rl_plugin.models.generator.config import ServerConfig
+from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+SECRET = "sk-proj-" + "Ab3" * 14
+
+
+def contents(trajectory: Trajectory) -> list[str | None]:
+    return [message.content for message in trajectory.messages()]
+
+
+async def test_a_gateway_that_stops_ends_its_sessions(tmp_path: Path):
+    async with world(tmp_path) as gateway:
+        await gateway.say(user("one"), session="a")
+        assert (await gateway.only()).stop is StopReason.UNFINISHED
+    trajectory = await gateway.only()
+    assert trajectory.stop is StopReason.NO_ACTION and trajectory.evidence == {"ended_by": "shutdown"}
+
+
+async def test_a_session_ends_when_its_calls_have(tmp_path: Path):
+    release = asyncio.Event()
+
+    async def wait(request: web.Request, body: Body) -> None:
+        await release.wait()
+
+    async with world(tmp_path, Model(behave=wait)) as gateway:
+        calls = [asyncio.create_task(gateway.ask(user("one"))) for _ in range(3)]
+        await until(lambda: len(gateway.model.bodies) == 3)
+        ending = asyncio.create_task(gateway.end())
+        await asyncio.sleep(0.1)
+        assert not ending.done()
+        release.set()
+        assert {(await call).status_code for call in calls} == {200} and (await ending).json()["ended"]
+    trajectory = await gateway.only()
+    assert trajectory.stop is StopReason.TERMINATED and sum(node.sampled for node in trajectory.nodes) == 3
+
+
+async def test_idle_sessions_end(tmp_path: Path):
+    async with world(tmp_path, idle_minutes=0.2 / 60) as gateway:
+        await gateway.say(user("one"))
+        async with asyncio.timeout(5):
+            while (await gateway.only()).stop is StopReason.UNFINISHED:
+                await asyncio.sleep(0.05)
+        assert (await gateway.only()).evidence == {"ended_by": "idle"}
+        await gateway.say(user("one"))
+        assert len(await gateway.stored()) == 2
+
+
+async def test_forgotten_sessions_are_read_back(tmp_path: Path):
+    async with world(tmp_path, max_sessions=2) as gateway:
+        histories: dict[str, list[Body]] = {name: [SYSTEM, user(name)] for name in "abcd"}
+        for text in ("two", "three"):
+            for name, history in histories.items():
+                history += [await gateway.say(*history, session=name), user(text)]
+        assert (await gateway.http.get("/health")).json()["sessions"] == 2
+        lasts = {name: await gateway.say(*history, session=name) for name, history in histories.items()}
+    trajectories = {trajectory.task.id: trajectory for trajectory in await gateway.stored()}
+    assert set(trajectories) == set("abcd")
+    for name, trajectory in trajectories.items():
+        assert contents(trajectory) == [each["content"] for each in [*histories[name], lasts[name]]]
+        assert len(trajectory.nodes) == 7 and trajectory.stop is StopReason.NO_ACTION
+        ids: list[int] = []
+        for node in trajectory.sampled():
+            assert node.tokens is not None
+            ids += [*node.tokens.prompt_ids, *node.tokens.sampled_ids]
+        assert ids == prompt_ids(histories[name]) + sampled_ids(lasts[name])
+        assert trajectory.usage.calls == 3
+
+
+@asynccontextmanager
+async def gateway_process(*options: str, **environment: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """``openhands-rl gateway`` as a user starts it, and its URL."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "openhands_rl_plugin.cli", "gateway", "--port", "0", *options),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, **environment},
+    )
+    try:
+        assert process.stdout is not None
+        printed = ""
+        async with asyncio.timeout(30):
+            while (found := re.search(r"base_url: (\S+)/v1 ", printed)) is None:
+                line = await process.stdout.readline()
+                assert line, printed
+                printed += line.decode()
+        yield process, found[1]
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def post(url: str, *messages: Body, session: str = "s", **body: Any) -> Body:
+    sent = {"model": "policy", "messages": list(messages), **body}
+    async with httpx.AsyncClient(trust_env=False, timeout=20) as http:
+        response = await http.post(f"{url}/session/{session}/v1/chat/completions", json=sent)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["message"]
+
+
+async def test_a_killed_gateway_loses_no_answer_and_a_new_one_goes_on(tmp_path: Path):
+    model = Model()
+    async with serving(model) as upstream:
+        options = ("--upstream", upstream, "--store", str(tmp_path))
+        async with gateway_process(*options) as (process, url):
+            history: list[Body] = [SYSTEM, user("one")]
+            for text in ("two", "three"):
+                history += [await post(url, *history), user(text)]
+            await asyncio.gather(*(post(url, user(f"hello {number}"), session=f"p{number}") for number in range(8)))
+            process.kill()
+            await process.wait()
+        found = {trajectory.task.id: trajectory for trajectory, _ in await stored(tmp_path)}
+        assert set(found) == {"s", *(f"p{number}" for number in range(8))}
+        assert all(trajectory.stop is StopReason.UNFINISHED for trajectory in found.values())
+        assert contents(found["s"]) == [each["content"] for each in history[:-1]]
+        async with gateway_process(*options) as (process, url):
+            last = await post(url, *history)
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == 0
+    after = {trajectory.task.id: trajectory for trajectory, _ in await stored(tmp_path)}
+    assert after["s"].id == found["s"].id and len(after) == 9
+    assert contents(after["s"]) == [each["content"] for each in [*history, last]]
+    assert [node.tokens.extends for node in after["s"].sampled() if node.tokens] == [False, True, True]
+    assert all(trajectory.stop is StopReason.NO_ACTION for trajectory in after.values())
+
+
+async def test_secrets_are_passed_on_but_never_stored(tmp_path: Path):
+    tool = {"role": "tool", "tool_call_id": "c", "content": f"OPENAI_API_KEY={SECRET}\nHOME=/root"}
+    async with world(tmp_path / "store") as gateway:
+        headers = {"authorization": f"Bearer {SECRET}", "x-api-key": SECRET}
+        response = await gateway.ask(user("one"), headers=headers, extra_body={"api_key": SECRET}, user=SECRET)
+        assert response.status_code == 200 and SECRET not in response.text
+        answer = response.json()["choices"][0]["message"]
+        await gateway.say(user("one"), answer, tool)
+        assert (await gateway.end(evidence={"log": f"key {SECRET}"})).status_code == 200
+    assert gateway.model.headers[0]["authorization"] == f"Bearer {SECRET}"
+    assert gateway.model.bodies[0]["user"] == SECRET and gateway.model.bodies[1]["messages"][-1] == tool
+    ((trajectory, scores),) = await stored(tmp_path / "store")
+    everything = trajectory.model_dump_json() + "".join(score.model_dump_json() for score in scores)
+    assert SECRET not in everything and "[redacted]" in everything
+    spelled = ",".join(str(each) for each in SECRET.encode())
+    assert spelled not in everything
+    for file in (tmp_path / "store").iterdir():
+        assert SECRET.encode() not in file.read_bytes()
+        assert file.stat().st_mode & 0o077 == 0
+    assert trajectory.nodes[1].tokens is not None and trajectory.nodes[-1].tokens is None
+
+
+async def test_the_gateways_key_guards_it_and_the_upstreams_key_replaces_the_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("GATE_KEY", "gate")
+    monkeypatch.setenv("MODEL_KEY", "model")
+    async with world(tmp_path / "a", api_key_env="GATE_KEY") as gateway:
+        for wrong in ({}, {"authorization": "Bearer wrong"}):
+            assert (await gateway.ask(user("one"), headers=wrong)).status_code == 401
+        assert (await gateway.end()).status_code == 401
+        assert (await gateway.http.get("/health")).status_code == 200
+        await gateway.say(user("one"), headers={"authorization": "Bearer gate"})
+    assert [sent.get("authorization") for sent in gateway.model.headers] == [None]
+    async with world(tmp_path / "b", upstream_key_env="MODEL_KEY") as gateway:
+        await gateway.say(user("one"), headers={"authorization": "Bearer client"})
+    assert [sent.get("authorization") for sent in gateway.model.headers] == ["Bearer model"]
+
+
+async def test_requests_and_calls_are_bounded(tmp_path: Path):
+    release = asyncio.Event()
+
+    async def wait(request: web.Request, body: Body) -> None:
+        await release.wait()
+
+    async with world(tmp_path, Model(behave=wait), max_body_bytes=2000, max_in_flight=2) as gateway:
+        long = await gateway.ask(user("x" * 3000))
+        calls = [asyncio.create_task(gateway.ask(user(str(number)))) for number in range(2)]
+        await until(lambda: len(gateway.model.bodies) == 2)
+        refused = await gateway.ask(user("three"))
+        release.set()
+        assert {(await call).status_code for call in calls} == {200}
+    assert long.status_code == 413 and long.json()["error"]["message"] == "The request body is over 2000 bytes."
+    assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+
+
+async def test_an_answer_that_cannot_be_stored_is_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async with world(tmp_path) as gateway:
+        answer = await gateway.say(user("one"))
+        grow = FileTrajectoryStorage.grow
+
+        async def full(self: FileTrajectoryStorage, growth: object) -> None:
+            raise StorageError("no space left")
+
+        monkeypatch.setattr(FileTrajectoryStorage, "grow", full)
+        refused = await gateway.ask(user("one"), answer, user("two"))
+        monkeypatch.setattr(FileTrajectoryStorage, "grow", grow)
+        assert refused.status_code == 503 and "no space left" in refused.json()["error"]["message"]
+        last = await gateway.say(user("one"), answer, user("two"))
+    trajectory = await gateway.only()
+    assert contents(trajectory) == ["one", "answer 1", "two", last["content"]]
+    assert sum(node.sampled for node in trajectory.nodes) == 3
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, AdapterStore]:
+    """A tiny model and a store with two versions of an adapter for it."""
+    folder = tmp_path_factory.mktemp("policy")
+    model, store = write_model(folder / "tiny"), AdapterStore(folder / "adapters")
+    for seed in (1, 2):
+
+        def write(path: Path, seed: int = seed) -> None:
+            write_adapter(path, model, seed=seed)
+
+        store.create("shop", write, base_model="tiny")
+    return model, store
+
+
+async def test_real_server_with_adapters(policy: tuple[Path, AdapterStore], tmp_path: Path):
+    model, store = policy
+    first, second = store.versions("shop")
+    config = ServerConfig(model=str(model), served_model_name="tiny", port=0, dtype="float32", threads=1)
+    with running_server(config) as server:
+        async with httpx.AsyncClient(base_url=server, trust_env=False, timeout=60) as admin:
+            for each in (first, second):
+                await admin.post("/v1/load_lora_adapter", json={"lora_name": each.name, "lora_path": each.path})
+        options = {"adapter": "shop", "base_model": "tiny", "adapters_path": store.root, "alias": ("tiny",)}
+        limits = {"max_tokens": 6}
+        for pins in (False, True):
+            store.root.joinpath("shop.current.json").unlink(missing_ok=True)
+            path = tmp_path / str(pins)
+            async with world(path, upstream=f"{server}/v1", pin_sessions=pins, **options) as gateway:
+                await gateway.say(user("one two"), model="latest", session="base", **limits)
+                store.point(first)
+                answer = await gateway.say(user("one two"), model="shop", **limits)
+                store.point(second)
+                history = [user("one two"), {**answer, "content": answer["content"] or ""}, user("three")]
+                await gateway.say(*history, model="tiny", **limits)
+                streamed = await gateway.ask(user("one"), session="new", model="latest", stream=True, **limits)
+                assert streamed.text.endswith("data: [DONE]\n\n")
+            found = {trajectory.task.id: trajectory for trajectory in await gateway.stored()}
+            versions = [node.policy.version for node in found["s"].sampled() if node.policy]
+            assert versions == ([1, 1] if pins else [1, 2])
+            assert found["new"].policy.served_name == second.name and found["new"].policy.base_model == "tiny"
+            assert found["base"].policy.served_name == "tiny"
+            for node in (node for trajectory in found.values() for node in trajectory.nodes if node.sampled):
+                assert node.tokens is not None and len(node.tokens.logprobs) == len(node.tokens.sampled_ids) > 0
+
+
+async def test_a_port_that_is_taken_and_a_store_that_cannot_be_written(tmp_path: Path):
+    async with world(tmp_path / "a") as gateway:
+        port = int(gateway.url.rpartition(":")[2])
+        config = GatewayConfig(upstream=gateway.model.url, port=port)
+        with pytest.raises(ConfigError, match=f"port {port}: .*choose another --port"):
+            async with running_gateway(config, FileTrajectoryStorage(tmp_path / "b")):
+                pass
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError):
+        async with running_gateway(
+            GatewayConfig(upstream="http://127.0.0.1:9/v1", port=0), FileTrajectoryStorage(tmp_path / "file")
+        ):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--upstream", "localhost:8000"], '--upstream: must be an http:// or https:// URL, for example "http'),
+        (["--upstream", "http://h/v1", "--host", "0.0.0.0"], "--host 0.0.0.0: others on the network"),
+        (["--upstream", "http://h/v1", "--adapter", "a"], "--adapter needs --base-model"),
+        (["--upstream", "http://h/v1", "--alias", "a"], "--alias needs --adapter"),
+        (["--upstream", "http://h/v1", "--port", "99999"], "--port: must be less than or equal to 65535"),
+        (["--upstream", "http://h/v1", "--upstream-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY is not set"),
+        (["--upstream", "http://h/v1", "--upstream-key-env", "sk-123"], "must be the NAME of an environment variable"),
+        ([], "--upstream: is required"),
+        (["--config", "none.toml"], "none.toml: there is no such file"),
+    ],
+)
+def test_wrong_options_are_one_clear_line(
+    words: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("OPENHANDS_RL_API_KEY", raising=False)
+    assert cli.main(["gateway", "--store", str(tmp_path / "store"), *words]) == 1
+    printed = capsys.readouterr().err
+    assert says in printed and printed.count("\n") == 1
+    assert not (tmp_path / "store").exists()

@@ -1,0 +1,133 @@
+"""OpenHands' V1 SDK, as it is published, behind the gateway: only its ``base_url`` is set.
+
+It does not fit into this project's environment, which has V0. ``OPENHANDS_RL_SDK_PYTHON`` names the Python of one that
+has ``openhands-sdk`` and ``openhands-tools``; without it, uv makes one (half a gigabyte, kept in uv's cache).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from worlds import Body, Model, prompt_ids, sampled_ids, world
+
+VERSION = "1.58.0"  # the newest that can be installed; 1.58.1 and 1.58.2 need a certifi that is not published
+SCRIPT = Path(__file__).with_name("sdk_conversation.py")
+ROOT = Path(__file__).parents[3]
+NOTE = "the note"
+
+
+async def python_with_sdk() -> list[str]:
+    """The command of a Python that has the SDK; skips the test where there is none."""
+    if named := os.environ.get("OPENHANDS_RL_SDK_PYTHON"):
+        command = [named]
+    else:
+        uv = shutil.which("uv") or str(ROOT / ".uv" / "bin" / "uv")
+        if not Path(uv).exists():
+            pytest.skip("THE V1 SDK IS NOT TESTED: there is no uv; set OPENHANDS_RL_SDK_PYTHON to a Python that has it")
+        wanted = [f"--with=openhands-{part}=={VERSION}" for part in ("sdk", "tools")]
+        command = [uv, "run", "--quiet", "--no-project", f"--python={sys.executable}", *wanted, "python"]
+    status, _, told = await run([*command, "-c", "import openhands.sdk, openhands.tools"])
+    if status != 0:
+        pytest.skip(f"THE V1 SDK IS NOT TESTED: {' '.join(command[:2])} cannot import it: {told[-300:]}")
+    return command
+
+
+async def run(command: Sequence[str], home: Path | None = None) -> tuple[int | None, str, str]:
+    environ = {**os.environ, "OPENHANDS_SUPPRESS_BANNER": "1"}
+    if home is not None:
+        environ |= {"HOME": str(home), "OH_PERSISTENCE_DIR": str(home / "openhands")}
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, env=environ)
+    try:
+        said, told = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    return process.returncode, said.decode(), told.decode()
+
+
+class Policy:
+    """Runs a command, looks at the file that it wrote, and finishes."""
+
+    def __init__(self, workspace: Path) -> None:
+        self._calls = [
+            ("terminal", {"command": f"echo '{NOTE}' > note.txt"}),
+            ("file_editor", {"command": "view", "path": str(workspace / "note.txt")}),
+            ("finish", {"message": "The note is written."}),
+        ]
+        self.said: list[Body] = []
+
+    async def __call__(self, request: web.Request, body: Body) -> web.Response:
+        name, arguments = self._calls[len(self.said)]
+        call = {"name": name, "arguments": json.dumps(arguments)}
+        message: Body = {
+            "role": "assistant",
+            "content": f"Step {len(self.said)}.",
+            "tool_calls": [{"id": f"call_{len(self.said)}", "type": "function", "function": call}],
+        }
+        self.said.append(message)
+        return web.json_response(completion(body, message))
+
+
+def completion(body: Body, message: Body) -> Body:
+    ids = sampled_ids(message)
+    entry = {"token": "x", "logprob": -0.25, "bytes": None, "top_logprobs": []}
+    choice = {"index": 0, "message": message, "finish_reason": "tool_calls", "token_ids": ids}
+    usage = {"prompt_tokens": 9, "completion_tokens": len(ids), "total_tokens": 9 + len(ids)}
+    return {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "created": 1,
+        "model": body["model"],
+        "choices": [{**choice, "logprobs": {"content": [entry for _ in ids]}}],
+        "usage": usage,
+        "prompt_token_ids": prompt_ids(body["messages"]),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_a_conversation_of_the_sdk_is_recorded(tmp_path: Path):
+    python = await python_with_sdk()
+    home, workspace = tmp_path / "home", tmp_path / "workspace"
+    home.mkdir()
+    workspace.mkdir()
+    policy = Policy(workspace)
+    async with world(tmp_path / "store", Model(behave=policy)) as gateway:
+        status, said, told = await run([*python, str(SCRIPT), f"{gateway.url}/v1", str(workspace)], home)
+        assert status == 0, told[-2000:]
+    report: dict[str, Any] = json.loads(said.strip().splitlines()[-1])
+    assert report["status"] == "finished" and len(policy.said) == 3
+    assert (workspace / "note.txt").read_text().strip() == NOTE
+    requests = gateway.model.bodies
+    assert all(request["return_token_ids"] is True and request["logprobs"] is True for request in requests)
+
+    trajectory = await gateway.only()
+    # The conversation of the SDK is the session, and all of its calls are one path.
+    assert trajectory.task.id.replace("-", "") == report["id"].replace("-", "")
+    sampled = list(trajectory.sampled())
+    assert len(sampled) == sum(node.sampled for node in trajectory.nodes) == 3
+    assert [node.message.tool_calls[0].name for node in sampled] == ["terminal", "file_editor", "finish"]
+    offered = [str(tool["function"]) for tool in trajectory.tools]
+    assert all(any(f"'name': '{name}'" in tool for tool in offered) for name in ("terminal", "file_editor", "finish"))
+    results = [message.content or "" for message in trajectory.messages() if message.role == "tool"]
+    assert len(results) == 2 and NOTE in results[1]
+
+    # What was recorded is what the server said, and every prompt begins with all that came before.
+    assert [node.tokens.extends for node in sampled if node.tokens] == [False, True, True]
+    ids: list[int] = []
+    for node, request, message in zip(sampled, requests, policy.said, strict=True):
+        assert node.tokens is not None and len(node.tokens.logprobs) == len(node.tokens.sampled_ids)
+        ids += node.tokens.prompt_ids
+        assert ids == prompt_ids(request["messages"])
+        assert list(node.tokens.sampled_ids) == sampled_ids(message)
+        ids += node.tokens.sampled_ids

@@ -1,0 +1,261 @@
+"""The generation core against the original model: equal tokens and logprobs, however requests are batched."""
+
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from tiny_model import write_model
+from transformers import AutoModelForCausalLM
+
+from openhands_rl_plugin.models.generator.config import GeneratorConfig
+from openhands_rl_plugin.models.generator.failures import StartError
+from openhands_rl_plugin.models.generator.generator import Generator
+from openhands_rl_plugin.models.generator.sampling import SamplingParams
+from openhands_rl_plugin.models.generator.sequence import FinishReason, Generation, Ticket
+from openhands_rl_plugin.models.generator.slots import SlotStore
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    return [(i * 31 + 7 * salt + i * i) % 500 + 2 for i in range(length)]
+
+
+@torch.inference_mode()
+def reference(
+    model: Path, ids: Sequence[int], count: int, adapter: Path | None = None
+) -> tuple[list[int], list[float]]:
+    """Greedy tokens and their logprobs from plain transformers and PEFT, the whole text each time."""
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+    plain = PeftModel.from_pretrained(plain, adapter).eval() if adapter else plain
+    tokens, logprobs, ids = [], [], list(ids)
+    for _ in range(count):
+        distribution = plain(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
+        ids.append(int(distribution.argmax()))
+        tokens.append(ids[-1])
+        logprobs.append(float(distribution.max()))
+    return tokens, logprobs
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def same(one: Generation, other: Generation) -> None:
+    assert one.token_ids == other.token_ids
+    assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("adapter", [None, "a", "b"])
+def test_greedy_equals_the_original_model(
+    generator: Generator, tiny_model: Path, adapter: str | None, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(f"adapter_{adapter}") if adapter else None
+    tokens, logprobs = reference(tiny_model, prompt(37), 12, path)
+    answer = generator.generate(prompt(37), GREEDY, adapter=adapter)
+    assert list(answer.token_ids) == tokens
+    assert answer.logprobs == pytest.approx(logprobs, abs=1e-4)
+    assert answer.finish_reason is FinishReason.LENGTH
+    assert answer.adapter == adapter
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [("qwen2", {}), ("qwen3", {}), ("mistral", {"sliding_window": 8}), ("llama", {"num_key_value_heads": 4})],
+)
+def test_other_architectures(tmp_path: Path, model_type: str, changes: dict[str, object]) -> None:
+    path = write_model(tmp_path / model_type, model_type=model_type, **changes)
+    config = GeneratorConfig(model=str(path), dtype="float32", threads=1, prefill_tokens=16)
+    tokens, logprobs = reference(path, prompt(45), 12)
+    with Generator(config) as generator:
+        answer = generator.generate(prompt(45), GREEDY)
+    assert list(answer.token_ids) == tokens
+    assert answer.logprobs == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_an_architecture_with_other_attention_is_refused(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "gpt_oss", model_type="gpt_oss", num_local_experts=2, num_experts_per_tok=1)
+    with pytest.raises(StartError, match="cannot be served"):
+        Generator(GeneratorConfig(model=str(path), dtype="float32", threads=1))
+
+
+def test_batched_equals_alone(generator: Generator) -> None:
+    lengths = [3, 90, 17, 33, 64, 1, 150, 40, 5, 71]
+    alone = [generator.generate(prompt(n, n), GREEDY) for n in lengths]
+    tickets = [generator.submit(prompt(n, n), GREEDY) for n in lengths]
+    for ticket, expected in zip(tickets, alone, strict=True):
+        same(ticket.future.result(), expected)
+
+
+def test_adapters_mixed_in_one_batch_equal_alone(generator: Generator) -> None:
+    wanted = [(n, adapter) for n in (5, 40, 21) for adapter in ("a", None, "b")]
+    alone = [generator.generate(prompt(n), GREEDY, adapter=adapter) for n, adapter in wanted]
+    tickets = [generator.submit(prompt(n), GREEDY, adapter=adapter) for n, adapter in wanted]
+    for ticket, expected in zip(tickets, alone, strict=True):
+        same(ticket.future.result(), expected)
+    assert len({answer.token_ids for answer in alone[:3]}) == 3
+
+
+def test_a_conversation_reuses_what_was_computed(generator: Generator) -> None:
+    first = generator.generate(prompt(50, 9), GREEDY, adapter="a")
+    assert first.cached_tokens == 0
+    longer = [*first.prompt_ids, *first.token_ids, *prompt(20, 4)]
+    again = generator.generate(longer, GREEDY, adapter="a")
+    assert again.cached_tokens >= 48
+    other = generator.generate(longer, GREEDY, adapter="b")
+    assert other.cached_tokens == 0
+    with Generator(generator.config.model_copy(update={"cache_bytes": 0, "prefill_tokens": 16})) as uncached:
+        uncached.load_adapter("a", Path(next(a.path for a in generator.adapters if a.name == "a")))
+        fresh = uncached.generate(longer, GREEDY, adapter="a")
+    assert fresh.cached_tokens == 0
+    same(again, fresh)
+
+
+def test_equal_prompts_together_are_computed_once(generator: Generator) -> None:
+    tickets = [generator.submit(prompt(100, 77), GREEDY) for _ in range(4)]
+    answers = [ticket.future.result() for ticket in tickets]
+    assert sorted(answer.cached_tokens for answer in answers) == [0, 96, 96, 96]
+    assert len({answer.token_ids for answer in answers}) == 1
+
+
+def test_the_cache_keeps_to_its_bound(tiny_model: Path) -> None:
+    # 2 layers x keys and values x 2 heads x 16 x 4 bytes = 512 bytes a token; room for three blocks of 16.
+    config = GeneratorConfig(model=str(tiny_model), dtype="float32", threads=1, cache_bytes=3 * 16 * 512)
+    with Generator(config) as generator:
+        for salt in range(4):
+            generator.generate(prompt(40, salt), SamplingParams(max_tokens=1))
+        latest = generator.generate(prompt(40, 3), SamplingParams(max_tokens=1))
+        oldest = generator.generate(prompt(40, 0), SamplingParams(max_tokens=1))
+    assert latest.cached_tokens == 32
+    assert oldest.cached_tokens == 0
+
+
+def test_a_seed_fixes_the_answer_in_any_batch(generator: Generator) -> None:
+    params = SamplingParams(temperature=1.3, top_p=0.95, max_tokens=20, seed=5, ignore_eos=True)
+    alone = generator.generate(prompt(30), params)
+    tickets = [generator.submit(prompt(30, i), params.with_seed(i), adapter=["a", None][i % 2]) for i in range(6)]
+    again = generator.submit(prompt(30), params)
+    same(again.future.result(), alone)
+    assert len({ticket.future.result().token_ids for ticket in tickets}) == 6
+    assert generator.generate(prompt(30), params.with_seed(6)).token_ids != alone.token_ids
+
+
+def test_logprobs_are_of_the_models_own_distribution(generator: Generator, tiny_model: Path) -> None:
+    params = SamplingParams(temperature=2, top_k=5, top_p=0.9, max_tokens=6, seed=3, top_logprobs=3, ignore_eos=True)
+    answer = generator.generate(prompt(10), params)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = plain(torch.tensor([[*answer.prompt_ids, *answer.token_ids]])).logits[0].float()
+    expected = logits.log_softmax(-1)[9:-1]
+    for one, distribution in zip(answer.sampled, expected, strict=True):
+        assert one.logprob == pytest.approx(float(distribution[one.token]), abs=1e-4)
+        top = distribution.topk(5)
+        assert one.token in top.indices.tolist()
+        assert [token for token, _ in one.top] == top.indices[:3].tolist()
+        assert [logprob for _, logprob in one.top] == pytest.approx(top.values[:3].tolist(), abs=1e-4)
+
+
+def test_prompt_logprobs(generator: Generator, tiny_model: Path) -> None:
+    ids = prompt(150)
+    answer = generator.generate(ids, SamplingParams(max_tokens=1, prompt_logprobs=1))
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = plain(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    assert answer.prompt is not None and len(answer.prompt) == 150 and answer.prompt[0] is None
+    for position, one in enumerate(answer.prompt[1:], 1):
+        assert one is not None and one.token == ids[position]
+        distribution = expected[position - 1]
+        assert one.logprob == pytest.approx(float(distribution[one.token]), abs=1e-3)
+        assert one.rank == int((distribution > distribution[one.token]).sum()) + 1
+        assert one.top[0][0] == int(distribution.argmax())
+
+
+def test_stop_strings_are_cut_and_their_tokens_reported(generator: Generator) -> None:
+    whole = generator.generate(prompt(25), SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    stop = whole.text[6:9]
+    deltas: list[str] = []
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop=(stop, "never there"))
+    ticket = generator.submit(prompt(25), params, on_delta=lambda delta: deltas.append(delta.text))
+    answer = ticket.future.result()
+    assert answer.text == whole.text[: whole.text.index(stop)]
+    assert answer.finish_reason is FinishReason.STOP and answer.stop_reason == stop
+    assert answer.token_ids == whole.token_ids[: len(answer.token_ids)] and len(answer.token_ids) < 30
+    assert "".join(deltas) == answer.text
+
+
+def test_stop_tokens(generator: Generator) -> None:
+    whole = generator.generate(prompt(25), GREEDY)
+    stop = whole.token_ids[5]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop_token_ids=(stop,))
+    answer = generator.generate(prompt(25), params)
+    assert answer.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
+    assert answer.stop_reason == stop
+
+
+def test_answers_end_where_the_context_ends(generator: Generator) -> None:
+    answer = generator.generate(prompt(500), SamplingParams(max_tokens=100, ignore_eos=True))
+    assert len(answer.token_ids) == 12
+    assert answer.finish_reason is FinishReason.LENGTH
+
+
+def test_bfloat16_stays_near_float32(tiny_model: Path, generator: Generator) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1)
+    with Generator(GeneratorConfig(model=str(tiny_model), dtype="bfloat16", threads=1)) as half:
+        one, other = half.generate(prompt(60), params), generator.generate(prompt(60), params)
+    assert one.logprobs == pytest.approx(other.logprobs, abs=0.3)
+
+
+def test_the_memory_of_the_slots_bounds_the_context(tiny_model: Path) -> None:
+    # 2 layers x 256 slots x 2 heads x 16 x (4 + 4) bytes = 128 KiB for each token of all slots.
+    config = GeneratorConfig(model=str(tiny_model), dtype="float32", threads=1, max_batch=256, kv_bytes=16 * 2**20)
+    with Generator(config) as generator:
+        assert generator.max_len == 128
+    with pytest.raises(StartError, match="raise it"):
+        Generator(config.model_copy(update={"kv_bytes": 2**20}))
+
+
+def test_a_server_that_nobody_asks_gives_the_memory_of_sequences_back(tiny_model: Path, generator: Generator) -> None:
+    config = GeneratorConfig(model=str(tiny_model), dtype="float32", threads=1, rest_after=0.2)
+    with Generator(config) as restful:
+        first = restful.generate(prompt(40), GREEDY)
+        assert restful.model.slots.capacity
+        deadline = time.monotonic() + 30
+        while restful.model.slots.capacity:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        again = restful.generate(prompt(40), GREEDY)
+        same(first, again)
+        same(again, generator.generate(prompt(40), GREEDY))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slots_take_memory_where_they_are_written(dtype: torch.dtype) -> None:
+    before = resident_bytes()
+    store = SlotStore(layers=8, slots=64, kv_heads=4, head_dim=64, dtype=dtype, device=torch.device("cpu"))
+    store.ensure(1024)
+    whole = store.bytes_per_token * store.capacity
+    assert whole > 500_000_000 and resident_bytes() - before < whole / 10
+    block = torch.randn((8, 2, 4, 16, 64)).to(dtype)
+    store.write(3, 100, block)
+    store.ensure(1100)
+    assert torch.equal(store.read(3, 100, 116), block)
+    assert not store.read(3, 116, 132).any() and not store.read(2, 100, 116).any()
+
+
+def test_the_number_of_threads_changes_nothing_but_the_pace(tiny_model: Path, generator: Generator) -> None:
+    with Generator(GeneratorConfig(model=str(tiny_model), dtype="float32", threads=2)) as other:
+        params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        one, two = generator.generate(prompt(33), params), other.generate(prompt(33), params)
+    assert one.token_ids == two.token_ids and len(one.token_ids) == 100
+    assert one.logprobs == pytest.approx(two.logprobs, abs=1e-4)
+
+
+def test_somebody_who_stops_waiting_does_not_cancel_the_future_below_the_scheduler() -> None:
+    ticket = Ticket(Future())
+    assert not ticket.future.cancel() and not ticket.future.cancelled()

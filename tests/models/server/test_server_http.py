@@ -1,0 +1,240 @@
+"""The HTTP surface, through OpenAI's own client where it reaches and plain HTTP where it does not."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from openhands_rl_plugin.models.generator.config import ServerConfig
+from openhands_rl_plugin.models.generator.failures import StartError
+from openhands_rl_plugin.models.generator.generator import Generator
+from openhands_rl_plugin.models.server.server import running_server, serve
+
+MESSAGES = [{"role": "user", "content": "one two three"}]
+
+
+@pytest.fixture(scope="module")
+def client(server: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def http(server: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server, timeout=30) as client:
+        yield client
+
+
+def error(response: httpx.Response) -> dict[str, object]:
+    body = response.json()
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["code"] == response.status_code
+    return body["error"]
+
+
+def test_chat_with_token_ids_and_logprobs(client: openai.OpenAI, generator: Generator) -> None:
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "system", "content": [{"type": "text", "text": "be brief"}]}, *MESSAGES],
+        max_tokens=8,
+        seed=3,
+        n=2,
+        logprobs=True,
+        top_logprobs=2,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )
+    tokenizer = generator.tokenizer
+    prompt = tokenizer.decode(answer.prompt_token_ids)
+    assert prompt.startswith("<|im_start|>system\nbe brief<|im_end|>") and prompt.endswith("assistant\n")
+    assert answer.usage.prompt_tokens == len(answer.prompt_token_ids)
+    assert answer.usage.completion_tokens == 16
+    assert len(answer.choices) == 2 and answer.choices[0].token_ids != answer.choices[1].token_ids
+    for choice in answer.choices:
+        assert choice.finish_reason == "length"
+        assert tokenizer.decode(choice.token_ids, skip_special_tokens=True) == choice.message.content
+        assert len(choice.logprobs.content) == len(choice.token_ids) == 8
+        assert all(len(one.top_logprobs) == 2 and one.logprob <= 0 for one in choice.logprobs.content)
+
+
+def test_the_same_seed_gives_the_same_answer(client: openai.OpenAI) -> None:
+    texts = {
+        client.chat.completions.create(model="a", messages=MESSAGES, max_tokens=9, seed=11).choices[0].message.content
+        for _ in range(3)
+    }
+    assert len(texts) == 1
+
+
+def test_streaming_equals_not_streaming(client: openai.OpenAI) -> None:
+    options = {
+        "model": "b",
+        "messages": MESSAGES,
+        "max_tokens": 25,
+        "seed": 5,
+        "n": 2,
+        "logprobs": True,
+        "stop": ["zzzz"],
+        "extra_body": {"return_token_ids": True},
+    }
+    whole = client.chat.completions.create(**options)
+    chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].prompt_token_ids == whole.prompt_token_ids
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert len({chunk.id for chunk in chunks}) == 1
+    for choice in whole.choices:
+        parts = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
+        assert "".join(part.delta.content or "" for part in parts) == choice.message.content
+        assert [i for part in parts for i in getattr(part, "token_ids", None) or []] == choice.token_ids
+        streamed = [one.logprob for part in parts if part.logprobs for one in part.logprobs.content]
+        assert streamed == pytest.approx([one.logprob for one in choice.logprobs.content], abs=1e-4)
+        assert [part.finish_reason for part in parts if part.finish_reason] == [choice.finish_reason]
+
+
+def test_text_completion(client: openai.OpenAI, generator: Generator) -> None:
+    options = {"model": "tiny", "max_tokens": 6, "temperature": 0, "logprobs": 1}
+    ids = generator.tokenizer.encode("the quick", add_special_tokens=False)
+    extra = {"return_token_ids": True, "prompt_logprobs": 1, "ignore_eos": True}
+    by_ids = client.completions.create(**options, prompt=ids, extra_body=extra)
+    by_text = client.completions.create(**options, prompt="the quick", extra_body=extra)
+    choice = by_text.choices[0]
+    assert choice.text == by_ids.choices[0].text
+    assert choice.prompt_token_ids == ids and len(choice.token_ids) == 6
+    assert len(choice.logprobs.token_logprobs) == len(choice.logprobs.tokens) == 6
+    assert choice.prompt_logprobs[0] is None and len(choice.prompt_logprobs) == len(ids)
+    given = choice.prompt_logprobs[1][str(ids[1])]
+    assert given["logprob"] < 0 and given["rank"] >= 1 and given["decoded_token"]
+    streamed = client.completions.create(**options, prompt="the quick", extra_body={"ignore_eos": True}, stream=True)
+    assert "".join(c.text for chunk in streamed for c in chunk.choices) == choice.text
+
+
+def test_several_prompts(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="tiny", prompt=["one", "two three"], n=2, max_tokens=3)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+
+
+def test_tokenize_agrees_with_chat(http: httpx.Client, client: openai.OpenAI) -> None:
+    body = http.post("/tokenize", json={"model": "tiny", "messages": MESSAGES}).json()
+    chat = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=1, extra_body={"return_token_ids": True}
+    )
+    assert body == {"count": len(body["tokens"]), "max_model_len": 512, "tokens": chat.prompt_token_ids}
+    text = http.post("/tokenize", json={"prompt": "one two"}).json()
+    assert text["count"] == len(text["tokens"]) > 0
+
+
+def test_models_and_health(client: openai.OpenAI, http: httpx.Client, adapter_a: Path) -> None:
+    cards = {card.id: card for card in client.models.list()}
+    assert set(cards) == {"tiny", "a", "b"}
+    assert cards["a"].root == str(adapter_a) and cards["a"].parent == "tiny" and cards["tiny"].parent is None
+    assert http.get("/health").status_code == 200
+
+
+def test_tools_are_rendered_and_calls_in_the_history(http: httpx.Client, generator: Generator) -> None:
+    tool = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
+    call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": '{"query": "fox"}'}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "lazy dog"},
+    ]
+    body = http.post("/tokenize", json={"messages": messages, "tools": [tool]}).json()
+    text = generator.tokenizer.decode(body["tokens"])
+    assert "Tools: search" in text and '{"name": "search", "arguments": {"query": "fox"}}' in text
+    assert "<|im_start|>tool\nlazy dog" in text
+    answer = http.post("/v1/chat/completions", json={"messages": messages, "tools": [tool], "max_tokens": 4})
+    assert answer.json()["choices"][0]["message"]["tool_calls"] is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "text"),
+    [
+        ("/v1/chat/completions", {"model": "nope", "messages": MESSAGES}, 404, "The model `nope` does not exist."),
+        ("/v1/chat/completions", {"model": "tiny", "messages": []}, 400, "messages"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "temperature": -1}, 400, "temperature"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "top_logprobs": 3}, 400, "logprobs"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 600}, 400, "maximum context length is 512"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x " * 900}]}, 400, "maximum context"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "presence_penalty": 0.5}, 400, "presence_penalty"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "tool_choice": "required"}, 400, "tool_choice"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            400,
+            "text",
+        ),
+        ("/v1/completions", {"prompt": [1, 2, 99999]}, 400, "out of vocabulary"),
+        ("/v1/completions", {"prompt": ""}, 400, "empty"),
+        ("/v1/completions", {"prompt": []}, 400, "empty"),
+        ("/tokenize", {}, 400, "prompt or messages"),
+        ("/v1/nope", {}, 404, "Not Found"),
+    ],
+)
+def test_refusals(http: httpx.Client, path: str, body: dict[str, object], status: int, text: str) -> None:
+    response = http.post(path, json=body)
+    assert response.status_code == status
+    assert text in str(error(response)["message"])
+
+
+def test_a_body_that_is_not_json(http: httpx.Client) -> None:
+    response = http.post("/v1/chat/completions", content=b"{nope")
+    assert response.status_code == 400 and "JSON" in str(error(response)["message"])
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_too_large_a_body(http: httpx.Client, announced: bool) -> None:
+    blob = json.dumps({"messages": [{"role": "user", "content": "x" * 300_000}]}).encode()
+    content = blob if announced else iter([blob[:150_000], blob[150_000:]])
+    assert error(http.post("/v1/chat/completions", content=content))["code"] == 413
+
+
+def test_disconnect_frees_the_slot(server: str, generator: Generator) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 400, "ignore_eos": True}
+    for stream in (False, True):
+        # Not streamed, nothing comes in time; streamed, the reader leaves after the first line.
+        request = {"json": body | {"stream": stream}, "timeout": 10 if stream else 0.05}
+        gone = nullcontext() if stream else pytest.raises(httpx.ReadTimeout)
+        with gone, httpx.stream("POST", f"{server}/v1/chat/completions", **request) as response:
+            assert next(response.iter_lines())
+            assert generator.in_flight
+        deadline = time.monotonic() + 5
+        while generator.in_flight and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert generator.in_flight == 0
+
+
+def test_a_full_queue_is_refused(tiny_model: Path) -> None:
+    config = ServerConfig(model=str(tiny_model), dtype="float32", threads=1, port=0, max_batch=1, max_queue=1)
+    with running_server(config) as url:
+        body = {"messages": MESSAGES, "max_tokens": 50, "ignore_eos": True, "n": 3}
+        response = httpx.post(f"{url}/v1/chat/completions", json=body)
+        assert response.status_code == 503 and "overloaded" in str(error(response)["message"])
+        assert httpx.post(f"{url}/v1/chat/completions", json=body | {"n": 2}).status_code == 200
+
+
+def test_api_key(tiny_model: Path, generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENHANDS_RL_API_KEY", "s3cret-kéy")
+    with running_server(ServerConfig(model=str(tiny_model), port=0), generator) as url:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret-kéy".encode()}):
+            response = httpx.get(f"{url}/v1/models", headers=headers)
+            assert response.status_code == 401
+            assert "s3cret" not in str(error(response))
+        right = {"Authorization": "Bearer s3cret-kéy".encode()}
+        assert httpx.get(f"{url}/v1/models", headers=right).status_code == 200
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_an_occupied_port_is_one_line(tiny_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartError, match=rf"^cannot listen on 127.0.0.1 port {port}: .*choose another port$"):
+            serve(ServerConfig(model=str(tiny_model), port=port))
+
+
+def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match=r"^cannot load the model .*$"):
+        serve(ServerConfig(model=str(tmp_path / "nothing"), port=0))

@@ -1,0 +1,77 @@
+"""Hermes-style tool calls in the model's text."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openhands_rl_plugin.models.server.toolcalls import ParsedCall, parse_tool_calls, render_tool_call, safe_length
+
+
+def test_calls_and_the_text_before_them() -> None:
+    text = (
+        'Let me look.\n<tool_call>\n{"name": "search", "arguments": {"q":  "a b"}}\n</tool_call>\n'
+        '<tool_call>{"arguments": {}, "name": "think"}</tool_call>'
+    )
+    parsed = parse_tool_calls(text)
+    assert parsed.content == "Let me look."
+    assert parsed.calls == (ParsedCall("search", '{"q":  "a b"}'), ParsedCall("think", "{}"))
+
+
+def test_an_unclosed_last_call_counts() -> None:
+    assert parse_tool_calls('<tool_call>{"name": "f", "arguments": {"x": 1}}').calls == (ParsedCall("f", '{"x": 1}'),)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "plain",
+        "",
+        "<tool_call>{broken}</tool_call>",
+        '<tool_call>{"arguments": {}}</tool_call>',
+        '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": "not json"}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>oops</tool_call>',
+        "<tool_call>",
+        '<think><tool_call>{"name": "f", "arguments": {}}</tool_call></think>',
+    ],
+)
+def test_what_is_malformed_stays_text(text: str) -> None:
+    parsed = parse_tool_calls(text)
+    assert parsed.content == text and not parsed.calls
+
+
+def test_arguments_given_as_text() -> None:
+    (call,) = parse_tool_calls('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>').calls
+    assert call.arguments == '{"x": 1}'
+
+
+def test_slips_with_one_reading_are_read() -> None:
+    text = '<TOOL_CALL>{"name": "f", "arguments": {"x": "a\n</tool_call>",}}</TOOL_CALL>'
+    assert parse_tool_calls(text).calls == (ParsedCall("f", json.dumps({"x": "a\n</tool_call>"})),)
+
+
+def test_text_after_a_call_is_content() -> None:
+    parsed = parse_tool_calls(f"first {render_tool_call('f', '{}')} then\n")
+    assert parsed.content == "first  then" and parsed.spoken == "first  then\n"
+
+
+def test_arguments_that_mention_arguments() -> None:
+    raw = '{"arguments": {"arguments": 1}}'
+    (call,) = parse_tool_calls(render_tool_call("f", raw)).calls
+    assert call == ParsedCall("f", raw)
+
+
+@given(st.text(min_size=1), st.dictionaries(st.text(), st.integers() | st.text() | st.none()))
+def test_rendered_calls_are_read_back(name: str, arguments: dict[str, object]) -> None:
+    raw = json.dumps(arguments)
+    assert parse_tool_calls(render_tool_call(name, raw)).calls == (ParsedCall(name, raw),)
+
+
+@given(st.text(alphabet="<tol_ca>x", max_size=40), st.text(alphabet="<tol_ca>x", max_size=40))
+def test_streamed_content_is_never_part_of_a_call(text: str, more: str) -> None:
+    safe = safe_length(text)
+    assert "<tool_call>" not in text[:safe]
+    assert safe <= safe_length(text + more)

@@ -1,0 +1,48 @@
+"""The reward that reads the report of tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from openhands_rl_plugin.config.registry import build
+from openhands_rl_plugin.core.errors import GraderError
+from openhands_rl_plugin.core.types import Trajectory
+from openhands_rl_plugin.evals.runs.instances import report_of, with_verdict
+from openhands_rl_plugin.evals.swe.types import Verdict, VerdictKind
+from openhands_rl_plugin.testing import check_reward, example_trajectory
+
+
+def judged(kind: VerdictKind) -> Trajectory:
+    verdict = Verdict(instance_id="a", kind=kind, reason="why")
+    return with_verdict(example_trajectory().model_copy(update={"evidence": {"git_patch": "diff"}}), verdict)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reward", "told"),
+    [
+        (VerdictKind.RESOLVED, 1.0, "resolved"),
+        (VerdictKind.UNRESOLVED, 0.0, None),
+        (VerdictKind.EMPTY_PATCH, 0.0, "empty_generation"),
+        (VerdictKind.UNAPPLIED, 0.0, "failed_apply_patch"),
+        (VerdictKind.REFUSED, 0.0, "failed_apply_patch"),
+        (VerdictKind.TIMED_OUT, 0.0, "test_timeout"),
+    ],
+)
+async def test_a_verdict_is_a_reward(kind: VerdictKind, reward: float, told: str | None):
+    score = await build("rewards", "tests")(judged(kind))
+    assert (score.reward, score.detail["resolved"]) == (reward, reward == 1.0)
+    assert Verdict.model_validate(score.detail["verdict"]).kind is kind
+    assert {name for name, value in report_of(Verdict(instance_id="a", kind=kind)).items() if value} == (
+        {told} if told else set()
+    )
+
+
+async def test_what_was_not_tested_has_no_reward():
+    with pytest.raises(GraderError, match="could not be run"):
+        await build("rewards", "tests")(judged(VerdictKind.INFRASTRUCTURE))
+    with pytest.raises(GraderError, match="grade it first"):
+        await build("rewards", "tests")(example_trajectory())
+
+
+async def test_it_is_a_reward_like_others():
+    await check_reward(build("rewards", "tests"), [judged(VerdictKind.RESOLVED), judged(VerdictKind.EMPTY_PATCH)])

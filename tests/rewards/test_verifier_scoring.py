@@ -1,0 +1,204 @@
+"""Scores of a verifier: kept as they are made, the same from a server, and good enough to choose by."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from verifier_store import BAD, GOOD, episode, scores_in, store_of, toy_episodes
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.config.registry import build
+from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.core.errors import ConfigError, GraderError
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import Failure, FailureKind, Message, Observation
+from openhands_rl_plugin.models.generator.config import ServerConfig
+from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.rollout.rescoring import AT_ONCE, ScoreProgress, rescore
+from openhands_rl_plugin.rollout.strategies.value_verifier import VerifierValue
+from openhands_rl_plugin.testing import ScriptedEngine, check_reward
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+ROUNDED = 0.01 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else 1e-4
+"""How far a score may be from that of a float32 server: in this process it is in bfloat16 where that is native."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def served(judge_model: Path, verifier: Path) -> Iterator[str]:
+    """A server of the verifier, up to /v1."""
+    config = ServerConfig(model=str(judge_model), served_model_name="tiny", port=0, dtype="float32", threads=1)
+    with running_server(config) as url:
+        body = {"lora_name": verifier.name, "lora_path": str(verifier)}
+        assert httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=60).is_success
+        yield f"{url}/v1"
+
+
+def test_the_command_scores_once(verifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = Failure(kind=FailureKind.INFRASTRUCTURE, message="away", boundary="test")
+    store = store_of(tmp_path / "store", *toy_episodes(3), episode(1, 9, success=True, failure=broken))
+    words = ["score", str(store), "--verifier", str(verifier)]
+    assert cli.main([*words, "--dry-run"]) == 0
+    assert "13 to score, 0 already" in capsys.readouterr().out and not any(scores_in(store).values())
+    assert cli.main(words) == 0
+    printed = capsys.readouterr().out
+    assert "12 scored, 0 already" in printed and "1 x infrastructure: away" in printed
+    assert cli.main(words) == 0
+    assert "0 scored, 12 already" in capsys.readouterr().out
+    found = scores_in(store)
+    assert found.pop("episode-1-9") == []
+    for name, scores in found.items():
+        (score,) = scores
+        sha = score.reward_version.removeprefix("verifier-1@")[:16]
+        assert (verifier / "manifest.json").read_text().find(f'"sha256": "{sha}') > 0
+        assert score.reward is not None and (score.reward > 0.5) == (int(name[-1]) % 2 == 0)
+        assert score.detail["truncated"] is False and score.detail["adapter"] == "verifier-v000001"
+
+
+async def test_an_interrupted_run_keeps_what_it_scored(verifier: Path, tmp_path: Path) -> None:
+    reward = build("rewards", "verifier", {"adapter": str(verifier)})
+
+    def interrupted(at: ScoreProgress) -> None:
+        raise KeyboardInterrupt(f"{at.done} of {at.total}")
+
+    async with FileTrajectoryStorage(tmp_path / "store") as storage:
+        for each in toy_episodes(10):
+            await storage.add(each)
+        with pytest.raises(KeyboardInterrupt, match=f"{AT_ONCE} of 40"):
+            await rescore(storage, reward, on_progress=interrupted)
+        kept = [len(scores) async for _, scores in storage.find()]
+        report = await rescore(storage, reward)
+        scored = [len(scores) async for _, scores in storage.find()]
+    assert sum(kept) == AT_ONCE and scored == [1] * 40
+    assert (report.scored, report.already_scored) == (40 - AT_ONCE, AT_ONCE)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on(verifier: Path, tmp_path: Path) -> None:
+    store = store_of(tmp_path / "store", *toy_episodes(10))
+    command = [sys.executable, "keep_scoring.py", str(store), str(verifier)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1] / "helpers"
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline().strip() == str(AT_ONCE)
+        process.kill()
+    kept = {name for name, scores in scores_in(store).items() if scores}
+    assert len(kept) == AT_ONCE and {name.rpartition("-")[0] for name in kept} < {f"episode-{at}" for at in range(10)}
+    assert cli.main(["score", str(store), "--verifier", str(verifier)]) == 0
+    assert [len(scores) for scores in scores_in(store).values()] == [1] * 40
+
+
+def test_any_reward_can_score_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rewarded = [
+        one.model_copy(update={"nodes": (*one.nodes[:-1], one.nodes[-1].model_copy(update={"reward": 0.6}))})
+        for one in [episode(1, attempt, success=True, turns=1) for attempt in range(4)]
+    ]
+    store = store_of(tmp_path / "store", *rewarded)
+    words = ["score", str(store), "--reward", "success"]
+    assert cli.main(words) == 0 and cli.main([*words, "--options", '{"threshold": 0.5}']) == 0
+    assert [[score.reward for score in scores] for scores in scores_in(store).values()] == [[0.0, 1.0]] * 4
+    assert "success-1@0.5: 4 scored, 0 already" in capsys.readouterr().out
+
+
+WRONG = [
+    (["--reward", "sucess"], "unknown reward 'sucess'"),
+    (["--reward", "success", "--options", '{"treshold": 1}'], "treshold"),
+    (["--reward", "success", "--base-url", "http://127.0.0.1:1"], "--base-url is for a verifier"),
+    (["--verifier", "no-such-directory"], "no-such-directory is no verifier"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), WRONG, ids=[" ".join(options) for options, _ in WRONG])
+def test_wrong_input_is_one_line(
+    options: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = store_of(tmp_path / "store", episode(1, 1, success=True))
+    assert cli.main(["score", str(store), *options]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and says in line
+
+
+async def test_a_server_gives_the_same_scores(verifier: Path, served: str) -> None:
+    here = build("rewards", "verifier", {"adapter": str(verifier)})
+    there = build("rewards", "verifier", {"adapter": str(verifier), "base_url": served})
+    episodes = toy_episodes(2)
+    for left, right in zip(await here.judge_all(episodes), await there.judge_all(episodes), strict=True):
+        assert left.reward_version == right.reward_version
+        assert left.reward == pytest.approx(right.reward, abs=ROUNDED)
+        assert left.detail["label_mass"] == pytest.approx(right.detail["label_mass"], abs=max(ROUNDED, 1e-3))
+    one_by_one = await asyncio.gather(*map(here, episodes))
+    assert [score.reward for score in one_by_one] == pytest.approx([s.reward for s in await here.judge_all(episodes)])
+    await check_reward(here, episodes[:2])
+
+
+async def test_labels_that_are_not_among_the_likeliest_are_read_exactly(
+    verifier: Path, judge_model: Path, served: str
+) -> None:
+    """The base model has hardly heard of YES and NO."""
+    from openhands_rl_plugin.rewards.verifier.served import ServedVerifier
+    from openhands_rl_plugin.training.verifier.card import VerifierCard
+    from openhands_rl_plugin.training.verifier.prompt import prompts_for
+
+    card = VerifierCard.load(verifier)
+    prompt = prompts_for(str(judge_model), 4096).of(episode(1, 1, success=True)).ids
+    body = {"model": "tiny", "prompt": [*prompt], "max_tokens": 1, "logprobs": 20, "return_tokens_as_token_ids": True}
+    top = httpx.post(f"{served}/completions", json=body).json()["choices"][0]["logprobs"]["top_logprobs"][0]
+    rare = next(token for token in range(900, 1024) if f"token_id:{token}" not in top)
+    verdict = (await ServedVerifier(served, "tiny", yes=rare, no=card.no).judge([prompt]))[0]
+    forced = {"model": "tiny", "prompt": [*prompt, rare], "max_tokens": 1, "prompt_logprobs": 0}
+    answer = httpx.post(f"{served}/completions", json=forced).json()["choices"][0]["prompt_logprobs"][-1]
+    assert not isinstance(verdict, Failure)
+    assert verdict.mass >= math.exp(answer[str(rare)]["logprob"]) * 0.99
+    assert math.isfinite(verdict.margin)
+
+
+async def test_a_server_that_is_not_there_is_a_failure_and_no_score(verifier: Path, served: str) -> None:
+    unknown = build("rewards", "verifier", {"adapter": str(verifier), "base_url": served, "served_model": "other"})
+    (outcome,) = await unknown.judge_all([episode(1, 1, success=True)])
+    assert isinstance(outcome, Failure) and "404" in outcome.message
+    with pytest.raises(GraderError, match="404"):
+        await unknown(episode(1, 1, success=True))
+    options = {"adapter": str(verifier), "base_url": served, "api_key_env": "NO_SUCH_VARIABLE"}
+    with pytest.raises(ConfigError, match="NO_SUCH_VARIABLE is not set"):
+        await build("rewards", "verifier", options).judge_all([episode(1, 1, success=True)])
+
+
+@pytest.mark.parametrize("place", ["here", "served"])
+async def test_best_of_n_takes_what_the_verifier_likes(verifier: Path, served: str, place: str) -> None:
+    options = {"adapter": str(verifier), **({"base_url": served} if place == "served" else {})}
+    strategy = build("strategies", "BestOfN", {"n": 3, "value": "verifier", "value_options": options})
+    tree = EpisodeTree()
+    tree.observe(Observation(messages=episode(5, 1, success=True).messages()[:2]))
+    engine = ScriptedEngine([f"fox dog {BAD}", f"fox dog {GOOD}", f"dog fox {BAD}"])
+    chosen = await strategy.decide(tree, engine, None)
+    assert tree.nodes[chosen].message == Message(role="assistant", content=f"fox dog {GOOD}")
+    values = [tree.nodes[at].value or 0.0 for at in tree.children(tree.head)]
+    assert 1 > values[1] > max(values[0], values[2]) > 0
+
+
+def test_a_configuration_names_it(verifier: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    text = '[rl]\nrollout_strategy = "BestOfN"\n[rl.strategy]\nvalue = "verifier"\n'
+    text += f'value_options = {{ adapter = "{verifier}" }}\n'
+    config.write_text(text)
+    assert load_settings(config).strategy["value"] == "verifier"
+    config.write_text(text.replace("adapter =", "adaptor ="))
+    with pytest.raises(ConfigError, match="adaptor"):
+        load_settings(config)
+
+
+def test_a_value_is_built_from_the_registry_alone(verifier: Path) -> None:
+    value = build("values", "verifier", {"adapter": str(verifier), "scale": 2.0})
+    assert isinstance(value, VerifierValue) and not value.needs_world

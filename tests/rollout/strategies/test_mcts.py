@@ -1,0 +1,297 @@
+"""MCTS against worlds whose best return is known, and against an independent UCT."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from search_worlds import EveryWayEngine, SeededEngine, opened, planning, played, report, ways_of
+
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.types import Completion, Message, Tokens
+from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrategy
+from openhands_rl_plugin.rollout.strategies.uct import Arm, best_arm, priors, width
+from openhands_rl_plugin.testing import GridEnvironment, ScriptedEngine, check_strategy
+from openhands_rl_plugin.testing.planning import PlanningEnvironment
+
+PLANNER = MCTSOptions(
+    num_simulations=40,
+    exploration_weight=0.3,
+    use_priors=False,
+    first_branches=4,
+    num_branches=4,
+    value="rollout",
+)
+
+
+async def test_it_keeps_the_rules_of_strategies():
+    turns = iter(["down", "right"] * 1000)
+    await check_strategy(MCTSStrategy(num_simulations=8), engine=ScriptedEngine(lambda messages: next(turns)))
+
+
+async def test_it_comes_near_the_optimum_with_a_part_of_the_steps_of_looking_at_everything():
+    shares, steps = [], []
+    for seed in range(40):
+        world = planning(seed)
+        tree = await played(MCTSStrategy(PLANNER), world, SeededEngine(seed=seed))
+        episode = report(tree, next(at for at in reversed(tree.path()) if tree.nodes[at].sampled))["episode"]
+        assert isinstance(episode, dict) and isinstance(episode["steps"], int)
+        shares.append(world.earned / world.optimum)
+        steps.append((episode["steps"] + world.steps_taken) / world.exhaustive_steps)
+    assert statistics.mean(shares) >= 0.95
+    assert max(steps) <= 0.6
+
+
+class ReferenceUCT:
+    """UCT as the textbook has it, over the drawn rewards themselves: no tree of messages, no forks, no engine."""
+
+    def __init__(self, world: PlanningEnvironment, weight: float) -> None:
+        self.world, self.weight = world, weight
+        self.visits: dict[tuple[int, ...], int] = {}
+        self.sums: dict[tuple[int, ...], float] = {}
+
+    def simulate(self) -> None:
+        path: tuple[int, ...] = ()
+        while len(path) < self.world.options.depth:
+            ways = [(*path, way) for way in range(self.world.options.branching)]
+            total = sum(self.visits.get(way, 0) for way in ways)
+            path = max(ways, key=lambda way: self._score(way, total))
+            if path not in self.visits:
+                break
+        gain = 0.0
+        for length in range(len(path), 0, -1):
+            at = path[:length]
+            gain += self.world.worth(at)
+            self.visits[at] = self.visits.get(at, 0) + 1
+            self.sums[at] = self.sums.get(at, 0.0) + gain
+
+    def _score(self, way: tuple[int, ...], total: int) -> float:
+        seen = self.visits.get(way, 0)
+        if seen == 0:
+            return math.inf
+        return self.sums[way] / seen + self.weight * math.sqrt(math.log(total) / seen)
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_visits_and_values_agree_with_an_independent_uct(seed: int):
+    world = planning(seed, depth=3, branching=3)
+    options = MCTSOptions(
+        num_simulations=60,
+        exploration_weight=0.5,
+        use_priors=False,
+        first_branches=3,
+        num_branches=3,
+        widening=0.0,
+        value="none",
+    )
+    tree = await opened(world)
+    chosen = await MCTSStrategy(options).decide(tree, EveryWayEngine(), world)
+    reference = ReferenceUCT(world, 0.5)
+    for _ in range(60):
+        reference.simulate()
+    for at, node in enumerate(tree.nodes):
+        if node.sampled:
+            way = tuple(int(tree.nodes[up].message.content or "") for up in tree.path(at) if tree.nodes[up].sampled)
+            assert node.visits == reference.visits.get(way, 0), way
+            assert node.visits == 0 or node.value == pytest.approx(reference.sums[way] / node.visits)
+    assert tree.nodes[chosen].visits == max(reference.visits[(way,)] for way in range(3))
+
+
+async def test_the_live_world_is_stepped_by_nobody_but_the_session():
+    world = planning()
+    tree = await opened(world)
+    strategy = MCTSStrategy(PLANNER)
+    engine = SeededEngine()
+    for turn in range(1, 4):
+        chosen = await strategy.decide(tree, engine, world)
+        assert world.steps_taken == turn - 1
+        tree.commit(chosen)
+        tree.observe(await world.step(tree.action))
+        assert world.steps_taken == turn
+
+
+async def test_the_subtree_below_the_committed_move_is_used_again():
+    world = planning()
+    tree = await opened(world)
+    strategy = MCTSStrategy(PLANNER)
+    engine = SeededEngine()
+    chosen = await strategy.decide(tree, engine, world)
+    state = tree.nodes[chosen].metadata["search"]
+    assert isinstance(state, dict)
+    below = [tree.nodes[at].visits for at in tree.children(int(str(state["state"])))]
+    known = len(tree.nodes)
+    assert sum(below) > 0
+    tree.commit(chosen)
+    tree.observe(await world.step(tree.action))
+    assert tree.head == state["state"] and len(tree.nodes) == known, "what was simulated became real"
+    assert not tree.nodes[chosen].simulated and tree.nodes[chosen].reward == world.earned
+    second = await strategy.decide(tree, engine, world)
+    assert tree.nodes[second].visits > max(below) - 1
+    assert [tree.nodes[at].visits for at in tree.children(tree.head)][: len(below)] >= below
+
+
+@pytest.mark.parametrize("parallel", [1, 8])
+async def test_a_search_with_a_seed_can_be_repeated(parallel: int):
+    options = PLANNER.model_copy(update={"seed": 7, "parallel": parallel})
+    trees = [await played(MCTSStrategy(options), planning(3), SeededEngine(pauses=pauses)) for pauses in range(4)]
+    acted = [[tree.nodes[at].message.content for at in tree.path()] for tree in trees]
+    assert all(way == acted[0] for way in acted)
+    assert all(ways_of(tree) == ways_of(trees[0]) for tree in trees), "whoever is answered first"
+    other = await played(MCTSStrategy(options.model_copy(update={"seed": 8})), planning(3), SeededEngine())
+    assert ways_of(other) != ways_of(trees[0])
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+async def test_rollouts_from_one_state_differ(seed: int | None):
+    world = planning(depth=3)
+    tree = await opened(world)
+    options = MCTSOptions(num_simulations=12, num_branches=1, first_branches=1, depth=1, seed=seed)
+    await MCTSStrategy(options).decide(tree, SeededEngine(), world)
+    assert len({way for way in ways_of(tree) if len(way) == 3}) > 3
+
+
+async def test_forks_that_were_given_up_are_reached_again_by_replay():
+    few = PLANNER.model_copy(update={"seed": 7, "open_worlds": 1})
+    many = PLANNER.model_copy(update={"seed": 7})
+    worlds = [planning(3), planning(3)]
+    trees = [
+        await played(MCTSStrategy(options), world, SeededEngine())
+        for options, world in zip((few, many), worlds, strict=True)
+    ]
+    assert [node.message for node in trees[0].nodes] == [node.message for node in trees[1].nodes]
+    assert worlds[0].earned == worlds[1].earned
+
+
+@pytest.mark.parametrize(("simulations", "actions"), [(1, 1), (4, 2), (9, 3), (17, 4), (40, 4)])
+async def test_a_state_gets_more_actions_with_its_visits(simulations: int, actions: int):
+    options = MCTSOptions(num_simulations=simulations, first_branches=1, num_branches=4, widening=0.5, value="none")
+    world = planning(1)
+    tree = await opened(world)
+    said = itertools.count()
+    await MCTSStrategy(options).decide(tree, ScriptedEngine(lambda messages: str(next(said))), world)
+    assert len(tree.children(tree.head)) == actions == width(simulations - 1, 1, 0.5, 4)
+
+
+@pytest.mark.parametrize(("simulations", "asked", "actions"), [(5, 2, 1), (6, 4, 2), (40, 5, 2)])
+async def test_a_state_whose_sample_was_known_is_sampled_again_with_its_visits(
+    simulations: int, asked: int, actions: int
+):
+    """Each width that brings nothing is asked for once."""
+    options = MCTSOptions(
+        num_simulations=simulations, first_branches=1, num_branches=3, widening=0.5, depth=1, value="none"
+    )
+    said = iter("0001" + "1" * 40)
+    world = planning(1)
+    tree = await opened(world)
+    await MCTSStrategy(options).decide(tree, ScriptedEngine(lambda messages: next(said)), world)
+    assert (tree.usage.calls, len(tree.children(tree.head))) == (asked, actions)
+
+
+class Biased(ScriptedEngine):
+    """Says left with a probability of 0.8 and up with 0.2; ``mute``: without logprobs of up."""
+
+    def __init__(self, *, mute: bool = False) -> None:
+        super().__init__([])
+        self._mute = mute
+
+    async def complete(self, messages: Sequence[Message], **asked: Any) -> list[Completion]:
+        return [self._said("left", 0.8), self._said("up", 0.2)]
+
+    def _said(self, word: str, probability: float) -> Completion:
+        logprobs = () if self._mute and word == "up" else (math.log(probability),) * 3
+        tokens = Tokens(prompt_ids=(1,), sampled_ids=(2, 3, 4), logprobs=logprobs)
+        return Completion(message=Message(role="assistant", content=word), tokens=tokens)
+
+
+@pytest.mark.parametrize(("mute", "visits"), [(False, [16, 4]), (True, [10, 10])], ids=["PUCT", "UCT"])
+async def test_where_nothing_is_earned_visits_follow_the_prior_if_all_have_one(mute: bool, visits: list[int]):
+    world = GridEnvironment()
+    tree = await opened(world)
+    options = MCTSOptions(num_simulations=20, num_branches=2, value="none", depth=1)
+    await MCTSStrategy(options).decide(tree, Biased(mute=mute), world)
+    assert [tree.nodes[at].visits for at in tree.children(tree.head)] == visits
+
+
+async def test_without_forks_it_refuses_in_one_line():
+    tree = await opened(planning())
+    with pytest.raises(ConfigError, match="MCTS needs an environment that can fork, and this one cannot: use ToT") as e:
+        await MCTSStrategy().decide(tree, SeededEngine(), None)
+    assert "\n" not in str(e.value)
+
+
+async def test_moves_that_end_the_episode_are_not_gone_beyond():
+    world = GridEnvironment()
+    turns = iter(["right", "down"] * 500)
+    tree = await opened(world)
+    options = MCTSOptions(num_simulations=30, value="none", discount=0.9)
+    await MCTSStrategy(options).decide(tree, ScriptedEngine(lambda messages: next(turns)), world)
+    ends = [at for at, node in enumerate(tree.nodes) if node.sampled and node.reward == 1.0]
+    assert ends
+    for at in ends:
+        assert not any(tree.nodes[below].sampled for child in tree.children(at) for below in tree.children(child))
+
+
+def test_selection_by_priors_prefers_what_the_policy_prefers_until_returns_tell_more():
+    assert best_arm([Arm(0, 0.0, 0.2), Arm(0, 0.0, 0.8)], 1.0) == 1
+    assert best_arm([Arm(5, 0.9, 0.2), Arm(5, 0.1, 0.8)], 1.0) == 0
+    assert best_arm([Arm(1, 0.5, 0.5), Arm(0, 0.0, None)], 1.0) == 1, "without all priors it is UCT"
+    assert priors([0.0, math.log(3)]) == pytest.approx([0.25, 0.75])
+    assert [width(visits, 2, 0.5, 6) for visits in (0, 1, 4, 9, 100)] == [2, 2, 4, 6, 6]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_simulations": 0}, {"num_branches": 0}, {"exploration_weight": -1.0}, {"depth": 0}, {"discount": 0.0}],
+)
+def test_senseless_options_are_refused(options: dict[str, float]):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        MCTSStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_simulations": True},
+        {"num_branches": "4"},
+        {"exploration_weight": math.inf},
+        {"temperature": math.inf},
+        {"seed": False},
+        {"turn_budget": {"calls": True}},
+        {"value": "model", "value_options": {"scale": math.inf}},
+        {"value": "none", "value_options": {"depth": 3}},
+    ],
+    ids=str,
+)
+def test_options_of_another_kind_or_without_end_are_refused(options: dict[str, object]):
+    wrong = list(options)[-1]
+    inner = options[wrong]
+    with pytest.raises(ConfigError, match=next(iter(inner)) if isinstance(inner, dict) else wrong):
+        registry.build("strategies", "MCTS", options)
+
+
+class Caching(SeededEngine):
+    """Gives the very same completion again for what it was asked before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[tuple[str, int], list[Completion]] = {}
+
+    async def complete(self, messages: Sequence[Message], **asked: Any) -> list[Completion]:
+        key = (str(messages), asked.get("n", 1))
+        if key not in self._known:
+            self._known[key] = await super().complete(messages, **asked)
+        return self._known[key]
+
+
+async def test_what_search_notes_stays_out_of_the_engines_answers():
+    world, engine = planning(), Caching()
+    tree = await opened(world)
+    await MCTSStrategy(num_simulations=20).decide(tree, engine, world)
+    assert not any("search" in answer.metadata for answers in engine._known.values() for answer in answers)
+    noted = [id(node.metadata) for node in tree.nodes if node.sampled]
+    assert len(noted) == len(set(noted))

@@ -1,0 +1,480 @@
+"""What all searching strategies keep to: budgets, failures, merging, reports, and nothing but forks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from search_worlds import (
+    TASK,
+    EveryWayEngine,
+    FragileWorld,
+    SeededEngine,
+    UnforkableWorld,
+    opened,
+    planning,
+    report,
+)
+
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError
+from openhands_rl_plugin.core.protocols import Strategy
+from openhands_rl_plugin.core.types import (
+    Completion,
+    EpisodeRequest,
+    FailureKind,
+    PolicyRef,
+    StrategySpec,
+    Tokens,
+    ToolCall,
+)
+from openhands_rl_plugin.core.types import Message as Said
+from openhands_rl_plugin.rollout.session import AgentSession
+from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNOptions, BestOfNStrategy
+from openhands_rl_plugin.rollout.strategies.budget import SearchBudget
+from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrategy
+from openhands_rl_plugin.rollout.strategies.options import SearchOptions
+from openhands_rl_plugin.rollout.strategies.search import Search
+from openhands_rl_plugin.rollout.strategies.tot import ToTOptions, ToTStrategy
+from openhands_rl_plugin.rollout.strategies.value import (
+    Estimate,
+    ModelValue,
+    ModelValueOptions,
+    NoValue,
+    RewardValue,
+    RolloutValue,
+)
+from openhands_rl_plugin.testing import ScriptedEngine, check_strategy
+
+Make = Callable[..., Strategy]
+
+
+def best_of_n(**changes: object) -> Strategy:
+    return BestOfNStrategy(BestOfNOptions.model_validate({"value": "rollout", "n": 4, **changes}))
+
+
+def tot(**changes: object) -> Strategy:
+    return ToTStrategy(ToTOptions.model_validate({"value": "none", "num_branches": 4, "depth": 3, **changes}))
+
+
+def mcts(**changes: object) -> Strategy:
+    return MCTSStrategy(MCTSOptions.model_validate({"num_simulations": 30, **changes}))
+
+
+EVERY = pytest.mark.parametrize("make", [best_of_n, tot, mcts], ids=["BestOfN", "ToT", "MCTS"])
+
+
+@EVERY
+async def test_they_keep_the_rules_of_strategies(make: Make):
+    turns = iter(["down", "right", "left"] * 5000)
+    await check_strategy(make(), engine=ScriptedEngine(lambda messages: next(turns)))
+
+
+@EVERY
+@pytest.mark.parametrize(("bound", "amount"), [("calls", 8), ("tokens", 900), ("steps", 8)])
+async def test_every_bound_of_a_turn_is_kept_and_reported(make: Make, bound: str, amount: int):
+    world = planning()
+    tree = await opened(world)
+    before = world.steps_taken
+    chosen = await make(turn_budget=SearchBudget.model_validate({bound: amount})).decide(tree, SeededEngine(), world)
+    told = report(tree, chosen)
+    spent = told["turn"]
+    assert isinstance(spent, dict)
+    assert tree.nodes[chosen].parent == tree.head and world.steps_taken == before
+    match bound:
+        case "calls":
+            assert spent["calls"] <= 8
+        case "steps":
+            assert spent["steps"] <= 8
+        case "tokens":
+            assert isinstance(spent["tokens"], int) and spent["tokens"] < 900 + 8 * 200
+    assert told["cut_by"] in (bound, None)
+    if make is mcts:
+        assert told["cut_by"] == bound
+
+
+@EVERY
+async def test_a_spent_episode_budget_leaves_plain_turns(make: Make):
+    world = planning()
+    tree = await opened(world)
+    engine = SeededEngine()
+    strategy = make(episode_budget=SearchBudget(calls=8))
+    calls = []
+    while not tree.terminated:
+        before = len(engine.calls)
+        chosen = await strategy.decide(tree, engine, world)
+        calls.append(len(engine.calls) - before)
+        tree.commit(chosen)
+        tree.observe(await world.step(tree.action))
+    assert all(count <= 1 for count in calls[2:])
+    assert report(tree, chosen)["cut_by"] == "episode calls"
+
+
+@EVERY
+async def test_a_branch_that_dies_is_dropped_and_counted(make: Make):
+    world = FragileWorld()
+    world.deadly = frozenset({"1", "2"})
+    tree = await opened(world)
+    chosen = await make().decide(tree, EveryWayEngine(), world)
+    told = report(tree, chosen)
+    assert isinstance(told["dropped"], int) and told["dropped"] >= 1
+    assert tree.nodes[chosen].message.content in ("0", "3")
+    dead = [node for node in tree.nodes if "dropped" in str(node.metadata)]
+    assert all(
+        "the server of this fork is gone" in str(node.metadata) for node in dead if node.sampled and node.reward is None
+    )
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("trouble", "says"), [("garbled", "no JSON"), ("worthless", "answered with the reward nan")], ids=["garbled", "nan"]
+)
+async def test_a_branch_with_malformed_data_is_dropped_and_counted(make: Make, trouble: str, says: str):
+    world = FragileWorld()
+    setattr(world, trouble, frozenset({"1", "2"}))
+    tree = await opened(world)
+    chosen = await make().decide(tree, EveryWayEngine(), world)
+    told = report(tree, chosen)
+    assert isinstance(told["dropped"], int) and told["dropped"] >= 1 and says in str(told["last_failure"])
+    assert tree.nodes[chosen].message.content in ("0", "3")
+    dropped = [node for node in tree.nodes if "dropped" in node.metadata.get("search", {})]
+    assert dropped and all((node.value, node.reward) == (None, None) for node in dropped)
+    assert all(node.value is None or math.isfinite(node.value) for node in tree.nodes)
+
+
+@EVERY
+async def test_a_branch_that_hangs_is_dropped(make: Make):
+    world = FragileWorld()
+    world.slow = frozenset({"0"})
+    tree = await opened(world)
+    chosen = await make(step_timeout=0.05).decide(tree, EveryWayEngine(), world)
+    assert tree.nodes[chosen].message.content != "0"
+    assert "took longer than step_timeout = 0.05 s: raise it in [rl.strategy]" in str(report(tree, chosen))
+
+
+@EVERY
+async def test_when_all_branches_hang_the_failure_says_what_to_raise(make: Make):
+    world = FragileWorld()
+    world.slow = frozenset("0123")
+    says = r"branches of the search died; the last: BadEnvironmentError: .* step_timeout = 0.05 s: raise it"
+    with pytest.raises(CaughtFailure, match=says) as caught:
+        await make(step_timeout=0.05).decide(await opened(world), EveryWayEngine(), world)
+    assert caught.value.failure.kind is FailureKind.ENVIRONMENT
+
+
+class PatientWorld(FragileWorld):
+    """Its steps may take ``own`` seconds."""
+
+    own = 5.0
+
+    def step_seconds(self, action: Said) -> float:
+        return self.own
+
+
+@EVERY
+async def test_a_step_has_the_time_that_the_world_says_it_may_take(make: Make):
+    world = PatientWorld()
+    world.slow, world.pause = frozenset("0123"), 0.1
+    tree = await opened(world)
+    chosen = await make(step_timeout=0.05, turn_budget=SearchBudget(calls=8)).decide(tree, EveryWayEngine(), world)
+    assert report(tree, chosen)["dropped"] == 0
+    world.own = 0.06
+    with pytest.raises(CaughtFailure, match=r"0.05 s \(and than the 0.06 s that its commands may take\): raise it"):
+        await make(step_timeout=0.05).decide(await opened(world), EveryWayEngine(), world)
+
+
+@EVERY
+async def test_when_all_branches_are_dead_the_episode_has_a_typed_failure(make: Make):
+    world = FragileWorld()
+    world.deadly = frozenset("0123")
+    with pytest.raises(CaughtFailure, match=r"all \d+ branches of the search died; the last: .*is gone") as caught:
+        await make().decide(await opened(world), EveryWayEngine(), world)
+    assert caught.value.failure.kind is FailureKind.INFRASTRUCTURE
+
+    session = AgentSession(
+        environment=world.__class__(),
+        strategy=make(),
+        strategy_spec=StrategySpec(name="search"),
+        engine=EveryWayEngine(),
+        policy=PolicyRef(base_model="scripted"),
+    )
+    FragileWorld.deadly = frozenset("0123")
+    try:
+        trajectory = await session.run(EpisodeRequest(task=TASK, run_id="r", group_id="g"))
+    finally:
+        FragileWorld.deadly = frozenset()
+    assert trajectory.failure is not None and trajectory.failure.kind is FailureKind.INFRASTRUCTURE
+
+
+async def test_equal_actions_become_one_node_and_are_all_paid_for():
+    world = planning()
+    tree = await opened(world)
+    engine = ScriptedEngine(["1", " 1 ", "2", "1"])
+    chosen = await best_of_n(value="none").decide(tree, engine, world)
+    assert [tree.nodes[at].message.content for at in tree.children(tree.head)] == ["1", "2"]
+    assert report(tree, chosen)["merged"] == 2 and tree.usage.calls == 4
+    assert tree.nodes[tree.children(tree.head)[0]].metadata["search"]["merged"] == 2
+
+
+def calling(arguments: str) -> Completion:
+    call = ToolCall(id=str(hash(arguments)), name="click", arguments=arguments)
+    return Completion(message=Said(role="assistant", tool_calls=(call,)))
+
+
+class Caller(ScriptedEngine):
+    """Says tool calls with these arguments."""
+
+    def __init__(self, *arguments: str) -> None:
+        super().__init__([])
+        self._arguments = arguments
+
+    async def complete(self, messages: Sequence[Said], **asked: Any) -> list[Completion]:
+        return [calling(arguments) for arguments in self._arguments]
+
+
+class Same:
+    """Finds everything equally good."""
+
+    name = "same"
+    needs_world = False
+
+    async def estimate(self, search: Search, state: int) -> Estimate | None:
+        return Estimate(0.5)
+
+
+async def test_calls_that_differ_in_white_space_and_order_only_are_equal():
+    deep = "[" * 200_000
+    said = ('{"at": 1, "on": [1, 2]}', '{"on":[1,2],"at":1}', '{"on": [2, 1], "at": 1}', "{at", " {at", deep)
+    tree = await opened(planning())
+    await BestOfNStrategy(n=6, value=Same()).decide(tree, Caller(*said), None)
+    kept = [tree.nodes[at].message.tool_calls[0].arguments for at in tree.children(tree.head)]
+    assert kept == [said[0], said[2], said[3], deep]
+
+
+async def test_branches_are_sampled_so_that_they_differ_and_how_is_kept():
+    world = planning()
+    tree = await opened(world)
+    engine = SeededEngine()
+    await mcts(temperature=0.7, seed=3).decide(tree, engine, world)
+    assert {asked.temperature for asked in engine.asked if asked} == {0.7}
+    seeds = [asked.seed for asked in engine.asked if asked]
+    assert len(set(seeds)) == len(seeds)
+    assert all(node.sampling is not None and node.sampling.temperature == 0.7 for node in tree.nodes if node.sampled)
+
+
+async def test_the_tree_is_cut_at_its_limit():
+    world = planning()
+    tree = await opened(world)
+    chosen = await mcts(max_nodes=40, num_simulations=1000).decide(tree, SeededEngine(), world)
+    assert len(tree.nodes) < 40 + 20 and report(tree, chosen)["cut_by"] == "max_nodes"
+
+
+@pytest.mark.parametrize("parallel", [1, 64])
+async def test_branches_side_by_side_do_not_see_each_other(parallel: int):
+    world = planning(2, depth=3, branching=64)
+    tree = await opened(world)
+    options = {"num_simulations": 192, "first_branches": 64, "num_branches": 64, "parallel": parallel, "value": "none"}
+    await mcts(**options).decide(tree, EveryWayEngine(), world)
+    stepped = [at for at, node in enumerate(tree.nodes) if node.sampled and node.reward is not None]
+    assert len(stepped) >= 64
+    for at in stepped:
+        way = tuple(int(tree.nodes[up].message.content or "") for up in tree.path(at) if tree.nodes[up].sampled)
+        assert tree.nodes[at].reward == world.worth(way)
+        assert tree.nodes[tree.children(at)[0]].message.content == f"You came by {'-'.join(map(str, way))}."
+    assert world.path == ()
+
+
+class Sure(ScriptedEngine):
+    """Proposes 0, 1, 2 and judges them; every token it says has a probability of 0.9."""
+
+    VERDICTS: ClassVar = {"0": "No", "1": "Yes", "2": "maybe"}
+
+    def __init__(self) -> None:
+        proposals = iter("012")
+        super().__init__(lambda messages: self._verdict(messages) or next(proposals))
+
+    async def complete(self, messages: Sequence[Said], **asked: Any) -> list[Completion]:
+        completions = await super().complete(messages, **asked)
+        return [each.model_copy(update={"tokens": self._surely(each)}) for each in completions]
+
+    def _verdict(self, messages: Sequence[Said]) -> str | None:
+        asked = "Yes or No" in (messages[-1].content or "")
+        return self.VERDICTS[messages[-2].content or ""] if asked else None
+
+    def _surely(self, completion: Completion) -> Tokens:
+        assert completion.tokens is not None
+        sampled = len(completion.tokens.sampled_ids)
+        return completion.tokens.model_copy(update={"logprobs": (math.log(0.9),) * sampled})
+
+
+@pytest.mark.parametrize("strategy", [BestOfNStrategy(n=3), ToTStrategy(num_branches=3)], ids=["BestOfN", "ToT"])
+async def test_without_forks_the_model_itself_judges(strategy: Strategy):
+    tree = await opened(planning())
+    chosen = await strategy.decide(tree, Sure(), None)
+    assert tree.nodes[chosen].message.content == "1"
+    values = {tree.nodes[at].message.content: tree.nodes[at].value for at in tree.children(tree.head)}
+    assert values == {"0": pytest.approx(0.1), "1": pytest.approx(0.9), "2": pytest.approx(0.5)}
+    assert tree.usage.calls == 6
+
+
+async def test_tot_without_forks_says_that_it_looked_one_action_ahead():
+    tree = await opened(planning())
+    chosen = await ToTStrategy(num_branches=2, depth=3).decide(tree, SeededEngine(), None)
+    assert report(tree, chosen)["depth"] == 1
+
+
+async def test_a_value_that_needs_forks_is_refused_without():
+    tree = await opened(planning())
+    with pytest.raises(ConfigError, match="BestOfN with value = 'rollout' needs an environment that can fork"):
+        await BestOfNStrategy(value=RolloutValue()).decide(tree, SeededEngine(), None)
+
+
+@pytest.mark.parametrize("make", [BestOfNStrategy, ToTStrategy])
+async def test_without_a_judge_and_without_forks_there_is_nothing_to_compare(make: Make):
+    engine = SeededEngine()
+    with pytest.raises(ConfigError, match="value = 'none' compares the rewards of steps in forks"):
+        await make(value="none").decide(await opened(planning()), engine, None)
+    assert not engine.calls
+
+
+@pytest.mark.parametrize("make", [BestOfNStrategy, ToTStrategy])
+async def test_in_a_turn_in_which_forks_are_refused_it_is_judged_without(make: Make, caplog: pytest.LogCaptureFixture):
+    world = UnforkableWorld()
+    strategy = make(value=ModelValue())
+    tree = await opened(world)
+    reasons: list[object] = []
+    for refused in (True, True, False):
+        world.refused = refused
+        chosen = await strategy.decide(tree, EveryWayEngine(), world)
+        told = report(tree, chosen)
+        reasons.append(told.get("without_forks"))
+        assert told["dropped"] == 0 and tree.nodes[chosen].visits and bool(world.forks) is not refused
+        tree.commit(chosen)
+        tree.observe(await world.step(tree.action))
+    assert reasons == ["BadEnvironmentError: it cannot be forked while processes run"] * 2 + [None]
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "said once"
+
+
+@pytest.mark.parametrize("make", [mcts, best_of_n], ids=["a strategy", "a value"])
+async def test_who_needs_forks_fails_where_they_are_refused(make: Make):
+    world = UnforkableWorld()
+    world.refused = True
+    with pytest.raises(CaughtFailure, match="cannot be forked while processes run") as caught:
+        await make().decide(await opened(world), EveryWayEngine(), world)
+    assert caught.value.failure.kind is FailureKind.ENVIRONMENT
+
+
+async def test_the_fork_that_was_tried_is_the_first_that_is_stepped():
+    world = UnforkableWorld()
+    await BestOfNStrategy(n=4, value=NoValue()).decide(await opened(world), EveryWayEngine(), world)
+    assert world.forks == 4
+
+
+async def test_tot_finds_what_a_greedy_choice_misses():
+    wins = 0
+    for seed in range(20):
+        world = planning(seed, depth=3, branching=3)
+        tree = await opened(world)
+        options = ToTOptions(num_branches=3, depth=3, beam=9, value="none")
+        while not tree.terminated:
+            tree.commit(await ToTStrategy(options).decide(tree, EveryWayEngine(), world))
+            tree.observe(await world.step(tree.action))
+        wins += world.earned == pytest.approx(world.optimum)
+    assert wins == 20, "a beam as wide as the tree is an exhaustive search"
+
+
+async def test_the_registry_makes_strategies_with_their_values():
+    strategy = registry.build("strategies", "MCTS", {"value": "reward", "value_options": {"reward": "return"}})
+    assert isinstance(strategy, MCTSStrategy) and isinstance(strategy._value, RewardValue)
+    world = planning()
+    tree = await opened(world)
+    chosen = await strategy.decide(tree, SeededEngine(), world)
+    assert tree.nodes[chosen].visits > 0
+    assert isinstance(registry.build("strategies", "ToT", {"value": "none"})._value, NoValue)
+    assert isinstance(registry.build("strategies", "BestOfN")._value, ModelValue)
+    with pytest.raises(ConfigError, match=r"unknown value 'rolout'.*rollout"):
+        registry.build("strategies", "MCTS", {"value": "rolout"})
+    with pytest.raises(ConfigError, match=r"'ToT': num_branches"):
+        registry.build("strategies", "ToT", {"num_branches": 0})
+    with pytest.raises(ConfigError, match=r"turn_budget.calls"):
+        registry.build("strategies", "ToT", {"turn_budget": {"calls": 0}})
+
+
+@pytest.mark.parametrize("kind", [BestOfNStrategy, ToTStrategy, MCTSStrategy])
+async def test_a_value_may_be_named_and_wrong_options_are_named_too(kind: Callable[..., Strategy]):
+    world = planning()
+    tree = await opened(world)
+    chosen = await kind(value="model").decide(tree, SeededEngine(), world)
+    undecided = report(tree, chosen)["undecided"]
+    assert isinstance(undecided, int) and undecided > 0, "the model was asked"
+    with pytest.raises(ConfigError, match=r"^\w+Options: temperature: must be greater than 0, got 0$"):
+        kind(temperature=0)
+    with pytest.raises(ConfigError, match=r"^\w+Options: num_branch: unknown key; did you mean|available"):
+        kind(num_branch=7)
+    with pytest.raises(ConfigError, match=r"^RolloutOptions: depth: must be greater"):
+        kind(value="rollout", value_options={"depth": 0})
+    with pytest.raises(ConfigError, match=r"value 'reward' is none of none, rollout, model: hand over value="):
+        kind(value="reward")
+
+
+@pytest.mark.parametrize(("kind", "options"), [(BestOfNStrategy, BestOfNOptions), (ToTStrategy, ToTOptions)])
+def test_options_beside_options_are_refused(kind: Callable[..., Strategy], options: type[SearchOptions]):
+    with pytest.raises(ConfigError, match=f"^seed, value: has no effect beside {options.__name__}: set it in there"):
+        kind(options(), seed=7, value="none")
+    assert kind(options(), value=NoValue())
+
+
+class OfEpisode(SeededEngine):
+    """Says which seed its episode has."""
+
+    def __init__(self, episode_seed: int | None) -> None:
+        super().__init__(ways=50)
+        self.episode_seed = episode_seed
+
+
+@EVERY
+async def test_episodes_that_share_a_searchs_seed_differ_by_their_own(make: Make):
+    async def searched(seed: int, episode_seed: int | None) -> list[str | None]:
+        world = planning(branching=50)
+        tree = await opened(world)
+        await make(seed=seed).decide(tree, OfEpisode(episode_seed), world)
+        return [node.message.content for node in tree.nodes]
+
+    ways = [await searched(seed, own) for seed in (0, 1) for own in (None, 0, 1)]
+    assert len({tuple(map(str, way)) for way in ways}) == 6
+    assert ways[1] == await searched(0, 0)
+
+
+def test_the_probability_of_yes_is_read_from_the_logprob():
+    def answer(word: str, logprob: float) -> Completion:
+        tokens = Tokens(prompt_ids=(1,), sampled_ids=(2,), logprobs=(logprob,))
+        return Completion(message=Said(role="assistant", content=word), tokens=tokens)
+
+    value = ModelValue()
+    assert value._probability(answer("Yes", math.log(0.9))) == pytest.approx(0.9)
+    assert value._probability(answer(" no.", math.log(0.8))) == pytest.approx(0.2)
+    assert value._probability(answer("perhaps", 0.0)) is None
+    shouted = ModelValue(ModelValueOptions(positive="Yes", negative="NO"))
+    assert shouted._probability(answer("yes", math.log(0.9))) == pytest.approx(0.9)
+    assert shouted._probability(answer("No", math.log(0.9))) == pytest.approx(0.1)
+
+
+def test_options_have_one_documented_base():
+    assert all(issubclass(kind, SearchOptions) for kind in (BestOfNOptions, ToTOptions, MCTSOptions))
+
+
+@pytest.mark.parametrize("kind", [BestOfNOptions, ToTOptions, MCTSOptions])
+def test_every_option_is_in_the_example_of_a_configuration(kind: type[SearchOptions]):
+    example = (Path(__file__).parents[3] / "config.toml.example").read_text()
+    section = example.partition("[rl.strategy]")[2].partition("\n[")[0]
+    assert [name for name in kind.model_fields if f"\n# {name} = " not in section] == []
+
+
+@pytest.mark.parametrize("name", ["temperature", "seed"])
+def test_sampling_holds_nothing_that_search_sets_itself(name: str):
+    with pytest.raises(ConfigError, match=f"'ToT': sampling: sampling.{name} has no effect in a search: set {name} it"):
+        registry.build("strategies", "ToT", {"sampling": {name: 1}})
+    assert ToTOptions.model_validate({"sampling": {"top_p": 0.9}}).sampling.top_p == 0.9

@@ -1,0 +1,213 @@
+"""What an end is worth, and a state from which the episode does not go on: where rewards are paid, and where not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from search_worlds import TASK, opened
+
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.protocols import Strategy
+from openhands_rl_plugin.core.types import (
+    Completion,
+    EpisodeRequest,
+    JsonObject,
+    Limits,
+    Message,
+    Observation,
+    PolicyRef,
+    Score,
+    StrategySpec,
+    Task,
+    Trajectory,
+)
+from openhands_rl_plugin.rewards.tests import TestsReward
+from openhands_rl_plugin.rollout.session import AgentSession
+from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNStrategy
+from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
+from openhands_rl_plugin.rollout.strategies.tot import ToTStrategy
+from openhands_rl_plugin.rollout.strategies.value import ModelValue, NoValue, RewardValue, RolloutValue, ValueFunction
+from openhands_rl_plugin.testing import ScriptedEngine
+
+Make = Callable[[ValueFunction], Strategy]
+
+EVERY = pytest.mark.parametrize(
+    "make",
+    [
+        lambda value: BestOfNStrategy(n=2, value=value),
+        lambda value: ToTStrategy(num_branches=2, value=value),
+        lambda value: MCTSStrategy(num_simulations=16, first_branches=2, decide_by="value", value=value),
+    ],
+    ids=["BestOfN", "ToT", "MCTS"],
+)
+
+
+class Desk:
+    """A workspace in small: ``finish`` ends, ``fix`` puts things right and ``spoil`` undoes that."""
+
+    pays_rewards = False
+    price = 0.0
+
+    def __init__(self) -> None:
+        self.right = False
+        self.closed = False
+        self.forks: list[Desk] = []
+
+    async def reset(self, task: Task) -> Observation:
+        return Observation(messages=(Message(role="user", content="Fix it."),))
+
+    async def step(self, action: Message) -> Observation:
+        assert not self.closed
+        if action.content == "finish":
+            return Observation(terminated=True, reward=self.price)
+        self.right = action.content != "spoil" and (self.right or action.content == "fix")
+        return Observation(messages=(Message(role="user", content=f"You did {action.content}."),))
+
+    async def evidence(self) -> JsonObject:
+        assert not self.closed
+        return {"right": self.right}
+
+    async def close(self) -> None:
+        self.closed = True
+
+    async def fork(self) -> Desk:
+        twin = copy.copy(self)
+        self.forks.append(twin)
+        return twin
+
+
+class Shop(Desk):
+    """The same, which pays for the end."""
+
+    pays_rewards = True
+    price = 0.4
+
+
+class Rightness:
+    """A reward that reads the evidence."""
+
+    version = "right-1"
+
+    def __init__(self) -> None:
+        self.judged: list[Trajectory] = []
+
+    async def __call__(self, trajectory: Trajectory) -> Score:
+        self.judged.append(trajectory)
+        reward = float(bool(trajectory.evidence.get("right")))
+        return Score(trajectory_id=trajectory.id, reward=reward, reward_version=self.version)
+
+
+class Worker(ScriptedEngine):
+    """Proposes these actions, and is sure that what was ``liked`` last will succeed."""
+
+    def __init__(self, *words: str, liked: str = "") -> None:
+        super().__init__([])
+        self._words, self._liked = words, liked
+        self.questions = 0
+
+    async def complete(self, messages: Sequence[Message], *, n: int = 1, **asked: Any) -> list[Completion]:
+        if "Yes or No" in (messages[-1].content or ""):
+            self.questions += 1
+            last = next(said.content for said in reversed(messages) if said.role == "assistant")
+            answers = await ScriptedEngine(["Yes" if last == self._liked else "No"]).complete(messages)
+            return [answer.model_copy(update={"tokens": None}) for answer in answers]
+        return await ScriptedEngine([self._words[at % len(self._words)] for at in range(n)]).complete(messages, n=n)
+
+
+async def decided(strategy: Strategy, world: Desk, engine: Worker, turns_left: int | None = None) -> str | None:
+    tree = await opened(world)
+    tree.turns_left = turns_left
+    return tree.nodes[await strategy.decide(tree, engine, world)].message.content
+
+
+@EVERY
+async def test_on_the_last_turn_a_sure_reward_beats_what_looks_promising(make: Make):
+    engine = Worker("look", "finish", liked="look")
+    assert await decided(make(ModelValue()), Shop(), engine, turns_left=1) == "finish"
+    assert engine.questions == 0, "neither has a future to be asked about"
+
+
+@EVERY
+async def test_where_nothing_is_paid_the_last_state_is_judged(make: Make):
+    engine = Worker("look", "fix", liked="fix")
+    assert await decided(make(ModelValue()), Desk(), engine, turns_left=1) == "fix"
+
+
+@EVERY
+async def test_an_end_that_pays_nothing_is_judged_by_the_model(make: Make):
+    assert await decided(make(ModelValue()), Desk(), Worker("look", "finish", liked="finish")) == "finish"
+    assert await decided(make(ModelValue()), Desk(), Worker("look", "finish", liked="look")) == "look"
+
+
+@EVERY
+async def test_an_end_is_judged_by_a_reward_with_the_evidence_of_its_fork(make: Make):
+    world, reward = Desk(), Rightness()
+    world.right = True
+    assert await decided(make(RewardValue(reward=reward)), world, Worker("spoil", "finish")) == "finish"
+    ends = [judged for judged in reward.judged if judged.nodes[judged.head or 0].message.content == "finish"]
+    assert {"right": True} in [end.evidence for end in ends]
+    assert world.forks and all(fork.closed for fork in world.forks)
+
+
+async def test_an_end_is_judged_once_however_often_a_search_comes_there():
+    reward = Rightness()
+    world = Desk()
+    strategy = MCTSStrategy(num_simulations=12, num_branches=1, value=RewardValue(reward=reward))
+    tree = await opened(world)
+    chosen = await strategy.decide(tree, Worker("finish"), world)
+    assert (tree.nodes[chosen].visits, len(reward.judged), len(world.forks)) == (12, 1, 1)
+
+
+@EVERY
+async def test_what_a_reward_makes_of_an_end_counts_once_with_what_was_paid(make: Make):
+    world, reward = Shop(), Rightness()
+    world.right = True
+    tree = await opened(world)
+    chosen = await make(RewardValue(reward=reward)).decide(tree, Worker("finish"), world)
+    assert tree.nodes[chosen].value == pytest.approx(1.0)
+
+
+@EVERY
+async def test_where_rewards_are_paid_the_model_is_not_asked_about_an_end(make: Make):
+    engine = Worker("finish", liked="finish")
+    world = Shop()
+    tree = await opened(world)
+    chosen = await make(ModelValue()).decide(tree, engine, world)
+    assert tree.nodes[chosen].value == pytest.approx(0.4) and engine.questions == 0
+
+
+@EVERY
+@pytest.mark.parametrize("value", [RolloutValue(), NoValue()], ids=["rollout", "none"])
+async def test_values_that_add_up_rewards_are_refused_where_none_are_paid(make: Make, value: ValueFunction):
+    world = Desk()
+    engine = Worker("look")
+    says = f'with value = {value.name!r} .* pays none: set value = "model", "verifier" or "reward" in'
+    with pytest.raises(ConfigError, match=says) as caught:
+        await make(value).decide(await opened(world), engine, world)
+    assert "\n" not in str(caught.value) and not world.forks
+
+
+def test_tests_are_no_value_because_they_run_after_the_episode():
+    with pytest.raises(ConfigError, match=r"value 'reward' cannot judge by reward = 'tests'.* use another reward"):
+        RewardValue(reward=TestsReward())
+    with pytest.raises(ConfigError, match="run only after its episode"):
+        registry.build("strategies", "MCTS", {"value": "reward", "value_options": {"reward": "tests"}})
+
+
+@EVERY
+async def test_a_session_hands_on_that_its_world_pays_nothing(make: Make):
+    session = AgentSession(
+        environment=Desk(),
+        strategy=make(ModelValue()),
+        strategy_spec=StrategySpec(name="search"),
+        engine=Worker("look", "fix", liked="fix"),
+        policy=PolicyRef(base_model="scripted"),
+        limits=Limits(max_turns=1),
+    )
+    played = await session.run(EpisodeRequest(task=TASK, run_id="r", group_id="g"))
+    acted = [played.nodes[at] for at in played.path() if played.nodes[at].sampled]
+    assert [node.message.content for node in acted] == ["fix"]

@@ -1,0 +1,197 @@
+"""A search looks no further than its episode goes, and a model that refuses a branch does not end the episode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from search_worlds import TASK, EveryWayEngine, SeededEngine, opened, planning, report, ways_of
+
+from evaluation.performance.search_curve import cell
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.errors import ModelError
+from openhands_rl_plugin.core.protocols import Forkable, LLMEngine, Strategy
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import (
+    Completion,
+    EpisodeRequest,
+    Limits,
+    Message,
+    PolicyRef,
+    StopReason,
+    StrategySpec,
+    Task,
+    Trajectory,
+)
+from openhands_rl_plugin.hosts.shared.episode import ControllerEpisode
+from openhands_rl_plugin.rollout.session import AgentSession
+from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNStrategy
+from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
+from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
+from openhands_rl_plugin.rollout.strategies.tot import ToTStrategy
+from openhands_rl_plugin.rollout.strategies.value import NoValue, RolloutValue
+from openhands_rl_plugin.testing import ScriptedEngine, example_trajectory, prompt_ids
+
+Make = Callable[[], Strategy]
+
+
+def best_of_n() -> Strategy:
+    return BestOfNStrategy(n=4, value=RolloutValue())
+
+
+def tot() -> Strategy:
+    return ToTStrategy(num_branches=4, depth=4, value=NoValue())
+
+
+def mcts() -> Strategy:
+    return MCTSStrategy(num_simulations=30)
+
+
+EVERY = pytest.mark.parametrize("make", [best_of_n, tot, mcts], ids=["BestOfN", "ToT", "MCTS"])
+
+
+class Forgetful(SeededEngine):
+    """Refuses a prompt of more than ``longest`` messages."""
+
+    def __init__(self, longest: int) -> None:
+        super().__init__()
+        self._longest = longest
+
+    async def complete(self, messages: Sequence[Message], **asked: Any) -> list[Completion]:
+        if len(messages) > self._longest:
+            raise ModelError("the prompt is too long for the model")
+        return await super().complete(messages, **asked)
+
+
+async def play(strategy: Strategy, engine: LLMEngine, limits: Limits) -> Trajectory:
+    session = AgentSession(
+        environment=planning(),
+        strategy=strategy,
+        strategy_spec=StrategySpec(name="search"),
+        engine=engine,
+        policy=PolicyRef(base_model="scripted"),
+        limits=limits,
+    )
+    return await session.run(EpisodeRequest(task=TASK, run_id="r", group_id="g"))
+
+
+@EVERY
+async def test_a_branch_that_the_model_refuses_is_dropped_and_counted(make: Make):
+    world = planning()
+    tree = await opened(world)
+    chosen = await make().decide(tree, Forgetful(len(tree.nodes) + 2), world)
+    told = report(tree, chosen)
+    assert tree.nodes[chosen].parent == tree.head
+    assert isinstance(told["dropped"], int) and told["dropped"] >= 1
+    assert told["last_failure"] == "ModelError: the prompt is too long for the model"
+    dropped = [node for node in tree.nodes if "dropped" in node.metadata.get("search", {})]
+    assert len(dropped) == told["dropped"] and all(node.sampled for node in dropped)
+
+
+@EVERY
+async def test_where_it_refuses_all_that_follows_the_episode_goes_on(make: Make):
+    world = planning()
+    tree = await opened(world)
+    chosen = await make().decide(tree, Forgetful(len(tree.nodes)), world)
+    assert tree.nodes[chosen].parent == tree.head
+
+
+@EVERY
+async def test_a_refusal_of_the_episode_itself_is_its_failure(make: Make):
+    world = planning()
+    tree = await opened(world)
+    with pytest.raises(ModelError, match="too long for the model"):
+        await make().decide(tree, Forgetful(len(tree.nodes) - 1), world)
+
+
+async def test_a_question_that_the_model_refuses_judges_nothing():
+    tree = await opened(planning())
+    chosen = await BestOfNStrategy(n=3).decide(tree, Forgetful(len(tree.nodes)), None)
+    told = report(tree, chosen)
+    assert told["unjudged"] == len(tree.children(tree.head)) and told["dropped"] == 0
+    assert all((node.visits, node.value) == (0, None) for node in tree.nodes)
+
+
+@EVERY
+@pytest.mark.parametrize("turns", [1, 2, 3])
+async def test_no_search_goes_beyond_the_last_turn(make: Make, turns: int):
+    trajectory = await play(make(), SeededEngine(), Limits(max_turns=turns))
+    assert trajectory.stop is StopReason.MAX_TURNS and trajectory.failure is None
+    tree = EpisodeTree.thaw(trajectory)
+    assert max(len(way) for way in ways_of(tree)) == turns
+    best = max(value for visits, value in ways_of(tree).values() if value is not None)
+    assert best <= turns / 4, "nothing is counted that cannot be earned any more"
+
+
+@EVERY
+async def test_no_search_goes_beyond_the_longest_prompt(make: Make):
+    engine = SeededEngine()
+    trajectory = await play(make(), engine, Limits(max_prompt_length=100))
+    assert trajectory.stop is StopReason.MAX_TOKENS and trajectory.failure is None
+    newest = 25  # the newest observation has no ids yet, and is estimated
+    assert max(len(prompt_ids(messages)) for messages in engine.calls) <= 100 + newest
+
+
+@EVERY
+async def test_a_resumed_episode_goes_on_with_what_its_budget_has_left(make: Make):
+    trajectory = await play(make(), SeededEngine(), Limits(max_turns=2))
+    tree = EpisodeTree.thaw(trajectory)
+    world = planning()
+    await world.reset(TASK)
+    acted = [at for at in tree.path() if tree.nodes[at].sampled]
+    for at in acted:
+        await world.step(tree.nodes[at].message)
+    before = report(tree, acted[-1])["episode"]
+    chosen = await make().decide(tree, SeededEngine(), world)
+    told = report(tree, chosen)
+    turn, episode = told["turn"], told["episode"]
+    assert isinstance(before, dict) and isinstance(turn, dict) and isinstance(episode, dict)
+    for name in ("calls", "tokens", "steps"):
+        assert before[name] and episode[name] == before[name] + turn[name]
+    assert episode["seconds"] == pytest.approx(before["seconds"] + turn["seconds"], abs=0.001)
+
+
+class Noting(StandardReActStrategy):
+    """Notes how far the episode goes on."""
+
+    seen: tuple[int | None, int | None] = (None, None)
+
+    async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
+        self.seen = (tree.turns_left, tree.longest_prompt)
+        return await super().decide(tree, engine, world)
+
+
+async def test_the_controller_tells_how_far_its_episode_goes():
+    strategy = Noting()
+    episode = ControllerEpisode(
+        EpisodeRequest(task=Task(id="t", environment="e"), run_id="r", group_id="g"),
+        RLSettings(max_turns=5, max_prompt_length=700),
+        strategy=strategy,
+        strategy_spec=StrategySpec(name="StandardReAct"),
+        base_model="m",
+        environment_mode=True,
+    )
+    await episode.decide(EveryWayEngine(), None)
+    assert strategy.seen == (5, 700)
+    episode.turns = 2
+    await episode.decide(EveryWayEngine(), None)
+    assert strategy.seen == (3, 700), "answers that did not parse count as turns"
+
+
+async def test_the_length_of_a_prompt_is_that_of_its_ids_and_an_estimate_of_the_rest():
+    world = planning()
+    tree = await opened(world)
+    said = sum(len(node.message.content or "") for node in tree.nodes)
+    assert tree.prompt_length() == said // 4
+    for way in "01":
+        tree.commit(tree.propose((await ScriptedEngine([way]).complete(tree.messages()))[0]))
+        tree.observe(await world.step(tree.action))
+        asked = len(prompt_ids(tree.messages(tree.path()[-2])[:-1]))
+        newest = len(tree.nodes[-1].message.content or "")
+        assert tree.prompt_length() == asked + 2 + newest // 4
+
+
+def test_the_curve_says_how_many_episodes_it_leaves_out():
+    point = cell("base", "MCTS", 8_000, [example_trajectory(at) for at in range(4)])
+    assert (point.episodes, point.failed, point.successes) == (3, 1, 2)

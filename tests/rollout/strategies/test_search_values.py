@@ -1,0 +1,241 @@
+"""What a state is worth: unknown is not nothing, several looks make a mean, and who judges an end."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Mapping
+
+import pytest
+from search_worlds import EveryWayEngine, opened, planning, report
+
+from openhands_rl_plugin.core.errors import GraderError
+from openhands_rl_plugin.core.protocols import Strategy
+from openhands_rl_plugin.core.types import Message, Observation, Score, Trajectory
+from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNStrategy
+from openhands_rl_plugin.rollout.strategies.budget import SearchBudget
+from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
+from openhands_rl_plugin.rollout.strategies.search import Search
+from openhands_rl_plugin.rollout.strategies.tot import ToTStrategy
+from openhands_rl_plugin.rollout.strategies.value import (
+    Estimate,
+    ModelValueOptions,
+    NoValue,
+    RewardValue,
+    ValueFunction,
+)
+from openhands_rl_plugin.rollout.strategies.value_verifier import VerifierValue, VerifierValueOptions
+from openhands_rl_plugin.testing import ScriptedEngine
+from openhands_rl_plugin.testing.planning import PlanningEnvironment
+
+Make = Callable[[ValueFunction], Strategy]
+
+EVERY = pytest.mark.parametrize(
+    "make",
+    [
+        lambda value: BestOfNStrategy(n=3, value=value),
+        lambda value: ToTStrategy(num_branches=3, depth=2, beam=3, value=value),
+        lambda value: MCTSStrategy(
+            num_simulations=24, first_branches=3, num_branches=3, depth=2, decide_by="value", value=value
+        ),
+    ],
+    ids=["BestOfN", "ToT", "MCTS"],
+)
+
+
+class Liking:
+    """A verifier that likes one first move, and cannot judge some."""
+
+    version = "liking-1"
+
+    def __init__(
+        self,
+        liked: str,
+        unknown: str = "",
+        broken: str = "",
+        odd: Mapping[str, float] | None = None,
+        seconds: float = 0.0,
+    ) -> None:
+        self.liked, self.unknown, self.broken, self.odd, self.seconds = liked, unknown, broken, odd or {}, seconds
+        self.judged = 0
+
+    async def __call__(self, trajectory: Trajectory) -> Score:
+        first = next(trajectory.nodes[at] for at in trajectory.path() if trajectory.nodes[at].sampled)
+        said = first.message.content or ""
+        self.judged += 1
+        await asyncio.sleep(self.seconds)
+        if said == self.broken:
+            raise GraderError("the verifier is away")
+        reward = None if said == self.unknown else 0.9 if said == self.liked else self.odd.get(said, 0.0)
+        return Score(trajectory_id=trajectory.id, reward=reward, reward_version=self.version)
+
+
+class Unpaid(PlanningEnvironment):
+    """Pays nothing at all."""
+
+    def worth(self, path: tuple[int, ...]) -> float:
+        return 0.0
+
+
+@EVERY
+@pytest.mark.parametrize("kind", [RewardValue, VerifierValue])
+async def test_what_cannot_be_judged_has_no_value(make: Make, kind: type[RewardValue] | type[VerifierValue]):
+    liking = Liking("2", unknown="0", broken="1")
+    value = RewardValue(reward=liking) if kind is RewardValue else VerifierValue(verifier=liking)
+    world = Unpaid()
+    tree = await opened(world)
+    chosen = await make(value).decide(tree, EveryWayEngine(), world)
+    known = {tree.nodes[at].message.content: tree.nodes[at] for at in tree.children(tree.head)}
+    assert [(known[way].visits, known[way].value) for way in "01"] == [(0, None)] * 2
+    assert tree.nodes[chosen].message.content == "2" and known["2"].value == pytest.approx(0.9)
+    told = report(tree, chosen)
+    assert isinstance(told["unjudged"], int) and told["unjudged"] >= 2
+    assert told["last_failure"] == "GraderError: the verifier is away"
+
+
+@EVERY
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+async def test_a_judgement_that_is_no_number_has_no_value(make: Make, odd: float):
+    world = Unpaid()
+    tree = await opened(world)
+    chosen = await make(RewardValue(reward=Liking("2", odd={"0": odd}))).decide(tree, EveryWayEngine(), world)
+    assert tree.nodes[chosen].message.content == "2"
+    assert all(node.value is None or math.isfinite(node.value) for node in tree.nodes)
+    told = report(tree, chosen)
+    assert isinstance(told["unjudged"], int) and told["unjudged"] >= 1
+    assert told["last_failure"] == f"value reward is {odd}, which tells nothing"
+
+
+@pytest.mark.parametrize("kind", [RewardValue, VerifierValue])
+async def test_a_judgement_is_bounded_by_the_seconds_of_a_budget(kind: type[RewardValue] | type[VerifierValue]):
+    slow = Liking("1", seconds=20.0)
+    value = RewardValue(reward=slow) if kind is RewardValue else VerifierValue(verifier=slow)
+    world = Unpaid()
+    tree = await opened(world)
+    started = time.monotonic()
+    strategy = BestOfNStrategy(n=2, value=value, turn_budget=SearchBudget(seconds=0.3))
+    chosen = await strategy.decide(tree, EveryWayEngine(), world)
+    assert time.monotonic() - started < 10
+    assert report(tree, chosen)["cut_by"] == "seconds" and report(tree, chosen)["unjudged"] == 2
+
+
+@EVERY
+async def test_when_nothing_can_be_judged_something_is_done(make: Make):
+    world = Unpaid()
+    tree = await opened(world)
+    engine = EveryWayEngine()
+    chosen = await make(VerifierValue(verifier=Liking("", broken="0", unknown="0"))).decide(tree, engine, world)
+    assert tree.nodes[chosen].parent == tree.head
+
+
+@EVERY
+async def test_a_verifier_decides_in_every_search(make: Make):
+    world = Unpaid()
+    tree = await opened(world)
+    chosen = await make(VerifierValue(verifier=Liking("1"))).decide(tree, EveryWayEngine(), world)
+    assert tree.nodes[chosen].message.content == "1"
+
+
+async def test_a_judgement_for_which_the_budget_does_not_suffice_is_none():
+    tree = await opened(planning())
+    strategy = BestOfNStrategy(n=3, turn_budget=SearchBudget(tokens=1))
+    chosen = await strategy.decide(tree, EveryWayEngine(), None)
+    known = [tree.nodes[at] for at in tree.children(tree.head)]
+    assert [(node.visits, node.value) for node in known] == [(0, None)] * 3 and tree.nodes[chosen] is known[0]
+    assert report(tree, chosen)["unjudged"] == 3 and report(tree, chosen)["cut_by"] == "tokens"
+
+
+async def test_a_rollout_that_is_cut_tells_nothing():
+    world = planning()
+    tree = await opened(world)
+    strategy = MCTSStrategy(num_simulations=30, turn_budget=SearchBudget(calls=6))
+    chosen = await strategy.decide(tree, EveryWayEngine(), world)
+    assert report(tree, chosen)["unjudged"] == 1
+    ends = {at for at, node in enumerate(tree.nodes) if "ended" in node.metadata.get("search", {})}
+    assert sum(tree.nodes[at].visits for at in tree.children(tree.head)) == sum(tree.nodes[at].visits for at in ends)
+
+
+@pytest.mark.parametrize(("paid", "worth"), [(True, [0.25, 0.25]), (False, [0.9, 0.0])], ids=["paid", "unpaid"])
+async def test_an_end_is_worth_what_was_paid_or_else_what_the_verifier_says(paid: bool, worth: list[float]):
+    class Short(PlanningEnvironment):
+        async def step(self, action: Message) -> Observation:
+            return Observation(reward=0.25 if paid else 0.0, terminated=True)
+
+    world = Short()
+    tree = await opened(world)
+    liking = Liking("0")
+    await BestOfNStrategy(n=2, value=VerifierValue(verifier=liking)).decide(tree, EveryWayEngine(), world)
+    assert [tree.nodes[at].value for at in tree.children(tree.head)] == pytest.approx(worth)
+    assert liking.judged == (0 if paid else 2)
+
+
+async def test_a_verifiers_value_is_scaled_and_what_was_paid_counts_once():
+    world = planning()
+    tree = await opened(world)
+    value = VerifierValue(VerifierValueOptions(scale=2.0), verifier=Liking("0"))
+    await BestOfNStrategy(n=2, value=value).decide(tree, EveryWayEngine(), world)
+    assert [tree.nodes[at].value for at in tree.children(tree.head)] == pytest.approx([1.8, 0.0])
+
+
+class Drawn:
+    """Says one value after the other."""
+
+    name = "drawn"
+    needs_world = False
+
+    def __init__(self, *values: float) -> None:
+        self._values = iter(values)
+
+    async def estimate(self, search: Search, state: int) -> Estimate | None:
+        return Estimate(next(self._values))
+
+
+async def test_looking_again_makes_a_mean():
+    tree = await opened(planning())
+    strategy = BestOfNStrategy(n=1, value=Drawn(1.0, 0.2, 0.0))
+    for _ in range(3):
+        chosen = await strategy.decide(tree, EveryWayEngine(), None)
+    assert (tree.nodes[chosen].visits, tree.nodes[chosen].value) == (3, pytest.approx(0.4))
+
+
+async def test_what_tot_finds_deeper_joins_the_mean_above():
+    world = Unpaid()
+    tree = await opened(world)
+    strategy = ToTStrategy(num_branches=1, depth=3, beam=1, value=Drawn(0.1, 0.5, 0.6))
+    chosen = await strategy.decide(tree, EveryWayEngine(), world)
+    path = [at for at in tree.path(len(tree.nodes) - 1) if tree.nodes[at].sampled]
+    assert path[0] == chosen
+    assert [tree.nodes[at].visits for at in path] == [2, 2, 1]
+    assert [tree.nodes[at].value for at in path] == pytest.approx([0.35, 0.55, 0.6])
+
+
+async def test_a_branch_that_the_budget_does_not_look_beyond_stays_in_the_race():
+    world = Unpaid()
+    tree = await opened(world)
+    # The second level takes three proposals of the better state; none are left for the other.
+    strategy = ToTStrategy(
+        num_branches=3, depth=2, beam=2, value=Drawn(0.8, 0.7, 0.1, 0.2, 0.2, 0.2), turn_budget=SearchBudget(calls=6)
+    )
+    chosen = await strategy.decide(tree, EveryWayEngine(), world)
+    assert tree.nodes[chosen].message.content == "1"
+
+
+async def test_answers_that_are_neither_yes_nor_no_are_counted():
+    tree = await opened(planning())
+    engine = ScriptedEngine(["0", "Thought: yes"])
+    chosen = await BestOfNStrategy(n=1).decide(tree, engine, None)
+    assert report(tree, chosen)["undecided"] == 1 and tree.nodes[chosen].value == 0.5
+
+
+@pytest.mark.parametrize("options", [{"scale": 0.0}, {"scale": -1.0}, {"positive": ""}, {"negative": ""}])
+def test_senseless_judgements_are_refused(options: dict[str, float]):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        ModelValueOptions.model_validate(options)
+
+
+async def test_nothing_is_a_value_too():
+    world = Unpaid()
+    tree = await opened(world)
+    chosen = await BestOfNStrategy(n=2, value=NoValue()).decide(tree, EveryWayEngine(), world)
+    assert (tree.nodes[chosen].visits, tree.nodes[chosen].value) == (1, 0.0)

@@ -1,0 +1,163 @@
+"""A verifier as the value of search: one model for all episodes, and the choice is what it likes."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from shopper_model import INSTRUCTION, SHOP
+from verifier_store import BAD, GOOD, episode, toy_episodes
+
+from openhands_rl_plugin import RLAgent, RLAgentConfig
+from openhands_rl_plugin.config.registry import build
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import JsonObject, Message, Observation, Task, Trajectory
+from openhands_rl_plugin.environments.webshop import running_webshop
+from openhands_rl_plugin.testing import ScriptedEngine
+from openhands_rl_plugin.training.verifier.card import Verdict
+from openhands_rl_plugin.training.verifier.model import VerifierModel
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def own_verifier(verifier: Path, tmp_path: Path) -> Path:
+    """A copy that nobody has loaded yet."""
+    return shutil.copytree(verifier, tmp_path / "verifier-v000009")
+
+
+@pytest.fixture(scope="module")
+def shop() -> Iterator[str]:
+    with running_webshop(SHOP) as url:
+        yield url
+
+
+async def test_rewards_of_one_verifier_load_it_once_and_judge_together(
+    own_verifier: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[int] = []
+    judge = VerifierModel.judge
+
+    def counted(self: VerifierModel, prompts: list[tuple[int, ...]]) -> list[Verdict]:
+        passes.append(len(prompts))
+        return judge(self, prompts)
+
+    monkeypatch.setattr(VerifierModel, "judge", counted)
+    episodes = toy_episodes(2)
+    rewards = [build("rewards", "verifier", {"adapter": str(own_verifier)}) for _ in episodes]
+    scores = await asyncio.gather(*(reward(each) for reward, each in zip(rewards, episodes, strict=True)))
+    assert [(score.reward or 0.0) > 0.5 for score in scores] == [at % 2 == 0 for at in range(8)]
+    assert sum(passes) == 8 and len(passes) < 8
+    # The next episode's reward does not read the weights again, so that it does not miss them.
+    del rewards
+    (own_verifier / "adapter_model.safetensors").unlink()
+    later = await build("rewards", "verifier", {"adapter": str(own_verifier)})(episodes[0])
+    assert later.reward == pytest.approx(scores[0].reward, abs=1e-5)
+
+
+class Interview:
+    """A world that can be forked and pays nothing: two answers, and it is over."""
+
+    def __init__(self, turns: int = 0) -> None:
+        self._turns = turns
+
+    async def reset(self, task: Task) -> Observation:
+        return Observation(messages=episode(5, 1, success=True).messages()[:2])
+
+    async def step(self, action: Message) -> Observation:
+        self._turns += 1
+        told = () if self._turns == 2 else (Message(role="user", content="done 0"),)
+        return Observation(messages=told, terminated=self._turns == 2)
+
+    async def evidence(self) -> JsonObject:
+        return {}
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    async def fork(self) -> Interview:
+        return Interview(self._turns)
+
+
+SEARCHES: dict[str, JsonObject] = {
+    "MCTS": {"num_simulations": 8, "first_branches": 2, "num_branches": 2, "decide_by": "value"},
+    "ToT": {"num_branches": 2, "depth": 2, "beam": 2},
+}
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+async def test_a_search_decides_by_the_verifier(verifier: Path, name: str) -> None:
+    options = {**SEARCHES[name], "value": "verifier", "value_options": {"adapter": str(verifier)}}
+    strategy = build("strategies", name, options)
+    world, tree = Interview(), EpisodeTree()
+    tree.observe(await world.reset(Task(id="t", environment="interview")))
+    said = 0
+
+    def answer(messages: object) -> str:
+        nonlocal said
+        said += 1
+        return f"fox dog {said} {(BAD, GOOD)[said % 2]}"
+
+    for _ in range(2):
+        chosen = await strategy.decide(tree, ScriptedEngine(answer), world)
+        siblings = [at for at in tree.children(tree.head) if tree.nodes[at].sampled]
+        contents = {(tree.nodes[at].message.content or "").endswith(GOOD) for at in siblings}
+        assert contents == {True, False}, "there was something to choose"
+        tree.commit(chosen)
+        tree.observe(await world.step(tree.action))
+    final = tree.path()[-1]
+    assert (tree.nodes[final].message.content or "").endswith(GOOD)
+    good, bad = (
+        [tree.nodes[at].value or 0.0 for at in siblings if (tree.nodes[at].message.content or "").endswith(end)]
+        for end in (GOOD, BAD)
+    )
+    assert 1 > min(good) > max(bad) > 0
+
+
+def test_the_agent_plays_what_its_verifier_likes(verifier: Path, judge_model: Path, shop: str, tmp_path: Path) -> None:
+    config = RLAgentConfig.model_validate(
+        {
+            "max_turns": 1,
+            "max_response_length": 8,
+            "react_format": False,
+            "env_server_base": shop,
+            "rollout_strategy": "BestOfN",
+            "strategy": {"n": 4, "value": "verifier", "value_options": {"adapter": str(verifier)}},
+            "storage": {"path": str(tmp_path / "trajectories"), "durable": False},
+            "serving": {"adapters_path": str(tmp_path / "adapters")},
+            "training": {"dtype": "float32"},
+        }
+    )
+    with RLAgent(judge_model, config=config) as agent:
+        played = agent.run(INSTRUCTION, task_indices=[1, 4], batch_size=2)
+    assert [each["failure"] for each in played] == [None] * 4
+    for trajectory in asyncio.run(stored(config.storage.directory)):
+        (turn,) = (at for at in trajectory.path() if trajectory.nodes[at].sampled)
+        parent = trajectory.nodes[turn].parent
+        offered = [at for at, node in enumerate(trajectory.nodes) if node.sampled and node.parent == parent]
+        values = {at: trajectory.nodes[at].value for at in offered}
+        assert len(offered) > 1 and values[turn] == max(value for value in values.values() if value is not None)
+        # The shop can be forked, so that what it would answer is judged too.
+        noted = trajectory.nodes[turn].metadata["search"]
+        assert isinstance(noted, dict) and isinstance(noted["state"], int)
+        judged = asyncio.run(judged_at(verifier, trajectory, noted["state"]))
+        assert values[turn] == pytest.approx(judged, abs=1e-4)
+
+
+async def stored(path: Path) -> list[Trajectory]:
+    async with FileTrajectoryStorage(path) as storage:
+        return [trajectory async for trajectory, _ in storage.find()]
+
+
+async def judged_at(verifier: Path, trajectory: Trajectory, leaf: int) -> float | None:
+    """What the verifier makes of an episode up to a node."""
+    reward = build("rewards", "verifier", {"adapter": str(verifier)})
+    return (await reward(trajectory.model_copy(update={"head": leaf}))).reward

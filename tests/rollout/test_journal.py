@@ -1,0 +1,378 @@
+"""Episodes that are stored while they are played: nothing that was answered is lost, whenever the process dies."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from keep_playing import PLAN
+
+from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, TrajectoryFilter
+from openhands_rl_plugin.core.redaction import REDACTED
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import EpisodeRequest, Message, Observation, StopReason, Trajectory
+from openhands_rl_plugin.rollout.journal import EpisodeJournal, JournalledEngine, stored_episode
+from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrategy
+from openhands_rl_plugin.testing import ScriptedEngine, example_trajectory
+from openhands_rl_plugin.testing.planning import PlanningEnvironment, PlanningOptions
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+EXAMPLE = example_trajectory()
+
+
+@pytest.fixture
+async def storage(tmp_path: Path) -> AsyncIterator[FileTrajectoryStorage]:
+    async with FileTrajectoryStorage(tmp_path) as storage:
+        yield storage
+
+
+def frozen(tree: EpisodeTree, stop: StopReason = StopReason.MAX_TURNS) -> Trajectory:
+    return tree.freeze(
+        EpisodeRequest(task=EXAMPLE.task, run_id=EXAMPLE.run_id, group_id=EXAMPLE.group_id),
+        trajectory_id=EXAMPLE.id,
+        strategy=EXAMPLE.strategy,
+        policy=EXAMPLE.policy,
+        stop=stop,
+        times=EXAMPLE.times,
+    )
+
+
+def said(text: str, reward: float = 0.0) -> Observation:
+    return Observation(messages=(Message(role="user", content=text),), reward=reward)
+
+
+async def sampled(tree: EpisodeTree, text: str = "go") -> int:
+    return tree.propose((await ScriptedEngine([text]).complete(tree.messages()))[0])
+
+
+async def everything(storage: FileTrajectoryStorage) -> list[Trajectory]:
+    return [found async for found, _ in storage.find(TrajectoryFilter(finished=None))]
+
+
+async def test_every_call_stores_what_came_since_the_last_one(storage: FileTrajectoryStorage):
+    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
+    tree.observe(said("state 0"))
+    await journal.keep(tree)
+    tree.commit(await sampled(tree))
+    await journal.keep(tree)
+    (found,) = await everything(storage)
+    assert (found.stop, found.head, found.nodes) == (StopReason.UNFINISHED, 1, frozen(tree).nodes)
+    assert found.nodes[1].reward is None, "sampled and committed, but not executed"
+    tree.observe(said("state 1", 0.5))
+    await journal.keep(tree)
+    (found,) = await everything(storage)
+    assert (found.head, found.nodes) == (2, frozen(tree).nodes)
+    await journal.end(frozen(tree))
+    assert await everything(storage) == [frozen(tree)]
+    assert [found async for found, _ in storage.find()] == [frozen(tree)]
+
+
+async def test_what_did_not_change_is_not_written(storage: FileTrajectoryStorage, monkeypatch: pytest.MonkeyPatch):
+    written: list[EpisodeGrowth] = []
+    grow = storage.grow
+
+    async def counted(growth: EpisodeGrowth) -> None:
+        written.append(growth)
+        await grow(growth)
+
+    monkeypatch.setattr(storage, "grow", counted)
+    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
+    tree.observe(said("state"))
+    node = await sampled(tree)
+    await journal.keep(tree)
+    await journal.keep(tree)
+    tree.nodes[node].value, tree.nodes[node].visits = 0.25, 3
+    await journal.keep(tree)
+    tree.commit(node)
+    await journal.keep(tree)
+    assert [(len(growth.nodes), len(growth.marks), growth.head) for growth in written] == [
+        (2, 0, 0),
+        (0, 1, 0),
+        (0, 0, 1),
+    ]
+
+
+async def test_an_episode_that_was_never_kept_is_stored_as_a_whole(storage: FileTrajectoryStorage):
+    await EpisodeJournal(storage, EpisodeStart.of(EXAMPLE)).end(EXAMPLE)
+    assert await everything(storage) == [EXAMPLE]
+
+
+async def test_what_a_host_notes_on_an_earlier_node_is_stored_too(storage: FileTrajectoryStorage):
+    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
+    tree.observe(said("state"))
+    tree.commit(await sampled(tree))
+    await journal.keep(tree)
+    tree.nodes[1].metadata["replayed_as"] = {"content": "go "}
+    tree.nodes[0].tokens = None
+    tree.observe(said("next"))
+    await journal.end(frozen(tree))
+    assert await everything(storage) == [frozen(tree)]
+
+
+async def test_what_a_late_thread_adds_after_the_end_is_no_part_of_the_episode(storage: FileTrajectoryStorage):
+    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
+    tree.observe(said("state"))
+    await journal.keep(tree)
+    trajectory = frozen(tree, StopReason.TIMEOUT)
+    await sampled(tree)
+    await journal.keep(tree)
+    await journal.end(trajectory)
+    tree.observe(said("later"))
+    await journal.keep(tree)
+    assert await everything(storage) == [trajectory]
+
+
+async def test_an_episode_that_is_played_anew_takes_the_place_of_the_unfinished_one(storage: FileTrajectoryStorage):
+    for texts in (("one", "two", "three"), ("other",)):
+        tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
+        for text in texts:
+            tree.observe(said(text))
+            await journal.keep(tree)
+    (found,) = await everything(storage)
+    assert [node.message.content for node in found.nodes] == ["other"]
+
+
+async def test_a_journal_goes_on_where_another_one_stopped(storage: FileTrajectoryStorage):
+    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
+    tree.observe(said("state"))
+    tree.commit(await sampled(tree))
+    await journal.keep(tree)
+    unfinished = await stored_episode(storage, EXAMPLE.id)
+    assert unfinished is not None
+    tree = EpisodeTree.thaw(unfinished)
+    journal = EpisodeJournal.resumed(storage, unfinished)
+    tree.observe(said("next", 1.0))
+    await journal.keep(tree)
+    await journal.end(frozen(tree))
+    assert await everything(storage) == [frozen(tree)]
+    assert frozen(tree).usage.model_dump(exclude={"cached_tokens"}) == {
+        "prompt_tokens": 8,
+        "completion_tokens": 3,
+        "calls": 1,
+        "steps": 1,
+    }
+
+
+async def test_a_write_that_has_begun_is_ended_before_its_caller_is_cancelled(
+    storage: FileTrajectoryStorage, monkeypatch: pytest.MonkeyPatch
+):
+    grow, begun = storage.grow, asyncio.Event()
+
+    async def slow(growth: EpisodeGrowth) -> None:
+        begun.set()
+        await asyncio.sleep(0.05)
+        await grow(growth)
+
+    monkeypatch.setattr(storage, "grow", slow)
+    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
+    tree.observe(said("state"))
+    keeping = asyncio.create_task(journal.keep(tree))
+    await begun.wait()
+    keeping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await keeping
+    (found,) = await everything(storage)
+    assert len(found.nodes) == 1
+    monkeypatch.undo()
+    await journal.end(frozen(tree))
+    assert await everything(storage) == [frozen(tree)]
+
+
+async def test_a_write_that_fails_is_told_even_to_a_caller_that_was_cancelled(
+    storage: FileTrajectoryStorage, monkeypatch: pytest.MonkeyPatch
+):
+    begun = asyncio.Event()
+
+    async def full(growth: EpisodeGrowth) -> None:
+        begun.set()
+        await asyncio.sleep(0.05)
+        raise StorageError("the disk is full")
+
+    monkeypatch.setattr(storage, "grow", full)
+    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
+    tree.observe(said("state"))
+    keeping = asyncio.create_task(journal.keep(tree))
+    await begun.wait()
+    keeping.cancel()
+    with pytest.raises(StorageError, match="the disk is full"):
+        await keeping
+
+
+async def test_an_engine_is_asked_when_everything_before_is_stored(storage: FileTrajectoryStorage):
+    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
+    engine = JournalledEngine(ScriptedEngine(["one", "two"]), journal, tree)
+    tree.observe(said("state"))
+    tree.propose((await engine.complete(tree.messages()))[0])
+    tree.propose((await engine.complete(tree.messages()))[0])
+    (found,) = await everything(storage)
+    assert [node.message.content for node in found.nodes] == ["state", "one"]
+
+
+STEPS = st.lists(
+    st.sampled_from(["observe", "repeat", "propose", "below", "commit", "mark", "simulate", "think", "note", "keep"]),
+    max_size=14,
+)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(STEPS, min_size=1, max_size=4), st.randoms(use_true_random=False))
+def test_whatever_is_done_to_a_tree_is_stored(lives: list[list[str]], chance: random.Random):
+    """Several processes play one episode; each starts from what the one before has kept."""
+
+    async def play() -> None:
+        with TemporaryDirectory() as folder:
+            async with FileTrajectoryStorage(folder, durable=False) as storage:
+                tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
+                for steps in lives:
+                    for step in steps:
+                        await change(tree, step, chance)
+                        if step == "keep":
+                            await journal.keep(tree)
+                    await journal.keep(tree)
+                    kept = await stored_episode(storage, EXAMPLE.id)
+                    assert kept is not None
+                    assert (kept.head, bare(kept)) == (tree.head, bare(frozen(tree)))
+                    tree, journal = EpisodeTree.thaw(kept), EpisodeJournal.resumed(storage, kept)
+                await change(tree, "note", chance)
+                await journal.end(frozen(tree))
+                assert await everything(storage) == [frozen(tree)]
+
+    asyncio.run(play())
+
+
+def bare(trajectory: Trajectory) -> list[dict]:
+    """The nodes without what a host noted on them after they were stored, which only the end stores."""
+    search = [node.metadata.get("search") for node in trajectory.nodes]
+    nodes = [node.model_dump(exclude={"metadata"}) for node in trajectory.nodes]
+    return [{**node, "search": notes} for node, notes in zip(nodes, search, strict=True)]
+
+
+async def change(tree: EpisodeTree, step: str, chance: random.Random) -> None:
+    sampled_nodes = [at for at, node in enumerate(tree.nodes) if node.sampled]
+    if step == "observe":
+        tree.observe(said(f"state {len(tree.nodes)}", chance.choice([0.0, 0.1, -1.0])))
+    elif step == "repeat":
+        tree.observe(Observation())
+    elif step == "propose":
+        await sampled(tree, f"go {len(tree.nodes)}")
+    elif not sampled_nodes:
+        return
+    node = tree.nodes[chance.choice(sampled_nodes)] if sampled_nodes else None
+    if node is None:
+        return
+    if step == "below":
+        at = tree.append(Message(role="user", content="imagined"), parent=chance.choice(sampled_nodes))
+        tree.propose((await ScriptedEngine(["deeper"]).complete(tree.messages(at)))[0], parent=at)
+    elif step == "commit":
+        tree.commit(chance.choice(sampled_nodes))
+    elif step == "mark":
+        node.value, node.visits = chance.random(), node.visits + 1
+    elif step == "simulate":
+        node.reward, node.simulated = 0.5, True
+    elif step == "think":
+        notes = node.metadata.setdefault("search", {})
+        assert isinstance(notes, dict)
+        notes["report"] = {"turn": {"calls": chance.randrange(3)}}
+    elif step == "note":
+        node.metadata["noted"] = len(tree.nodes)
+
+
+async def test_a_search_that_is_killed_knows_afterwards_what_it_has_tried(storage: FileTrajectoryStorage):
+    """The actions of a state are sampled at once, so that some are stored before they are tried in a fork."""
+    world = PlanningEnvironment(PlanningOptions(depth=4, branching=3))
+    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
+    tree.observe(await world.reset(EXAMPLE.task))
+    ways = itertools.cycle("012")
+    engine = ScriptedEngine(lambda messages: next(ways))
+    strategy = MCTSStrategy(MCTSOptions(num_simulations=60, first_branches=3, num_branches=3, value="none"))
+    await strategy.decide(tree, JournalledEngine(engine, journal, tree), world)
+    tried = len(tree.nodes)
+
+    unfinished = await stored_episode(storage, EXAMPLE.id)
+    assert unfinished is not None
+    tree, journal = EpisodeTree.thaw(unfinished), EpisodeJournal.resumed(storage, unfinished)
+    await strategy.decide(tree, JournalledEngine(engine, journal, tree), world)
+    assert len(tree.nodes) > tried
+    answers = Counter(
+        node.parent
+        for node in tree.nodes
+        if node.parent is not None and not node.sampled and tree.nodes[node.parent].sampled
+    )
+    assert set(answers.values()) == {1}, "what a fork has answered is not asked for, and stored, twice"
+    await journal.end(frozen(tree))
+    assert await everything(storage) == [frozen(tree)]
+
+
+async def test_what_a_search_notes_later_is_stored_without_secrets_and_without_storing_the_episode_again(
+    storage: FileTrajectoryStorage, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("SHOP_API_KEY", "hunter2-hunter2")
+    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
+    tree.observe(said("state"))
+    node = await sampled(tree)
+    await journal.keep(tree)
+    tree.nodes[node].metadata["search"] = {"dropped": "the key hunter2-hunter2 is wrong", "state": 3}
+    await journal.keep(tree)
+    (found,) = await everything(storage)
+    assert found.nodes[node].metadata["search"] == {"dropped": f"the key {REDACTED} is wrong", "state": 3}
+    monkeypatch.setattr(storage, "add", None)
+    tree.nodes[node].metadata["search"] = {"merged": 2}
+    await journal.end(frozen(tree))
+    assert await everything(storage) == [frozen(tree)]
+
+
+async def test_a_run_that_is_killed_again_and_again_asks_no_stored_call_twice(tmp_path: Path):
+    asked, chance = tmp_path / "asked.txt", random.Random(7)
+    asked.touch()
+    kills, stored_before, read = 0, set[tuple[str, int]](), 0
+    while True:
+        seconds = chance.uniform(0.05, 0.25) if kills < 5 else 60.0
+        finished = await asyncio.to_thread(play_until_killed, tmp_path, seconds)
+        lines = asked.read_text().splitlines()[read:]
+        read += len(lines)
+        asked_now = {(line.split()[0], int(line.split()[1])) for line in lines}
+        assert not asked_now & stored_before, "a completion that is stored was asked for again"
+        episodes = await read_all(tmp_path / "store")
+        stored_before = {
+            (episode.id, len(episode.path(at)) - 1)
+            for episode in episodes
+            for at, node in enumerate(episode.nodes)
+            if node.sampled
+        }
+        if finished:
+            break
+        kills += 1
+    assert kills >= 3, "the run was over before it could be killed often enough to tell"
+    assert Counter(episode.stop for episode in episodes) == {StopReason.TERMINATED: len(PLAN.requests())}
+    assert len({episode.id for episode in episodes}) == len(episodes)
+    assert {len(list(episode.sampled())) for episode in episodes} == {7}
+    assert all(len(episode.leaves()) == 1 and episode.usage.calls == 7 for episode in episodes), "nothing sampled twice"
+    assert all(episode.evidence["steps"] == episode.usage.steps == 7 for episode in episodes)
+
+
+def play_until_killed(folder: Path, seconds: float) -> bool:
+    """True when the run ended by itself."""
+    command = [sys.executable, str(Path(__file__).with_name("keep_playing.py")), str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "playing\n"
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+        process.kill()
+        return process.stdout.read() == "done\n"
+
+
+async def read_all(folder: Path) -> list[Trajectory]:
+    async with FileTrajectoryStorage(folder) as storage:
+        return await everything(storage)

@@ -1,0 +1,176 @@
+"""Many episodes: groups, resume, replacement of failed ones, and scores beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from openhands_rl_plugin.core.errors import ConfigError, GraderError, InfrastructureError
+from openhands_rl_plugin.core.protocols import Environment, TrajectoryStorage
+from openhands_rl_plugin.core.records import EpisodeStart, TrajectoryFilter
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import (
+    EpisodeRequest,
+    Limits,
+    Message,
+    Observation,
+    PolicyRef,
+    Score,
+    StrategySpec,
+    Task,
+    Trajectory,
+)
+from openhands_rl_plugin.rewards.outcome import ReturnReward
+from openhands_rl_plugin.rollout.in_process import SessionRunner
+from openhands_rl_plugin.rollout.journal import EpisodeJournal
+from openhands_rl_plugin.rollout.many import RolloutPlan, group_by_task, roll_out
+from openhands_rl_plugin.rollout.rescoring import rescore
+from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
+from openhands_rl_plugin.testing import GridEnvironment, ScriptedEngine
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+TASKS = tuple(Task(id=f"grid-{number}", environment="grid", limits=Limits(max_turns=3)) for number in range(3))
+
+
+class Unreachable(GridEnvironment):
+    async def reset(self, task: Task) -> Observation:
+        raise InfrastructureError("nothing answers")
+
+
+class Counting:
+    """A runner that counts, and whose server is away for the first ``outages`` episodes."""
+
+    def __init__(self, outages: int = 0, script: Sequence[str] = ("right", "right", "down")) -> None:
+        self.played = 0
+        self.outages = outages
+        self.script = script
+
+    def environment(self, request: EpisodeRequest) -> Environment:
+        self.played += 1
+        return Unreachable() if self.played <= self.outages else GridEnvironment()
+
+    def runner(self, storage: TrajectoryStorage | None = None) -> SessionRunner:
+        return SessionRunner(
+            make_environment=self.environment,
+            make_strategy=lambda request: StandardReActStrategy(),
+            make_engine=lambda request: ScriptedEngine(self.script),
+            strategy_spec=StrategySpec(name="StandardReAct"),
+            base_model="script",
+            storage=storage,
+        )
+
+
+def plan(**changes: object) -> RolloutPlan:
+    return RolloutPlan.model_validate({"run_id": "run", "tasks": TASKS, "samples_per_task": 2, **changes})
+
+
+async def test_every_task_is_played_as_one_group(tmp_path: Path) -> None:
+    seen: list[str] = []
+    async with FileTrajectoryStorage(tmp_path) as storage:
+        played = await roll_out(plan(), Counting().runner(), storage, lambda done: seen.append(done.id))
+    assert [trajectory.task.id for trajectory in played] == [task.id for task in TASKS for _ in range(2)]
+    assert {len(members) for members in group_by_task(played).values()} == {2}
+    assert sorted(seen) == sorted({trajectory.id for trajectory in played})
+
+
+async def test_a_second_run_plays_only_what_is_missing(tmp_path: Path) -> None:
+    counting = Counting()
+    async with FileTrajectoryStorage(tmp_path) as storage:
+        first = await roll_out(plan(samples_per_task=1), counting.runner(), storage)
+        second = await roll_out(plan(samples_per_task=2), counting.runner(), storage)
+    assert counting.played == 6
+    assert second[::2] == first
+
+
+async def left_unfinished(storage: TrajectoryStorage, folder: Path) -> Trajectory:
+    """The first episode of the plan, as a killed process leaves it after its first action."""
+    async with FileTrajectoryStorage(folder) as elsewhere:
+        whole, *_ = await roll_out(plan(samples_per_task=1), Counting().runner(), elsewhere)
+    tree, begun = EpisodeTree(), EpisodeTree.thaw(whole)
+    # What is known before anything was sampled is the policy that was asked for.
+    start = EpisodeStart.of(whole).model_copy(update={"policy": PolicyRef(base_model="script")})
+    journal = EpisodeJournal(storage, start)
+    tree.nodes, tree.head = begun.nodes[:4], 3
+    await journal.keep(tree)
+    return whole
+
+
+@pytest.mark.parametrize("journalled", [True, False])
+async def test_what_a_killed_run_left_unfinished_is_resumed_or_replaced(tmp_path: Path, journalled: bool) -> None:
+    async with FileTrajectoryStorage(tmp_path / "store") as storage:
+        whole = await left_unfinished(storage, tmp_path / "other")
+        counting = Counting(script=["down", "up", "left"])
+        played = await roll_out(plan(samples_per_task=1), counting.runner(storage if journalled else None), storage)
+        found = [trajectory async for trajectory, _ in storage.find(TrajectoryFilter(finished=None))]
+    assert sorted(found, key=lambda one: one.id) == sorted(played, key=lambda one: one.id)
+    assert (counting.played, played[0].id) == (3, whole.id)
+    answers = [node.message.content for node in played[0].sampled()]
+    assert answers == (["right", "down", "up"] if journalled else ["down", "up", "left"])
+
+
+async def test_infrastructure_failures_are_replaced_and_kept(tmp_path: Path) -> None:
+    counting = Counting(outages=2)
+    async with FileTrajectoryStorage(tmp_path) as storage:
+        played = await roll_out(plan(samples_per_task=1, concurrency=1), counting.runner(), storage)
+        failed = [found async for found, _ in storage.find(TrajectoryFilter(failed=True))]
+    assert all(trajectory.failure is None for trajectory in played)
+    assert len(failed) == 2
+
+
+async def test_a_server_that_stays_away_leaves_failures_not_zeros(tmp_path: Path) -> None:
+    async with FileTrajectoryStorage(tmp_path) as storage:
+        played = await roll_out(plan(samples_per_task=1, retries=0), Counting(outages=99).runner(), storage)
+        report = await rescore(storage, ReturnReward())
+        scored = [scores async for _, scores in storage.find()]
+    assert all(trajectory.failure is not None for trajectory in played)
+    assert (report.scored, len(report.unscored)) == (0, 3)
+    assert scored == [(), (), ()]
+
+
+async def test_scores_are_given_once_a_version(tmp_path: Path) -> None:
+    async with FileTrajectoryStorage(tmp_path) as storage:
+        await roll_out(plan(samples_per_task=1), Counting().runner(), storage)
+        first = await rescore(storage, ReturnReward())
+        second = await rescore(storage, ReturnReward())
+    assert (first.scored, second.scored, second.already_scored) == (3, 0, 3)
+
+
+async def test_a_grader_that_cannot_judge_leaves_no_score(tmp_path: Path) -> None:
+    class Broken:
+        version = "broken-1"
+
+        async def __call__(self, trajectory: Trajectory) -> Score:
+            raise GraderError("no report")
+
+    async with FileTrajectoryStorage(tmp_path) as storage:
+        await roll_out(plan(samples_per_task=1), Counting().runner(), storage)
+        report = await rescore(storage, Broken())
+    assert report.scored == 0
+    assert {failure.message for _, failure in report.unscored} == {"GraderError: no report"}
+
+
+def test_a_plan_refuses_two_tasks_of_one_id():
+    other = TASKS[0].model_copy(update={"environment": "other"})
+    for twice in (TASKS[0], other):
+        with pytest.raises(ConfigError, match=r"^2 tasks of run 'twice' have the id 'grid-0': .*samples_per_task.*$"):
+            RolloutPlan(run_id="twice", tasks=(*TASKS, twice))
+
+
+class Halves(GridEnvironment):
+    async def step(self, action: Message) -> Observation:
+        answer = await super().step(action)
+        return answer.model_copy(update={"messages": (Message(role="user", content="half \ud83d"),)})
+
+
+async def test_half_a_surrogate_pair_stops_no_run(tmp_path: Path):
+    class Runners(Counting):
+        def environment(self, request: EpisodeRequest) -> Environment:
+            return Halves()
+
+    async with FileTrajectoryStorage(tmp_path) as storage:
+        plan = RolloutPlan(run_id="halves", tasks=TASKS[:1])
+        (played,) = await roll_out(plan, Runners().runner(storage), storage)
+        assert played.failure is None and (await storage.get(played.id)) == (played, ())
+    assert "half \ufffd" in [message.content for message in played.messages()]

@@ -1,0 +1,608 @@
+"""AgentSession: every limit, every failure, and an environment that is always closed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError, ModelError, StorageError
+from openhands_rl_plugin.core.protocols import Environment, Forkable, LLMEngine
+from openhands_rl_plugin.core.records import EpisodeGrowth
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import (
+    Completion,
+    EpisodeRequest,
+    FailureKind,
+    JsonObject,
+    Limits,
+    Message,
+    Observation,
+    PolicyRef,
+    StopReason,
+    StrategySpec,
+    Task,
+    Trajectory,
+)
+from openhands_rl_plugin.rewards.outcome import ReturnReward
+from openhands_rl_plugin.rollout.in_process import SessionRunner
+from openhands_rl_plugin.rollout.journal import stored_episode
+from openhands_rl_plugin.rollout.session import AgentSession, context_tokens, trajectory_id
+from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
+from openhands_rl_plugin.testing import GridEnvironment, ScriptedEngine, prompt_ids
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+POLICY = PolicyRef(base_model="scripted")
+
+
+def request(limits: Limits | None = None, **data: Any) -> EpisodeRequest:
+    task = Task(id="walk", environment="grid", instruction="be quick", data=data, limits=limits)
+    return EpisodeRequest(task=task, run_id="run", group_id="group")
+
+
+def session(
+    environment: Environment, engine: LLMEngine | Sequence[str], limits: Limits | None = None, strategy: Any = None
+) -> AgentSession:
+    return AgentSession(
+        environment=environment,
+        strategy=strategy or StandardReActStrategy(),
+        strategy_spec=StrategySpec(name="StandardReAct"),
+        engine=ScriptedEngine(engine) if isinstance(engine, Sequence) else engine,
+        policy=POLICY,
+        limits=limits,
+    )
+
+
+class Troubled(GridEnvironment):
+    """A grid whose methods first do what they are told here: raise, or sleep."""
+
+    def __init__(self, **trouble: BaseException | float) -> None:
+        super().__init__()
+        self._trouble = trouble
+        self.closes = 0
+
+    async def _meet(self, method: str) -> None:
+        trouble = self._trouble.get(method)
+        if isinstance(trouble, BaseException):
+            raise trouble
+        if trouble is not None:
+            await asyncio.sleep(trouble)
+
+    async def reset(self, task: Task) -> Observation:
+        await self._meet("reset")
+        return await super().reset(task)
+
+    async def step(self, action: Message) -> Observation:
+        await self._meet("step")
+        return await super().step(action)
+
+    async def evidence(self) -> JsonObject:
+        await self._meet("evidence")
+        return await super().evidence()
+
+    async def close(self) -> None:
+        self.closes += 1
+        await self._meet("close")
+
+
+async def play(environment: Environment, texts: Sequence[str], limits: Limits | None = None) -> Trajectory:
+    return await session(environment, texts, limits).run(request())
+
+
+async def test_an_episode_that_ends_by_itself():
+    environment = GridEnvironment()
+    engine = ScriptedEngine(["right", "down"])
+    trajectory = await session(environment, engine).run(request(size=2, goal=[1, 1]))
+    assert (trajectory.stop, trajectory.failure) == (StopReason.TERMINATED, None)
+    assert [node.message.role for node in trajectory.nodes] == ["system", "user", *["assistant", "user"] * 2]
+    assert [node.reward for node in trajectory.sampled()] == [0.0, 1.0]
+    assert trajectory.episode_return == 1.0
+    assert trajectory.evidence == {"final_state": [1, 1], "return": 1.0, "steps": 2}
+    assert trajectory.id == trajectory_id(request())
+    assert trajectory.usage.calls == trajectory.usage.steps == 2
+    assert trajectory.times.started <= trajectory.times.finished
+    assert trajectory.policy == POLICY
+    assert environment.closed
+    assert "be quick" in (engine.calls[0][0].content or ""), "the task's text reaches the model"
+    assert Trajectory.model_validate_json(trajectory.model_dump_json()) == trajectory
+
+
+async def test_every_turn_s_prompt_can_be_rebuilt_from_deltas():
+    trajectory = await play(GridEnvironment(), ["right", "down", "up"], Limits(max_turns=3))
+    ids: tuple[int, ...] = ()
+    for index, node in enumerate(trajectory.nodes):
+        if node.tokens is None:
+            continue
+        assert node.tokens.extends == bool(ids)
+        whole = ids + node.tokens.prompt_ids
+        assert whole == prompt_ids(trajectory.messages(index)[:-1])
+        ids = whole + node.tokens.sampled_ids
+
+
+@pytest.mark.parametrize("turns", [1, 2, 5])
+async def test_max_turns(turns: int):
+    trajectory = await play(GridEnvironment(), ["left"] * 9, Limits(max_turns=turns))
+    assert trajectory.stop is StopReason.MAX_TURNS
+    assert len(list(trajectory.sampled())) == trajectory.usage.steps == turns
+
+
+async def test_malformed_actions_count_as_turns():
+    trajectory = await play(GridEnvironment(), ["", "hm", "jump"], Limits(max_turns=3))
+    assert trajectory.stop is StopReason.MAX_TURNS
+    assert [node.reward for node in trajectory.sampled()] == [0.0] * 3
+    assert (trajectory.nodes[-1].message.content or "").startswith("Invalid action")
+
+
+async def test_the_end_comes_before_the_limit_of_turns():
+    limits = Limits(max_turns=2)
+    trajectory = await session(GridEnvironment(), ["right", "down"], limits).run(request(size=2, goal=[1, 1]))
+    assert trajectory.stop is StopReason.TERMINATED
+
+
+async def test_the_task_s_own_limits_win():
+    trajectory = await session(GridEnvironment(), ["left"] * 9, Limits(max_turns=9)).run(request(Limits(max_turns=2)))
+    assert len(list(trajectory.sampled())) == 2
+
+
+async def test_max_prompt_length():
+    texts = ["left"] * 50
+    unlimited = await play(GridEnvironment(), texts, Limits(max_turns=50))
+    limited = await play(GridEnvironment(), texts, Limits(max_turns=50, max_prompt_length=200))
+    assert limited.stop is StopReason.MAX_TOKENS
+    turns = len(list(limited.sampled()))
+    assert 0 < turns < 50
+    prompts = [prompt_ids(unlimited.messages(at)[:-1]) for at, node in enumerate(unlimited.nodes) if node.sampled]
+    newest = len(prompts[1]) - len(prompts[0])  # only the newest observation has no ids yet and is estimated
+    assert len(prompts[turns - 1]) <= 200 + newest
+    assert len(prompts[turns]) > 200
+
+
+async def test_an_opening_that_is_too_long_ends_before_the_first_completion():
+    trajectory = await play(GridEnvironment(), [], Limits(max_prompt_length=1))
+    assert (trajectory.stop, trajectory.failure) == (StopReason.MAX_TOKENS, None)
+    assert list(trajectory.sampled()) == []
+
+
+async def test_context_tokens_estimates_what_has_no_ids_yet():
+    tree = EpisodeTree()
+    assert context_tokens(tree) == 0
+    tree.observe(Observation(messages=(Message(role="user", content="x" * 40),)))
+    assert context_tokens(tree) == 10
+
+
+async def test_max_obs_length_cuts_and_says_so():
+    class Chatty(GridEnvironment):
+        async def step(self, action: Message) -> Observation:
+            return Observation(messages=(Message(role="user", content="x" * 100),))
+
+        async def reset(self, task: Task) -> Observation:
+            system = Message(role="system", content="rules " * 20)
+            return Observation(messages=(system, Message(role="user", content="y" * 41)))
+
+    trajectory = await play(Chatty(), ["go"], Limits(max_turns=1, max_obs_length=10))
+    contents = [node.message.content for node in trajectory.nodes]
+    assert contents == ["rules " * 20, "y" * 40 + "\n[1 characters cut]", "go", "x" * 40 + "\n[60 characters cut]"]
+
+
+async def test_truncated_by_the_environment():
+    class Short(GridEnvironment):
+        async def step(self, action: Message) -> Observation:
+            return (await super().step(action)).model_copy(update={"truncated": True})
+
+    assert (await play(Short(), ["left"])).stop is StopReason.TRUNCATED
+
+
+async def test_an_environment_that_is_over_at_once():
+    class Over(GridEnvironment):
+        async def reset(self, task: Task) -> Observation:
+            return (await super().reset(task)).model_copy(update={"terminated": True})
+
+    trajectory = await play(Over(), [])
+    assert (trajectory.stop, list(trajectory.sampled())) == (StopReason.TERMINATED, [])
+
+
+@pytest.mark.parametrize("method", ["reset", "step"])
+async def test_time_runs_out_in_the_environment(method: str):
+    environment = Troubled(**{method: 30.0})
+    trajectory = await play(environment, ["left"] * 9, Limits(timeout=0.05))
+    assert (trajectory.stop, trajectory.failure) == (StopReason.TIMEOUT, None)
+    assert environment.closes == 1
+    assert trajectory.evidence["steps"] == 0, "evidence is gathered after a time-out too"
+
+
+async def test_time_runs_out_in_the_model():
+    class Slow(ScriptedEngine):
+        async def complete(self, messages: Sequence[Message], **options: Any) -> list[Completion]:
+            if len(self.calls) == 2:
+                await asyncio.sleep(30)
+            return await super().complete(messages, **options)
+
+    environment = Troubled()
+    trajectory = await session(environment, Slow(["left"] * 9), Limits(timeout=0.1)).run(request())
+    assert trajectory.stop is StopReason.TIMEOUT
+    assert len(list(trajectory.sampled())) == 2
+    assert environment.closes == 1
+    assert (await ReturnReward()(trajectory)).reward == 0.0, "what was executed before stands"
+
+
+@pytest.mark.parametrize("method", ["reset", "step", "evidence"])
+@pytest.mark.parametrize(
+    ("trouble", "kind"),
+    [
+        (InfrastructureError("away"), FailureKind.INFRASTRUCTURE),
+        (BadEnvironmentError("nonsense"), FailureKind.ENVIRONMENT),
+        (ZeroDivisionError("a bug"), FailureKind.ENVIRONMENT),
+        (TimeoutError("its own"), FailureKind.ENVIRONMENT),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+async def test_trouble_in_the_environment_is_a_failure_on_the_trajectory(
+    method: str, trouble: BaseException, kind: FailureKind
+):
+    environment = Troubled(**{method: trouble})
+    trajectory = await play(environment, ["left"] * 9, Limits(max_turns=2))
+    assert trajectory.stop is StopReason.ERROR
+    assert trajectory.failure is not None
+    assert (trajectory.failure.kind, trajectory.failure.boundary) == (kind, f"environment.{method}")
+    assert trajectory.failure.message == f"{type(trouble).__name__}: {trouble}"
+    assert environment.closes == 1
+
+
+async def test_the_first_failure_is_the_one_that_counts():
+    trajectory = await play(Troubled(step=InfrastructureError("died"), evidence=InfrastructureError("dead")), ["left"])
+    assert trajectory.failure is not None and trajectory.failure.boundary == "environment.step"
+
+
+@pytest.mark.parametrize(
+    ("trouble", "kind"),
+    [
+        (ModelError("refused"), FailureKind.MODEL),
+        (InfrastructureError("no server"), FailureKind.INFRASTRUCTURE),
+        (KeyError("a bug"), FailureKind.MODEL),
+    ],
+)
+async def test_trouble_with_the_model_is_a_failure_on_the_trajectory(trouble: Exception, kind: FailureKind):
+    class Refusing(ScriptedEngine):
+        async def complete(self, messages: Sequence[Message], **options: Any) -> list[Completion]:
+            raise trouble
+
+    environment = Troubled()
+    trajectory = await session(environment, Refusing([])).run(request())
+    assert trajectory.failure is not None
+    assert (trajectory.failure.kind, trajectory.failure.boundary) == (kind, "strategy.decide")
+    assert (trajectory.stop, environment.closes) == (StopReason.ERROR, 1)
+    assert len(trajectory.nodes) == 2, "what was seen before is kept"
+
+
+async def test_a_close_that_fails_does_not_spoil_the_episode():
+    environment = Troubled(close=InfrastructureError("gone"))
+    trajectory = await play(environment, ["left"], Limits(max_turns=1))
+    assert (trajectory.stop, trajectory.failure, environment.closes) == (StopReason.MAX_TURNS, None, 1)
+
+
+async def test_the_environment_is_closed_when_the_run_is_cancelled():
+    environment = Troubled(step=30.0)
+    running = asyncio.create_task(session(environment, ["left"]).run(request()))
+    await asyncio.sleep(0.05)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert environment.closes == 1
+
+
+async def test_the_environment_is_closed_when_something_stops_the_whole_run():
+    environment = Troubled(step=StorageError("disk full"))
+    with pytest.raises(StorageError):
+        await play(environment, ["left"])
+    assert environment.closes == 1
+
+
+@pytest.mark.parametrize(("environment", "expected"), [(GridEnvironment(), True), (None, False)])
+async def test_a_strategy_gets_a_world_only_where_it_can_be_forked(environment: Any, expected: bool):
+    class Unforkable:
+        def __init__(self) -> None:
+            grid = GridEnvironment()
+            self.reset, self.step, self.evidence, self.close = grid.reset, grid.step, grid.evidence, grid.close
+
+    worlds: list[Forkable | None] = []
+
+    class Curious(StandardReActStrategy):
+        async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
+            worlds.append(world)
+            return await super().decide(tree, engine, world)
+
+    environment = environment or Unforkable()
+    await session(environment, ["left"], Limits(max_turns=1), Curious()).run(request())
+    assert [world is not None for world in worlds] == [expected]
+
+
+async def test_a_fork_answers_as_the_session_records_it():
+    class Talkative(GridEnvironment):
+        async def step(self, action: Message) -> Observation:
+            answer = await super().step(action)
+            words = tuple(message.model_copy(update={"content": "word " * 100}) for message in answer.messages)
+            return answer.model_copy(update={"messages": words})
+
+        async def fork(self) -> Environment:
+            twin = Talkative()
+            await twin.reset(request().task)
+            return twin
+
+    simulated: list[Observation] = []
+
+    class Trying(StandardReActStrategy):
+        async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
+            assert world is not None
+            fork = await world.fork()
+            assert isinstance(fork, Forkable)
+            for each in (fork, await fork.fork()):
+                simulated.append(await each.step(Message(role="assistant", content="right")))
+                await each.close()
+            return await super().decide(tree, engine, world)
+
+    episode = session(Talkative(), ["right"], Limits(max_turns=1, max_obs_length=20), Trying())
+    recorded = (await episode.run(request())).nodes[-1].message
+    assert recorded.content is not None and "characters cut" in recorded.content
+    assert [answer.messages[-1].content for answer in simulated] == [recorded.content] * 2
+
+
+async def test_thirty_two_sessions_at_once_are_as_alone():
+    def script(messages: Sequence[Message]) -> str:
+        return "right" if len(messages) // 2 % 2 else "down"
+
+    async def one(at: int) -> Trajectory:
+        goal = [at % 3, at // 3 % 3] if at % 9 else [2, 2]
+        return await session(GridEnvironment(), ScriptedEngine(script), Limits(max_turns=6)).run(request(goal=goal))
+
+    def essence(trajectory: Trajectory) -> tuple[Any, ...]:
+        return trajectory.nodes, trajectory.stop, trajectory.evidence, trajectory.usage
+
+    together = await asyncio.gather(*(one(at) for at in range(32)))
+    assert [essence(trajectory) for trajectory in together] == [essence(await one(at)) for at in range(32)]
+
+
+class KilledError(BaseException):
+    """Stands for the end of the process: nothing in a session may catch it."""
+
+
+class Mortal:
+    """One life of a process: its engine and its environments die at the ``last`` of the things that happen."""
+
+    def __init__(self, storage: FileTrajectoryStorage, last: int | None = None, **changes: Any) -> None:
+        self.storage = storage
+        self.left = last
+        self.asked: list[int] = []
+        self.changes = {"make_environment": lambda request: MortalGrid(self), "base_model": "scripted", **changes}
+
+    def live(self) -> None:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise KilledError
+
+    async def play(self, limits: Limits | None = None) -> Trajectory:
+        options: dict[str, Any] = {
+            "make_strategy": lambda request: StandardReActStrategy(),
+            "make_engine": lambda request: MortalEngine(self),
+            "strategy_spec": StrategySpec(name="StandardReAct"),
+            "limits": limits,
+            "storage": self.storage,
+        }
+        return await SessionRunner(**{**options, **self.changes}).run(request(size=4, goal=[2, 1]))
+
+
+class MortalEngine(ScriptedEngine):
+    def __init__(self, life: Mortal) -> None:
+        super().__init__(lambda messages: "right" if len(messages) // 2 % 2 else "down")
+        self._life = life
+
+    async def complete(self, messages: Sequence[Message], **options: Any) -> list[Completion]:
+        self._life.live()
+        self._life.asked.append(len(messages))
+        return await super().complete(messages, **options)
+
+
+class MortalGrid(GridEnvironment):
+    def __init__(self, life: Mortal) -> None:
+        super().__init__()
+        self._life = life
+
+    async def reset(self, task: Task) -> Observation:
+        self._life.live()
+        return await super().reset(task)
+
+    async def step(self, action: Message) -> Observation:
+        self._life.live()
+        answer = await super().step(action)
+        self._life.live()
+        return answer
+
+    async def evidence(self) -> JsonObject:
+        self._life.live()
+        return await super().evidence()
+
+
+@pytest.fixture
+async def storage(tmp_path: Path) -> AsyncIterator[FileTrajectoryStorage]:
+    async with FileTrajectoryStorage(tmp_path, durable=False) as storage:
+        yield storage
+
+
+async def stored(storage: FileTrajectoryStorage) -> Trajectory:
+    found = await stored_episode(storage, trajectory_id(request()))
+    assert found is not None
+    return found
+
+
+def essence(trajectory: Trajectory) -> tuple[Any, ...]:
+    return trajectory.nodes, trajectory.head, trajectory.stop, trajectory.usage, trajectory.evidence, trajectory.policy
+
+
+async def test_what_is_stored_while_it_is_played_is_what_comes_back(storage: FileTrajectoryStorage):
+    trajectory = await Mortal(storage).play()
+    assert [found async for found, _ in storage.find()] == [trajectory]
+    assert trajectory.stop is StopReason.TERMINATED and len(trajectory.nodes) == 8
+
+
+async def test_a_session_goes_on_wherever_it_was_killed(tmp_path: Path):
+    async with FileTrajectoryStorage(tmp_path / "whole") as storage:
+        whole = essence(await (alive := Mortal(storage)).play())
+    assert alive.asked == [2, 4, 6]
+    points = 0
+    while True:
+        async with FileTrajectoryStorage(tmp_path / str(points), durable=False) as storage:
+            try:
+                await (first := Mortal(storage, last=points)).play()
+            except KilledError:
+                points += 1
+            else:
+                break
+            second = Mortal(storage)
+            resumed = await second.play()
+            assert essence(resumed) == whole
+            assert first.asked + second.asked == [2, 4, 6], "no completion is asked for twice"
+            assert [found async for found, _ in storage.find()] == [resumed]
+    assert points == 11
+
+
+async def test_a_session_that_is_killed_while_it_is_resumed_goes_on_all_the_same(storage: FileTrajectoryStorage):
+    asked: list[int] = []
+    for last in (6, 2, 3, 5):
+        with pytest.raises(KilledError):
+            await (life := Mortal(storage, last=last)).play()
+        asked += life.asked
+    resumed = await (life := Mortal(storage)).play()
+    assert (resumed.stop, asked + life.asked) == (StopReason.TERMINATED, [2, 4, 6])
+
+
+async def killed_after_its_second_action(storage: FileTrajectoryStorage) -> Trajectory:
+    with pytest.raises(KilledError):
+        await Mortal(storage, last=7).play()
+    unfinished = await stored(storage)
+    assert (unfinished.stop, len(list(unfinished.sampled()))) == (StopReason.UNFINISHED, 2)
+    return unfinished
+
+
+def elsewhere(**changes: Any) -> Callable[[EpisodeRequest], Environment]:
+    class Elsewhere(GridEnvironment):
+        """A world that is not what it was when the episode began."""
+
+        async def reset(self, task: Task) -> Observation:
+            opening = await super().reset(task)
+            return opening.model_copy(update=changes.get("reset", {}))
+
+        async def step(self, action: Message) -> Observation:
+            return (await super().step(action)).model_copy(update=changes.get("step", {}))
+
+    return lambda request: Elsewhere()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"reset": {"messages": (Message(role="user", content="Another level."),)}},
+        {"reset": {"messages": ()}},
+        {"step": {"messages": (Message(role="user", content="Another answer."),)}},
+        {"step": {"messages": (Message(role="user", content="You are at (1, 0)."),) * 2}},
+        {"step": {"reward": 0.5}},
+        {"step": {"terminated": True}},
+        {"step": {"truncated": True}},
+    ],
+    ids=str,
+)
+async def test_a_world_that_answers_otherwise_is_played_anew(storage: FileTrajectoryStorage, changes: dict[str, Any]):
+    await killed_after_its_second_action(storage)
+    life = Mortal(storage, make_environment=elsewhere(**changes))
+    trajectory = await life.play(Limits(max_turns=2))
+    assert len(life.asked) == len(list(trajectory.sampled())), "every completion of the episode is a new one"
+    assert [found async for found, _ in storage.find()] == [trajectory]
+    assert len(trajectory.nodes) == len(trajectory.path()), "and nothing of the old episode is left"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"base_model": "another"}, {"strategy_spec": StrategySpec(name="StandardReAct", options={"n": 2})}],
+    ids=["policy", "strategy"],
+)
+async def test_an_episode_of_another_policy_or_strategy_is_played_anew(
+    storage: FileTrajectoryStorage, changes: dict[str, Any]
+):
+    await killed_after_its_second_action(storage)
+    life = Mortal(storage, **changes)
+    trajectory = await life.play()
+    assert life.asked == [2, 4, 6]
+    assert [found async for found, _ in storage.find()] == [trajectory]
+
+
+async def test_a_world_that_cannot_be_reached_again_is_a_failure_that_keeps_what_was_sampled(
+    storage: FileTrajectoryStorage,
+):
+    await killed_after_its_second_action(storage)
+    away = Troubled(reset=InfrastructureError("nothing answers"))
+    trajectory = await Mortal(storage, make_environment=lambda request: away).play()
+    assert trajectory.failure is not None and trajectory.failure.kind is FailureKind.INFRASTRUCTURE
+    assert len(list(trajectory.sampled())) == 2
+    assert await stored(storage) == trajectory
+
+
+async def test_candidates_that_nobody_chose_stay_in_the_tree_when_the_decision_is_asked_anew(
+    storage: FileTrajectoryStorage,
+):
+    class Choosy(StandardReActStrategy):
+        """Asks for three answers, one after another, and takes the last."""
+
+        async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
+            while len(tree.children(tree.head)) < 3:
+                tree.propose((await engine.complete(tree.messages()))[0])
+            return tree.children(tree.head)[-1]
+
+    choosy: dict[str, Any] = {"make_strategy": lambda request: Choosy()}
+    with pytest.raises(KilledError):
+        await (first := Mortal(storage, last=3, **choosy)).play()
+    unfinished = await stored(storage)
+    assert ([node.sampled for node in unfinished.nodes], unfinished.head) == ([False, False, True, True], 1)
+    second = Mortal(storage, **choosy)
+    trajectory = await second.play()
+    assert len(first.asked) + len(second.asked) == 9, "what was sampled is not asked for again"
+    assert len([node for node in trajectory.nodes if node.sampled]) == trajectory.usage.calls == 9
+
+
+async def test_a_finished_episode_is_not_played_again(storage: FileTrajectoryStorage):
+    first = await Mortal(storage).play()
+    again = Mortal(storage)
+    assert await again.play() == first
+    assert again.asked == []
+
+
+@pytest.mark.parametrize("writes", [0, 1, 2])
+async def test_a_storage_that_fails_stops_the_run(
+    storage: FileTrajectoryStorage, monkeypatch: pytest.MonkeyPatch, writes: int
+):
+    grow, left = storage.grow, iter([True] * writes)
+
+    async def failing(growth: EpisodeGrowth) -> None:
+        if not next(left, False):
+            raise StorageError("the disk is full")
+        await grow(growth)
+
+    monkeypatch.setattr(storage, "grow", failing)
+    environment = Troubled()
+    with pytest.raises(StorageError, match="the disk is full"):
+        await Mortal(storage, make_environment=lambda request: environment).play()
+    assert environment.closes == 1
+
+
+def test_equal_requests_have_equal_ids():
+    first = request()
+    assert trajectory_id(first) == trajectory_id(request())
+    others = [
+        first.model_copy(update={"run_id": "other"}),
+        first.model_copy(update={"group_id": "other"}),
+        first.model_copy(update={"sample": 1}),
+        first.model_copy(update={"task": first.task.model_copy(update={"id": "other"})}),
+        first.model_copy(update={"task": first.task.model_copy(update={"environment": "other"})}),
+    ]
+    assert len({trajectory_id(first), *(trajectory_id(other) for other in others)}) == 6

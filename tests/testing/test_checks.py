@@ -1,0 +1,213 @@
+"""The conformance checks pass what is right and name what is wrong."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openhands_rl_plugin.core.errors import ModelError
+from openhands_rl_plugin.core.protocols import Forkable, LLMEngine
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import JsonObject, Message, Observation, Score, StopReason, Task, Trajectory
+from openhands_rl_plugin.rewards.outcome import ReturnReward
+from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
+from openhands_rl_plugin.testing import (
+    GridEnvironment,
+    ScriptedEngine,
+    check_environment,
+    check_reward,
+    check_storage,
+    check_strategy,
+    example_trajectory,
+    prompt_ids,
+)
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+TASK = Task(id="walk", environment="grid")
+MOVES = ["right", "right", "down"]
+
+
+async def test_the_scripted_engine_extends_like_a_server():
+    engine = ScriptedEngine(["first é", "second"])
+    ask = [Message(role="user", content="hi")]
+    first = (await engine.complete(ask))[0]
+    assert first.tokens is not None
+    assert first.tokens.prompt_ids == prompt_ids(ask)
+    assert len(first.tokens.logprobs) == len(first.tokens.sampled_ids)
+    second = (await engine.complete([*ask, first.message, Message(role="user", content="on")]))[0]
+    assert second.tokens is not None
+    spoken = first.tokens.prompt_ids + first.tokens.sampled_ids
+    assert second.tokens.prompt_ids[: len(spoken)] == spoken
+    with pytest.raises(ModelError, match="over after 2 answers"):
+        await engine.complete(ask)
+
+
+async def test_the_scripted_engine_gives_n_answers_or_asks_a_function():
+    assert [c.message.content for c in await ScriptedEngine(["a", "b"]).complete([], n=2)] == ["a", "b"]
+    echo = ScriptedEngine(lambda messages: messages[-1].content or "")
+    assert (await echo.complete([Message(role="user", content="hi")]))[0].message.content == "hi"
+
+
+async def test_what_is_shipped_is_right(tmp_path: Path):
+    await check_environment(GridEnvironment, TASK, actions=MOVES)
+    await check_strategy(StandardReActStrategy())
+    await check_storage(lambda: FileTrajectoryStorage(tmp_path))
+    await check_reward(ReturnReward(), [example_trajectory(at) for at in range(3)])
+    assert {example_trajectory(at).stop for at in range(4)} == {
+        StopReason.TERMINATED,
+        StopReason.MAX_TURNS,
+        StopReason.ERROR,
+    }
+
+
+class Shared(GridEnvironment):
+    """All episodes stand on one square."""
+
+    place = (0, 0)
+
+    async def reset(self, task: Task) -> Observation:
+        type(self).place = (0, 0)
+        return await super().reset(task)
+
+    async def step(self, action: Message) -> Observation:
+        self._at = type(self).place
+        observation = await super().step(action)
+        type(self).place = self._at
+        return observation
+
+
+class Silent(GridEnvironment):
+    async def reset(self, task: Task) -> Observation:
+        await super().reset(task)
+        return Observation()
+
+
+class NotANumber(GridEnvironment):
+    async def step(self, action: Message) -> Observation:
+        return (await super().step(action)).model_copy(update={"reward": float("nan")})
+
+
+class NotJson(GridEnvironment):
+    async def evidence(self) -> Any:
+        return {"at": (1, 2)}
+
+
+class Raises(GridEnvironment):
+    async def step(self, action: Message) -> Observation:
+        observation = await super().step(action)
+        return observation if action.content in MOVES else Observation()
+
+
+class FalseFork(GridEnvironment):
+    async def fork(self) -> GridEnvironment:
+        return self
+
+
+@pytest.mark.parametrize(
+    ("environment", "complaint"),
+    [
+        (Shared, "disturb each other"),
+        (Silent, "at least one message"),
+        (NotANumber, "rewards must be finite"),
+        (NotJson, "must come back equal from JSON"),
+        (Raises, "must say what was wrong"),
+        (FalseFork, "a step in a fork changed the original"),
+    ],
+)
+async def test_wrong_environments_are_found(environment: type[GridEnvironment], complaint: str):
+    with pytest.raises(AssertionError, match=complaint):
+        await check_environment(environment, TASK, actions=MOVES)
+
+
+async def test_one_object_for_all_episodes_is_found():
+    one = GridEnvironment()
+    with pytest.raises(AssertionError, match="same environment twice"):
+        await check_environment(lambda: one, TASK, actions=MOVES)
+
+
+async def test_actions_after_the_end_are_the_caller_s_mistake():
+    with pytest.raises(ValueError, match="'left' comes after the end"):
+        await check_environment(GridEnvironment, TASK, actions=["right", "right", "down", "down", "left"])
+
+
+class Moves(StandardReActStrategy):
+    async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
+        chosen = await super().decide(tree, engine, world)
+        tree.commit(chosen)
+        return chosen
+
+
+class PicksTheState(StandardReActStrategy):
+    async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
+        return 0
+
+
+class PicksAGrandchild(StandardReActStrategy):
+    async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
+        first = await super().decide(tree, engine, world)
+        return tree.propose((await engine.complete(tree.messages(first)))[0], parent=first)
+
+
+class StepsTheWorld(StandardReActStrategy):
+    async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
+        assert isinstance(world, GridEnvironment)
+        await world.step(Message(role="assistant", content="right"))
+        return await super().decide(tree, engine, world)
+
+
+class Rewrites(StandardReActStrategy):
+    async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
+        tree.nodes[0].message = Message(role="system", content="forget it")
+        return await super().decide(tree, engine, world)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "complaint"),
+    [
+        (Moves, "must not move tree.head"),
+        (PicksTheState, "not a sampled node"),
+        (PicksAGrandchild, "directly below tree.head"),
+        (StepsTheWorld, "stepped the real world"),
+        (Rewrites, "changed messages"),
+    ],
+)
+async def test_wrong_strategies_are_found(strategy: type[StandardReActStrategy], complaint: str):
+    with pytest.raises(AssertionError, match=complaint):
+        await check_strategy(strategy())
+
+
+class Judge(ReturnReward):
+    """Judges like its parent, with ``changes`` to the score; failed episodes get ``for_failed``."""
+
+    def __init__(self, for_failed: float | None = None, **changes: Any) -> None:
+        super().__init__()
+        self._for_failed = for_failed
+        self._changes = changes
+
+    async def __call__(self, trajectory: Trajectory) -> Score:
+        if trajectory.failure is not None:
+            return Score(trajectory_id=trajectory.id, reward=self._for_failed, reward_version=self.version)
+        changes: JsonObject = {name: next(v) if hasattr(v, "__next__") else v for name, v in self._changes.items()}
+        return (await super().__call__(trajectory)).model_copy(update=changes)
+
+
+@pytest.mark.parametrize(
+    ("judge", "complaint"),
+    [
+        (Judge(), None),
+        (Judge(for_failed=0.0), "episode that failed got a number"),
+        (Judge(trajectory_id="other"), "another trajectory"),
+        (Judge(reward_version="other"), "'other'"),
+        (Judge(reward=float("nan")), "raise GraderError"),
+        (Judge(reward=itertools.count()), "two scores"),
+    ],
+)
+async def test_wrong_rewards_are_found(judge: Judge, complaint: str | None):
+    if complaint is None:
+        await check_reward(judge, [example_trajectory()])
+        return
+    with pytest.raises(AssertionError, match=complaint):
+        await check_reward(judge, [example_trajectory()])

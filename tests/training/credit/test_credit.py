@@ -1,0 +1,188 @@
+"""Whose tokens get which advantage: whole episodes, turns, branches of a tree; and who is left out."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+from credited_episodes import episode, settings
+from searched_episode import searched
+
+from openhands_rl_plugin.config.rl import AlgorithmName, TrainingSettings
+from openhands_rl_plugin.core.types import Message, Node, StopReason, Trajectory
+from openhands_rl_plugin.training.algorithms import ALGORITHMS, aggregation_of, clip_bounds
+from openhands_rl_plugin.training.credit.advantages import group_advantages
+from openhands_rl_plugin.training.credit.credit import credited_samples
+from openhands_rl_plugin.training.credit.tree_advantages import search_rewards, sibling_advantages
+
+PLAYED = [episode(0, 0.0, 1.0), episode(1, 0.5, 0.0), episode(2, 0.0), episode(3, 1.0, group="alone")]
+REWARDS = [1.0, 0.5, 0.0, 1.0]
+
+
+def advantages_of_turns(trajectory: Trajectory, chosen: TrainingSettings) -> list[float]:
+    """One number a sampled token of one episode among those played."""
+    samples = credited_samples(PLAYED, REWARDS, chosen).samples
+    return [
+        sample.advantage_at(at)
+        for sample in samples
+        if sample.trajectory_id == trajectory.id
+        for at, sampled in enumerate(sample.mask)
+        if sampled
+    ]
+
+
+def test_every_algorithm_of_the_settings_is_there() -> None:
+    assert set(ALGORITHMS) == set(get_args(AlgorithmName))
+    assert clip_bounds(settings()) == (0.2, 0.28), "what it was before there was a choice"
+    assert clip_bounds(settings(algorithm="grpo")) == (0.2, 0.2)
+    assert clip_bounds(settings(algorithm="dapo", clip_low=0.1)) == (0.1, 0.28)
+    assert clip_bounds(settings(algorithm="cispo", cispo_low=1.0)) == (1.0, 0.28)
+    assert aggregation_of(settings(algorithm="gspo")) == "sequence"
+    assert aggregation_of(settings(algorithm="gspo", aggregation="token")) == "token"
+
+
+def test_by_default_every_token_gets_the_episodes_advantage() -> None:
+    for algorithm in ("reinforce++-baseline", "grpo", "rloo", "dr-grpo", "dapo", "gspo", "cispo"):
+        chosen = settings(algorithm=algorithm)
+        whole = group_advantages(PLAYED, REWARDS, chosen)
+        assert whole.advantages[3] is None and whole.alone == 1
+        for trajectory, advantage in zip(PLAYED[:3], whole.advantages, strict=False):
+            assert set(advantages_of_turns(trajectory, chosen)) == {advantage}
+    assert group_advantages(PLAYED, REWARDS, settings(algorithm="dr-grpo")).advantages[:3] == (0.5, 0.0, -0.5)
+
+
+def test_without_groups_nobody_is_alone() -> None:
+    whole = group_advantages(PLAYED, REWARDS, settings(algorithm="reinforce++"))
+    assert (whole.used, whole.alone, whole.flat) == (4, 0, 0)
+    assert whole.advantages[0] == whole.advantages[3] and None not in whole.advantages
+
+
+def test_episodes_that_a_limit_cut_short_can_be_left_out() -> None:
+    played = [*PLAYED, episode(4, 0.0, stop=StopReason.MAX_TOKENS), episode(5, 0.0, stop=StopReason.TIMEOUT)]
+    kept = group_advantages(played, [*REWARDS, 0.0, 0.0], settings())
+    assert (kept.used, kept.overlong, kept.failed) == (4, 0, 1)
+    left_out = group_advantages(played, [*REWARDS, 0.0, 0.0], settings(overlong="leave-out"))
+    assert (left_out.used, left_out.overlong, left_out.advantages[4]) == (3, 1, None)
+    assert left_out.as_floats()["episodes_overlong"] == 1.0
+
+
+def test_a_turn_is_compared_with_the_same_turn_of_the_others() -> None:
+    chosen = settings(algorithm="dr-grpo", step_rewards="environment", discount=0.5)
+    # Returns to go: 0.5 and 1 of the first episode, 0.5 and 0 of the second, 0 of the third.
+    assert advantages_of_turns(PLAYED[0], chosen) == pytest.approx([0.5 - 1 / 3, 0.5, 0.5])
+    assert advantages_of_turns(PLAYED[1], chosen) == pytest.approx([0.5 - 1 / 3] * 2 + [-0.5] * 3)
+    assert advantages_of_turns(PLAYED[2], chosen) == pytest.approx([-1 / 3] * 3)
+
+
+def test_what_a_judge_adds_is_paid_at_the_end() -> None:
+    chosen = settings(algorithm="dr-grpo", step_rewards="environment")
+    judged = credited_samples(PLAYED[:2], [3.0, 0.5], chosen).samples
+    first = next(sample for sample in judged if sample.trajectory_id == "0")
+    values = [first.advantage_at(at) for at, sampled in enumerate(first.mask) if sampled]
+    assert values == pytest.approx([1.25, 1.5, 1.5]), "3 against 0.5, then 3 against 0"
+
+
+def test_turn_advantages_are_whitened_over_tokens() -> None:
+    chosen = settings(step_rewards="environment")
+    values = [value for trajectory in PLAYED for value in advantages_of_turns(trajectory, chosen)]
+    assert sum(values) == pytest.approx(0.0, abs=1e-9)
+    assert sum(value * value for value in values) / len(values) == pytest.approx(1.0)
+    variants = [settings(kl="k1", kl_in=place, step_rewards="environment") for place in ("loss", "reward")]
+    whitened, raw = (advantages_of_turns(PLAYED[2], variant)[0] for variant in variants)
+    assert raw == pytest.approx(-0.5), "the trainer whitens what it adds to"
+    assert whitened < -0.6
+
+
+def shopping(number: int, *turns: tuple[str, float]) -> Trajectory:
+    """An episode whose turn ``t`` is taken in the state that its text names, and is paid its reward."""
+    bare = episode(number, *(reward for _, reward in turns))
+    nodes: list[Node] = []
+    for (state, _), node in zip(turns, bare.nodes[1:], strict=True):
+        nodes.append(Node(parent=len(nodes) - 1 if nodes else None, message=Message(role="user", content=state)))
+        nodes.append(node.model_copy(update={"parent": len(nodes) - 1}))
+    return bare.model_copy(update={"nodes": tuple(nodes), "head": len(nodes) - 1})
+
+
+SHOPPED = [
+    shopping(0, ("front", 0.0), ("item", 0.0), ("item, red chosen", 1.0)),
+    shopping(1, ("front", 0.0), ("item", 0.5)),
+    shopping(2, ("front", 0.0), ("no such button", 0.0), ("item", 0.5)),
+]
+
+
+def turns_of(played: list[Trajectory], rewards: list[float], chosen: TrainingSettings) -> list[list[float]]:
+    """The advantage of each turn of each episode."""
+    samples = credited_samples(played, rewards, chosen).samples
+    found: list[list[float]] = []
+    for number, trajectory in enumerate(played):
+        mine = [s for s in samples if s.trajectory_id == trajectory.id]
+        values = [s.advantage_at(at) for s in mine for at, sampled in enumerate(s.mask) if sampled]
+        turns = len(list(trajectory.sampled()))
+        starts = [sum(number + earlier + 1 for earlier in range(turn)) for turn in range(turns)]
+        found.append([values[start] for start in starts])
+    return found
+
+
+def test_turns_are_compared_with_what_else_was_done_in_the_same_state() -> None:
+    plain = turns_of(SHOPPED, [1.0, 0.5, 0.5], settings(algorithm="dr-grpo"))
+    both = turns_of(SHOPPED, [1.0, 0.5, 0.5], settings(algorithm="dr-grpo", state_weight=2.0, discount=0.9))
+    added = [[b - p for b, p in zip(after, before, strict=True)] for after, before in zip(both, plain, strict=True)]
+    front = [0.9 * 0.9, 0.9 * 0.5, 0.9 * 0.9 * 0.5]
+    item = [0.9, 0.5, 0.5]
+    means = sum(front) / 3, sum(item) / 3
+    assert added[0] == pytest.approx([2 * (front[0] - means[0]), 2 * (item[0] - means[1]), 0.0])
+    assert added[1] == pytest.approx([2 * (front[1] - means[0]), 2 * (item[1] - means[1])])
+    assert added[2] == pytest.approx([2 * (front[2] - means[0]), 0.0, 2 * (item[2] - means[1])]), "whenever it was met"
+    assert both[1][1] < plain[1][1] < 0, "what was bought too early loses more than what led there"
+
+
+def test_states_are_not_shared_between_tasks() -> None:
+    other = [each.model_copy(update={"id": f"{each.id}'", "group_id": "other"}) for each in SHOPPED[:2]]
+    chosen = settings(algorithm="dr-grpo", state_weight=1.0)
+    alone = turns_of(SHOPPED, [1.0, 0.5, 0.5], chosen)
+    together = credited_samples([*SHOPPED, *other], [1.0, 0.5, 0.5, 0.0, 5.0], chosen).samples
+    first = next(sample for sample in together if sample.trajectory_id == "0")
+    assert next(first.advantage_at(at) for at, sampled in enumerate(first.mask) if sampled) == pytest.approx(
+        alone[0][0]
+    )
+
+
+def test_an_algorithm_without_groups_has_the_mean_of_the_state_as_its_baseline() -> None:
+    raw = settings(algorithm="reinforce++", state_weight=1.0, kl="k1", kl_in="reward")
+    values = turns_of(SHOPPED, [1.0, 0.5, 0.5], raw)
+    assert values[0] == pytest.approx([1.0 + 1 / 3, 1.0 + 1 / 3, 1.0])
+
+
+async def test_branches_are_trained_with_their_advantage_over_their_siblings() -> None:
+    one, other = await searched(0), (await searched(1)).model_copy(update={"id": "other"})
+    chosen = settings(algorithm="dr-grpo", tree="branches", tree_weight=0.5)
+    path_only = credited_samples([one, other], [1.0, 0.0], settings(algorithm="dr-grpo"))
+    both = credited_samples([one, other], [1.0, 0.0], chosen)
+    assert sum(sum(s.mask) for s in both.samples) > sum(sum(s.mask) for s in path_only.samples)
+    siblings = sibling_advantages(one)
+    acted = {at for at in one.path() if one.nodes[at].sampled}
+    expected = [0.5 * value + (0.5 if at in acted else 0.0) for at, value in siblings.items()]
+    expected += [0.5 for at in acted - set(siblings)]
+    found = [s.advantage_at(at) for s in both.samples if s.trajectory_id == "searched" for at in _positions(s.mask)]
+    tokens = [len(one.nodes[at].tokens.sampled_ids) for at in [*siblings, *(acted - set(siblings))]]  # pyright: ignore
+    assert sorted(found) == pytest.approx(
+        sorted(value for value, count in zip(expected, tokens, strict=True) for _ in range(count))
+    )
+    alone = credited_samples([one], [1.0], chosen)
+    trained = {sample.trajectory_id for sample in alone.samples}
+    assert (alone.baseline.used, alone.baseline.alone, len(trained)) == (0, 1, 1), "siblings need no other episode"
+
+
+async def test_search_values_can_be_the_rewards_of_steps() -> None:
+    one, other = await searched(0), (await searched(1)).model_copy(update={"id": "other"})
+    chosen = settings(algorithm="dr-grpo", step_rewards="search")
+    credit = credited_samples([one, other], [one.episode_return, other.episode_return], chosen)
+    assert sum(search_rewards(one).values()) == pytest.approx(one.episode_return)
+    (first, *_) = [s for s in credit.samples if s.trajectory_id == "searched"]
+    half = (one.episode_return - other.episode_return) / 2
+    assert first.advantage_at(_positions(first.mask)[0]) == pytest.approx(half), "the first turn's return is the whole"
+    assert len({round(first.advantage_at(at), 6) for at in _positions(first.mask)}) > 1
+
+
+def _positions(mask: tuple[bool, ...]) -> list[int]:
+    return [at for at, sampled in enumerate(mask) if sampled]

@@ -1,0 +1,125 @@
+"""Advantages against the golden values of verl, TRL and OpenRLHF, and to 1e-9 against the formulas behind them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openhands_rl_plugin.training.credit.estimators import ESTIMATORS, Rollouts, Variance, dr_grpo, grpo, rloo
+
+BATCH = Rollouts(
+    rewards=[1, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0],
+    groups=[0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2],
+    lengths=[3, 3, 2, 1, 3, 1, 2, 3, 3, 3, 1, 2],
+)
+
+
+def close(*values: float) -> object:
+    """The published values have four digits."""
+    return pytest.approx(list(values), abs=5.1e-5)
+
+
+def test_grpo_is_verls_and_with_its_epsilon_trls():
+    mixed = [0.8660, -0.8660, -0.8660, 0.8660, 0.5, 0.5, 0.5, -1.5, 0, 0, 0, 0]
+    assert grpo(BATCH) == close(*mixed)
+    trl = [0.8659, -0.8659, -0.8659, 0.8659, 0.4999, 0.4999, 0.4999, -1.4997, 0, 0, 0, 0]
+    assert grpo(BATCH, epsilon=1e-4) == close(*trl)
+
+
+def test_dr_grpo_and_rloo():
+    assert dr_grpo(BATCH) == close(0.5, -0.5, -0.5, 0.5, 0.25, 0.25, 0.25, -0.75, 0, 0, 0, 0)
+    third = 1 / 3
+    assert rloo(BATCH) == close(2 * third, -2 * third, -2 * third, 2 * third, third, third, third, -1, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("variance", "one", "zero"), [("unbiased", 1.2795, -0.7526), ("biased", 1.3038, -0.7670)], ids=["verl", "openrlhf"]
+)
+def test_reinforce_pp(variance: Variance, one: float, zero: float):
+    assert ESTIMATORS["reinforce++"](BATCH, variance=variance) == close(
+        *(one if reward else zero for reward in BATCH.rewards)
+    )
+
+
+@pytest.mark.parametrize(
+    ("variance", "values"),
+    [
+        ("unbiased", [1.3505, -1.1216, -1.1216, 1.3505, 0.7325, 0.7325, 0.7325, -1.7396, *[0.1144] * 4]),
+        ("biased", [1.3762, -1.1429, -1.1429, 1.3762, 0.7464, 0.7464, 0.7464, -1.7727, *[0.1166] * 4]),
+    ],
+    ids=["verl", "openrlhf"],
+)
+def test_reinforce_pp_with_the_groups_baseline(variance: Variance, values: list[float]):
+    assert ESTIMATORS["reinforce++-baseline"](BATCH, variance=variance) == close(*values)
+
+
+def by_formula(name: str, rollouts: Rollouts, *, variance: Variance = "biased", epsilon: float = 1e-6) -> list[float]:
+    """The published formulas, group by group and token by token, in float64."""
+    rewards, groups = np.array(rollouts.rewards, float), np.array(rollouts.groups)
+    values = rewards.copy()
+    for at, group in enumerate(groups):
+        mine = rewards[groups == group]
+        others = np.delete(rewards, at)[np.delete(groups, at) == group]
+        if name in ("rloo", "grpo") and not len(others):
+            values[at] = 0.0
+            continue
+        match name:
+            case "rloo":
+                values[at] = rewards[at] - others.mean()
+            case "grpo":
+                values[at] = (rewards[at] - mine.mean()) / (mine.std(ddof=1) + epsilon)
+            case "dr-grpo" | "reinforce++-baseline":
+                values[at] = rewards[at] - mine.mean()
+    if name.startswith("reinforce++"):
+        tokens = np.repeat(values, rollouts.lengths)
+        spread = max(tokens.var(), 1e-8) if variance == "biased" else tokens.var(ddof=1) + 1e-8
+        values = (values - tokens.mean()) / np.sqrt(spread)
+    return values.tolist()
+
+
+@pytest.mark.parametrize("variance", ["biased", "unbiased"])
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_the_golden_batch_agrees_with_the_formulas_to_more_digits(name: str, variance: Variance):
+    expected = by_formula(name, BATCH, variance=variance)
+    assert ESTIMATORS[name](BATCH, variance=variance) == pytest.approx(expected, rel=0, abs=1e-9)
+
+
+ROLLOUTS = st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 3), st.integers(1, 50)), min_size=1, max_size=20).map(
+    lambda rows: Rollouts(*zip(*rows, strict=True))
+)
+
+
+@given(ROLLOUTS.filter(lambda rollouts: len(rollouts.rewards) > 1), st.sampled_from(["biased", "unbiased"]))
+def test_every_estimator_is_its_formula(rollouts: Rollouts, variance: Variance):
+    # Nearly equal rewards are divided by next to nothing.
+    rounded = rollouts._replace(rewards=[round(reward, 2) for reward in rollouts.rewards])
+    for name, estimate in ESTIMATORS.items():
+        expected = by_formula(name, rounded, variance=variance)
+        assert estimate(rounded, variance=variance) == pytest.approx(expected, rel=1e-6, abs=1e-6), name
+
+
+@given(ROLLOUTS)
+def test_every_estimator_is_finite_and_blind_to_a_shift_of_all_rewards(rollouts: Rollouts):
+    shifted = rollouts._replace(rewards=[reward + 5.0 for reward in rollouts.rewards])
+    for name, estimate in ESTIMATORS.items():
+        values = estimate(rollouts)
+        assert len(values) == len(rollouts.rewards), name
+        # Whitening divides by the deviation, so nearly equal rewards amplify rounding.
+        assert all(abs(value) < 1e6 for value in values), name
+        if max(rollouts.rewards) - min(rollouts.rewards) > 0.1 and name != "grpo":
+            assert estimate(shifted) == pytest.approx(values, abs=1e-3), name
+
+
+@given(ROLLOUTS)
+def test_a_groups_advantages_cancel_where_the_baseline_is_its_mean(rollouts: Rollouts):
+    for estimate in (rloo, dr_grpo, grpo):
+        for group in set(rollouts.groups):
+            mine = [value for value, at in zip(estimate(rollouts), rollouts.groups, strict=True) if at == group]
+            assert sum(mine) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_one_rollout_alone_has_no_group_to_be_compared_with():
+    alone = Rollouts(rewards=[3.0], groups=[0], lengths=[5])
+    assert grpo(alone) == rloo(alone) == dr_grpo(alone) == [0.0]

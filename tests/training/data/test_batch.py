@@ -1,0 +1,186 @@
+"""From nodes to training sequences: what is merged, what is masked, what is refused, and how passes are filled."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.core.types import Message, Node, PolicyRef, Sample, Tokens, Trajectory
+from openhands_rl_plugin.testing import example_trajectory
+from openhands_rl_plugin.training.data.batch import pack, recorded_nodes, samples_of, samples_of_tree
+from openhands_rl_plugin.training.data.layout import lay_out
+
+POLICY = PolicyRef(base_model="base", adapter="shop", version=3)
+
+
+def asked(parent: int | None) -> Node:
+    return Node(parent=parent, message=Message(role="user", content="?"))
+
+
+def answered(parent: int, tokens: Tokens | None) -> Node:
+    return Node(
+        parent=parent, message=Message(role="assistant", content="!"), sampled=True, tokens=tokens, policy=POLICY
+    )
+
+
+def turn(*prompt: int, extends: bool, sampled: tuple[int, ...], logprob: float = -0.5) -> Tokens:
+    return Tokens(extends=extends, prompt_ids=prompt, sampled_ids=sampled, logprobs=(logprob,) * len(sampled))
+
+
+def episode(*nodes: Node, head: int | None = None) -> Trajectory:
+    return example_trajectory().model_copy(
+        update={"id": "t", "nodes": nodes, "head": len(nodes) - 1 if head is None else head}
+    )
+
+
+def test_turns_that_extend_are_one_sequence() -> None:
+    played = episode(
+        asked(None),
+        answered(0, turn(1, 2, extends=False, sampled=(3, 4), logprob=-0.1)),
+        asked(1),
+        answered(2, turn(5, extends=True, sampled=(6,), logprob=-0.2)),
+        asked(3),
+    )
+    (sample,) = samples_of(played, 0.5)
+    assert sample.input_ids == (1, 2, 3, 4, 5, 6)
+    assert sample.mask == (False, False, True, True, False, True)
+    assert sample.logprobs == (0.0, 0.0, -0.1, -0.1, 0.0, -0.2)
+    assert (sample.trajectory_id, sample.leaf, sample.advantage, sample.policy) == ("t", 4, 0.5, POLICY)
+
+
+def test_a_rewritten_history_starts_a_new_sequence() -> None:
+    played = episode(
+        asked(None),
+        answered(0, turn(1, 2, extends=False, sampled=(3,))),
+        answered(1, turn(1, 9, extends=False, sampled=(4,))),
+        answered(2, turn(7, extends=True, sampled=(8,))),
+    )
+    assert [sample.input_ids for sample in samples_of(played)] == [(1, 2, 3), (1, 9, 4, 7, 8)]
+
+
+def test_a_node_of_several_leaves_is_trained_once() -> None:
+    played = episode(
+        asked(None),
+        answered(0, turn(1, extends=False, sampled=(2, 3))),
+        answered(1, turn(4, extends=True, sampled=(5,))),
+        answered(1, turn(6, extends=True, sampled=(7,))),
+        head=2,
+    )
+    first, second = samples_of_tree(played, {1: 1.0, 2: 1.0, 3: -1.0})
+    assert (first.input_ids, first.mask) == ((1, 2, 3, 4, 5), (False, True, True, False, True))
+    assert (second.input_ids, second.mask) == ((1, 2, 3, 6, 7), (False, False, False, False, True))
+    assert (first.advantage, second.advantage) == (1.0, -1.0)
+    assert samples_of_tree(played, {1: 1.0, 2: 1.0}) == [first], "nothing is left to train for the second leaf"
+
+
+def test_a_branch_that_was_not_wholly_recorded_is_left_out() -> None:
+    """As when the store took what looked like a secret out of a simulated branch."""
+    played = episode(
+        asked(None),
+        answered(0, turn(1, extends=False, sampled=(2, 3))),
+        answered(1, turn(4, extends=True, sampled=(5,))),
+        answered(1, None),
+        answered(3, turn(6, extends=True, sampled=(7,))),
+        head=2,
+    )
+    acted = samples_of_tree(played, {1: 1.0, 2: 1.0})
+    assert [sample.input_ids for sample in acted] == [(1, 2, 3, 4, 5)]
+    assert samples_of_tree(played, {1: 1.0, 2: 1.0, 3: -1.0, 4: -1.0}) == acted
+    assert recorded_nodes(played) == {0, 1, 2}
+    with pytest.raises(TrainingError, match="node 3: no token ids"):
+        samples_of_tree(played.model_copy(update={"head": 4}), {1: 1.0, 3: 1.0, 4: 1.0})
+
+
+def test_an_episode_that_never_began_has_no_samples() -> None:
+    assert samples_of(example_trajectory().model_copy(update={"nodes": (), "head": None})) == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        (None, "no token ids"),
+        (Tokens(prompt_ids=(1,)), "no token ids"),
+        (Tokens(prompt_ids=(1,), sampled_ids=(2, 3), logprobs=(-1.0,)), "1 logprobs for 2"),
+        (Tokens(prompt_ids=(1,), sampled_ids=(2,)), "returns logprobs"),
+        (Tokens(prompt_ids=(1,), sampled_ids=(2,), logprobs=(-math.inf,)), "not finite"),
+    ],
+)
+def test_missing_records_are_named(tokens: Tokens | None, says: str) -> None:
+    with pytest.raises(TrainingError, match=says) as caught:
+        samples_of(episode(asked(None), answered(0, tokens)))
+    assert "trajectory t, node 1" in str(caught.value)
+
+
+def test_fine_tuning_needs_no_logprobs() -> None:
+    played = episode(asked(None), answered(0, Tokens(prompt_ids=(1,), sampled_ids=(2, 3))))
+    (sample,) = samples_of(played, need_logprobs=False)
+    assert (sample.mask, sample.logprobs) == ((False, True, True), (0.0, 0.0, 0.0))
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> list[tuple[int, ...]]:
+    """Sequences over two ids, many of which begin like an earlier one."""
+    made: list[tuple[int, ...]] = []
+    for _ in range(draw(st.integers(1, 8))):
+        begin = draw(st.sampled_from(made))[: draw(st.integers(0, 80))] if made and draw(st.booleans()) else ()
+        end = tuple(draw(st.lists(st.integers(0, 1), min_size=1, max_size=50)))
+        made.append((*begin, *end))
+    return made
+
+
+def plain(at: int, ids: tuple[int, ...]) -> Sample:
+    return Sample(trajectory_id=str(at), leaf=0, input_ids=ids, mask=(True,) * len(ids), logprobs=(0.0,) * len(ids))
+
+
+@given(sequences(), st.integers(1, 200))
+def test_passes_hold_every_sample_once_and_keep_their_limit(made: list[tuple[int, ...]], limit: int) -> None:
+    samples = [plain(at, ids) for at, ids in enumerate(made)]
+    groups = pack(samples, limit)
+    packed = [sample.trajectory_id for group in groups for sample in group]
+    assert sorted(packed, key=int) == [sample.trajectory_id for sample in samples]
+    for group in groups:
+        rows = len(lay_out([sample.input_ids for sample in group]).ids)
+        assert rows <= limit or len(group) == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(1, 60)), min_size=1, max_size=7))
+def test_passes_compute_as_little_twice_as_any_cuts_of_the_order(made: list[tuple[int, int, int]]) -> None:
+    # A prompt of 40 tokens, a first turn of 40, and an end of its own
+    ids = [(*[prompt] * 40, *[10 + turn] * 40, *[100 + at] * end) for at, (prompt, turn, end) in enumerate(made)]
+    ordered = sorted(ids)
+    limit = 220
+
+    def rows(group: list[tuple[int, ...]]) -> int:
+        return len(lay_out(group).ids)
+
+    def fewest(rest: list[tuple[int, ...]]) -> tuple[int, int]:
+        ways = []
+        for count in range(1, len(rest) + 1):
+            if count == 1 or rows(rest[:count]) <= limit - 16 * count:
+                more, groups = fewest(rest[count:]) if rest[count:] else (0, 0)
+                ways.append((rows(rest[:count]) + more, groups + 1))
+        return min(ways)
+
+    found = [
+        rows([sample.input_ids for sample in group])
+        for group in pack([plain(at, i) for at, i in enumerate(ids)], limit)
+    ]
+    # The limit of the brute force leaves room for what the layout may not share, so it is no better than this.
+    assert sum(found) <= fewest(ordered)[0]
+
+
+def test_a_group_that_nearly_fits_is_not_cut_for_a_stranger() -> None:
+    # Three of one prompt, then three of another; four would fit, but the fourth would leave its own prompt alone.
+    samples = [plain(at, (*[at // 3] * 100, *[10 + at] * 60)) for at in range(6)]
+    assert [len(group) for group in pack(samples, 500)] == [3, 3]
+
+
+def test_passes_put_shared_beginnings_together() -> None:
+    prompts = [tuple(range(100)), tuple(range(200, 300))]
+    samples = [plain(at, (*prompts[at % 2], at)) for at in range(8)]
+    groups = pack(samples, 170)
+    assert [{int(sample.trajectory_id) % 2 for sample in group} for group in groups] == [{0}, {1}]

@@ -1,0 +1,352 @@
+"""Rollouts and training side by side: bounds on staleness, what is used up, interruptions, a server that goes away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shopper_model import SHOP
+from shopping_loop import MODEL, ShopWorld, make_plan, write_talker
+
+from openhands_rl_plugin.config.rl import LoopSettings, RLSettings, ServingSettings
+from openhands_rl_plugin.core.errors import InfrastructureError
+from openhands_rl_plugin.core.protocols import LLMEngine
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
+from openhands_rl_plugin.environments.webshop import running_webshop
+from openhands_rl_plugin.models.generator.config import ServerConfig
+from openhands_rl_plugin.models.generator.generator import Generator
+from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.training.loop.asynchronous import AsyncLoop, make_loop
+from openhands_rl_plugin.training.loop.plan import LoopState
+from openhands_rl_plugin.training.loop.router import rollout_settings
+from openhands_rl_plugin.training.loop.stages import LoopListener, LoopParts
+from openhands_rl_plugin.training.loop.sync import ClosedLoop
+
+BEHIND = LoopSettings(kind="async", max_staleness=1)
+ITERATIONS = [f"iteration-{index:03d}" for index in range(3)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_talker(tmp_path_factory.mktemp("talker") / "model")
+
+
+@pytest.fixture(scope="module")
+def served(model: Path) -> Iterator[ShopWorld]:
+    server = ServerConfig(
+        model=str(model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=64
+    )
+    with running_webshop(SHOP) as shop, running_server(server) as url:
+        yield ShopWorld(shop, url, model)
+
+
+@pytest.fixture
+def world(served: ShopWorld) -> ShopWorld:
+    return ShopWorld(served.shop, served.server, served.model)
+
+
+async def finish(parts: LoopParts) -> None:
+    await parts.runner.close()
+    await parts.storage.close()
+    await parts.publisher.aclose()
+
+
+async def rollouts(parts: LoopParts) -> list[Trajectory]:
+    return [found async for found, _ in parts.storage.find(TrajectoryFilter(run_id="shopping/rollouts"))]
+
+
+def iterations(state: LoopState) -> list[dict[str, float]]:
+    return [record.metrics for record in state.records if record.name in ITERATIONS]
+
+
+async def test_rollouts_go_on_while_the_policy_is_trained(world: ShopWorld, tmp_path: Path) -> None:
+    parts = world.parts(tmp_path)
+    state = await make_loop(make_plan("beside"), parts, BEHIND).run()
+    assert [record.name for record in state.records][4:] == [*ITERATIONS, "evaluate-final"]
+    groups = [record.groups for record in state.records if record.groups]
+    assert sorted(number for each in groups for number in each) == list(range(6))
+    played = await rollouts(parts)
+    assert len(played) == 24 and not any(trajectory.failure for trajectory in played)
+    assert {node.policy.adapter for each in played for node in each.sampled() if node.policy} == {"beside"}
+
+    figures = iterations(state)
+    assert [each["episodes"] for each in figures] == [8.0, 8.0, 8.0]
+    assert max(each["staleness_max"] for each in figures) == 1 and figures[0]["staleness_max"] == 0
+    assert all(0 <= each["staleness"] <= each["staleness_max"] for each in figures)
+    assert all(0 < each["weight"] <= 2 for each in figures), "stale tokens are weighed by their recorded logprobs"
+    shares = ("rollouts_waiting_share", "training_waiting_share")
+    assert all(0 <= each[share] <= 1 for each in figures for share in shares)
+    assert sum(each["rollouts_an_hour"] for each in figures) > 0
+    # The second batch began on the weights that the first one was to improve, before that was trained on.
+    first = next(record for record in state.records if record.name == ITERATIONS[0])
+    trained_from = first.finished - first.metrics["training_seconds"] - first.metrics["publish_seconds"]
+    assert any(each.times.started < trained_from for each in played if each.group_id.split("/")[2] >= "000002")
+    assert parts.adapters.current("beside") == parts.adapters.get(state.adapter or "")
+    await finish(parts)
+
+
+@pytest.mark.slow
+async def test_without_staleness_nothing_is_played_ahead(world: ShopWorld, tmp_path: Path) -> None:
+    parts = world.parts(tmp_path)
+    state = await AsyncLoop(make_plan("now", iterations=2), parts, LoopSettings(kind="async", max_staleness=0)).run()
+    assert [each["staleness_max"] for each in iterations(state)] == [0, 0]
+    versions = {each.group_id.split("/")[2]: each.policy.version for each in await rollouts(parts)}
+    assert versions == {"000000": 1, "000001": 1, "000002": 2, "000003": 2}
+    await finish(parts)
+
+
+class Slow:
+    """An engine that answers when it is let."""
+
+    def __init__(self, engine: LLMEngine, gate: asyncio.Event) -> None:
+        self._engine, self._gate = engine, gate
+
+    async def complete(self, messages: Any, **options: Any) -> Any:
+        await self._gate.wait()
+        return await self._engine.complete(messages, **options)
+
+
+class Until(LoopListener):
+    """Calls ``then`` when a stage is finished."""
+
+    def __init__(self, stage: str, then: Any) -> None:
+        self.stage, self.then = stage, then
+
+    def stage_finished(self, record: Any) -> None:
+        if record.name == self.stage:
+            self.then()
+
+
+@pytest.mark.slow
+async def test_what_others_have_overtaken_is_dropped_and_counted(world: ShopWorld, tmp_path: Path) -> None:
+    gate = asyncio.Event()
+
+    def around(request: EpisodeRequest, engine: LLMEngine) -> LLMEngine:
+        straggles = "/000001/" in request.group_id and request.run_id.endswith("rollouts")
+        return Slow(engine, gate) if straggles else engine
+
+    world.around_engine = around
+    parts = world.parts(tmp_path, keep=5)
+    plan = make_plan("late", tasks_per_iteration=1, samples_per_task=2)
+    # Version 2 is in use after the first iteration; two later the straggler is of no use any more.
+    loop = AsyncLoop(plan.model_copy(update={"iterations": 4}), parts, BEHIND, Until(ITERATIONS[2], gate.set))
+    state = await loop.run()
+    last = next(record for record in state.records if record.name == "iteration-003")
+    assert last.groups == (4, 1)
+    assert (last.metrics["groups_dropped"], last.metrics["episodes_stale"]) == (1, 2)
+    await finish(parts)
+
+
+class Watched:
+    """An engine that makes an episode wait after its first answer until ``gate`` is open."""
+
+    def __init__(self, engine: LLMEngine, gate: asyncio.Event) -> None:
+        self._engine, self._gate, self._calls = engine, gate, 0
+
+    async def complete(self, messages: Any, **options: Any) -> Any:
+        self._calls += 1
+        if self._calls > 1:
+            await self._gate.wait()
+        return await self._engine.complete(messages, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("goes_on", ["finish", "continue"])
+async def test_partial_rollouts(world: ShopWorld, tmp_path: Path, goes_on: str) -> None:
+    """An episode that is under way when a version comes ends on its own one, or on that."""
+    gate = asyncio.Event()
+    settings = RLSettings(
+        loop=BEHIND.model_copy(update={"partial_rollouts": goes_on}),
+        serving=ServingSettings(base_url=f"{world.server}/v1", model=MODEL, adapter="parts"),
+    )
+
+    def around(request: EpisodeRequest, engine: LLMEngine) -> LLMEngine:
+        waits = "/000001/" in request.group_id and request.run_id.endswith("rollouts")
+        return Watched(engine, gate) if waits else engine
+
+    world.around_engine = around
+    parts = world.parts(tmp_path)
+    with rollout_settings(settings, parts.adapters) as sampled:
+        world.server = sampled.serving.base_url.removesuffix("/v1")
+        plan = make_plan("parts", tasks_per_iteration=1, iterations=2)
+        state = await AsyncLoop(plan, parts, settings.loop, Until(ITERATIONS[0], gate.set)).run()
+    waited = [each for each in await rollouts(parts) if "/000001/" in each.group_id]
+    versions = [[node.policy.version for node in each.sampled() if node.policy] for each in waited]
+    later = 2 if goes_on == "continue" else 1
+    assert all(each[0] == 1 and set(each[1:]) == {later} for each in versions if len(each) > 1)
+    figures = iterations(state)[1]
+    assert figures["failed"] == 0 and figures["staleness_max"] == 1
+    assert (figures["staleness"] < 1) == (goes_on == "continue")
+    await finish(parts)
+
+
+class Killed(Exception):
+    """Stands for a power cut."""
+
+
+class KillInTraining(LoopListener):
+    def __init__(self, stage: str) -> None:
+        self.stage = stage
+
+    def advanced(self, stage: str, activity: str, done: int, total: int) -> None:
+        if (stage, activity) == (self.stage, "training"):
+            raise Killed
+
+
+async def test_an_interrupted_run_loses_nothing_and_trains_nothing_twice(world: ShopWorld, tmp_path: Path) -> None:
+    plan, parts = make_plan("again"), world.parts(tmp_path)
+    with pytest.raises(Killed):
+        await AsyncLoop(plan, parts, BEHIND, KillInTraining(ITERATIONS[1])).run()
+    before = {each.id: each for each in await rollouts(parts)}
+    await finish(parts)
+    chosen = LoopState.load(tmp_path / "state.json").batch
+    assert chosen is not None and chosen.stage == ITERATIONS[1] and len(chosen.trajectories) == 8
+
+    world.asked.clear()
+    parts = world.parts(tmp_path)
+    state = await AsyncLoop(plan, parts, BEHIND).run()
+    record = state.record(ITERATIONS[1])
+    assert record is not None and record.groups == chosen.groups
+    assert sorted(number for each in state.records for number in each.groups) == list(range(6))
+    after = {each.id: each for each in await rollouts(parts)}
+    assert before.items() <= after.items() and len(after) == 24, "what was finished was not played again"
+    again = [request for request in world.asked if request.run_id.endswith("rollouts")]
+    assert len(again) == 24 - len(before)
+    await finish(parts)
+
+
+@pytest.mark.slow
+class Steps(LoopListener):
+    """The optimiser steps so far."""
+
+    def __init__(self) -> None:
+        self.done: list[int] = []
+
+    def advanced(self, stage: str, activity: str, done: int, total: int) -> None:
+        if activity == "training":
+            self.done.append(done)
+
+
+async def test_a_cancelled_loop_ends_with_the_step_under_way(world: ShopWorld, tmp_path: Path) -> None:
+    plan = make_plan("cancelled", iterations=1, demonstrations=())
+    long = plan.reinforcement.model_copy(update={"num_epochs": 5_000})
+    parts, steps = world.parts(tmp_path), Steps()
+    running = asyncio.create_task(
+        ClosedLoop(plan.model_copy(update={"reinforcement": long}), parts, steps).run(),
+    )
+    while not steps.done:
+        await asyncio.sleep(0.02)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    at_most = len(steps.done) + 1
+    await asyncio.sleep(1.0)
+    assert len(steps.done) <= at_most
+    await finish(parts)
+
+
+async def test_a_state_of_one_loop_is_read_by_the_other(world: ShopWorld, tmp_path: Path) -> None:
+    plan, parts = make_plan("swap", iterations=1), world.parts(tmp_path)
+    with pytest.raises(Killed):
+        await ClosedLoop(plan, parts, KillInTraining(ITERATIONS[0])).run()
+    state = await AsyncLoop(plan, parts, BEHIND).run()
+    assert [record.name for record in state.records][-2:] == [ITERATIONS[0], "evaluate-final"]
+    assert await ClosedLoop(plan, parts).run() == state
+    await finish(parts)
+
+
+class Outage(LoopListener):
+    """Stops the server when a stage begins, and starts it again a while later, without any adapter."""
+
+    def __init__(self, config: ServerConfig, generator: Generator, seconds: float, stage: str = ITERATIONS[1]) -> None:
+        self.config, self.generator, self.seconds, self.stage = config, generator, seconds, stage
+        self.told: list[str] = []
+        self.serving = running_server(config, generator)
+        self.url = self.serving.__enter__()
+        self.back: asyncio.TimerHandle | None = None
+
+    def stage_started(self, name: str) -> None:
+        if name == self.stage:
+            self.serving.__exit__(None, None, None)
+            for adapter in self.generator.adapters:
+                self.generator.unload_adapter(adapter.name)
+            self.back = asyncio.get_running_loop().call_later(self.seconds, self.start)
+
+    def start(self) -> None:
+        port = int(self.url.rsplit(":", 1)[1])
+        self.serving = running_server(self.config.model_copy(update={"port": port}), self.generator)
+        self.serving.__enter__()
+
+    def advanced(self, stage: str, activity: str, done: int, total: int) -> None:
+        self.told.append(activity)
+
+
+@pytest.mark.slow
+async def test_a_server_that_is_away_pauses_the_loop(served: ShopWorld, tmp_path: Path) -> None:
+    config = ServerConfig(
+        model=str(served.model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=64
+    )
+    with Generator(config) as generator:
+        outage = Outage(config, generator, 1.0)
+        world = ShopWorld(served.shop, outage.url, served.model)
+        parts = world.parts(tmp_path)
+        state = await AsyncLoop(make_plan("outage"), parts, BEHIND, outage).run()
+        outage.serving.__exit__(None, None, None)
+    assert any(activity.startswith("paused: nothing answers at http") for activity in outage.told)
+    assert "going on" in outage.told
+    assert [each["episodes_used"] + each["episodes_flat"] for each in iterations(state)] == [8, 8, 8]
+    assert [each["failed"] for each in iterations(state)] == [0, 0, 0]
+    await finish(parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["evaluate-base", ITERATIONS[0]])
+async def test_a_server_that_is_away_before_anything_is_published_pauses_the_loop(
+    served: ShopWorld, tmp_path: Path, stage: str
+) -> None:
+    config = ServerConfig(
+        model=str(served.model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=64
+    )
+    with Generator(config) as generator:
+        outage = Outage(config, generator, 6.0, stage)
+        world = ShopWorld(served.shop, outage.url, served.model)
+        parts = world.parts(tmp_path)
+        plan = make_plan("cold", demonstrations=(), iterations=1)
+        state = await AsyncLoop(plan, parts, BEHIND, outage).run()
+        outage.serving.__exit__(None, None, None)
+    assert any(activity.startswith("paused: nothing answers at http") for activity in outage.told)
+    assert "going on" in outage.told
+    assert [(record.name, record.metrics["failed"]) for record in state.records] == [
+        ("evaluate-base", 0),
+        (ITERATIONS[0], 0),
+        ("evaluate-final", 0),
+    ]
+    await finish(parts)
+
+
+@pytest.mark.slow
+async def test_a_server_that_stays_away_ends_the_loop_with_everything_kept(served: ShopWorld, tmp_path: Path) -> None:
+    config = ServerConfig(
+        model=str(served.model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=64
+    )
+    with Generator(config) as generator:
+        outage = Outage(config, generator, 3600)
+        world = ShopWorld(served.shop, outage.url, served.model)
+        parts, plan = world.parts(tmp_path), make_plan("gone")
+        patience = BEHIND.model_copy(update={"patience": 0.5})
+        with pytest.raises(InfrastructureError, match=r"away for 0\.5 s .* run the same again"):
+            await AsyncLoop(plan, parts, patience, outage).run()
+        assert outage.back is not None
+        outage.back.cancel()
+        await finish(parts)
+        assert [record.name for record in LoopState.load(parts.state_file).records][-1] == ITERATIONS[0]
+        outage.start()
+        parts = world.parts(tmp_path)
+        state = await AsyncLoop(plan, parts, BEHIND).run()
+        outage.serving.__exit__(None, None, None)
+    assert sorted(number for each in state.records for number in each.groups) == list(range(6))
+    await finish(parts)

@@ -1,0 +1,294 @@
+"""The parts of the asynchronous loop by themselves: the supply's bound, the lineage, the router."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from raw_server import raw_server, respond
+
+from openhands_rl_plugin.core.errors import InfrastructureError, PublishError
+from openhands_rl_plugin.core.types import (
+    Adapter,
+    EpisodeRequest,
+    Failure,
+    FailureKind,
+    Message,
+    Node,
+    PolicyRef,
+    Task,
+    Tokens,
+    Trajectory,
+)
+from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.testing import example_trajectory
+from openhands_rl_plugin.training.loop.lineage import Lineage, Staleness
+from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
+from openhands_rl_plugin.training.loop.router import running_router
+from openhands_rl_plugin.training.loop.server_outage import PatientRunner, PatientServer
+from openhands_rl_plugin.training.loop.supply import Group, Meter, Supply
+
+
+class Simulation:
+    """Groups that take as many turns of the event loop as they are told to, and a trainer that takes batches."""
+
+    def __init__(self, durations: list[int], batch: int, staleness: int, batches: int) -> None:
+        self.durations, self.batch, self.staleness, self.batches = durations, batch, staleness, batches
+        self.version = 0
+        self.begun: dict[int, int] = {}
+        self.ages: list[int] = []
+        self.used: list[int] = []
+
+    async def play(self, number: int) -> Group:
+        self.begun[number] = self.version
+        for _ in range(self.durations[number % len(self.durations)]):
+            await asyncio.sleep(0)
+        return Group(number, ())
+
+    def limit(self) -> int:
+        return min(self.staleness + 1, self.batches - self.version) * self.batch
+
+    async def run(self) -> None:
+        supply = Supply(self.play, used=(), held=0, limit=self.limit())
+        async with asyncio.TaskGroup() as tasks:
+            supply.start(tasks)
+            while self.version < self.batches:
+                taken = 0
+                while taken < self.batch:
+                    group = await supply.take()
+                    self.used.append(group.number)
+                    if (age := self.version - self.begun[group.number]) > self.staleness:
+                        supply.close(1)
+                        continue
+                    self.ages.append(age)
+                    taken += 1
+                await asyncio.sleep(0)
+                self.version += 1
+                supply.close(self.batch, self.limit())
+            supply.stop()
+
+
+@given(
+    durations=st.lists(st.integers(0, 30), min_size=1, max_size=12),
+    batch=st.integers(1, 4),
+    staleness=st.integers(0, 3),
+    batches=st.integers(1, 6),
+)
+def test_no_group_is_older_than_the_bound_or_used_twice(
+    durations: list[int], batch: int, staleness: int, batches: int
+) -> None:
+    simulation = Simulation(durations, batch, staleness, batches)
+    asyncio.run(asyncio.wait_for(simulation.run(), 20))
+    assert len(simulation.ages) == batch * batches and max(simulation.ages) <= staleness
+    assert len(set(simulation.used)) == len(simulation.used)
+    # No more were begun than were needed and dropped.
+    assert len(simulation.begun) == len(simulation.used)
+    if len(set(durations)) == 1:
+        assert len(simulation.used) == batch * batches, "where none overtakes another, none is dropped"
+
+
+def test_groups_that_are_used_up_are_not_played() -> None:
+    played = []
+
+    async def play(number: int) -> Group:
+        played.append(number)
+        return Group(number, ())
+
+    async def run() -> list[int]:
+        supply = Supply(play, used={0, 1, 3}, held=1, limit=3)
+        async with asyncio.TaskGroup() as tasks:
+            supply.start(tasks)
+            taken = [(await supply.take()).number for _ in range(2)]
+            supply.stop()
+        return taken
+
+    assert asyncio.run(run()) == [2, 4] == played
+
+
+def test_an_error_of_a_group_stops_all() -> None:
+    async def play(number: int) -> Group:
+        if number == 1:
+            raise OSError("the disk is full")
+        await asyncio.sleep(60)
+        return Group(number, ())
+
+    async def run() -> None:
+        supply = Supply(play, used=(), held=0, limit=2)
+        async with asyncio.TaskGroup() as tasks:
+            supply.start(tasks)
+            await supply.take()
+
+    with pytest.raises(ExceptionGroup, match="TaskGroup") as caught:
+        asyncio.run(run())
+    assert isinstance(caught.value.exceptions[0], OSError)
+
+
+async def test_a_meter_knows_how_busy_the_places_were() -> None:
+    meter = Meter(2)
+    with meter.episode():
+        await asyncio.sleep(0.2)
+    figures = meter.read()
+    assert 0.45 < figures["rollouts_waiting_share"] < 0.8, "one of two places; a busy machine adds waiting to both"
+    assert figures["rollouts_an_hour"] == pytest.approx(3600 / 0.2, rel=0.2)
+    await asyncio.sleep(0.01)
+    assert meter.read() == pytest.approx({"rollouts_an_hour": 0.0, "rollouts_waiting_share": 1.0})
+
+
+def state(*adapters: str | None) -> LoopState:
+    records = (
+        StageRecord(name=str(at), adapter=each, metrics={}, started=0, finished=0) for at, each in enumerate(adapters)
+    )
+    return LoopState(records=tuple(records))
+
+
+def sampled(*versions: tuple[int | None, int]) -> Trajectory:
+    """An episode with a sampled node of so many tokens for every version."""
+    nodes = [Node(parent=None, message=Message(role="user", content="?"))]
+    for version, count in versions:
+        policy = PolicyRef(base_model="m", adapter=None if version is None else "a", version=version)
+        tokens = Tokens(sampled_ids=(1,) * count, logprobs=(-1.0,) * count)
+        said = Message(role="assistant", content="!")
+        nodes.append(Node(parent=len(nodes) - 1, message=said, sampled=True, tokens=tokens, policy=policy))
+    return example_trajectory(0).model_copy(update={"nodes": tuple(nodes), "head": len(nodes) - 1})
+
+
+def test_staleness_is_counted_in_versions_that_were_gone_on_from() -> None:
+    # Version 2 was published by a stage that was killed, and is nobody's ancestor.
+    lineage = Lineage("m", state(None, None, "a-v000001", "a-v000001", "a-v000003"))
+    ages = [lineage.age(PolicyRef.from_served_name("m", name)) for name in ("m", "a-v000001", "a-v000003", "a-v000002")]
+    assert ages == [2, 1, 0, None]
+    mixed = sampled((1, 3), (3, 1))
+    assert lineage.staleness([mixed]) == Staleness(mean=0.75, largest=1)
+    assert not lineage.is_too_stale(mixed, 1) and lineage.is_too_stale(mixed, 0)
+    assert lineage.is_too_stale(sampled((2, 1)), 9), "weights that are no part of the run are no sample of it"
+    assert lineage.staleness([]) == Staleness(mean=0.0, largest=0)
+
+
+def write_weights(path: Path) -> None:
+    (path / "adapter_model.safetensors").write_bytes(b"")
+
+
+@pytest.mark.parametrize("status", ["502 Bad Gateway", "503 Service Unavailable", "429 Too Many Requests"])
+async def test_a_server_whose_proxy_says_that_it_is_away_is_waited_for(tmp_path: Path, status: str) -> None:
+    store, adapter = stored(tmp_path)
+    refusals, loaded, told = 2, set[str](), list[str]()
+
+    def answer(path: str, body: Any) -> bytes:
+        nonlocal refusals
+        if refusals:
+            refusals -= 1
+            return respond("the model is being loaded", status)
+        if path == "/v1/load_lora_adapter":
+            loaded.add(body["lora_name"])
+        cards = [{"id": "m", "owned_by": "vllm"}, *({"id": name, "parent": "m"} for name in loaded)]
+        return respond({"data": cards})
+
+    async with raw_server(answer) as upstream, AdapterPublisher(upstream.url, store) as publisher:
+        server = PatientServer(publisher, 30.0, told.append)
+        assert (await server.publish(adapter)).adapter == adapter.name
+    assert loaded == {adapter.name} and server.outages == 1
+    assert len(told) == 3 and status[:3] in told[0] and told[-1] == ""
+
+
+async def test_a_server_that_stays_away_ends_the_waiting_and_one_that_refuses_is_not_waited_for(tmp_path: Path) -> None:
+    store, adapter = stored(tmp_path)
+    answers = {"/v1/models": respond("starting", "503 Service Unavailable")}
+    async with (
+        raw_server(lambda path, _: answers[path]) as upstream,
+        AdapterPublisher(upstream.url, store) as publisher,
+    ):
+        with pytest.raises(InfrastructureError, match=r"has been away for 0 s .*HTTP 503"):
+            await PatientServer(publisher, 0.0, lambda _: None).publish(adapter)
+        answers["/v1/models"] = respond("no", "500 Internal Server Error")
+        with pytest.raises(PublishError, match="HTTP 500"):
+            await PatientServer(publisher, 30.0, lambda _: None).publish(adapter)
+
+
+class Lost:
+    """A runner whose episodes all fail for want of a server."""
+
+    async def run(self, request: EpisodeRequest) -> Trajectory:
+        failure = Failure(kind=FailureKind.INFRASTRUCTURE, message="nothing answers", boundary="model")
+        return example_trajectory(0).model_copy(update={"failure": failure})
+
+    async def close(self) -> None:
+        pass
+
+
+REQUEST = EpisodeRequest(task=Task(id="t", environment="e"), run_id="r", group_id="g")
+
+
+async def test_a_server_is_waited_for_before_any_version_is_in_use(tmp_path: Path) -> None:
+    refusals, told = 2, list[str]()
+
+    def answer(path: str, body: Any) -> bytes:
+        nonlocal refusals
+        if refusals:
+            refusals -= 1
+            return respond("the model is being loaded", "503 Service Unavailable")
+        return respond({"data": [{"id": "m", "owned_by": "vllm"}]})
+
+    async with raw_server(answer) as upstream, AdapterPublisher(upstream.url, AdapterStore(tmp_path)) as publisher:
+        server = PatientServer(publisher, 30.0, told.append)
+        await PatientRunner(Lost(), server).run(REQUEST)
+        assert not refusals and server.outages == 1
+        assert len(told) == 3 and "503" in told[0] and told[-1] == ""
+        assert upstream.paths() == ["/v1/models"] * len(upstream.paths()), "there is nothing to load"
+
+
+async def test_a_server_that_stays_away_ends_a_run_before_any_version_is_in_use(tmp_path: Path) -> None:
+    async with AdapterPublisher("http://127.0.0.1:9", AdapterStore(tmp_path)) as publisher:
+        with pytest.raises(InfrastructureError, match=r"has been away for 0 s .*run the same again"):
+            await PatientRunner(Lost(), PatientServer(publisher, 0.0, lambda _: None)).run(REQUEST)
+
+
+def stored(path: Path) -> tuple[AdapterStore, Adapter]:
+    """A version that a server may be asked to load."""
+
+    def write(directory: Path) -> None:
+        write_weights(directory)
+        config = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}
+        (directory / "adapter_config.json").write_text(json.dumps(config))
+
+    store = AdapterStore(path)
+    return store, store.create("shop", write, base_model="m")
+
+
+def echo(path: str, body: Any) -> bytes:
+    return respond({"path": path, "asked": body})
+
+
+async def test_the_router_asks_for_the_version_in_use(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path)
+    first = store.create("shop", write_weights, base_model="m")
+    second = store.create("shop", write_weights, base_model="m")
+    async with raw_server(echo) as upstream, httpx.AsyncClient() as client:
+        with running_router(f"{upstream.url}/v1", store, "shop") as url:
+
+            async def asked(model: object, path: str = "/v1/chat/completions") -> object:
+                answer = await client.post(url + path, json={"model": model, "n": 2})
+                assert answer.json()["path"] == path and answer.json()["asked"]["n"] == 2
+                return answer.json()["asked"]["model"]
+
+            assert await asked(first.name) == first.name, "before a version is in use nothing is routed"
+            store.point(second)
+            assert [await asked(name) for name in (first.name, second.name)] == [second.name, second.name]
+            assert await asked(f"m:{first.name}") == f"m:{second.name}", "that is how SGLang is asked"
+            others = ["m", "m:", "other-v000001", "m:other-v000001", None, 3]
+            assert [await asked(name) for name in others] == others
+            assert await asked(first.name, "/v1/load_lora_adapter") == first.name, "only completions are routed"
+            assert (await client.post(f"{url}/v1/completions", content=b"[1]")).status_code == 200
+
+
+async def test_a_router_without_a_server_says_so(tmp_path: Path) -> None:
+    with running_router("http://127.0.0.1:9", AdapterStore(tmp_path), "shop") as url:
+        async with httpx.AsyncClient() as client:
+            answer = await client.post(f"{url}/v1/chat/completions", json={"model": "shop-v000001"})
+    assert answer.status_code == 503 and "no model server answers" in answer.json()["error"]["message"]

@@ -1,0 +1,76 @@
+"""What is watched while training, and the logprob function against plain autograd."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from openhands_rl_plugin.training.losses.logprobs import ROWS_AT_A_TIME, Diagnostics, diagnose, token_logprobs
+from openhands_rl_plugin.training.losses.objectives import TokenBatch, ppo
+
+
+def batch_of(count: int = 31) -> TokenBatch:
+    torch.manual_seed(0)
+    old = -torch.rand(count) * 2
+    advantages = torch.tensor([1.2, -0.8, 0.5, -1.5, 0.0, 0.7]).repeat(6)[:count]
+    return TokenBatch(old + torch.randn(count) * 0.5, old, advantages, torch.arange(count) // 6, 6)
+
+
+def part_of(batch: TokenBatch, part: slice) -> TokenBatch:
+    tensors = (batch.logprobs, batch.old, batch.advantages, batch.sequence)
+    return TokenBatch(*(tensor[part] for tensor in tensors), batch.sequences)
+
+
+def watched(batch: TokenBatch) -> Diagnostics:
+    ratio = torch.exp(batch.logprobs - batch.old)
+    return diagnose(batch, -batch.old, ratio=ratio, low=0.2, high=0.28)
+
+
+def test_diagnostics_of_passes_add_up_to_those_of_the_batch() -> None:
+    batch = batch_of()
+    whole, parts = watched(batch), Diagnostics()
+    for part in (slice(0, 5), slice(5, 18), slice(18, None)):
+        parts += watched(part_of(batch, part))
+    assert whole.tokens == parts.tokens == 31
+    for name in ("ratio", "approx_kl", "clip_share", "entropy"):
+        assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-5)
+    ratio = torch.exp(batch.logprobs - batch.old)
+    assert whole.approx_kl == pytest.approx((ratio - 1 - ratio.log()).mean().item(), rel=1e-5)
+
+
+def test_the_clip_share_is_that_of_tokens_without_a_gradient() -> None:
+    batch = batch_of()
+    logprobs = batch.logprobs.clone().requires_grad_()
+    ppo(replace(batch, logprobs=logprobs), low=0.2, high=0.28).sum().backward()
+    assert logprobs.grad is not None
+    cut = ((logprobs.grad == 0) & (batch.advantages != 0)).float().mean().item()
+    assert watched(batch).clip_share == pytest.approx(cut)
+    assert 0 < cut < 1
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_logprobs_entropies_and_gradients_are_those_of_plain_autograd(with_bias: bool) -> None:
+    torch.manual_seed(1)
+    count = 2 * ROWS_AT_A_TIME + 3
+    hidden = torch.randn(count, 12, requires_grad=True)
+    weight, targets = torch.randn(50, 12), torch.randint(50, (count,))
+    bias = torch.randn(50) if with_bias else None
+    scale = torch.randn(count)
+
+    expected = torch.log_softmax(torch.nn.functional.linear(hidden, weight, bias), -1)
+    chosen = expected.gather(1, targets[:, None])[:, 0]
+    (slope,) = torch.autograd.grad((chosen * scale).sum(), hidden)
+
+    logprobs, entropies = token_logprobs(hidden, targets, weight, bias)
+    (mine,) = torch.autograd.grad((logprobs * scale).sum(), hidden)
+    torch.testing.assert_close(logprobs, chosen)
+    torch.testing.assert_close(entropies, -(expected.exp() * expected).sum(-1))
+    torch.testing.assert_close(mine, slope, rtol=1e-4, atol=1e-5)
+
+
+def test_logprobs_without_gradient() -> None:
+    hidden, weight = torch.randn(3, 4), torch.randn(7, 4)
+    logprobs, _ = token_logprobs(hidden, torch.tensor([0, 1, 2]), weight)
+    assert not logprobs.requires_grad

@@ -1,0 +1,168 @@
+"""Losses and gradients against the golden values of verl, TRL and OpenRLHF."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from openhands_rl_plugin.training.losses.objectives import (
+    TokenBatch,
+    cispo,
+    correction_weights,
+    fixed_length,
+    gspo,
+    kl_penalty,
+    likelihood,
+    ppo,
+    preference,
+    rollout_mean,
+    sequence_mean,
+    token_mean,
+)
+
+ROWS, WIDTH = 6, 8
+LENGTHS = [8, 6, 3, 1, 5, 8]
+ADVANTAGES = [1.2, -0.8, 0.5, -1.5, 0.0, 0.7]
+
+
+def golden_batch() -> TokenBatch:
+    """The batch that the published values were computed on, as its sampled tokens."""
+    torch.manual_seed(0)
+    old = -torch.rand(ROWS, WIDTH) * 2
+    new = old + torch.randn(ROWS, WIDTH) * 0.5
+    mask = torch.arange(WIDTH)[None] < torch.tensor(LENGTHS)[:, None]
+    advantages = torch.tensor(ADVANTAGES)[:, None].expand(ROWS, WIDTH)
+    sequence = torch.arange(ROWS)[:, None].expand(ROWS, WIDTH)
+    return TokenBatch(
+        logprobs=new[mask].requires_grad_(),
+        old=old[mask],
+        advantages=advantages[mask],
+        sequence=sequence[mask],
+        sequences=ROWS,
+    )
+
+
+LENGTHS_OF = torch.tensor(LENGTHS, dtype=torch.float32)
+CLIP = {"low": 0.2, "high": 0.28}
+
+
+@pytest.mark.parametrize(
+    ("objective", "weights", "loss", "norm"),
+    [
+        (partial(ppo, **CLIP), token_mean, -0.193785, 0.181162),
+        (partial(ppo, **CLIP, dual=3.0), token_mean, -0.258373, 0.112488),
+        (partial(ppo, **CLIP), sequence_mean, 0.056191, 0.148957),
+        (partial(ppo, **CLIP), partial(fixed_length, longest=WIDTH), -0.125153, 0.117000),
+        (partial(gspo, **CLIP), sequence_mean, -0.063641, 0.123891),
+        (partial(cispo, **CLIP), token_mean, 0.323623, 0.156387),
+        (partial(cispo, low=None, high=0.28), token_mean, 0.332744, 0.148872),
+        (partial(cispo, low=None, high=-0.72), token_mean, 0.092596, 0.042634),
+    ],
+    ids=["PPO, DAPO", "PPO dual clip 3", "GRPO", "Dr. GRPO", "GSPO", "CISPO verl", "CISPO TRL", "CISPO cap 0.28"],
+)
+def test_losses_and_gradients_are_the_published_ones(
+    objective: Callable[[TokenBatch], Tensor], weights: Callable[[Tensor], Tensor], loss: float, norm: float
+):
+    batch = golden_batch()
+    total = (weights(LENGTHS_OF)[batch.sequence] * objective(batch)).sum()
+    total.backward()
+    assert total.item() == pytest.approx(loss, abs=1.1e-6)
+    assert batch.logprobs.grad is not None
+    assert batch.logprobs.grad.norm().item() == pytest.approx(norm, abs=1.1e-6)
+
+
+def test_on_policy_every_objective_has_the_gradient_of_reinforce():
+    for objective in (ppo, gspo, cispo):
+        values = torch.tensor([-1.0, -0.5, -2.0], requires_grad=True)
+        advantages = torch.tensor([1.0, 1.0, -2.0])
+        batch = TokenBatch(values, values.detach().clone(), advantages, torch.tensor([0, 0, 1]), 2)
+        objective(batch).sum().backward()
+        assert torch.allclose(values.grad, -advantages), objective.__name__
+
+
+def test_fine_tuning_is_the_likelihood():
+    batch = golden_batch()
+    assert torch.equal(likelihood(batch), -batch.logprobs)
+
+
+def test_estimates_of_the_divergence_agree_where_they_should():
+    torch.manual_seed(1)
+    policy = torch.log_softmax(torch.randn(50), 0)
+    reference = torch.log_softmax(policy + 0.3 * torch.randn(50), 0)
+    exact = (policy.exp() * (policy - reference)).sum()
+    for kind in ("k1", "k3"):
+        assert (policy.exp() * kl_penalty(policy, reference, kind)).sum() == pytest.approx(exact.item(), abs=1e-5)
+    assert (kl_penalty(policy, reference, "k3") >= 0).all() and (kl_penalty(policy, reference, "k2") >= 0).all()
+
+
+def test_stale_tokens_are_weighed_capped_or_left_out():
+    ratios = torch.tensor([0.1, 1.0, 5.0, 1.5])
+    batch = TokenBatch(torch.zeros(4), ratios.log(), torch.ones(4), torch.tensor([0, 0, 1, 1]), 2)
+    behaviour = torch.zeros(4)
+    weigh = partial(correction_weights, batch, behaviour)
+    assert torch.equal(weigh(mode="none"), torch.ones(4))
+    assert torch.allclose(weigh(mode="truncate"), torch.tensor([0.1, 1.0, 2.0, 1.5]))
+    assert torch.allclose(weigh(mode="mask"), torch.tensor([0.0, 1.0, 0.0, 1.5]))
+    first, second = math.sqrt(0.1), math.sqrt(7.5)
+    assert torch.allclose(weigh(mode="truncate", level="sequence"), torch.tensor([first, first, 2.0, 2.0]))
+    assert torch.allclose(weigh(mode="mask", level="sequence", high=3.0), torch.tensor([0, 0, second, second]))
+
+
+def test_a_sequence_can_be_weighed_by_the_product_of_its_ratios():
+    ratios = torch.tensor([0.5, 3.0, 0.2, 0.9, 1.5, 2.0])
+    sequence = torch.tensor([0, 0, 1, 1, 2, 2])
+    batch = TokenBatch(torch.zeros(6), ratios.log(), torch.ones(6), sequence, 3)
+    weigh = partial(correction_weights, batch, torch.zeros(6), level="sequence-product")
+    assert torch.equal(weigh(mode="none"), torch.ones(6))
+    assert torch.allclose(weigh(mode="truncate"), torch.tensor([1.5, 1.5, 0.18, 0.18, 2.0, 2.0]))
+    assert torch.allclose(weigh(mode="mask"), torch.tensor([1.5, 1.5, 0.0, 0.0, 0.0, 0.0]))
+    assert torch.allclose(weigh(mode="mask", high=3.5), torch.tensor([1.5, 1.5, 0.0, 0.0, 3.0, 3.0]))
+
+
+def test_the_product_is_that_of_padded_rows_and_every_sequence_is_weighed_as_if_alone():
+    whole = golden_batch()
+    behaviour = whole.logprobs.detach()
+    rows = torch.zeros(ROWS, WIDTH)
+    rows[torch.arange(WIDTH)[None] < torch.tensor(LENGTHS)[:, None]] = whole.old - behaviour
+    weights = correction_weights(whole, behaviour, mode="truncate", level="sequence-product", high=1e9)
+    assert torch.allclose(weights, rows.sum(dim=1).exp()[whole.sequence]) and not weights.requires_grad
+    for row in range(ROWS):
+        own = whole.sequence == row
+        count = int(own.sum())
+        alone = TokenBatch(behaviour[own], whole.old[own], torch.ones(count), torch.zeros(count, dtype=torch.int64), 1)
+        found = correction_weights(alone, behaviour[own], mode="truncate", level="sequence-product", high=1e9)
+        assert torch.allclose(found, weights[own])
+
+
+@pytest.mark.parametrize("away", [-1.0, 1.0])
+def test_the_product_over_many_tokens_stays_finite(away: float):
+    count = 20_000
+    batch = TokenBatch(
+        torch.zeros(count), torch.full((count,), away), torch.ones(count), torch.zeros(count, dtype=torch.int64), 1
+    )
+    weigh = partial(correction_weights, batch, torch.zeros(count), level="sequence-product")
+    assert weigh(mode="truncate", high=1e30).isfinite().all()
+    assert torch.allclose(weigh(mode="truncate"), torch.tensor(2.0 if away > 0 else 0.0))
+    assert not weigh(mode="mask").any()
+
+
+def test_weights_of_a_batch_sum_to_one_and_do_not_depend_on_how_it_is_cut():
+    lengths = LENGTHS_OF
+    for weights in (token_mean, sequence_mean, partial(rollout_mean, rollout=torch.tensor([0, 0, 1, 1, 1, 2]))):
+        assert (weights(lengths) * lengths).sum().item() == pytest.approx(1.0)
+    of_rollout = rollout_mean(lengths, torch.tensor([0, 0, 1, 1, 1, 2])) * lengths
+    assert [of_rollout[:2].sum().item(), of_rollout[2:5].sum().item(), of_rollout[5].item()] == pytest.approx(
+        [1 / 3] * 3
+    )
+
+
+def test_preference_is_a_half_chance_without_a_margin_and_falls_with_it():
+    zero = torch.zeros(1)
+    assert preference(zero, zero, zero, zero).item() == pytest.approx(math.log(2))
+    better = preference(torch.tensor([2.0]), torch.tensor([-1.0]), zero, zero, beta=0.5)
+    assert better.item() == pytest.approx(math.log(1 + math.exp(-1.5)))

@@ -1,0 +1,116 @@
+"""The agent under OpenRLHF's own classes, loaded as OpenRLHF loads it.
+
+OpenRLHF wants a vLLM and a flash-attn of its own, so it is not in the ordinary environment; there this is skipped:
+
+    pip install --no-deps openrlhf==0.11.2 pylatexenc
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from openrlhf_world import ScriptedVllm, VllmParams, write_config
+from test_openrlhf_rollouts import TASK, WALK
+from tiny_model import write_tokenizer
+
+from openhands_rl_plugin.core.errors import ConfigError
+
+FILE = Path(__file__).parents[3] / "openhands_rl_plugin" / "training" / "openrlhf" / "agent.py"
+NEEDED = "OpenRLHF is not installed: pip install --no-deps openrlhf==0.11.2 pylatexenc, in an environment of its own"
+
+
+def openrlhf_file(name: str) -> Path:
+    """A file of OpenRLHF's, whose package cannot be imported without vLLM."""
+    spec = importlib.util.find_spec("openrlhf")
+    assert spec is not None and spec.submodule_search_locations
+    return Path(next(iter(spec.submodule_search_locations))) / name
+
+
+def function_of(name: str, file: str, **names: Any) -> Any:
+    """One function of OpenRLHF's source, with the ``names`` that it uses."""
+    tree = ast.parse(openrlhf_file(file).read_text(encoding="utf-8"))
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
+    namespace = dict(names)
+    exec(compile(ast.Module(found, []), file, "exec", 0x1000000), namespace)  # annotations are not evaluated
+    return namespace[name]
+
+
+@pytest.fixture
+def bases() -> Any:
+    return pytest.importorskip("openrlhf.utils.agent", reason=NEEDED)
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Any:
+    return write_tokenizer(tmp_path / "tokenizer")
+
+
+@pytest.fixture
+def executor(bases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("OPENHANDS_RL_CONFIG", str(write_config(tmp_path / "config.toml", "max_turns = 6")))
+    monkeypatch.setenv("OPENHANDS_RL_TEMPLATE", "qwen3-instruct")
+    load = function_of("_load_agent_executor", "trainer/ray/vllm_engine.py", AgentExecutorBase=bases.AgentExecutorBase)
+    return load(str(FILE))
+
+
+async def execute(executor: Any, tokenizer: Any, vllm: ScriptedVllm, params: VllmParams) -> Any:
+    # The keywords of RolloutRayActor.generate_responses.
+    return await executor.execute(
+        prompt=TASK,
+        label="",
+        sampling_params=params,
+        max_length=1000,
+        hf_tokenizer=tokenizer,
+        llm_engine=vllm,
+        images=None,
+    )
+
+
+async def test_openrlhf_loads_the_file_and_gets_a_rollout(executor: Any, bases: Any, tokenizer: Any) -> None:
+    assert isinstance(executor, bases.MultiTurnAgentExecutor)
+    params = VllmParams()
+    found = await execute(executor, tokenizer, ScriptedVllm(tokenizer, WALK), params)
+    assert params == VllmParams() and found["reward"] == 1.0 and found["truncated"] is False
+    limited = await execute(executor, tokenizer, ScriptedVllm(tokenizer, ["up"]), VllmParams())
+    assert limited["truncated"] is True and len(limited["action_ranges"]) == 6
+
+
+async def test_its_stock_executor_steps_the_same_episode(executor: Any, bases: Any, tokenizer: Any) -> None:
+    stock = bases.MultiTurnAgentExecutor(executor.agent_instance_cls)
+    ours = await execute(executor, tokenizer, ScriptedVllm(tokenizer, WALK), VllmParams())
+    theirs = await execute(stock, tokenizer, ScriptedVllm(tokenizer, WALK), VllmParams())
+    assert theirs["observation_tokens"] == ours["observation_tokens"]
+    assert theirs["action_ranges"] == ours["action_ranges"]
+    assert theirs["rollout_log_probs"] == ours["rollout_log_probs"]
+    assert theirs["reward"] == ours["reward"] == 1.0
+    assert set(ours) == set(theirs)
+
+
+async def test_its_sampler_makes_an_experience_of_it(executor: Any, tokenizer: Any) -> None:
+    process = function_of(
+        "_process_response_into_experience",
+        "trainer/ppo_utils/samples_generator.py",
+        torch=torch,
+        Experience=SimpleNamespace,
+    )
+    found = await execute(executor, tokenizer, ScriptedVllm(tokenizer, ["up"]), VllmParams())
+    experience = process(None, found, max_len=1000)
+    assert experience.sequences.tolist() == [found["observation_tokens"]]
+    sampled = sum(end - start for start, end in found["action_ranges"])
+    assert int(experience.action_mask.sum()) == sampled
+    assert experience.rollout_log_probs.shape == experience.action_mask.shape
+    assert bool(experience.truncated) and experience.rewards.item() == 0.0
+    assert experience.info["agent_turns"].item() == 6.0
+
+
+def test_without_openrlhf_it_says_what_to_install() -> None:
+    if importlib.util.find_spec("openrlhf") is not None:
+        pytest.skip("OpenRLHF is installed")
+    with pytest.raises(ConfigError, match=r"pip install openrlhf\[vllm\]==0.11.2"):
+        importlib.import_module("openhands_rl_plugin.training.openrlhf.agent")

@@ -1,0 +1,208 @@
+"""The agent for OpenRLHF, against the protocol that OpenRLHF 0.11 documents; its own classes: test_openrlhf_bases."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from openrlhf_world import GRID, BrokenGrid, ScriptedVllm, VllmParams, write_config
+from tiny_model import write_tokenizer
+
+from openhands_rl_plugin.core.errors import ConfigError, RLError, TrainingError
+from openhands_rl_plugin.training.openrlhf.rollouts import RolloutConfig, Rollouts
+from openhands_rl_plugin.training.openrlhf.steps import SteppedEpisode
+
+WALK = ["right", "right", "down", "down"]
+TASK = json.dumps({"id": "grid-1", "instruction": "Be quick.", "data": {"goal": [2, 2]}})
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def rollouts(folder: Path, *lines: str, environment: str = GRID, **environ: str) -> Rollouts:
+    config = write_config(folder / "config.toml", *lines, environment=environment)
+    named = {"OPENHANDS_RL_CONFIG": str(config), "OPENHANDS_RL_TEMPLATE": "qwen3-instruct", **environ}
+    return Rollouts(RolloutConfig.from_environment(named))
+
+
+async def play(source: Rollouts, vllm: ScriptedVllm, tokenizer: Any, **options: Any) -> Any:
+    given = {"prompt": TASK, "label": "", "sampling": VllmParams(), "max_length": 2000, **options}
+    return await source.play(tokenizer=tokenizer, generator=vllm, **given)
+
+
+async def test_ids_go_in_and_come_out_as_they_were_sampled(tmp_path: Path, tokenizer: Any) -> None:
+    vllm = ScriptedVllm(tokenizer, WALK)
+    params = VllmParams(max_tokens=300)
+    before = copy.deepcopy(params)
+    found = await play(rollouts(tmp_path), vllm, tokenizer, sampling=params)
+    assert params == before, "OpenRLHF's own parameters were changed"
+    assert found["reward"] == found["scores"] == 1.0 and found["truncated"] is False
+    assert found["extra_logs"] == {"agent_turns": 4.0, "agent_cut_short": 0.0}
+    ids, ranges = found["observation_tokens"], found["action_ranges"]
+    assert [ids[:start] for start, _ in ranges] == vllm.prompts
+    said = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in WALK]
+    assert [ids[start:end] for start, end in ranges] == said and ranges[-1][1] == len(ids)
+    sampled = {at for start, end in ranges for at in range(start, end)}
+    logprobs = found["rollout_log_probs"]
+    assert len(logprobs) == len(ids)
+    assert all((value != 0.0) == (at in sampled) for at, value in enumerate(logprobs))
+    text = tokenizer.decode(ids)
+    assert text.startswith("<|im_start|>system\nWalk to (2, 2)") and "Be quick." in text
+    assert text.count("<|im_start|>assistant\n") == 4 and "<|im_end|><|im_end|>" not in text
+
+
+async def test_every_answer_counts_and_the_limit_is_flagged(tmp_path: Path, tokenizer: Any) -> None:
+    vllm = ScriptedVllm(tokenizer, ["no move at all", "up"])
+    found = await play(rollouts(tmp_path, "max_turns = 5"), vllm, tokenizer)
+    assert len(found["action_ranges"]) == 5 and found["truncated"] is True and found["reward"] == 0.0
+    assert found["extra_logs"] == {"agent_turns": 5.0, "agent_cut_short": 1.0}
+
+
+async def test_a_cut_answer_gets_the_end_of_its_turn_from_us(tmp_path: Path, tokenizer: Any) -> None:
+    vllm = ScriptedVllm(tokenizer, ["right~", "right", "down", "down~"])
+    found = await play(rollouts(tmp_path), vllm, tokenizer)
+    text = tokenizer.decode(found["observation_tokens"])
+    assert "assistant\nright<|im_end|>\n<|im_start|>user\nYou are at (1, 0).<|im_end|>" in text
+    start, end = found["action_ranges"][0]
+    assert tokenizer.decode(found["observation_tokens"][start:end]) == "right"
+    assert found["reward"] == 1.0 and found["truncated"] is True, "the last answer was cut"
+
+
+async def test_tokens_that_are_used_up_end_the_episode_and_do_not_fail_it(tmp_path: Path, tokenizer: Any) -> None:
+    vllm = ScriptedVllm(tokenizer, ["up"])
+    opening = len((await play(rollouts(tmp_path), vllm, tokenizer))["observation_tokens"])
+    found = await play(rollouts(tmp_path, "max_turns = 50"), vllm, tokenizer, max_length=opening + 40)
+    assert found["truncated"] is True and found["reward"] == 0.0
+    assert len(found["observation_tokens"]) <= opening + 40
+    assert max(params.max_tokens or 0 for params in vllm.asked) <= 512, "[rl] max_response_length bounds an answer"
+
+
+async def test_logprobs_are_left_out_where_none_were_asked_for(tmp_path: Path, tokenizer: Any) -> None:
+    vllm = ScriptedVllm(tokenizer, WALK)
+    found = await play(rollouts(tmp_path), vllm, tokenizer, sampling=VllmParams(logprobs=None))
+    assert found["rollout_log_probs"] is None and found["reward"] == 1.0
+
+
+async def test_failed_episodes_are_replaced_and_never_worth_nothing(tmp_path: Path, tokenizer: Any) -> None:
+    broken = "openrlhf_world:BrokenGrid"
+    BrokenGrid.broken = 0
+    source = rollouts(tmp_path, "max_turns = 1", environment=broken)
+    found = await play(source, ScriptedVllm(tokenizer, ["down"]), tokenizer)
+    assert found["extra_logs"]["agent_turns"] == 1.0 and BrokenGrid.broken == 2
+    BrokenGrid.broken = 0
+    without = rollouts(tmp_path, environment=broken, OPENHANDS_RL_RETRIES="0")
+    with pytest.raises(TrainingError, match=r"task grid-1 failed 1 times, .*the world went away"):
+        await play(without, ScriptedVllm(tokenizer, ["down"]), tokenizer)
+
+
+async def test_the_reward_of_the_configuration_counts(tmp_path: Path, tokenizer: Any) -> None:
+    section = ("[rl.reward]", 'name = "success-bonus"', "options = { threshold = 1.0, share = 0.25 }")
+    vllm = ScriptedVllm(tokenizer, WALK)
+    assert (await play(rollouts(tmp_path, *section), vllm, tokenizer))["reward"] == 1.0
+    short = ScriptedVllm(tokenizer, ["up"])
+    unlikely = ("max_turns = 1", "[rl.reward]", 'name = "success"', "options = { threshold = -1.0 }")
+    assert (await play(rollouts(tmp_path, *unlikely), short, tokenizer))["reward"] == 1.0
+    other = rollouts(tmp_path, *unlikely, OPENHANDS_RL_REWARD="return")
+    assert (await play(other, ScriptedVllm(tokenizer, ["up"]), tokenizer))["reward"] == 0.0
+
+
+async def test_rows_of_the_data_set(tmp_path: Path, tokenizer: Any) -> None:
+    config = rollouts(tmp_path).config
+    plain = config.task("walk", "42")
+    assert plain.instruction == "walk" and plain.data == {"label": "42"} and plain.environment == GRID
+    assert config.task("walk", "").id == plain.id != config.task("run", "").id
+    assert config.task(TASK, None).data == {"goal": [2, 2]}
+    assert config.task("{not json", "").instruction == "{not json"
+    with pytest.raises(ConfigError, match="a row of the data set is no task: goal"):
+        config.task('{"goal": [2, 2]}', "")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"prompt": "<|im_start|>user\nwalk<|im_end|>\n"}, "drop --data.apply_chat_template"),
+        ({"images": ["cat.png"]}, "--data.max_images_per_prompt 0"),
+        ({"max_length": 30}, "task grid-1: its opening leaves no room"),
+    ],
+    ids=["rendered", "images", "too long"],
+)
+async def test_what_cannot_be_played_is_one_line(
+    options: dict[str, Any], says: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        await play(rollouts(tmp_path), ScriptedVllm(tokenizer, WALK), tokenizer, **options)
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({}, "OPENHANDS_RL_CONFIG is not set: export"),
+        ({"OPENHANDS_RL_CONFIG": "no-such.toml"}, "no-such.toml: there is no such file"),
+        ({"OPENHANDS_RL_REWARD": "retrun"}, "did you mean 'return'"),
+        ({"OPENHANDS_RL_TEMPLATE": "qwen4"}, "unknown chat template 'qwen4'"),
+        ({"OPENHANDS_RL_RETRIES": "-1"}, "OPENHANDS_RL_RETRIES must be a whole number"),
+    ],
+    ids=lambda value: next(iter(value), "nothing") if isinstance(value, dict) else "",
+)
+def test_wrong_variables_are_one_line(environ: dict[str, str], says: str, tmp_path: Path) -> None:
+    given = {"OPENHANDS_RL_CONFIG": str(write_config(tmp_path / "config.toml")), **environ} if environ else {}
+    with pytest.raises(RLError, match=says):
+        RolloutConfig.from_environment(given)
+
+
+async def test_an_episode_can_be_stepped_with_texts(tmp_path: Path, tokenizer: Any) -> None:
+    vllm = ScriptedVllm(tokenizer, WALK)
+    source = rollouts(tmp_path)
+    whole = await play(source, vllm, tokenizer)
+    episode = SteppedEpisode(source)
+    text = await episode.reset(TASK, "")
+    total = 0.0
+    for at, word in enumerate(WALK):
+        step = await episode.step(f"{word}<|im_end|>")
+        assert isinstance(step["rewards"], torch.Tensor)
+        total += step["rewards"].item()
+        text += f"{word}<|im_end|>" + step["environment_feedback"]
+        assert step["done"] is (at == 3)
+    assert text == tokenizer.decode(whole["observation_tokens"])
+    assert total == 1.0 and step["scores"].item() == 1.0
+    assert {name: value.item() for name, value in step["extra_logs"].items()} == whole["extra_logs"]
+    with pytest.raises(TrainingError, match="is not open"):
+        await episode.step("up")
+
+
+async def test_a_stepped_episode_ends_at_the_limit_and_tells_failures(tmp_path: Path) -> None:
+    episode = SteppedEpisode(rollouts(tmp_path, "max_turns = 2"))
+    await episode.reset(TASK, "")
+    assert (await episode.step("hm"))["done"] is False
+    last = await episode.step("hm")
+    assert last["done"] is True and last["extra_logs"]["agent_cut_short"].item() == 1.0
+    BrokenGrid.broken = 0
+    broken = SteppedEpisode(rollouts(tmp_path, environment="openrlhf_world:BrokenGrid"))
+    await broken.reset(TASK, "")
+    with pytest.raises(TrainingError, match="the world went away"):
+        await broken.step("down")
+
+
+async def test_a_stepped_episode_that_is_dropped_closes_its_world(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = asyncio.Event()
+
+    async def close(self: object) -> None:
+        closed.set()
+
+    monkeypatch.setattr(BrokenGrid, "close", close)
+    episode = SteppedEpisode(rollouts(tmp_path, environment="openrlhf_world:BrokenGrid"))
+    await episode.reset(TASK, "")
+    assert not closed.is_set()
+    del episode
+    gc.collect()
+    await asyncio.wait_for(closed.wait(), 5)

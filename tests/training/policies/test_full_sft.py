@@ -1,0 +1,155 @@
+"""Training of all weights: gradients against transformers alone, what is written, what is refused, resuming."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from made_samples import EXACT, assert_same, make_samples
+from tiny_model import write_model
+from train_store import episode, store_of
+from transformers import AutoModelForCausalLM
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.core.errors import PublishError, StorageError, TrainingError
+from openhands_rl_plugin.core.types import Sample
+from openhands_rl_plugin.training.trainer.full_trainer import FullTrainer, verify_model
+
+FULL = EXACT.model_copy(update={"method": "full", "algorithm": "sft", "learning_rate": 1e-3, "aggregation": "token"})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def plain_gradients(model: Path, samples: list[Sample]) -> dict[str, torch.Tensor]:
+    """The token mean one sample at a time with transformers and autograd alone."""
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    total = sum(sum(sample.mask) for sample in samples)
+    for sample in samples:
+        ids, mask = torch.tensor([sample.input_ids]), torch.tensor(sample.mask[1:])
+        logprobs = torch.log_softmax(base(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+        (-logprobs[mask].sum() / total).backward()
+    return {name: p.grad for name, p in base.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "computed again"])
+@pytest.mark.parametrize(
+    "architecture",
+    [{"model_type": "llama"}, {"model_type": "qwen2", "tie_word_embeddings": False}, {"model_type": "qwen3"}],
+    ids=lambda changes: changes["model_type"],
+)
+def test_gradients_are_those_of_transformers(
+    architecture: dict[str, object], checkpointing: bool, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "model", **architecture)
+    samples = make_samples(4)
+    one = {"num_epochs": 1, "batch_size": 4, "max_grad_norm": 1e9, "max_tokens_per_pass": 100}
+    trainer = FullTrainer(model, FULL.model_copy(update={**one, "gradient_checkpointing": checkpointing}))
+    trainer.sft(samples)
+    expected = plain_gradients(model, samples)
+    assert trainer.parameters.keys() == expected.keys()
+    for name, gradient in expected.items():
+        found = trainer.parameters[name].grad
+        assert found is not None
+        torch.testing.assert_close(found, gradient, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_a_model_directory_comes_out_and_is_what_was_trained(model: Path, tmp_path: Path) -> None:
+    trainer = FullTrainer(model, FULL)
+    metrics = trainer.sft(make_samples(4))
+    assert metrics.last_loss < metrics.first_loss
+    made = trainer.save_model(tmp_path / "made", base_model="tiny", metrics=metrics.as_floats())
+    assert verify_model(tmp_path / "made") == made and made.step == 4
+    loaded = AutoModelForCausalLM.from_pretrained(made.path)
+    ids = torch.arange(3, 40)
+    logprobs = torch.log_softmax(loaded(ids[None]).logits[0, :-1], -1).gather(1, ids[1:, None])[:, 0]
+    torch.testing.assert_close(logprobs, torch.tensor(trainer.probe(ids.tolist()).logprobs), rtol=1e-4, atol=1e-4)
+    assert (tmp_path / "made" / "tokenizer.json").exists(), "a server can start from it"
+    again = FullTrainer(made.path, FULL).sft(make_samples(4))
+    assert again.first_loss < metrics.first_loss
+    with pytest.raises(StorageError, match="never overwritten"):
+        trainer.save_model(tmp_path / "made", base_model="tiny")
+    weights = tmp_path / "made" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(TrainingError, match=r"model.safetensors was changed since it was made \(sha256 differs\)"):
+        verify_model(tmp_path / "made")
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
+def test_large_models_are_written_in_parts(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("openhands_rl_plugin.training.policies.full_policy._SHARD_BYTES", 60_000)
+    trainer = FullTrainer(model, FULL)
+    made = trainer.save_model(tmp_path / "made", base_model="tiny")
+    assert len(made.sha256) > 2
+    loaded = AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.float32)
+    assert_same(dict(loaded.named_parameters()), dict(trainer.parameters))
+
+
+def test_what_it_cannot_do_is_one_line(model: Path, tmp_path: Path) -> None:
+    trainer = FullTrainer(model, FULL)
+    with pytest.raises(PublishError, match="there is no adapter to load into a running server: use save_model"):
+        trainer.save_adapter(tmp_path)
+    for refused in (lambda: trainer.reinforce(make_samples()), lambda: trainer.prefer([])):
+        with pytest.raises(TrainingError, match="fine-tuning only"):
+            refused()
+    with pytest.raises(TrainingError, match="is no directory"):
+        # The name of a cached model has no files of its own to copy.
+        trainer._model.model_path = "org/name"
+        trainer._model._prepare(FULL)
+
+
+def test_bfloat16_keeps_steps_that_it_would_round_away(model: Path) -> None:
+    half = FULL.model_copy(update={"dtype": "bfloat16", "learning_rate": 1e-6, "num_epochs": 1})
+    trainer = FullTrainer(model, half)
+    before = {name: parameter.detach().clone() for name, parameter in trainer.parameters.items()}
+    trainer.sft(make_samples(4))
+    name = "model.layers.0.mlp.up_proj.weight"
+    moved = (trainer.parameters[name] - before[name]).abs().mean().item()
+    assert 5e-7 < moved < 3e-6, "two steps of 1e-6"
+    assert trainer._model._base.get_parameter(name).dtype == torch.bfloat16
+    learned = FullTrainer(model, half.model_copy(update={"learning_rate": 3e-3, "num_epochs": 4}))
+    metrics = learned.sft(make_samples(4))
+    assert metrics.last_loss < metrics.first_loss - 0.1
+
+
+def test_bfloat16_gradients_add_up_in_float32(model: Path) -> None:
+    half = FULL.model_copy(update={"dtype": "bfloat16", "num_epochs": 1, "batch_size": 6, "max_grad_norm": 1e9})
+    found = []
+    for limit in (10_000, 60):
+        trainer = FullTrainer(model, half.model_copy(update={"max_tokens_per_pass": limit}))
+        trainer.sft(make_samples(6))
+        found.append({name: parameter.grad for name, parameter in trainer.parameters.items()})
+    for name, gradient in found[0].items():
+        assert gradient.dtype == torch.float32
+        assert torch.nn.functional.cosine_similarity(gradient.flatten(), found[1][name].flatten(), dim=0) > 0.995
+
+
+def test_resuming_continues_bit_by_bit(model: Path, tmp_path: Path) -> None:
+    settings = FULL.model_copy(update={"num_epochs": 1})
+    straight = FullTrainer(model, settings)
+    straight.sft(make_samples(4))
+    straight.save_state(tmp_path / "state")
+    straight.sft(make_samples(4, seed=1))
+    resumed = FullTrainer(model, settings)
+    resumed.load_state(tmp_path / "state")
+    resumed.sft(make_samples(4, seed=1))
+    assert_same(dict(straight.parameters), dict(resumed.parameters))
+
+
+def test_the_command_writes_a_model_and_will_not_publish_it(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = store_of(tmp_path / "store", *(episode(number, float(number % 2)) for number in range(4)))
+    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "out"), "--dtype", "float32"]
+    words += ["--method", "full", "--algorithm", "sft", "--num-epochs", "1", "--schedule", "cosine"]
+    for number in (1, 2):
+        assert cli.main(words) == 0
+        printed = capsys.readouterr().out
+        assert "optimiser" in printed and f"policy-model-v00000{number}: steps 1, " in printed
+    assert verify_model(tmp_path / "out" / "policy-model-v000001").base_model == "tiny"
+    assert cli.main([*words, "--publish", "http://127.0.0.1:9/v1"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is not loaded into a running server as an adapter" in line

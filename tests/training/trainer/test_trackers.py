@@ -1,0 +1,168 @@
+"""Trackers: what they hear of a run, and that no training ends because of them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from made_samples import EXACT, adapter_of, assert_same, make_samples
+
+from openhands_rl_plugin.cli.train.train import training_progress
+from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.config.toml import settings_from_mapping
+from openhands_rl_plugin.core.errors import ConfigError, TrainingError
+from openhands_rl_plugin.core.types import PolicyRef, Sample
+from openhands_rl_plugin.training.trainer.metrics import TrainProgress
+from openhands_rl_plugin.training.trainer.run_files import METRICS_FILE
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def lines_of(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / METRICS_FILE).read_text().splitlines()]
+
+
+def of_versions(*versions: int | None) -> list[Sample]:
+    made = make_samples(len(versions))
+    policies = [PolicyRef(base_model="m", adapter=None if v is None else "a", version=v) for v in versions]
+    return [sample.model_copy(update={"policy": policy}) for sample, policy in zip(made, policies, strict=True)]
+
+
+def test_every_step_says_how_stale_its_samples_are(model: Path, tmp_path: Path) -> None:
+    settings = EXACT.model_copy(update={"num_epochs": 1, "batch_size": 1})
+    metrics = LoraTrainer(model, settings).reinforce(of_versions(3, 1, None, 2), run=tmp_path / "run")
+    stale = [line["staleness"] for line in lines_of(tmp_path / "run")]
+    assert sorted(stale) == [0, 1, 2, 3] and metrics.staleness == 1.5
+    needed = {"loss", "entropy", "approx_kl", "kl", "clip_share", "ratio", "drift", "tokens_per_second", "staleness"}
+    assert all(needed <= set(line) for line in lines_of(tmp_path / "run"))
+
+
+def test_the_bar_shows_the_figures_of_each_step(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "160")
+    seen: list[TrainProgress] = []
+
+    with training_progress() as advanced:
+
+        def shown_and_seen(at: TrainProgress) -> None:
+            advanced(at)
+            seen.append(at)
+
+        LoraTrainer(model, EXACT).reinforce(make_samples(4), shown_and_seen, run=tmp_path / "run")
+    last = seen[-1]
+    printed = capsys.readouterr().err
+    assert f"entropy {last.entropy:.3f}, KL {last.approx_kl:.4f}, ratio {last.ratio:.3f}" in printed
+    shown = [{"entropy": at.entropy, "approx_kl": at.approx_kl, "ratio": at.ratio} for at in seen]
+    assert shown == [{name: line[name] for name in shown[0]} for line in lines_of(tmp_path / "run")]
+    assert all(each["entropy"] > 0 and each["ratio"] > 0 for each in shown)
+
+
+@pytest.mark.parametrize("package", ["trackio", "wandb"])
+def test_a_tracker_that_is_not_installed_is_refused_with_the_remedy(package: str) -> None:
+    if importlib.util.find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    with pytest.raises(ConfigError, match=rf"training: .*pip install 'openhands_rl_plugin\[{package}\]'") as raised:
+        settings_from_mapping({"training": {"tracker": package}})
+    assert len(str(raised.value).splitlines()) == 1
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A module with trackio's interface that breaks when it is told to; nothing real breaks on demand."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "trackio.py").write_text(BREAKABLE)
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    yield importlib.import_module("trackio")
+    del sys.modules["trackio"]
+
+
+BREAKABLE = """
+logged, ended, broken = [], 0, ""
+
+class Run:
+    def log(self, values, step):
+        if broken == "log":
+            raise OSError("the disk is full")
+        logged.append(step)
+
+    def finish(self):
+        global ended
+        ended += 1
+
+def init(**given):
+    if broken == "init":
+        raise RuntimeError("no such Space")
+    return Run()
+"""
+
+
+def test_a_tracker_that_breaks_is_told_once_and_the_training_ends_as_without(
+    model: Path, tmp_path: Path, stand_in: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = LoraTrainer(model, EXACT)
+    plain.reinforce(make_samples(), run=tmp_path / "plain")
+    told = TrainingSettings.model_validate({**EXACT.model_dump(), "tracker": "trackio"})
+
+    def break_it(at: TrainProgress) -> None:
+        stand_in.broken = "log" if at.done == 2 else ""
+
+    tracked = LoraTrainer(model, told)
+    tracked.reinforce(make_samples(), break_it, run=tmp_path / "run")
+    assert stand_in.logged == [1, 2], "it is asked no more"
+    assert [line["done"] for line in lines_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    assert sum("the disk is full" in record.getMessage() for record in caplog.records) == 1
+    assert_same(adapter_of(tracked, tmp_path / "a"), adapter_of(plain, tmp_path / "b"))
+
+    stand_in.broken = "init"
+    with pytest.raises(TrainingError, match=r"trackio cannot begin a run .*no such Space.* tracker = \"none\""):
+        LoraTrainer(model, told).reinforce(make_samples())
+
+
+def test_a_run_that_fails_ends_for_the_tracker_too(model: Path, stand_in: Any) -> None:
+    def stop(_: TrainProgress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        LoraTrainer(model, EXACT.model_copy(update={"tracker": "trackio"})).reinforce(make_samples(), stop)
+    assert (stand_in.logged, stand_in.ended) == ([1], 1)
+
+
+# The packages themselves, where they are installed: what they keep of a run is what stands in metrics.jsonl.
+
+
+def test_trackio_keeps_every_step(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio", reason="trackio is not installed: pip install trackio")
+    from trackio.sqlite_storage import SQLiteStorage  # pyright: ignore[reportMissingImports]
+
+    run = tmp_path / "policy.training"
+    LoraTrainer(model, EXACT.model_copy(update={"tracker": "trackio"})).reinforce(make_samples(), run=run)
+    (name,) = SQLiteStorage.get_runs("openhands-rl")
+    assert name.startswith("policy-")
+    kept = SQLiteStorage.get_logs("openhands-rl", name)
+    assert [(each["step"], each["loss"]) for each in kept] == [(each["done"], each["loss"]) for each in lines_of(run)]
+
+
+def test_wandb_keeps_every_step_offline(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
+    run = tmp_path / "policy.training"
+    LoraTrainer(model, EXACT.model_copy(update={"tracker": "wandb"})).reinforce(make_samples(), run=run)
+    (kept,) = run.glob("wandb/offline-run-*/*.wandb")
+    content = kept.read_bytes()
+    assert all(content.count(repr(line["loss"]).encode()) >= 1 for line in lines_of(run))
+    assert all(name.encode() in content for name in ("approx_kl", "entropy", "ratio", "staleness"))

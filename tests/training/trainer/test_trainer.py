@@ -1,0 +1,318 @@
+"""The trainer on a tiny real model: gradients against transformers and PEFT, determinism, resuming, refusals."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from made_samples import EXACT, adapter_of, assert_same, make_samples, plain_gradients
+from peft import PeftModel
+from tiny_model import write_model
+from transformers import AutoModelForCausalLM
+
+from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.core.errors import StorageError, TrainingError
+from openhands_rl_plugin.core.types import Sample
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.training.trainer.metrics import TrainProgress
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        {"model_type": "llama"},
+        {"model_type": "qwen2", "tie_word_embeddings": False},
+        {"model_type": "qwen3"},
+        {"model_type": "mistral", "sliding_window": 12},
+        {"model_type": "granite"},
+    ],
+    ids=lambda changes: changes["model_type"],
+)
+def test_gradients_are_those_of_transformers_and_peft(architecture: dict[str, object], tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", **architecture)
+    samples = make_samples(4)
+    settings = EXACT.model_copy(update={"num_epochs": 1, "batch_size": 4, "max_grad_norm": 1e9})
+    trainer = LoraTrainer(model, settings)
+    trainer.sft(samples)  # away from the start, where half of the gradients are zero
+    trainer.save_adapter(tmp_path / "adapter")
+    expected = plain_gradients(model, tmp_path / "adapter", samples)
+    trainer.reinforce(samples)
+    mine = {name: p.grad for name, p in trainer.parameters.items()}
+    assert mine.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(mine[name], gradient, rtol=2e-4, atol=2e-6, msg=name)
+
+
+def test_packing_changes_nothing(model: Path) -> None:
+    """One optimiser batch in 6 passes, in 3 and in one: the same token mean and the same gradient."""
+    settings = EXACT.model_copy(update={"num_epochs": 1, "batch_size": 6, "max_grad_norm": 1e9})
+    results = []
+    for tokens_per_pass in (1, 90, 100_000):
+        trainer = LoraTrainer(model, settings.model_copy(update={"max_tokens_per_pass": tokens_per_pass}))
+        for parameter in trainer.parameters.values():
+            torch.manual_seed(0)
+            torch.nn.init.normal_(parameter, std=0.05)
+        loss = trainer.reinforce(make_samples()).loss
+        gradients = {name: p.grad.clone() for name, p in trainer.parameters.items() if p.grad is not None}
+        results.append((loss, gradients))
+    for loss, gradients in results[1:]:
+        assert loss == pytest.approx(results[0][0], rel=1e-5)
+        assert_same(gradients, results[0][1], 1e-5)
+
+
+def test_negative_advantages_count_as_much_as_the_settings_say(model: Path) -> None:
+    """As if the samples had come with the weakened advantages; at zero they are not even computed."""
+    settings = EXACT.model_copy(update={"num_epochs": 1, "batch_size": 6, "max_grad_norm": 1e9})
+    samples = make_samples()
+    negative = [sample for sample in samples if sample.advantage < 0]
+    for scale in (0.25, 0.0):
+        by_hand = [
+            sample.model_copy(update={"advantage": scale * sample.advantage}) if sample in negative else sample
+            for sample in samples
+        ]
+        expected = LoraTrainer(model, settings)
+        trainer = LoraTrainer(model, settings.model_copy(update={"negative_scale": scale}))
+        metrics = trainer.reinforce(samples)
+        assert metrics.loss == expected.reinforce(by_hand).loss
+        assert metrics.skipped_samples == (0 if scale else len(negative))
+        assert_same(dict(trainer.parameters), dict(expected.parameters))
+
+
+def test_long_sequences_are_attended_to_exactly(tmp_path: Path) -> None:
+    """Longer than a block of queries, and than what is kept of the attention for the backward pass."""
+    model = write_model(tmp_path / "model", max_position_embeddings=2048)
+    samples = make_samples(2, length=1300)
+    settings = EXACT.model_copy(update={"num_epochs": 1, "max_grad_norm": 1e9})
+    trainer = LoraTrainer(model, settings)
+    trainer.save_adapter(tmp_path / "adapter")
+    expected = plain_gradients(model, tmp_path / "adapter", samples)
+    trainer.reinforce(samples)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(trainer.parameters[name].grad, gradient, rtol=1e-3, atol=2e-6, msg=name)
+
+
+def test_the_same_call_gives_the_same_bits_and_another_seed_others(model: Path, tmp_path: Path) -> None:
+    weights = []
+    for at, seed in enumerate((0, 0, 1)):
+        trainer = LoraTrainer(model, TrainingSettings(learning_rate=1e-3, batch_size=2, seed=seed))
+        trainer.sft(make_samples())
+        weights.append(adapter_of(trainer, tmp_path / str(at)))
+    assert_same(weights[0], weights[1])
+    assert any(not torch.equal(tensor, weights[2][name]) for name, tensor in weights[0].items())
+
+
+def test_resuming_continues_bit_by_bit(model: Path, tmp_path: Path) -> None:
+    straight = LoraTrainer(model, EXACT)
+    straight.sft(make_samples())
+    straight.save_state(tmp_path / "state")
+    straight.reinforce(make_samples())
+
+    resumed = LoraTrainer(model, EXACT)
+    resumed.load_state(tmp_path / "state")
+    assert resumed.step == straight.step // 2 == 6
+    resumed.reinforce(make_samples())
+    assert resumed.step == straight.step
+    assert_same(adapter_of(resumed, tmp_path / "a"), adapter_of(straight, tmp_path / "b"))
+
+
+def test_training_goes_in_the_right_direction(model: Path) -> None:
+    samples = make_samples(2)
+    trainer = LoraTrainer(model, EXACT.model_copy(update={"num_epochs": 15}))
+    metrics = trainer.sft(samples)
+    assert metrics.last_loss < 0.7 * metrics.first_loss
+    assert metrics.steps == trainer.step == 15
+
+    def logprob(sample: Sample) -> float:
+        values = trainer.probe(sample.input_ids).logprobs
+        return sum(value for value, sampled in zip(values, sample.mask[1:], strict=True) if sampled)
+
+    good, bad = samples[0].model_copy(update={"advantage": 1.0}), samples[1].model_copy(update={"advantage": -1.0})
+    fresh = []
+    for sample in (good, bad):
+        values = (0.0, *trainer.probe(sample.input_ids).logprobs)
+        recorded = tuple(value if m else 0.0 for value, m in zip(values, sample.mask, strict=True))
+        fresh.append(sample.model_copy(update={"logprobs": recorded}))
+    before = [logprob(good), logprob(bad)]
+    metrics = trainer.reinforce(fresh)
+    assert logprob(good) > before[0]
+    assert logprob(bad) < before[1]
+    assert metrics.clip_share > 0 and metrics.approx_kl > 0 and metrics.entropy > 0
+
+
+def test_zero_advantages_cost_nothing_but_count(model: Path) -> None:
+    samples = [
+        sample.model_copy(update={"advantage": 0.0 if at % 2 else 1.0}) for at, sample in enumerate(make_samples(4))
+    ]
+    settings = EXACT.model_copy(update={"num_epochs": 1, "batch_size": 4})
+    metrics = LoraTrainer(model, settings).reinforce(samples)
+    live = LoraTrainer(model, settings).reinforce(samples[::2])
+    share = sum(sum(s.mask) for s in samples[::2]) / sum(sum(s.mask) for s in samples)
+    assert metrics.loss == pytest.approx(live.loss * share, rel=1e-5)
+    assert (metrics.skipped_samples, metrics.tokens) == (2, live.tokens)
+
+    trainer = LoraTrainer(model, settings)
+    progress: list[TrainProgress] = []
+    skipped = trainer.reinforce(samples[1::2], progress.append)
+    assert (skipped.steps, skipped.skipped_steps, trainer.step) == (0, 1, 0)
+    assert [(each.done, each.total) for each in progress] == [(1, 1)]
+
+
+def test_trajectories_stay_together_and_order_changes_by_epoch(model: Path) -> None:
+    samples = [sample.model_copy(update={"trajectory_id": str(at // 3)}) for at, sample in enumerate(make_samples(12))]
+    trainer = LoraTrainer(model, EXACT.model_copy(update={"batch_size": 3}))
+    progress: list[TrainProgress] = []
+    metrics = trainer.sft(samples, progress.append)
+    assert metrics.steps == 4, "two epochs of four trajectories, three at a time"
+    assert [each.done for each in progress] == [1, 2, 3, 4]
+    assert metrics.tokens == 2 * sum(len(sample.input_ids) for sample in samples)
+    assert metrics.trained_tokens == 2 * sum(sum(sample.mask) for sample in samples)
+
+
+def test_the_learning_rate_warms_up(model: Path, tmp_path: Path) -> None:
+    settings = EXACT.model_copy(update={"num_epochs": 1, "batch_size": 8, "learning_rate": 1e-3})
+    moved = []
+    for steps in (0, 9):
+        trainer = LoraTrainer(model, settings.model_copy(update={"warmup_steps": steps}))
+        start = adapter_of(trainer, tmp_path / f"{steps}-start")
+        trainer.sft(make_samples())
+        end = adapter_of(trainer, tmp_path / f"{steps}-end")
+        moved.append(sum((end[name] - start[name]).abs().sum().item() for name in end))
+    assert moved[1] == pytest.approx(moved[0] / 10, rel=1e-3)
+
+
+def test_the_saved_adapter_is_peft_s_and_bfloat16_is_close(model: Path, tmp_path: Path) -> None:
+    for dtype, bound in (("float32", 1e-4), ("bfloat16", 0.2)):
+        trainer = LoraTrainer(model, EXACT.model_copy(update={"dtype": dtype, "num_epochs": 4, "seed": 3}))
+        trainer.sft(make_samples(2))
+        trainer.save_adapter(tmp_path / dtype)
+        config = json.loads((tmp_path / dtype / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == str(model)
+        assert all(tensor.dtype == torch.float32 for tensor in trainer.parameters.values())
+        probe = trainer.probe(range(5, 60))
+        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        wrapped = PeftModel.from_pretrained(base, str(tmp_path / dtype))
+        ids = torch.tensor([probe.token_ids])
+        with torch.no_grad():
+            logprobs = torch.log_softmax(wrapped(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+        assert (logprobs - torch.tensor(probe.logprobs)).abs().mean().item() < bound
+
+
+def test_a_trainer_starts_from_a_stored_adapter(model: Path, tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path)
+    first = LoraTrainer(model, EXACT)
+    first.sft(make_samples())
+    adapter = store.create("shop", first.save_adapter, base_model="tiny")
+    again = LoraTrainer(model, EXACT, adapter=adapter)
+    assert again.probe(range(2, 20)).logprobs == first.probe(range(2, 20)).logprobs
+
+    for name, value, says in (
+        ("lora_rank", 4, r"lora_rank = \d+, and \[rl.training\] has 4"),
+        ("lora_alpha", 77, r"lora_alpha = \d+, and \[rl.training\] has 77"),
+        ("lora_variant", "rslora", 'lora_variant = "lora", and .* "rslora"'),
+        ("target_modules", ("q_proj",), r'target_modules = \[.*\], and .* \["q_proj"\]'),
+    ):
+        with pytest.raises(TrainingError, match=says):
+            LoraTrainer(model, EXACT.model_copy(update={name: value}), adapter=adapter)
+    other = write_model(tmp_path / "other", hidden_size=32)
+    with pytest.raises(TrainingError, match="does not fit"):
+        LoraTrainer(other, EXACT, adapter=adapter)
+    (Path(adapter.path) / "adapter_model.safetensors").write_bytes(b"something else")
+    with pytest.raises(TrainingError, match="was changed"):
+        LoraTrainer(model, EXACT, adapter=adapter)
+    with pytest.raises(TrainingError, match="cannot read"):
+        LoraTrainer(model, EXACT, adapter=adapter.model_copy(update={"path": str(tmp_path / "gone")}))
+
+
+def changed(**update: object) -> Sample:
+    return make_samples(1)[0].model_copy(update=update)
+
+
+@pytest.mark.parametrize(
+    ("sample", "says"),
+    [
+        (changed(mask=(True,) * 40), "no context"),
+        (changed(mask=(False,) * 40), "a sampled token"),
+        (changed(logprobs=()), "a logprob for each token"),
+        (changed(input_ids=(511, 512, *range(38))), "vocabulary"),
+        (changed(input_ids=(1,) * 513, mask=(False,) + (True,) * 512, logprobs=(0.0,) * 513), "made for 512"),
+    ],
+)
+def test_samples_that_cannot_be_trained_are_named(model: Path, sample: Sample, says: str) -> None:
+    with pytest.raises(TrainingError, match=says) as caught:
+        LoraTrainer(model, EXACT).sft([*make_samples(2), sample])
+    assert "trajectory 0" in str(caught.value)
+
+
+def test_a_loss_that_is_not_finite_stops_with_the_weights_unchanged(model: Path, tmp_path: Path) -> None:
+    trainer = LoraTrainer(model, EXACT)
+    before = adapter_of(trainer, tmp_path / "before")
+    sample = changed(advantage=-1.0)
+    bad = sample.model_copy(update={"logprobs": tuple(-1e4 if m else 0.0 for m in sample.mask)})
+    with pytest.raises(TrainingError, match="the loss is inf"):
+        trainer.reinforce([bad])
+    assert_same(adapter_of(trainer, tmp_path / "after"), before)
+    assert trainer.step == 0
+    with pytest.raises(TrainingError, match="nothing to train on"):
+        trainer.sft([])
+
+
+def test_models_that_cannot_be_trained_are_one_line(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(TrainingError, match="cannot load the model"):
+        LoraTrainer(tmp_path / "absent", EXACT)
+    with pytest.raises(TrainingError, match="target_modules"):
+        LoraTrainer(model, EXACT.model_copy(update={"target_modules": ("no_such_layer",)}))
+    capped = write_model(tmp_path / "gemma2", model_type="gemma2", attn_logit_softcapping=50.0)
+    with pytest.raises(TrainingError, match="cannot be trained"):
+        LoraTrainer(capped, EXACT)
+
+
+def test_damaged_and_foreign_states_are_refused(model: Path, tmp_path: Path) -> None:
+    trainer = LoraTrainer(model, EXACT)
+    with pytest.raises(TrainingError, match="cannot read the training state"):
+        trainer.load_state(tmp_path / "absent")
+    trainer.save_state(tmp_path / "fresh")
+    trainer.load_state(tmp_path / "fresh")
+    small = LoraTrainer(model, EXACT.model_copy(update={"lora_rank": 4}))
+    with pytest.raises(TrainingError, match="does not fit"):
+        small.load_state(tmp_path / "fresh")
+    state = tmp_path / "fresh" / "trainer_state.safetensors"
+    state.write_bytes(state.read_bytes()[:-10])
+    with pytest.raises(TrainingError, match="cannot read the training state"):
+        trainer.load_state(tmp_path / "fresh")
+
+
+@contextmanager
+def no_space_left(limit: int = 4096) -> Iterator[None]:
+    """Every file that is written ends at ``limit`` bytes with an ``OSError``."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_keeps_the_old_state(model: Path, tmp_path: Path) -> None:
+    trainer = LoraTrainer(model, EXACT)
+    trainer.save_state(tmp_path / "state")
+    before = (tmp_path / "state" / "trainer_state.safetensors").read_bytes()
+    trainer.sft(make_samples(2))
+    store = AdapterStore(tmp_path / "adapters")
+    with no_space_left(), pytest.raises(StorageError, match="free some space"):
+        trainer.save_state(tmp_path / "state")
+    with no_space_left(), pytest.raises(StorageError, match="free some space"):
+        store.create("shop", trainer.save_adapter, base_model="tiny")
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["trainer_state.safetensors"]
+    assert (tmp_path / "state" / "trainer_state.safetensors").read_bytes() == before
+    assert store.versions("shop") == ()

@@ -1,0 +1,275 @@
+"""Every algorithm on a tiny real model: its loss against plain sums, its passes against one pass, its references."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_samples import EXACT, assert_same, make_samples
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.core.types import PolicyRef, Sample
+from openhands_rl_plugin.training.algorithms import ALGORITHMS, aggregation_of, clip_bounds
+from openhands_rl_plugin.training.credit.estimators import whiten
+from openhands_rl_plugin.training.data.imitation import Pair
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+
+ONE_STEP = EXACT.model_copy(update={"num_epochs": 1, "batch_size": 6, "max_grad_norm": 1e9})
+REINFORCING = [name for name, algorithm in ALGORITHMS.items() if algorithm.kind == "reinforcement"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def trainer_of(model: Path, **changes: Any) -> LoraTrainer:
+    """With weights that change what the model says."""
+    trainer = LoraTrainer(model, TrainingSettings.model_validate(ONE_STEP.model_dump() | changes))
+    torch.manual_seed(0)
+    for parameter in trainer.parameters.values():
+        torch.nn.init.normal_(parameter, std=0.05)
+    return trainer
+
+
+def spoken(trainer: LoraTrainer, samples: list[Sample]) -> list[Sample]:
+    """The samples with logprobs near those of the trainer's own policy, as a server would have recorded them."""
+    torch.manual_seed(1)
+    made = []
+    for sample in samples:
+        values = torch.tensor((0.0, *trainer.probe(sample.input_ids).logprobs))
+        noisy = (values + 0.3 * torch.randn(len(values))).tolist()
+        logprobs = tuple(value if sampled else 0.0 for value, sampled in zip(noisy, sample.mask, strict=True))
+        made.append(sample.model_copy(update={"logprobs": logprobs}))
+    return made
+
+
+def logprobs_of(trainer: LoraTrainer, sample: Sample) -> torch.Tensor:
+    return torch.tensor((0.0, *trainer.probe(sample.input_ids).logprobs))[torch.tensor(sample.mask)]
+
+
+def recorded_of(sample: Sample) -> torch.Tensor:
+    return torch.tensor(sample.logprobs)[torch.tensor(sample.mask)]
+
+
+def loss_by_hand(trainer: LoraTrainer, samples: list[Sample], base: LoraTrainer | None = None) -> float:
+    """The loss of one optimiser batch, a sample at a time."""
+    chosen = trainer.settings
+    low, high = clip_bounds(chosen)
+    lengths = [sum(sample.mask) for sample in samples]
+    total = 0.0
+    for sample, length in zip(samples, lengths, strict=True):
+        now = logprobs_of(trainer, sample)
+        difference = now - recorded_of(sample)
+        ratio = torch.exp(difference.mean() if chosen.algorithm == "gspo" else difference)
+        clipped = ratio.clamp(1 - low, 1 + high)
+        if chosen.algorithm == "cispo":
+            losses = -clipped * sample.advantage * now
+        else:
+            losses = -torch.minimum(ratio * sample.advantage, clipped * sample.advantage).expand(length)
+        if base is not None:
+            away = now - logprobs_of(base, sample)
+            losses = losses + chosen.kl_coefficient * (torch.exp(-away) - 1 + away)
+        weight = {
+            "token": 1 / sum(lengths),
+            "sequence": 1 / (len(samples) * length),
+            "fixed": 1 / (len(samples) * max(lengths)),
+            "rollout": 1 / (len(samples) * length),
+        }[aggregation_of(chosen)]
+        total += weight * losses.sum().item()
+    return total
+
+
+@pytest.mark.parametrize("algorithm", REINFORCING)
+@pytest.mark.parametrize("kl", ["none", "k3"])
+def test_the_loss_is_the_papers_and_passes_do_not_change_it(model: Path, algorithm: str, kl: str) -> None:
+    results = []
+    for tokens_per_pass in (1, 100_000):
+        divergence = {"kl": kl, "kl_coefficient": 0.5} if kl != "none" else {}
+        trainer = trainer_of(model, algorithm=algorithm, max_tokens_per_pass=tokens_per_pass, **divergence)
+        samples = spoken(trainer, make_samples())
+        base = LoraTrainer(model, ONE_STEP) if kl == "k3" else None
+        expected = loss_by_hand(trainer, samples, base)
+        metrics = trainer.reinforce(samples)
+        assert metrics.loss == pytest.approx(expected, abs=1e-5)
+        assert (metrics.kl > 0) == (kl == "k3")
+        gradients = {name: p.grad.clone() for name, p in trainer.parameters.items() if p.grad is not None}
+        results.append((metrics, gradients))
+    assert results[0][0].loss == pytest.approx(results[1][0].loss, abs=1e-5)
+    assert_same(results[0][1], results[1][1], 1e-5)
+    assert results[0][0].drift == pytest.approx(results[1][0].drift, rel=1e-4) != 0
+
+
+@pytest.mark.parametrize("aggregation", ["sequence", "fixed", "rollout"])
+def test_what_counts_the_same_can_be_chosen(model: Path, aggregation: str) -> None:
+    trainer = trainer_of(model, algorithm="grpo", aggregation=aggregation)
+    samples = spoken(trainer, make_samples())
+    expected = loss_by_hand(trainer, samples)
+    assert trainer.reinforce(samples).loss == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_rollout_of_two_sequences_counts_as_one(model: Path) -> None:
+    trainer = trainer_of(model, aggregation="rollout", clip_low=0.9, clip_high=9.0)
+    one, two, three = spoken(trainer, make_samples(3))
+    two = two.model_copy(update={"trajectory_id": one.trajectory_id, "advantage": 1.0})
+    parts = [(s, -torch.exp(logprobs_of(trainer, s) - recorded_of(s)) * s.advantage) for s in (one, two, three)]
+    first = sum(losses.sum() for _, losses in parts[:2]) / sum(len(losses) for _, losses in parts[:2])
+    expected = (first + parts[2][1].mean()) / 2
+    assert trainer.reinforce([one, two, three]).loss == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_without_the_adapter_it_is_the_base_model(model: Path) -> None:
+    trainer, fresh = trainer_of(model, kl="k1", kl_coefficient=1.0), LoraTrainer(model, ONE_STEP)
+    samples = spoken(trainer, make_samples())
+    expected = torch.cat([logprobs_of(trainer, s) - logprobs_of(fresh, s) for s in samples]).mean().item()
+    assert trainer.reinforce(samples).kl == pytest.approx(expected, abs=1e-5)
+    assert all(parameter.requires_grad and parameter.grad is not None for parameter in trainer.parameters.values())
+
+
+@pytest.mark.parametrize("algorithm", ["rloo", "reinforce++-baseline"])
+def test_divergence_as_a_reward_is_taken_off_what_follows(model: Path, algorithm: str) -> None:
+    changes = {"algorithm": algorithm, "clip_low": 0.9, "clip_high": 9.0}
+    trainer = trainer_of(model, kl="k1", kl_coefficient=0.5, kl_in="reward", **changes)
+    fresh = LoraTrainer(model, ONE_STEP)
+    samples = spoken(trainer, make_samples())
+    advantages, ratios = [], []
+    for sample in samples:
+        penalty = 0.5 * (recorded_of(sample) - logprobs_of(fresh, sample))
+        advantages += [sample.advantage - penalty[at:].sum().item() for at in range(len(penalty))]
+        ratios.append(torch.exp(logprobs_of(trainer, sample) - recorded_of(sample)))
+    if algorithm == "reinforce++-baseline":
+        advantages = whiten(advantages, [1] * len(advantages))
+    expected = -(torch.cat(ratios) * torch.tensor(advantages)).mean().item()
+    assert trainer.reinforce(samples).loss == pytest.approx(expected, abs=1e-5)
+
+
+def test_stale_rollouts_are_weighed_against_the_policy_as_it_was(model: Path) -> None:
+    trainer = trainer_of(model, correction="mask", correction_low=0.9, correction_high=1.1)
+    samples = spoken(trainer, make_samples())
+    old = [logprobs_of(trainer, sample) for sample in samples]
+    ratios = torch.cat([torch.exp(o - recorded_of(s)) for o, s in zip(old, samples, strict=True)])
+    weights = torch.where((ratios >= 0.9) & (ratios <= 1.1), ratios, 0.0)
+    advantages = torch.cat([torch.full((len(o),), s.advantage) for o, s in zip(old, samples, strict=True)])
+    metrics = trainer.reinforce(samples)
+    assert metrics.loss == pytest.approx(-(weights * advantages).mean().item(), abs=1e-5)
+    assert metrics.weight == pytest.approx(weights.mean().item(), abs=1e-5)
+    assert metrics.ratio == pytest.approx(1.0, abs=1e-4), "the clip is around the policy as it was"
+    assert metrics.drift == pytest.approx(ratios.log().abs().mean().item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("tokens_per_pass", [1, 100_000])
+def test_stale_rollouts_are_weighed_as_wholes_however_they_are_packed(model: Path, tokens_per_pass: int) -> None:
+    trainer = trainer_of(
+        model, correction="truncate", correction_level="sequence-product", max_tokens_per_pass=tokens_per_pass
+    )
+    samples = spoken(trainer, make_samples())
+    away = [logprobs_of(trainer, sample) - recorded_of(sample) for sample in samples]
+    weights = torch.cat([torch.exp(each.sum()).clamp(max=2.0).expand(len(each)) for each in away])
+    advantages = torch.cat([torch.full((len(each),), s.advantage) for each, s in zip(away, samples, strict=True)])
+    metrics = trainer.reinforce(samples)
+    assert metrics.loss == pytest.approx(-(weights * advantages).mean().item(), abs=1e-5)
+    assert metrics.weight == pytest.approx(weights.mean().item(), abs=1e-5)
+
+
+def test_staleness_counts_versions(model: Path) -> None:
+    policies = [PolicyRef(base_model="m"), PolicyRef(base_model="m", adapter="a", version=3)]
+    samples = [s.model_copy(update={"policy": p}) for s, p in zip(make_samples(2), policies, strict=True)]
+    assert LoraTrainer(model, ONE_STEP).reinforce(samples).staleness == 1.5
+
+
+def test_preferences_begin_at_even_odds_and_widen(model: Path) -> None:
+    trainer = trainer_of(model, algorithm="dpo", learning_rate=1e-2, num_epochs=8, batch_size=2)
+    samples = make_samples(4)
+    pairs = [Pair((samples[0],), (samples[1],)), Pair((samples[2],), (samples[3],))]
+    before = [logprobs_of(trainer, sample).sum().item() for sample in samples]
+    metrics = trainer.prefer(pairs)
+    assert metrics.first_loss == pytest.approx(math.log(2), abs=1e-5)
+    gains = [logprobs_of(trainer, s).sum().item() - b for s, b in zip(samples, before, strict=True)]
+    assert gains[0] > gains[1] and gains[2] > gains[3]
+    margins = [0.1 * (gains[0] - gains[1]), 0.1 * (gains[2] - gains[3])]
+    now = sum(math.log1p(math.exp(-margin)) for margin in margins) / 2
+    assert now < metrics.last_loss < metrics.first_loss
+
+
+def test_preferences_do_not_depend_on_the_passes(model: Path) -> None:
+    pairs = [Pair((one,), (other,)) for one, other in zip(make_samples(6)[::2], make_samples(6)[1::2], strict=True)]
+    results = []
+    for tokens_per_pass in (1, 100_000):
+        trainer = trainer_of(model, algorithm="dpo", max_tokens_per_pass=tokens_per_pass)
+        trainer.prefer(pairs)
+        results.append({name: p.grad.clone() for name, p in trainer.parameters.items() if p.grad is not None})
+    assert_same(results[0], results[1], 1e-5)
+
+
+@st.composite
+def any_samples(draw: st.DrawFn) -> list[Sample]:
+    """Sequences that may begin alike, with any tokens sampled."""
+    begin = tuple(range(3, 3 + draw(st.integers(1, 30))))
+    made = []
+    for at in range(draw(st.integers(1, 5))):
+        ids = begin + tuple(draw(st.lists(st.integers(0, 400), min_size=1, max_size=30)))
+        mask = (False, *draw(st.lists(st.booleans(), min_size=len(ids) - 2, max_size=len(ids) - 2)), True)
+        logprobs = tuple(-6.0 if sampled else 0.0 for sampled in mask)
+        advantage = draw(st.sampled_from([-1.0, 0.5, 2.0]))
+        made.append(
+            Sample(trajectory_id=str(at % 3), leaf=0, input_ids=ids, mask=mask, logprobs=logprobs, advantage=advantage)
+        )
+    return made
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(any_samples(), st.integers(1, 120), st.sampled_from(["grpo", "gspo", "cispo", "reinforce++-baseline"]))
+def test_packed_is_unpacked(model: Path, samples: list[Sample], tokens_per_pass: int, algorithm: str) -> None:
+    results = []
+    for limit in (1, tokens_per_pass):
+        trainer = trainer_of(model, algorithm=algorithm, max_tokens_per_pass=limit, learning_rate=1e-9)
+        loss = trainer.reinforce(samples).loss
+        results.append((loss, {name: p.grad.clone() for name, p in trainer.parameters.items() if p.grad is not None}))
+    # Unlikely tokens have large ratios, so that losses and gradients are compared relative to their size.
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-5, abs=1e-5)
+    largest = max(gradient.abs().max().item() for gradient in results[0][1].values())
+    for name, gradient in results[0][1].items():
+        torch.testing.assert_close(results[1][1][name], gradient, rtol=1e-5, atol=1e-5 * max(1.0, largest), msg=name)
+
+
+def test_gradient_checkpointing_keeps_less_and_changes_nothing(model: Path) -> None:
+    results, kept = [], []
+    for checkpointing in (False, True):
+        trainer = trainer_of(model, gradient_checkpointing=checkpointing)
+        held: list[int] = []
+
+        def hold(tensor: torch.Tensor, held: list[int] = held) -> torch.Tensor:
+            held.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+            trainer.reinforce(make_samples())
+        kept.append(sum(held))
+        results.append({name: p.grad.clone() for name, p in trainer.parameters.items() if p.grad is not None})
+    assert kept[1] < 0.5 * kept[0]
+    assert_same(results[0], results[1], 1e-6)
+
+
+def test_rank_stabilised_lora_is_pefts(model: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(model, lora_variant="rslora", lora_rank=4)
+    trainer.save_adapter(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    wrapped = PeftModel.from_pretrained(plain, str(tmp_path))
+    ids = torch.tensor([range(5, 60)])
+    with torch.no_grad():
+        expected = torch.log_softmax(wrapped(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+    actual = torch.tensor(trainer.probe(range(5, 60)).logprobs)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_algorithm_that_does_not_reinforce_says_so(model: Path) -> None:
+    with pytest.raises(TrainingError, match="rejection-sampling does not reinforce"):
+        trainer_of(model, algorithm="rejection-sampling").reinforce(make_samples())

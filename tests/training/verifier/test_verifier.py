@@ -1,0 +1,197 @@
+"""A verifier that is really trained: it learns what can be learnt, and is scored as it was trained."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+from verifier_store import episode, store_of, toy_episodes
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.config.rl import VerifierSettings
+from openhands_rl_plugin.core.errors import ConfigError, TrainingError
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import Failure, FailureKind, Task
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.training.verifier.card import VerifierCard, task_mark
+from openhands_rl_plugin.training.verifier.data import VerifierLesson, task_of, verifier_lesson
+from openhands_rl_plugin.training.verifier.model import VerifierModel
+from openhands_rl_plugin.training.verifier.prompt import prompts_for
+from openhands_rl_plugin.training.verifier.report import VerifierReport
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+
+@pytest.fixture(scope="module")
+def loaded(verifier: Path) -> VerifierModel:
+    torch.set_num_threads(1)
+    return VerifierModel(verifier, dtype="float32")
+
+
+def lesson_of(store: Path, model: Path, settings: VerifierSettings) -> VerifierLesson:
+    prompts = prompts_for(str(model), settings.max_length)
+
+    async def read() -> VerifierLesson:
+        async with FileTrajectoryStorage(store) as storage:
+            return await verifier_lesson(storage, TrajectoryFilter(), prompts, settings, reward=None, seed=0)
+
+    return asyncio.run(read())
+
+
+def test_it_tells_success_from_failure_on_tasks_that_it_has_not_seen(verifier: Path) -> None:
+    report = VerifierReport.model_validate_json((verifier / "verifier_report.json").read_text())
+    assert report.auc is not None and report.auc.mean > 0.9
+    assert report.tasks >= 1 and report.episodes == 4 * report.tasks and report.successes == 2 * report.tasks
+    assert [one.k for one in report.selection] == [2, 4]
+    adapter = AdapterStore(verifier.parent).get(verifier.name)
+    assert adapter.metrics["held_out_auc"] == report.auc.mean and adapter.metrics["steps"] == adapter.step
+    assert json.loads((verifier / "verifier.json").read_text())["sha256"] == adapter.sha256
+    probe = AdapterStore(verifier.parent).probe(adapter)
+    assert probe is not None, "a later publication is proven by it"
+    again = VerifierModel(verifier).sequence_logprobs(probe.token_ids)
+    assert again == pytest.approx(probe.logprobs, abs=1e-4)
+    assert list(verifier.parent.glob(".verifier-*")) == []
+
+
+def test_a_version_that_goes_on_is_not_judged_by_what_taught_the_one_before(
+    verifier: Path, judge_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(verifier, tmp_path / verifier.name)
+    words = ["train", str(verifier.parents[1] / "store"), "--verifier", "--model", str(judge_model), "--lora-rank", "8"]
+    words += ["--adapters", str(tmp_path), "--num-epochs", "1", "--seed", "7", "--held-out", "0.5"]
+    assert cli.main(words) == 0
+    before, after = (VerifierCard.load(tmp_path / f"verifier-v00000{at}").trained_on for at in (1, 2))
+    assert before and after and set(before) <= set(after)
+    held_out = {task_mark(task_of(each)) for each in toy_episodes(10)} - set(after)
+    report = VerifierReport.model_validate_json((tmp_path / "verifier-v000002" / "verifier_report.json").read_text())
+    assert len(held_out) == report.tasks >= 1
+    assert f"{len(before)} tasks taught verifier-v000001 or a version before it" in capsys.readouterr().out
+
+    card = tmp_path / "verifier-v000002" / "verifier.json"
+    fields = json.loads(card.read_text())
+    del fields["trained_on"]
+    card.write_text(json.dumps(fields))
+    assert VerifierCard.load(card.parent).trained_on is None, "it scores as it did"
+    assert cli.main([*words, "--dry-run"]) == 1
+    assert "does not say which tasks it learnt from" in (said := capsys.readouterr().err) and "--from base" in said
+    assert cli.main([*words, "--dry-run", "--from", "1"]) == 0
+    assert cli.main([*words, "--dry-run", "--from", "base"]) == 0
+    card.unlink()
+    assert cli.main([*words, "--dry-run"]) == 1
+    assert "verifier-v000002 is no verifier; choose another --adapter name" in capsys.readouterr().err
+
+
+def test_the_token_that_is_trained_is_the_token_that_is_scored(
+    verifier: Path, judge_model: Path, tmp_path: Path
+) -> None:
+    store = store_of(tmp_path / "store", *toy_episodes(6))
+    lesson = lesson_of(store, judge_model, VerifierSettings(held_out=0.3))
+    card = VerifierCard.load(verifier)
+    for example in lesson.training:
+        sample = example.sample()
+        assert [at for at, trained in enumerate(sample.mask) if trained] == [len(example.prompt)]
+        assert sample.input_ids == (*example.prompt, card.yes if example.label.success else card.no)
+
+
+def test_scores_are_those_of_transformers_and_peft_on_each_prompt_alone(
+    loaded: VerifierModel, verifier: Path, judge_model: Path
+) -> None:
+    prompts = [loaded.prompts.of(each).ids for each in toy_episodes(3)]
+    together, alone = loaded.judge(prompts), [loaded.judge([prompt])[0] for prompt in prompts]
+    plain = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(judge_model, dtype=torch.float32), str(verifier)
+    ).eval()
+    for prompt, shared, single in zip(prompts, together, alone, strict=True):
+        with torch.no_grad():
+            logits = plain(torch.tensor([prompt])).logits[0, -1].double()
+        margin = (logits[loaded.card.yes] - logits[loaded.card.no]).item()
+        mass = torch.softmax(logits, -1)[[loaded.card.yes, loaded.card.no]].sum().item()
+        assert shared == pytest.approx(single, abs=1e-4), "what prompts share is computed once, with the same result"
+        assert shared == pytest.approx((margin, mass), abs=1e-4)
+
+
+def test_equal_prompts_and_none_at_all_are_fine(loaded: VerifierModel) -> None:
+    prompt = loaded.prompts.of(episode(1, 1, success=True)).ids
+    assert loaded.judge([]) == [] and len(set(loaded.judge([prompt, prompt]))) == 1
+    with pytest.raises(TrainingError, match=r"has 5000 tokens, but the model is made for 4096"):
+        loaded.judge([(1,) * 5000])
+
+
+def test_a_changed_verifier_is_refused(verifier: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is no verifier: it holds no verifier.json"):
+        VerifierModel(tmp_path)
+    copy = shutil.copytree(verifier, tmp_path / "copy")
+    (copy / "adapter_model.safetensors").write_bytes(b"else")
+    with pytest.raises(TrainingError, match="was changed since it was made"):
+        VerifierModel(copy)
+
+
+def test_only_what_is_kept_is_used_and_the_rest_is_counted(judge_model: Path, tmp_path: Path) -> None:
+    broken = Failure(kind=FailureKind.INFRASTRUCTURE, message="away", boundary="test")
+    failures = [episode(task, attempt, success=False) for task in range(8) for attempt in range(10, 13)]
+    measured = Task(id="task-99", environment="toy", split="heldout")
+    others = [
+        episode(1, 90, success=None),
+        episode(1, 91, success=True, failure=broken),
+        episode(99, 1, success=True).model_copy(update={"task": measured}),
+    ]
+    store = store_of(tmp_path / "store", *toy_episodes(8, 2), *failures, *others)
+    lesson = lesson_of(store, judge_model, VerifierSettings(held_out=0.4, negatives=0.5))
+    good = sum(one.label.success for one in lesson.training)
+    assert len(lesson.training) == good + round(good / 2)
+    assert lesson.left_out.model_dump() == {
+        "of_held_out_splits": 1,
+        "failed": 1,
+        "unlabelled": 1,
+        "balance": 4 * good - round(good / 2),
+    }
+    assert len(lesson.held_out) == 5 * (8 - good), "held-out tasks keep all their episodes"
+
+
+def test_a_dry_run_says_what_would_be_trained(
+    judge_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = store_of(tmp_path / "store", *toy_episodes(6), episode(1, 9, success=True, turns=9, words=60))
+    words = ["train", str(store), "--verifier", "--model", str(judge_model), "--adapters", str(tmp_path / "adapters")]
+    assert cli.main([*words, "--dry-run", "--held-out", "0.3", "--max-length", "700", "--negatives", "0"]) == 0
+    printed = capsys.readouterr().out
+    assert "verifier from the base model, a verifier" in printed and "held out: " in printed
+    assert ", 1 truncated" in printed and "memory: about" in printed
+    assert not (tmp_path / "adapters").exists()
+
+
+WRONG = [
+    (["--negatives", "-1"], "--negatives: must be"),
+    (["--held-out", "1"], "--held-out: must be"),
+    (["--calibration", "isotonic"], "--calibration: must be"),
+    (["--label", "sucess"], "unknown reward 'sucess'; did you mean 'success'?"),
+    (["--max-length", "200"], "max_length = 200 leaves"),
+    (["--task", "task-1"], "1 task(s) have labelled episodes"),
+    (["--method", "full"], "--method full trains no verifier"),
+    (["--reward", "return"], "a verifier learns from labels; name what they come from with --label"),
+    (["--algorithm", "dapo"], "--algorithm: a verifier is always fine-tuned"),
+    (["--lora-variant", "dora", "--publish", "http://127.0.0.1:9/v1"], "nor vLLM can serve it"),
+    (["--model", "no-such-model"], "cannot read no-such-model/config.json"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), WRONG, ids=[" ".join(options) for options, _ in WRONG])
+def test_wrong_input_is_one_line(
+    options: list[str], says: str, judge_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = store_of(tmp_path / "store", *toy_episodes(3))
+    words = ["train", str(store), "--verifier", "--model", str(judge_model), "--adapters", str(tmp_path / "adapters")]
+    assert cli.main([*words, *options]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and says in line
+
+
+def test_options_of_a_verifier_need_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", str(tmp_path), "--model", "model", "--adapters", str(tmp_path), "--negatives", "2"]
+    assert cli.main(words) == 1
+    assert "--negatives is for a verifier" in capsys.readouterr().err

@@ -1,0 +1,99 @@
+"""Ranking and calibration against their definitions."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openhands_rl_plugin.config.rl import VerifierSettings
+from openhands_rl_plugin.training.verifier.card import Calibration, sigmoid
+from openhands_rl_plugin.training.verifier.report import (
+    Judged,
+    auc,
+    brier,
+    calibration_error,
+    fitted,
+    reliability,
+    report_of,
+)
+
+PAIRS = st.lists(st.tuples(st.sampled_from([0.0, 0.2, 0.5, 0.55, 1.0]), st.booleans()), min_size=1, max_size=20)
+
+
+def drawn(count: int, *, slope: float, offset: float, seed: int = 0) -> list[Judged]:
+    """Outcomes that come true as ``sigmoid(slope * margin + offset)`` says; four attempts a task."""
+    source = random.Random(seed)
+    margins = [source.gauss(0.0, 3.0) for _ in range(count)]
+    return [
+        Judged(f"task-{at // 4}", margin, source.random() < sigmoid(slope * margin + offset))
+        for at, margin in enumerate(margins)
+    ]
+
+
+@given(PAIRS)
+def test_auc_is_the_share_of_pairs_that_are_ranked_rightly(pairs: list[tuple[float, bool]]) -> None:
+    good = [score for score, success in pairs if success]
+    bad = [score for score, success in pairs if not success]
+    found = auc([score for score, _ in pairs], [success for _, success in pairs])
+    if not good or not bad:
+        assert found is None
+    else:
+        wins = sum((left > right) + 0.5 * (left == right) for left in good for right in bad)
+        assert found == pytest.approx(wins / (len(good) * len(bad)))
+
+
+@given(PAIRS)
+def test_bins_hold_every_score_once(pairs: list[tuple[float, bool]]) -> None:
+    scores, outcomes = [score for score, _ in pairs], [success for _, success in pairs]
+    bins = reliability(scores, outcomes)
+    assert sum(one.count for one in bins) == len(pairs)
+    assert sum(one.count * one.success for one in bins) == pytest.approx(sum(outcomes))
+    assert all(one.low <= one.score <= one.high for one in bins)
+    assert 0 <= calibration_error(bins) <= 1
+
+
+def test_known_figures() -> None:
+    scores, outcomes = [0.95, 0.95, 0.15, 0.05], [True, False, False, False]
+    assert brier(scores, outcomes) == pytest.approx((0.05**2 + 0.95**2 + 0.15**2 + 0.05**2) / 4)
+    assert calibration_error(reliability(scores, outcomes)) == pytest.approx((2 * 0.45 + 0.15 + 0.05) / 4)
+
+
+@pytest.mark.parametrize(
+    ("method", "slope", "offset"), [("temperature", 0.4, 0.0), ("platt", 0.4, -1.5), ("platt", 2.0, 1.0)]
+)
+def test_the_calibration_that_was_drawn_from_is_found(method: str, slope: float, offset: float) -> None:
+    judged = drawn(800, slope=slope, offset=offset)
+    settings = VerifierSettings.model_validate({"calibration": method})
+    found = fitted(judged, settings)
+    assert found.slope == pytest.approx(slope, rel=0.2) and found.offset == pytest.approx(offset, abs=0.3)
+    report = report_of(judged, settings)
+    assert report.ece < report.raw_ece and report.brier < report.raw_brier
+    assert report.calibration == found
+
+
+def test_perfect_and_hopeless_verifiers_get_finite_calibrations() -> None:
+    settings = VerifierSettings(calibration="platt")
+    perfect = [Judged(f"{at}", 5.0 if at % 2 else -5.0, bool(at % 2)) for at in range(40)]
+    hopeless = [Judged(f"{at}", -5.0 if at % 2 else 5.0, bool(at % 2)) for at in range(40)]
+    assert 1.0 <= fitted(perfect, settings).slope < 100
+    assert 0 < fitted(hopeless, settings).slope < 0.2
+    assert fitted(perfect[1::2], settings) == Calibration(), "one class says nothing"
+
+
+def test_selection_lies_between_chance_and_the_best_possible() -> None:
+    report = report_of(drawn(200, slope=1.0, offset=-1.0), VerifierSettings())
+    assert [one.k for one in report.selection] == [2, 4]
+    for one in report.selection:
+        assert one.mean.mean < one.best_at_k.mean <= one.pass_at_k.mean
+        assert one.mean.n == 50 and one.best_at_k.low <= one.best_at_k.mean <= one.best_at_k.high
+    assert report.auc is not None and report.auc.low < report.auc.mean < report.auc.high
+    assert report.as_floats()["held_out_auc"] == report.auc.mean
+
+
+def test_one_class_has_no_auc() -> None:
+    report = report_of([Judged("a", 1.0, True), Judged("b", 2.0, True)], VerifierSettings(calibration="temperature"))
+    assert report.auc is None and report.calibration == Calibration() and report.selection == ()
+    assert "held_out_auc" not in report.as_floats()

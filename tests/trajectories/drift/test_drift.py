@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from drifting import (
+    OTHER_END,
+    Answer,
+    Server,
+    condensed,
+    decode,
+    play,
+    rendered,
+    said,
+    trimmed,
+    with_spaces_in_json,
+    without_thinking,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from planted_secrets import SHAPES
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.core.redaction import redact_trajectory
+from openhands_rl_plugin.core.types import JsonObject, Message, Trajectory
+from openhands_rl_plugin.testing import example_trajectory
+from openhands_rl_plugin.trajectories.drift.breaks import breaks_of, context_of, difference_of
+from openhands_rl_plugin.trajectories.drift.causes import Cause, cause_of
+from openhands_rl_plugin.trajectories.drift.drift import DriftReport, drift_of
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+THOUGHT = "<think>I should list the files first.</think>Let me look at it."
+PLAIN = [Answer("Let me look at the files."), Answer("Now I know what to do."), Answer("It is done as you said.")]
+THINKING = [Answer(THOUGHT), Answer(THOUGHT), Answer("It is done.")]
+CALL = said("I look.", '{"command":"ls"}')
+CALLING = [Answer('I look.<call>bash {"command":"ls"}</call>', CALL), *PLAIN]
+SPACED = said("I look.", '{"command": "ls"}')
+
+
+def parsed_reasoning() -> list[Answer]:
+    """A server that takes the reasoning out of the message."""
+    apart: JsonObject = {
+        "response": {"choices": [{"message": {"reasoning_content": "I should list the files first."}}]}
+    }
+    return [Answer(THOUGHT, said("Let me look at it."), metadata=apart), *PLAIN]
+
+
+def opened_thinking() -> list[Answer]:
+    """The generation prompt opens the block of thinking, so that the answer only closes it."""
+    return [Answer(THOUGHT.removeprefix("<think>"))] * 4
+
+
+def restyled(message: Message) -> tuple[int, ...]:
+    """The same text in other tokens: every ``oo`` is one."""
+    ids = list(rendered(message))
+    while (at := next((at for at in range(len(ids) - 1) if ids[at : at + 2] == [111, 111]), -1)) >= 0:
+        ids[at : at + 2] = [999]
+    return tuple(ids)
+
+
+CASES: dict[str, tuple[Cause, Trajectory, int]] = {
+    "template strips thinking": (Cause.REASONING, play(Server(history=without_thinking), THINKING), 2),
+    "reasoning parser": (Cause.REASONING, play(Server(), parsed_reasoning()), 1),
+    "prompt opens thinking": (
+        Cause.REASONING,
+        play(Server(history=without_thinking, generation_prompt="<think>"), opened_thinking()),
+        3,
+    ),
+    "template writes arguments anew": (Cause.ARGUMENTS, play(Server(history=with_spaces_in_json), CALLING), 1),
+    "host writes arguments anew": (
+        Cause.ARGUMENTS,
+        play(Server(), [Answer(CALLING[0].sampled, CALL, SPACED), *PLAIN]),
+        1,
+    ),
+    "condenser": (Cause.CONDENSED, play(Server(), [*PLAIN, *PLAIN], rewrite=condensed, rewrite_at=3), 1),
+    "masked observation": (
+        Cause.REWRITTEN,
+        play(
+            Server(),
+            PLAIN,
+            rewrite=lambda told: [
+                each if at != 3 else Message(role="user", content="...") for at, each in enumerate(told)
+            ],
+            rewrite_at=2,
+        ),
+        1,
+    ),
+    "other end token": (Cause.SPECIAL, play(Server(end=(OTHER_END,)), PLAIN), 2),
+    "empty thinking in the generation prompt": (
+        Cause.GENERATION_PROMPT,
+        play(Server(generation_prompt="<think>\n\n</think>\n\n"), PLAIN),
+        2,
+    ),
+    "trailing white space": (Cause.WHITESPACE, play(Server(history=trimmed), [Answer("Let me look.\n\n"), *PLAIN]), 1),
+    "closing tag re-added": (
+        Cause.WHITESPACE,
+        play(Server(), [Answer("<function=ls>", replay=said("<function=ls></function>")), *PLAIN]),
+        1,
+    ),
+    "date in the system prompt": (
+        Cause.TEMPLATE,
+        play(Server(opening=lambda turn: f"It is {turn} o'clock."), PLAIN),
+        2,
+    ),
+    "other tokens for the same text": (
+        Cause.UNKNOWN,
+        play(Server(history=restyled), [Answer("A good look."), *PLAIN[1:]]),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize(("cause", "trajectory", "count"), CASES.values(), ids=CASES)
+def test_the_cause_of_a_break_is_named(cause: Cause, trajectory: Trajectory, count: int) -> None:
+    assert [cause_of(trajectory, each) for each in breaks_of(trajectory)] == [cause] * count
+
+
+def test_a_tokenizer_tells_other_tokens_from_another_text() -> None:
+    _, trajectory, _ = CASES["other tokens for the same text"]
+
+    def text(ids: object) -> str:
+        return decode(list(ids)).replace("<999>", "oo")  # pyright: ignore[reportArgumentType]
+
+    assert [cause_of(trajectory, each, text) for each in breaks_of(trajectory)] == [Cause.RETOKENISED]
+
+
+@pytest.mark.parametrize("trajectory", [play(Server(), PLAIN), play(Server(), CALLING), example_trajectory(0)])
+def test_turns_that_extend_each_other_are_no_breaks(trajectory: Trajectory) -> None:
+    assert list(breaks_of(trajectory)) == []
+
+
+def test_a_break_says_where_and_what_it_costs() -> None:
+    trajectory = play(Server(history=without_thinking), [Answer(THOUGHT), Answer("It is done.")])
+    (found,) = breaks_of(trajectory)
+    context, spans = context_of(trajectory, found.previous)
+    assert decode(found.difference.removed) == THOUGHT.removesuffix("Let me look at it.")
+    assert found.difference.inserted == ()
+    assert found.difference.at == spans[0].start
+    tokens = trajectory.nodes[found.node].tokens
+    assert tokens is not None
+    assert found.repeated == min(len(context), len(tokens.prompt_ids))
+
+
+@given(
+    st.lists(st.integers(0, 3), max_size=30),
+    st.lists(st.integers(4, 6), max_size=9),
+    st.lists(st.integers(7, 9), max_size=9),
+)
+def test_a_difference_is_where_it_was_made(common: list[int], removed: list[int], inserted: list[int]) -> None:
+    tail = [20, 21, 22, 23, 24]
+    found = difference_of([*common, *removed, *tail], [*common, *inserted, *tail, 30])
+    if not removed and not inserted:
+        assert found.at == len(common) + len(tail)
+        return
+    assert (found.at, list(found.removed), list(found.inserted), found.meets) == (len(common), removed, inserted, True)
+
+
+async def pairs(*trajectories: Trajectory) -> AsyncIterator[tuple[Trajectory, tuple[()]]]:
+    for trajectory in trajectories:
+        yield trajectory, ()
+
+
+async def test_the_report_adds_up() -> None:
+    thinking, calling = CASES["template strips thinking"][1], CASES["template writes arguments anew"][1]
+    report = await drift_of(pairs(thinking, calling, example_trajectory(0)), decode)
+    assert report.episodes == 3
+    assert {each.cause: (each.breaks, each.episodes) for each in report.causes} == {
+        Cause.REASONING: (2, 1),
+        Cause.ARGUMENTS: (1, 1),
+    }
+    assert [each.repeated_tokens for each in report.causes] == sorted(
+        (each.repeated_tokens for each in report.causes), reverse=True
+    )
+    assert report.segments == 3 + 3
+    example = next(each for each in report.causes if each.cause is Cause.ARGUMENTS).examples[0]
+    assert (example.trajectory_id, example.removed, example.inserted) == ("drifting", "", " ")
+    assert all(each.setting for each in report.causes)
+
+
+async def test_turns_without_ids_are_told_apart() -> None:
+    unrecorded = example_trajectory(0).model_copy(
+        update={"nodes": tuple(node.model_copy(update={"tokens": None}) for node in example_trajectory(0).nodes)}
+    )
+    key = SHAPES["github"]
+    secret = redact_trajectory(play(Server(), [PLAIN[0], Answer(f"export TOKEN={key}"), PLAIN[2]]))
+    report = await drift_of(pairs(unrecorded, secret))
+    assert {each.cause: each.lost_turns for each in report.causes} == {Cause.NO_IDS: 2, Cause.REDACTED: 2}
+
+
+async def stored(folder: Path) -> None:
+    async with FileTrajectoryStorage(folder) as storage:
+        for at, (_, trajectory, _) in enumerate(CASES.values()):
+            await storage.add(trajectory.model_copy(update={"id": f"episode-{at:02d}", "run_id": f"run-{at % 2}"}))
+
+
+def test_the_command_reads_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asyncio.run(stored(tmp_path))
+    assert cli.main(["doctor", "drift", str(tmp_path), "--json"]) == 0
+    report = DriftReport.model_validate(json.loads(capsys.readouterr().out))
+    assert report.episodes == len(CASES)
+    assert {each.cause for each in report.causes} == {cause for cause, _, _ in CASES.values()}
+    assert cli.main(["doctor", "drift", str(tmp_path), "--run", "run-0"]) == 0
+    printed = capsys.readouterr().out
+    assert Cause.REASONING in printed and "enable_thinking" in printed
+    assert cli.main(["doctor", "drift", str(tmp_path / "none")]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def byte_tokenizer(file: Path) -> None:
+    """The toy tokenizer as a file of the ``tokenizers`` library."""
+    import tokenizers
+
+    vocabulary = {chr(at) if at < 256 else f"<{at}>": at for at in range(OTHER_END + 1)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    made.decoder = tokenizers.decoders.Fuse()
+    made.save(str(file))
+
+
+def test_a_tokenizer_shows_the_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asyncio.run(stored(tmp_path / "store"))
+    byte_tokenizer(tmp_path / "tokenizer.json")
+    assert cli.main(["doctor", "drift", str(tmp_path / "store"), "--tokenizer", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "'<think>I should list the files first.</think>' became ''" in printed
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for folder in (tmp_path, tmp_path / "none"):
+        assert cli.main(["doctor", "drift", str(tmp_path / "store"), "--tokenizer", str(folder)]) == 1
+        assert capsys.readouterr().err.startswith("error: --tokenizer: ")

@@ -1,0 +1,25 @@
+"""What counts as an episode's outcome when several have judged it."""
+
+from __future__ import annotations
+
+from openhands_rl_plugin.core.types import Score
+from openhands_rl_plugin.testing import example_trajectory
+from openhands_rl_plugin.trajectories.exchange.judgement import resolved, score_of
+
+EPISODE = example_trajectory(0)
+
+
+def judged(version: str, reward: float, **detail: bool) -> Score:
+    return Score(trajectory_id=EPISODE.id, reward=reward, reward_version=version, detail=dict(detail))
+
+
+def test_a_verifiers_opinion_is_no_outcome():
+    tests, opinion = judged("tests-1", 1.0, resolved=True), judged("verifier-1@0123456789abcdef/512", 0.02)
+    assert score_of(EPISODE, (tests, opinion)) == 1.0
+    assert resolved(EPISODE, (tests, opinion)) is True
+    assert score_of(EPISODE, (opinion,)) == EPISODE.known_return
+
+
+def test_of_outcomes_the_newest_counts():
+    scores = (judged("tests-1", 1.0, resolved=True), judged("tests-2", 0.0, resolved=False))
+    assert (score_of(EPISODE, scores), resolved(EPISODE, scores)) == (0.0, False)

@@ -1,0 +1,191 @@
+"""The smaller formats: native SFT rows, verifier rows, AgentGym, predictions, and our own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from exchange_samples import CODE, DATA, SHOP, call, said, same_talk, score, told, trajectory
+
+from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Message, StopReason, ToolCall
+from openhands_rl_plugin.trajectories.exchange import agentgym, predictions, trajectories, verifier
+from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, LeftOutError, names_of_tests, tools_of
+from openhands_rl_plugin.trajectories.exchange.sft import import_native, native_rows
+
+
+def plain(row: JsonObject) -> JsonObject:
+    """As it comes out of a file."""
+    return json.loads(json.dumps(row))
+
+
+def test_native_rows_keep_calls_exactly() -> None:
+    played = trajectory()
+    (row,) = native_rows(played, (score(played, 0.5),))
+    found, scores = import_native(plain(row))
+    assert found.messages() == played.messages() and found.tools == played.tools
+    assert row["instance_id"] == "repo__repo-1" and row["resolved"] is False and scores[0].reward == 0.5
+
+
+def test_a_row_of_the_sampled_set_with_null_filled_unions() -> None:
+    row = json.loads((DATA / "sampled_row.json").read_text())
+    found, scores = import_native(row)
+    assert found.run_id == "gpt-4o-2024-08-06_maxiter_50_N_v2.1-no-hint-train-t0-run_1"
+    assert [message.content for message in found.messages()] == ["S", "Fix f.", None, "done", "Bye\nbye."]
+    assert found.messages()[2].tool_calls == (ToolCall(id="call_1", name="execute_bash", arguments='{"command":"ls"}'),)
+    assert found.tools == (
+        {
+            "type": "function",
+            "function": {
+                "name": "execute_bash",
+                "description": "Run.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"command": {"type": "string"}},
+                    "required": ["command"],
+                },
+            },
+        },
+        {"type": "function", "function": {"name": "finish", "description": "End."}},
+    )
+    assert scores[0].reward == 1.0 and found.evidence["resolved"] is True
+    assert found.evidence["test_result"] == {"git_patch": "diff", "report": {"resolved": True}}
+
+
+@pytest.mark.parametrize("given", ['["a", "b"]', ["a", "b"]])
+def test_names_of_tests_come_as_list_or_as_text(given: str | list[str]) -> None:
+    assert names_of_tests(given) == ["a", "b"]  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("given", ["[1]", "nonsense", 3, {"a": 1}])
+def test_wrong_names_of_tests_are_refused(given: object) -> None:
+    with pytest.raises(ExchangeError):
+        names_of_tests(given)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("given", ["{", '{"a": 1}', [1], [{"type": "function"}], [{"function": {"name": None}}]])
+def test_wrong_tools_are_refused(given: object) -> None:
+    with pytest.raises(ExchangeError):
+        tools_of(given)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_verifier_prompt() -> None:
+    messages = (
+        Message(role="system", content="S"),
+        Message(role="user", content="Fix f."),
+        Message(role="user", content="Please."),
+        said(call("c1", "execute_bash", command="ls\npwd"), call("c2", "finish"), text="I look."),
+        told("c1", "execute_bash", "a.py"),
+    )
+    played = trajectory(messages)
+    (row,) = verifier.rows(played, (score(played, 0.0, resolved=False),))
+    system, user, assistant = [each for each in row["messages"] if isinstance(each, dict)]  # pyright: ignore
+    rule = "-" * 100
+    assert user["content"] == (
+        "Please evaluate the following interaction between an AI assistant and a user:\n\n=== INTERACTION LOG ===\n"
+        "*** System Message that describes the assistant's behavior ***\nS\n"
+        f"{rule}\n*** Turn 1 - USER ***\nFix f.\nPlease.\n"
+        f"{rule}\n*** Turn 1 - ASSISTANT ***\nI look.\n"
+        "### Tool Call 0\n<function=execute_bash>\n<parameter=command>\nls\npwd\n</parameter>\n</function>\n"
+        "### Tool Call 1\n<function=finish>\n</function>\n"
+        f"{rule}\n*** Turn 2 - TOOL EXECUTION RESULT ***\na.py\n{rule}\n"
+        "\n=== END INTERACTION ===\n\nBased on the above interaction, did the assistant successfully resolve the "
+        "user's initial request? Respond with YES or NO."
+    )
+    assert str(system["content"]).startswith("You are an expert judge evaluating AI assistant interactions.")
+    assert assistant == {"role": "assistant", "content": "<judgement>NO</judgement>"}
+    assert row["resolved"] is False and row["run_id"] == "night-3"
+    with pytest.raises(LeftOutError, match="not judged"):
+        list(verifier.rows(played, ()))
+
+
+def test_agentgym_records_go_both_ways() -> None:
+    played = trajectory(SHOP, environment="webshop", task_id="6", reward=0.75, unsampled=(1,))
+    (row,) = agentgym.rows(played, ())
+    assert row["env_name"] == "webshop" and row["task_id"] == "6" and row["id"] == played.id
+    held = plain(row)["trajectory"]
+    assert isinstance(held, dict) and held["reward"] == 0.75
+    assert held["conversation"][:2] == [  # pyright: ignore
+        {"from": "human", "value": "You are web shopping.", "loss": None},
+        {"from": "gpt", "value": "Ok.", "loss": False},
+    ]
+    assert str(held["text"]).startswith("\nHuman: You are web shopping.\nAssistant: Ok.\nHuman: WebShop")
+    found, scores = agentgym.read(plain(row))
+    assert found.messages() == played.messages() and found.id == played.id and not scores
+    assert [node.sampled for node in found.nodes] == [node.sampled for node in played.nodes]
+    assert found.episode_return == 0.75 and found.run_id == "night-3"
+    assert found.times.finished == played.times.finished
+    with pytest.raises(LeftOutError, match="tool calls"):
+        list(agentgym.rows(trajectory(), ()))
+
+
+def test_rows_of_agent_traj() -> None:
+    conversation = [
+        {"from": "human", "loss": None, "value": "Hi"},
+        {"from": "gpt", "loss": True, "value": "Action:\nx"},
+    ]
+    found = agentgym.read({"conversations": conversation, "item_id": "alfworld_7_2"}).trajectory  # pyright: ignore
+    assert (found.task.environment, found.task.id) == ("alfworld", "alfworld_7_2")
+    assert same_talk(
+        found.messages(), (Message(role="user", content="Hi"), Message(role="assistant", content="Action:\nx"))
+    )
+    with pytest.raises(ExchangeError, match="conversations: is required"):
+        agentgym.read({"conversations": None, "item_id": "webshop_1"})
+    with pytest.raises(ExchangeError, match="human or gpt"):
+        agentgym.read({"conversations": [{"from": "robot", "value": "x"}], "item_id": "webshop_1"})
+
+
+def test_predictions_go_both_ways() -> None:
+    patch = "diff --git a/a b/a\n+\N{SNOWMAN}\n"
+    (row,) = predictions.rows(trajectory(evidence={"git_patch": patch}), ())
+    assert row == {"instance_id": "repo__repo-1", "model_patch": patch, "model_name_or_path": "swe-v000007"}
+    found = predictions.read(plain(row)).trajectory
+    assert found.evidence == {"git_patch": patch} and found.nodes == () and found.head is None
+    assert list(predictions.rows(found, ())) == [row]
+    assert predictions.read({"instance_id": "a", "model_patch": None}).trajectory.evidence == {"git_patch": ""}
+    with pytest.raises(LeftOutError, match="no patch"):
+        list(predictions.rows(trajectory(), ()))
+
+
+def test_our_own_lines_lose_nothing() -> None:
+    failure = Failure(kind=FailureKind.ENVIRONMENT, message="away", boundary="env")
+    for played in (trajectory(CODE, reward=0.1), trajectory(failure=failure, stop=StopReason.ERROR)):
+        scores = (score(played, None), score(played, 0.3, why=["x"]))
+        (row,) = trajectories.rows(played, scores)
+        assert trajectories.read(plain(row)) == (played, scores)
+    with pytest.raises(ExchangeError, match="schema version 99 is newer"):
+        trajectories.read({"trajectory": {"schema_version": 99}})
+    with pytest.raises(ExchangeError, match="another trajectory"):
+        trajectories.read(
+            plain(next(trajectories.rows(played, (score(played, 1.0).model_copy(update={"trajectory_id": "x"}),))))
+        )
+
+
+def test_the_same_record_is_the_same_trajectory() -> None:
+    played = trajectory()
+    (row,) = native_rows(played, ())
+    assert import_native(plain(row)).trajectory == import_native(plain(row)).trajectory
+    changed = plain(row) | {"run_id": "another"}
+    assert import_native(changed).trajectory.id != import_native(plain(row)).trajectory.id
+
+
+def test_ids_that_begin_anew_in_every_file_are_not_taken_over() -> None:
+    (row,) = agentgym.rows(trajectory(SHOP, environment="webshop", task_id="6"), ())
+    first = agentgym.read({**plain(row), "id": 7}).trajectory
+    other = agentgym.read({**plain(row), "id": 7, "task_id": "8"}).trajectory
+    assert first.id != other.id and first.id == agentgym.read({**plain(row), "id": "8"}).trajectory.id
+
+
+@pytest.mark.parametrize(
+    ("timestamp", "seconds"),
+    [("1700000000", 1.7e9), ("2023-11-14T22:13:20", 1.7e9), ("2023-11-14T23:13:20+01:00", 1.7e9)],
+)
+def test_timestamps_mean_the_same_everywhere(timestamp: str, seconds: float) -> None:
+    (row,) = agentgym.rows(trajectory(SHOP, environment="webshop", task_id="6"), ())
+    assert agentgym.read({**plain(row), "timestamp": timestamp}).trajectory.times.finished == seconds
+
+
+@pytest.mark.parametrize("timestamp", ["1700000000000", "nan", "inf", "noon"])
+def test_wrong_timestamps_are_refused(timestamp: str) -> None:
+    (row,) = agentgym.rows(trajectory(SHOP, environment="webshop", task_id="6"), ())
+    with pytest.raises(ExchangeError, match="timestamp: "):
+        agentgym.read({**plain(row), "timestamp": timestamp})

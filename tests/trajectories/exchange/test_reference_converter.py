@@ -1,0 +1,93 @@
+"""Against OpenHands' own converter between native calls and text."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+from exchange_samples import CODE, INDENTED, TOOLS, call, said, same_talk, told
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from openhands.llm import fn_call_converter as reference
+
+from openhands_rl_plugin.core.messages import to_message, to_wire
+from openhands_rl_plugin.core.templates.function_text import Newlines, read_function_text
+from openhands_rl_plugin.core.types import Message, ToolCall
+from openhands_rl_plugin.trajectories.exchange.sft import read_text_messages, text_messages
+from openhands_rl_plugin.trajectories.exchange.turns import single_call_turns, until_last_answer
+
+# OpenHands 1.6 cannot describe the parameters of a tool that has none.
+_TOOLS = [*TOOLS]
+
+
+def to_text(messages: list[Message]) -> list[dict[str, Any]]:
+    wire = [{**to_wire(message), "content": message.content or ""} for message in messages]
+    return reference.convert_fncall_messages_to_non_fncall_messages(wire, _TOOLS, add_in_context_learning_example=False)
+
+
+def to_native(messages: list[dict[str, Any]]) -> list[Message]:
+    found = reference.convert_non_fncall_messages_to_fncall_messages(copy.deepcopy(messages), _TOOLS)
+    return [to_message(message) for message in found]
+
+
+def test_splitting_is_that_of_the_reference() -> None:
+    wire = [to_wire(message) for message in CODE]
+    theirs = reference.convert_from_multiple_tool_calls_to_single_tool_call_messages(wire, True)
+    assert same_talk(single_call_turns(CODE).messages, [to_message(message) for message in theirs])
+
+
+def test_our_reader_reads_the_output_of_the_reference() -> None:
+    single = single_call_turns(CODE).messages
+    back, tools = read_text_messages([to_message(message) for message in to_text(single)])
+    assert same_talk(back, single)
+    assert [tool["function"]["name"] for tool in tools] == ["execute_bash", "finish", "str_replace_editor"]  # pyright: ignore
+
+
+_PLAIN = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="<>\n"), min_size=1, max_size=30).filter(
+    lambda text: text == text.strip()
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(_PLAIN, _PLAIN, st.integers(0, 99), st.lists(st.integers(-1, 99), max_size=3), _PLAIN)
+def test_where_the_reference_is_lossless_our_bytes_are_the_same(
+    thought: str, value: str, line: int, span: list[int], result: str
+) -> None:
+    arguments = {"command": "insert", "path": "/a", "new_str": value, "insert_line": line, "view_range": span}
+    messages = [
+        Message(role="user", content="Go."),
+        said(call("toolu_01", "str_replace_editor", **arguments), text=thought),
+        told("toolu_01", "str_replace_editor", result),
+        said(text="Done."),
+    ]
+    theirs = to_text(messages)
+    assume(same_talk(to_native(theirs), messages))
+    ours = list(text_messages(messages, _TOOLS))[1:]
+    assert ours == [{"role": each["role"], "content": each["content"]} for each in theirs]
+
+
+def test_rows_of_swe_gym_read_as_they_were_meant() -> None:
+    """Their older converter puts line breaks around values of several lines, as the prompt says."""
+    text = f"I insert.\n\n<function=execute_bash>\n<parameter=command>\n{INDENTED}\n</parameter>\n</function>"
+    (found,) = read_function_text(text, TOOLS).calls
+    assert json.loads(found.arguments) == {"command": INDENTED}
+
+
+@given(st.text(st.characters(exclude_categories=("Cs",), exclude_characters="<>"), max_size=30))
+@settings(deadline=None)
+def test_values_of_the_reference_are_taken_as_they_stand(value: str) -> None:
+    made = {
+        "id": "x",
+        "type": "function",
+        "function": {"name": "execute_bash", "arguments": json.dumps({"command": value})},
+    }
+    text = reference.convert_tool_call_to_string(made)
+    answer = read_function_text(text, TOOLS, Newlines.VERBATIM)
+    assert answer.calls == (ToolCall(id=answer.calls[0].id, name="execute_bash", arguments=answer.calls[0].arguments),)
+    assert json.loads(answer.calls[0].arguments) == {"command": value}
+
+
+def test_a_conversation_for_training_ends_with_an_answer() -> None:
+    assert until_last_answer(CODE[:7]) == list(CODE[:5])
+    assert until_last_answer(CODE[:2]) == []

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from exchange_samples import CODE, PROMPT, SYSTEM, TOOLS, call, said, same_talk, score, told, trajectory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
+from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
+from openhands_rl_plugin.trajectories.exchange.sft import import_text, read_text_messages, text_messages, text_rows
+from openhands_rl_plugin.trajectories.exchange.text_tools import describe_tools, read_system_prompt, system_prompt
+from openhands_rl_plugin.trajectories.exchange.turns import single_call_turns
+
+
+def test_the_system_prompt_is_that_of_the_published_rows() -> None:
+    assert system_prompt(SYSTEM, TOOLS) == PROMPT
+    assert len(PROMPT) == 4758
+
+
+def test_the_system_prompt_reads_back() -> None:
+    prompt = read_system_prompt(PROMPT)
+    assert prompt.content == SYSTEM
+    assert describe_tools(prompt.tools) == describe_tools(TOOLS)
+    types = {
+        name: info["type"]
+        for tool in prompt.tools
+        for name, info in tool["function"].get("parameters", {}).get("properties", {}).items()  # pyright: ignore
+    }
+    assert types["insert_line"] == "integer" and types["view_range"] == "array" and types["path"] == "string"
+
+
+def test_a_row_is_what_swe_gym_publishes() -> None:
+    played = trajectory()
+    (row,) = text_rows(played, (score(played, 0.75, resolved=True),))
+    messages = row.pop("messages")
+    assert row == {
+        "trajectory_id": played.id,
+        "instance_id": "repo__repo-1",
+        "run_id": "night-3",
+        "model": "swe-v000007",
+        "score": 0.75,
+        "resolved": True,
+    }
+    assert isinstance(messages, list)
+    contents = [(message["role"], message["content"]) for message in messages if isinstance(message, dict)]
+    assert contents[:4] == [
+        ("system", PROMPT),
+        ("user", "Fix f.\n"),
+        (
+            "assistant",
+            "First a look.\n\n<function=execute_bash>\n<parameter=command>\nls\n\n</parameter>\n</function>",
+        ),
+        ("user", "EXECUTION RESULT of [execute_bash]:\na.py\n[Command finished with exit code 0]"),
+    ]
+    # Two calls at once are two turns, and the last word is the assistant's.
+    assert [role for role, _ in contents[1:]] == ["user", "assistant"] * 5
+    assert contents[-1] == ("assistant", "<function=finish>\n</function>")
+
+
+def test_a_row_reads_back_as_the_same_conversation() -> None:
+    played = trajectory()
+    (row,) = text_rows(played, (score(played, 1.0),))
+    found = import_text(row)
+    assert same_talk(found.trajectory.messages(), single_call_turns(CODE).messages)
+    assert all(node.tokens is None for node in found.trajectory.nodes)
+    assert found.trajectory.strategy.options == {"format": "sft-text", "tokens": None}
+    assert [each.reward for each in found.scores] == [1.0]
+    assert found.trajectory.policy.base_model == "swe-v000007"
+
+
+def test_what_the_user_typed_is_not_taken_for_a_result() -> None:
+    played = trajectory()
+    (row,) = text_rows(played, ())
+    messages = import_text(row).trajectory.messages()
+    assert [m.content for m in messages if m.role == "user"] == [
+        "Fix f.\n",
+        "EXECUTION RESULT of [ls]:\nis what I typed.",
+    ]
+
+
+def test_observations_after_the_last_answer_are_no_part_of_a_row() -> None:
+    played = trajectory((*CODE[:4],))
+    (row,) = text_rows(played, ())
+    assert isinstance(row["messages"], list) and len(row["messages"]) == 3
+
+
+def test_an_episode_that_no_text_can_carry_is_left_out() -> None:
+    with pytest.raises(LeftOutError, match="not JSON"):
+        list(text_rows(trajectory((CODE[1], said(ToolCall(id="x", name="execute_bash", arguments='{"comm')))), ()))
+    with pytest.raises(LeftOutError, match="nobody answered"):
+        list(text_rows(trajectory(CODE[:2]), ()))
+
+
+def test_calls_without_results_are_counted() -> None:
+    both = said(call("a", "finish"), call("b", "execute_bash", command="ls"))
+    turns = single_call_turns((both, told("b", "execute_bash", "x"), Message(role="user", content="go on")))
+    assert [message.role for message in turns.messages] == ["assistant", "tool", "user"]
+    assert turns.messages[0].tool_calls[0].id == "b" and turns.unanswered == 1
+    assert [len(message.tool_calls) for message in single_call_turns((both,)).messages] == [1]
+    with pytest.raises(LeftOutError, match="got no result"):
+        list(text_rows(trajectory((CODE[1], both)), ()))
+
+
+_ODD = ["</parameter>", "</function>", "<parameter=x>", "\n", "  a\n b\n\n", "<json>1</json>", "None", "3"]
+_CHARACTERS = st.characters(exclude_categories=("Cs",)) | st.sampled_from(list("\n\t <>/=`'\"\\\r"))
+_TEXT = st.text(_CHARACTERS, max_size=40) | st.sampled_from(_ODD)
+_NUMBERS = st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False)
+_JSON = st.recursive(
+    st.none() | st.booleans() | _NUMBERS | _TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXT, inner, max_size=3),
+    max_leaves=5,
+)
+_CALLS = st.one_of(
+    st.builds(lambda value: ("execute_bash", {"command": value}), _TEXT),
+    st.builds(
+        lambda text, line, span: (
+            "str_replace_editor",
+            {"command": "insert", "path": "/a", "new_str": text, "insert_line": line, "view_range": span},
+        ),
+        _TEXT,
+        st.integers(0, 99) | _JSON,
+        st.lists(st.integers(-1, 99)) | _JSON,
+    ),
+    st.builds(lambda values: ("made_up", values), st.dictionaries(_TEXT, _JSON, max_size=3)),
+    st.just(("finish", {})),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(_CALLS, _TEXT, _TEXT, st.booleans())
+def test_no_call_is_changed_by_the_text_form(
+    made: tuple[str, JsonObject], thought: str, result: str, with_tools: bool
+) -> None:
+    name, arguments = made
+    tools = TOOLS if with_tools else ()
+    # A thought that itself looks like a call cannot be told from one.
+    thought = thought.replace("<", "").replace(">", "")
+    messages = (
+        Message(role="system", content="Be brief."),
+        Message(role="user", content="Go."),
+        said(ToolCall(id="toolu_01", name=name, arguments=json.dumps(arguments)), text=thought or None),
+        told("toolu_01", name, result),
+        said(text="Done."),
+    )
+    rendered = [Message.model_validate(each) for each in text_messages(messages, tools)]
+    back, known = read_text_messages(rendered)
+    assert json.loads(back[2].tool_calls[0].arguments) == arguments
+    assert back[2].tool_calls[0].name == name and (back[2].content or "") == thought
+    assert back[3] == messages[3]
+    assert describe_tools(known) == describe_tools(tools)
+
+
+@given(_TEXT, _TEXT, _TEXT)
+@settings(deadline=None)
+def test_odd_tool_descriptions_never_lose_text(name: str, description: str, about: str) -> None:
+    schema: JsonObject = {"type": "object", "properties": {"x": {"type": "string", "description": about}}}
+    tool: JsonObject = {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": schema},
+    }
+    text = system_prompt("Be brief.", [tool])
+    prompt = read_system_prompt(text)
+    assert prompt.content == text or system_prompt(prompt.content, prompt.tools) == text

@@ -1,0 +1,359 @@
+"""The commands, with a real file store."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import math
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from exchange_samples import CODE, SHOP, score, trajectory
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, NodeMark, TrajectoryFilter
+from openhands_rl_plugin.core.types import Failure, FailureKind, Message, Node, Score, StopReason, Times, Trajectory
+from openhands_rl_plugin.trajectories.exchange import trajectories
+from openhands_rl_plugin.trajectories.exchange.formats import FORMATS
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+Stored = list[tuple[Trajectory, tuple[Score, ...]]]
+
+SOLVED = trajectory(identity="00000000-0000-4000-8000-00000000000a", evidence={"git_patch": "diff\n"})
+UNSOLVED = trajectory(CODE[:5], identity="00000000-0000-4000-8000-00000000000b", task_id="repo__repo-2")
+SHOPPED = trajectory(
+    SHOP,
+    identity="00000000-0000-4000-8000-00000000000c",
+    environment="webshop",
+    task_id="6",
+    reward=0.75,
+    unsampled=(1,),
+)
+FAILED = trajectory(
+    CODE[:4],
+    identity="00000000-0000-4000-8000-00000000000d",
+    stop=StopReason.ERROR,
+    failure=Failure(kind=FailureKind.INFRASTRUCTURE, message="gone", boundary="b"),
+)
+UNFINISHED = trajectory(CODE[:3], identity="00000000-0000-4000-8000-00000000000e", stop=StopReason.UNFINISHED)
+SCORES = (score(SOLVED, 0.5), score(SOLVED, 1.0, resolved=True), score(UNSOLVED, 0.25, resolved=False))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    async def fill() -> None:
+        async with FileTrajectoryStorage(tmp_path / "store", durable=False) as storage:
+            for each in (SOLVED, UNSOLVED, SHOPPED, FAILED):
+                await storage.add(each)
+            await storage.begin(EpisodeStart.of(UNFINISHED))
+            await storage.grow(
+                EpisodeGrowth(trajectory_id=UNFINISHED.id, first=0, nodes=UNFINISHED.nodes, head=UNFINISHED.head)
+            )
+            await storage.add_scores(SCORES)
+
+    asyncio.run(fill())
+    return tmp_path / "store"
+
+
+def stored(path: Path) -> Stored:
+    async def read() -> Stored:
+        async with FileTrajectoryStorage(path) as storage:
+            return [pair async for pair in storage.find(TrajectoryFilter(finished=None))]
+
+    return sorted(asyncio.run(read()), key=lambda pair: pair[0].id)
+
+
+def run(*words: str | Path) -> int:
+    return cli.main([str(word) for word in words])
+
+
+def rows(file: Path) -> list[dict[str, object]]:
+    text = gzip.decompress(file.read_bytes()).decode() if file.suffix == ".gz" else file.read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_stores_move_without_loss(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "all.jsonl.gz"
+    assert run("export", store, "--format", "trajectories", "--out", out) == 0
+    assert stat.S_IMODE(out.stat().st_mode) == 0o600
+    assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
+    for _ in range(2):
+        assert run("import", out, "--format", "trajectories", "--into", tmp_path / "other") == 0
+    # When an episode that has not ended grew last is known to its own store only.
+    *ended, (unfinished, _) = stored(store)
+    *again, (other, _) = stored(tmp_path / "other")
+    assert again == ended and other.model_copy(update={"times": unfinished.times}) == unfinished
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-2].endswith("5 new trajectories of 5 records, 3 scores")
+    assert printed[-1].endswith("0 new trajectories of 5 records, 0 scores")
+
+
+def test_an_episode_that_ended_meanwhile_takes_its_place(store: Path, tmp_path: Path) -> None:
+    out, ended = tmp_path / "all.jsonl", tmp_path / "ended.jsonl"
+    run("export", store, "--format", "trajectories", "--out", out)
+    run("import", out, "--format", "trajectories", "--into", tmp_path / "other")
+    (line,) = [row for row in rows(out) if row["trajectory"]["stop"] == "unfinished"]  # pyright: ignore
+    line["trajectory"]["stop"] = "terminated"  # pyright: ignore
+    ended.write_text(json.dumps(line))
+    run("import", ended, "--format", "trajectories", "--into", tmp_path / "other")
+    assert [each.stop for each, _ in stored(tmp_path / "other") if each.id == UNFINISHED.id] == [StopReason.TERMINATED]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), [SOLVED, UNSOLVED, SHOPPED]),
+        (("--resolved",), [SOLVED]),
+        (("--no-resolved",), [UNSOLVED, SHOPPED]),
+        (("--environment", "webshop"), [SHOPPED]),
+        (("--min-reward", "0.6"), [SOLVED, SHOPPED]),
+        (("--run", "night-4"), []),
+        (("--limit", "1"), [SOLVED]),
+        (("--no-resolved", "--limit", "1"), [UNSOLVED]),
+        (("--failed",), [FAILED]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_filters(store: Path, tmp_path: Path, words: Sequence[str], expected: Sequence[Trajectory]) -> None:
+    out = tmp_path / "sft.jsonl"
+    assert run("export", store, "--format", "sft-native", "--out", out, *words) == 0
+    assert [row["trajectory_id"] for row in rows(out)] == [each.id for each in expected]
+
+
+@pytest.mark.parametrize("name", [each.name for each in FORMATS.values() if each.read and each.rows])
+def test_every_format_goes_out_and_in_and_in_again(
+    store: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / ("folder" if FORMATS[name].folder else "rows.jsonl")
+    assert run("export", store, "--format", name, "--out", out) == 0
+    for _ in range(2):
+        assert run("import", out, "--format", name, "--into", tmp_path / "other") == 0
+    again = stored(tmp_path / "other")
+    assert again
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1].endswith(f"0 new trajectories of {len(again)} records, 0 scores")
+    if name not in {"trajectories", "predictions"}:
+        assert all(each.strategy.name == "imported" for each, _ in again)
+        assert all(node.tokens is None for each, _ in again for node in each.nodes)
+        assert sum(any(node.sampled for node in each.nodes) for each, _ in again) == len(again)
+
+
+def test_what_a_format_cannot_carry_is_counted(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("export", store, "--format", "predictions", "--out", tmp_path / "p.json") == 0
+    assert json.loads((tmp_path / "p.json").read_text()) == [
+        {"instance_id": "repo__repo-1", "model_patch": "diff\n", "model_name_or_path": "swe-v000007"}
+    ]
+    assert "3 left out: its evidence has no patch" in capsys.readouterr().out
+
+
+def test_secrets_never_leave(tmp_path: Path) -> None:
+    secret = "sk-" + "Zx81kQ0pLm3VbN7tRw5YcE2aHd9GfJ4s" * 2
+    leaking = (
+        Message(role="user", content=f"OPENAI_API_KEY={secret}"),
+        Message(role="assistant", content=f"Authorization: Bearer {secret}"),
+    )
+
+    async def fill() -> None:
+        async with FileTrajectoryStorage(tmp_path / "store", durable=False) as storage:
+            await storage.add(trajectory(leaking, evidence={"git_patch": f"+key = '{secret}'"}))
+
+    asyncio.run(fill())
+    for name in ("sft-text", "sft-native", "output-jsonl", "agentgym", "predictions", "trajectories"):
+        out = tmp_path / f"{name}.jsonl"
+        assert run("export", tmp_path / "store", "--format", name, "--out", out) == 0
+        assert out.stat().st_size > 0 and secret not in out.read_text()
+
+
+def test_a_bad_line_stops_or_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, into = tmp_path / "p.jsonl", tmp_path / "store"
+    good = json.dumps({"instance_id": "a", "model_patch": "x", "model_name_or_path": "m"})
+    file.write_text("\n".join([good, "", '{"model_patch": "x"}', "not json", "[1]", good.replace('"a"', '"b"')]))
+    assert run("import", file, "--format", "predictions", "--into", into) == 1
+    assert f"{file}:3: instance_id: is required; --skip-bad leaves" in capsys.readouterr().err
+    assert run("import", file, "--format", "predictions", "--into", into, "--skip-bad") == 0
+    told = capsys.readouterr()
+    assert "2 records, 0 scores; 3 bad records skipped" in told.out
+    assert f"skipped: {file}:4: not valid JSON" in told.err and f"{file}:5: must be a JSON object" in told.err
+    assert sorted(each.task.id for each, _ in stored(into)) == ["a", "b"]
+
+
+@pytest.mark.parametrize("shape", ["lines", "array", "pretty", "by id", "gzip", "folder"])
+def test_shapes_of_files(tmp_path: Path, shape: str) -> None:
+    records = [{"instance_id": name, "model_patch": "x", "model_name_or_path": "m"} for name in "ab"]
+    by_id = {record["instance_id"]: {"model_patch": "x", "model_name_or_path": "m"} for record in records}
+    lines = "\n".join(map(json.dumps, records))
+    texts = {"lines": lines, "array": json.dumps(records), "pretty": json.dumps(records, indent=1)}
+    file = tmp_path / "preds.json"
+    match shape:
+        case "gzip":
+            file = tmp_path / "preds.jsonl.gz"
+            file.write_bytes(gzip.compress(lines.encode()))
+        case "folder":
+            file = tmp_path / "records"
+            (file / "below").mkdir(parents=True)
+            for record in records:
+                (file / "below" / f"{record['instance_id']}.json").write_text(json.dumps(record, indent=1))
+        case _:
+            file.write_text(texts.get(shape) or json.dumps(by_id))
+    assert run("import", file, "--format", "predictions", "--into", tmp_path / "store") == 0
+    assert sorted(each.task.id for each, _ in stored(tmp_path / "store")) == ["a", "b"]
+
+
+def test_a_truncated_archive_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "p.jsonl.gz"
+    file.write_bytes(gzip.compress(b'{"instance_id": "a"}\n' * 1000)[:-20])
+    assert run("import", file, "--format", "predictions", "--into", tmp_path / "store") == 1
+    assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ("export", "STORE", "--format", "sft-txt", "--out", "x"),
+            "unknown format 'sft-txt'; did you mean 'sft-text'?",
+        ),
+        (("export", "STORE", "--format", "v1-events", "--out", "x"), "'v1-events' is for import only"),
+        (("import", "STORE", "--format", "verifier", "--into", "x"), "'verifier' is for export only"),
+        (("import", "nowhere", "--format", "agentgym", "--into", "x"), "nowhere: no such file or folder"),
+        (("export", "nowhere", "--format", "agentgym", "--out", "x"), "nowhere: this folder does not exist"),
+        (("export", "STORE", "--format", "agentgym", "--out", "no/x.jsonl"), "there is no folder no; make it first"),
+        (("export", "STORE", "--format", "agentgym", "--out", "x.csv"), "x.csv: must end with .jsonl"),
+        (("export", "STORE", "--format", "llm-completions", "--out", ".."), "is a folder; name what is to be written"),
+        (("export", "STORE/trajectories.sqlite", "--format", "agentgym", "--out", "x.json"), "store, here STORE"),
+        (("import", "STORE", "--format", "agentgym", "--into", "STORE/row.json"), "this is a file; give the folder"),
+        (("import", "STORE", "--format", "agentgym", "--into", "env:HOME"), "HOME does not begin with mongodb://"),
+        (("export", "STORE", "--format", "agentgym", "--out", "x.parquet"), "has no fixed columns for Parquet"),
+        (("export", "STORE", "--format", "llm-completions", "--out", "STORE"), "is there already"),
+        (("import", "STORE", "--format", "agentgym", "--into", "mongodb://u:secret@h/db"), "a password on the command"),
+        (("import", "STORE", "--format", "agentgym", "--into", "env:NO_SUCH_VARIABLE"), "NO_SUCH_VARIABLE is not set"),
+    ],
+    ids=lambda value: "" if isinstance(value, tuple) else value,
+)
+def test_wrong_use_is_one_clear_line(
+    store: Path, words: Sequence[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "import" in words and "STORE" in words:
+        (store / "row.json").write_text("{}")
+    monkeypatch.chdir(store.parent)
+    assert run(*(word.replace("STORE", str(store)) for word in words)) == 1
+    error = capsys.readouterr().err
+    assert told.replace("STORE", str(store)) in error and error.count("\n") == 1 and "secret" not in error
+
+
+def test_a_failed_export_leaves_the_old_file(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "sft.jsonl"
+    out.write_text("old")
+
+    def broken(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("openhands_rl_plugin.trajectories.exchange.transfer.resolved", broken)
+    assert run("export", store, "--format", "sft-native", "--out", out, "--resolved") == 130
+    assert out.read_text() == "old" and {each.name for each in tmp_path.iterdir()} == {"store", "sft.jsonl"}
+
+
+@pytest.mark.parametrize("name", ["sft-text", "sft-native", "verifier", "predictions"])
+def test_parquet_by_datasets(store: Path, tmp_path: Path, name: str) -> None:
+    import datasets
+
+    out = tmp_path / f"{name}.parquet"
+    assert run("export", store, "--format", name, "--out", out) == 0
+    assert run("export", store, "--format", name, "--out", tmp_path / "rows.jsonl") == 0
+    table = datasets.Dataset.from_parquet(str(out), cache_dir=str(tmp_path / "cache"))
+    assert len(table) == len(rows(tmp_path / "rows.jsonl"))
+    if FORMATS[name].read is not None:
+        for file, into in ((out, "a"), (tmp_path / "rows.jsonl", "b")):
+            assert run("import", file, "--format", name, "--into", tmp_path / into) == 0
+        assert stored(tmp_path / "a") == stored(tmp_path / "b")
+
+
+def test_parquet_without_datasets_says_what_to_install(
+    store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    assert run("export", store, "--format", "sft-text", "--out", store / "x.parquet") == 1
+    assert "pip install 'openhands_rl_plugin[exchange]'" in capsys.readouterr().err
+
+
+def test_help_has_the_formats(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("import", "export"):
+        assert run(command, "--help") == 0
+        printed = capsys.readouterr().out
+        assert all(f"\n  {name} " in printed for name in FORMATS)
+
+
+def test_an_episode_that_goes_on_is_followed(store: Path, tmp_path: Path) -> None:
+    out, other = tmp_path / "all.jsonl", tmp_path / "other"
+    run("export", store, "--format", "trajectories", "--out", out, "--unfinished")
+    run("import", out, "--format", "trajectories", "--into", other)
+
+    async def go_on() -> None:
+        known = len(UNFINISHED.nodes)
+        mark = NodeMark(index=known - 1, reward=0.5)
+        node = Node(parent=known - 1, message=CODE[known])
+        async with FileTrajectoryStorage(store) as storage:
+            await storage.grow(
+                EpisodeGrowth(trajectory_id=UNFINISHED.id, first=known, nodes=(node,), head=known, marks=(mark,))
+            )
+
+    asyncio.run(go_on())
+    later = tmp_path / "later.jsonl"
+    run("export", store, "--format", "trajectories", "--out", later, "--unfinished")
+    # What is older than what is known changes nothing.
+    for file in (later, out):
+        run("import", file, "--format", "trajectories", "--into", other)
+    (expected,) = [each for each, _ in stored(store) if each.stop is StopReason.UNFINISHED]
+    ((found, _),) = stored(other)
+    assert (found.nodes, found.head) == (expected.nodes, expected.head)
+
+
+def test_scores_are_added_once_whatever_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = "ghp_" + "aB3dE5gH7jK9mN1pQ3sT5uV7wX9yZ1"
+    odd = Score(trajectory_id=SOLVED.id, reward=math.nan, detail={"log": f"the key {key}"}, reward_version="v1")
+    plain = score(SOLVED, 1.0)
+    lines = [(odd, plain, plain), (plain, score(SOLVED, 0.5))]
+    file = tmp_path / "scored.jsonl"
+    text = [trajectories.Line(trajectory=SOLVED, scores=scores).model_dump_json() for scores in lines]
+    file.write_text("\n".join(text))
+    for expected in ("4 scores", "0 scores"):
+        run("import", file, "--format", "trajectories", "--into", tmp_path / "store")
+        assert capsys.readouterr().out.endswith(f"{expected}\n")
+    ((_, scores),) = stored(tmp_path / "store")
+    assert [each.reward for each in scores[1:]] == [1.0, 1.0, 0.5]
+    assert run("export", tmp_path / "store", "--format", "trajectories", "--out", tmp_path / "x.jsonl") == 0
+    held = json.loads((tmp_path / "x.jsonl").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert held["scores"][0]["reward"] == "NaN"
+    run("import", tmp_path / "x.jsonl", "--format", "trajectories", "--into", tmp_path / "again")
+    assert math.isnan(stored(tmp_path / "again")[0][1][0].reward or 0.0)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.jsonl.gz"])
+def test_a_byte_order_mark_is_no_part_of_the_first_row(name: str, tmp_path: Path) -> None:
+    row = b'\xef\xbb\xbf{"instance_id": "a", "model_patch": "diff"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(row) if name.endswith(".gz") else row)
+    assert run("import", tmp_path / name, "--format", "predictions", "--into", tmp_path / "store") == 0
+    assert [each.task.id for each, _ in stored(tmp_path / "store")] == ["a"]
+
+
+def test_a_time_that_is_no_date_stops_neither_list_nor_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = SHOPPED.model_copy(update={"times": Times(started=0.0, finished=1.7e12)})
+
+    async def fill() -> None:
+        async with FileTrajectoryStorage(tmp_path / "store") as storage:
+            await storage.add(odd)
+            await storage.add(SOLVED)
+
+    asyncio.run(fill())
+    assert run("list", tmp_path / "store") == 0
+    assert "1.7e+12 s" in capsys.readouterr().out
+    for name, left in (("output-jsonl", 1), ("agentgym", 0)):
+        out = tmp_path / f"{name}.jsonl"
+        assert run("export", tmp_path / "store", "--format", name, "--out", out) == 0
+        assert "1 left out: its time is no date" in capsys.readouterr().out
+        assert out.read_text().count("\n") == left or not left

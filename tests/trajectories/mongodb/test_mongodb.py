@@ -1,0 +1,265 @@
+"""The MongoDB storage against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+import random
+
+import bson
+import pytest
+from die_at import play
+from hypothesis import given
+from hypothesis import strategies as st
+from mongodb_server import MongoServer
+from pymongo import monitoring
+from pymongo.database import Database
+
+from openhands_rl_plugin.config.build import open_storage
+from openhands_rl_plugin.config.toml import settings_from_mapping
+from openhands_rl_plugin.core.errors import ConfigError, StorageError
+from openhands_rl_plugin.core.records import EpisodeGrowth, NodeMark, TrajectoryFilter, TrajectoryOrder
+from openhands_rl_plugin.core.types import Message, Node, Trajectory
+from openhands_rl_plugin.testing import check_storage
+from openhands_rl_plugin.testing.samples import sample_episode, sample_score, steps_of
+from openhands_rl_plugin.trajectories.mongodb.log import PART_BYTES, generation_of, log_documents, replay, start_record
+from openhands_rl_plugin.trajectories.mongodb.log import growth_records as growth
+from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
+from openhands_rl_plugin.trajectories.storages.documents import packed_json
+
+Stored = Database[dict[str, object]]
+
+
+@pytest.fixture
+def storage(mongodb: MongoServer, database: Stored) -> MongoDBTrajectoryStorage:
+    # A loaded machine may keep the server busy for longer than users wait for one.
+    return MongoDBTrajectoryStorage(f"{mongodb.url}&serverSelectionTimeoutMS=60000", database.name)
+
+
+def with_text(identity: str, megabytes: float) -> Trajectory:
+    """An episode with text that cannot be compressed much."""
+    sample = sample_episode(identity)
+    text = base64.b85encode(random.Random(1).randbytes(int(megabytes * 2**20))).decode()
+    nodes = (*sample.nodes, Node(parent=5, message=Message(role="user", content=text)))
+    return sample.model_copy(update={"nodes": nodes})
+
+
+def check_tidy(database: Stored) -> None:
+    """Nothing is in the logs but what the episodes' documents say."""
+    episodes = {each["generation"]: each for each in database["episodes"].find()}
+    chunks = list(database["chunks"].find())
+    assert all(chunk["seq"] < episodes[generation_of(chunk)]["chunks"] for chunk in chunks)
+    assert len(chunks) == sum(each["chunks"] for each in episodes.values())
+    assert not any("pending" in chunk for chunk in chunks)
+
+
+async def test_it_conforms(mongodb: MongoServer, database: Stored) -> None:
+    await check_storage(lambda: MongoDBTrajectoryStorage(mongodb.url, database.name))
+    check_tidy(database)
+
+
+@pytest.mark.parametrize(("durable", "concern"), [(True, {"w": "majority", "j": True}), (False, {"w": 1})])
+async def test_writes_wait_for_the_journal_of_a_majority(
+    mongodb: MongoServer, database: Stored, durable: bool, concern: dict[str, object]
+) -> None:
+    seen: list[dict[str, object]] = []
+
+    class Listener(monitoring.CommandListener):
+        def started(self, event: monitoring.CommandStartedEvent) -> None:
+            if event.database_name == database.name and event.command_name in {"insert", "update", "findAndModify"}:
+                seen.append({k: v for k, v in event.command.get("writeConcern", {"w": 1}).items() if k != "wtimeout"})
+
+        def succeeded(self, event: monitoring.CommandSucceededEvent) -> None: ...
+        def failed(self, event: monitoring.CommandFailedEvent) -> None: ...
+
+    monitoring.register(Listener())
+    async with MongoDBTrajectoryStorage(mongodb.url, database.name, durable=durable) as storage:
+        for step in steps_of(sample_episode("a")):
+            await play(storage, step)
+        await storage.add_scores([sample_score("a", 1.0)])
+    assert len(seen) > 10
+    assert all(each == concern for each in seen)
+
+
+async def test_open_json_and_odd_texts_come_back_as_they_were(storage: MongoDBTrajectoryStorage) -> None:
+    odd = {"$set": {"a.b": 10**30}, "": None, "\0": [math.pi, -0.0, 2**63], "$id": "$x", "_id": {"$ref": 1}}
+    sample = sample_episode("$odd.id", run="$run", task="$$ROOT")
+    task = sample.task.model_copy(update={"data": odd})
+    score = sample_score(sample.id, 0.5).model_copy(update={"detail": odd})
+    sample = sample.model_copy(update={"evidence": odd, "task": task})
+    for step in steps_of(sample):
+        await play(storage, step)
+    await storage.add_scores([score])
+    assert [each async for each in storage.find(TrajectoryFilter(run_id="$run", task_id="$$ROOT"))] == [
+        (sample, (score,))
+    ]
+
+
+@pytest.mark.parametrize("changed", [{"run_id": "\ud800"}, {"id": "\ud800"}])
+async def test_what_cannot_be_stored_is_an_error(storage: MongoDBTrajectoryStorage, changed: dict[str, str]) -> None:
+    with pytest.raises(StorageError, match="cannot be written"):
+        await storage.add(sample_episode("a").model_copy(update=changed))
+    big = sample_episode("b")
+    with pytest.raises(StorageError, match="64 bits"):
+        await storage.add(big.model_copy(update={"policy": big.policy.model_copy(update={"version": 2**70})}))
+    assert await storage.count(TrajectoryFilter(finished=None)) == 0
+
+
+async def test_no_document_is_near_the_limit(storage: MongoDBTrajectoryStorage, database: Stored) -> None:
+    large = with_text("large", 4.5)
+    first, *steps = steps_of(large)
+    await play(storage, first)
+    await storage.grow(EpisodeGrowth(trajectory_id="large", first=0, nodes=large.nodes, head=5))
+    await play(storage, steps[-1])
+    assert await storage.get("large") == (large, ())
+    sizes = [len(raw.raw) for raw in database["chunks"].with_options(_RAW).find()]
+    assert len(sizes) == 5
+    assert PART_BYTES < max(sizes) < PART_BYTES + 2_000
+    check_tidy(database)
+
+
+_RAW = bson.CodecOptions(document_class=bson.raw_bson.RawBSONDocument)
+
+
+async def test_an_unfinished_episode_is_replaced_at_once(storage: MongoDBTrajectoryStorage, database: Stored) -> None:
+    """Readers see the old state or the new one, never something between."""
+    sample = sample_episode("a")
+    other = sample_episode("a", text="another try")
+    for step in steps_of(other)[:3]:
+        await play(storage, step)
+    ((before, _),) = [each async for each in storage.find(TrajectoryFilter(finished=None))]
+    writing = asyncio.create_task(storage.add(sample))
+    seen = []
+    while not writing.done() or not seen:
+        seen += [trajectory async for trajectory, _ in storage.find(TrajectoryFilter(finished=None))]
+    await writing
+    assert all(trajectory in (before, sample) for trajectory in seen)
+    assert await storage.get("a") == (sample, ())
+    check_tidy(database)
+
+
+async def test_two_clients_may_write_the_same_episode(mongodb: MongoServer, database: Stored) -> None:
+    async with (
+        MongoDBTrajectoryStorage(mongodb.url, database.name) as one,
+        MongoDBTrajectoryStorage(mongodb.url, database.name) as two,
+    ):
+        added, played = sample_episode("added"), sample_episode("played", text="x")
+        await asyncio.gather(one.add(added), two.add(added), one.add(added), two.add(added))
+        for step in steps_of(played):
+            await asyncio.gather(play(one, step), play(two, step))
+        for storage in (one, two):
+            assert {each.id: each async for each, _ in storage.find()} == {"added": added, "played": played}
+    check_tidy(database)
+
+
+async def test_writers_that_know_an_old_state_look_again(mongodb: MongoServer, database: Stored) -> None:
+    sample = sample_episode("a")
+    start, first, *rest = steps_of(sample)
+    async with (
+        MongoDBTrajectoryStorage(mongodb.url, database.name) as one,
+        MongoDBTrajectoryStorage(mongodb.url, database.name) as two,
+    ):
+        await play(one, start)
+        await play(one, first)
+        for step in rest[:-1]:
+            await play(two, step)
+        # It believes in the first growth still, and may neither cut the others off nor store them twice.
+        for step in rest:
+            await play(one, step)
+        assert await one.get("a") == (sample, ())
+        with pytest.raises(StorageError, match="is finished and grows no more"):
+            await two.grow(EpisodeGrowth(trajectory_id="a", first=6, nodes=sample.nodes[5:], head=6))
+    check_tidy(database)
+
+
+async def test_an_episode_that_was_dropped_elsewhere_is_not_known(mongodb: MongoServer, database: Stored) -> None:
+    start, first, second, *_ = steps_of(sample_episode("a"))
+    async with (
+        MongoDBTrajectoryStorage(mongodb.url, database.name) as one,
+        MongoDBTrajectoryStorage(mongodb.url, database.name) as two,
+    ):
+        await play(one, start)
+        await play(one, first)
+        assert await two.drop(["a"]) == 1
+        with pytest.raises(StorageError, match=r"'a' is not open; begin\(\) it first"):
+            await play(one, second)
+    check_tidy(database)
+
+
+async def test_scores_that_came_before_their_episode_decide_its_place(storage: MongoDBTrajectoryStorage) -> None:
+    await storage.add_scores([sample_score("late", 0.9), sample_score("late", 0.1)])
+    await storage.add(sample_episode("early", reward=0.5))
+    await storage.add(sample_episode("late", reward=0.8))
+    by_reward = TrajectoryFilter(sort=TrajectoryOrder.REWARD)
+    assert [(each.id, each.reward) async for each in storage.summaries(by_reward)] == [("late", 0.1), ("early", None)]
+    assert [each.id async for each, _ in storage.find(TrajectoryFilter(reward_at_most=0.2))] == ["late"]
+
+
+async def test_a_score_whose_writer_died_half_way_counts(storage: MongoDBTrajectoryStorage, database: Stored) -> None:
+    await storage.add(sample_episode("a", reward=0.5))
+    await storage.add_scores([sample_score("a", 0.25)])
+    # As it is before the episode's own document says so.
+    database["episodes"].update_one({"_id": "a"}, {"$set": {"scored": 0, "score": None, "reward": 0.5}})
+    database["scores"].update_one({}, {"$set": {"pending": True}})
+    assert await storage.count(TrajectoryFilter(reward_at_most=0.3)) == 1
+    assert [each.reward async for each in storage.summaries()] == [0.25]
+    assert database["scores"].count_documents({"pending": True}) == 0
+
+
+async def test_the_settings_name_it(mongodb: MongoServer, database: Stored) -> None:
+    table = {"storage_backend": "mongodb", "storage": {"uri_env": "SHOP_MONGODB", "database": database.name}}
+    settings = settings_from_mapping(table)
+    with pytest.raises(ConfigError, match=r"\[rl.storage\] uri_env: the environment variable SHOP_MONGODB is not set"):
+        open_storage(settings, {})
+    storage = open_storage(settings, {"SHOP_MONGODB": mongodb.url})
+    await storage.add(sample_episode("a"))
+    await storage.close()
+    assert [each["_id"] for each in database["episodes"].find()] == ["a"]
+
+
+@pytest.mark.parametrize("damage", [{"seq": 1}, {"seq": 4}])
+async def test_a_missing_part_is_an_error(
+    storage: MongoDBTrajectoryStorage, database: Stored, damage: dict[str, int]
+) -> None:
+    for step in steps_of(sample_episode("a")):
+        await play(storage, step)
+    database["chunks"].delete_one(damage)
+    with pytest.raises(StorageError, match="a part of episode 'a' is missing; restore the database"):
+        await storage.get("a")
+
+
+async def test_one_storage_serves_several_event_loops(mongodb: MongoServer, database: Stored) -> None:
+    storage = MongoDBTrajectoryStorage(mongodb.url, database.name)
+    await asyncio.to_thread(asyncio.run, storage.add(sample_episode("a")))
+    await storage.add(sample_episode("b"))
+    assert await storage.count() == 2
+    await storage.close()
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+nodes = st.lists(st.builds(Node, parent=st.none(), message=st.builds(Message, role=st.just("user"), content=texts)))
+marks = st.builds(NodeMark, index=st.just(0), reward=st.none() | st.floats(allow_nan=False), visits=st.integers(0, 99))
+
+
+@given(st.lists(st.tuples(nodes, st.lists(marks, max_size=2)), max_size=5), st.data())
+def test_a_log_is_read_back_as_it_was_written(growths: list, data: st.DataObject) -> None:
+    """Also with parts of records that another record has made void."""
+    sample = sample_episode("a")
+    start = steps_of(sample)[0]
+    records = [start_record(packed_json(start))]
+    expected: list[Node] = []
+    documents = log_documents("a", "g", 0, records)
+    for added, marked in growths:
+        if data.draw(st.booleans(), "a writer died"):
+            torn = log_documents("a", "g", len(documents), growth(sample.nodes, 0, 5, ()))[:1]
+            documents += [torn[0] | {"parts": 2, "closes": True}]
+        usable = marked if expected or added else []
+        documents += log_documents("a", "g", len(documents), growth(added, len(expected), None, usable))
+        expected += added
+        for mark in usable:
+            update = mark.model_dump(exclude={"index"})
+            expected[0] = expected[0].model_copy(update=update)
+    replayed = replay("a", documents)
+    assert (replayed.start, list(replayed.nodes), replayed.end) == (start, expected, None)
+    assert replayed.length == len(documents)

@@ -1,0 +1,201 @@
+"""The MongoDB storage when writers are killed and servers go away."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+import traceback
+from functools import partial
+from pathlib import Path
+
+import pytest
+from die_at import play
+from mongodb_server import MongoServer, server_command
+from pymongo.database import Database
+from test_mongodb import check_tidy
+
+from openhands_rl_plugin.core.errors import MissingExtraError, StorageError
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.testing.samples import sample_episode, steps_of
+from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
+
+HERE = Path(__file__).parent
+PASSWORD = "Tr0ub4dor+3"
+
+# Episode -> before which step of the writer its process is killed, and how many nodes can be read then.
+DEATHS = {
+    "begin, nothing valid": ("_insert", 1, None),
+    "begin, nothing marked": ("_mark", 1, 0),
+    "grow, nothing valid": ("_make_valid", 2, 3),
+    "end, nothing valid": ("_make_valid", 4, 6),
+    "add, the old one valid": ("_replace", 1, 3),
+    "add, the old one there": ("_delete", 1, 6),
+}
+
+
+async def killed(url: str, database: str, identity: str) -> int:
+    """Let a process be killed and return how many nodes it was promised to keep."""
+    method, nth, _ = DEATHS[identity]
+    adds = ["add"] if identity.startswith("add") else []
+    arguments = [str(HERE / "die_at.py"), url, database, identity, method, str(nth), *adds]
+    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=subprocess.PIPE)
+    said, _ = await process.communicate()
+    assert process.returncode == -9
+    return int((said.split() or [b"0"])[-1])
+
+
+async def check_swept(server: MongoServer, database: Database[dict[str, object]]) -> None:
+    """A later process takes away what was left, when it is old, and nothing else."""
+    async with MongoDBTrajectoryStorage(server.url, database.name) as storage:
+        before = [each async for each in storage.find()]
+    database["chunks"].update_many({"pending": {"$exists": True}}, {"$set": {"pending": time.time() - 7200}})
+    async with MongoDBTrajectoryStorage(server.url, database.name) as storage:
+        await storage.drop(["nobody"])
+        assert [each async for each in storage.find()] == before
+    check_tidy(database)
+
+
+async def test_a_killed_writer_leaves_what_was_acknowledged(
+    mongodb: MongoServer, database: Database[dict[str, object]]
+) -> None:
+    promised = await asyncio.gather(*(killed(mongodb.url, database.name, identity) for identity in DEATHS))
+    async with MongoDBTrajectoryStorage(mongodb.url, database.name) as storage:
+        found = {each.id: each async for each, _ in storage.find(TrajectoryFilter(finished=None))}
+        for (identity, (_, _, nodes)), kept in zip(DEATHS.items(), promised, strict=True):
+            sample = sample_episode(identity)
+            assert (len(found[identity].nodes) if identity in found else None) == nodes
+            assert (nodes or 0) >= kept
+            if nodes is not None:
+                assert [node.message for node in found[identity].nodes] == [
+                    node.message for node in sample.nodes[:nodes]
+                ]
+            # The next process goes on.
+            for step in steps_of(sample):
+                await play(storage, step)
+            assert await storage.get(identity) == (sample, ())
+    await check_swept(mongodb, database)
+
+
+UNCONFIRMED = {"writeConcernError": {"code": 64, "errmsg": "waiting for replication timed out"}}
+
+
+@pytest.mark.parametrize("command", ["insert", "update", "findAndModify"])
+@pytest.mark.parametrize("how", [{"errorCode": 14031}, UNCONFIRMED], ids=["not executed", "executed"])
+async def test_a_step_that_failed_can_be_repeated(
+    mongodb: MongoServer, database: Database[dict[str, object]], command: str, how: dict[str, object]
+) -> None:
+    """Whether the server had executed it or not, nothing is lost and nothing is there twice."""
+    sample, whole = sample_episode("played"), sample_episode("whole", text="x")
+    failed = 0
+    async with MongoDBTrajectoryStorage(mongodb.url, database.name) as storage:
+        calls = [*(partial(play, storage, step) for step in steps_of(sample)), partial(storage.add, whole)]
+        for call in calls:
+            mongodb.fail_once(command, **how)
+            try:
+                await call()
+            except StorageError as error:
+                failed += 1
+                assert "has no space left" in str(error) or "too few members of the replica set confirmed" in str(error)
+            finally:
+                mongodb.fail_no_more()
+            await call()
+        assert {each.id: each async for each, _ in storage.find()} == {"played": sample, "whole": whole}
+    assert failed == (2 if command == "findAndModify" else len(calls))
+    await check_swept(mongodb, database)
+
+
+@pytest.mark.slow
+async def test_a_server_that_goes_away_is_an_error_and_may_come_back(mongodb: MongoServer, tmp_path: Path) -> None:
+    server = MongoServer(tmp_path / "server")
+    server.start()
+    try:
+        async with MongoDBTrajectoryStorage(f"{server.url}&serverSelectionTimeoutMS=1000") as storage:
+            await storage.add(sample_episode("a"))
+            server.stop()
+            for call in (storage.add(sample_episode("b")), storage.count(), anext(storage.find())):
+                started = time.monotonic()
+                with pytest.raises(StorageError, match=f"MongoDB at 127.0.0.1:{server.port} (cannot be reached|broke)"):
+                    await call
+                assert time.monotonic() - started < 5
+            server.start()
+            await storage.add(sample_episode("b"))
+            assert [each async for each, _ in storage.find()] == [sample_episode("a"), sample_episode("b")]
+    finally:
+        server.stop()
+
+
+async def error_of(url: str) -> str:
+    """Everything that a log could show of the failure, and how it is said to a person."""
+    async with MongoDBTrajectoryStorage(url) as storage:
+        with pytest.raises(StorageError) as raised:
+            await storage.count()
+    shown = "".join(traceback.format_exception(raised.value))
+    assert PASSWORD not in shown
+    assert PASSWORD.replace("+", "%2B") not in shown
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("mongodb://bob:{}@127.0.0.1:1/?serverSelectionTimeoutMS=200", "MongoDB at 127.0.0.1:1 cannot be reached"),
+        ("mongodb://bob:/{}@127.0.0.1:1/", "the connection string of MongoDB is not valid"),
+        ("mongodb://bob:{}@h:{}/", "the connection string of MongoDB is not valid"),
+        ("bob:{}@127.0.0.1", "the connection string of MongoDB is not valid"),
+    ],
+)
+async def test_no_error_shows_the_password(url: str, said: str) -> None:
+    assert (await error_of(url.format(*[PASSWORD.replace("+", "%2B")] * 2))).startswith(said)
+
+
+@pytest.mark.slow
+async def test_a_wrong_password_is_said_and_not_shown(mongodb: MongoServer, tmp_path: Path) -> None:
+    if "mongoeco" not in server_command()[-1]:
+        pytest.skip("a mongod has no users when it is new")
+    server = MongoServer(tmp_path / "server", {"MONGOECO_USER": "bob", "MONGOECO_PASSWORD": "right"})
+    server.start()
+    try:
+        url = server.url.replace("//", "//bob:{}@") + "&authMechanism=SCRAM-SHA-256"
+        refused = await error_of(url.format(PASSWORD.replace("+", "%2B")))
+        # Some servers give no code for it.
+        assert "refused the user or the password" in refused or "Authentication failed" in refused
+        async with MongoDBTrajectoryStorage(url.format("right")) as storage:
+            await storage.add(sample_episode("a"))
+            assert await storage.count() == 1
+    finally:
+        server.stop()
+
+
+def test_an_episode_can_be_saved_when_the_interpreter_ends(
+    mongodb: MongoServer, database: Database[dict[str, object]]
+) -> None:
+    """No thread is to be had any more, not even to look up a host name."""
+    code = f"""
+import asyncio, atexit
+from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
+from openhands_rl_plugin.testing.samples import sample_episode
+def storage():
+    return MongoDBTrajectoryStorage({mongodb.url.replace("127.0.0.1", "localhost")!r}, {database.name!r})
+storage()
+atexit.register(lambda: asyncio.run(storage().add(sample_episode("last"))))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True, check=False)
+    assert ran.stderr == ""
+    assert [each["_id"] for each in database["episodes"].find()] == ["last"]
+
+
+def test_importing_it_loads_no_client() -> None:
+    code = "import sys, openhands_rl_plugin.trajectories.mongodb.storage as _; "
+    code += "print('pymongo' in sys.modules, 'bson' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    assert ran.stdout.split() == ["False", "False"]
+
+
+def test_without_the_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [name for name in sys.modules if "trajectories.mongodb." in name or name.startswith("pymongo")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "pymongo", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'openhands_rl_plugin\[mongodb\]'"):
+        MongoDBTrajectoryStorage()

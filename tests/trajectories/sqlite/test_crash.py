@@ -1,0 +1,204 @@
+"""What is left after a writer is killed, after two write at once, and after the disk is full. Real processes."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from keep_writing import CALLS, episode
+
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import StopReason, Trajectory
+from openhands_rl_plugin.testing.samples import steps_of
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+from openhands_rl_plugin.trajectories.storages.header import marked
+
+WRITER = Path(__file__).parents[2] / "helpers" / "keep_writing.py"
+
+
+def start(folder: Path, prefix: str, concurrency: int = 4) -> subprocess.Popen[bytes]:
+    command = [sys.executable, str(WRITER), str(folder), prefix, str(concurrency)]
+    # Unbuffered: what readline() had read ahead would be missing from communicate().
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
+
+
+def kill_after_first(process: subprocess.Popen[bytes], delay: float) -> dict[str, int]:
+    """Wait for the first acknowledgement and then ``delay`` seconds, kill -9; id -> how many of its calls were done."""
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    try:
+        process.wait(delay)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+    rest, errors = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGKILL, errors.decode()
+    # The pipe too may end in half a line; that call was not fully reported.
+    lines = [line.split() for line in (first + rest).decode().splitlines(keepends=True) if line.endswith("\n")]
+    return {identity: int(count) for identity, count in lines}
+
+
+def calls_seen(trajectory: Trajectory, scores: int) -> int:
+    """How many calls an episode shows, after a check that it is what its writer wrote, up to there."""
+    expected = episode(trajectory.id)
+    if trajectory.stop is not StopReason.UNFINISHED:
+        assert trajectory == expected
+        return CALLS - 1 + scores
+    grown = (0, 3, 5, 6).index(len(trajectory.nodes))
+    *before, growth = steps_of(expected)[: grown + 1]
+    assert trajectory.head == getattr(growth, "head", None)
+    marks = [mark for step in (*before, growth) for mark in getattr(step, "marks", ())]
+    unmarked = [node.model_copy(update={"reward": None}) for node in expected.nodes[: len(trajectory.nodes)]]
+    assert trajectory.nodes == marked(unmarked, marks)
+    return 1 + grown
+
+
+async def read(folder: Path) -> dict[str, int]:
+    """Id -> how many of its calls are stored. Every record is parsed and its checksum verified on the way."""
+    storage = FileTrajectoryStorage(folder)
+    pairs = [pair async for pair in storage.find(TrajectoryFilter(finished=None))]
+    found = {trajectory.id: calls_seen(trajectory, len(scores)) for trajectory, scores in pairs}
+    assert len(found) == len(pairs)
+    await storage.close()
+    return found
+
+
+def assert_nothing_lost(acknowledged: dict[str, int], stored: dict[str, int]) -> None:
+    assert acknowledged.keys() <= stored.keys()
+    # Of every writer at most the calls that were on their way are there without having been acknowledged.
+    assert all(count <= stored[identity] <= count + 1 for identity, count in acknowledged.items())
+
+
+async def kill_many_times(folder: Path, times: int, seed: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Id -> how many calls were acknowledged, and how many are stored."""
+    random_ = random.Random(seed)
+    acknowledged: dict[str, int] = {}
+    running = start(folder, "0")
+    for number in range(times):
+        # The next one writes while this one is killed, so that there are always two.
+        following = start(folder, str(number + 1))
+        acknowledged |= kill_after_first(running, random_.uniform(0.0, 0.1))
+        running = following
+    acknowledged |= kill_after_first(running, 0.0)
+    return acknowledged, await read(folder)
+
+
+async def test_nothing_acknowledged_is_lost_when_the_writer_is_killed_20_times(tmp_path: Path) -> None:
+    acknowledged, stored = await kill_many_times(tmp_path, 20, seed=1)
+    assert len(acknowledged) > 20
+    assert_nothing_lost(acknowledged, stored)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_nothing_acknowledged_is_lost_when_the_writer_is_killed_200_times(tmp_path: Path) -> None:
+    acknowledged, stored = await kill_many_times(tmp_path, 200, seed=2)
+    assert len(acknowledged) > 200
+    assert_nothing_lost(acknowledged, stored)
+
+
+async def test_two_processes_write_at_once_and_readers_see_both(tmp_path: Path) -> None:
+    writers = [start(tmp_path, "left"), start(tmp_path, "right")]
+    assert all(writer.stdout is not None and writer.stdout.readline() for writer in writers)
+    seen_live = await read(tmp_path)
+    assert {"left", "right"} <= {identity.split("-")[0] for identity in seen_live}
+    acknowledged = [kill_after_first(writer, 0.1) for writer in writers]
+    stored = await read(tmp_path)
+    assert_nothing_lost(acknowledged[0] | acknowledged[1], stored)
+    assert all(stored[identity] >= count for identity, count in seen_live.items())
+
+
+FULL_DISK = """
+import asyncio, resource, sys
+from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+from stored_samples import trajectory
+
+async def main():
+    storage = FileTrajectoryStorage(sys.argv[1])
+    await storage.add(trajectory("first"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    for number in range(100):
+        try:
+            await storage.add(trajectory(str(number), new_tokens=1300))
+        except StorageError as error:
+            print(number, error)
+            break
+    assert [found.id async for found, _ in storage.find()][-1] == str(number - 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    await storage.add(trajectory("after", new_tokens=1300))
+
+asyncio.run(main())
+"""
+
+
+async def test_a_full_disk_is_reported_with_a_remedy_and_leaves_no_half_record(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
+        cwd=WRITER.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    number, _, message = done.stdout.strip().partition(" ")
+    assert int(number) > 1
+    assert message.count("\n") == 0
+    assert "no space left" in message and "free some space" in message and "[rl.storage]" in message
+    storage = FileTrajectoryStorage(tmp_path)
+    assert [found.id async for found, _ in storage.find()] == ["first", *map(str, range(int(number))), "after"]
+
+
+async def test_a_disk_that_is_full_from_the_start_leaves_nothing_behind(tmp_path: Path) -> None:
+    code = FULL_DISK.replace('    await storage.add(trajectory("first"))\n', "").replace("300_000", "10_000")
+    command = [sys.executable, "-c", code.replace("str(number - 1)", "number"), str(tmp_path / "store")]
+    done = subprocess.run(command, cwd=WRITER.parent, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("0 no space left") and "IndexError" in done.stderr
+    assert list((tmp_path / "store").iterdir()) == []
+
+
+AT_EXIT = """
+import asyncio, atexit, sys
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+from stored_samples import trajectory
+
+storage = FileTrajectoryStorage(sys.argv[1])
+asyncio.run(storage.add(trajectory("before")))
+atexit.register(lambda: asyncio.run(storage.add(trajectory("at exit"))))
+"""
+
+
+async def test_the_last_episode_can_be_saved_while_the_interpreter_exits(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", AT_EXIT, str(tmp_path)]
+    done = subprocess.run(command, cwd=WRITER.parent, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""
+    storage = FileTrajectoryStorage(tmp_path)
+    assert [trajectory.id async for trajectory, _ in storage.find()] == ["before", "at exit"]
+
+
+FORK = """
+import asyncio, os, sys
+from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+from stored_samples import trajectory
+
+storage = FileTrajectoryStorage(sys.argv[1])
+asyncio.run(storage.add(trajectory("parent")))
+if (child := os.fork()) == 0:
+    for call in (storage.add(trajectory("child")), storage.count()):
+        try:
+            asyncio.run(call)
+        except StorageError as error:
+            print(error, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+async def test_a_storage_is_not_carried_over_a_fork(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORK, str(tmp_path)]
+    done = subprocess.run(command, cwd=WRITER.parent, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.count("carried over a fork") == 2

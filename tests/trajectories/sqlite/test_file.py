@@ -1,0 +1,418 @@
+"""What is particular to the file storage; the rules of all storages are in ``test_conformance.py``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import shutil
+import sqlite3
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stored_samples import play, trajectory
+
+from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, NodeMark, TrajectoryFilter
+from openhands_rl_plugin.core.types import FailureKind, Message, Node, Score, StopReason, Trajectory
+from openhands_rl_plugin.testing.samples import sample_episode, sample_score, steps_of
+from openhands_rl_plugin.trajectories.sqlite import storage as file_module
+from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+GOLDEN = Path(__file__).with_name("golden")
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> FileTrajectoryStorage:
+    return FileTrajectoryStorage(tmp_path / "store")
+
+
+async def ids(storage: FileTrajectoryStorage, where: TrajectoryFilter | None = None) -> list[str]:
+    return [found.id async for found, _ in storage.find(where)]
+
+
+async def closed_store(folder: Path, *identities: str) -> Path:
+    async with FileTrajectoryStorage(folder) as storage:
+        for identity in identities:
+            await storage.add(trajectory(identity))
+    return folder / FILE_NAME
+
+
+async def test_what_was_stored_is_read_back_equal_and_in_order(storage: FileTrajectoryStorage) -> None:
+    stored = [trajectory(str(number), turns=number + 1) for number in range(40)]
+    for one in stored:
+        await storage.add(one)
+    assert [found async for found, _ in storage.find()] == stored
+    assert await storage.get("7") == (stored[7], ())
+
+
+async def test_an_empty_storage_has_nothing_and_makes_no_folder(tmp_path: Path) -> None:
+    storage = FileTrajectoryStorage(tmp_path / "store")
+    assert await ids(storage) == []
+    assert await storage.get("x") is None
+    assert await storage.count() == 0
+    await storage.close()
+    assert not (tmp_path / "store").exists()
+
+
+async def test_an_id_stored_by_two_storages_is_read_as_it_was_first(tmp_path: Path) -> None:
+    first, second = FileTrajectoryStorage(tmp_path), FileTrajectoryStorage(tmp_path)
+    await asyncio.gather(*(each.add(trajectory("a", reward=0.25)) for each in (first, second, first)))
+    await second.add(trajectory("a", reward=0.875))
+    assert [found.episode_return async for found, _ in FileTrajectoryStorage(tmp_path).find()] == [0.25]
+
+
+async def test_numbers_that_json_does_not_know_come_back_as_they_were(storage: FileTrajectoryStorage) -> None:
+    await storage.add(trajectory("a", reward=math.nan))
+    await storage.add(trajectory("b", reward=-math.inf))
+    await storage.add_scores([sample_score("b", math.inf)])
+    (a, none), (b, scores) = [pair async for pair in storage.find()]
+    assert math.isnan(a.episode_return) and none == ()
+    assert (b.episode_return, scores[0].reward) == (-math.inf, math.inf)
+    listed = [summary async for summary in storage.summaries()]
+    assert math.isnan(listed[0].episode_return)
+    assert (listed[1].episode_return, listed[1].reward) == (-math.inf, math.inf)
+    await storage.add_scores([sample_score("b", math.nan)])
+    assert math.isnan([summary.reward async for summary in storage.summaries()][1] or 0.0)
+    assert await ids(storage, TrajectoryFilter(reward_at_least=-math.inf)) == []
+
+
+async def test_no_text_is_taken_for_a_query(storage: FileTrajectoryStorage) -> None:
+    odd = "'; DROP TABLE episodes; --\"%_?"
+    await storage.add(trajectory(odd, run_id=odd, environment=odd, task_id=odd, strategy=odd, split=odd, group_id=odd))
+    await storage.add(trajectory("other"))
+    where = TrajectoryFilter(
+        ids=(odd,), run_id=odd, environment=odd, task_id=odd, strategy=odd, split=odd, group_id=odd
+    )
+    assert await ids(storage, where) == [odd]
+    assert await ids(storage, TrajectoryFilter(run_id="%")) == []
+    assert await ids(storage, TrajectoryFilter(ids=(odd, *map(str, range(40_000))))) == [odd]
+
+
+async def test_a_stream_can_be_left_early(storage: FileTrajectoryStorage) -> None:
+    for number in range(50):
+        await storage.add(trajectory(str(number)))
+    seen = []
+    async for found, _ in storage.find():
+        seen.append(found.id)
+        if len(seen) == 40:
+            break
+    await storage.close()
+    assert seen == [str(number) for number in range(40)]
+
+
+async def test_what_is_dropped_while_a_stream_is_read_is_left_out(storage: FileTrajectoryStorage) -> None:
+    for number in range(64):
+        await play(storage, steps_of(sample_episode(str(number)))[:2])
+    stream = storage.find(TrajectoryFilter(finished=False))
+    seen = [(await anext(stream))[0].id]
+    # The stream has read on a little, but not as far as that.
+    assert await storage.drop([str(number) for number in range(40, 64)]) == 24
+    seen += [found.id async for found, _ in stream]
+    assert seen == [str(number) for number in range(40)]
+
+
+async def test_files_are_private_and_no_name_becomes_a_path(tmp_path: Path) -> None:
+    storage = FileTrajectoryStorage(tmp_path / "deep" / "store")
+    await storage.add(trajectory("../../id", environment="../../outside", run_id="/abs", task_id="../task"))
+    await storage.add_scores([sample_score("../../id", 1.0)])
+    made = list(tmp_path.rglob("*"))
+    assert {path.name for path in made if path.is_file()} == {FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"}
+    for path in made:
+        expected = 0o600 if path.is_file() else 0o700
+        assert stat.S_IMODE(path.stat().st_mode) == expected, path
+    await storage.close()
+    assert [path.name for path in (tmp_path / "deep" / "store").iterdir()] == [FILE_NAME]
+
+
+async def test_a_storage_can_be_used_again_after_close(storage: FileTrajectoryStorage) -> None:
+    await storage.add(trajectory("a"))
+    await storage.close()
+    await storage.add(trajectory("b"))
+    assert await ids(storage) == ["a", "b"]
+    await storage.close()
+    await storage.close()
+
+
+@pytest.mark.parametrize(("durable", "level"), [(True, 2), (False, 1)], ids=["full", "normal"])
+async def test_calls_that_wait_together_share_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool, level: int
+) -> None:
+    statements: list[str] = []
+    levels: list[int] = []
+    real = file_module.connect
+
+    def traced(file: Path, *, durable: bool = True) -> sqlite3.Connection:
+        connection = real(file, durable=durable)
+        connection.set_trace_callback(statements.append)
+        levels.append(connection.execute("PRAGMA synchronous").fetchone()[0])
+        return connection
+
+    monkeypatch.setattr(file_module, "connect", traced)
+    storage = FileTrajectoryStorage(tmp_path, durable=durable)
+    await asyncio.gather(*(storage.add(trajectory(str(number))) for number in range(64)))
+    assert levels == [level]  # 2 flushes every commit, 1 does not
+    assert 1 <= statements.count("COMMIT") <= 8
+    assert len(await ids(storage)) == 64
+
+
+async def test_a_call_that_fails_leaves_those_beside_it_alone(storage: FileTrajectoryStorage) -> None:
+    await play(storage, steps_of(sample_episode("open"))[:2])
+    gap = EpisodeGrowth(trajectory_id="open", first=9, nodes=(Node(parent=None, message=Message(role="user")),))
+    huge = trajectory("huge").model_copy(update={"usage": trajectory("huge").usage.model_copy(update={"steps": 2**70})})
+    results = await asyncio.gather(
+        storage.add(trajectory("before")),
+        storage.grow(gap),
+        storage.add(huge),
+        storage.end(EpisodeEnd.model_validate({**steps_of(sample_episode("x"))[-1].model_dump()})),
+        storage.add(trajectory("after")),
+        return_exceptions=True,
+    )
+    assert [type(result) for result in results] == [type(None), StorageError, StorageError, StorageError, type(None)]
+    assert "has 3 nodes and cannot grow from node 9" in str(results[1])
+    assert await ids(storage) == ["before", "after"]
+    assert await storage.add_scores([sample_score("huge", 1.0)]) is None  # nothing of it was stored
+    await storage.add(trajectory("huge"))
+    assert await ids(storage) == ["before", "after", "huge"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"head": 99},
+        {"marks": (NodeMark(index=5, reward=1.0),)},
+        {"nodes": (Node(parent=7, message=Message(role="user")),)},
+    ],
+    ids=["head", "mark", "parent"],
+)
+async def test_a_wrong_growth_changes_nothing(storage: FileTrajectoryStorage, wrong: dict[str, object]) -> None:
+    sample = sample_episode("a")
+    start, first, second, *rest = steps_of(sample)
+    assert isinstance(second, EpisodeGrowth)
+    await play(storage, (start, first))
+    with pytest.raises(StorageError):
+        await storage.grow(EpisodeGrowth.model_validate({"trajectory_id": "a", "first": 3, "head": 1} | wrong))
+    await play(storage, (second, *rest))
+    assert await storage.get("a") == (sample, ())
+
+
+async def test_two_storages_may_take_turns_with_one_episode(tmp_path: Path) -> None:
+    sample = sample_episode("a")
+    storages = [FileTrajectoryStorage(tmp_path), FileTrajectoryStorage(tmp_path)]
+    for at, step in enumerate(steps_of(sample)):
+        await play(storages[at % 2], [step])
+    assert await storages[0].get("a") == (sample, ())
+
+
+async def test_a_growth_may_overlap_what_is_known(storage: FileTrajectoryStorage) -> None:
+    sample = sample_episode("a")
+    start, *_, end = steps_of(sample)
+    await storage.begin(start)
+    for until in (2, 2, 4, 3, 6):
+        await storage.grow(EpisodeGrowth(trajectory_id="a", first=0, nodes=sample.nodes[:until], head=0))
+    await storage.end(end)
+    assert await storage.get("a") == (sample, ())
+
+
+async def test_what_a_cancelled_caller_wrote_is_stored(storage: FileTrajectoryStorage) -> None:
+    await storage.add(trajectory("first"))
+    tasks = [asyncio.create_task(storage.add(trajectory(str(number)))) for number in range(8)]
+    await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await storage.close()
+    assert set(await ids(storage)) == {"first", *map(str, range(8))}
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Trajectory:
+    """Any tree of any depth, with rewards and tokens here and there."""
+    count = draw(st.integers(1, 12))
+    nodes = []
+    for at in range(count):
+        sampled = draw(st.booleans())
+        nodes.append(
+            Node(
+                parent=draw(st.none() | st.integers(0, at - 1)) if at else None,
+                message=Message(role="assistant" if sampled else "user", content=draw(st.none() | st.text(max_size=9))),
+                sampled=sampled,
+                reward=draw(st.none() | st.floats(-1, 1)),
+                visits=draw(st.integers(0, 3)),
+            )
+        )
+    head = draw(st.none() | st.integers(0, count - 1))
+    return sample_episode("a").model_copy(update={"nodes": tuple(nodes), "head": head})
+
+
+@settings(max_examples=40, deadline=None)
+@given(trees(), st.data())
+def test_an_episode_that_is_played_equals_one_that_is_added(tree: Trajectory, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(tree.nodes)), max_size=4)) | {len(tree.nodes)})
+    early = data.draw(st.lists(st.booleans(), min_size=len(tree.nodes), max_size=len(tree.nodes)))
+    start, end = EpisodeStart.of(tree), EpisodeEnd.of(tree)
+    growths, first = [], 0
+    for until in cuts:
+        # What is not known early is marked by the next growth, or by one without nodes.
+        nodes = [
+            node if known else node.model_copy(update={"reward": None, "visits": 0})
+            for node, known in zip(tree.nodes[first:until], early[first:until], strict=True)
+        ]
+        growths.append(EpisodeGrowth(trajectory_id="a", first=first, nodes=tuple(nodes), head=until - 1))
+        late = [at for at in range(first, until) if not early[at]]
+        marks = [NodeMark(index=at, reward=tree.nodes[at].reward, visits=tree.nodes[at].visits) for at in late]
+        growths.append(EpisodeGrowth(trajectory_id="a", first=until, head=until - 1, marks=tuple(marks)))
+        first = until
+
+    async def both(folder: Path) -> None:
+        played = FileTrajectoryStorage(folder / "played", durable=False)
+        added = FileTrajectoryStorage(folder / "added", durable=False)
+        await play(played, (start, *growths, end))
+        await added.add(tree)
+        assert await played.get("a") == await added.get("a") == (tree, ())
+        assert [one async for one in played.summaries()] == [one async for one in added.summaries()]
+        await played.close()
+        await added.close()
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(both(Path(folder)))
+
+
+async def test_a_damaged_record_is_an_error_that_names_it(tmp_path: Path) -> None:
+    file = await closed_store(tmp_path, "good", "bad")
+    with sqlite3.connect(file) as connection:
+        (blob,) = connection.execute("SELECT nodes FROM chunks WHERE episode = 2").fetchone()
+        connection.execute("UPDATE chunks SET nodes = ? WHERE episode = 2", (blob[:-9] + bytes(1) + blob[-8:],))
+    storage = FileTrajectoryStorage(tmp_path)
+    assert await storage.get("good") is not None
+    with pytest.raises(StorageError, match=r"'bad'.*damaged.*backup"):
+        await storage.get("bad")
+    with sqlite3.connect(file) as connection:
+        connection.execute("DELETE FROM chunks WHERE episode = 2")
+    with pytest.raises(StorageError, match=r"'bad' has 0 of 3 nodes"):
+        await storage.get("bad")
+
+
+async def test_a_damaged_file_is_an_error_and_stays_as_it_is(tmp_path: Path) -> None:
+    file = await closed_store(tmp_path, *map(str, range(50)))
+    whole = file.read_bytes()
+    for damaged in (
+        b"not a database at all" * 100,
+        whole[:100] + os.urandom(len(whole) - 100),
+        whole[: len(whole) // 2],
+    ):
+        file.write_bytes(damaged)
+        storage = FileTrajectoryStorage(tmp_path)
+        with pytest.raises(StorageError, match=r"damaged or no database.*restore it from a backup"):
+            await ids(storage)
+        with pytest.raises(StorageError, match=r"damaged or no database"):
+            await storage.add(trajectory("new"))
+        await storage.close()
+        assert file.read_bytes() == damaged
+
+
+async def test_a_database_of_something_else_is_refused(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / FILE_NAME) as connection:
+        connection.execute("CREATE TABLE recipes (name TEXT)")
+    for call in (FileTrajectoryStorage(tmp_path).count(), FileTrajectoryStorage(tmp_path).add(trajectory("a"))):
+        with pytest.raises(StorageError, match="database of something else"):
+            await call
+
+
+async def test_a_newer_schema_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    file = await closed_store(tmp_path, "a")
+    with sqlite3.connect(file) as connection:
+        connection.execute("PRAGMA user_version = 3")
+    for call in (FileTrajectoryStorage(tmp_path).count(), FileTrajectoryStorage(tmp_path).add(trajectory("b"))):
+        with pytest.raises(StorageError, match=r"schema version 3.*upgrade openhands_rl_plugin"):
+            await call
+
+
+async def test_a_folder_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match=r"cannot be used.*\[rl.storage\]"):
+        await FileTrajectoryStorage(tmp_path / "file" / "store").add(trajectory("a"))
+    (tmp_path / "store" / FILE_NAME).mkdir(parents=True)
+    with pytest.raises(StorageError, match=r"permissions.*\[rl.storage\]"):
+        await FileTrajectoryStorage(tmp_path / "store").add(trajectory("a"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write everywhere")
+async def test_a_folder_that_may_not_be_written_is_reported(tmp_path: Path) -> None:
+    await closed_store(tmp_path / "store", "a")
+    (tmp_path / "store" / FILE_NAME).chmod(0o400)
+    (tmp_path / "store").chmod(0o500)
+    with pytest.raises(StorageError, match=r"may not be written.*change their permissions"):
+        await FileTrajectoryStorage(tmp_path / "store").add(trajectory("b"))
+
+
+async def test_a_failed_write_does_not_spoil_the_next_one(tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("in the way")
+    storage = FileTrajectoryStorage(tmp_path / "store")
+    with pytest.raises(StorageError):
+        await storage.add(trajectory("a"))
+    (tmp_path / "store").unlink()
+    await storage.add(trajectory("b"))
+    assert await ids(storage) == ["b"]
+
+
+def copied(version: str, to: Path) -> FileTrajectoryStorage:
+    shutil.copytree(GOLDEN / version, to)
+    return FileTrajectoryStorage(to)
+
+
+async def test_the_first_schema_version_is_taken_over_once(tmp_path: Path) -> None:
+    storage = copied("version-1", tmp_path / "store")
+    found = [pair async for pair in storage.find()]
+    assert [(one.id, one.schema_version, len(scores)) for one, scores in found] == [("react", 1, 2), ("failed", 1, 0)]
+    assert found[0][0] == trajectory("react", turns=2).model_copy(update={"schema_version": 1})
+    assert found[1][0].failure is not None and found[1][0].failure.kind is FailureKind.INFRASTRUCTURE
+    assert [one.reward for one in found[0][1]] == [0.5, None]
+    await storage.add(trajectory("new"))
+    await storage.close()
+    assert await ids(FileTrajectoryStorage(tmp_path / "store")) == ["react", "failed", "new"]
+    for old in (GOLDEN / "version-1").rglob("*.jsonl"):
+        assert (tmp_path / "store" / old.relative_to(GOLDEN / "version-1")).read_bytes() == old.read_bytes()
+
+
+async def test_two_that_take_over_an_old_store_at_once_do_it_once(tmp_path: Path) -> None:
+    first = copied("version-1", tmp_path / "store")
+    # What a process has left that was killed while it did the same.
+    (tmp_path / "store" / f"{FILE_NAME}.new").write_bytes(b"half")
+    second = FileTrajectoryStorage(tmp_path / "store")
+    await asyncio.gather(first.add(trajectory("a")), second.add(trajectory("b")), first.count(), second.count())
+    assert sorted(await ids(first)) == ["a", "b", "failed", "react"]
+    assert {path.name for path in (tmp_path / "store").glob("*.new")} == set()
+
+
+async def test_an_old_store_that_is_damaged_is_not_taken_over(tmp_path: Path) -> None:
+    storage = copied("version-1", tmp_path / "store")
+    (segment,) = (tmp_path / "store" / "trajectories").iterdir()
+    whole = segment.read_bytes()
+    segment.write_bytes(whole.replace(b"red mug", b"red mud", 1))
+    for call in (storage.count(), storage.add(trajectory("a"))):
+        with pytest.raises(StorageError, match=r"damaged at byte 0: the checksum"):
+            await call
+    assert {path.name for path in (tmp_path / "store").iterdir()} == {"trajectories", "scores"}
+    # The end of a write that never finished is no damage.
+    segment.write_bytes(whole + whole[:300])
+    assert await ids(storage) == ["react", "failed"]
+
+
+async def test_the_second_schema_version_can_be_read(tmp_path: Path) -> None:
+    storage = copied("version-2", tmp_path / "store")
+    expected = []
+    for line in (GOLDEN / "version-2" / "expected.jsonl").read_text(encoding="utf-8").splitlines():
+        found, scores = json.loads(line)
+        expected.append((Trajectory.model_validate(found), tuple(map(Score.model_validate, scores))))
+    assert [one.stop for one, _ in expected].count(StopReason.UNFINISHED) == 1
+    assert [pair async for pair in storage.find(TrajectoryFilter(finished=None))] == expected
+    # It can be written, too: the unfinished episode goes on.
+    await play(storage, steps_of(sample_episode("unfinished"))[2:])
+    assert await storage.get("unfinished") == (sample_episode("unfinished"), ())

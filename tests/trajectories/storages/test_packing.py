@@ -1,0 +1,182 @@
+"""Packs give back what they took, bit by bit, and say so when they cannot."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import pytest
+from backports import zstd
+from hypothesis import given
+from hypothesis import strategies as st
+from stored_samples import trajectory
+
+from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.types import Message, Node, PolicyRef, SamplingParams, Tokens, ToolCall
+from openhands_rl_plugin.trajectories.storages import packing
+from openhands_rl_plugin.trajectories.storages.packing import (
+    pack_document,
+    pack_in_chunks,
+    pack_nodes,
+    unpack_document,
+    unpack_nodes,
+)
+
+TEXT = st.text(max_size=40)
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+# Each list has ids of one width, so that every width is met.
+IDS = st.one_of(*(st.lists(st.integers(0, 2**bits - 1), max_size=30) for bits in (8, 16, 17, 32, 63)))
+FLOATS = st.lists(st.floats(width=32), max_size=30) | st.lists(st.floats(), max_size=30)
+# JSON, which holds these, knows one NaN.
+NUMBER = st.none() | st.floats(allow_nan=False) | st.just(float("nan"))
+
+TOKENS = st.builds(
+    Tokens, extends=st.booleans(), prompt_ids=IDS.map(tuple), sampled_ids=IDS.map(tuple), logprobs=FLOATS.map(tuple)
+)
+MESSAGES = st.builds(
+    Message,
+    role=st.sampled_from(["system", "user", "assistant", "tool"]),
+    content=st.none() | TEXT,
+    tool_calls=st.lists(st.builds(ToolCall, id=TEXT, name=TEXT, arguments=TEXT), max_size=2).map(tuple),
+    tool_call_id=st.none() | TEXT,
+    name=st.none() | TEXT,
+)
+NODES = st.builds(
+    Node,
+    parent=st.none() | st.integers(0, 1000),
+    message=MESSAGES,
+    sampled=st.booleans(),
+    tokens=st.none() | TOKENS,
+    policy=st.none() | st.builds(PolicyRef, base_model=TEXT, adapter=st.none() | TEXT, version=st.none() | st.just(7)),
+    sampling=st.none() | st.builds(SamplingParams, temperature=st.none() | st.floats(0, 2), stop=st.just(("a", "b"))),
+    finish_reason=st.none() | TEXT,
+    reward=NUMBER,
+    value=NUMBER,
+    visits=st.integers(0, 2**40),
+    metadata=st.dictionaries(TEXT, JSON, max_size=3),
+)
+
+
+def bits(node: Node) -> tuple[bytes, str]:
+    """All of a node, with its floats as bits, because NaN is not equal to NaN."""
+    numbers = [number for number in (node.reward, node.value) if number is not None]
+    floats = [*numbers, *(node.tokens.logprobs if node.tokens else ())]
+    return struct.pack(f"<{len(floats)}d", *floats), node.model_dump_json()
+
+
+@given(st.lists(NODES, max_size=6))
+def test_a_pack_gives_back_what_it_took(nodes: list[Node]) -> None:
+    read = unpack_nodes(pack_nodes(nodes))
+    assert isinstance(read, tuple)
+    assert [bits(node) for node in read] == [bits(node) for node in nodes]
+    for node, before in zip(read, nodes, strict=True):
+        assert type(node.message.tool_calls) is tuple
+        assert node.model_copy(update={"reward": 0, "value": 0, "tokens": None}) == before.model_copy(
+            update={"reward": 0, "value": 0, "tokens": None}
+        )
+        if node.tokens is not None and before.tokens is not None:
+            kinds = [type(each) for each in (node.tokens.prompt_ids, node.tokens.sampled_ids, node.tokens.logprobs)]
+            assert kinds == [tuple, tuple, tuple]
+            assert node.tokens.model_fields_set == before.tokens.model_fields_set
+
+
+@pytest.mark.parametrize("bad", [-0.0, float("nan"), float("inf"), -float("inf"), 1e-45, 1e300, -0.1])
+def test_odd_logprobs_survive(bad: float) -> None:
+    node = Node(parent=None, message=Message(role="user"), tokens=Tokens(logprobs=(bad, -0.5)))
+    assert bits(unpack_nodes(pack_nodes([node]))[0]) == bits(node)
+
+
+def test_an_id_that_no_array_holds_is_refused() -> None:
+    node = Node(parent=None, message=Message(role="user"), tokens=Tokens(prompt_ids=(2**64,)))
+    with pytest.raises(StorageError, match="64 bits"):
+        pack_nodes([node])
+
+
+def turn(seed: int) -> list[Node]:
+    """An observation of about 4,000 characters and an answer, with 1,000 read and 300 sampled ids."""
+    random_ = random.Random(seed)
+    words = ["".join(random_.choices("etaoinshrdlucmfw", k=random_.randint(2, 9))) for _ in range(600)]
+    text = " ".join(random_.choices(words, weights=[1 / (rank + 1) for rank in range(600)], k=800))
+    logprobs = struct.unpack("<300f", struct.pack("<300f", *(-random_.expovariate(2.0) for _ in range(300))))
+    tokens = Tokens(
+        extends=True,
+        prompt_ids=tuple(min(int(random_.paretovariate(0.4)), 151_000) for _ in range(1000)),
+        sampled_ids=tuple(min(int(random_.paretovariate(0.4)), 151_000) for _ in range(300)),
+        logprobs=logprobs,
+    )
+    answer = Message(role="assistant", content=text[:1000])
+    return [
+        Node(parent=0, message=Message(role="user", content=text[:4000])),
+        Node(parent=1, message=answer, sampled=True, tokens=tokens, policy=PolicyRef(base_model="m")),
+    ]
+
+
+def test_a_turn_is_small() -> None:
+    assert max(len(pack_nodes(turn(seed))) for seed in range(5)) < 6000
+
+
+@pytest.mark.parametrize("at", [0, 1, 6, 40, 400, -1, -3])
+def test_a_changed_byte_is_noticed(at: int) -> None:
+    blob = bytearray(pack_nodes(turn(1)))
+    blob[at] ^= 0x10
+    with pytest.raises(StorageError, match=r"backup|upgrade"):
+        unpack_nodes(bytes(blob))
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2, 10, 300, -1])
+def test_half_a_pack_is_not_read(keep: int) -> None:
+    with pytest.raises(StorageError):
+        unpack_nodes(pack_nodes(turn(1))[:keep])
+
+
+def test_more_after_the_end_is_not_read() -> None:
+    with pytest.raises(StorageError, match="damaged"):
+        unpack_nodes(pack_nodes(turn(1)) + b"x")
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_an_error_and_nothing_else(noise: bytes) -> None:
+    for blob in (noise, b"\x01" + noise, b"\x01" + zstd.compress(noise)):
+        with pytest.raises(StorageError):
+            unpack_nodes(blob)
+
+
+def test_a_pack_cannot_unfold_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    bomb = b"\x02" + zstd.compress(bytes(10_000_000))
+    assert len(unpack_document(bomb)) == 10_000_000
+    monkeypatch.setattr(packing, "UNPACKED_LIMIT", 1_000_000)
+    with pytest.raises(StorageError, match="larger than"):
+        unpack_document(bomb)
+    with pytest.raises(StorageError, match="shorten"):
+        pack_document(bytes(2_000_000))
+
+
+def test_a_pack_that_was_interrupted_does_not_spoil_the_next_one() -> None:
+    with pytest.raises(TypeError):
+        pack_document("no bytes")  # pyright: ignore[reportArgumentType]
+    assert unpack_document(pack_document(b"next")) == b"next"
+
+
+@given(st.binary(max_size=200))
+def test_documents_come_back(document: bytes) -> None:
+    assert unpack_document(pack_document(document)) == document
+
+
+def test_many_nodes_are_packed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = trajectory("a", turns=10, new_tokens=400).nodes
+    assert [chunk[:2] for chunk in pack_in_chunks(nodes, 5)] == [(5, len(nodes))]
+    monkeypatch.setattr(packing, "CHUNK_BYTES", 5000)
+    chunks = list(pack_in_chunks(nodes, 5))
+    assert len(chunks) > 2
+    assert [chunk.first for chunk in chunks] == [5 + sum(c.count for c in chunks[:at]) for at in range(len(chunks))]
+    assert tuple(node for chunk in chunks for node in unpack_nodes(chunk.blob)) == nodes
+    assert list(pack_in_chunks([])) == []
