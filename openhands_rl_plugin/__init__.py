@@ -11,16 +11,22 @@ if TYPE_CHECKING:
     from typing import Any
 
 _EXPORTS = {
+    "AdapterStore": "models.adapters.store",
     "AgentRuntime": "apps.endpoint.agent",
     "AgentSession": "rollout.session",
+    "BaseEnvClient": "environments.http.client",
     "ConfigError": "core.errors",
     "EpisodeRequest": "core.types",
     "EpisodeTree": "core.tree",
     "FileTrajectoryStorage": "trajectories.sqlite.storage",
+    "Frozen": "core.types",
     "Limits": "core.types",
+    "MCTSStrategy": "rollout.strategies.mcts",
     "Message": "core.types",
     "MongoDBTrajectoryStorage": "trajectories.mongodb.storage",
     "Observation": "core.types",
+    "OpenAIEngine": "models.engines.openai",
+    "PolicyRef": "core.types",
     "RLAgent": "apps.agent.rl_agent",
     "RLAgentConfig": "config.rl:RLSettings",
     "RLError": "core.errors",
@@ -29,6 +35,7 @@ _EXPORTS = {
     "Score": "core.types",
     "StandardReActStrategy": "rollout.strategies.react",
     "Task": "core.types",
+    "ToTStrategy": "rollout.strategies.tot",
     "ToolBase": "environments.tools.environment",
     "ToolEnvironment": "environments.tools.environment",
     "Trajectory": "core.types",
@@ -37,7 +44,7 @@ _EXPORTS = {
     "load_settings": "config.toml",
     "make_template": "core.templates.families:template_for",
 }
-"""Public name -> module, with ``:name`` where it is called otherwise there. ``__init__.pyi`` tells editors the same."""
+"""Public name -> module, ``module:name`` where the name there differs. ``__init__.pyi`` repeats this for editors."""
 
 # pyright: reportUnsupportedDunderAll=false
 __all__ = ["__version__", *sorted(_EXPORTS)]

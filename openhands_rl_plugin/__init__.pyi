@@ -8,18 +8,25 @@ from openhands_rl_plugin.core.records import TrajectoryFilter as TrajectoryFilte
 from openhands_rl_plugin.core.templates.families import template_for as make_template  # noqa: F401
 from openhands_rl_plugin.core.tree import EpisodeTree as EpisodeTree
 from openhands_rl_plugin.core.types import EpisodeRequest as EpisodeRequest
+from openhands_rl_plugin.core.types import Frozen as Frozen
 from openhands_rl_plugin.core.types import Limits as Limits
 from openhands_rl_plugin.core.types import Message as Message
 from openhands_rl_plugin.core.types import Observation as Observation
+from openhands_rl_plugin.core.types import PolicyRef as PolicyRef
 from openhands_rl_plugin.core.types import SamplingParams as SamplingParams
 from openhands_rl_plugin.core.types import Score as Score
 from openhands_rl_plugin.core.types import Task as Task
 from openhands_rl_plugin.core.types import Trajectory as Trajectory
+from openhands_rl_plugin.environments.http.client import BaseEnvClient as BaseEnvClient
 from openhands_rl_plugin.environments.http.client import WebEnvClient as WebEnvClient
 from openhands_rl_plugin.environments.tools.environment import ToolBase as ToolBase
 from openhands_rl_plugin.environments.tools.environment import ToolEnvironment as ToolEnvironment
+from openhands_rl_plugin.models.adapters.store import AdapterStore as AdapterStore
+from openhands_rl_plugin.models.engines.openai import OpenAIEngine as OpenAIEngine
 from openhands_rl_plugin.rollout.session import AgentSession as AgentSession
+from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy as MCTSStrategy
 from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy as StandardReActStrategy
+from openhands_rl_plugin.rollout.strategies.tot import ToTStrategy as ToTStrategy
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage as MongoDBTrajectoryStorage
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage as FileTrajectoryStorage
 

@@ -115,10 +115,12 @@ class RefusedActionError(BadEnvironmentError):
 
 
 class BaseEnvClient(ABC):
-    """An environment behind HTTP as ``protocols.Environment``: reset once, step, close once.
+    """Base class of environments behind HTTP; implements ``core.protocols.Environment`` (reset once, step, close once).
 
-    Subclasses say how their server opens an episode, takes an action and lets go. Reading the action out of the
-    model's text, the opening messages, retries of the opening, and the record for rewards are done here.
+    A subclass implements ``open_episode`` and ``act``, and overrides ``release``, ``fork_episode`` and ``actions``
+    where its server offers more. Parsing the action out of the model's text, the opening messages, retries of the
+    opening, and the evidence for rewards are inherited. An environment that is not behind HTTP needs no base class:
+    any class with the methods of ``Environment`` fits.
     """
 
     Options: ClassVar[type[HttpEnvironmentOptions]] = HttpEnvironmentOptions
