@@ -11,19 +11,19 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 SHORT = {
-    "recording": ["--quick"],
-    "search": ["--repeats", "1", "--simulations", "20"],
-    "sessions": ["--sessions", "2", "--commands", "2"],
-    "packing": [],
-    "parsing": ["--repeats", "1"],
-    "storage": ["--repeats", "1", "--sessions", "2", "--trajectories", "2000"],
-    "harness": ["--instances", "2", "--workers", "1", "--repeats", "1"],
-    "reload": ["--clients", "2", "--reloads", "2"],
-    "generation": ["--context", "40", "--batch", "1", "2"],
-    "verifier": ["--attempts", "2", "--length", "64", "--repeats", "1"],
-    "conversion": ["--repeats", "1"],
-    "fork": ["--repeats", "1", "--forks", "2"],
-    "async_loop": ["--repeats", "1", "--iterations", "1"],
+    "hosts.recording": ["--quick"],
+    "search.overhead": ["--repeats", "1", "--simulations", "20"],
+    "hosts.sessions": ["--sessions", "2", "--commands", "2"],
+    "training.packing": [],
+    "formats.parsing": ["--repeats", "1"],
+    "storage.compare": ["--repeats", "1", "--sessions", "2", "--trajectories", "2000"],
+    "hosts.harness": ["--instances", "2", "--workers", "1", "--repeats", "1"],
+    "serving.reload": ["--clients", "2", "--reloads", "2"],
+    "serving.generation": ["--context", "40", "--batch", "1", "2"],
+    "serving.verifier": ["--attempts", "2", "--length", "64", "--repeats", "1"],
+    "formats.conversion": ["--repeats", "1"],
+    "search.fork": ["--repeats", "1", "--forks", "2"],
+    "loops.asynchronous": ["--repeats", "1", "--iterations", "1"],
 }
 
 
@@ -31,7 +31,7 @@ SHORT = {
 @pytest.mark.parametrize("name", SHORT)
 def test_a_benchmark_runs_to_its_end(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", f"evaluation.performance.{name}", *SHORT[name]]
-    if name == "storage":
+    if name == "storage.compare":
         command += ["--folder", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""The budget and the figures of ``evaluation.performance.grpo``, without a model."""
+"""The budget and the figures of ``evaluation.performance.grpo.compare``, without a model."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.performance.grpo import sft_adapter
-from evaluation.performance.grpo_budget import CpuBudget, read_marks
-from evaluation.performance.grpo_report import Part, difference, overall, read_parts, report
+from evaluation.performance.grpo.budget import CpuBudget, read_marks
+from evaluation.performance.grpo.compare import sft_adapter
+from evaluation.performance.grpo.report import Part, difference, overall, read_parts, report
 
 BURNING = """
 import subprocess, sys
 from pathlib import Path
-from evaluation.performance.grpo_budget import CpuBudget
+from evaluation.performance.grpo.budget import CpuBudget
 
 budget, step = CpuBudget(1.0, Path(sys.argv[1])), 0
 budget.end_process_when_spent()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from git_backend import GitBackend, make_instances
 
-from evaluation.performance.instant_model import instant_model, script
+from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.apps.loop.graded import GradedRunner
 from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.core.types import PolicyRef

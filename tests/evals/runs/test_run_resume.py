@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from git_backend import make_instances
 
-from evaluation.performance.instant_model import instant_model, script
+from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import StopReason
 from openhands_rl_plugin.evals.runs.run_files import RunFiles

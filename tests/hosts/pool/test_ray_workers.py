@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.performance.instant_model import instant_model, script
+from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, MissingExtraError
 from openhands_rl_plugin.core.records import TrajectoryFilter

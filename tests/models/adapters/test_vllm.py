@@ -1,6 +1,6 @@
 """Publishing to a real vLLM: a process of its own on this machine's processor. Skipped where vLLM cannot be had.
 
-``make test-vllm`` installs vLLM and runs these; see ``evaluation/performance/vllm_server.py``.
+``make test-vllm`` installs vLLM and runs these; see ``evaluation/performance/serving/vllm_server.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_model import write_model
 
-from evaluation.performance.vllm_server import NAME, NoVLLMError, running_vllm, vllm_python
+from evaluation.performance.serving.vllm_server import NAME, NoVLLMError, running_vllm, vllm_python
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import PublishError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from search_worlds import TASK, EveryWayEngine, SeededEngine, opened, planning, report, ways_of
 
-from evaluation.performance.search_curve import cell
+from evaluation.performance.search.curve import cell
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ModelError
 from openhands_rl_plugin.core.protocols import Forkable, LLMEngine, Strategy

@@ -1,0 +1,1 @@
+"""The recording gateway against other projects' gateways: start with ``compare``."""

@@ -1,0 +1,1 @@
+"""Reinforcement learning here against TRL's GRPOTrainer at equal processor time: start with ``compare``."""

@@ -1,0 +1,1 @@
+"""Benchmarks of OpenHands sessions: recording overhead, sessions a process, evaluation overhead."""

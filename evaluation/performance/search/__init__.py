@@ -1,0 +1,1 @@
+"""Benchmarks of search: overhead, forks of a workspace, success against tokens (``curve``)."""

@@ -1,0 +1,1 @@
+"""Benchmarks of generation, adapter reloads and verifier scoring, here and on a real vLLM."""

@@ -1,0 +1,1 @@
+"""The stores against other projects' stores: start with ``compare``."""

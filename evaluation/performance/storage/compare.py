@@ -1,0 +1,273 @@
+"""How fast trajectories are stored and found again, beside other projects' stores.
+
+    python -m evaluation.performance.storage.compare [--repeats 5] [--peers-python PATH] [--folder DIR] [--json FILE]
+
+- appends: sessions are played from 16 tasks; each ``grow`` brings one turn of 1,300 new tokens with logprobs and its
+  messages, and the mark with the reward of the turn before, and returns when it is on the disk;
+- scan: all of that is read back by a storage that was opened anew;
+- first page: the first 50 that are found among 100,000 small trajectories. Of four queries the slowest counts. "cold"
+  is the first query of a new process (without the time that Python and the imports take), "warm" one of an old process.
+
+The folder decides what is measured: give one on the disk that will hold the trajectories (a folder in memory would
+make the flushing free). Where others use the machine, too, the figures for a CPU second tell more.
+
+``--peers-python`` is a Python with rllm-model-gateway and tinker-cookbook; their stores take turns with this one on a
+part of the sessions, because each of their records holds the whole prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from evaluation.performance.storage.load import Turn, session
+from evaluation.performance.storage.pages import cold_first_page, fill, first_page, queries
+from openhands_rl_plugin import FileTrajectoryStorage, Message, Task
+from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, NodeMark
+from openhands_rl_plugin.core.types import Node, PolicyRef, SamplingParams, StopReason, StrategySpec, Tokens
+
+TURNS = 30
+CONCURRENCY = 16
+PEER_SESSIONS = 8
+PEERS = ("rllm", "tinker")
+OURS = "this"
+
+_POLICY = PolicyRef(base_model="smollm2-135m", adapter="policy", version=1)
+
+Step = EpisodeStart | EpisodeGrowth | EpisodeEnd
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the result. ``bound`` is what has to be reached, where something has."""
+
+    name: str
+    value: float
+    bound: float | None = None
+    at_most: bool = False
+
+    @property
+    def reached(self) -> bool | None:
+        if self.bound is None:
+            return None
+        return self.value <= self.bound if self.at_most else self.value >= self.bound
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement of one store: records a second, and bytes a record."""
+
+    appends: float
+    bytes: float
+    scan: float | None
+    appends_of_cpu: float | None = None
+    scan_of_cpu: float | None = None
+
+
+def played(identity: str, turns: Sequence[Turn]) -> list[Step]:
+    """A session as its recorder stores it."""
+    steps: list[Step] = [
+        EpisodeStart(
+            id=identity,
+            run_id="benchmark",
+            group_id=identity,
+            task=Task(id=identity, environment="workspace", instruction="Make the tests pass."),
+            strategy=StrategySpec(name="StandardReAct"),
+            policy=_POLICY,
+            started=0.0,
+        )
+    ]
+    for at, turn in enumerate(turns):
+        nodes = (
+            Node(parent=2 * at - 1 if at else None, message=Message(role="user", content=turn.read)),
+            _answer(identity, at, turn),
+        )
+        marks = (NodeMark(index=2 * at - 1, reward=0.0),) if at else ()
+        steps.append(EpisodeGrowth(trajectory_id=identity, first=2 * at, nodes=nodes, head=2 * at + 1, marks=marks))
+    head = 2 * len(turns) - 1
+    end = EpisodeEnd(trajectory_id=identity, head=head, stop=StopReason.TERMINATED, policy=_POLICY, finished=1.0)
+    return [*steps, end]
+
+
+def _answer(identity: str, at: int, turn: Turn) -> Node:
+    return Node(
+        parent=2 * at,
+        message=Message(role="assistant", content=turn.said),
+        sampled=True,
+        tokens=Tokens(extends=at > 0, prompt_ids=turn.read_ids, sampled_ids=turn.said_ids, logprobs=turn.logprobs),
+        policy=_POLICY,
+        sampling=SamplingParams(temperature=1.0, max_tokens=512),
+        finish_reason="stop",
+        metadata={"response_id": f"chatcmpl-{identity}-{at}", "attempts": 1},
+    )
+
+
+async def store_and_scan(folder: Path, sessions: Sequence[Sequence[Turn]]) -> Sample:
+    """Play all sessions from ``CONCURRENCY`` tasks into a new store, then read it."""
+    episodes = [played(str(number), turns) for number, turns in enumerate(sessions)]
+    waiting = iter(episodes)
+    storage = FileTrajectoryStorage(folder)
+
+    async def work() -> None:
+        for steps in waiting:
+            for step in steps:
+                if isinstance(step, EpisodeStart):
+                    await storage.begin(step)
+                elif isinstance(step, EpisodeGrowth):
+                    await storage.grow(step)
+                else:
+                    await storage.end(step)
+
+    calls = sum(map(len, sessions))
+    started, worked = time.perf_counter(), time.process_time()
+    await asyncio.gather(*(work() for _ in range(CONCURRENCY)))
+    writing, write_work = time.perf_counter() - started, time.process_time() - worked
+    await storage.close()
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    reader = FileTrajectoryStorage(folder)
+    started, worked = time.perf_counter(), time.process_time()
+    nodes = [len(trajectory.nodes) async for trajectory, _ in reader.find()]
+    reading, read_work = time.perf_counter() - started, time.process_time() - worked
+    await reader.close()
+    if sum(nodes) != 2 * calls:
+        raise SystemExit("error: what was read is not what was stored")
+    return Sample(calls / writing, size / calls, calls / reading, calls / write_work, calls / read_work)
+
+
+def peer(name: str, python: str, folder: Path) -> Sample:
+    """The same with another project's store."""
+    script = Path(__file__).with_name("peer.py")
+    numbers = [str(number) for number in (PEER_SESSIONS, TURNS, CONCURRENCY)]
+    done = subprocess.run(
+        [python, str(script), name, str(folder), *numbers], capture_output=True, text=True, timeout=600
+    )
+    if done.returncode:
+        raise SystemExit(f"error: {name} failed: {done.stderr.strip().splitlines()[-1:]}")
+    return Sample(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def measure(scratch: Path, options: argparse.Namespace) -> dict[str, list[Sample]]:
+    """All stores in changing order, ``--repeats`` times; the first round of this one only fills caches."""
+    sessions = [session(seed, TURNS) for seed in range(options.sessions)]
+    asyncio.run(store_and_scan(scratch / "warm-up", sessions[:CONCURRENCY]))
+    samples: dict[str, list[Sample]] = {}
+    for repeat in range(options.repeats):
+        names = [OURS, *(PEERS if options.peers_python else ())]
+        random.Random(repeat).shuffle(names)
+        for name in names:
+            folder = scratch / f"{name}-{repeat}"
+            folder.mkdir(mode=0o700)
+            if name == OURS:
+                sample = asyncio.run(store_and_scan(folder, sessions))
+            else:
+                sample = peer(name, options.peers_python, folder)
+            samples.setdefault(name, []).append(sample)
+    return samples
+
+
+def first_pages(folder: Path, options: argparse.Namespace) -> list[Figure]:
+    """Of the medians of all queries the slowest."""
+    figures = []
+    for name, ask in (
+        ("cold", cold_first_page),
+        ("warm", lambda folder, where: asyncio.run(first_page(folder, where))),
+    ):
+        medians = {
+            query: _median(ask(folder, where) for _ in range(options.repeats))
+            for query, where in queries(options.trajectories).items()
+        }
+        slowest = max(medians, key=lambda query: medians[query])
+        told = f"seconds to the first page of {options.trajectories:,}, {name} ({slowest})"
+        figures.append(Figure(told, medians[slowest], 1.0, at_most=True))
+    return figures
+
+
+def own_figures(samples: Sequence[Sample], pages: Iterable[Figure]) -> list[Figure]:
+    """The medians of this store, and what they have to reach."""
+    return [
+        Figure("durable appends a second", _median(each.appends for each in samples), 2000.0),
+        Figure("bytes a turn of 1,300 new tokens", _median(each.bytes for each in samples), 6000.0, at_most=True),
+        Figure("turns read a second", _median(each.scan or 0.0 for each in samples), 10_000.0),
+        Figure("appends a CPU second", _median(each.appends_of_cpu or 0.0 for each in samples)),
+        Figure("turns read a CPU second", _median(each.scan_of_cpu or 0.0 for each in samples)),
+        *pages,
+    ]
+
+
+def peer_figures(samples: dict[str, list[Sample]]) -> list[Figure]:
+    """Medians of the others, and the median of the ratios of each round."""
+    figures = []
+    for name in samples.keys() - {OURS}:
+        theirs, ours = samples[name], samples[OURS]
+        figures += [
+            Figure(f"{name}: appends a second", _median(each.appends for each in theirs)),
+            Figure(f"{name}: bytes a call", _median(each.bytes for each in theirs)),
+            Figure(
+                f"times the appends of {name}",
+                _median(a.appends / b.appends for a, b in zip(ours, theirs, strict=True)),
+            ),
+            Figure(f"times smaller than {name}", _median(b.bytes / a.bytes for a, b in zip(ours, theirs, strict=True))),
+        ]
+        if all(each.scan for each in theirs):
+            figures.append(Figure(f"{name}: calls read a second", _median(each.scan or 0.0 for each in theirs)))
+    return sorted(figures, key=lambda figure: figure.name)
+
+
+def main() -> None:
+    """Measure, print a table and one line of JSON, and write the same JSON to ``--json``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="a scratch folder is made in here (default: .)")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--sessions", type=int, default=64, help=f"sessions of {TURNS} turns a round (default: 64)")
+    parser.add_argument("--trajectories", type=int, default=100_000, help="among which to find (default: 100,000)")
+    parser.add_argument("--peers-python", help="a Python that has the other projects installed")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    options = parser.parse_args()
+    if options.trajectories < 2000:
+        parser.error("--trajectories must be at least 2000, or a query finds less than a page")
+    before = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="storage-benchmark-") as scratch:
+        samples = measure(Path(scratch), options)
+        many = Path(scratch) / "many"
+        asyncio.run(fill(many, options.trajectories))
+        pages = first_pages(many, options)
+    figures = [*own_figures(samples[OURS], pages), *peer_figures(samples)]
+    table = Table(
+        "figure", "bound", "median", "reached", title=f"{options.repeats} repeats, {CONCURRENCY} appends at a time"
+    )
+    for figure in figures:
+        bound = "" if figure.bound is None else f"{'<=' if figure.at_most else '>='} {figure.bound:,.0f}"
+        table.add_row(
+            figure.name,
+            bound,
+            f"{figure.value:,.3g}" if figure.value < 100 else f"{figure.value:,.0f}",
+            {None: "", True: "yes", False: "no"}[figure.reached],
+        )
+    Console().print(table)
+    machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "load_before": round(before, 2)}
+    report = json.dumps({"machine": machine, "figures": [asdict(figure) for figure in figures]})
+    print(report)
+    if options.json is not None:
+        options.json.write_text(report + "\n", encoding="utf-8")
+
+
+def _median(values: Iterable[float]) -> float:
+    return statistics.median(values)
+
+
+if __name__ == "__main__":
+    main()

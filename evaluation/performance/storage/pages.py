@@ -1,0 +1,96 @@
+"""Many small trajectories, and how long it takes to see the first page of some of them.
+
+    python -m evaluation.performance.storage.pages FOLDER FILTER
+
+prints the seconds for one filter, given as JSON, in a store that ``fill`` has filled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from openhands_rl_plugin import FileTrajectoryStorage, Message, Task, Trajectory, TrajectoryFilter
+from openhands_rl_plugin.core.records import TrajectoryOrder
+from openhands_rl_plugin.core.types import Node, PolicyRef, StopReason, StrategySpec, Times, Tokens, Usage
+
+PAGE = 50
+
+_BATCH = 512
+
+
+def small(number: int) -> Trajectory:
+    """One of many: an answer to one question."""
+    random_ = random.Random(number)
+    ids = tuple(random_.randrange(49_152) for _ in range(12))
+    tokens = Tokens(prompt_ids=ids[:8], sampled_ids=ids[8:], logprobs=(-0.5,) * 4)
+    return Trajectory(
+        id=f"{number:08d}",
+        run_id=f"run-{number % 20}",
+        group_id=f"group-{number // 8}",
+        task=Task(id=f"goal-{number // 8}", environment=("webshop", "workspace", "grid")[number % 3], split="train"),
+        strategy=StrategySpec(name="StandardReAct"),
+        policy=PolicyRef(base_model="smollm2-135m", adapter="policy", version=number // 5000),
+        nodes=(
+            Node(parent=None, message=Message(role="user", content="Find a red mug.")),
+            Node(
+                parent=0,
+                message=Message(role="assistant", content=f"search[red mug {number}]"),
+                sampled=True,
+                tokens=tokens,
+                reward=random_.random(),
+            ),
+        ),
+        head=1,
+        stop=StopReason.TERMINATED if number % 4 else StopReason.MAX_TURNS,
+        usage=Usage(prompt_tokens=8, completion_tokens=4, calls=1, steps=1),
+        times=Times(started=float(number), finished=number + random_.random() * 100),
+    )
+
+
+def queries(count: int) -> dict[str, TrajectoryFilter]:
+    """Pages that somebody wants to see of ``count`` trajectories."""
+    best = TrajectoryFilter(sort=TrajectoryOrder.REWARD, descending=True, limit=PAGE)
+    late = TrajectoryFilter(environment="grid", stop=StopReason.TERMINATED, reward_at_least=0.25)
+    return {
+        "newest first": TrajectoryFilter(descending=True, limit=PAGE),
+        "best first": best,
+        "the best of a run": best.model_copy(update={"run_id": "run-7"}),
+        "far down by time": late.model_copy(update={"sort": TrajectoryOrder.FINISHED, "offset": count // 7}),
+    }
+
+
+async def fill(folder: Path, count: int) -> None:
+    """Store many small trajectories, without waiting for the disk."""
+    async with FileTrajectoryStorage(folder, durable=False) as storage:
+        for first in range(0, count, _BATCH):
+            await asyncio.gather(*(storage.add(small(number)) for number in range(first, min(first + _BATCH, count))))
+
+
+async def first_page(folder: Path, where: TrajectoryFilter) -> float:
+    """Seconds until the first page is there, with a storage that is opened anew."""
+    started = time.perf_counter()
+    async with FileTrajectoryStorage(folder) as storage:
+        page = 0
+        async for _ in storage.find(where):
+            page += 1
+            if page == PAGE:
+                break
+        seconds = time.perf_counter() - started
+    if page != PAGE:
+        raise SystemExit(f"error: only {page} trajectories were found")
+    return seconds
+
+
+def cold_first_page(folder: Path, where: TrajectoryFilter) -> float:
+    """The same in a process of its own."""
+    command = [sys.executable, "-m", __name__, str(folder), where.model_dump_json()]
+    return float(subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout)
+
+
+if __name__ == "__main__":
+    print(asyncio.run(first_page(Path(sys.argv[1]), TrajectoryFilter.model_validate_json(sys.argv[2]))))

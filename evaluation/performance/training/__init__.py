@@ -1,0 +1,1 @@
+"""Benchmarks of the trainer: packing, and SFT against TRL's SFTTrainer."""
