@@ -92,30 +92,45 @@ def load(kind: Kind, name: str) -> type[Any]:
     return found
 
 
-def build(kind: Kind, name: str, options: Mapping[str, object] | None = None) -> Any:
-    """An instance of ``name`` with checked options.
+def check_options(kind: Kind, name: str, options: Mapping[str, object] | None = None) -> BaseModel:
+    """The validated options of ``name``. The plugin's module is imported, but nothing is built.
 
-    The class's ``Options`` model says which there are, and is handed over as the only argument; a class without one is
-    called with keywords, checked against its constructor. ``Parts`` of a class says which options name other plugins
-    (option -> kind); they are built from the option and ``<option>_options`` and handed over as keywords. Raises
-    ``ConfigError`` that names the wrong field.
+    The class's ``Options`` model says which options there are; a class without one takes those of its constructor.
+    ``Parts`` of a class with ``Options`` says which options name other plugins (option -> kind); their options,
+    ``<option>_options``, are validated too. Raises ``ConfigError`` with one line a wrong field.
     """
     plugin = load(kind, name)
-    model: type[BaseModel] | None = getattr(plugin, "Options", None)
-    accepted = model or _options_of_constructor(plugin)
+    accepted: type[BaseModel] = getattr(plugin, "Options", None) or _options_of_constructor(plugin)
     try:
         checked = accepted.model_validate(dict(options or {}))
     except ValidationError as error:
         lines = (f"{_singular(kind)} {name!r}: {'.'.join(at)}: {what}" for at, what in problems(error, accepted))
         raise ConfigError("\n".join(lines)) from error
-    if model is not None:
-        parts: Mapping[str, Kind] = getattr(plugin, "Parts", {})
-        return plugin(checked, **{option: _part(checked, option, part) for option, part in parts.items()})
-    return plugin(**{field: getattr(checked, field) for field in checked.model_fields_set})
+    for part in _parts(plugin, checked).values():
+        check_options(*part)
+    return checked
 
 
-def _part(options: BaseModel, option: str, kind: Kind) -> Any:
-    return build(kind, getattr(options, option), getattr(options, f"{option}_options", None))
+def build(kind: Kind, name: str, options: Mapping[str, object] | None = None) -> Any:
+    """An instance of ``name`` with the options that ``check_options`` validated.
+
+    A class with ``Options`` gets them as its only positional argument, and its ``Parts``, built, as keywords; a class
+    without is called with keywords. Raises ``ConfigError``.
+    """
+    plugin = load(kind, name)
+    checked = check_options(kind, name, options)
+    if not hasattr(plugin, "Options"):
+        return plugin(**{field: getattr(checked, field) for field in checked.model_fields_set})
+    return plugin(checked, **{option: build(*part) for option, part in _parts(plugin, checked).items()})
+
+
+def _parts(plugin: type[Any], options: BaseModel) -> dict[str, tuple[Kind, str, Mapping[str, object] | None]]:
+    """The plugins that a plugin is made of, as arguments of ``build``."""
+    declared: Mapping[str, Kind] = getattr(plugin, "Parts", {}) if hasattr(plugin, "Options") else {}
+    return {
+        option: (kind, getattr(options, option), getattr(options, f"{option}_options", None))
+        for option, kind in declared.items()
+    }
 
 
 def _target(kind: Kind, name: str) -> str:

@@ -275,7 +275,7 @@ def _wrong_section(
     section: Location, kind: registry.Kind, name: str, options: JsonObject, locate: Locate
 ) -> Iterator[str]:
     try:
-        registry.build(kind, name, options)
+        registry.check_options(kind, name, options)
     except ConfigError as error:
         for line in str(error).splitlines():
             where, _, what = line.removeprefix(f"{section[0]} {name!r}: ").partition(": ")

@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 
 from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.config.rl import RewardSettings, RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.agentgym import AgentGymClient
@@ -121,3 +122,32 @@ def test_asking_for_one_plugin_imports_no_other() -> None:
     loaded = {name.split(".")[1] for name in done.stdout.split()}
     assert "rollout" in loaded
     assert loaded.isdisjoint({"environments", "models", "rewards", "training", "trajectories"})
+
+
+class UnbuildableReward:
+    """Reads something that is not there when it is built, as a verifier reads its adapter."""
+
+    class Options(Frozen):
+        adapter: str
+
+    def __init__(self, options: Options) -> None:
+        raise ConfigError(f"there is no {options.adapter}")
+
+
+def test_checking_options_builds_nothing() -> None:
+    name = f"{__name__}:UnbuildableReward"
+    assert registry.check_options("rewards", name, {"adapter": "x"}).model_dump() == {"adapter": "x"}
+    assert (
+        RewardSettings(name=name, options={"adapter": "x"})
+        == RLSettings(reward=RewardSettings(name=name, options={"adapter": "x"})).reward
+    )
+    with pytest.raises(ConfigError, match="there is no x"):
+        registry.build("rewards", name, {"adapter": "x"})
+
+
+def test_checking_options_checks_those_of_named_plugins_too() -> None:
+    options = {"value": "reward", "value_options": {"reward": "success", "reward_options": {"treshold": 1.0}}}
+    with pytest.raises(ConfigError, match=r"reward 'success': treshold: unknown key; did you mean 'threshold'"):
+        registry.check_options("strategies", "MCTS", options)
+    with pytest.raises(ConfigError, match=r"\[rl.strategy\]: reward 'success': treshold: unknown key"):
+        RLSettings(rollout_strategy="MCTS", strategy=options)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 from typing import Literal, TypedDict
 
-from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.config.environment import make_environment
+from openhands_rl_plugin.config.build import make_environment, make_strategy, strategy_spec
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.protocols import LLMEngine, TrajectoryStorage
-from openhands_rl_plugin.core.types import EpisodeRequest, Failure, Limits, Score, StrategySpec, Trajectory
+from openhands_rl_plugin.core.types import EpisodeRequest, Failure, Limits, Score, Trajectory
 from openhands_rl_plugin.models.engines.seeded import SeededEngine
 from openhands_rl_plugin.rollout.in_process import SessionRunner
 
@@ -59,9 +58,9 @@ def session_runner(
 
     return SessionRunner(
         make_environment=lambda request: make_environment(settings),
-        make_strategy=lambda request: registry.build("strategies", settings.rollout_strategy, settings.strategy),
+        make_strategy=lambda request: make_strategy(settings),
         make_engine=engine_for,
-        strategy_spec=StrategySpec(name=settings.rollout_strategy, options=settings.strategy),
+        strategy_spec=strategy_spec(settings),
         base_model=base_model,
         limits=limits,
         storage=storage,

@@ -18,13 +18,10 @@ from pydantic import JsonValue, ValidationError
 
 from openhands_rl_plugin.apps.agent.episodes import ConversationMessage, EpisodeResult, result_of, session_runner
 from openhands_rl_plugin.apps.agent.policies import open_policy
-from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.config.build import open_storage
-from openhands_rl_plugin.config.environment import make_environment
+from openhands_rl_plugin.config.build import make_environment, make_reward, make_strategy, open_storage
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.core.agent_thread import LoopThread
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, MissingExtraError, boundary
-from openhands_rl_plugin.core.protocols import Reward
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Adapter, FailureKind, Limits, PolicyRef, Score, Task
 from openhands_rl_plugin.core.validation import problems
@@ -69,9 +66,9 @@ class RLAgent:
     def __init__(self, model: object, tokenizer: object = None, config: RLSettings | None = None) -> None:
         self.config = config or RLSettings()
         make_environment(self.config)
-        registry.build("strategies", self.config.rollout_strategy, self.config.strategy)
+        make_strategy(self.config)
         self.config.training.check_servable()
-        self._reward: Reward = registry.build("rewards", self.config.reward.name, self.config.reward.options)
+        self._reward = make_reward(self.config.reward)
         self._storage = open_storage(self.config)
         self._policy = open_policy(model, tokenizer, self.config)
         self._thread = LoopThread("rl-agent")

@@ -13,12 +13,10 @@ from openhands_rl_plugin.apps.loop.claim import CHECKOUTS, EVALUATION
 from openhands_rl_plugin.apps.loop.graded import GradedRunner
 from openhands_rl_plugin.apps.loop.parts import STATE, open_parts, probe_ids, shop_demonstrator
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks
-from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.config.build import open_storage
-from openhands_rl_plugin.config.environment import make_environment
+from openhands_rl_plugin.config.build import make_environment, make_reward, make_strategy, open_storage
 from openhands_rl_plugin.config.rl import RewardSettings, RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, boundary
-from openhands_rl_plugin.core.protocols import EpisodeRunner, Reward, TrajectoryStorage
+from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.statistics import Estimate, paired_difference
 from openhands_rl_plugin.core.types import Adapter, FailureKind, Limits, Task
@@ -95,8 +93,7 @@ def _sampled_by(settings: RLSettings) -> Iterator[tuple[str, float]]:
     """What shapes the distribution that actions are sampled from: the settings, and what the strategy sets itself."""
     yield "[rl.sampling] temperature", settings.sampling.temperature
     yield "[rl.sampling] top_p", settings.sampling.top_p
-    strategy = registry.build("strategies", settings.rollout_strategy, settings.strategy)
-    options: object = getattr(strategy, "options", None)
+    options: object = getattr(make_strategy(settings), "options", None)
     for prefix, asked in (("", options), ("sampling.", getattr(options, "sampling", None))):
         for name in ("temperature", "top_p"):
             value: object = getattr(asked, name, None)
@@ -148,9 +145,8 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
         await _greet(job.settings, job.tasks.held_out[0].task)
     plan = loop_plan(job, probe_ids(job.model))
     _note_start(job)
-    reward: Reward = registry.build("rewards", TESTS if job.tasks.suite.software else RETURN)
-    wanted = objective_of(job.tasks, job.settings)
-    objective: Reward = registry.build("rewards", wanted.name, wanted.options)
+    reward = make_reward(RewardSettings(name=TESTS if job.tasks.suite.software else RETURN))
+    objective = make_reward(objective_of(job.tasks, job.settings))
     storage = open_storage(job.settings)
     try:
         async with (

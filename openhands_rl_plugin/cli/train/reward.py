@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from openhands_rl_plugin.config.registry import build
+from openhands_rl_plugin.config.build import make_reward
 from openhands_rl_plugin.config.rl import RewardSettings
 from openhands_rl_plugin.core.protocols import Reward
 from openhands_rl_plugin.core.types import JsonObject
@@ -21,8 +21,7 @@ def add_reward(parser: argparse.ArgumentParser) -> None:
 
 def reward_of(args: argparse.Namespace, settings: RewardSettings) -> Reward:
     """The reward itself. Raises ``ConfigError`` for an unknown one, and for options that it does not know."""
-    chosen = settings.overridden(args.reward, args.reward_options)
-    return build("rewards", chosen.name, chosen.options)
+    return make_reward(settings.overridden(args.reward, args.reward_options))
 
 
 def json_options(text: str) -> JsonObject:

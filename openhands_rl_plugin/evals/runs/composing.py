@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
-from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.config.build import make_strategy
 from openhands_rl_plugin.config.rl import ServingSettings
 from openhands_rl_plugin.config.toml import RLSettings, load_settings
 from openhands_rl_plugin.core.errors import ConfigError
@@ -155,10 +155,8 @@ def settings_of(plan: EvaluationPlan, config: Path | None) -> RLSettings:
     )
     strategy = plan.strategy or settings.rollout_strategy
     options = {**(settings.strategy if strategy == settings.rollout_strategy else {}), **plan.strategy_options}
-    if plan.agent == RL_AGENT:
-        registry.build("strategies", strategy, options)
     temperature = 0.0 if plan.model.temperature is None else plan.model.temperature
-    return settings.model_copy(
+    chosen = settings.model_copy(
         update={
             "serving": serving,
             "rollout_strategy": strategy,
@@ -168,16 +166,21 @@ def settings_of(plan: EvaluationPlan, config: Path | None) -> RLSettings:
             "sampling": settings.sampling.model_copy(update={"temperature": temperature, "seed": plan.seed}),
         }
     )
+    if plan.agent == RL_AGENT:
+        make_strategy(chosen)  # a wrong one is refused before anything is played
+    return chosen
 
 
 def played_by(plan: EvaluationPlan, settings: RLSettings) -> PlayedBy | None:
     """The strategy of ``settings`` that plays the plan; ``None`` for an agent that has none."""
     if plan.agent != RL_AGENT:
         return None
-    strategy, options = settings.rollout_strategy, settings.strategy
-    made: object = getattr(registry.build("strategies", strategy, options), "options", None)
-    own: object = getattr(made, "temperature", None)
-    return PlayedBy(strategy=strategy, options=options, temperature=own if isinstance(own, float) else None)
+    own: object = getattr(getattr(make_strategy(settings), "options", None), "temperature", None)
+    return PlayedBy(
+        strategy=settings.rollout_strategy,
+        options=settings.strategy,
+        temperature=own if isinstance(own, float) else None,
+    )
 
 
 def process_count(workers: int) -> int:

@@ -12,12 +12,11 @@ import threading
 import uuid
 import zlib
 
-from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.config.build import open_storage
+from openhands_rl_plugin.config.build import make_strategy, open_storage, strategy_spec
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.types import EpisodeRequest, Failure, StopReason, StrategySpec, Task, Trajectory
+from openhands_rl_plugin.core.types import EpisodeRequest, Failure, StopReason, Task, Trajectory
 from openhands_rl_plugin.hosts.shared.episode import ControllerEpisode
 
 WORKSPACE = "workspace"
@@ -49,8 +48,8 @@ def standalone_episode(
     return ControllerEpisode(
         request,
         settings,
-        strategy=registry.build("strategies", settings.rollout_strategy, settings.strategy),
-        strategy_spec=StrategySpec(name=settings.rollout_strategy, options=settings.strategy),
+        strategy=make_strategy(settings),
+        strategy_spec=strategy_spec(settings),
         base_model=base_model,
         environment_mode=environment_mode,
     )

@@ -33,7 +33,7 @@ from openhands.microagent import BaseMicroagent
 from openhands.runtime.base import Runtime
 from openhands.runtime.runtime_status import RuntimeStatus
 
-from openhands_rl_plugin.config.environment import make_environment
+from openhands_rl_plugin.config.build import make_environment
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, boundary

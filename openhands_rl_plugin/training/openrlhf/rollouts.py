@@ -17,8 +17,7 @@ from typing import Any, Self, TypedDict
 
 from pydantic import Field, ValidationError
 
-from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.config.environment import make_environment
+from openhands_rl_plugin.config.build import make_environment, make_reward, make_strategy, strategy_spec
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError, TrainingError, describe
@@ -32,7 +31,6 @@ from openhands_rl_plugin.core.types import (
     PolicyRef,
     Score,
     StopReason,
-    StrategySpec,
     Task,
     Trajectory,
 )
@@ -102,10 +100,9 @@ class RolloutConfig:
         if not retries.isdecimal():
             raise ConfigError(f"{RETRIES} must be a whole number, not {retries!r}")
         settings = load_settings(Path(path), environ)
-        reward = settings.reward.overridden(environ.get(REWARD) or None)
         return cls(
             settings=settings,
-            reward=registry.build("rewards", reward.name, reward.options),
+            reward=make_reward(settings.reward.overridden(environ.get(REWARD) or None)),
             template=template_for(environ.get(TEMPLATE, "qwen3")),
             retries=int(retries),
         )
@@ -140,11 +137,10 @@ class RolloutConfig:
         if longest is not None:
             bound = min(longest, limits.max_prompt_length or longest)
             limits = limits.model_copy(update={"max_prompt_length": bound})
-        name, options = self.settings.rollout_strategy, self.settings.strategy
         return AgentSession(
             environment=make_environment(self.settings),
-            strategy=registry.build("strategies", name, options),
-            strategy_spec=StrategySpec(name=name, options=options),
+            strategy=make_strategy(self.settings),
+            strategy_spec=strategy_spec(self.settings),
             engine=engine,
             policy=policy,
             limits=limits,

@@ -12,7 +12,7 @@ from nemo_gym_wire import counter
 from openenv_wire import Socket, openenv_server
 
 from evaluation.performance.hosts.instant_model import instant_model, script
-from openhands_rl_plugin.config.environment import make_environment
+from openhands_rl_plugin.config.build import make_environment
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError
