@@ -1,8 +1,9 @@
 """For tests of plugins: a scripted engine, toy environments and a conformance check for each kind of plugin.
 
 Example:
-    >>> async def test_mine(tmp_path):
-    ...     await check_storage(lambda: MyStorage(tmp_path))
+    >>> import asyncio
+    >>> from openhands_rl_plugin import StandardReActStrategy
+    >>> asyncio.run(check_strategy(StandardReActStrategy()))
 """
 
 from openhands_rl_plugin.testing.checks import (
