@@ -20,8 +20,7 @@ from openhands_rl_plugin.core.types import (
     Task,
 )
 from openhands_rl_plugin.environments.tools.environment import ToolBase, ToolEnvironment, ToolListener, ToolOptions
-from openhands_rl_plugin.models.engines.defaults import merge_sampling
-from openhands_rl_plugin.models.engines.seeded import SeededEngine
+from openhands_rl_plugin.models.engines.seeded import SeededEngine, merge_sampling
 from openhands_rl_plugin.rollout.session import AgentSession
 from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
 

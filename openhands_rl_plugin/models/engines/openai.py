@@ -13,9 +13,9 @@ import httpx
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, ModelError
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams
-from openhands_rl_plugin.models.engines.defaults import merge_sampling
 from openhands_rl_plugin.models.engines.openai_stream import StreamedAnswer
 from openhands_rl_plugin.models.engines.openai_wire import completions_from, request_body
+from openhands_rl_plugin.models.engines.seeded import merge_sampling
 
 _RETRIED = frozenset({408, 409, 425, 429})
 _LONGEST_PAUSE = 20.0

@@ -1,4 +1,4 @@
-"""One episode's random numbers: whoever plays it again with the same seed gets the same answers."""
+"""The sampling parameters of an episode's calls: defaults filled in, and a reproducible seed for each call."""
 
 from __future__ import annotations
 
@@ -8,11 +8,19 @@ from collections.abc import Sequence
 
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams
-from openhands_rl_plugin.models.engines.defaults import merge_sampling
 
-# Larger than any number of answers to one call, whose seeds are consecutive.
+# Larger than any ``n`` of one call, whose seeds are consecutive; a prime, so that repeated calls do not line up.
 _SEED_STEP = 1_000_003
+# OpenAI-compatible servers accept at least 31 bits.
 _SEEDS = 2**31
+
+
+def merge_sampling(given: SamplingParams | None, default: SamplingParams) -> SamplingParams:
+    """``given``, with every unset parameter taken from ``default``."""
+    if given is None:
+        return default
+    unset = [name for name in SamplingParams.model_fields if getattr(given, name) in (None, ())]
+    return given.model_copy(update={name: getattr(default, name) for name in unset})
 
 
 class ConversationSeeds:

@@ -12,17 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from openhands_rl_plugin.models.generator.threads import prepare_threads
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-prepare_threads()
-
-import torch  # noqa: E402  (the thread settings are read when torch loads)
-from pydantic import ValidationError  # noqa: E402
-from torch import Tensor  # noqa: E402
-from transformers import PreTrainedModel, PreTrainedTokenizerFast  # noqa: E402
-
-from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, ModelError  # noqa: E402
-from openhands_rl_plugin.core.types import (  # noqa: E402
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, ModelError
+from openhands_rl_plugin.core.types import (
     Completion,
     JsonObject,
     Message,
@@ -32,18 +28,18 @@ from openhands_rl_plugin.core.types import (  # noqa: E402
     ToolCall,
     Usage,
 )
-from openhands_rl_plugin.models.engines.defaults import merge_sampling  # noqa: E402
-from openhands_rl_plugin.models.engines.openai_wire import request_body  # noqa: E402
-from openhands_rl_plugin.models.generator.config import GeneratorConfig  # noqa: E402
-from openhands_rl_plugin.models.generator.failures import Overloaded, ServingError  # noqa: E402
-from openhands_rl_plugin.models.generator.generator import Generator  # noqa: E402
-from openhands_rl_plugin.models.generator.sampling import Sampled, new_random, sample  # noqa: E402
-from openhands_rl_plugin.models.generator.sampling import SamplingParams as CoreParams  # noqa: E402
-from openhands_rl_plugin.models.generator.sequence import Cancelled, FinishReason, Generation  # noqa: E402
-from openhands_rl_plugin.models.generator.text import AnswerText  # noqa: E402
-from openhands_rl_plugin.models.server.prompts import Prompts  # noqa: E402
-from openhands_rl_plugin.models.server.requests import ChatRequest  # noqa: E402
-from openhands_rl_plugin.models.server.toolcalls import ParsedText, parse_tool_calls  # noqa: E402
+from openhands_rl_plugin.models.engines.openai_wire import request_body
+from openhands_rl_plugin.models.engines.seeded import merge_sampling
+from openhands_rl_plugin.models.generator.config import GeneratorConfig
+from openhands_rl_plugin.models.generator.failures import Overloaded, ServingError
+from openhands_rl_plugin.models.generator.generator import Generator
+from openhands_rl_plugin.models.generator.model import eos_ids
+from openhands_rl_plugin.models.generator.sampling import SamplingParams as CoreParams
+from openhands_rl_plugin.models.generator.sampling import sample
+from openhands_rl_plugin.models.generator.sequence import Cancelled, Generation, SequenceState
+from openhands_rl_plugin.models.server.prompts import Prompts
+from openhands_rl_plugin.models.server.requests import ChatRequest
+from openhands_rl_plugin.models.server.toolcalls import ParsedText, parse_tool_calls
 
 DEFAULT_MAX_TOKENS = 512
 _UNBOUNDED = 2**31
@@ -186,43 +182,49 @@ class _ObjectCore:
         self._model = model
         self._tokenizer = tokenizer
         self._one_call = threading.Lock()
-        self._eos_ids = _eos_ids(model, tokenizer)
+        self._eos_ids = eos_ids(model, tokenizer)
         self.max_len = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or _UNBOUNDED)
 
     async def generate(self, prompt_ids: tuple[int, ...], params: Sequence[CoreParams]) -> list[Generation]:
-        given_up = threading.Event()
+        cancelled = threading.Event()
         try:
-            return await asyncio.to_thread(self._generate, prompt_ids, params, given_up)
+            return await asyncio.to_thread(self._generate, prompt_ids, params, cancelled)
         finally:
-            given_up.set()
+            cancelled.set()
 
     def close(self) -> None:
         """Nothing to stop: the model is its owner's."""
 
     def _generate(
-        self, prompt_ids: tuple[int, ...], params: Sequence[CoreParams], given_up: threading.Event
+        self, prompt_ids: tuple[int, ...], params: Sequence[CoreParams], cancelled: threading.Event
     ) -> list[Generation]:
         with self._one_call, torch.inference_mode():
             was_training = self._model.training
             self._model.eval()
             try:
-                answers = [_Answer(prompt_ids, each, self._tokenizer, self._eos_ids) for each in params]
-                self._sample(prompt_ids, answers, given_up)
+                sequences = [
+                    SequenceState(prompt_ids, each, None, self._tokenizer, each.max_tokens, None) for each in params
+                ]
+                self._sample(prompt_ids, sequences, cancelled)
             finally:
                 self._model.train(was_training)
-        return [answer.result() for answer in answers]
+        return [sequence.result() for sequence in sequences]
 
-    def _sample(self, prompt_ids: tuple[int, ...], answers: Sequence[_Answer], given_up: threading.Event) -> None:
-        """Grow all answers by a token a step, sharing one pass over the prompt."""
+    def _sample(
+        self, prompt_ids: tuple[int, ...], sequences: Sequence[SequenceState], cancelled: threading.Event
+    ) -> None:
+        """Grow all sequences by a token a step, after one prefill of the prompt that they share."""
         ids = torch.tensor([prompt_ids], device=self._model.device)
         output = self._model(input_ids=ids, use_cache=True, logits_to_keep=1)
-        past, logits = output.past_key_values, output.logits[:, -1].float().expand(len(answers), -1)
-        past.batch_repeat_interleave(len(answers))
-        while not given_up.is_set():
-            chosen = sample(logits, [a.params for a in answers], [a.random for a in answers])
-            for answer, token in zip(answers, chosen, strict=True):
-                answer.add(token)
-            if all(answer.finish is not None for answer in answers):
+        past, logits = output.past_key_values, output.logits[:, -1].float().expand(len(sequences), -1)
+        past.batch_repeat_interleave(len(sequences))
+        while not cancelled.is_set():
+            chosen = sample(logits, [s.params for s in sequences], [s.random for s in sequences])
+            for sequence, token in zip(sequences, chosen, strict=True):
+                # A finished sequence stays in the batch until the last one ends; its further tokens are dropped.
+                if not sequence.finished:
+                    sequence.append(token, self._eos_ids)
+            if all(sequence.finished for sequence in sequences):
                 return
             logits, past = self._next_logits([token.token for token in chosen], past)
         raise Cancelled("the request was cancelled")
@@ -233,51 +235,6 @@ class _ObjectCore:
         return output.logits[:, -1].float(), output.past_key_values
 
 
-class _Answer:
-    """One answer under way in ``_ObjectCore``; what is sampled after its end is dropped."""
-
-    def __init__(
-        self,
-        prompt_ids: tuple[int, ...],
-        params: CoreParams,
-        tokenizer: PreTrainedTokenizerFast,
-        eos_ids: frozenset[int],
-    ) -> None:
-        self.params = params
-        self.random = new_random(params.seed)
-        self.finish: FinishReason | None = None
-        self._prompt_ids = prompt_ids
-        self._tokenizer = tokenizer
-        self._eos_ids = eos_ids
-        self._text = AnswerText(tokenizer, params.stop)
-        self._sampled: list[Sampled] = []
-
-    def add(self, token: Sampled) -> None:
-        """Take the next token, unless the answer has ended."""
-        if self.finish is not None:
-            return
-        self._sampled.append(token)
-        if token.token in self._eos_ids or self._text.add(token.token):
-            self.finish = FinishReason.STOP
-        elif len(self._sampled) >= self.params.max_tokens:
-            self.finish = FinishReason.LENGTH
-
-    def result(self) -> Generation:
-        """The finished answer."""
-        ids = [token.token for token in self._sampled]
-        self._text.finish(str(self._tokenizer.decode(ids, skip_special_tokens=True)))
-        return Generation(
-            prompt_ids=self._prompt_ids,
-            sampled=tuple(self._sampled),
-            text=self._text.text,
-            finish_reason=self.finish or FinishReason.LENGTH,
-            stop_reason=self._text.stopped_by,
-            prompt=None,
-            cached_tokens=0,
-            adapter=None,
-        )
-
-
 def _started(model: str | Path) -> Generator:
     return Generator(GeneratorConfig.model_validate({"model": str(model)}))
 
@@ -286,12 +243,6 @@ def _fast(tokenizer: object) -> PreTrainedTokenizerFast:
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError("TransformersEngine needs a fast tokenizer beside a model object: pass tokenizer=...")
     return tokenizer
-
-
-def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
-    configured = model.generation_config.eos_token_id if model.generation_config else None
-    ids = configured if isinstance(configured, list) else [configured]
-    return frozenset(token for token in (*ids, tokenizer.eos_token_id) if isinstance(token, int))
 
 
 def _look_at(future: asyncio.Future[Generation]) -> None:

@@ -11,8 +11,7 @@ import queue
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from collections.abc import Sequence as Ids
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +23,7 @@ from openhands_rl_plugin.models.generator.lora import Adapter
 from openhands_rl_plugin.models.generator.model import ServedModel
 from openhands_rl_plugin.models.generator.sampling import SamplingParams
 from openhands_rl_plugin.models.generator.scheduler import Scheduler
-from openhands_rl_plugin.models.generator.sequence import DeltaSink, Generation, Sequence, Ticket
+from openhands_rl_plugin.models.generator.sequence import DeltaSink, Generation, SequenceState, Ticket
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:+-]{0,127}")
 
@@ -50,7 +49,7 @@ class Generator:
         self._in_flight: Counter[Adapter | None] = Counter()
         self._held: Counter[Adapter] = Counter()
         self._draining: dict[Adapter, Future[None]] = {}
-        self._inbox: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[SequenceState | None] = queue.SimpleQueue()
         self._closing = False
         self._broken: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
@@ -58,7 +57,7 @@ class Generator:
 
     def submit(
         self,
-        prompt_ids: Ids[int],
+        prompt_ids: Sequence[int],
         params: SamplingParams,
         *,
         adapter: str | Adapter | None = None,
@@ -79,12 +78,12 @@ class Generator:
             version = self._find(adapter) if isinstance(adapter, str) else adapter
             if self._in_flight.total() >= self.config.max_queue + self.config.max_batch:
                 raise Overloaded("The server is overloaded: its queue is full; retry later.")
-            sequence = Sequence(ids, params, version, self.tokenizer, limit, on_delta)
+            sequence = SequenceState(ids, params, version, self.tokenizer, limit, on_delta)
             self._in_flight[version] += 1
             self._inbox.put(sequence)
         return sequence.ticket
 
-    def generate(self, prompt_ids: Ids[int], params: SamplingParams, *, adapter: str | None = None) -> Generation:
+    def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, adapter: str | None = None) -> Generation:
         """`submit` and wait."""
         return self.submit(prompt_ids, params, adapter=adapter).future.result()
 
@@ -232,7 +231,7 @@ class Generator:
         self._settle(())
         return not self._closing
 
-    def _awaited(self) -> Sequence | None:
+    def _awaited(self) -> SequenceState | None:
         """What comes next. When nothing does for a while, others may have the memory: a trainer, say."""
         try:
             return self._inbox.get(timeout=self.config.rest_after)
@@ -240,12 +239,12 @@ class Generator:
             self._scheduler.rest()
             return self._inbox.get()
 
-    def _take(self, item: Sequence | None) -> None:
+    def _take(self, item: SequenceState | None) -> None:
         """None only wakes the thread up."""
         if item is not None:
             self._scheduler.add(item)
 
-    def _settle(self, left: Ids[Sequence]) -> None:
+    def _settle(self, left: Sequence[SequenceState]) -> None:
         """Count out the sequences that left; finish the unloading of adapters that nothing uses any more."""
         with self._lock:
             for sequence in left:

@@ -56,7 +56,7 @@ class ServedModel:
         self.device = torch.device(_pick_device(config.device))
         self.dtype = _pick_dtype(config.dtype, self.device)
         self.tokenizer, self.model = _load(config.model, self.dtype, self.device)
-        self.eos_ids = _eos_ids(self.model, self.tokenizer)
+        self.eos_ids = eos_ids(self.model, self.tokenizer)
         self.vocabulary = cast(Tensor, self.model.get_input_embeddings().weight).shape[0]
         text_config = self.model.config.get_text_config()
         heads = text_config.num_attention_heads
@@ -194,7 +194,8 @@ def _load(name: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrain
     return tokenizer, model
 
 
-def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
+def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
+    """The token ids that end a generation, of the model and of its tokenizer."""
     configured = model.generation_config.eos_token_id if model.generation_config else None
     ids = configured if isinstance(configured, list) else [configured]
     return frozenset(i for i in (*ids, tokenizer.eos_token_id) if isinstance(i, int))

@@ -10,7 +10,7 @@ from openhands_rl_plugin.core.memory import return_freed_memory
 from openhands_rl_plugin.models.generator.model import ServedModel, StepRow
 from openhands_rl_plugin.models.generator.prefix import BLOCK_TOKENS, PrefixCache
 from openhands_rl_plugin.models.generator.sampling import observe, sample
-from openhands_rl_plugin.models.generator.sequence import Cancelled, Sequence
+from openhands_rl_plugin.models.generator.sequence import Cancelled, SequenceState
 
 # Rows of float32 logits that are made at once for prompt logprobs; more would need much memory.
 _OBSERVED_ROWS = 64
@@ -23,8 +23,8 @@ class Scheduler:
         self._model = model
         self._prefill_tokens = prefill_tokens
         self._free = list(range(max_batch))
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
+        self._waiting: deque[SequenceState] = deque()
+        self._running: list[SequenceState] = []
         self.cache = PrefixCache(cache_bytes)
 
     @property
@@ -32,12 +32,12 @@ class Scheduler:
         """Whether there is nothing to compute."""
         return not self._waiting and not self._running
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: SequenceState) -> None:
         """Queue a sequence."""
         self._waiting.append(sequence)
 
     @torch.inference_mode()
-    def step(self) -> list[Sequence]:
+    def step(self) -> list[SequenceState]:
         """Admit, compute one step, sample. Returns the sequences that left, their futures already settled."""
         left = self._drop_cancelled()
         self._admit()
@@ -46,7 +46,7 @@ class Scheduler:
         batch = self._plan()
         logits = self._model.step([row for _, row in batch])
         offset = 0
-        ready: list[tuple[Sequence, int]] = []
+        ready: list[tuple[SequenceState, int]] = []
         for sequence, row in batch:
             sequence.computed += len(row.ids)
             if sequence.params.prompt_logprobs is not None and sequence.computed <= sequence.prompt_len:
@@ -65,14 +65,14 @@ class Scheduler:
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def abort(self) -> list[Sequence]:
+    def abort(self) -> list[SequenceState]:
         """Cancel everything; returns the sequences that left."""
         left = [*self._waiting, *self._running]
         for sequence in left:
             sequence.ticket.cancel()
         return self._drop_cancelled()
 
-    def _drop_cancelled(self) -> list[Sequence]:
+    def _drop_cancelled(self) -> list[SequenceState]:
         left = [s for s in (*self._waiting, *self._running) if s.ticket.cancelled]
         if left:
             self._waiting = deque(s for s in self._waiting if not s.ticket.cancelled)
@@ -89,7 +89,7 @@ class Scheduler:
         come together (several samples of one turn) only the first is computed.
         """
         under_way = {key for s in self._running if s.pending > 1 and (key := self._missing_block(s)) is not None}
-        deferred: list[Sequence] = []
+        deferred: list[SequenceState] = []
         while self._waiting and self._free:
             sequence = self._waiting.popleft()
             key = self._missing_block(sequence)
@@ -102,12 +102,12 @@ class Scheduler:
                 under_way.add(key)
         self._waiting.extendleft(reversed(deferred))
 
-    def _missing_block(self, sequence: Sequence) -> tuple[Hashable, ...] | None:
+    def _missing_block(self, sequence: SequenceState) -> tuple[Hashable, ...] | None:
         if not self.cache.max_bytes or sequence.params.prompt_logprobs is not None:
             return None
         return self.cache.match(sequence.adapter, sequence.ids[: sequence.prompt_len]).missing
 
-    def _start(self, sequence: Sequence, slot: int) -> None:
+    def _start(self, sequence: SequenceState, slot: int) -> None:
         sequence.slot = slot
         self._running.append(sequence)
         if sequence.params.prompt_logprobs is not None:
@@ -118,10 +118,10 @@ class Scheduler:
             self._model.slots.write(slot, index * BLOCK_TOKENS, block)
         sequence.computed = sequence.cached = len(blocks) * BLOCK_TOKENS
 
-    def _plan(self) -> list[tuple[Sequence, StepRow]]:
+    def _plan(self) -> list[tuple[SequenceState, StepRow]]:
         """Every decoding sequence, and prompts as far as the budget of prompt tokens goes (oldest first)."""
         budget = self._prefill_tokens
-        batch: list[tuple[Sequence, StepRow]] = []
+        batch: list[tuple[SequenceState, StepRow]] = []
         for sequence in self._running:
             count = sequence.pending
             if count > 1:
@@ -135,7 +135,7 @@ class Scheduler:
         return batch
 
     @staticmethod
-    def _row(sequence: Sequence, count: int) -> StepRow:
+    def _row(sequence: SequenceState, count: int) -> StepRow:
         start = sequence.computed
         if sequence.params.prompt_logprobs is not None and start < sequence.prompt_len:
             wanted = range(count)
@@ -144,13 +144,13 @@ class Scheduler:
         return StepRow(sequence.slot, start, sequence.ids[start : start + count], sequence.adapter, wanted)
 
     @staticmethod
-    def _observe(sequence: Sequence, row: StepRow, logits: Tensor) -> None:
+    def _observe(sequence: SequenceState, row: StepRow, logits: Tensor) -> None:
         following = sequence.ids[row.start + 1 : min(row.start + len(row.ids) + 1, sequence.prompt_len)]
         if following:
             count = sequence.params.prompt_logprobs or 0
             sequence.observed.extend(observe(logits[: len(following)], following, count))
 
-    def _sample(self, ready: list[tuple[Sequence, int]], logits: Tensor) -> None:
+    def _sample(self, ready: list[tuple[SequenceState, int]], logits: Tensor) -> None:
         indices = [index for _, index in ready]
         rows = logits if indices == list(range(logits.shape[0])) else logits[indices]
         chosen = sample(rows, [s.params for s, _ in ready], [s.random for s, _ in ready])
@@ -159,7 +159,7 @@ class Scheduler:
                 self._remember(sequence)
             sequence.append(sampled, self._model.eos_ids)
 
-    def _retire(self) -> list[Sequence]:
+    def _retire(self) -> list[SequenceState]:
         finished = [s for s in self._running if s.finished]
         if finished:
             self._running = [s for s in self._running if not s.finished]
@@ -169,12 +169,12 @@ class Scheduler:
                 sequence.ticket.future.set_result(sequence.result())
         return finished
 
-    def _remember(self, sequence: Sequence) -> None:
+    def _remember(self, sequence: SequenceState) -> None:
         slots, slot = self._model.slots, sequence.slot
         ids = sequence.ids[: sequence.computed]
         self.cache.insert(sequence.adapter, ids, lambda start, stop: slots.read(slot, start, stop))
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: SequenceState) -> None:
         if sequence.slot >= 0:
             self._free.append(sequence.slot)
             sequence.slot = -1

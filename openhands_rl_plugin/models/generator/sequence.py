@@ -85,7 +85,7 @@ class Ticket:
         return self._cancelled[0]
 
 
-class Sequence:
+class SequenceState:
     """A request's state in the scheduler thread."""
 
     def __init__(
