@@ -24,7 +24,7 @@ from openhands_rl_plugin.models.adapters.freshness import Former, check_fresh
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
-from openhands_rl_plugin.models.generator.failures import ServingError
+from openhands_rl_plugin.models.generator.errors import ServingError
 
 _MAX_BATCH = 256
 _MIN_QUEUE = 512

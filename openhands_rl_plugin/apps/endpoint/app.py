@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from typing import Any
 
-from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
@@ -40,46 +36,26 @@ from openhands_rl_plugin.apps.endpoint.requests import (
 )
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.types import Failure, FailureKind
-from openhands_rl_plugin.models.generator.failures import NotFound, Overloaded, ServingError
-from openhands_rl_plugin.models.server.guards import LimitBody, RequireKey
-from openhands_rl_plugin.models.server.refusals import (
-    error_body,
-    on_defect,
-    on_http_exception,
-    on_invalid_body,
-    on_serving_error,
-)
+from openhands_rl_plugin.models.generator.errors import NotFound, Overloaded, ServingError, UpstreamFailure
+from openhands_rl_plugin.models.server.error_handlers import ERROR_HANDLERS, error_body
+from openhands_rl_plugin.models.server.http import SSE_DONE, json_response, sse_event, unless_disconnected
+from openhands_rl_plugin.models.server.middleware import access_middleware
 from openhands_rl_plugin.models.server.responses import ModelCard, ModelList, Usage, now
 
 OpenRuntime = Callable[[], AbstractAsyncContextManager[AgentRuntime]]
 
 
-class UpstreamFailure(ServingError):
-    """The agent could not answer, because the model server or a tool's infrastructure failed."""
-
-    status = 502
-    kind = "UpstreamError"
-
-
 def build_app(config: AgentConfig, open_runtime: OpenRuntime) -> Starlette:
     """The ASGI application; the runtime is open while it runs. Raises ``ConfigError`` for an open door."""
     endpoints = Endpoints(config, open_runtime)
-    key = config.client_key()
-    guards = [Middleware(RequireKey, key=key)] if key else []
     return Starlette(
         routes=[
             Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
             Route("/v1/models", endpoints.models),
             Route("/health", endpoints.health),
         ],
-        middleware=[*guards, Middleware(LimitBody, limit=config.max_body_bytes)],
-        exception_handlers={
-            ServingError: on_serving_error,
-            ValidationError: on_invalid_body,
-            HTTPException: on_http_exception,
-            ClientDisconnect: _on_disconnect,
-            Exception: on_defect,
-        },
+        middleware=access_middleware(config.client_key(), config.max_body_bytes),
+        exception_handlers=ERROR_HANDLERS,
         lifespan=endpoints.lifespan,
     )
 
@@ -140,14 +116,14 @@ class Endpoints:
         if body.stream:
             events = _Stream(body, served, name).events(runtime, self._gate)
             return StreamingResponse(events, media_type="text/event-stream")
-        result = await _unless_gone(request, self._answer(runtime, body, name))
+        result = await unless_disconnected(request, self._answer(runtime, body, name))
         if result.failure is not None:
             raise _refusal_of(result.failure)
-        return _json(answer_of(_identifier(name), served, result))
+        return json_response(answer_of(_identifier(name), served, result))
 
     async def models(self, _: Request) -> Response:
         """GET /v1/models: the agent."""
-        return _json(ModelList(data=[ModelCard(id=self._config.model, root=self._config.model)]))
+        return json_response(ModelList(data=[ModelCard(id=self._config.model, root=self._config.model)]))
 
     async def health(self, _: Request) -> Response:
         """GET /health."""
@@ -179,10 +155,10 @@ class _Stream:
                         for text in self._written(event):
                             yield text
         except ServingError as error:
-            yield _event(error_body(error.status, error.message, error.kind))
+            yield sse_event(error_body(error.status, error.message, error.kind))
         except StorageError as error:
-            yield _event(error_body(500, str(error), "InternalServerError"))
-        yield "data: [DONE]\n\n"
+            yield sse_event(error_body(500, str(error), "InternalServerError"))
+        yield SSE_DONE
 
     def _written(self, event: AgentEvent) -> list[str]:
         match event:
@@ -219,32 +195,9 @@ class _Stream:
 
     def _event(self, choices: list[AgentChunkChoice], usage: Usage | None = None) -> str:
         identifier = _identifier(self._name)
-        return _event(AgentChunk(id=identifier, created=self._created, model=self._model, choices=choices, usage=usage))
-
-
-async def _unless_gone(request: Request, answering: Coroutine[Any, Any, AgentResult]) -> AgentResult:
-    """The result; the episode ends when the client goes away."""
-    playing = asyncio.ensure_future(answering)
-    gone = asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait({playing, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not playing.done():
-            raise ClientDisconnect
-        return playing.result()
-    finally:
-        for task in (playing, gone):
-            task.cancel()
-        await asyncio.wait({playing, gone})
-
-
-async def _on_disconnect(_: Request, __: Exception) -> Response:
-    """Nobody reads it."""
-    return Response(status_code=499)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+        return sse_event(
+            AgentChunk(id=identifier, created=self._created, model=self._model, choices=choices, usage=usage)
+        )
 
 
 def _refusal_of(failure: Failure) -> ServingError:
@@ -260,11 +213,3 @@ def _new_name() -> str:
 def _identifier(name: str) -> str:
     """What the client is told; the recorded episode's task has the name."""
     return f"chatcmpl-{name}"
-
-
-def _event(body: BaseModel) -> str:
-    return f"data: {body.model_dump_json(exclude_none=True)}\n\n"
-
-
-def _json(body: BaseModel) -> Response:
-    return Response(body.model_dump_json(), media_type="application/json")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
-import os
-from collections.abc import Mapping
-
 from pydantic import Field
 
 from openhands_rl_plugin.config.rl import HttpUrl, VariableName
-from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen, Limits, SamplingParams
 from openhands_rl_plugin.environments.tools.environment import ToolOptions
+from openhands_rl_plugin.models.server.client_key import required_client_key
 
 MIB = 1024**2
 
@@ -71,19 +67,6 @@ class AgentConfig(PolicyConfig):
     max_waiting: int = Field(default=64, ge=0, description="requests that may wait; one more is refused with 503")
     max_body_bytes: int = Field(default=4 * MIB, ge=1024, description="longest request")
 
-    def client_key(self, environ: Mapping[str, str] | None = None) -> str:
-        """The key that clients must send, empty for none. Raises ``ConfigError`` for an open door to the network."""
-        key = (os.environ if environ is None else environ).get(self.api_key_env, "")
-        if not key and not _is_loopback(self.host):
-            raise ConfigError(
-                f"--host {self.host}: others on the network could use the agent and its tools; export "
-                f"{self.api_key_env or 'a key and name it with --api-key-env'}=..., or listen on 127.0.0.1"
-            )
-        return key
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    def client_key(self) -> str:
+        """The key that clients must send, empty for none. Raises ``ConfigError`` when a network address has none."""
+        return required_client_key(self.host, self.api_key_env, protects="the agent and its tools")

@@ -62,10 +62,6 @@ class AdapterServer(Protocol):
         """What a completion must ask for as ``model`` to be sampled with the adapter."""
         ...
 
-    async def aclose(self) -> None:
-        """Close the connections."""
-        ...
-
 
 class _Answer(BaseModel):
     model_config = ConfigDict(extra="ignore")
@@ -98,22 +94,20 @@ class _Completion(_Answer):
     choices: list[_Choice] = Field(min_length=1)
 
 
-class VLLMServer:
-    """vLLM, started with ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=True``."""
-
-    _HINT: ClassVar[str] = "; start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
-
+class _HTTPServer:
     def __init__(self, connection: Connection) -> None:
         self._http = connection
         self.url = connection.root
 
-    async def aclose(self) -> None:
-        """Close the connections."""
-        await self._http.aclose()
-
     async def loaded(self) -> Mapping[str, str]:
-        """From the list of models: an adapter has a parent."""
+        """``GET /v1/models``: a model with a parent is an adapter."""
         return {card.id: card.root or "" for card in (await _cards(self._http)).data if card.parent is not None}
+
+
+class VLLMServer(_HTTPServer):
+    """vLLM, started with ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=True``."""
+
+    _HINT: ClassVar[str] = "; start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
 
     async def capacity(self) -> Capacity:
         """From the metrics, which tell ``max_loras`` once an adapter was asked for; the highest rank is not told.
@@ -188,20 +182,8 @@ class _Generated(_Answer):
     meta_info: _Meta
 
 
-class SGLangServer:
+class SGLangServer(_HTTPServer):
     """SGLang, started with ``--enable-lora --max-lora-rank N --lora-target-modules all``."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._http = connection
-        self.url = connection.root
-
-    async def aclose(self) -> None:
-        """Close the connections."""
-        await self._http.aclose()
-
-    async def loaded(self) -> Mapping[str, str]:
-        """From the list of models: an adapter has a parent."""
-        return {card.id: card.root or "" for card in (await _cards(self._http)).data if card.parent is not None}
 
     async def capacity(self) -> Capacity:
         """From ``/server_info``, which earlier versions call ``/get_server_info``."""

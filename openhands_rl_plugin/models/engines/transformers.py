@@ -31,12 +31,12 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.models.engines.openai_wire import request_body
 from openhands_rl_plugin.models.engines.seeded import merge_sampling
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
-from openhands_rl_plugin.models.generator.failures import Overloaded, ServingError
+from openhands_rl_plugin.models.generator.errors import Overloaded, RequestCancelled, ServingError
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.generator.model import eos_ids
 from openhands_rl_plugin.models.generator.sampling import SamplingParams as CoreParams
 from openhands_rl_plugin.models.generator.sampling import sample
-from openhands_rl_plugin.models.generator.sequence import Cancelled, Generation, SequenceState
+from openhands_rl_plugin.models.generator.sequence import Generation, SequenceState
 from openhands_rl_plugin.models.server.prompts import Prompts
 from openhands_rl_plugin.models.server.requests import ChatRequest
 from openhands_rl_plugin.models.server.toolcalls import ParsedText, parse_tool_calls
@@ -102,7 +102,7 @@ class TransformersEngine:
         try:
             prompt_ids, params = self._request(messages, tools, n, wanted)
             answers = await self._core.generate(prompt_ids, params)
-        except (Overloaded, Cancelled) as error:
+        except (Overloaded, RequestCancelled) as error:
             raise InfrastructureError(str(error)) from error
         except (ServingError, ValidationError) as error:
             raise ModelError(f"the model cannot take this request: {error}") from error
@@ -227,7 +227,7 @@ class _ObjectCore:
             if all(sequence.finished for sequence in sequences):
                 return
             logits, past = self._next_logits([token.token for token in chosen], past)
-        raise Cancelled("the request was cancelled")
+        raise RequestCancelled("the request was cancelled")
 
     def _next_logits(self, tokens: Sequence[int], past: object) -> tuple[Tensor, object]:
         ids = torch.tensor(tokens, device=self._model.device)[:, None]

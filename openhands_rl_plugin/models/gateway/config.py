@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Self
 from urllib.parse import urlsplit
@@ -13,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from openhands_rl_plugin.config.rl import HttpUrl, SafeName, VariableName
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.models.server.client_key import required_client_key
 
 MIB = 1024**2
 
@@ -72,27 +71,14 @@ class GatewayConfig(BaseModel):
             raise ValueError("--adapter needs --base-model, the name of the model without an adapter")
         return self
 
-    def client_key(self, environ: Mapping[str, str] | None = None) -> str:
-        """The key that clients must send, empty for none. Raises ``ConfigError`` for an open door to the network."""
-        key = (os.environ if environ is None else environ).get(self.api_key_env, "")
-        if not key and not _is_loopback(self.host):
-            raise ConfigError(
-                f"--host {self.host}: others on the network could use the model server; export "
-                f"{self.api_key_env or 'a key and name it with --api-key-env'}=..., or listen on 127.0.0.1"
-            )
-        return key
+    def client_key(self) -> str:
+        """The key that clients must send, empty for none. Raises ``ConfigError`` when a network address has none."""
+        return required_client_key(self.host, self.api_key_env, protects="the model server")
 
-    def upstream_key(self, environ: Mapping[str, str] | None = None) -> str:
+    def upstream_key(self) -> str:
         """The model server's key, empty for none. Raises ``ConfigError`` when its variable is not set."""
         if not self.upstream_key_env:
             return ""
-        if key := (os.environ if environ is None else environ).get(self.upstream_key_env, ""):
+        if key := os.environ.get(self.upstream_key_env, ""):
             return key
         raise ConfigError(f"--upstream-key-env: the environment variable {self.upstream_key_env} is not set")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

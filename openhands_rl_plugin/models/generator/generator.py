@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
-from openhands_rl_plugin.models.generator.failures import InvalidUserInput, NotFound, Overloaded, ServingError
+from openhands_rl_plugin.models.generator.errors import InvalidUserInput, NotFound, Overloaded, ServingError
 from openhands_rl_plugin.models.generator.lora import Adapter
 from openhands_rl_plugin.models.generator.model import ServedModel
 from openhands_rl_plugin.models.generator.sampling import SamplingParams
@@ -104,12 +104,6 @@ class Generator:
     def healthy(self) -> bool:
         """Whether requests are still taken."""
         return not self._closing and self._broken is None
-
-    @property
-    def in_flight(self) -> int:
-        """Requests queued or under way."""
-        with self._lock:
-            return self._in_flight.total()
 
     @property
     def adapters(self) -> tuple[Adapter, ...]:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from openhands_rl_plugin.models.generator.failures import NotFound, ServingError
+from openhands_rl_plugin.models.generator.errors import NotFound, ServingError
 from openhands_rl_plugin.models.generator.linear import LowRank, Projection
 
 CONFIG_NAME = "adapter_config.json"

@@ -18,7 +18,7 @@ from transformers import (
 
 from openhands_rl_plugin.models.generator.attention import ATTENTION_NAME, Row, StepPlan
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
-from openhands_rl_plugin.models.generator.failures import StartError
+from openhands_rl_plugin.models.generator.errors import StartError
 from openhands_rl_plugin.models.generator.linear import Routing, Segment, replace_linears
 from openhands_rl_plugin.models.generator.lora import Adapter, read_adapter
 from openhands_rl_plugin.models.generator.pace import Pace

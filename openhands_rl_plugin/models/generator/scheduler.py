@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from openhands_rl_plugin.core.memory import return_freed_memory
+from openhands_rl_plugin.models.generator.errors import RequestCancelled
 from openhands_rl_plugin.models.generator.model import ServedModel, StepRow
 from openhands_rl_plugin.models.generator.prefix import BLOCK_TOKENS, PrefixCache
 from openhands_rl_plugin.models.generator.sampling import observe, sample
-from openhands_rl_plugin.models.generator.sequence import Cancelled, SequenceState
+from openhands_rl_plugin.models.generator.sequence import SequenceState
 
 # Rows of float32 logits that are made at once for prompt logprobs; more would need much memory.
 _OBSERVED_ROWS = 64
@@ -79,7 +80,7 @@ class Scheduler:
             self._running = [s for s in self._running if not s.ticket.cancelled]
             for sequence in left:
                 self._release(sequence)
-                sequence.ticket.future.set_exception(Cancelled("the request was cancelled"))
+                sequence.ticket.future.set_exception(RequestCancelled("the request was cancelled"))
         return left
 
     def _admit(self) -> None:

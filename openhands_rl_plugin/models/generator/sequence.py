@@ -19,10 +19,6 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
-class Cancelled(Exception):
-    """The request was cancelled, or the generator closed, before the answer was complete."""
-
-
 @dataclass(frozen=True)
 class Generation:
     """A finished answer.
@@ -76,7 +72,7 @@ class Ticket:
         self.future.set_running_or_notify_cancel()
 
     def cancel(self) -> None:
-        """Stop generating soon and free the slot; `future` then raises `Cancelled`. No effect when finished."""
+        """Stop generating soon and free the slot; `future` then raises `RequestCancelled`. No effect when finished."""
         self._cancelled[0] = True
 
     @property

@@ -6,31 +6,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from openhands_rl_plugin.models.generator.config import ServerConfig
-from openhands_rl_plugin.models.generator.failures import InvalidUserInput, NotFound, Overloaded, ServingError
+from openhands_rl_plugin.models.generator.errors import InvalidUserInput, NotFound, Overloaded, ServingError
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.generator.lora import Adapter
 from openhands_rl_plugin.models.generator.sampling import SamplingParams
-from openhands_rl_plugin.models.generator.sequence import Cancelled, Generation, Ticket
+from openhands_rl_plugin.models.generator.sequence import Generation, Ticket
+from openhands_rl_plugin.models.server.error_handlers import ERROR_HANDLERS
 from openhands_rl_plugin.models.server.formatting import Formatter, usage
-from openhands_rl_plugin.models.server.guards import LimitBody, RequireKey
+from openhands_rl_plugin.models.server.http import json_response, unless_disconnected
+from openhands_rl_plugin.models.server.middleware import access_middleware
 from openhands_rl_plugin.models.server.prompts import Prompts
-from openhands_rl_plugin.models.server.refusals import (
-    on_cancelled,
-    on_defect,
-    on_http_exception,
-    on_invalid_body,
-    on_serving_error,
-)
 from openhands_rl_plugin.models.server.requests import (
     ChatRequest,
     CompletionRequest,
@@ -57,8 +50,6 @@ Job = tuple[tuple[int, ...], SamplingParams]
 def build_app(config: ServerConfig, generator: Generator) -> Starlette:
     """The ASGI application. It does not close the generator. Raises StartError for an unreadable template."""
     endpoints = Endpoints(config, generator)
-    key = os.environ.get(config.api_key_env, "")
-    guards = [Middleware(RequireKey, key=key)] if key else []
     return Starlette(
         routes=[
             Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
@@ -69,14 +60,8 @@ def build_app(config: ServerConfig, generator: Generator) -> Starlette:
             Route("/tokenize", endpoints.tokenize, methods=["POST"]),
             Route("/health", endpoints.health),
         ],
-        middleware=[*guards, Middleware(LimitBody, limit=config.max_body_bytes)],
-        exception_handlers={
-            ServingError: on_serving_error,
-            ValidationError: on_invalid_body,
-            HTTPException: on_http_exception,
-            Cancelled: on_cancelled,
-            Exception: on_defect,
-        },
+        middleware=access_middleware(os.environ.get(config.api_key_env, ""), config.max_body_bytes),
+        exception_handlers=ERROR_HANDLERS,
     )
 
 
@@ -104,7 +89,7 @@ class Endpoints:
             return _stream(chat_events(feed, body, model, ids, formatter, len(jobs)), tickets)
         answers = await self._answers(request, tickets)
         tools = bool(body.tools) and body.tool_choice != "none"
-        return _json(
+        return json_response(
             ChatAnswer(
                 id=new_id("chatcmpl"),
                 model=model,
@@ -144,7 +129,9 @@ class Endpoints:
             return _stream(text_events(feed, body, model, prompts, formatter, len(jobs)), tickets)
         answers = await self._answers(request, tickets)
         choices = [formatter.text_choice(index, answer, body) for index, answer in enumerate(answers)]
-        return _json(TextAnswer(id=new_id("cmpl"), model=model, choices=choices, usage=usage(answers, body.n or 1)))
+        return json_response(
+            TextAnswer(id=new_id("cmpl"), model=model, choices=choices, usage=usage(answers, body.n or 1))
+        )
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
@@ -154,14 +141,14 @@ class Endpoints:
                 ids = await run_in_threadpool(self._prompts.chat, body)
             else:
                 ids = self._prompts.text(body.prompt, special=body.add_special_tokens is not False)
-        return _json(TokenizeAnswer(count=len(ids), max_model_len=self._generator.max_len, tokens=list(ids)))
+        return json_response(TokenizeAnswer(count=len(ids), max_model_len=self._generator.max_len, tokens=list(ids)))
 
     async def models(self, _: Request) -> Response:
         """GET /v1/models: the base model, then the adapters."""
         base = self._config.base_name
         cards = [ModelCard(id=base, root=self._config.model, max_model_len=self._generator.max_len)]
         cards += [ModelCard(id=a.name, root=a.path, parent=base) for a in self._generator.adapters]
-        return _json(ModelList(data=cards))
+        return json_response(ModelList(data=cards))
 
     async def load_adapter(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter."""
@@ -222,22 +209,13 @@ class Endpoints:
         return tickets
 
     async def _answers(self, request: Request, tickets: Sequence[Ticket]) -> list[Generation]:
-        """Wait for all tickets; cancel them when the client goes away."""
-        answers = asyncio.gather(*(asyncio.wrap_future(ticket.future) for ticket in tickets))
-        gone = asyncio.create_task(_disconnected(request))
+        """Wait for all tickets; cancel them when the client disconnects."""
         try:
-            await asyncio.wait({answers, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if gone.done() and not answers.done():
-                _cancel(tickets)
-            return await answers
+            return await unless_disconnected(
+                request, asyncio.gather(*(asyncio.wrap_future(ticket.future) for ticket in tickets))
+            )
         finally:
-            gone.cancel()
             _cancel(tickets)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _read[B: BaseModel](request: Request, kind: type[B]) -> B:
@@ -256,7 +234,3 @@ def _cancel(tickets: Sequence[Ticket]) -> None:
 
 def _stream(events, tickets: Sequence[Ticket]) -> StreamingResponse:
     return StreamingResponse(cancelling(events, lambda: _cancel(tickets)), media_type="text/event-stream")
-
-
-def _json(body: BaseModel) -> Response:
-    return Response(body.model_dump_json(), media_type="application/json")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerFast
 
+from openhands_rl_plugin.core.types import ToolCall
 from openhands_rl_plugin.models.generator.sampling import Observed, Sampled
 from openhands_rl_plugin.models.generator.sequence import Generation
 from openhands_rl_plugin.models.server.requests import CompletionRequest
@@ -23,7 +24,7 @@ from openhands_rl_plugin.models.server.responses import (
     Usage,
     new_id,
 )
-from openhands_rl_plugin.models.server.toolcalls import ParsedCall, ParsedText, parse_tool_calls
+from openhands_rl_plugin.models.server.toolcalls import ParsedText, parse_tool_calls
 
 
 class Formatter:
@@ -116,7 +117,7 @@ class Formatter:
         return str(self._tokenizer.decode([token]))
 
 
-def answered_calls(calls: Sequence[ParsedCall]) -> list[AnsweredToolCall]:
+def answered_calls(calls: Sequence[ToolCall]) -> list[AnsweredToolCall]:
     """Parsed calls with fresh identifiers."""
     return [
         AnsweredToolCall(id=new_id("call"), function=CalledFunction(name=call.name, arguments=call.arguments))

@@ -10,7 +10,9 @@ from jinja2 import TemplateError
 from pydantic import JsonValue
 from transformers import PreTrainedTokenizerFast
 
-from openhands_rl_plugin.models.generator.failures import ServingError, StartError
+from openhands_rl_plugin.core.templates.tool_call_json import render_tool_call
+from openhands_rl_plugin.core.types import ToolCall
+from openhands_rl_plugin.models.generator.errors import ServingError, StartError
 from openhands_rl_plugin.models.generator.sampling import SamplingParams
 from openhands_rl_plugin.models.server.requests import (
     ChatMessage,
@@ -20,7 +22,6 @@ from openhands_rl_plugin.models.server.requests import (
     TokenizeRequest,
     Tool,
 )
-from openhands_rl_plugin.models.server.toolcalls import render_tool_call
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +103,8 @@ class Prompts:
         calls = message.tool_calls or ()
         if calls and "tool_calls" not in (self._template or ""):
             # A template that does not know tool calls would drop them from the history.
-            written = (render_tool_call(call.function.name, call.function.arguments or "{}") for call in calls)
+            values = (ToolCall(name=call.function.name, arguments=call.function.arguments or "{}") for call in calls)
+            written = (render_tool_call(call) for call in values)
             content = "\n".join([content, *written] if content else written)
         elif calls:
             rendered["tool_calls"] = [

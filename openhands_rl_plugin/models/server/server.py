@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import uvicorn
 
 from openhands_rl_plugin.models.generator.config import ServerConfig
-from openhands_rl_plugin.models.generator.failures import StartError
+from openhands_rl_plugin.models.generator.errors import StartError
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.server.app import build_app
 

@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from pydantic import BaseModel
-
-from openhands_rl_plugin.models.generator.sequence import Cancelled, Delta, DeltaSink, Generation, Ticket
+from openhands_rl_plugin.models.generator.errors import RequestCancelled
+from openhands_rl_plugin.models.generator.sequence import Delta, DeltaSink, Generation, Ticket
+from openhands_rl_plugin.models.server.error_handlers import error_body
 from openhands_rl_plugin.models.server.formatting import Formatter, answered_calls, usage
-from openhands_rl_plugin.models.server.refusals import error_body
+from openhands_rl_plugin.models.server.http import SSE_DONE, sse_event
 from openhands_rl_plugin.models.server.requests import ChatRequest, CompletionRequest
 from openhands_rl_plugin.models.server.responses import (
     ChatChunk,
@@ -97,7 +97,7 @@ async def chat_events(
 
     def chunk(choice: ChatChunkChoice, *, first: bool = False) -> str:
         ids = list(prompt_ids) if first and request.return_token_ids else None
-        return _event(ChatChunk(id=identifier, created=created, model=model, choices=[choice], prompt_token_ids=ids))
+        return sse_event(ChatChunk(id=identifier, created=created, model=model, choices=[choice], prompt_token_ids=ids))
 
     for index in range(count):
         yield chunk(ChatChunkChoice(index=index, delta=MessageDelta(role="assistant", content="")), first=index == 0)
@@ -117,8 +117,8 @@ async def chat_events(
             )
     if request.stream_options and request.stream_options.include_usage:
         counts = usage([finished[i] for i in range(count)], count)
-        yield _event(ChatChunk(id=identifier, created=created, model=model, choices=[], usage=counts))
-    yield "data: [DONE]\n\n"
+        yield sse_event(ChatChunk(id=identifier, created=created, model=model, choices=[], usage=counts))
+    yield SSE_DONE
 
 
 def _chat_delta(index: int, text: str, delta: Delta, request: ChatRequest, formatter: Formatter) -> ChatChunkChoice:
@@ -145,7 +145,7 @@ async def text_events(
     finished: dict[int, Generation] = {}
 
     def chunk(choice: TextChoice) -> str:
-        return _event(TextAnswer(id=identifier, created=created, model=model, choices=[choice]))
+        return sse_event(TextAnswer(id=identifier, created=created, model=model, choices=[choice]))
 
     started: set[int] = set()
     async for index, event in feed.events(count):
@@ -172,12 +172,8 @@ async def text_events(
             )
     if request.stream_options and request.stream_options.include_usage:
         counts = usage([finished[i] for i in range(count)], per_prompt)
-        yield _event(TextAnswer(id=identifier, created=created, model=model, choices=[], usage=counts))
-    yield "data: [DONE]\n\n"
-
-
-def _event(body: BaseModel) -> str:
-    return f"data: {body.model_dump_json(exclude_none=True)}\n\n"
+        yield sse_event(TextAnswer(id=identifier, created=created, model=model, choices=[], usage=counts))
+    yield SSE_DONE
 
 
 async def cancelling(events: AsyncIterator[str], cancel: Callable[[], None]) -> AsyncIterator[str]:
@@ -185,7 +181,7 @@ async def cancelling(events: AsyncIterator[str], cancel: Callable[[], None]) -> 
     try:
         async for event in events:
             yield event
-    except Cancelled:
-        yield _event(error_body(503, "The server is stopping.", "ServiceUnavailableError"))
+    except RequestCancelled:
+        yield sse_event(error_body(503, "The server is stopping.", "ServiceUnavailableError"))
     finally:
         cancel()

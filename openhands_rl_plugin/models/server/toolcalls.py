@@ -3,19 +3,10 @@
 import re
 from dataclasses import dataclass
 
-from openhands_rl_plugin.core.templates import tool_call_json
 from openhands_rl_plugin.core.templates.tool_call_json import OPEN, parse_tool_call_json
 from openhands_rl_plugin.core.types import ToolCall
 
 _OPEN = re.compile(re.escape(OPEN), re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class ParsedCall:
-    """A call as the model wrote it; `arguments` is the JSON text cut out of its answer where that is strict JSON."""
-
-    name: str
-    arguments: str
 
 
 @dataclass(frozen=True)
@@ -26,7 +17,7 @@ class ParsedText:
     """
 
     content: str | None
-    calls: tuple[ParsedCall, ...]
+    calls: tuple[ToolCall, ...]
     spoken: str = ""
 
 
@@ -36,13 +27,7 @@ def parse_tool_calls(text: str) -> ParsedText:
     if parsed.problems or not parsed.calls:
         return ParsedText(text, (), text)
     spoken = parsed.before + parsed.after
-    calls = tuple(ParsedCall(call.name, call.arguments) for call in parsed.calls)
-    return ParsedText(spoken.strip() or None, calls, spoken)
-
-
-def render_tool_call(name: str, arguments: str) -> str:
-    """The text that `parse_tool_calls` reads back; `arguments` is JSON text and stays as it is."""
-    return tool_call_json.render_tool_call(ToolCall(name=name, arguments=arguments))
+    return ParsedText(spoken.strip() or None, parsed.calls, spoken)
 
 
 def safe_length(text: str) -> int:

@@ -13,7 +13,7 @@ from tiny_model import write_model
 from transformers import AutoModelForCausalLM
 
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
-from openhands_rl_plugin.models.generator.failures import StartError
+from openhands_rl_plugin.models.generator.errors import StartError
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.generator.sampling import SamplingParams
 from openhands_rl_plugin.models.generator.sequence import FinishReason, Generation, Ticket

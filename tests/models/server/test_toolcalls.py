@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openhands_rl_plugin.models.server.toolcalls import ParsedCall, parse_tool_calls, render_tool_call, safe_length
+from openhands_rl_plugin.core.templates.tool_call_json import render_tool_call
+from openhands_rl_plugin.core.types import ToolCall
+from openhands_rl_plugin.models.server.toolcalls import parse_tool_calls, safe_length
+
+
+def call_of(name: str, arguments: str) -> ToolCall:
+    return ToolCall(name=name, arguments=arguments)
 
 
 def test_calls_and_the_text_before_them() -> None:
@@ -16,11 +22,11 @@ def test_calls_and_the_text_before_them() -> None:
     )
     parsed = parse_tool_calls(text)
     assert parsed.content == "Let me look."
-    assert parsed.calls == (ParsedCall("search", '{"q":  "a b"}'), ParsedCall("think", "{}"))
+    assert parsed.calls == (call_of("search", '{"q":  "a b"}'), call_of("think", "{}"))
 
 
 def test_an_unclosed_last_call_counts() -> None:
-    assert parse_tool_calls('<tool_call>{"name": "f", "arguments": {"x": 1}}').calls == (ParsedCall("f", '{"x": 1}'),)
+    assert parse_tool_calls('<tool_call>{"name": "f", "arguments": {"x": 1}}').calls == (call_of("f", '{"x": 1}'),)
 
 
 @pytest.mark.parametrize(
@@ -50,24 +56,24 @@ def test_arguments_given_as_text() -> None:
 
 def test_slips_with_one_reading_are_read() -> None:
     text = '<TOOL_CALL>{"name": "f", "arguments": {"x": "a\n</tool_call>",}}</TOOL_CALL>'
-    assert parse_tool_calls(text).calls == (ParsedCall("f", json.dumps({"x": "a\n</tool_call>"})),)
+    assert parse_tool_calls(text).calls == (call_of("f", json.dumps({"x": "a\n</tool_call>"})),)
 
 
 def test_text_after_a_call_is_content() -> None:
-    parsed = parse_tool_calls(f"first {render_tool_call('f', '{}')} then\n")
+    parsed = parse_tool_calls(f"first {render_tool_call(call_of('f', '{}'))} then\n")
     assert parsed.content == "first  then" and parsed.spoken == "first  then\n"
 
 
 def test_arguments_that_mention_arguments() -> None:
     raw = '{"arguments": {"arguments": 1}}'
-    (call,) = parse_tool_calls(render_tool_call("f", raw)).calls
-    assert call == ParsedCall("f", raw)
+    (call,) = parse_tool_calls(render_tool_call(call_of("f", raw))).calls
+    assert call == call_of("f", raw)
 
 
 @given(st.text(min_size=1), st.dictionaries(st.text(), st.integers() | st.text() | st.none()))
 def test_rendered_calls_are_read_back(name: str, arguments: dict[str, object]) -> None:
     raw = json.dumps(arguments)
-    assert parse_tool_calls(render_tool_call(name, raw)).calls == (ParsedCall(name, raw),)
+    assert parse_tool_calls(render_tool_call(call_of(name, raw))).calls == (call_of(name, raw),)
 
 
 @given(st.text(alphabet="<tol_ca>x", max_size=40), st.text(alphabet="<tol_ca>x", max_size=40))

@@ -1,14 +1,23 @@
 """ASGI middleware: the API key and the size of request bodies."""
 
+from __future__ import annotations
+
 import hmac
 
+from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from openhands_rl_plugin.models.generator.failures import BodyTooLarge, Unauthorized
-from openhands_rl_plugin.models.server.refusals import refusal
+from openhands_rl_plugin.models.generator.errors import BodyTooLarge, Unauthorized
+from openhands_rl_plugin.models.server.error_handlers import error_response
 
-# Paths that answer without a key: a health check carries none.
+# Paths that need no key: health checks of a load balancer send none.
 _OPEN_PATHS = frozenset({"/health"})
+
+
+def access_middleware(key: str, max_body_bytes: int) -> list[Middleware]:
+    """What every server puts in front of its routes; an empty ``key`` lets every client in."""
+    size = Middleware(LimitBody, limit=max_body_bytes)
+    return [Middleware(RequireKey, key=key), size] if key else [size]
 
 
 class RequireKey:
@@ -22,7 +31,7 @@ class RequireKey:
         if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self._expected):
-                await refusal(Unauthorized("Unauthorized"))(scope, receive, send)
+                await error_response(Unauthorized("Unauthorized"))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -40,7 +49,7 @@ class LimitBody:
             return
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if not announced.isdigit() or int(announced) > self._limit:
-            await refusal(self._error())(scope, receive, send)
+            await error_response(self._error())(scope, receive, send)
             return
         received = 0
 

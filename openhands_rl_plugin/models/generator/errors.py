@@ -1,0 +1,53 @@
+"""Errors of the generator and its server, each with the HTTP status and error type that vLLM gives for it."""
+
+from __future__ import annotations
+
+from openhands_rl_plugin.core.errors import RLError
+
+
+class RequestCancelled(Exception):
+    """The request was cancelled, or the generator closed, before the generation was complete."""
+
+
+class ServingError(RLError):
+    """A refused request (or start); ``str()`` is one line that names the cause. ``param``: the field at fault."""
+
+    status = 400
+    kind = "BadRequestError"
+
+    def __init_subclass__(cls, *, status: int, kind: str) -> None:
+        super().__init_subclass__()
+        cls.status, cls.kind = status, kind
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidUserInput(ServingError, status=400, kind="InvalidUserInput"):
+    """A field is missing or has an invalid value."""
+
+
+class NotFound(ServingError, status=404, kind="NotFoundError"):
+    """A model, an adapter or a path does not exist."""
+
+
+class Unauthorized(ServingError, status=401, kind="Unauthorized"):
+    """The API key is missing or wrong."""
+
+
+class BodyTooLarge(ServingError, status=413, kind="BadRequestError"):
+    """The request body is over the configured limit."""
+
+
+class Overloaded(ServingError, status=503, kind="ServiceUnavailableError"):
+    """The queue is full, or the server is stopping."""
+
+
+class StartError(ServingError, status=500, kind="InternalServerError"):
+    """The server cannot start: no such model, the port is taken, an unsupported architecture."""
+
+
+class UpstreamFailure(ServingError, status=502, kind="UpstreamError"):
+    """An agent could not answer, because its model or a tool failed."""
