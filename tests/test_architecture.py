@@ -190,15 +190,35 @@ def test_every_folder_says_what_it_is_for() -> None:
 
 
 def test_hosts_do_not_know_each_other() -> None:
-    """``hosts/shared`` and ``hosts/pool`` import no OpenHands, and only ``hosts/open`` names a host."""
+    """``hosts/shared`` and ``hosts/pool`` import no OpenHands, and only ``hosts/local`` names a host."""
     wrong = [
         str(each)
         for file in sources(f"{PACKAGE}/hosts")
         for each in imports(file)
         for inside in [within(file)]
         if each.module.startswith(f"{PACKAGE}.hosts.v")
-        and inside != "hosts/open.py"
+        and inside != "hosts/local.py"
         and not inside.startswith("/".join(each.module.split(".")[1:3]))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_hosts_names_a_host() -> None:
+    """Others ask ``hosts.open`` for a runner. The texts of ``doctor`` and of errors may quote a line of config.toml."""
+    quotes = {"cli/doctor_checks/installation.py", "environments/workspace/sandbox.py"}
+    wrong = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in sources()
+        if own_part(file) != "hosts" and within(file) not in quotes
+        for node in ast.walk(parsed(file))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "hosts.v" in node.value
+    ]
+    wrong += [
+        str(each)
+        for file in sources()
+        if own_part(file) != "hosts"
+        for each in imports(file)
+        if each.module.startswith(f"{PACKAGE}.hosts.v")
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -1,28 +1,49 @@
-"""Which host plays: the only place that names one. Importing this imports no OpenHands."""
+"""The runner of OpenHands episodes that the settings ask for: in this process, in worker processes, in Ray actors."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
-from openhands_rl_plugin.environments.workspace.place import Place
-from openhands_rl_plugin.hosts.shared.options import ControllerOptions
-from openhands_rl_plugin.rollout.journal import EpisodeSink
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.hosts.local import HostRunner, local_runner
+from openhands_rl_plugin.hosts.pool.processes import WorkerPoolRunner
+from openhands_rl_plugin.hosts.shared.options import HostOptions
 
 
-class HostRunner(Protocol):
-    """An ``EpisodeRunner`` that can also be told in which workspace an episode takes place."""
-
-    async def run(self, request: EpisodeRequest, place: Place | None = None) -> Trajectory: ...
-
-    async def close(self) -> None: ...
-
-
-def host_runner(
-    settings: RLSettings, options: ControllerOptions | None = None, *, storage: EpisodeSink | None = None
+def make_runner(
+    settings: RLSettings,
+    options: HostOptions | None = None,
+    *,
+    storage: TrajectoryStorage | None = None,
+    workers: int = 0,
 ) -> HostRunner:
-    """A runner that plays episodes in this process. Raises ``ConfigError`` as ``ControllerRunner`` does."""
-    from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
+    """A runner over ``workers`` workers, of the kind that ``[rl] executor`` names; 0 runs sessions in this process.
 
-    return ControllerRunner(settings, options, storage=storage)
+    With a ``storage`` every episode is stored while it runs. Raises ``ConfigError`` for settings that the host cannot
+    use, and as ``RayPoolRunner`` does.
+    """
+    if not workers:
+        return local_runner(settings, options, storage=storage)
+    if settings.executor == "ray":
+        from openhands_rl_plugin.hosts.pool.ray_runner import RayPoolRunner
+
+        return RayPoolRunner(settings, options, workers=workers, storage=storage)
+    return WorkerPoolRunner(settings, options, workers=workers, storage=storage)
+
+
+@asynccontextmanager
+async def open_runner(
+    settings: RLSettings,
+    options: HostOptions | None = None,
+    *,
+    storage: TrajectoryStorage | None = None,
+    workers: int = 0,
+) -> AsyncIterator[HostRunner]:
+    """``make_runner``, closed at the end of the block."""
+    runner = make_runner(settings, options, storage=storage, workers=workers)
+    try:
+        yield runner
+    finally:
+        await runner.close()

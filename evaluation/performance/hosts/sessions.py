@@ -31,9 +31,8 @@ from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.protocols import EpisodeRunner
 from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Task, Trajectory
-from openhands_rl_plugin.hosts.pool.processes import WorkerPoolRunner
-from openhands_rl_plugin.hosts.shared.options import WORKSPACE_RUNTIME, ControllerOptions
-from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
+from openhands_rl_plugin.hosts.open import make_runner
+from openhands_rl_plugin.hosts.shared.options import HostOptions
 
 _SHOP = """
 import sys, time
@@ -131,19 +130,17 @@ async def _measure_all(sessions: int, commands: int, workers: int) -> list[Measu
         host, port = shop.rsplit(":", 1)
         serving = ServingSettings(base_url=model, model="instant")
         settings = RLSettings(serving=serving, env_server_base=host, env_port=int(port), max_workers=sessions)
-        workspace = ControllerOptions(runtime=WORKSPACE_RUNTIME, environment_mode=False)
+        workspace = HostOptions(environment_mode=False)
         working = [_working(number, commands) for number in range(sessions)]
         # The shop ends an episode after fifteen actions.
         actions = min(commands, 15)
         shopping = [_shopping(number, actions) for number in range(sessions)]
         rows = [
-            await _measure(
-                "workspace", ControllerRunner(settings, workspace), working, [_working(sessions, 2)], commands
-            ),
-            await _measure("webshop", ControllerRunner(settings), shopping, [_shopping(sessions, 2)], actions),
+            await _measure("workspace", make_runner(settings, workspace), working, [_working(sessions, 2)], commands),
+            await _measure("webshop", make_runner(settings), shopping, [_shopping(sessions, 2)], actions),
         ]
         if workers:
-            pool = WorkerPoolRunner(settings, workers=workers)
+            pool = make_runner(settings, workers=workers)
             warm_up = [_shopping(sessions + number, 2) for number in range(workers)]
             rows.append(await _measure(f"webshop, {workers} workers", pool, shopping, warm_up, actions))
         return rows

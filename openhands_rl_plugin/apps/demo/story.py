@@ -18,7 +18,7 @@ from openhands_rl_plugin.config.rl import LoopSettings, RLSettings
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.webshop import WebShop
 from openhands_rl_plugin.environments.webshop.demonstrator import DemonstratorOptions
-from openhands_rl_plugin.hosts.pool.open_pool import open_pool
+from openhands_rl_plugin.hosts.open import make_runner
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.rewards.outcome import ReturnReward, SuccessBonusReward
 from openhands_rl_plugin.training.loop.asynchronous import make_loop
@@ -68,7 +68,7 @@ async def _play(stage: _Stage, listener: LoopListener | None) -> DemoResult:
     directory = stage.options.run_directory
     plan = stage.options.plan(stage.shop, base_model=NAME, probe_ids=probe_ids(stage.model))
     storage = FileTrajectoryStorage(directory / "trajectories")
-    runner = open_pool(stage.sampled, workers=1, storage=storage)
+    runner = make_runner(stage.sampled, workers=1, storage=storage)
     shop = DemonstratorOptions(results_per_page=stage.options.results_per_page, separator=SEPARATOR)
     try:
         async with open_parts(

@@ -21,11 +21,13 @@ from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.statistics import Estimate, paired_difference
 from openhands_rl_plugin.core.types import Adapter, FailureKind, Limits, Task
 from openhands_rl_plugin.environments.webshop.demonstrator import DemonstratorOptions
-from openhands_rl_plugin.evals.runs.composing import RL_AGENT, open_player, open_runner, options_of
+from openhands_rl_plugin.evals.runs.composing import open_player, options_of
 from openhands_rl_plugin.evals.runs.judged import Entry
 from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
+from openhands_rl_plugin.hosts.open import open_runner
+from openhands_rl_plugin.hosts.shared.options import RL_AGENT
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.loop.asynchronous import make_loop
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState
@@ -189,7 +191,7 @@ async def _open_runner(job: LoopJob, storage: TrajectoryStorage) -> AsyncIterato
     with rollout_settings(job.settings, adapters) as sampled:
         plan = _played(job, sampled)
         options = options_of(plan, job.tasks.suite, job.processes)
-        async with open_runner(sampled, options, storage, job.processes) as runner:
+        async with open_runner(sampled, options, storage=storage, workers=job.processes) as runner:
             if job.backend is None:
                 yield runner
                 return

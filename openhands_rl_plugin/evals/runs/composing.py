@@ -22,11 +22,9 @@ from openhands_rl_plugin.evals.runs.prompts import REPLIES
 from openhands_rl_plugin.evals.runs.suites import WEBSHOP, Suite
 from openhands_rl_plugin.evals.runs.web import WebPlayer, shop_for
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
-from openhands_rl_plugin.hosts.open import host_runner
-from openhands_rl_plugin.hosts.pool.open_pool import open_pool
-from openhands_rl_plugin.hosts.shared.options import ENVIRONMENT_RUNTIME, RL_AGENT, ControllerOptions
+from openhands_rl_plugin.hosts.open import open_runner
+from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
 
-BUBBLEWRAP_RUNTIME = "openhands_rl_plugin.hosts.v0.runtime.BubblewrapRuntime"
 STORE = "trajectories"
 """The folder of the store, below that of the evaluation, where no other is named."""
 
@@ -80,27 +78,12 @@ async def _player(
     with ExitStack() as opened:
         if suite.name == WEBSHOP:
             settings = opened.enter_context(shop_for(settings))
-        async with open_runner(settings, options, storage, processes) as runner:
+        async with open_runner(settings, options, storage=storage, workers=processes) as runner:
             strategy = options.strategy_spec(settings)
             if backend is None:
                 yield WebPlayer(plan, runner, strategy=strategy, storage=storage)
             else:
                 yield open_player(plan, runner, strategy, storage, backend, scratch, grade=grade)
-
-
-@asynccontextmanager
-async def open_runner(
-    settings: RLSettings, options: ControllerOptions, storage: TrajectoryStorage, processes: int
-) -> AsyncIterator[Runner]:
-    """OpenHands' controllers in ``processes`` workers, or in this process (0), until the block ends."""
-    if processes:
-        runner: Runner = open_pool(settings, options, workers=processes, storage=storage)
-    else:
-        runner = host_runner(settings, options, storage=storage)
-    try:
-        yield runner
-    finally:
-        await runner.close()
 
 
 def open_player(
@@ -120,13 +103,13 @@ def open_player(
     )
 
 
-def options_of(plan: EvaluationPlan, suite: Suite, processes: int) -> ControllerOptions:
+def options_of(plan: EvaluationPlan, suite: Suite, processes: int) -> HostOptions:
     """How OpenHands' controller plays the plan. Raises ``ConfigError`` for an agent that cannot play the suite."""
     if plan.agent != RL_AGENT and not suite.software:
         raise ConfigError(f"{suite.name} is an environment, which only {RL_AGENT} can play, not {plan.agent}")
-    return ControllerOptions(
-        runtime=BUBBLEWRAP_RUNTIME if suite.software else ENVIRONMENT_RUNTIME,
+    return HostOptions(
         environment_mode=not suite.software,
+        isolation="required",
         sessions=-(-plan.workers // max(1, processes)),
         command_timeout=plan.command_timeout,
         native_tool_calling=plan.model.native_tool_calling,

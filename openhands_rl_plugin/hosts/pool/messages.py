@@ -20,7 +20,7 @@ from openhands_rl_plugin.core.errors import (
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart
 from openhands_rl_plugin.core.types import EpisodeRequest, Frozen, Trajectory
 from openhands_rl_plugin.environments.workspace.place import Place
-from openhands_rl_plugin.hosts.shared.options import ControllerOptions
+from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 
 MAX_LINE_BYTES = 256 * 1024 * 1024
@@ -34,7 +34,7 @@ class Start(Frozen):
 
     kind: Literal["start"] = "start"
     settings: RLSettings
-    options: ControllerOptions
+    options: HostOptions
     stores: bool = False
 
 

@@ -42,7 +42,7 @@ from openhands_rl_plugin.hosts.pool.messages import (
     from_line,
     to_line,
 )
-from openhands_rl_plugin.hosts.shared.options import ControllerOptions
+from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.rollout.journal import stored_episode
 from openhands_rl_plugin.rollout.session import trajectory_id
 
@@ -92,14 +92,14 @@ class WorkerPoolRunner:
     def __init__(
         self,
         settings: RLSettings,
-        options: ControllerOptions | None = None,
+        options: HostOptions | None = None,
         *,
         workers: int = 2,
         storage: TrajectoryStorage | None = None,
     ) -> None:
         if workers < 1:
             raise ValueError("a pool needs at least one worker")
-        options = options or ControllerOptions()
+        options = options or HostOptions()
         sessions = options.sessions or max(1, settings.max_workers // workers)
         self._settings = settings
         self._options = options.model_copy(update={"sessions": sessions})
@@ -186,9 +186,7 @@ class _Worker:
         self.alive = True
 
     @classmethod
-    async def start(
-        cls, settings: RLSettings, options: ControllerOptions, storage: TrajectoryStorage | None
-    ) -> _Worker:
+    async def start(cls, settings: RLSettings, options: HostOptions, storage: TrajectoryStorage | None) -> _Worker:
         """A new process, which may be given episodes at once. Raises ``InfrastructureError``."""
         environment = {"LOG_LEVEL": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True", **os.environ}
         try:

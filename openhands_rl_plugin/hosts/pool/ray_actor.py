@@ -10,7 +10,7 @@ import os
 
 from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.types import Trajectory
-from openhands_rl_plugin.hosts.open import HostRunner, host_runner
+from openhands_rl_plugin.hosts.local import HostRunner, local_runner
 from openhands_rl_plugin.hosts.pool.messages import (
     TO_WORKER,
     FromWorker,
@@ -42,7 +42,7 @@ class EpisodeActor:
         start = from_line(TO_WORKER, line)
         assert isinstance(start, Start)
         try:
-            self._runner = host_runner(start.settings, start.options, storage=self._storage if start.stores else None)
+            self._runner = local_runner(start.settings, start.options, storage=self._storage if start.stores else None)
         except RLError as error:
             return to_line(Refused.of(None, error))
         return to_line(Ready())

@@ -37,7 +37,7 @@ from openhands_rl_plugin.hosts.pool.messages import (
     to_line,
 )
 from openhands_rl_plugin.hosts.pool.processes import PoolWorker, WorkerPoolRunner
-from openhands_rl_plugin.hosts.shared.options import ControllerOptions
+from openhands_rl_plugin.hosts.shared.options import HostOptions
 
 _CLOSE_PATIENCE = 10.0
 _START_PATIENCE = 600.0
@@ -59,7 +59,7 @@ class RayPoolRunner(WorkerPoolRunner):
     def __init__(
         self,
         settings: RLSettings,
-        options: ControllerOptions | None = None,
+        options: HostOptions | None = None,
         *,
         workers: int = 2,
         storage: TrajectoryStorage | None = None,

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from openhands_rl_plugin.core.errors import RLError, StorageError
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart
 from openhands_rl_plugin.core.types import Trajectory
-from openhands_rl_plugin.hosts.open import HostRunner, host_runner
+from openhands_rl_plugin.hosts.local import HostRunner, local_runner
 from openhands_rl_plugin.hosts.pool.messages import (
     MAX_LINE_BYTES,
     TO_WORKER,
@@ -108,7 +108,7 @@ class Worker:
         start = from_line(TO_WORKER, await reader.readline())
         assert isinstance(start, Start)
         try:
-            runner = host_runner(start.settings, start.options, storage=self._storage if start.stores else None)
+            runner = local_runner(start.settings, start.options, storage=self._storage if start.stores else None)
         except RLError as error:
             await self._say(Refused.of(None, error))
             return

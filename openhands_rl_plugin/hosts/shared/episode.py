@@ -55,7 +55,7 @@ class SessionWorld(Forkable, Protocol):
         ...
 
 
-class ControllerEpisode:
+class HostEpisode:
     """The state that ``RLAgent`` and its runner share. Written by one session, frozen when that has ended.
 
     ``environment_mode``: the model sees only what the environment says; else it works in a workspace with the tools
@@ -230,11 +230,11 @@ class ControllerEpisode:
         return PolicyRef.from_served_name(self.base_model, self.request.served_model or self.base_model)
 
 
-_BOUND: ContextVar[ControllerEpisode | None] = ContextVar("rl_controller_episode", default=None)
+_BOUND: ContextVar[HostEpisode | None] = ContextVar("rl_controller_episode", default=None)
 
 
 @contextmanager
-def bind_episode(episode: ControllerEpisode) -> Iterator[ControllerEpisode]:
+def bind_episode(episode: HostEpisode) -> Iterator[HostEpisode]:
     """The ``RLAgent`` that is made in this context plays ``episode``."""
     token = _BOUND.set(episode)
     try:
@@ -243,7 +243,7 @@ def bind_episode(episode: ControllerEpisode) -> Iterator[ControllerEpisode]:
         _BOUND.reset(token)
 
 
-def current_episode() -> ControllerEpisode | None:
+def current_episode() -> HostEpisode | None:
     """The episode bound in this context."""
     return _BOUND.get()
 

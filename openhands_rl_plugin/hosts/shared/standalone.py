@@ -17,7 +17,7 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, StopReason, Task, Trajectory
-from openhands_rl_plugin.hosts.shared.episode import ControllerEpisode
+from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 
 WORKSPACE = "workspace"
 
@@ -27,7 +27,7 @@ TASK_INDEX_VARIABLE = "OPENHANDS_RL_TASK_INDEX"
 
 def standalone_episode(
     settings: RLSettings, *, session: str, instruction: str, base_model: str, environment_mode: bool
-) -> ControllerEpisode:
+) -> HostEpisode:
     """The episode of an OpenHands session. Raises ``ConfigError`` for a strategy that cannot be loaded.
 
     In environment mode its task is the environment's, else the session itself. With a ``[rl.sampling] seed`` the same
@@ -45,7 +45,7 @@ def standalone_episode(
         group_id=session,
         seed=zlib.crc32("\0".join(seed).encode()),
     )
-    return ControllerEpisode(
+    return HostEpisode(
         request,
         settings,
         strategy=make_strategy(settings),
@@ -67,7 +67,7 @@ def task_from_environment_variable(settings: RLSettings) -> Task:
 class StandaloneKeeper:
     """Stores an episode while it is played, and closes it when it ends or the process does. Raises ``ConfigError``."""
 
-    def __init__(self, episode: ControllerEpisode) -> None:
+    def __init__(self, episode: HostEpisode) -> None:
         self._episode = episode
         self._storage = open_storage(episode.settings)
         self._kept = False

@@ -29,7 +29,7 @@ from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
 from openhands_rl_plugin.core.messages import WireMessage
 from openhands_rl_plugin.core.tree import CHARACTERS_PER_TOKEN
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
-from openhands_rl_plugin.hosts.shared.episode import ControllerEpisode, SessionWorld, controller_end, current_episode
+from openhands_rl_plugin.hosts.shared.episode import HostEpisode, SessionWorld, controller_end, current_episode
 from openhands_rl_plugin.hosts.shared.sessions import (
     EnvironmentHost,
     EpisodeRuntime,
@@ -59,7 +59,7 @@ _TOOLS_OF_OTHER_RUNTIMES = frozenset({"browser", "execute_ipython_cell"})
 class _Play:
     """What belongs to one episode. ``keeper`` is there when nobody but the agent would store it."""
 
-    episode: ControllerEpisode
+    episode: HostEpisode
     engine: ControllerEngine
     conversation: WorkspaceConversation
     dialogue: EnvironmentDialogue
@@ -132,7 +132,7 @@ class RLAgent(CodeActAgent):
         )
         return self._begin(episode, StandaloneKeeper(episode))
 
-    def _begin(self, episode: ControllerEpisode, keeper: StandaloneKeeper | None = None) -> _Play:
+    def _begin(self, episode: HostEpisode, keeper: StandaloneKeeper | None = None) -> _Play:
         if (longest := episode.limits.max_obs_length) is not None:
             # OpenHands cuts observations by this key; the configuration object is this LLM's own copy.
             config = self.llm.config

@@ -32,7 +32,7 @@ from openhands.storage.memory import InMemoryFileStore
 
 from openhands_rl_plugin.core.errors import CaughtFailure, RLError, boundary
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason, Trajectory
-from openhands_rl_plugin.hosts.shared.episode import LAST_ERROR, ControllerEpisode, bind_episode, controller_end
+from openhands_rl_plugin.hosts.shared.episode import LAST_ERROR, HostEpisode, bind_episode, controller_end
 from openhands_rl_plugin.hosts.shared.options import UserReplies
 from openhands_rl_plugin.hosts.shared.sessions import EpisodeRuntime, stop_deciding
 from openhands_rl_plugin.hosts.v0.agent import RLAgent
@@ -55,7 +55,7 @@ class ControllerSession:
     """Plays one episode. ``open``, ``conclude`` and ``close`` block and belong on a thread; ``ended`` is awaited."""
 
     def __init__(
-        self, config: OpenHandsConfig, episode: ControllerEpisode, sid: str, replies: UserReplies | None = None
+        self, config: OpenHandsConfig, episode: HostEpisode, sid: str, replies: UserReplies | None = None
     ) -> None:
         self._config = config
         self._episode = episode

@@ -21,8 +21,8 @@ from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
 from openhands_rl_plugin.core.validation import unknown_name
 from openhands_rl_plugin.environments.workspace.place import Place
-from openhands_rl_plugin.hosts.shared.episode import ControllerEpisode
-from openhands_rl_plugin.hosts.shared.options import RL_AGENT, ControllerOptions
+from openhands_rl_plugin.hosts.shared.episode import HostEpisode
+from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from openhands_rl_plugin.hosts.v0.controller_session import ControllerSession
 
+_RUNTIMES = {"auto": "WorkspaceRuntime", "required": "BubblewrapRuntime", "none": "SubprocessRuntime"}
 _UNUSED = "StandardReAct"
 # A session's threads end at once unless a model call is under way; then they are left to end by themselves.
 _CLOSE_PATIENCE = 5.0
@@ -44,12 +45,12 @@ class ControllerRunner:
     """
 
     def __init__(
-        self, settings: RLSettings, options: ControllerOptions | None = None, *, storage: EpisodeSink | None = None
+        self, settings: RLSettings, options: HostOptions | None = None, *, storage: EpisodeSink | None = None
     ) -> None:
         _require_server(settings)
         _quieten()
         self._settings = settings
-        self._options = options or ControllerOptions()
+        self._options = options or HostOptions()
         self._storage = storage
         self._spec = self._options.strategy_spec(settings)
         _check_agent(self._options)
@@ -102,8 +103,8 @@ class ControllerRunner:
         stock = self._options.agent != RL_AGENT
         return registry.build("strategies", _UNUSED if stock else self._spec.name, self._spec.options)
 
-    def _episode(self, request: EpisodeRequest, place: Place | None) -> ControllerEpisode:
-        return ControllerEpisode(
+    def _episode(self, request: EpisodeRequest, place: Place | None) -> HostEpisode:
+        return HostEpisode(
             request,
             self._settings,
             strategy=self._make_strategy(),
@@ -114,12 +115,12 @@ class ControllerRunner:
             token_ids=self._options.token_ids,
         )
 
-    def _config(self, episode: ControllerEpisode) -> OpenHandsConfig:
+    def _config(self, episode: HostEpisode) -> OpenHandsConfig:
         from openhands_rl_plugin.hosts.v0.controller_config import controller_config
 
         return controller_config(
             self._settings,
-            runtime=self._options.runtime,
+            runtime=runtime_path(self._options),
             model=episode.request.served_model,
             limits=episode.limits,
             native_tool_calling=self._options.native_tool_calling,
@@ -142,7 +143,14 @@ class ControllerRunner:
         return await loop.run_in_executor(self._threads, contextvars.copy_context().run, call)
 
 
-def _check_agent(options: ControllerOptions) -> None:
+def runtime_path(options: HostOptions) -> str:
+    """The class path of the OpenHands runtime for these options."""
+    if options.environment_mode:
+        return "openhands_rl_plugin.hosts.v0.environment_runtime.EnvironmentRuntime"
+    return f"openhands_rl_plugin.hosts.v0.runtime.{_RUNTIMES[options.isolation]}"
+
+
+def _check_agent(options: HostOptions) -> None:
     if options.agent == RL_AGENT:
         return
     from openhands.agenthub import Agent

@@ -29,7 +29,7 @@ from openhands_rl_plugin.core.errors import EpisodeError, InfrastructureError, M
 from openhands_rl_plugin.core.messages import WireMessage, to_wire
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams, Tokens
-from openhands_rl_plugin.hosts.shared.episode import ControllerEpisode
+from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.v0.recorder import CallLog, record_completions, recording, split_provider
 from openhands_rl_plugin.models.engines.seeded import ConversationSeeds
 
@@ -85,7 +85,7 @@ class ControllerEngine:
     Every completion is recorded. An answer that OpenHands cannot read is a completion all the same; ``outcome`` tells.
     """
 
-    def __init__(self, llm: LLM, episode: ControllerEpisode, read_actions: ReadActions | None = None) -> None:
+    def __init__(self, llm: LLM, episode: HostEpisode, read_actions: ReadActions | None = None) -> None:
         self._llm = llm
         self._episode = episode
         self._read_actions = read_actions

@@ -242,7 +242,7 @@ def _take_tokens(prompt_ids: object, choice: Choices) -> Tokens | None:
     content = getattr(logprobs, "content", None) or ()
     values = tuple(float(entry.logprob) for entry in content)
     # Looking at each of 35,000 ids in every turn would cost most of a millisecond. The tree keeps only what each prompt
-    # adds, and that is checked before it is stored (see ControllerEpisode).
+    # adds, and that is checked before it is stored (see HostEpisode).
     return Tokens.model_construct(
         prompt_ids=tuple(prompt_ids),
         sampled_ids=tuple(sampled_ids),

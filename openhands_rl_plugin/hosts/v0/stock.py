@@ -12,7 +12,7 @@ from openhands.events.action import Action, AgentFinishAction
 from openhands_rl_plugin.core.conversation import HostConversation
 from openhands_rl_plugin.core.errors import describe
 from openhands_rl_plugin.core.types import Failure, StopReason
-from openhands_rl_plugin.hosts.shared.episode import ControllerEpisode
+from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.v0.engine import MALFORMED, typed_error
 from openhands_rl_plugin.hosts.v0.recorder import Attempt, CallLog, record_completions, recording
 
@@ -24,7 +24,7 @@ class StockRecorder:
     acted path, as with ``RLAgent``.
     """
 
-    def __init__(self, agent: Agent, episode: ControllerEpisode) -> None:
+    def __init__(self, agent: Agent, episode: HostEpisode) -> None:
         self._agent = agent
         self._episode = episode
         self._conversation = HostConversation(episode.tree)
@@ -84,6 +84,6 @@ class StockRecorder:
             self._conversation.acted(node)
 
 
-def record_stock_agent(agent: Agent, episode: ControllerEpisode) -> None:
+def record_stock_agent(agent: Agent, episode: HostEpisode) -> None:
     """Record what ``agent`` does from now on."""
     agent.step = StockRecorder(agent, episode).step

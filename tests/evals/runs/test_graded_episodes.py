@@ -12,10 +12,11 @@ from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.apps.loop.graded import GradedRunner
 from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.core.types import PolicyRef
-from openhands_rl_plugin.evals.runs.composing import open_player, open_runner, options_of, settings_of
+from openhands_rl_plugin.evals.runs.composing import open_player, options_of, settings_of
 from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.runs.suites import Suite, software_entry
+from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.rescoring import rescore, stored_rewards
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -47,7 +48,7 @@ async def test_an_episode_ends_with_its_verdict(tmp_path: Path):
         )
         async with (
             FileTrajectoryStorage(tmp_path / "trajectories") as storage,
-            open_runner(settings, options, storage, 0) as runner,
+            open_runner(settings, options, storage=storage) as runner,
         ):
             spec = options.strategy_spec(settings)
             player = open_player(plan, runner, spec, storage, backend, tmp_path / "checkouts")

@@ -14,9 +14,9 @@ from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, Mi
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
 from openhands_rl_plugin.environments.webshop import running_webshop
-from openhands_rl_plugin.hosts.pool.open_pool import open_pool
+from openhands_rl_plugin.hosts.open import make_runner
 from openhands_rl_plugin.hosts.pool.processes import WorkerPoolRunner
-from openhands_rl_plugin.hosts.shared.options import ControllerOptions
+from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -80,7 +80,7 @@ class TestCluster:
 
     async def test_actors_play_into_the_same_storage(self, shop: str, storage: FileTrajectoryStorage) -> None:
         with instant_model() as model:
-            pool = open_pool(settings_for(model, shop), workers=2, storage=storage)
+            pool = make_runner(settings_for(model, shop), workers=2, storage=storage)
             plan = RolloutPlan(run_id="run", tasks=tuple(map(shopping, range(6))), samples_per_task=2)
             played = await roll_out(plan, pool, storage)
             await pool.close()
@@ -94,7 +94,7 @@ class TestCluster:
         self, shop: str, storage: FileTrajectoryStorage
     ) -> None:
         with instant_model(delay=0.5) as model:
-            pool = open_pool(settings_for(model, shop), ControllerOptions(sessions=4), workers=1, storage=storage)
+            pool = make_runner(settings_for(model, shop), HostOptions(sessions=4), workers=1, storage=storage)
             plan = RolloutPlan(run_id="run", tasks=tuple(map(shopping, range(4))), concurrency=4)
             playing = asyncio.create_task(roll_out(plan, pool, storage))
             async with asyncio.timeout(200):
@@ -111,7 +111,7 @@ class TestCluster:
         assert "a Ray actor ended" in str(lost[0].failure)
 
     async def test_an_actor_that_cannot_make_its_runner_stops_the_run(self) -> None:
-        pool = open_pool(RLSettings(executor="ray"), workers=1)
+        pool = make_runner(RLSettings(executor="ray"), workers=1)
         with pytest.raises(ConfigError, match="base_url"):
             await pool.run(request(1))
         await pool.close()
@@ -122,14 +122,14 @@ async def test_a_cluster_that_is_not_there_is_one_line(monkeypatch: pytest.Monke
     ray.shutdown()  # an earlier test may have started a cluster, and that would be used
     monkeypatch.setenv("RAY_ADDRESS", "nonsense")
     with pytest.raises(InfrastructureError, match="the Ray cluster at nonsense cannot be used"):
-        open_pool(RLSettings(executor="ray"))
+        make_runner(RLSettings(executor="ray"), workers=1)
 
 
 @pytest.mark.skipif(ray is not None, reason="Ray is installed")
 def test_without_ray_it_is_said_how_to_get_it() -> None:
     with pytest.raises(MissingExtraError, match=r"openhands_rl_plugin\[ray\]"):
-        open_pool(RLSettings(executor="ray"))
+        make_runner(RLSettings(executor="ray"), workers=1)
 
 
 def test_processes_are_the_default() -> None:
-    assert type(open_pool(RLSettings())) is WorkerPoolRunner
+    assert type(make_runner(RLSettings(), workers=1)) is WorkerPoolRunner

@@ -24,8 +24,8 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.hosts.pool.processes import WorkerPoolRunner
-from openhands_rl_plugin.hosts.shared.options import WORKSPACE_RUNTIME, ControllerOptions
-from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
+from openhands_rl_plugin.hosts.shared.options import HostOptions
+from openhands_rl_plugin.hosts.v0.driver import ControllerRunner, runtime_path
 from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
 
 EXAMPLE = Path(__file__).parents[3] / "config.toml.example"
@@ -67,7 +67,7 @@ async def play(
         rollout_strategy=strategy,
         **(settings or {}),
     )
-    runner = ControllerRunner(own, ControllerOptions(runtime=WORKSPACE_RUNTIME, environment_mode=False))
+    runner = ControllerRunner(own, HostOptions(environment_mode=False))
     limits = request.pop("limits", None)
     task = TASK.model_copy(update={"limits": limits})
     try:
@@ -154,8 +154,9 @@ async def test_a_copied_example_plays_in_the_runtime_that_it_names(finished):
     finished.script("copied", [THINK, FINISH])
     serving = ServingSettings(base_url=finished.url, model="copied", request_timeout=20.0)
     settings = load_settings(EXAMPLE).model_copy(update={"serving": serving})
-    runtime = tomllib.loads(EXAMPLE.read_text())["core"]["runtime"]
-    runner = ControllerRunner(settings, ControllerOptions(runtime=runtime, environment_mode=False))
+    options = HostOptions(environment_mode=False)
+    assert tomllib.loads(EXAMPLE.read_text())["core"]["runtime"] == runtime_path(options)
+    runner = ControllerRunner(settings, options)
     try:
         trajectory = await runner.run(EpisodeRequest(task=TASK, run_id="r", group_id="g"))
     finally:
@@ -168,7 +169,7 @@ async def test_a_copied_example_plays_in_the_runtime_that_it_names(finished):
 async def test_the_default_does_not_bind_a_workspace_in_a_worker_process_which_is_sent_all_settings(finished):
     finished.script("pooled", [THINK, FINISH])
     own = RLSettings(serving=ServingSettings(base_url=finished.url, model="pooled", request_timeout=20.0))
-    pool = WorkerPoolRunner(own, ControllerOptions(runtime=WORKSPACE_RUNTIME, environment_mode=False), workers=1)
+    pool = WorkerPoolRunner(own, HostOptions(environment_mode=False), workers=1)
     try:
         trajectory = await pool.run(EpisodeRequest(task=TASK, run_id="r", group_id="g"))
     finally:

@@ -20,7 +20,7 @@ from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Completion, FailureKind, SamplingParams, StopReason, Tokens
 from openhands_rl_plugin.hosts.pool.messages import FromWorker, Store, Stored
 from openhands_rl_plugin.hosts.pool.worker import PoolStorage
-from openhands_rl_plugin.hosts.shared.episode import ControllerEpisode, bind_episode, controller_end, current_episode
+from openhands_rl_plugin.hosts.shared.episode import HostEpisode, bind_episode, controller_end, current_episode
 from openhands_rl_plugin.hosts.shared.standalone import TASK_INDEX_VARIABLE, StandaloneKeeper, standalone_episode
 
 LEAVES_EARLY = """
@@ -38,7 +38,7 @@ sys.exit("the host gave up")
 """
 
 
-def episode_in(folder) -> ControllerEpisode:
+def episode_in(folder) -> HostEpisode:
     settings = RLSettings(storage=StorageSettings(path=str(folder)))
     episode = standalone_episode(
         settings, session="session-1", instruction="Do it.", base_model="m", environment_mode=False

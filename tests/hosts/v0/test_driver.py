@@ -21,13 +21,13 @@ from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
 from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.hosts.pool.processes import WorkerPoolRunner
-from openhands_rl_plugin.hosts.shared.options import WORKSPACE_RUNTIME, ControllerOptions
+from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 from openhands_rl_plugin.rollout.journal import EpisodeSink, stored_episode
 from openhands_rl_plugin.rollout.session import trajectory_id
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
-IN_A_WORKSPACE = ControllerOptions(runtime=WORKSPACE_RUNTIME, environment_mode=False)
+IN_A_WORKSPACE = HostOptions(environment_mode=False)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def settings_for(model: str, shop: str = "http://127.0.0.1:1", **more) -> RLSett
 
 @asynccontextmanager
 async def controller(
-    settings: RLSettings, options: ControllerOptions | None = None, storage: EpisodeSink | None = None
+    settings: RLSettings, options: HostOptions | None = None, storage: EpisodeSink | None = None
 ) -> AsyncIterator[ControllerRunner]:
     runner = ControllerRunner(settings, options, storage=storage)
     yield runner
@@ -323,7 +323,7 @@ class TestWorkerPool:
 
     async def test_a_worker_that_dies_fails_its_episodes_and_is_replaced(self, shop: str):
         with instant_model(delay=0.3) as model:
-            pool = WorkerPoolRunner(settings_for(model, shop), ControllerOptions(sessions=4), workers=1)
+            pool = WorkerPoolRunner(settings_for(model, shop), HostOptions(sessions=4), workers=1)
             await pool.run(shopping(0, ["search[shoes]"], max_turns=1))
             playing = [asyncio.create_task(pool.run(shopping(n, ["search[shoes]"]))) for n in range(4)]
             await asyncio.sleep(0.5)
@@ -339,9 +339,7 @@ class TestWorkerPool:
     async def test_what_a_dead_worker_has_sampled_is_kept(self, shop: str, storage: FileTrajectoryStorage):
         request = shopping(0, ["search[shoes]"])
         with instant_model(delay=0.3) as model:
-            pool = WorkerPoolRunner(
-                settings_for(model, shop), ControllerOptions(sessions=4), workers=1, storage=storage
-            )
+            pool = WorkerPoolRunner(settings_for(model, shop), HostOptions(sessions=4), workers=1, storage=storage)
             playing = asyncio.create_task(pool.run(request))
             kept = await until(lambda found: len(list(found.sampled())) == 2, storage, trajectory_id(request))
             worker = pool._slots[0]

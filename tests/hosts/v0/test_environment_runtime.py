@@ -30,7 +30,7 @@ from openhands_rl_plugin.core.types import (
     Task,
 )
 from openhands_rl_plugin.environments.webshop import running_webshop
-from openhands_rl_plugin.hosts.shared.episode import ControllerEpisode, bind_episode
+from openhands_rl_plugin.hosts.shared.episode import HostEpisode, bind_episode
 from openhands_rl_plugin.hosts.shared.standalone import TASK_INDEX_VARIABLE, task_from_environment_variable
 from openhands_rl_plugin.hosts.shared.wire import RESET_TOOL, STEP_TOOL, EnvironmentReply
 from openhands_rl_plugin.hosts.v0 import environment_runtime
@@ -61,7 +61,7 @@ def make_runtime(settings: RLSettings | None, task: Task | None = None) -> Envir
     if settings is None or task is None:
         return make()
     request = EpisodeRequest(task=task, run_id="run", group_id="group")
-    episode = ControllerEpisode(
+    episode = HostEpisode(
         request,
         settings,
         strategy=StandardReActStrategy(),

@@ -37,10 +37,10 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.environments.webshop import WebShop, create_app
 from openhands_rl_plugin.hosts.pool.processes import WorkerPoolRunner
-from openhands_rl_plugin.hosts.shared.options import ENVIRONMENT_RUNTIME
+from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.shared.standalone import TASK_INDEX_VARIABLE
 from openhands_rl_plugin.hosts.v0.controller_config import controller_config
-from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
+from openhands_rl_plugin.hosts.v0.driver import ControllerRunner, runtime_path
 
 LONGEST = 60
 
@@ -178,7 +178,7 @@ def test_openhands_main_searches_in_forks_of_an_environment(
     tree_of_thoughts = {"num_branches": 2, "depth": 2, "beam": 1, "value": "none", "temperature": 0.6}
     settings = settings_for(server, shop, "main", rollout_strategy="ToT", strategy=tree_of_thoughts)
     given = settings.model_dump(exclude={"serving"}, exclude_unset=True)
-    config = controller_config(settings, runtime=ENVIRONMENT_RUNTIME)
+    config = controller_config(settings, runtime=runtime_path(HostOptions()))
     config.extended = ExtendedConfig({"rl": {**given, "storage": {"path": str(tmp_path)}}})
 
     async def read() -> list[Trajectory]:

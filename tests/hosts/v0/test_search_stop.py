@@ -28,9 +28,9 @@ from scripted_model import ScriptedModel, call, says, serve
 from openhands_rl_plugin import FileTrajectoryStorage
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
-from openhands_rl_plugin.hosts.shared.options import WORKSPACE_RUNTIME, ControllerOptions
+from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.v0.controller_config import controller_config
-from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
+from openhands_rl_plugin.hosts.v0.driver import ControllerRunner, runtime_path
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
@@ -78,9 +78,7 @@ def until(condition: Callable[[], bool], patience: float = 60.0) -> None:
 
 
 async def test_the_time_limit_of_an_episode_ends_its_search(server: ScriptedModel):
-    runner = ControllerRunner(
-        settings_for(server, "limited"), ControllerOptions(runtime=WORKSPACE_RUNTIME, environment_mode=False)
-    )
+    runner = ControllerRunner(settings_for(server, "limited"), HostOptions(environment_mode=False))
     task = Task(id="t", environment="workspace", instruction="Wait.", limits=Limits(timeout=2.0))
     started = time.monotonic()
     trajectory = await runner.run(EpisodeRequest(task=task, run_id="r", group_id="g"))
@@ -94,7 +92,7 @@ def standalone(server: ScriptedModel, folder: Path, model: str, meddle: Callable
     """What is stored of a session as under ``python -m openhands.core.main``, with ``meddle`` called in mid-search."""
     settings = settings_for(server, model)
     given = settings.model_dump(exclude={"serving"}, exclude_unset=True)
-    config = controller_config(settings, runtime=WORKSPACE_RUNTIME)
+    config = controller_config(settings, runtime=runtime_path(HostOptions(environment_mode=False)))
     config.extended = ExtendedConfig({"rl": {**given, "storage": {"path": str(folder / "store")}}})
 
     async def play() -> None:

@@ -17,12 +17,10 @@ from openhands_rl_plugin import FileTrajectoryStorage
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Score, StopReason, Task, Trajectory
-from openhands_rl_plugin.hosts.shared.options import WORKSPACE_RUNTIME, ControllerOptions
+from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
-
-SUBPROCESSES = "openhands_rl_plugin.hosts.v0.runtime.SubprocessRuntime"
 
 
 BY_PATCH = {"value": "reward", "value_options": {"reward": "test_search_workspace:PatchReward"}}
@@ -73,7 +71,7 @@ async def play(
     model: str,
     policy: Any,
     *,
-    options: ControllerOptions | None = None,
+    options: HostOptions | None = None,
     storage_of_episodes: FileTrajectoryStorage | None = None,
     **settings: Any,
 ) -> Trajectory:
@@ -82,7 +80,7 @@ async def play(
         serving=ServingSettings(base_url=server.url, model=model, request_timeout=20.0),
         **{"max_turns": 6, "max_obs_length": 4096, **settings},
     )
-    options = options or ControllerOptions(runtime=WORKSPACE_RUNTIME, environment_mode=False)
+    options = options or HostOptions(environment_mode=False)
     runner = ControllerRunner(own, options, storage=storage_of_episodes)
     task = Task(id="t", environment="workspace", instruction="Write it.")
     try:
@@ -157,7 +155,7 @@ async def test_a_branchs_prompt_is_the_one_that_comes_later(server: ScriptedMode
         return says(f"Now.\n<function={one['name']}>\n{lines}</function>")
 
     name = f"same-{native}"
-    options = ControllerOptions(runtime=WORKSPACE_RUNTIME, environment_mode=False, native_tool_calling=native)
+    options = HostOptions(environment_mode=False, native_tool_calling=native)
     strategy = {"rollout_strategy": "ToT", "strategy": {"num_branches": 2, "depth": 3, "beam": 2, **BY_PATCH}}
     trajectory = await play(server, name, policy, options=options, **strategy, max_turns=3)
     assert trajectory.failure is None
@@ -224,7 +222,7 @@ def judging(body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_mcts_without_isolation_is_refused_before_anything_is_asked(server: ScriptedModel):
-    options = ControllerOptions(runtime=SUBPROCESSES, environment_mode=False)
+    options = HostOptions(environment_mode=False, isolation="none")
     with pytest.raises(ConfigError, match=r"^MCTS needs an environment that can fork.*bubblewrap"):
         await play(server, "refused", writer, options=options, **mcts())
     assert not server.requests["refused"]
@@ -232,7 +230,7 @@ async def test_mcts_without_isolation_is_refused_before_anything_is_asked(server
 
 @pytest.mark.parametrize("strategy", ["ToT", "BestOfN"])
 async def test_the_others_do_without_forks(server: ScriptedModel, strategy: str):
-    options = ControllerOptions(runtime=SUBPROCESSES, environment_mode=False)
+    options = HostOptions(environment_mode=False, isolation="none")
     trajectory = await play(server, f"plain-{strategy}", judging, options=options, rollout_strategy=strategy)
     assert trajectory.failure is None and trajectory.stop is StopReason.TERMINATED
     assert not any(node.simulated for node in trajectory.nodes)

@@ -24,13 +24,12 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.environments.workspace.place import Place, PlaceMount
 from openhands_rl_plugin.hosts.shared.episode import LAST_ERROR
-from openhands_rl_plugin.hosts.shared.options import WORKSPACE_RUNTIME, ControllerOptions, UserReplies
+from openhands_rl_plugin.hosts.shared.options import HostOptions, UserReplies
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
-STOCK = ControllerOptions(
-    runtime=WORKSPACE_RUNTIME,
+STOCK = HostOptions(
     environment_mode=False,
     agent="CodeActAgent",
     token_ids=False,
@@ -58,9 +57,7 @@ def request(name: str, **limits) -> EpisodeRequest:
 
 
 @asynccontextmanager
-async def controller(
-    model: ScriptedModel, name: str, options: ControllerOptions = STOCK
-) -> AsyncIterator[ControllerRunner]:
+async def controller(model: ScriptedModel, name: str, options: HostOptions = STOCK) -> AsyncIterator[ControllerRunner]:
     serving = ServingSettings(base_url=model.url, model=name, request_timeout=20.0)
     runner = ControllerRunner(RLSettings(serving=serving), options)
     yield runner

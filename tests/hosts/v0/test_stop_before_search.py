@@ -23,10 +23,11 @@ from scripted_model import ScriptedModel, call, says, serve
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.types import EpisodeRequest, StrategySpec, Task
-from openhands_rl_plugin.hosts.shared.episode import ControllerEpisode, bind_episode
-from openhands_rl_plugin.hosts.shared.options import WORKSPACE_RUNTIME
+from openhands_rl_plugin.hosts.shared.episode import HostEpisode, bind_episode
+from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.v0.controller_config import controller_config
 from openhands_rl_plugin.hosts.v0.controller_session import SessionController, SessionEventStream, SessionMemory
+from openhands_rl_plugin.hosts.v0.driver import runtime_path
 from openhands_rl_plugin.hosts.v0.notes import is_stop
 from openhands_rl_plugin.hosts.v0.runtime import WorkspaceRuntime
 
@@ -69,9 +70,9 @@ class StoppingCondenser(NoOpCondenser):
         return super().condensed_history(state)
 
 
-def bound(server: ScriptedModel) -> ControllerEpisode:
+def bound(server: ScriptedModel) -> HostEpisode:
     options = {"n": 2, "seed": 3}
-    return ControllerEpisode(
+    return HostEpisode(
         EpisodeRequest(task=Task(id="t", environment="workspace", instruction="Finish."), run_id="r", group_id="g"),
         RLSettings(serving=ServingSettings(base_url=server.url, model="finisher", request_timeout=20.0)),
         strategy=registry.build("strategies", "BestOfN", options),
@@ -90,7 +91,7 @@ def test_the_search_that_would_follow_does_not_begin_and_the_next_one_does(serve
         stands[state].set()
 
     episode = bound(server)
-    config = controller_config(episode.settings, runtime=WORKSPACE_RUNTIME)
+    config = controller_config(episode.settings, runtime=runtime_path(HostOptions(environment_mode=False)))
     with bind_episode(episode):
         llms = LLMRegistry(config)
         agent = create_agent(config, llms)

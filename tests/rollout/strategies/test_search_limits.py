@@ -24,7 +24,7 @@ from openhands_rl_plugin.core.types import (
     Task,
     Trajectory,
 )
-from openhands_rl_plugin.hosts.shared.episode import ControllerEpisode
+from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.rollout.session import AgentSession
 from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
@@ -164,7 +164,7 @@ class Noting(StandardReActStrategy):
 
 async def test_the_controller_tells_how_far_its_episode_goes():
     strategy = Noting()
-    episode = ControllerEpisode(
+    episode = HostEpisode(
         EpisodeRequest(task=Task(id="t", environment="e"), run_id="r", group_id="g"),
         RLSettings(max_turns=5, max_prompt_length=700),
         strategy=strategy,

@@ -1,0 +1,32 @@
+"""The one file that names a host: a runner of its episodes in this process. Importing this imports no OpenHands."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
+from openhands_rl_plugin.environments.workspace.place import Place
+from openhands_rl_plugin.hosts.shared.options import HostOptions
+from openhands_rl_plugin.rollout.journal import EpisodeSink
+
+
+class HostRunner(Protocol):
+    """An ``EpisodeRunner`` over OpenHands, which can also be given the workspace of an episode."""
+
+    async def run(self, request: EpisodeRequest, place: Place | None = None) -> Trajectory:
+        """Run one episode. A failed one is returned with ``failure`` set; errors that must stop a run are raised."""
+        ...
+
+    async def close(self) -> None:
+        """Release sessions, threads and workers."""
+        ...
+
+
+def local_runner(
+    settings: RLSettings, options: HostOptions | None = None, *, storage: EpisodeSink | None = None
+) -> HostRunner:
+    """A runner whose sessions run in this process. Raises ``ConfigError`` for settings that the host cannot use."""
+    from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
+
+    return ControllerRunner(settings, options, storage=storage)
