@@ -3,126 +3,145 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
 from types import ModuleType
+from typing import Any
 
 from openhands_rl_plugin.core.errors import RLError, describe
+from openhands_rl_plugin.core.validation import unknown_name
 
 COMMANDS: Mapping[str, str] = {
-    "adapters": "openhands_rl_plugin.cli.adapters",
-    "agent": "openhands_rl_plugin.cli.agent",
-    "chat": "openhands_rl_plugin.cli.chat",
-    "compare": "openhands_rl_plugin.cli.compare",
-    "config": "openhands_rl_plugin.cli.config",
-    "demo": "openhands_rl_plugin.cli.demo",
-    "doctor": "openhands_rl_plugin.cli.doctor",
-    "env": "openhands_rl_plugin.cli.env",
-    "evaluate": "openhands_rl_plugin.cli.evaluate",
-    "export": "openhands_rl_plugin.cli.export",
-    "gateway": "openhands_rl_plugin.cli.gateway",
-    "grade": "openhands_rl_plugin.cli.grade",
-    "import": "openhands_rl_plugin.cli.import_",
-    "list": "openhands_rl_plugin.cli.list_",
-    "loop": "openhands_rl_plugin.cli.loop",
-    "report": "openhands_rl_plugin.cli.report",
-    "score": "openhands_rl_plugin.cli.score",
-    "serve": "openhands_rl_plugin.cli.serve",
-    "show": "openhands_rl_plugin.cli.show",
-    "stats": "openhands_rl_plugin.cli.stats",
-    "tasks": "openhands_rl_plugin.cli.tasks",
-    "train": "openhands_rl_plugin.cli.train.train",
+    "adapters": "list the versions of an adapter, publish one, or roll back",
+    "agent": "serve a policy with its tools: every chat request is answered after all tool calls",
+    "chat": "talk to a served policy in the terminal, with tools",
+    "compare": "compare two evaluations over the same tasks, with a p-value",
+    "config": "check a configuration file and print the effective settings",
+    "demo": "train a small model to shop inside OpenHands: roll out, train, reload, evaluate",
+    "doctor": "check the installation, or find out why turns do not extend each other",
+    "env": "serve an environment over HTTP (/reset and /step, and AgentGym's /create ... /close)",
+    "evaluate": "roll out an agent over a suite of tasks, grade the episodes, report the results",
+    "export": "write stored trajectories in a format that other tools read",
+    "gateway": "record what an agent and a model server exchange; only the agent's base_url changes",
+    "grade": "grade patches on SWE-bench, SWE-Gym or your own instances",
+    "import": "store trajectories that other tools recorded",
+    "list": "list stored episodes",
+    "loop": "roll out, train and publish in turn, over an environment or a suite of tasks",
+    "report": "report evaluations: pass@1, pass@k, best@k, failures, tokens, cost",
+    "score": "score stored episodes with a reward or a verifier",
+    "serve": "serve a model and its LoRA adapters over an OpenAI-compatible API",
+    "show": "show a stored episode: its messages, with rewards, versions and token counts",
+    "stats": "statistics of stored episodes: success, reward, turns, tokens, failures",
+    "tasks": "make tasks from real packages, check their quality, list them",
+    "train": "train an adapter on stored episodes",
 }
-"""Command -> module with ``HELP``, ``add_arguments(parser)`` and ``run(args) -> int``; it may have ``EPILOG`` (its
-examples) and ``RESUME`` (what to do after Ctrl-C). Its own imports must be light."""
+"""Command -> what it does. Its module (``module_of``) has ``add_arguments(parser)`` and ``run(args)``, which gives the
+exit code and may be a coroutine. It may have ``EPILOG`` (examples) and ``RESUME`` (what to do after Ctrl-C).
+"""
 
+_MODULES = {"import": "import_", "list": "list_", "train": "train.train"}
 DEBUG = "OPENHANDS_RL_DEBUG"
 FAILED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141
 
 _EPILOG = """examples:
   openhands-rl demo --tiny
-  openhands-rl config check config.toml
-  openhands-rl env webshop --port 8000
   openhands-rl serve --model ./SmolLM2-135M-Instruct --port 8100
-  openhands-rl chat --base-url http://127.0.0.1:8100/v1 --model policy-v000007 --tools think final
-  openhands-rl agent --base-url http://127.0.0.1:8100/v1 --model policy-v000007 --tools think final
-  openhands-rl gateway --upstream http://127.0.0.1:8100/v1 --store ./trajectories
+  openhands-rl evaluate webshop --agent RLAgent --model policy-v000007 --base-model SmolLM2-135M-Instruct \\
+      --base-url http://127.0.0.1:8100/v1 --limit 50
   openhands-rl list ~/.openhands/rl_trajectories --sort reward --desc
-  openhands-rl show ~/.openhands/rl_trajectories 3f2a
-  openhands-rl stats ~/.openhands/rl_trajectories --by version
-  openhands-rl doctor
-  openhands-rl doctor drift ~/.openhands/rl_trajectories
-  openhands-rl evaluate swe-local --llm eval --config config.toml --workers 4
-  openhands-rl grade preds.jsonl --instances rows.jsonl --out ./graded
-  openhands-rl compare evaluation_outputs/before evaluation_outputs/after
-  openhands-rl export ~/.openhands/rl_trajectories --format sft-text --out sft.jsonl --resolved
   openhands-rl train ~/.openhands/rl_trajectories --model ./model --adapters ./adapters --algorithm grpo --dry-run
   openhands-rl loop webshop --config config.toml --model ./SmolLM2-135M-Instruct --demonstrations 64
-  openhands-rl score ~/.openhands/rl_trajectories --verifier ./adapters/verifier-v000001
-  openhands-rl adapters list --adapters ./adapters
-  openhands-rl import output.jsonl --format output-jsonl --into ~/.openhands/rl_trajectories
+
+`openhands-rl COMMAND --help` explains the options of a command and has more examples.
 """
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Adds the default to the help of an option."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        shown = (
+            action.default not in (None, False, "", argparse.SUPPRESS) and action.default != [] and action.default != {}
+        )
+        return text if not shown or "(default" in text else f"{text} (default: %(default)s)".lstrip()
+
+
+class _Parser(argparse.ArgumentParser):
+    """Names the nearest option for an unknown one."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(formatter_class=_Formatter, **settings)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, unknown = super().parse_known_args(args, namespace)
+        for word in unknown:
+            options = [option for action in self._actions for option in action.option_strings]
+            if word.startswith("--") and (nearest := get_close_matches(word.partition("=")[0], options, n=1)):
+                self.error(f"unknown option {word}; did you mean {nearest[0]}?")
+        return known, unknown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0, 1 for an error, 2 for wrong usage, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = next((word for word in words if not word.startswith("-")), None)
-    commands = {each: import_module(module) for each, module in COMMANDS.items() if name in (each, None)}
+    command = import_module(module_of(name)) if name is not None and name in COMMANDS else None
     try:
-        args = _parser(commands).parse_args(words)
+        parser = _parser(name, command)
+        if name is not None and command is None and not {"-h", "--help", "--version"} & set(words):
+            parser.error(unknown_name("command", name, COMMANDS))
+        args = parser.parse_args(words)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else FAILED
-    return _run(commands[args.command], args)
+    assert command is not None, "the parser requires a command"
+    return _run(command, args)
+
+
+def module_of(command: str) -> str:
+    """The module of a command."""
+    return f"openhands_rl_plugin.cli.{_MODULES.get(command, command)}"
 
 
 def _run(command: ModuleType, args: argparse.Namespace) -> int:
     try:
         code = command.run(args)
+        if isinstance(code, Coroutine):
+            code = asyncio.run(code)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        return _say("interrupted" + (f"; {command.RESUME}" if hasattr(command, "RESUME") else ""), INTERRUPTED)
+        return _fail("interrupted" + (f"; {command.RESUME}" if hasattr(command, "RESUME") else ""), INTERRUPTED)
     except BrokenPipeError:
         # Whoever read what was printed (``head``, say) has seen enough; Python would try to flush the rest at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except RLError as error:
-        return _say("\n".join(f"error: {line}" for line in str(error).splitlines()), FAILED)
+        return _fail("\n".join(f"error: {line}" for line in str(error).splitlines()), FAILED)
     except Exception as error:
         if os.environ.get(DEBUG):
             traceback.print_exc()
-        return _say(f"error: {describe(error)} (set {DEBUG}=1 to see where)", FAILED)
+        return _fail(f"error: {describe(error)} (set {DEBUG}=1 to see where)", FAILED)
 
 
-def _parser(commands: Mapping[str, ModuleType]) -> argparse.ArgumentParser:
-    """All commands, of which those in ``commands`` have their arguments."""
-    parser = argparse.ArgumentParser(
-        prog="openhands-rl",
-        description="Reinforcement learning for OpenHands agents.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _parser(name: str | None, command: ModuleType | None) -> argparse.ArgumentParser:
+    """All commands; only the one that is run, ``name``, has its arguments."""
+    parser = _Parser(prog="openhands-rl", description="Reinforcement learning for OpenHands agents.", epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=version("openhands_rl_plugin"))
-    chosen = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in COMMANDS:
-        module = commands.get(name)
-        subparser = chosen.add_parser(
-            name,
-            help=module and module.HELP,
-            description=module and module.HELP,
-            epilog=getattr(module, "EPILOG", None),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        if module is not None:
-            module.add_arguments(subparser)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for each, text in COMMANDS.items():
+        subparser = commands.add_parser(each, help=text, description=text, epilog=getattr(command, "EPILOG", None))
+        if each == name and command is not None:
+            command.add_arguments(subparser)
     return parser
 
 
-def _say(message: str, code: int) -> int:
+def _fail(message: str, code: int) -> int:
     print(message, file=sys.stderr)
     return code

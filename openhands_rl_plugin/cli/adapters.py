@@ -1,25 +1,22 @@
-"""``openhands-rl adapters list|publish|rollback``: the versions of an adapter, and which of them is in use."""
+"""``openhands-rl adapters list|publish|rollback``: the versions of an adapter."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from pydantic import ValidationError
-
+from openhands_rl_plugin.cli.options.fields import checked
+from openhands_rl_plugin.cli.options.versions import LATEST, find_version
 from openhands_rl_plugin.config.rl import ServingSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.validation import problems
 from openhands_rl_plugin.models.adapters.for_settings import publisher_for
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.core.types import Adapter
     from openhands_rl_plugin.models.adapters.store import AdapterStore
 
-HELP = "list the versions of an adapter, bring one into use, or go back"
 EPILOG = """examples:
   openhands-rl adapters list --adapters ./adapters
   openhands-rl adapters list --config config.toml --base-url http://127.0.0.1:8100/v1
@@ -29,33 +26,33 @@ EPILOG = """examples:
   openhands-rl adapters rollback --config config.toml
   openhands-rl adapters rollback --config config.toml --to 3
 
-A version is in use when every server's logprobs of its canary are the trainer's; else all servers keep the old one.
-vLLM needs --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True; SGLang needs --enable-lora --max-lora-rank N
---lora-target-modules all, and is asked for an adapter as BASE:VERSION.
+A version comes into use when every server reproduces the trainer's logprobs of its canary (a fixed text); otherwise all
+servers keep the old one. vLLM needs --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True. SGLang needs --enable-lora
+--max-lora-rank N --lora-target-modules all; its name of an adapter is BASE:VERSION.
 """
-LATEST = "latest"
-_BEFORE = "the version before the one in use"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The action, where the versions lie, and the servers."""
-    parser.add_argument("action", choices=["list", "publish", "rollback"])
+    """The action, the folder of the versions, and the servers."""
+    parser.add_argument("action", choices=["list", "publish", "rollback"], help="what to do")
     parser.add_argument("--config", type=Path, metavar="FILE", help="a config.toml; options given here override it")
-    parser.add_argument("--adapters", metavar="DIR", help="[rl.serving] adapters_path")
-    parser.add_argument("--adapter", metavar="NAME", help="[rl.serving] adapter (default: policy)")
-    parser.add_argument("--base-url", action="append", metavar="URL", help="a server; give it once for each replica")
+    parser.add_argument(
+        "--adapters", metavar="DIR", help="folder of the versions (default: [rl.serving] adapters_path)"
+    )
+    parser.add_argument("--adapter", metavar="NAME", help="name of the adapter (default: [rl.serving] adapter, policy)")
+    parser.add_argument(
+        "--base-url", action="append", metavar="URL", help="a server; repeat the option for each replica"
+    )
     kinds = get_args(ServingSettings.model_fields["server"].annotation)
-    parser.add_argument("--server", choices=kinds, help="what the servers are (default: what they say of themselves)")
-    parser.add_argument("--version", metavar="VERSION", help="publish: a number, a name or latest (the default)")
-    parser.add_argument("--to", metavar="VERSION", help=f"rollback: a number or a name (default: {_BEFORE})")
+    parser.add_argument("--server", choices=kinds, help="kind of the servers (default: detected)")
+    parser.add_argument("--version", metavar="VERSION", help="publish: a number, a name or latest (default: latest)")
+    parser.add_argument(
+        "--to", metavar="VERSION", help="rollback: a number or a name (default: the one before the current)"
+    )
 
 
-def run(args: argparse.Namespace) -> int:
-    """List, publish or go back. Raises ``RLError`` when options, versions or servers are wrong."""
-    return asyncio.run(_run(args))
-
-
-async def _run(args: argparse.Namespace) -> int:
+async def run(args: argparse.Namespace) -> int:
+    """List, publish or roll back. Raises ``RLError`` when options, versions or servers are wrong."""
     from openhands_rl_plugin.models.adapters.store import AdapterStore
 
     serving = _settings(args)
@@ -63,15 +60,19 @@ async def _run(args: argparse.Namespace) -> int:
     if args.action == "list":
         await _list(store, serving)
         return 0
-    wanted = args.version or LATEST if args.action == "publish" else args.to
-    adapter = _version(store, serving.adapter, wanted) if wanted else _before(store, serving.adapter)
+    if args.action == "publish":
+        adapter = find_version(store, serving.adapter, args.version or LATEST, "--version")
+    elif args.to:
+        adapter = find_version(store, serving.adapter, args.to, "--to")
+    else:
+        adapter = _previous(store, serving.adapter)
     if not serving.publish_urls:
         raise ConfigError("there is no server to publish to: give --base-url, or base_url in [rl.serving]")
     async with publisher_for(serving, store) as publisher:
         report = await publisher.publish(adapter)
-        asked = await publisher.served_model(adapter)
+        served = await publisher.served_model(adapter)
     proof = "no canary" if report.difference is None else f"canary within {report.difference:.4f} nats"
-    print(f"{adapter.name} is in use after {report.seconds:.1f} s ({proof}); ask for model {asked}")
+    print(f"{adapter.name} is in use after {report.seconds:.1f} s ({proof}); its model name is {served}")
     for what, names in (("unloaded", report.unloaded), ("could not be unloaded yet", report.stale)):
         if names:
             print(f"  {what}: {', '.join(names)}")
@@ -117,28 +118,15 @@ def _settings(args: argparse.Namespace) -> ServingSettings:
         "server": args.server,
     }
     given = {name: value for name, value in options.items() if value is not None}
-    try:
-        return ServingSettings.model_validate(serving.model_dump() | given)
-    except ValidationError as error:
-        names = {"adapters_path": "adapters", "base_urls": "base-url"}
-        lines = (f"--{names.get(at[-1], at[-1])}: {what}" for at, what in problems(error, ServingSettings))
-        raise ConfigError("\n".join(lines)) from error
+    names = {"adapters_path": "--adapters", "base_urls": "--base-url"}
+    return checked(ServingSettings, serving.model_dump() | given, names)
 
 
-def _version(store: AdapterStore, name: str, wanted: str) -> Adapter:
-    versions = store.versions(name)
-    found = versions[-1:] if wanted == LATEST else [v for v in versions if wanted in (str(v.version), v.name)]
-    if not found:
-        known = ", ".join(str(each.version) for each in versions) or "none"
-        raise ConfigError(f"{name} has no version {wanted} in {store.root}; it has: {known}")
-    return found[0]
-
-
-def _before(store: AdapterStore, name: str) -> Adapter:
+def _previous(store: AdapterStore, name: str) -> Adapter:
     current = store.current(name)
     if current is None:
-        raise ConfigError(f"no version of {name} is in use in {store.root}: say which with --to")
+        raise ConfigError(f"no version of {name} is in use in {store.root}: give one with --to")
     earlier = [each for each in store.versions(name) if each.version < current.version]
     if not earlier:
-        raise ConfigError(f"{current.name} is the first version of {name}: there is none to go back to")
+        raise ConfigError(f"{current.name} is the first version of {name}: there is no earlier one to roll back to")
     return earlier[-1]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
 from openhands_rl_plugin.cli.options.foreground import wait_until_stopped
-from openhands_rl_plugin.cli.options.policy_options import add_fields, read_fields
 
-HELP = "serve a policy with its tools: every chat request is played to its final answer"
 EPILOG = """examples:
   openhands-rl agent --base-url http://127.0.0.1:8100/v1 --model policy-v000007 --tools think final my_tools:Search
   openhands-rl agent --base-url http://127.0.0.1:8100/v1 --model tiny --record ./trajectories --port 8300
@@ -21,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One option for each field of ``AgentConfig``."""
     from openhands_rl_plugin.apps.endpoint.config import AgentConfig
 
-    add_fields(parser, AgentConfig)
+    add_fields(parser, AgentConfig, lists="words")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,6 +31,6 @@ def run(args: argparse.Namespace) -> int:
     config = read_fields(args, AgentConfig)
     with running_agent(config) as url:
         print(f"{config.model} of {config.base_url} with {', '.join(config.tools) or 'no tools'}", flush=True)
-        print(f"base_url: {url}/v1; Ctrl-C ends it", flush=True)
+        print(f"base_url: {url}/v1; Ctrl-C stops it", flush=True)
         wait_until_stopped()
     return 0

@@ -1,4 +1,4 @@
-"""``openhands-rl chat``: talk to a policy in the terminal, with the tools that it was trained with."""
+"""``openhands-rl chat``: talk to a policy in the terminal, with the tools it was trained with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.options.policy_options import add_fields, read_fields
+from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
 from openhands_rl_plugin.core.types import Message
 
 if TYPE_CHECKING:
@@ -17,18 +17,17 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.apps.endpoint.config import PolicyConfig
     from openhands_rl_plugin.apps.endpoint.events import AgentEvent, AgentResult
 
-HELP = "talk to a served policy in the terminal, with tools"
 EPILOG = """examples:
   openhands-rl chat --base-url http://127.0.0.1:8100/v1 --model policy-v000007
   openhands-rl chat --base-url http://127.0.0.1:8100/v1 --model tiny --tools final my_tools:Search --record ./talks
   echo "What is 2 + 2?" | openhands-rl chat --base-url http://127.0.0.1:8100/v1 --model tiny
 
-/reset forgets the conversation, /quit ends it, Ctrl-C stops an answer.
+/reset starts a new conversation, /quit ends the command, Ctrl-C stops an answer.
 """
 
 _PROMPT = "> "
 _SHOWN = 500
-# What a model or a tool says must not steer the terminal.
+# Text of a model or a tool must not control the terminal.
 _CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
@@ -36,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One option for each field of ``PolicyConfig``."""
     from openhands_rl_plugin.apps.endpoint.config import PolicyConfig
 
-    add_fields(parser, PolicyConfig)
+    add_fields(parser, PolicyConfig, lists="words")
     parser.set_defaults(run_id="chat")
 
 
@@ -58,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Chat:
-    """A conversation. ``runner``: the event loop that all of it lives in."""
+    """A conversation. ``runner`` has the event loop that runs all of it."""
 
     def __init__(self, config: PolicyConfig, runner: asyncio.Runner) -> None:
         from openhands_rl_plugin.apps.endpoint.build import opened_runtime
@@ -69,21 +68,21 @@ class Chat:
         self._messages: tuple[Message, ...] = ()
 
     def open(self) -> None:
-        """Get the runtime. Raises ``RLError``."""
+        """Open the runtime. Raises ``RLError``."""
         self._runtime = self._runner.run(self._opened.__aenter__())
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the runtime."""
         if self._runtime is not None:
             self._runner.run(self._opened.__aexit__(None, None, None))
 
     def take(self, line: str) -> None:
-        """A question or a command. A question whose answer is stopped is forgotten."""
+        """Answer a question or execute a command. A question whose answer is interrupted is dropped."""
         if line == "/reset":
             self._messages = ()
             print("(a new conversation)", flush=True)
         elif line.startswith("/"):
-            print(f"(unknown command {line.split()[0]}; there are /reset and /quit)", flush=True)
+            print(f"(unknown command {line.split()[0]}; use /reset or /quit)", flush=True)
         elif line:
             asked = (*self._messages, Message(role="user", content=line))
             try:
@@ -104,17 +103,17 @@ class Chat:
                 printer.show(event)
                 if isinstance(event, Answer | Stopped):
                     return event.result
-        raise AssertionError("a stream ends with an answer or with why there is none")
+        raise AssertionError("a stream ends with ``Answer`` or ``Stopped``")
 
 
 class _Printer:
-    """Prints one answer. ``_turn``: whose text stands in the unfinished line, 0 for none."""
+    """Prints one answer. ``_turn``: the turn whose text is in the unfinished line, 0 for none."""
 
     def __init__(self) -> None:
         self._turn = 0
 
     def show(self, event: AgentEvent) -> None:
-        """Print what an event tells."""
+        """Print an event."""
         from openhands_rl_plugin.apps.endpoint.events import Answer, Stopped, TextDelta, ToolCallStarted
 
         match event:
@@ -128,7 +127,7 @@ class _Printer:
             case Answer():
                 self._end_line() if event.streamed else self._line(event.text)
                 if event.result.cut:
-                    self._line("(cut off: --max-tokens allows no more)")
+                    self._line("(cut off at --max-tokens)")
             case Stopped():
                 failure = event.result.failure
                 self._line(f"(no answer: {failure.message if failure else event.reason})")
@@ -146,7 +145,7 @@ class _Printer:
 
 
 def _lines() -> Iterator[str]:
-    """What is typed, or piped in, line by line."""
+    """The lines of standard input, with a prompt on a terminal."""
     shown = _PROMPT if sys.stdin.isatty() else ""
     while True:
         if shown:

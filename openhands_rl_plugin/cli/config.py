@@ -1,4 +1,4 @@
-"""``openhands-rl config check FILE``: the settings that a configuration file gives."""
+"""``openhands-rl config check FILE``: the effective settings of a configuration file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 from openhands_rl_plugin.config.toml import load_settings
 
-HELP = "check a configuration file and show the settings that it gives"
 EPILOG = """examples:
   openhands-rl config check config.toml
 """
@@ -17,7 +16,7 @@ EPILOG = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``check FILE``."""
-    parser.add_argument("action", choices=["check"])
+    parser.add_argument("action", choices=["check"], help="what to do")
     parser.add_argument("file", type=Path, help="a config.toml, with [rl], [extended.rl] or [agent.RLAgent.rl]")
 
 
@@ -28,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _toml(section: str, table: Mapping[str, object]) -> Iterator[str]:
-    # JSON and TOML write strings, numbers, booleans and lists of strings alike.
+    # JSON and TOML have the same notation of strings, numbers, booleans and lists of strings.
     yield f"[{section}]"
     yield from (f"{key} = {json.dumps(value)}" for key, value in table.items() if not isinstance(value, Mapping))
     for key, value in table.items():

@@ -8,13 +8,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.options.quiet import quieten
+from openhands_rl_plugin.cli.options.foreground import silence_libraries
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.apps.demo.options import DemoOptions
 
-HELP = "watch a small model learn to shop inside OpenHands: roll out, train, reload, evaluate"
 EPILOG = """examples:
   openhands-rl demo                      the whole demo, about half an hour on two cores: eight iterations
                                          of 8 tasks by 6 episodes
@@ -23,39 +22,33 @@ EPILOG = """examples:
   openhands-rl demo --loop async         rollouts and training side by side
   openhands-rl demo --fresh              start over instead of resuming
 
-Interrupt it when you like: the same command goes on where it stopped.
+You can interrupt the demo at any time: the same command continues where it stopped.
 """
-RESUME = "the same command goes on where it stopped"
+RESUME = "the same command continues where it stopped"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the run lies and how large it is."""
-    parser.add_argument("--run-dir", type=Path, help="default: runs/demo, or runs/demo-tiny with --tiny")
-    parser.add_argument("--seed", type=int, default=0, help="of training tasks, sampling and weights (default: 0)")
+    """The folder of the run, and its size."""
     parser.add_argument(
-        "--tiny", action="store_true", help="a few goals and one iteration: shows the path, learns little"
+        "--run-dir", type=Path, metavar="DIR", help="folder of the run (default: runs/demo; with --tiny runs/demo-tiny)"
     )
-    parser.add_argument("--fresh", action="store_true", help="delete what the run directory holds of an earlier run")
-    parser.add_argument("--iterations", type=int, help="of roll out, train and reload")
-    parser.add_argument("--held-out", type=int, metavar="GOALS", help="goals of each evaluation")
-    parser.add_argument(
-        "--loop", choices=["sync", "async"], default="sync", help="async: rollouts go on while the policy is trained"
-    )
-    parser.add_argument(
-        "--max-staleness", type=int, default=1, metavar="VERSIONS", help="of an async loop's rollouts (default: 1)"
-    )
-    parser.add_argument(
-        "--partial-rollouts",
-        choices=["finish", "continue"],
-        default="finish",
-        help="of an async loop: on the version that they began with, or on the newest (default: finish)",
-    )
-    parser.add_argument("--model", type=Path, help="directory of another Hugging Face chat model to start from")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of tasks, sampling and weights")
+    parser.add_argument("--tiny", action="store_true", help="few goals and one iteration: a quick check of all parts")
+    parser.add_argument("--fresh", action="store_true", help="delete the files of an earlier run in the folder")
+    parser.add_argument("--iterations", type=int, metavar="N", help="iterations of roll out, train and reload")
+    parser.add_argument("--held-out", type=int, metavar="N", help="goals in each evaluation")
+    kinds = "async: rollouts continue while the policy is trained"
+    parser.add_argument("--loop", choices=["sync", "async"], default="sync", help=kinds)
+    staleness = "async: versions that a rollout may be behind"
+    parser.add_argument("--max-staleness", type=int, default=1, metavar="N", help=staleness)
+    partial = "async: running episodes finish on their version, or continue on the newest"
+    parser.add_argument("--partial-rollouts", choices=["finish", "continue"], default="finish", help=partial)
+    parser.add_argument("--model", type=Path, metavar="DIR", help="another Hugging Face chat model to start from")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run or resume the demo, then print the table and where the report lies."""
-    quieten()
+    """Run or resume the demo, then print the results and the path of the report."""
+    silence_libraries()
     prepare_threads()
     from openhands_rl_plugin.apps.demo.options import DemoOptions
     from openhands_rl_plugin.apps.loop.claim import check_alone, held
@@ -93,7 +86,7 @@ def _play(options: DemoOptions) -> int:
 
 
 def _forget(directory: Path) -> None:
-    # Only what a run wrote is deleted: the directory may be somebody's.
+    # Only the files of a run are deleted: the folder may hold others.
     for name in ("trajectories", "adapters", "trainer", "training", "logs"):
         shutil.rmtree(directory / name, ignore_errors=True)
     for name in ("state.json", "options.json", "report.html"):

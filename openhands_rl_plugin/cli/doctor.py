@@ -1,9 +1,8 @@
-"""``openhands-rl doctor``: the installation, and drift between the turns of stored episodes."""
+"""``openhands-rl doctor``: check the installation, or analyse drift between the turns of stored episodes."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,6 @@ from openhands_rl_plugin.core.types import FailureKind
 if TYPE_CHECKING:
     from openhands_rl_plugin.trajectories.drift.causes import Decode
 
-HELP = "check the installation, or find out why turns do not extend each other"
 EPILOG = """examples:
   openhands-rl doctor
   openhands-rl doctor --config config.toml --probe
@@ -24,32 +22,36 @@ EPILOG = """examples:
   openhands-rl doctor drift ~/.openhands/rl_trajectories --run demo --tokenizer ./Qwen3-0.6B
 """
 
-# Else what stands before `check` is lost: a command below sets what it was not given, too.
+# A nested parser would reset options given before `check` to its own defaults.
 _UNSET: Mapping[str, Any] = {"default": argparse.SUPPRESS}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``check`` (the default) and ``drift STORE``."""
     what = parser.add_subparsers(dest="what", metavar="{check,drift}")
-    for check in (parser, what.add_parser("check", help="the installation (what `doctor` alone does)")):
-        check.add_argument("--config", type=Path, metavar="FILE", help="also what this config.toml names", **_UNSET)
-        probe, quick = "ask the model for one token, to see that its ids come", "do not import OpenHands (ten seconds)"
+    for check in (parser, what.add_parser("check", help="check the installation (the default)")):
+        check.add_argument(
+            "--config", type=Path, metavar="FILE", help="also check the paths and servers of this config.toml", **_UNSET
+        )
+        probe, quick = "request one token and check for its ids and logprobs", "skip importing OpenHands (10 seconds)"
         check.add_argument("--probe", action="store_true", help=probe, **_UNSET)
         check.add_argument("--quick", action="store_true", help=quick, **_UNSET)
-        check.add_argument("--json", action="store_true", help="the findings as JSON", **_UNSET)
-    drift = what.add_parser("drift", help="turns that do not extend the one before: the cause, the cost, the setting")
+        check.add_argument("--json", action="store_true", help="print the findings as JSON", **_UNSET)
+    drift = what.add_parser("drift", help="find turns that do not extend the previous one: cause, cost, setting")
     add_store(drift)
     add_filters(drift)
-    drift.add_argument("--tokenizer", type=Path, metavar="DIR", help="folder with tokenizer.json: shows the texts")
-    drift.add_argument("--json", action="store_true", help="the report as JSON", **_UNSET)
+    drift.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="folder with tokenizer.json, to show texts instead of token ids"
+    )
+    drift.add_argument("--json", action="store_true", help="print the report as JSON", **_UNSET)
     parser.set_defaults(config=None, probe=False, quick=False, json=False)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print what was found; 1 when a check failed. Raises ``RLError`` when the store or a filter is wrong."""
+async def run(args: argparse.Namespace) -> int:
+    """Print the findings; exit code 1 when a check failed. Raises ``RLError`` when the store or a filter is wrong."""
     if args.what == "drift" and (args.config or args.probe or args.quick):
         raise ConfigError("--config, --probe and --quick are options of `doctor check`; leave them out with `drift`")
-    return asyncio.run(_drift(args) if args.what == "drift" else _check(args))
+    return await (_drift(args) if args.what == "drift" else _check(args))
 
 
 async def _check(args: argparse.Namespace) -> int:

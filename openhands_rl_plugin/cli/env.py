@@ -7,7 +7,6 @@ import argparse
 from openhands_rl_plugin.cli.options.foreground import wait_until_stopped
 from openhands_rl_plugin.core.errors import ConfigError
 
-HELP = "serve an environment over HTTP (/reset and /step, and AgentGym's /create ... /close)"
 EPILOG = """examples:
   openhands-rl env webshop
   openhands-rl env webshop --port 0 --products 200 --seed 7
@@ -16,19 +15,15 @@ SEPARATORS = {"sep": " [SEP] ", "newline": "\n"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The environment's name and what its world is made of."""
-    parser.add_argument("environment", choices=["webshop"])
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine)")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
-    parser.add_argument("--products", type=int, default=1000, help="size of the catalogue (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of catalogue and goals (default: %(default)s)")
-    parser.add_argument("--results-per-page", type=int, default=10, help="of a search (default: %(default)s)")
-    parser.add_argument(
-        "--separator",
-        choices=sorted(SEPARATORS),
-        default="sep",
-        help="what parts a page's texts: WebShop's ' [SEP] ', or a newline, which costs fewer tokens (default: sep)",
-    )
+    """The environment's name, its address, and the size of its world."""
+    parser.add_argument("environment", choices=["webshop"], help="the environment")
+    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on")
+    parser.add_argument("--port", type=int, default=8000, metavar="PORT", help="port; 0 takes a free one")
+    parser.add_argument("--products", type=int, default=1000, metavar="N", help="size of the catalogue")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of catalogue and goals")
+    parser.add_argument("--results-per-page", type=int, default=10, metavar="N", help="results on a page of a search")
+    text = "separator of a page's texts: WebShop's ' [SEP] ', or a newline, which costs fewer tokens"
+    parser.add_argument("--separator", choices=sorted(SEPARATORS), default="sep", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,6 +40,6 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise ConfigError(f"no such shop: {error}") from error
     with running_webshop(world, host=args.host, port=args.port) as url:
-        print(f"webshop at {url}: {args.products} products, {len(world.goals)} goals; Ctrl-C ends it", flush=True)
+        print(f"webshop at {url}: {args.products} products, {len(world.goals)} goals; Ctrl-C stops it", flush=True)
         wait_until_stopped()
     return 0

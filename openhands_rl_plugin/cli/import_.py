@@ -1,54 +1,48 @@
-"""``openhands-rl import``: trajectories of others into a store."""
+"""``openhands-rl import``: trajectories of other tools into a store."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
-from openhands_rl_plugin.cli.options.transfer import add_format, bar, formats_epilog
+from openhands_rl_plugin.trajectories.exchange.formats import importable, table
 
-if TYPE_CHECKING:
-    from openhands_rl_plugin.trajectories.exchange.transfer import ImportReport
+EPILOG = f"""formats:
+{table()}
 
-HELP = "store trajectories that others recorded"
-EPILOG = formats_epilog("""examples:
+examples:
   openhands-rl import output.jsonl --format output-jsonl --into ./trajectories
   openhands-rl import llm_completions/ --format llm-completions --into ./trajectories
   openhands-rl import train.raw.parquet --format sft-native --into ./trajectories --skip-bad
   openhands-rl import all.jsonl.gz --format trajectories --into mongodb://127.0.0.1/rl
 
 The same record is stored once, however often it is imported. Only the format "trajectories" carries tokens.
-""")
-RESUME = "the same command goes on where it stopped"
+"""
+RESUME = "the same command continues where it stopped"
 _SHOWN = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The source, its format and the store."""
-    parser.add_argument("file", type=Path, metavar="FILE", help="a file, or a folder with such files in it")
-    add_format(parser)
-    parser.add_argument("--into", required=True, metavar="STORE", help=f"{STORE_HELP}; made when it is not there")
-    parser.add_argument("--skip-bad", action="store_true", help="leave bad records out and count them")
+    parser.add_argument("file", type=Path, metavar="FILE", help="a file of the format, or a folder of such files")
+    parser.add_argument("--format", required=True, metavar="F", help="one of the formats below")
+    parser.add_argument("--into", required=True, metavar="STORE", help=f"{STORE_HELP}; created if it does not exist")
+    parser.add_argument(
+        "--skip-bad", action="store_true", help="skip and count bad records instead of stopping at the first"
+    )
 
 
-def run(args: argparse.Namespace) -> int:
+async def run(args: argparse.Namespace) -> int:
     """Store what is new. Raises ``RLError`` for the first bad record, unless those are skipped."""
-    from openhands_rl_plugin.trajectories.exchange.formats import importable
+    from openhands_rl_plugin.cli.options.progress import progress_bar
+    from openhands_rl_plugin.trajectories.exchange.transfer import import_source
 
     source = importable(args.format)(args.file)
-
-    async def fill() -> ImportReport:
-        from openhands_rl_plugin.trajectories.exchange.transfer import import_source
-
-        async with open_store(args.into, create=True) as storage:
-            with bar("importing", source.total, in_bytes=source.in_bytes) as advanced:
-                return await import_source(source, storage, skip_bad=args.skip_bad, advanced=advanced)
-
-    report = asyncio.run(fill())
+    async with open_store(args.into, create=True) as storage:
+        with progress_bar("importing", source.total, in_bytes=source.in_bytes) as bar:
+            report = await import_source(source, storage, skip_bad=args.skip_bad, advanced=bar.update)
     for message in report.bad[:_SHOWN]:
         print(f"skipped: {message}", file=sys.stderr)
     print(

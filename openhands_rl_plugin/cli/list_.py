@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 
 from openhands_rl_plugin.cli.options.stored import add_filters, add_store, filter_of, natural, positive
 from openhands_rl_plugin.cli.options.stores import open_store
 from openhands_rl_plugin.core.records import TrajectoryOrder
 
-HELP = "list stored episodes"
 EPILOG = """examples:
   openhands-rl list ~/.openhands/rl_trajectories
   openhands-rl list ~/.openhands/rl_trajectories --run demo --sort reward --desc --limit 10
@@ -22,24 +20,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``STORE``, filters, order and page."""
     add_store(parser)
     add_filters(parser)
-    parser.add_argument(
-        "--sort",
-        choices=[each.value for each in TrajectoryOrder],
-        default="stored",
-        help="default: as stored",
-    )
+    orders = [each.value for each in TrajectoryOrder]
+    parser.add_argument("--sort", choices=orders, default="stored", help="order of the list")
     parser.add_argument("--desc", action="store_true", help="highest or newest first")
-    parser.add_argument("--limit", type=positive, default=DEFAULT_LIMIT, metavar="N", help="default: %(default)s")
-    parser.add_argument("--offset", type=natural, default=0, metavar="N", help="leave out the first N")
-    parser.add_argument("--json", action="store_true", help="an episode a line, as JSON")
+    parser.add_argument("--limit", type=positive, default=DEFAULT_LIMIT, metavar="N", help="at most N episodes")
+    parser.add_argument("--offset", type=natural, default=0, metavar="N", help="skip the first N")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line and episode")
 
 
-def run(args: argparse.Namespace) -> int:
+async def run(args: argparse.Namespace) -> int:
     """Print the list. Raises ``RLError`` when the store or a filter is wrong."""
-    return asyncio.run(_run(args))
-
-
-async def _run(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.trajectories.view.tables import list_table
     from openhands_rl_plugin.trajectories.view.terminal import console
 

@@ -1,4 +1,4 @@
-"""``openhands-rl loop SUITE``: roll out, train and publish by turns, over any environment or suite of tasks."""
+"""``openhands-rl loop SUITE``: roll out, train and publish in turn, over any environment or suite of tasks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.options.fields import add_fields, settings_from
-from openhands_rl_plugin.cli.options.quiet import quieten
-from openhands_rl_plugin.cli.train.starting import BASE, starting_point
+from openhands_rl_plugin.cli.options.fields import add_fields, checked, given_fields, settings_from
+from openhands_rl_plugin.cli.options.foreground import silence_libraries
+from openhands_rl_plugin.cli.options.suites import add_bounds, add_repositories, add_tasks, open_backend
+from openhands_rl_plugin.cli.options.versions import BASE, starting_point
 from openhands_rl_plugin.config.rl import LoopSettings, RLSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError
@@ -26,14 +27,13 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource
     from openhands_rl_plugin.core.types import Adapter, JsonObject
 
-HELP = "roll out, train and publish by turns, over an environment or a suite of tasks"
-RESUME = "what is finished is kept, and the same command goes on"
+RESUME = "finished stages are kept, and the same command continues"
 EPILOG = """suites: those of `openhands-rl evaluate`
   webshop               the embedded shop, started for the run
   environment           the environment and server that [rl] of --config names; task 0 to N-1 (--tasks N), or rows
                         (.jsonl) with --dataset-file
   swe-local, swe-gym, FILE, ...
-                        repository tasks: each episode ends with the verdict of its tests, which is its reward
+                        repository tasks: the reward of an episode is the verdict of its tests
 
 examples:
   openhands-rl loop webshop --config config.toml --model ./SmolLM2-135M-Instruct --demonstrations 64
@@ -43,41 +43,45 @@ examples:
   openhands-rl loop swe-local --config config.toml --model ./Qwen3-4B --samples-per-task 8 --timeout 900
   openhands-rl loop swe-local --config config.toml --model ./Qwen3-4B --from latest    # after `openhands-rl train`
 
-The stages: a measurement on held-out tasks, then (with --demonstrations) fine-tuning on a script's episodes and another
-measurement, the iterations, and a last measurement. [rl.training] says how is learnt, [rl.reward] what is maximised.
-Where [rl.serving] names no server, the embedded one is started with --model for the time of the run. Episodes go to
-[rl.storage], adapters to [rl.serving] adapters_path, and what is needed to go on to --run-dir.
+The stages: an evaluation on held-out tasks, then (with --demonstrations) fine-tuning on scripted episodes and another
+evaluation, the iterations, and a final evaluation. [rl.training] configures the training, [rl.reward] the reward. If
+[rl.serving] names no server, the embedded one serves --model during the run. Episodes are stored in [rl.storage],
+adapters in [rl.serving] adapters_path, and the state of the run in --run-dir.
 """
 _CACHE_BYTES = 256 * 1024**2
 _MOST_AT_ONCE = 256
 _LONGEST_QUEUE = 512
-_NAMES = {"timeout": "--timeout", "count": "--tasks", "limit": "--limit"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The suite, the settings, the model, the run, one option for each field of ``LoopSettings``, and the bounds."""
+    """The suite, the settings, the model, the run, one option for each field of ``LoopSettings``, and the tasks."""
     parser.add_argument("suite", metavar="SUITE", help="the name of a suite, or a file of rows")
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="a config.toml with an [rl] section")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="the base model's weights, unless its server tells")
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/loop"), metavar="DIR", help="(%(default)s)")
-    parser.add_argument(
-        "--from",
-        dest="start",
-        default=BASE,
-        metavar="VERSION",
-        help="of [rl.serving] adapter, which a new run goes on from: a number, latest, or base (the default)",
-    )
-    parser.add_argument("--fresh", action="store_true", help="forget what the run directory holds of an earlier run")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
-    sizes = parser.add_argument_group("loop", "The keys of [rl.loop]; config.toml.example explains them.")
-    add_fields(sizes, LoopSettings)
-    _add_tasks(parser.add_argument_group("which tasks"))
-    _add_bounds(parser.add_argument_group("how episodes are played"))
+    weights = "folder of the base model's weights (default: as the model server says)"
+    parser.add_argument("--model", type=Path, metavar="DIR", help=weights)
+    folder = "folder of the run's state"
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/loop"), metavar="DIR", help=folder)
+    start = "version of [rl.serving] adapter that a new run continues: a number, latest or base"
+    parser.add_argument("--from", dest="start", default=BASE, metavar="VERSION", help=start)
+    parser.add_argument("--fresh", action="store_true", help="delete the state of an earlier run in the folder")
+    parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, play nothing")
+    loop = parser.add_argument_group("loop", "The keys of [rl.loop]; config.toml.example explains them.")
+    add_fields(loop, LoopSettings, lists="commas")
+    tasks = parser.add_argument_group("tasks")
+    tasks.add_argument("--split", metavar="NAME", help="split to train on (default: train, if the suite has one)")
+    add_tasks(tasks)
+    held_out = "rows of the held-out tasks, which are evaluated only"
+    tasks.add_argument("--held-out-file", type=Path, metavar="FILE", help=held_out)
+    episodes = parser.add_argument_group("episodes")
+    add_bounds(episodes)
+    add_repositories(episodes)
+    native = "tool calls by the server's API (default); --no-...: calls in the text"
+    episodes.add_argument("--native-tool-calling", action=argparse.BooleanOptionalAction, default=True, help=native)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run, or go on. Raises ``RLError`` when an option, a task, a server, the store or the disk does not allow it."""
-    quieten()
+    """Start or resume a run. Raises ``RLError`` when an option, a task, a server, the store or the disk is unusable."""
+    silence_libraries()
     prepare_threads()
     from openhands_rl_plugin.apps.loop.claim import check_alone, held
 
@@ -94,36 +98,10 @@ def run(args: argparse.Namespace) -> int:
     tasks = loop_tasks(_source(args), settings)
     start = _start(args, settings)
     if args.dry_run:
-        print("\n".join(_said(args, settings, tasks, start)))
+        print("\n".join(_describe(args, settings, tasks, start)))
         return 0
     with held(args.run_dir.absolute()):
         return _play(args, settings, tasks, start)
-
-
-def _add_tasks(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--split", help="of the suite, to train on (default: train, where it has one)")
-    group.add_argument("--dataset-file", type=Path, metavar="FILE", help="rows to train on: .jsonl, .json or .parquet")
-    group.add_argument("--held-out-file", type=Path, metavar="FILE", help="rows that are only measured")
-    group.add_argument("--tasks", type=int, metavar="N", help="how many tasks an environment has")
-    group.add_argument("--include", nargs="+", default=[], metavar="ID", help="ids or patterns such as 'psf__*'")
-    group.add_argument("--exclude", nargs="+", default=[], metavar="ID", help="ids or patterns")
-    group.add_argument("--limit", type=int, metavar="N", help="train on at most N tasks")
-
-
-def _add_bounds(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--processes", type=int, metavar="N", help="that episodes are spread over (0: this one)")
-    group.add_argument("--timeout", type=float, default=7200.0, metavar="S", help="of an episode (%(default)s)")
-    group.add_argument("--backend", choices=["local", "docker"], default="local", help="of repositories (%(default)s)")
-    group.add_argument("--mirror", type=Path, metavar="DIR", help="git repositories, as owner/name.git; else clones")
-    group.add_argument("--cache", type=Path, metavar="DIR", help="environments of the local back end")
-    group.add_argument("--graders", type=int, metavar="N", help="patches tested at a time (default: as processors)")
-    group.add_argument(
-        "--test-timeout", type=float, default=1800.0, metavar="S", help="of a patch's tests (%(default)s)"
-    )
-    group.add_argument("--command-timeout", type=int, default=300, metavar="S", help="of a command (%(default)s)")
-    group.add_argument(
-        "--native-tool-calling", action=argparse.BooleanOptionalAction, default=True, help="else calls are text"
-    )
 
 
 def _settings(args: argparse.Namespace) -> RLSettings:
@@ -132,25 +110,10 @@ def _settings(args: argparse.Namespace) -> RLSettings:
 
 
 def _source(args: argparse.Namespace) -> TaskSource:
-    from pydantic import ValidationError
-
     from openhands_rl_plugin.apps.loop.tasks import TaskSource
-    from openhands_rl_plugin.core.validation import problems
 
-    try:
-        return TaskSource(
-            suite=args.suite,
-            split=args.split,
-            rows=args.dataset_file,
-            held_out_rows=args.held_out_file,
-            count=args.tasks,
-            include=tuple(args.include),
-            exclude=tuple(args.exclude),
-            limit=args.limit,
-        )
-    except ValidationError as error:
-        lines = (f"{_NAMES.get(at[-1], at[-1])}: {what}" for at, what in problems(error, TaskSource))
-        raise ConfigError("\n".join(lines)) from error
+    chosen = {"rows": args.dataset_file, "held_out_rows": args.held_out_file, "count": args.tasks}
+    return checked(TaskSource, given_fields(args, TaskSource) | chosen, {"count": "--tasks"})
 
 
 def _play(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, start: Adapter | None) -> int:
@@ -180,13 +143,8 @@ async def _run(args: argparse.Namespace, job: LoopJob, listener: ProgressListene
 
     if not job.tasks.suite.software:
         return await run_loop(job, listener)
-    from openhands_rl_plugin.evals.runs.backends import make_backend
-
-    backend = make_backend(args.backend, mirror=args.mirror, cache=args.cache)
-    try:
+    async with open_backend(args) as backend:
         return await run_loop(replace(job, backend=backend), listener)
-    finally:
-        await backend.close()
 
 
 def _job(args: argparse.Namespace, settings: RLSettings, model: Path, tasks: LoopTasks, directory: Path) -> LoopJob:
@@ -221,7 +179,7 @@ def _start(args: argparse.Namespace, settings: RLSettings) -> Adapter | None:
     elif args.start != BASE:
         raise ConfigError(
             f"--from {args.start}: there is no version of {serving.adapter} in {adapters.root} yet; train one with "
-            "`openhands-rl train`, or leave --from away"
+            "`openhands-rl train`, or omit --from"
         )
     return start
 
@@ -230,7 +188,7 @@ def _start(args: argparse.Namespace, settings: RLSettings) -> Adapter | None:
 def _servers(
     args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, directory: Path
 ) -> Iterator[tuple[RLSettings, Path]]:
-    """The settings by which everything is reached, and the weights of the base model; what is not there is started."""
+    """The settings with all addresses, and the weights of the base model. Servers that are not named are started."""
     from openhands_rl_plugin.apps.demo.child import free_port, running_command
     from openhands_rl_plugin.evals.runs.suites import WEBSHOP
 
@@ -252,13 +210,13 @@ def _servers(
 
 
 def _serve(settings: RLSettings, model: Path, name: str) -> list[str]:
-    """The command of the embedded server, with room for the run."""
+    """The command of the embedded server, sized for the run."""
     sizes = {
         "max-batch": min(settings.max_workers, _MOST_AT_ONCE),
         "max-queue": max(settings.max_workers, _LONGEST_QUEUE),
         "max-adapters": settings.loop.kept_versions + 1,
         "cache-bytes": _CACHE_BYTES,
-        # With "auto" a processor that has no bfloat16 is not made to emulate it token by token.
+        # "auto": a processor without bfloat16 does not emulate it token by token.
         "dtype": "float32" if settings.training.dtype == "float32" else "auto",
         "api-key-env": "",
     }
@@ -267,7 +225,7 @@ def _serve(settings: RLSettings, model: Path, name: str) -> list[str]:
 
 
 def _at_server(args: argparse.Namespace, settings: RLSettings) -> tuple[RLSettings, Path]:
-    """What the server says of its base model, whose weights training needs here."""
+    """The settings with the server's base model, and its weights, which training needs on this machine."""
     from openhands_rl_plugin.apps.agent.server_models import served_base
 
     serving = settings.serving
@@ -285,16 +243,14 @@ def _given_weights(args: argparse.Namespace) -> Path:
     from openhands_rl_plugin.apps.agent.server_models import local_weights
 
     if args.model is None:
-        raise ConfigError(
-            "there is no model: give its directory with --model, or name its server as base_url in [rl.serving]"
-        )
+        raise ConfigError("no model is given: give its folder with --model, or its server as base_url in [rl.serving]")
     if (weights := local_weights(args.model)) is None:
-        raise ConfigError(f"--model {args.model}: this is not a model's directory (it has no config.json)")
+        raise ConfigError(f"--model {args.model}: this is not the folder of a model (it has no config.json)")
     return weights
 
 
 def _identity(args: argparse.Namespace, settings: RLSettings) -> JsonObject:
-    """What makes the run what it is: all but where things are reached, and how many at a time."""
+    """What identifies the run: all settings but addresses, paths and concurrency."""
     where = {"env_port": True, "env_server_base": True, "max_workers": True, "executor": True, "verifier": True}
     kept = {"model", "adapter", "adapters_path"}
     serving = {name: True for name in type(settings.serving).model_fields if name not in kept}
@@ -304,8 +260,8 @@ def _identity(args: argparse.Namespace, settings: RLSettings) -> JsonObject:
     return {"tasks": _source(args).model_dump(mode="json"), "timeout": args.timeout, "model": model, "rl": rl, **begun}
 
 
-def _said(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, start: Adapter | None) -> list[str]:
-    """What a dry run says."""
+def _describe(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, start: Adapter | None) -> list[str]:
+    """The output of a dry run."""
     from openhands_rl_plugin.apps.loop.parts import STATE
     from openhands_rl_plugin.apps.loop.run import objective_of
     from openhands_rl_plugin.training.loop.plan import LoopState
@@ -319,11 +275,11 @@ def _said(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, star
         f"{tasks.suite.name}: {len(tasks.training)} tasks to train on, {len(tasks.held_out)} held out{scripted}",
         f"  stages: {loop.stages}, {done} done; iterations: {loop.iterations} of {loop.tasks_per_iteration} tasks by "
         f"{loop.samples_per_task} episodes, {loop.kind}{ahead}",
-        f"  learnt by {settings.training.algorithm} from the reward {objective_of(tasks, settings).name!r}",
+        f"  trained by {settings.training.algorithm} on the reward {objective_of(tasks, settings).name!r}",
         f"  agent: {settings.rollout_strategy}, at most {settings.max_turns} turns, {settings.max_workers} at a time",
         f"  model: {policy if serving.base_url else f'{_given_weights(args)}, by the embedded server'}",
         f"  adapters: {serving.adapter} in {serving.adapters_directory}; run: {args.run_dir.absolute()}",
-        f"  begins with {start.name if start is not None else 'the base model'}",
+        f"  starts from {start.name if start is not None else 'the base model'}",
     ]
 
 

@@ -1,4 +1,4 @@
-"""``openhands-rl report RUN...``: the figures of evaluations."""
+"""``openhands-rl report RUN...``: the results of evaluations."""
 
 from __future__ import annotations
 
@@ -14,48 +14,46 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.evals.report.comparing import Comparison
     from openhands_rl_plugin.evals.report.reading import RunRecord
 
-HELP = "figures of evaluations: pass@1, pass@k, best@k, failures, tokens, cost"
 EPILOG = """examples:
   openhands-rl report evaluation_outputs/swe-local-heldout
   openhands-rl report evaluation_outputs/*/CodeActAgent --out report
   openhands-rl report RUN_A RUN_B --store evaluation_outputs/trajectories --verifier verifier-2 --out report
 
-RUN is a folder of runs, or an output.jsonl of this harness or of OpenHands' own. Runs whose folders differ in -run_<i>
-only are one group. Intervals are bootstraps over tasks; pass@k and best@k are exact expectations over subsets.
+RUN is a folder of runs, or an output.jsonl of this harness or of OpenHands' own. Runs whose folders differ only in
+-run_<i> form one group. Intervals are bootstraps over tasks; pass@k and best@k are exact expectations over subsets.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The runs, the store with a verifier's scores, and where the report goes."""
+    """The runs, the store with a verifier's scores, and the folder of the report."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs, or output.jsonl files")
     add_report_options(parser)
 
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:
-    """What ``report`` and ``compare`` share."""
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write report.json and report.html there")
-    parser.add_argument("--store", metavar="STORE", help=f"with scores of a verifier: {STORE_HELP}")
-    parser.add_argument(
-        "--verifier", default="verifier", metavar="VERSION", help="its scores' version begins with this"
-    )
+    """Options of ``report`` and ``compare``."""
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write report.json and report.html to this folder")
+    parser.add_argument("--store", metavar="STORE", help=f"store with a verifier's scores: {STORE_HELP}")
+    version = "prefix of the version of the verifier's scores"
+    parser.add_argument("--verifier", default="verifier", metavar="VERSION", help=version)
     parser.add_argument("--json", action="store_true", help="print report.json instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the figures. Raises ``RLError`` when a run or the store cannot be read."""
-    publish(args, judged_runs(args, args.runs))
+    """Print the results. Raises ``RLError`` when a run or the store cannot be read."""
+    output_report(args, read_judged_runs(args, args.runs))
     return 0
 
 
-def judged_runs(args: argparse.Namespace, paths: Sequence[Path]) -> tuple[RunRecord, ...]:
-    """The runs, with what a verifier says about them if a store is given."""
+def read_judged_runs(args: argparse.Namespace, paths: Sequence[Path]) -> tuple[RunRecord, ...]:
+    """The runs, with a verifier's scores if a store is given."""
     from openhands_rl_plugin.evals.report.reading import read_runs
 
     runs = read_runs(tuple(paths))
     return asyncio.run(_verified(args, runs)) if args.store else runs
 
 
-def publish(args: argparse.Namespace, runs: Sequence[RunRecord], comparison: Comparison | None = None) -> None:
+def output_report(args: argparse.Namespace, runs: Sequence[RunRecord], comparison: Comparison | None = None) -> None:
     """Print the report and write its files."""
     from openhands_rl_plugin.evals.report.figures import figures_of
     from openhands_rl_plugin.evals.report.report_files import Report, write_report
@@ -71,7 +69,7 @@ def publish(args: argparse.Namespace, runs: Sequence[RunRecord], comparison: Com
 
 
 def print_report(runs: Sequence[RunRecord], comparison: Comparison | None = None) -> None:
-    """One block a group of runs: a name and a figure a line."""
+    """Print a table: one column per group of runs, one figure per line."""
     from openhands_rl_plugin.evals.report.figures import figures_of
     from openhands_rl_plugin.evals.report.tables import HEADINGS, comparison_rows, figure_row, kind_counts
     from openhands_rl_plugin.trajectories.view.terminal import console, table

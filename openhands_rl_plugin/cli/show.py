@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 
 from openhands_rl_plugin.cli.options.stored import add_store
 from openhands_rl_plugin.cli.options.stores import open_store
 
-HELP = "show a stored episode: what was said, with rewards, versions and token counts"
 EPILOG = """examples:
   openhands-rl show ~/.openhands/rl_trajectories 3f2a
   openhands-rl show ~/.openhands/rl_trajectories 3f2a --tree
@@ -17,29 +15,19 @@ EPILOG = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``STORE ID`` and how to show it."""
+    """``STORE ID`` and the form of the output."""
     add_store(parser)
-    parser.add_argument("id", metavar="ID", help="the episode's id, or enough of its beginning")
+    parser.add_argument("id", metavar="ID", help="the episode's id, or a unique prefix of it")
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
-        "--tree",
-        action="store_true",
-        help="a line for each node, with siblings, visits, values and what the search spent",
+        "--tree", action="store_true", help="a line per node: siblings, visits, values, cost of the search"
     )
-    how.add_argument("--full", action="store_true", help="all of every message, however long")
-    how.add_argument(
-        "--json",
-        action="store_true",
-        help="the same as JSON; token ids and evidence: `export`",
-    )
+    how.add_argument("--full", action="store_true", help="do not shorten long messages")
+    how.add_argument("--json", action="store_true", help="the same as JSON (`export` also has token ids and evidence)")
 
 
-def run(args: argparse.Namespace) -> int:
+async def run(args: argparse.Namespace) -> int:
     """Print the episode. Raises ``RLError`` when the store or the id is wrong."""
-    return asyncio.run(_run(args))
-
-
-async def _run(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.trajectories.view.episode import find_episode
     from openhands_rl_plugin.trajectories.view.pages import print_episode, print_tree
     from openhands_rl_plugin.trajectories.view.terminal import console, print_json

@@ -1,16 +1,14 @@
-"""``openhands-rl stats STORE``: figures over stored episodes."""
+"""``openhands-rl stats STORE``: statistics of stored episodes."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 
 from openhands_rl_plugin.cli.options.stored import add_filters, add_store, filter_of, finite
 from openhands_rl_plugin.cli.options.stores import open_store
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.validation import unknown_name
 
-HELP = "figures over stored episodes: success, reward, turns, tokens, failures"
 EPILOG = """examples:
   openhands-rl stats ~/.openhands/rl_trajectories
   openhands-rl stats ~/.openhands/rl_trajectories --by version --success-at 0.5
@@ -26,24 +24,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--by",
         default="run,environment,strategy,version",
         metavar="NAMES",
-        help="group by these, of run, environment, split, strategy, version and task (default: %(default)s)",
+        help="group by run, environment, split, strategy, version or task, separated by commas",
     )
-    parser.add_argument(
-        "--success-at",
-        type=finite,
-        default=1.0,
-        metavar="X",
-        help="the reward that is a success (default: %(default)s)",
-    )
-    parser.add_argument("--json", action="store_true", help="the figures as JSON")
+    at = "reward from which an episode counts as a success"
+    parser.add_argument("--success-at", type=finite, default=1.0, metavar="X", help=at)
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print the figures. Raises ``RLError`` when the store or a filter is wrong."""
-    return asyncio.run(_run(args))
-
-
-async def _run(args: argparse.Namespace) -> int:
+async def run(args: argparse.Namespace) -> int:
+    """Print the statistics. Raises ``RLError`` when the store or a filter is wrong."""
     from openhands_rl_plugin.trajectories.view.figures import GROUPINGS, figures_of
     from openhands_rl_plugin.trajectories.view.tables import stats_table
     from openhands_rl_plugin.trajectories.view.terminal import console, print_json

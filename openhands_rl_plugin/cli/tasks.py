@@ -1,4 +1,4 @@
-"""``openhands-rl tasks``: make repository tasks, check their quality, look at them."""
+"""``openhands-rl tasks``: make repository tasks, check their quality, list them."""
 
 from __future__ import annotations
 
@@ -7,44 +7,46 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from openhands_rl_plugin.cli.options.stored import positive
 from openhands_rl_plugin.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from openhands_rl_plugin.cli.options.progress import ProgressBar
     from openhands_rl_plugin.evals.tasks.sources.sources import Plan
 
-HELP = "make tasks from real packages, check their quality, list them"
 EPILOG = """examples:
   openhands-rl tasks make inflection==0.5.1 tabulate==0.10.0 --out tasks.jsonl --per-package 4 --seed 1
-  openhands-rl tasks make tinydb==4.8.0..4.9.0 --out tasks.jsonl      (also what changed between the two)
+  openhands-rl tasks make tinydb==4.8.0..4.9.0 --out tasks.jsonl      (also the changes between the two)
   openhands-rl tasks make ./my-repository@v1.2 --out tasks.jsonl      (also fixes in its history)
-  openhands-rl tasks make swe-local --out swe_local.jsonl             (the published suite, once more)
+  openhands-rl tasks make swe-local --out swe_local.jsonl             (the published suite again)
   openhands-rl tasks check tasks.jsonl --repeats 3
   openhands-rl tasks check tasks.jsonl --results report.json --pass-rate 0.05 0.95
   openhands-rl tasks list swe-local --split heldout
 
-A plan (.toml) says for many packages what the options say for one: see swe_local.toml in the package's tasks/data.
-Everything runs in bubblewrap without network; packages are fetched with your own pip or uv and its index.
+A plan (.toml) has these options for many packages: see swe_local.toml in the package's tasks/data. Everything runs in
+bubblewrap without network; packages are downloaded by your own pip or uv from its index.
 """
-RESUME = "run the same command again to go on"
+RESUME = "the same command continues where it stopped"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``make``, ``check`` and ``list``."""
     what = parser.add_subparsers(dest="what", required=True, metavar="{make,check,list}")
-    _add_make(what.add_parser("make", help="put bugs into packages and keep those that make good tasks"))
+    _add_make(what.add_parser("make", help="insert bugs into packages and keep those that make good tasks"))
     check = what.add_parser("check", help="the quality gate: oracle, no-op, flakiness, pass rate, duplicates")
     check.add_argument("file", metavar="FILE", help="a .jsonl file of tasks, or swe-local")
-    check.add_argument("--repeats", type=_positive, default=2, metavar="N", help="runs of each (default: %(default)s)")
-    check.add_argument("--workers", type=_positive, default=2, metavar="N", help="at a time (default: %(default)s)")
-    check.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one run (default: %(default)s s)")
-    check.add_argument("--results", type=Path, metavar="FILE", help="a policy's results: JSON, id -> share solved")
+    check.add_argument("--repeats", type=positive, default=2, metavar="N", help="test runs of each task")
+    check.add_argument("--workers", type=positive, default=2, metavar="N", help="tasks checked at a time")
+    check.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="for one test run")
     check.add_argument(
-        "--pass-rate", type=float, nargs=2, default=(0.01, 0.99), metavar=("LOW", "HIGH"), help="allowed"
+        "--results", type=Path, metavar="FILE", help="a policy's results: JSON, task id -> share of solved episodes"
     )
+    allowed = "share of solved episodes that a task may have in --results (default: 0.01 0.99)"
+    check.add_argument("--pass-rate", type=float, nargs=2, default=(0.01, 0.99), metavar=("LOW", "HIGH"), help=allowed)
     _add_cache(check)
     shown = what.add_parser("list", help="the tasks of a file, or of swe-local")
-    shown.add_argument("file", metavar="FILE", nargs="?", default="swe-local", help="(default: %(default)s)")
-    shown.add_argument("--split", choices=("train", "heldout"), help="those only")
+    shown.add_argument("file", metavar="FILE", nargs="?", default="swe-local", help="a .jsonl file of tasks")
+    shown.add_argument("--split", choices=("train", "heldout"), help="only tasks of this split")
 
 
 def _add_make(make: argparse.ArgumentParser) -> None:
@@ -52,37 +54,66 @@ def _add_make(make: argparse.ArgumentParser) -> None:
     make.add_argument("sources", nargs="+", metavar="SOURCE", help=source)
     make.add_argument("--out", type=Path, required=True, metavar="FILE", help="the .jsonl file to write")
     make.add_argument(
-        "--per-package", type=_positive, metavar="N", help="tasks wanted of each (default: 4, or the plan's)"
+        "--per-package", type=positive, metavar="N", help="tasks wanted per package (default: 4, or the plan's)"
     )
-    make.add_argument("--seed", type=int, metavar="S", help="decides which bugs are tried (default: 1, or the plan's)")
-    make.add_argument("--python", metavar="V", help="the Python that tests run on (default: 3.12, or the plan's)")
+    make.add_argument("--seed", type=int, metavar="S", help="seed of the choice of bugs (default: 1, or the plan's)")
+    make.add_argument("--python", metavar="VERSION", help="Python version of the tests (default: 3.12, or the plan's)")
     make.add_argument(
-        "--with", dest="requirements", action="append", metavar="REQ", help="installed for the tests, too"
+        "--with",
+        dest="requirements",
+        action="append",
+        metavar="REQ",
+        help="also install this for the tests; may be repeated",
     )
-    make.add_argument("--timeout", type=float, metavar="S", help="seconds for one run of the tests (default: 60)")
-    make.add_argument("--only", action="append", metavar="NAME", help="of a plan, this package only; may be repeated")
+    make.add_argument("--timeout", type=float, metavar="SECONDS", help="for one run of the tests (default: 60)")
+    make.add_argument("--only", action="append", metavar="NAME", help="only this package of the plan; may be repeated")
     _add_cache(make)
 
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cache", type=Path, metavar="DIR", help="default: in your folder of caches")
+    text = "folder for Python environments (default: in the user's cache folder)"
+    parser.add_argument("--cache", type=Path, metavar="DIR", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it; 1 when the gate let something not pass. Raises ``RLError``."""
+    """Make, check or list; exit code 1 when a task does not pass the gate. Raises ``RLError``."""
     if args.what == "make":
         return _make(args)
     return asyncio.run(_check(args)) if args.what == "check" else _list(args)
 
 
+class _Watcher:
+    """Shows the packages done and the last bug: as a bar on a terminal, as lines elsewhere."""
+
+    def __init__(self, bar: ProgressBar) -> None:
+        self._bar = bar
+        self._done = 0
+
+    def package(self, label: str, at: int, of: int) -> None:
+        """A package begins."""
+        self._done = at
+        self._bar.update(at, of, what=label, note="")
+        self._print(f"[{at + 1}/{of}] {label}")
+
+    def tried(self, made: int, wanted: int, reason: str) -> None:
+        """A bug was tried; ``reason``: why it makes no task, empty when it does."""
+        last = f"{made} of {wanted} tasks; " + (reason or "made one")
+        self._bar.update(self._done, note=last)
+        self._print(f"  {last}")
+
+    def _print(self, line: str) -> None:
+        if not self._bar.drawn:
+            self._bar.print(line)
+
+
 def _make(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.cli.options.tasks_progress import making
+    from openhands_rl_plugin.cli.options.progress import progress_bar
     from openhands_rl_plugin.evals.swe.backends.caching import default_cache
     from openhands_rl_plugin.evals.tasks.suite import make_suite
 
     plan = _plan(args)
-    with making() as progress:
-        made = make_suite(plan, args.out, args.cache or default_cache(), progress)
+    with progress_bar("making") as bar:
+        made = make_suite(plan, args.out, args.cache or default_cache(), _Watcher(bar))
     print(f"{args.out}: {made.tasks} tasks of {made.packages} packages")
     for problem in made.problems:
         print(f"  {problem}")
@@ -90,7 +121,7 @@ def _make(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    """What the sources and options say. Raises ``ConfigError``."""
+    """The plan that the sources and options give. Raises ``ConfigError``."""
     from openhands_rl_plugin.core.validation import unknown_name
     from openhands_rl_plugin.evals.tasks.sources.sources import (
         SUITE,
@@ -119,7 +150,7 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 async def _check(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.cli.options.tasks_progress import checking
+    from openhands_rl_plugin.cli.options.progress import progress_bar
     from openhands_rl_plugin.evals.swe.backends.caching import default_cache
     from openhands_rl_plugin.evals.tasks.checking import Gate, check_tasks
     from openhands_rl_plugin.evals.tasks.grading import local_backend
@@ -130,8 +161,14 @@ async def _check(args: argparse.Namespace) -> int:
     gate = Gate(repeats=args.repeats, workers=args.workers, timeout=args.timeout, low=low, high=high)
     backend = local_backend(cache)
     try:
-        with checking() as heard:
-            report = await check_tasks(path, backend, gate, results=args.results, heard=heard)
+        with progress_bar("checking") as bar:
+            report = await check_tasks(
+                path,
+                backend,
+                gate,
+                results=args.results,
+                heard=lambda done, total, last: bar.update(done, total, note=last),
+            )
     finally:
         await backend.close()
     for task in report.tasks:
@@ -153,10 +190,3 @@ def _list(args: argparse.Namespace) -> int:
     instances = [each for each in read_instances(path) if args.split in (None, each.extra.get("split"))]
     console().print(table_of(instances, read_lineage(path)))
     return 0
-
-
-def _positive(text: str) -> int:
-    number = int(text) if text.isdigit() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text!r}")
-    return number

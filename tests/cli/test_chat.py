@@ -45,7 +45,7 @@ async def test_a_conversation_goes_on_until_it_is_reset(tmp_path: Path) -> None:
 
     printed, asked = await talk(reply, "one\n\ntwo\n/what\n/reset\nthree\n/quit\nfour\n", "--record", str(tmp_path))
     assert printed == (
-        "You said one.[31m\nYou said two.[31m\n(unknown command /what; there are /reset and /quit)\n"
+        "You said one.[31m\nYou said two.[31m\n(unknown command /what; use /reset or /quit)\n"
         "(a new conversation)\nYou said three.[31m\n"
     )
     assert [[message["content"] for message in body["messages"]] for body in asked] == [

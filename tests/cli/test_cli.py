@@ -22,9 +22,9 @@ ROOT = Path(__file__).parents[2]
 
 def command_that(monkeypatch: pytest.MonkeyPatch, run: Callable[[argparse.Namespace], int], **extra: Any) -> None:
     """Make ``openhands-rl try`` do ``run``."""
-    module = SimpleNamespace(HELP="try", add_arguments=lambda parser: None, run=run, **extra)
-    monkeypatch.setitem(sys.modules, "tried_command", module)  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr(cli, "COMMANDS", {**cli.COMMANDS, "try": "tried_command"})
+    module = SimpleNamespace(add_arguments=lambda parser: None, run=run, **extra)
+    monkeypatch.setitem(sys.modules, cli.module_of("try"), module)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(cli, "COMMANDS", {**cli.COMMANDS, "try": "try it"})
 
 
 def test_help_lists_the_commands_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,6 +49,25 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_usage_is_exit_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 2
     assert capsys.readouterr().err.startswith("usage: openhands-rl")
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["lst", "store"], "unknown command 'lst'; did you mean 'list'?"),
+        (["list", "store", "--dsc"], "unknown option --dsc; did you mean --desc?"),
+        (["doctor", "drift", "store", "--tokeniser=x"], "unknown option --tokeniser=x; did you mean --tokenizer?"),
+    ],
+)
+def test_an_unknown_word_names_the_nearest(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_the_list_of_commands_imports_none_of_them() -> None:
+    program = "import sys; from openhands_rl_plugin import cli; cli.main(['--help']); print(sorted(sys.modules))"
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "openhands_rl_plugin.cli'" in printed and "openhands_rl_plugin.cli." not in printed
 
 
 def test_an_error_is_one_line_and_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

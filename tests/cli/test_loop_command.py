@@ -138,7 +138,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     watching = interrupt_after("iteration-000", state_file)
     assert cli.main(command) == 130
     watching.join()
-    assert "interrupted; what is finished is kept" in capsys.readouterr().err
+    assert "interrupted; finished stages are kept" in capsys.readouterr().err
     finished = LoopState.load(state_file).records
     assert [record.name for record in finished][:2] == STAGES[:2] and len(finished) < len(STAGES)
 
@@ -190,7 +190,7 @@ def test_a_run_goes_on_from_an_adapter_that_is_there(
 
     command = [*learnt, "--run-dir", str(tmp_path / "next"), "--from", "latest"]
     assert cli.main([*command, "--dry-run"]) == 0
-    assert f"begins with {first}" in capsys.readouterr().out
+    assert f"starts from {first}" in capsys.readouterr().out
     assert cli.main(command) == 0
     state = LoopState.load(tmp_path / "next" / "state.json")
     assert state.start == first and state.records[0].adapter == first
@@ -226,8 +226,8 @@ def test_a_run_goes_on_from_an_adapter_that_is_there(
 
 
 WRONG = [
-    ([], "", "there is no model: give its directory with --model, or name its server as base_url in [rl.serving]"),
-    (["--model", "nowhere"], "", "--model nowhere: this is not a model's directory"),
+    ([], "", "no model is given: give its folder with --model, or its server as base_url in [rl.serving]"),
+    (["--model", "nowhere"], "", "--model nowhere: this is not the folder of a model"),
     (["--model", "MODEL", "--held-out", "6"], "", "too few tasks: 0 to train on, 6 held out"),
     (["--model", "MODEL", "--demonstrations", "2"], "", "only the webshop has a script that plays them"),
     (["--model", "MODEL", "--kind", "asynchronous"], "", "--kind: must be 'sync' or 'async'"),

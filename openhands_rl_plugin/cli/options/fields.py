@@ -1,44 +1,91 @@
-"""Options of a command that are the fields of a section of the settings."""
+"""Options that are the fields of a pydantic model: name, type, default and description are taken from the model."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Literal, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
-from openhands_rl_plugin.config.rl import Settings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.validation import problems
 
+_METAVARS = {
+    "url": "URL",
+    "env": "VARIABLE",
+    "bytes": "BYTES",
+    "tokens": "TOKENS",
+    "len": "TOKENS",
+    "length": "TOKENS",
+    "timeout": "SECONDS",
+    "minutes": "MINUTES",
+    "port": "PORT",
+    "host": "ADDRESS",
+    "path": "DIR",
+    "template": "FILE",
+}
+"""What a value is, by the last word of its field's name."""
+_OF_TYPES = {int: "N", float: "X", bool: "true|false"}
 
-def add_fields(group: argparse._ArgumentGroup, section: type[Settings]) -> None:
-    """One option a field. What is not given is not in the namespace."""
-    for name, field in section.model_fields.items():
+
+def add_fields(group: argparse._ActionsContainer, model: type[BaseModel], *, lists: Literal["words", "commas"]) -> None:
+    """One option for each field of ``model``; an option that is not given is not in the namespace.
+
+    ``lists``: whether a tuple takes several words (and the option may be repeated), or one word with commas in it. A
+    command with positional arguments needs commas.
+    """
+    for name, field in model.model_fields.items():
+        if get_origin(field.annotation) is tuple and lists == "words":
+            group.add_argument(
+                option_of(name),
+                nargs="*",
+                action="extend",
+                default=argparse.SUPPRESS,
+                help=_help(field),
+                metavar="NAME",
+            )
+            continue
+        # A switch may be given alone: ``--pin-sessions`` is ``--pin-sessions true``.
+        switch = {"nargs": "?", "const": "true"} if field.annotation is bool and not field.default else {}
         group.add_argument(
             option_of(name),
+            required=field.is_required(),
             default=argparse.SUPPRESS,
-            metavar="VALUE",
-            help=f"{_choices(field.annotation)}default: {_text(field.default)}".replace("%", "%%"),
+            metavar=_metavar(name, field),
+            help=_help(field),
+            **switch,
         )
 
 
-def given_fields(args: argparse.Namespace, section: type[Settings]) -> dict[str, object]:
-    """The fields that the options name, as text."""
-    return {name: value for name, value in vars(args).items() if name in section.model_fields}
-
-
-def settings_from[Section: Settings](args: argparse.Namespace, base: Section) -> Section:
-    """``base`` with what the options change. Raises ``ConfigError`` that names the wrong options."""
-    given = given_fields(args, type(base))
+def given_fields(args: argparse.Namespace, model: type[BaseModel]) -> dict[str, object]:
+    """The fields that the options name; a value is text, of a tuple a list of texts."""
+    given = {name: value for name, value in vars(args).items() if name in model.model_fields}
     for name, value in given.items():
-        if isinstance(getattr(base, name), tuple):
-            given[name] = [each for each in str(value).split(",") if each]
+        if get_origin(model.model_fields[name].annotation) is tuple and isinstance(value, str):
+            given[name] = [each for each in value.split(",") if each]
+    return given
+
+
+def read_fields[M: BaseModel](args: argparse.Namespace, model: type[M], defaults: Mapping[str, object] = {}) -> M:
+    """``defaults`` with what the options change. Raises ``ConfigError`` that names the wrong options."""
+    return checked(model, {**defaults, **given_fields(args, model)})
+
+
+def settings_from[M: BaseModel](args: argparse.Namespace, base: M) -> M:
+    """``base`` with what the options change. Raises ``ConfigError`` that names the wrong options."""
+    return read_fields(args, type(base), base.model_dump())
+
+
+def checked[M: BaseModel](model: type[M], values: Mapping[str, object], names: Mapping[str, str] = {}) -> M:
+    """``model`` of ``values``; ``names``: the options of fields that are called otherwise. Raises ``ConfigError``."""
     try:
         # Not strictly: options are text.
-        return type(base).model_validate(base.model_dump() | given, strict=False)
+        return model.model_validate(values, strict=False)
     except ValidationError as error:
-        lines = (f"{option_of(at[-1])}: {what}" if at else what for at, what in problems(error, type(base)))
+        found = problems(error, model)
+        lines = (f"{names.get(at[-1], option_of(at[-1]))}: {what}" if at else what for at, what in found)
         raise ConfigError("\n".join(lines)) from error
 
 
@@ -47,9 +94,22 @@ def option_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _choices(annotation: object) -> str:
-    return f"{', '.join(get_args(annotation))}; " if get_origin(annotation) is Literal else ""
+def _metavar(name: str, field: FieldInfo) -> str:
+    if get_origin(field.annotation) is Literal:
+        return "CHOICE"
+    if (meant := _METAVARS.get(name.rpartition("_")[2])) is not None:
+        return meant
+    kinds = {field.annotation, *get_args(field.annotation)}
+    return next((metavar for kind, metavar in _OF_TYPES.items() if kind in kinds), "VALUE")
 
 
-def _text(default: object) -> str:
-    return ",".join(default) if isinstance(default, tuple) else str(default).lower()
+def _help(field: FieldInfo) -> str:
+    parts = [field.description.rstrip(".")] if field.description else []
+    if get_origin(field.annotation) is Literal:
+        parts.append(f"one of {', '.join(map(str, get_args(field.annotation)))}")
+    text = "; ".join(parts)
+    default = field.get_default()
+    if not field.is_required() and default not in ("", None, ()):
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+        text += f" (default: {shown.lower() if isinstance(default, bool) else shown})"
+    return text.strip().replace("%", "%%")

@@ -1,14 +1,16 @@
-"""Keeping a server in the foreground."""
+"""Running in the foreground of a terminal: until Ctrl-C, and without output of libraries."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import warnings
 from types import FrameType
 
 
 def wait_until_stopped() -> None:
-    """Return after Ctrl-C or ``kill``, so that the caller can end its server in good order."""
+    """Return after Ctrl-C or ``kill``, so that the caller can shut its server down."""
     stopped = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -17,3 +19,14 @@ def wait_until_stopped() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     stopped.wait()
+
+
+def silence_libraries() -> None:
+    """Keep libraries from printing over progress bars, and from using the network.
+
+    OpenHands' LLM library downloads a price list at import; transformers queries the hub and draws bars of its own.
+    """
+    quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    for name, value in quiet.items():
+        os.environ.setdefault(name, value)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")

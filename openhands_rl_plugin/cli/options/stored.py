@@ -1,15 +1,16 @@
-"""What the commands that look at stored episodes share: the arguments."""
+"""Options of the commands that read stored episodes, and the types of options."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from datetime import datetime
 
 from openhands_rl_plugin.cli.options.stores import STORE_HELP
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.core.types import FailureKind, StopReason
+from openhands_rl_plugin.core.types import FailureKind, JsonObject, StopReason
 
 
 def add_store(parser: argparse.ArgumentParser) -> None:
@@ -20,21 +21,28 @@ def add_store(parser: argparse.ArgumentParser) -> None:
 def add_filters(parser: argparse.ArgumentParser) -> None:
     """One option for each field of ``TrajectoryFilter`` that picks episodes."""
     group = parser.add_argument_group("filters", "Every filter that is given must match; bounds are inclusive.")
-    group.add_argument("--run", "--run-id", dest="run", metavar="ID", help="of this run")
-    group.add_argument("--group", metavar="ID", help="of this group of samples")
-    group.add_argument("--task", metavar="ID", help="of this task")
-    group.add_argument("--environment", metavar="NAME")
-    group.add_argument("--split", metavar="NAME")
-    group.add_argument("--strategy", metavar="NAME")
+    group.add_argument("--run", "--run-id", dest="run", metavar="ID", help="episodes of this run")
+    group.add_argument("--group", metavar="ID", help="episodes of this group of attempts at one task")
+    group.add_argument("--task", metavar="ID", help="episodes of this task")
+    group.add_argument("--environment", metavar="NAME", help="episodes in this environment")
+    group.add_argument("--split", metavar="NAME", help="episodes of tasks of this split, such as train or heldout")
+    group.add_argument("--strategy", metavar="NAME", help="episodes of this rollout strategy, such as ReAct")
     group.add_argument("--adapter", metavar="NAME", help="sampled from a version of this adapter")
-    group.add_argument("--policy-version", type=int, metavar="N", help="sampled from this version")
-    group.add_argument("--stop", choices=[each.value for each in StopReason], help="that ended like this")
-    group.add_argument("--failed", action=argparse.BooleanOptionalAction, help="only those that failed, or did not")
-    group.add_argument("--failure", choices=[each.value for each in FailureKind], help="that failed like this")
-    group.add_argument("--min-reward", type=finite, metavar="X")
-    group.add_argument("--max-reward", type=finite, metavar="X")
-    group.add_argument("--since", type=_time, metavar="TIME", help="ended then or later: 2025-01-31T12:00, or seconds")
-    group.add_argument("--until", type=_time, metavar="TIME", help="ended then or before")
+    group.add_argument("--policy-version", type=int, metavar="N", help="sampled from this version number")
+    group.add_argument("--stop", choices=[each.value for each in StopReason], help="why the episode ended")
+    group.add_argument(
+        "--failed", action=argparse.BooleanOptionalAction, help="only failed episodes, or only those without failure"
+    )
+    group.add_argument("--failure", choices=[each.value for each in FailureKind], help="what the episode failed of")
+    group.add_argument("--min-reward", type=finite, metavar="X", help="lowest reward")
+    group.add_argument("--max-reward", type=finite, metavar="X", help="highest reward")
+    group.add_argument(
+        "--since",
+        type=_time,
+        metavar="TIME",
+        help="ended at this local time or later: 2025-01-31T12:00, or seconds since 1970",
+    )
+    group.add_argument("--until", type=_time, metavar="TIME", help="ended at this time or before")
     ended = group.add_mutually_exclusive_group()
     ended.add_argument("--unfinished", action="store_true", help="only episodes that have not ended")
     ended.add_argument("--all", action="store_true", help="also episodes that have not ended")
@@ -94,8 +102,19 @@ def finite(text: str) -> float:
     return number
 
 
+def json_object(text: str) -> JsonObject:
+    """The options of a plugin, as an option's type."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError('must be a JSON object, such as {"threshold": 0.5}')
+    return found
+
+
 def _time(text: str) -> float:
-    """Seconds since 1970, or a date and time of this place."""
+    """Seconds since 1970, or a local date and time."""
     try:
         return finite(text)
     except argparse.ArgumentTypeError:

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 from pydantic import TypeAdapter
 
 from openhands_rl_plugin.cli.options.fields import add_fields, given_fields, option_of, settings_from
-from openhands_rl_plugin.cli.options.publishing import publish, publish_servers
 from openhands_rl_plugin.cli.options.stored import add_filters, filter_of
 from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
+from openhands_rl_plugin.cli.options.versions import LATEST, publish, publish_servers, starting_point
 from openhands_rl_plugin.cli.train.ranks import joined, shared
 from openhands_rl_plugin.cli.train.reward import add_reward, reward_of
-from openhands_rl_plugin.cli.train.starting import LATEST, starting_point
 from openhands_rl_plugin.cli.train.tasks import HELP as TASKS_HELP
 from openhands_rl_plugin.cli.train.tasks import of_checked_tasks
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings, VerifierSettings
@@ -36,8 +35,7 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.training.trainer.metrics import TrainProgress
     from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
-HELP = "train an adapter on stored episodes"
-RESUME = "the same command goes on from the last checkpoint"
+RESUME = "the same command continues from the last checkpoint"
 EPILOG = """examples:
   openhands-rl train ./trajectories --model ./SmolLM2-135M-Instruct --adapters ./adapters --dry-run
   openhands-rl train ./trajectories --model ./model --adapters ./adapters --algorithm rejection-sampling --keep-best 2
@@ -92,12 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from", dest="start", default=LATEST, metavar="VERSION", help="a number, latest (the default) or base"
     )
     group = parser.add_argument_group("training", "The keys of [rl.training]; config.toml.example explains them.")
-    add_fields(group, TrainingSettings)
+    add_fields(group, TrainingSettings, lists="commas")
     judge = parser.add_argument_group(
         "verifier", "Learn to judge episodes, of whatever policy. The keys of [rl.verifier]."
     )
     judge.add_argument("--verifier", action="store_true", help="train an outcome verifier; the epilog has an example")
-    add_fields(judge, VerifierSettings)
+    add_fields(judge, VerifierSettings, lists="commas")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -265,7 +265,7 @@ def test_an_interrupted_training_ends_at_once_and_goes_on(model: Path, store: Pa
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=20)[1]
-    assert process.returncode == 130 and "interrupted; the same command goes on" in said
+    assert process.returncode == 130 and "interrupted; the same command continues" in said
     before = steps()
     assert len(before) < 200, "it ended where it was"
     assert cli.main(words) == 0

@@ -126,7 +126,7 @@ def test_whose_adapter_is_evaluated(rows: Path, config: Path, tmp_path: Path, ca
         assert main([*words, *options]) == 0
         assert said in capsys.readouterr().out
     assert main([*words, "--model", "policy-v000007"]) == 1
-    assert "policy-v000007 is a version of an adapter: name the model that it adapts" in capsys.readouterr().err
+    assert "policy-v000007 is a version of an adapter: give its base model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -142,10 +142,10 @@ def test_whose_adapter_is_evaluated(rows: Path, config: Path, tmp_path: Path, ca
         (["ROWS", "--strategy", "BestOfN"], "--strategy: only RLAgent has a strategy, not CodeActAgent"),
         (["ROWS", "--strategy", "Nonsense"], "give --agent RLAgent too"),
         (["ROWS", "--strategy-option", "n=2"], "--strategy-option: only RLAgent has a strategy"),
-        (["ROWS", "--agent", "RLAgent", "--temperature", "0.7"], "BestOfN samples at a temperature of its own (1)"),
+        (["ROWS", "--agent", "RLAgent", "--temperature", "0.7"], "BestOfN samples at its own temperature (1)"),
         (
             ["ROWS", "--agent", "RLAgent", "--strategy", "MCTS", "--temperatures", "0,0.5"],
-            "--temperatures: MCTS samples at a temperature of its own (1): set that with --strategy-option temperature",
+            "--temperatures: MCTS samples at its own temperature (1): set it with --strategy-option temperature",
         ),
         (["ROWS", "--temperatures", "0;1"], "numbers with commas"),
         (["ROWS", "--api-key-env", "NOT_THERE_AT_ALL"], "NOT_THERE_AT_ALL is not set"),

@@ -123,7 +123,7 @@ def test_ctrl_c_and_kill_with_worker_processes(tmp_path: Path):
             process.send_signal(number)
             _, said = process.communicate(timeout=60)
             if number is signal.SIGINT:
-                assert process.returncode == 130 and "the same command goes on" in said, said
+                assert process.returncode == 130 and "the same command continues" in said, said
         process = run()
         out, said = process.communicate(timeout=200)
     assert process.returncode == 0 and steps(tmp_path) == 8, said

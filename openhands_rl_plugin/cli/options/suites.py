@@ -1,0 +1,55 @@
+"""Options of the commands that play or grade a suite of tasks: ``evaluate``, ``loop`` and ``grade``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
+
+
+def add_tasks(group: argparse._ActionsContainer) -> None:
+    """Which tasks of the suite."""
+    group.add_argument("--dataset-file", type=Path, metavar="FILE", help="the suite's rows: .jsonl, .json or .parquet")
+    group.add_argument("--tasks", type=int, metavar="N", help="number of tasks of an environment (task 0 to N-1)")
+    group.add_argument("--include", nargs="+", default=[], metavar="ID", help="only these ids or patterns ('psf__*')")
+    group.add_argument("--exclude", nargs="+", default=[], metavar="ID", help="all but these ids or patterns")
+    group.add_argument("--limit", type=int, metavar="N", help="use at most N tasks")
+
+
+def add_bounds(group: argparse._ActionsContainer) -> None:
+    """Processes and times."""
+    group.add_argument("--processes", type=int, metavar="N", help="processes that play the episodes (0: this one only)")
+    group.add_argument("--graders", type=int, metavar="N", help="patches tested at a time (default: one per CPU)")
+    for option, kind, seconds, what in (
+        ("--timeout", float, 7200.0, "an episode"),
+        ("--test-timeout", float, 1800.0, "a patch's tests"),
+        ("--command-timeout", int, 300, "one command of the agent"),
+    ):
+        text = f"seconds for {what}"
+        group.add_argument(option, type=kind, default=seconds, metavar="SECONDS", help=text)
+
+
+def add_repositories(group: argparse._ActionsContainer) -> None:
+    """Where repository tasks run."""
+    where = "local: bubblewrap sandboxes; docker: the tasks' images"
+    group.add_argument("--backend", choices=["local", "docker"], default="local", help=where)
+    mirror = "folder of git repositories as owner/name.git (default: clone from the network)"
+    group.add_argument("--mirror", type=Path, metavar="DIR", help=mirror)
+    group.add_argument("--cache", type=Path, metavar="DIR", help="folder for the local back end's Python environments")
+
+
+@asynccontextmanager
+async def open_backend(args: argparse.Namespace, *, network: bool = False) -> AsyncIterator[InstanceBackend]:
+    """The back end that ``add_repositories`` chose, until the block ends; ``network``: tests may use it."""
+    from openhands_rl_plugin.evals.runs.backends import make_backend
+
+    backend = make_backend(args.backend, mirror=args.mirror, cache=args.cache, network=network)
+    try:
+        yield backend
+    finally:
+        await backend.close()
