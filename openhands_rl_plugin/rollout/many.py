@@ -13,8 +13,12 @@ from pydantic import Field, model_validator
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Frozen, SamplingParams, Task, Trajectory
 from openhands_rl_plugin.rollout.session import trajectory_id
+
+_BACKOFF = Backoff(first=0.5, longest=10.0)
+"""A busy server or sandbox is back within seconds; ``retries`` is 2 by default, so a bad episode costs two of them."""
 
 OnFinished = Callable[[Trajectory], None]
 
@@ -108,7 +112,7 @@ async def _play_until_valid(
         trajectory = stored.get(trajectory_id(request))
         if trajectory is None:
             if attempt:
-                await asyncio.sleep(min(0.25 * 2**attempt, 10.0))
+                await _BACKOFF.wait(attempt)
             trajectory = await runner.run(request)
             await storage.add(trajectory)
         if not _worth_replacing(trajectory):

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError, describe
+from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.evals.runs.run_files import lock_folder
 
@@ -51,7 +52,7 @@ def claim(directory: Path, options: JsonObject) -> None:
     _make(directory)
     noted = directory / OPTIONS
     if not noted.exists():
-        _write(noted, json.dumps(options, indent=1))
+        write_file(noted, json.dumps(options, indent=1))
     elif different := [*_differences(_read(noted), options)]:
         raise ConfigError(
             f"{directory} holds a run with other options ({'; '.join(different[:_SHOWN])}): give the same ones to "
@@ -63,7 +64,7 @@ def run_id_of(directory: Path) -> str:
     """The id of the run in ``directory``, made once; no other run of a shared store has it."""
     noted = directory / _RUN
     if not noted.exists():
-        _write(noted, f"loop-{uuid.uuid4().hex[:12]}")
+        write_file(noted, f"loop-{uuid.uuid4().hex[:12]}")
     return noted.read_text().strip()
 
 
@@ -88,12 +89,6 @@ def _read(file: Path) -> JsonObject:
     except (OSError, ValueError):
         found = None
     return found if isinstance(found, dict) else {}
-
-
-def _write(file: Path, text: str) -> None:
-    fresh = file.with_name(f".{file.name}.new")
-    fresh.write_text(text)
-    os.replace(fresh, file)
 
 
 def _differences(before: object, now: object, at: str = "") -> Iterator[str]:

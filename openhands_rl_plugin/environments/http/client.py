@@ -12,6 +12,7 @@ import httpx
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, EpisodeError, InfrastructureError
+from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Message, Observation, Task
 from openhands_rl_plugin.environments.http.ledger import Claim, EpisodeLedger
 from openhands_rl_plugin.environments.http.opening import action_language, opening_messages
@@ -281,11 +282,12 @@ class BaseEnvClient(ABC):
             )
 
     async def _open_with_retries(self, task: Task) -> ServerAnswer:
+        backoff = Backoff(self.options.backoff, _LONGEST_PAUSE)
         for attempt in range(self.options.retries):
             try:
                 return await self.open_episode(task)
             except UnavailableError:
-                await asyncio.sleep(min(self.options.backoff * 2**attempt, _LONGEST_PAUSE))
+                await backoff.wait(attempt + 1)
         return await self.open_episode(task)
 
 

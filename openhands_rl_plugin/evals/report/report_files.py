@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.files import PRIVATE, write_file
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.report.comparing import Comparison
 from openhands_rl_plugin.evals.report.figures import GroupFigures
 from openhands_rl_plugin.evals.report.page import report_page
-from openhands_rl_plugin.evals.runs.run_files import write_file
 
 JSON, HTML = "report.json", "report.html"
 
@@ -30,5 +30,5 @@ def write_report(folder: Path, groups: Sequence[GroupFigures], comparison: Compa
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(f"{folder}: cannot be made: {error.strerror}") from error
-    write_file(folder / JSON, report.model_dump_json(indent=1) + "\n")
-    write_file(folder / HTML, report_page(groups, comparison))
+    write_file(folder / JSON, report.model_dump_json(indent=1) + "\n", PRIVATE)
+    write_file(folder / HTML, report_page(groups, comparison), PRIVATE)

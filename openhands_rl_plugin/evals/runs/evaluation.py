@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import FailureKind, JsonObject
 from openhands_rl_plugin.evals.runs.judged import Entry, Judged, Player
 from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind, outcome_of
@@ -21,8 +22,7 @@ from openhands_rl_plugin.evals.runs.same_run import check_same_run
 SCRATCH = ".work"
 """Where checkouts lie, below the folder of an evaluation; what a killed process left there is removed."""
 
-_PAUSE = 0.25
-_LONGEST_PAUSE = 10.0
+_BACKOFF = Backoff(first=0.5, longest=10.0)
 
 OnOutcome = Callable[[Outcome], None]
 
@@ -124,7 +124,7 @@ class Evaluation:
                 failures += 1
                 if failures > self.plan.retries:
                     return judged
-                await asyncio.sleep(min(_PAUSE * 2**failures, _LONGEST_PAUSE))
+                await _BACKOFF.wait(failures)
             attempt += 1
 
     def _write(self, work: Work, entry: Entry, judged: Judged, outcome: Outcome) -> None:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
+from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
@@ -36,8 +37,7 @@ from openhands_rl_plugin.rollout.scoring import judge
 from openhands_rl_plugin.rollout.session import trajectory_id
 
 _CHECKOUT = "instance.checkout"
-_PAUSE = 0.5
-_LONGEST_PAUSE = 10.0
+_BACKOFF = Backoff(first=1.0, longest=10.0)
 
 
 class InstancePlayer:
@@ -144,7 +144,7 @@ class InstancePlayer:
         logs = self._plan.out / trajectory.run_id / "eval_logs" / instance.instance_id
         for attempt in range(self._plan.retries + 1):
             if attempt:
-                await asyncio.sleep(min(_PAUSE * 2**attempt, _LONGEST_PAUSE))
+                await _BACKOFF.wait(attempt)
             try:
                 with boundary(FailureKind.GRADER, "instance.grade"):
                     verdict = await grader.grade(instance, patch, logs=logs, timeout=self._plan.test_timeout)

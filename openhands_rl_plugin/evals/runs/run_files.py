@@ -10,13 +10,13 @@ import fcntl
 import json
 import os
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
+from openhands_rl_plugin.core.files import PRIVATE, write_file
 from openhands_rl_plugin.core.types import JsonObject
 
 OUTPUT = "output.jsonl"
@@ -46,7 +46,7 @@ class RunFiles:
     def write_metadata(self, metadata: JsonObject) -> None:
         """Write ``metadata.json`` unless it is there: that of the first start stays."""
         if not (self.directory / METADATA).exists():
-            write_file(self.directory / METADATA, json.dumps(metadata))
+            write_file(self.directory / METADATA, json.dumps(metadata), PRIVATE)
 
     def append(self, row: JsonObject) -> None:
         """Add a finished instance, from any thread. Raises ``StorageError``, also for one that is there."""
@@ -83,7 +83,7 @@ class RunFiles:
         kept = [row for row in read_rows(self.directory / OUTPUT) if not unwanted(row)]
         gone = len(self.done) - len(kept)
         if gone:
-            write_file(self.directory / OUTPUT, "".join(f"{json.dumps(row)}\n" for row in kept))
+            write_file(self.directory / OUTPUT, "".join(f"{json.dumps(row)}\n" for row in kept), PRIVATE)
             self.done = {str(row["instance_id"]) for row in kept}
         return gone
 
@@ -125,19 +125,6 @@ def read_rows(file: Path) -> Iterator[JsonObject]:
         return
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
-
-
-def write_file(target: Path, text: str) -> None:
-    """Replace a file in one step, readable by its owner only. Raises ``StorageError``."""
-    try:
-        handle, staged = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(staged, target)
-    except OSError as error:
-        raise StorageError(f"{target}: cannot be written: {error.strerror}") from error
 
 
 def finished_instances(directory: Path) -> set[str]:

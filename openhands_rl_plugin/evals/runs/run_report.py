@@ -6,10 +6,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from openhands_rl_plugin.core.files import PRIVATE, write_file
 from openhands_rl_plugin.evals.report.reading import outcome_of_row
 from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind
 from openhands_rl_plugin.evals.runs.rows import prediction_of
-from openhands_rl_plugin.evals.runs.run_files import OUTPUT, PREDICTIONS, read_rows, write_file
+from openhands_rl_plugin.evals.runs.run_files import OUTPUT, PREDICTIONS, read_rows
 from openhands_rl_plugin.evals.swe.logs import run_report
 from openhands_rl_plugin.evals.swe.types import Flag, Verdict, VerdictKind
 
@@ -22,11 +23,11 @@ def write_run_report(directory: Path, model: str, instance_ids: Sequence[str]) -
         outcomes.append(outcome_of_row(row))
         if (prediction := prediction_of(row, model)) is not None:
             predictions.append(json.dumps(prediction) + "\n")
-    write_file(directory / PREDICTIONS, "".join(predictions))
+    write_file(directory / PREDICTIONS, "".join(predictions), PRIVATE)
     verdicts = {each.instance_id: _verdict(each) for each in outcomes if each.kind is not OutcomeKind.UNGRADED}
     report = run_report(verdicts, list(instance_ids), [outcome.instance_id for outcome in outcomes])
     name = f"{model.replace('/', '__')}.{directory.name}.json"
-    write_file(directory / name, json.dumps(report, indent=4))
+    write_file(directory / name, json.dumps(report, indent=4), PRIVATE)
 
 
 def _verdict(outcome: Outcome) -> Verdict:

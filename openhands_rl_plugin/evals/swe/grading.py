@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from openhands_rl_plugin.core.errors import CaughtFailure, boundary
+from openhands_rl_plugin.core.files import PRIVATE, write_file
 from openhands_rl_plugin.core.types import FailureKind, Frozen
-from openhands_rl_plugin.evals.swe.logs import InstanceLogs, run_report, write_text
+from openhands_rl_plugin.evals.swe.logs import InstanceLogs, run_report
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.evals.swe.rows import Prediction
 from openhands_rl_plugin.evals.swe.types import Instance, Verdict, VerdictKind
@@ -119,7 +120,7 @@ def write_reports(
     for model, submitted in models.items():
         found = {name: verdicts[name] for name in submitted if name in verdicts}
         files.append(out / f"{model.replace('/', '__')}.{run_id}.json")
-        write_text(files[-1], json.dumps(run_report(found, instances, submitted), indent=4))
+        write_file(files[-1], json.dumps(run_report(found, instances, submitted), indent=4), PRIVATE)
     return tuple(files)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from openhands_rl_plugin.core.files import PRIVATE, write_file
 from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.evals.swe.types import Verdict, VerdictKind
@@ -64,7 +65,7 @@ class InstanceLogs:
             return None
 
     def _write(self, name: str, text: str) -> None:
-        write_text(self.folder / name, text)
+        write_file(self.folder / name, text.encode(errors="replace"), PRIVATE)
 
 
 def instance_report(verdict: Verdict) -> JsonObject:
@@ -118,14 +119,6 @@ def run_report(verdicts: Mapping[str, Verdict], instances: list[str], submitted:
         "unstopped_containers": [],
         "unremoved_images": [],
     }
-
-
-def write_text(file: Path, text: str) -> None:
-    """Write a file that its owner alone may read; it appears whole or not at all."""
-    making = file.with_name(f".{file.name}.{os.getpid()}")
-    with open(making, "w", encoding="utf-8", errors="replace", newline="", opener=_private) as stream:
-        stream.write(text)
-    making.replace(file)
 
 
 def _private(path: str, flags: int) -> int:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.evals.swe.rows import read_instances
 from openhands_rl_plugin.evals.swe.types import Instance, Verdict, VerdictKind
 from openhands_rl_plugin.evals.tasks.duplicates import duplicates
-from openhands_rl_plugin.evals.tasks.lineage import Check, Lineage, TaskLineage, digest_of, read_lineage, write_lineage
+from openhands_rl_plugin.evals.tasks.lineage import Check, Lineage, TaskLineage, read_lineage, write_lineage
 
 NO_OP = """diff --git a/no_op.txt b/no_op.txt
 new file mode 100644
@@ -67,7 +68,7 @@ async def check_tasks(
 
     tasks = await asyncio.gather(*map(checked, instances))
     lineage = Lineage(
-        sha256=digest_of(path),
+        sha256=file_sha256(path),
         checked=not any(task.check is None or task.check.problems for task in tasks),
         backend=backend.name,
         pass_rate_window=(gate.low, gate.high) if results is not None else None,

@@ -4,15 +4,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from openhands_rl_plugin.core.errors import ConfigError, StorageError
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.files import file_sha256, write_file
 from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.evals.swe.rows import read_instances, row_of
 from openhands_rl_plugin.evals.swe.types import Instance
@@ -92,7 +91,7 @@ def require_checked(path: Path) -> tuple[Instance, ...]:
     again = f"run: openhands-rl tasks check {path}"
     if lineage is None:
         raise ConfigError(f"{path} was never checked; {again}")
-    if lineage.sha256 != digest_of(path):
+    if lineage.sha256 != file_sha256(path):
         raise ConfigError(f"{path} has changed since its lineage was written; {again}")
     if not lineage.checked:
         bad = sum(bool(task.check is None or task.check.problems) for task in lineage.tasks)
@@ -101,31 +100,12 @@ def require_checked(path: Path) -> tuple[Instance, ...]:
 
 
 def write_tasks(path: Path, instances: Sequence[Instance], tasks: Sequence[TaskLineage]) -> None:
-    """Write the rows and their lineage, each complete or not at all."""
+    """Write the rows and their lineage, each complete or not at all. Raises ``StorageError``."""
     rows = "".join(json.dumps(row_of(each), ensure_ascii=False) + "\n" for each in instances)
-    replace(path, rows)
-    write_lineage(path, Lineage(sha256=digest_of(path), tasks=tuple(tasks)))
+    write_file(path, rows, parents=True)
+    write_lineage(path, Lineage(sha256=file_sha256(path), tasks=tuple(tasks)))
 
 
 def write_lineage(tasks: Path, lineage: Lineage) -> None:
     """Write the lineage of a file of tasks."""
-    replace(lineage_path(tasks), lineage.model_dump_json(indent=1, exclude_none=True) + "\n")
-
-
-def replace(path: Path, text: str) -> None:
-    """Put a text in place of a file, so that a reader sees the old or the new one. Raises ``StorageError``."""
-    fresh = path.with_name(f".{path.name}.new")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(fresh, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}") from error
-
-
-def digest_of(path: Path) -> str:
-    """The sha256 of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    write_file(lineage_path(tasks), lineage.model_dump_json(indent=1, exclude_none=True) + "\n")

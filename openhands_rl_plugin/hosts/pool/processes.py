@@ -16,6 +16,7 @@ from typing import Protocol
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import InfrastructureError, RLError, boundary, describe
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
@@ -49,7 +50,7 @@ from openhands_rl_plugin.rollout.session import trajectory_id
 _MODULE = "openhands_rl_plugin.hosts.pool.worker"
 _CLOSE_PATIENCE = 10.0
 _OVERTIME = 60.0
-_LONGEST_PAUSE = 30.0
+_BACKOFF = Backoff(first=2.0, longest=30.0)
 _WORDS_KEPT = 20
 
 
@@ -143,7 +144,7 @@ class WorkerPoolRunner:
     async def _pause_after(self, dead: PoolWorker) -> None:
         self._failed_starts = 0 if dead.was_ready else self._failed_starts + 1
         if self._failed_starts:
-            await asyncio.sleep(min(2.0**self._failed_starts, _LONGEST_PAUSE))
+            await _BACKOFF.wait(self._failed_starts)
 
     def _overtime(self, request: EpisodeRequest) -> float | None:
         limits = request.task.limits or self._settings.limits()

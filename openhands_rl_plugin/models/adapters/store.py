@@ -7,7 +7,6 @@ points at the version in use. Both appear by a rename, so a reader sees the whol
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -20,6 +19,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from openhands_rl_plugin.core.errors import ConfigError, PublishError, StorageError, describe
+from openhands_rl_plugin.core.files import file_sha256, sync, write_file
 from openhands_rl_plugin.core.types import Adapter, Frozen, Probe, versioned_name
 
 WEIGHTS = "adapter_model.safetensors"
@@ -115,12 +115,9 @@ class AdapterStore:
             raise StorageError(f"{pointer} cannot be read: {describe(error)}") from error
 
     def point(self, adapter: Adapter) -> None:
-        """Make ``adapter`` the version in use, atomically."""
+        """Make ``adapter`` the version in use, atomically. Raises ``StorageError``."""
         name = adapter.name.rpartition("-v")[0]
-        try:
-            _write_durably(self._pointer(name), Pointer(name=adapter.name).model_dump_json())
-        except OSError as error:
-            raise StorageError(f"the pointer of {name} cannot be moved: {describe(error)}") from error
+        write_file(self._pointer(name), Pointer(name=adapter.name).model_dump_json())
 
     def verify(self, adapter: Adapter) -> None:
         """Raise ``PublishError`` unless the weights are those that were written."""
@@ -132,11 +129,7 @@ class AdapterStore:
 
     def keep_probe(self, adapter: Adapter, probe: Probe) -> None:
         """Write the trainer's logprobs beside the weights. Raises ``StorageError``."""
-        path = self.root / adapter.name / PROBE
-        try:
-            _write_durably(path, probe.model_dump_json())
-        except OSError as error:
-            raise StorageError(f"{path} cannot be written: {describe(error)}") from error
+        write_file(self.root / adapter.name / PROBE, probe.model_dump_json())
 
     def probe(self, adapter: Adapter) -> Probe | None:
         """What ``keep_probe`` wrote. Raises ``StorageError`` when it is damaged."""
@@ -165,10 +158,7 @@ class AdapterStore:
     def note_loaded(self, adapter: Adapter, url: str) -> None:
         """Note that the server at ``url`` was given these weights. Raises ``StorageError``."""
         path = self.root / adapter.name / LOADED
-        try:
-            _write_durably(path, LoadedBy(urls=(*sorted({*self._loaded_by(path), url}),)).model_dump_json())
-        except OSError as error:
-            raise StorageError(f"{path} cannot be written: {describe(error)}") from error
+        write_file(path, LoadedBy(urls=(*sorted({*self._loaded_by(path), url}),)).model_dump_json())
 
     def was_loaded(self, adapter: Adapter, url: str) -> bool:
         """Whether what the server at ``url`` has by this name are these weights, and not those of a former run.
@@ -187,7 +177,7 @@ class AdapterStore:
         self, name: str, fresh: Path, base_model: str, parent: str | None, step: int, metrics: dict[str, float]
     ) -> Adapter:
         for file in fresh.iterdir():
-            _sync(file)
+            sync(file)
         while True:
             latest = self.latest(name)
             version = latest.version + 1 if latest is not None else 1
@@ -202,14 +192,14 @@ class AdapterStore:
                 step=step,
                 metrics=metrics,
             )
-            _write_durably(fresh / MANIFEST, adapter.model_dump_json(indent=1))
+            write_file(fresh / MANIFEST, adapter.model_dump_json(indent=1))
             try:
                 os.rename(fresh, target)
             except OSError:
                 if not target.exists():
                     raise
                 continue  # another process took this version
-            _sync(self.root)
+            sync(self.root)
             return adapter
 
     def _pointer(self, name: str) -> Path:
@@ -230,30 +220,3 @@ def sweep(root: Path) -> None:
             with suppress(FileNotFoundError):  # somebody else has swept it
                 if time.time() - left.stat().st_mtime > _ABANDONED:
                     shutil.rmtree(left, ignore_errors=True)
-
-
-def file_sha256(path: Path) -> str:
-    """Hexadecimal digest of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_durably(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(partial, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 import httpx
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, ModelError
+from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams
 from openhands_rl_plugin.models.engines.openai_stream import StreamedAnswer
 from openhands_rl_plugin.models.engines.openai_wire import completions_from, request_body
@@ -59,7 +59,7 @@ class OpenAIEngine:
         self.base_url = base_url.rstrip("/")
         self._timeout = timeout
         self._retries = retries
-        self._backoff = backoff
+        self._backoff = Backoff(backoff, _LONGEST_PAUSE)
         self._sampling = sampling or SamplingParams()
         self._extensions = dict(_EXTENSIONS)
         self._key = _api_key(api_key, api_key_env)
@@ -186,7 +186,7 @@ class OpenAIEngine:
     async def _wait(self, attempt: int, problem: str, pause: float | None = None) -> None:
         if attempt > self._retries:
             raise InfrastructureError(f"{problem} (after {attempt} attempts)")
-        await asyncio.sleep(pause if pause is not None else self._pause(attempt))
+        await asyncio.sleep(pause if pause is not None else self._backoff.pause(attempt))
 
     def _unreachable(self, error: TimeoutError | httpx.TransportError) -> str:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
@@ -204,10 +204,6 @@ class OpenAIEngine:
     def _message_of(self, content: bytes) -> str:
         text = _error_message(content)
         return text.replace(self._key, "***") if self._key else text
-
-    def _pause(self, attempt: int) -> float:
-        longest = min(self._backoff * 2 ** (attempt - 1), _LONGEST_PAUSE)
-        return random.uniform(longest / 2, longest)
 
 
 def _with_seed_offset(sampling: SamplingParams, offset: int) -> SamplingParams:

@@ -10,7 +10,6 @@ import asyncio
 import json
 import math
 import os
-import random
 from collections.abc import Sequence
 
 import httpx
@@ -24,6 +23,7 @@ from openhands_rl_plugin.core.errors import (
     ModelError,
     boundary,
 )
+from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject
 from openhands_rl_plugin.training.verifier.card import Verdict
 
@@ -32,7 +32,7 @@ AT_ONCE = 16
 
 _TOP = 20
 _RETRIES = 4
-_BACKOFF = 0.5
+_BACKOFF = Backoff(first=0.375, longest=3.0)
 _RETRIED = frozenset({408, 409, 425, 429})
 _LARGEST = 64 * 1024 * 1024
 
@@ -107,7 +107,7 @@ class ServedVerifier:
                     raise ModelError(problem)
             if attempt > _RETRIES:
                 raise InfrastructureError(f"{problem} (after {attempt} attempts)")
-            await asyncio.sleep(_BACKOFF * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
+            await _BACKOFF.wait(attempt)
 
 
 class _Wire(BaseModel):

@@ -9,6 +9,7 @@ from itertools import count
 
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Trajectory
 from openhands_rl_plugin.rollout.many import RolloutPlan
 from openhands_rl_plugin.rollout.session import trajectory_id
@@ -17,7 +18,7 @@ from openhands_rl_plugin.training.loop.server_outage import PatientRunner, Patie
 from openhands_rl_plugin.training.loop.supply import Group, Meter
 
 _RETRIES = 2
-_LONGEST_PAUSE = 10.0
+_BACKOFF = Backoff(first=0.5, longest=10.0)
 
 
 class GroupPlayer:
@@ -79,7 +80,7 @@ class GroupPlayer:
         for attempt in count(attempts):
             request = request.model_copy(update={"attempt": attempt})
             if failed:
-                await asyncio.sleep(min(0.25 * 2**failed, _LONGEST_PAUSE))
+                await _BACKOFF.wait(failed)
             outages = self._server.outages
             trajectory, asked = await self._play(request)
             excused = self._server.outages != outages

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -11,6 +10,7 @@ from pydantic import Field, ValidationError
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.types import Frozen, SamplingParams, Task, Trajectory
 
 
@@ -110,14 +110,8 @@ class LoopState(Frozen):
             raise StorageError(f"{path} is not the state of a run: move it away to start anew") from error
 
     def save(self, path: Path) -> None:
-        """Replace the state file atomically and durably."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(".new")
-        with open(fresh, "w") as file:
-            file.write(self.model_dump_json(indent=1))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
+        """Replace the state file atomically and durably. Raises ``StorageError``."""
+        write_file(path, self.model_dump_json(indent=1), parents=True)
 
 
 def success_metrics(

@@ -8,28 +8,24 @@ An episode that began on the base model, before there was a version, ends on it.
 from __future__ import annotations
 
 import json
-import socket
-import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.errors import InfrastructureError, StorageError, describe
+from openhands_rl_plugin.core.errors import StorageError, describe
+from openhands_rl_plugin.core.http_server import listening, serving
 from openhands_rl_plugin.core.types import PolicyRef
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.models.adapters.store import AdapterStore
 
-_START_SECONDS = 30.0
 _PASSED = ("content-type", "retry-after")
 _ROUTED = frozenset({"/v1/chat/completions", "/v1/completions"})
 
@@ -41,22 +37,8 @@ def running_router(upstream: str, store: AdapterStore, adapter: str, *, timeout:
     Loopback only. ``timeout`` is in seconds a request. Raises ``InfrastructureError`` when it does not come up.
     """
     router = _Router(upstream, store, adapter, timeout)
-    config = uvicorn.Config(router.app(), log_level="warning", access_log=False, timeout_graceful_shutdown=5)
-    server = uvicorn.Server(config)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="router", daemon=True)
-        thread.start()
-        deadline = time.monotonic() + _START_SECONDS
-        while not server.started:
-            if not thread.is_alive() or time.monotonic() > deadline:
-                raise InfrastructureError("the router of partial rollouts did not start; see its log")
-            time.sleep(0.01)
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join()
+    with listening("127.0.0.1", 0) as listener, serving(router.app(), listener) as url:
+        yield url
 
 
 @contextmanager

@@ -14,13 +14,13 @@ import httpx
 
 from openhands_rl_plugin.core.errors import InfrastructureError, PublishError
 from openhands_rl_plugin.core.protocols import EpisodeRunner
+from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import Adapter, EpisodeRequest, FailureKind, Probe, Trajectory
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, PublishReport
 
-_FIRST_PAUSE = 0.5
-_LONGEST_PAUSE = 15.0
+_BACKOFF = Backoff(first=0.5, longest=15.0)
 _MODEL_SERVER = frozenset({FailureKind.INFRASTRUCTURE, FailureKind.MODEL})
 
 
@@ -71,7 +71,7 @@ class PatientServer:
 
     async def _answer[T](self, ask: Callable[[], Awaitable[T]]) -> T:
         """What the server says, as soon as it says anything."""
-        deadline, pause = time.monotonic() + self._patience, _FIRST_PAUSE
+        deadline, failures = time.monotonic() + self._patience, 0
         while True:
             try:
                 answer = await ask()
@@ -85,8 +85,8 @@ class PatientServer:
                         f"the model server has been away for {self._patience:g} s ([rl.loop] patience): {error}. What "
                         "was played and trained is kept: start the server, then run the same again"
                     ) from error
-                await asyncio.sleep(min(pause, left))
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                failures += 1
+                await _BACKOFF.wait(failures, at_most=left)
             else:
                 if not self._there.is_set():
                     self._there.set()

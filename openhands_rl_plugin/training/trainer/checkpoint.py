@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -10,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from openhands_rl_plugin.core.errors import StorageError, TrainingError, describe
+from openhands_rl_plugin.core.files import PRIVATE, replacing
 
 STATE_FILE = "trainer_state.safetensors"
 
@@ -17,19 +17,11 @@ STATE_FILE = "trainer_state.safetensors"
 def save_checkpoint(directory: Path, tensors: dict[str, Tensor], counters: dict[str, str]) -> None:
     """Write ``directory/STATE_FILE``; at any moment it is either the old or the new one. Raises ``StorageError``."""
     target = directory / STATE_FILE
-    partial = directory / f".{STATE_FILE}.{os.getpid()}"
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        try:
-            open(partial, "wb", opener=_private).close()
-            save_file(state, partial, counters)
-            with open(partial, "rb") as file:
-                os.fsync(file.fileno())
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
-        sync_directory(directory)
+        with replacing(target, PRIVATE) as draft:
+            save_file(state, draft, counters)
     except (OSError, SafetensorError) as error:
         raise StorageError(
             f"cannot write {target}: {describe(error)}; free some space or choose another path"
@@ -54,16 +46,3 @@ def load_counters(directory: Path) -> dict[str, str]:
             return file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise TrainingError(f"cannot read the training state {source}: {describe(error)}") from error
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make renames in ``directory`` durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import tempfile
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import PublishError, StorageError, TrainingError, describe
+from openhands_rl_plugin.core.files import file_sha256, sync
 from openhands_rl_plugin.core.types import Frozen, Sample
 from openhands_rl_plugin.training.data.imitation import Pair
 from openhands_rl_plugin.training.distributed.sharding import is_sharded
@@ -80,11 +80,12 @@ class FullTrainer(Trainer):
                     path=str(target),
                     base_model=base_model,
                     step=self.step,
-                    sha256={file.name: _sha256(file) for file in sorted(fresh.glob("*.safetensors"))},
+                    sha256={file.name: file_sha256(file) for file in sorted(fresh.glob("*.safetensors"))},
                     metrics=metrics or {},
                 )
                 (fresh / MANIFEST).write_text(made.model_dump_json(indent=1), encoding="utf-8")
-                _sync(fresh)
+                for path in (*fresh.iterdir(), fresh):
+                    sync(path)
                 os.rename(fresh, target)
             finally:
                 shutil.rmtree(fresh, ignore_errors=True)
@@ -109,23 +110,9 @@ def verify_model(directory: Path) -> TrainedModel:
     """The manifest of a trained model. Raises ``TrainingError`` unless its weights are those that were written."""
     try:
         made = TrainedModel.model_validate_json((directory / MANIFEST).read_bytes())
-        wrong = [name for name, digest in made.sha256.items() if _sha256(directory / name) != digest]
+        wrong = [name for name, digest in made.sha256.items() if file_sha256(directory / name) != digest]
     except (OSError, ValueError) as error:
         raise TrainingError(f"{directory} is no trained model: {describe(error)}") from error
     if wrong:
         raise TrainingError(f"{directory / wrong[0]} was changed since it was made (sha256 differs)")
     return made
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as source:
-        return hashlib.file_digest(source, "sha256").hexdigest()
-
-
-def _sync(directory: Path) -> None:
-    for path in (*directory.iterdir(), directory):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import time
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.core.memory import return_freed_memory
 from openhands_rl_plugin.core.types import Adapter, Probe, Sample
 from openhands_rl_plugin.training.algorithms import algorithm_of
@@ -373,8 +373,7 @@ def _progress(number: int, total: int, found: Diagnostics, tally: Tally) -> Trai
 def _check_file(adapter: Adapter) -> None:
     path = Path(adapter.path) / WEIGHTS_FILE
     try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = file_sha256(path)
     except OSError as error:
         raise TrainingError(f"adapter {adapter.name}: cannot read {path}: {error.strerror}") from error
     if digest != adapter.sha256:

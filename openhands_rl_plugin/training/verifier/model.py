@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import nn
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe
+from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.training.data.batch import pack
 from openhands_rl_plugin.training.data.layout import lay_out
@@ -86,8 +86,7 @@ def weights_sha256(directory: Path) -> str:
     """Hexadecimal digest of an adapter's weights. Raises ``TrainingError``."""
     path = directory / WEIGHTS_FILE
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return file_sha256(path)
     except OSError as error:
         raise TrainingError(f"cannot read {path}: {describe(error)}") from error
 

@@ -9,13 +9,14 @@ import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Protocol, Self
 
 from pydantic_core import to_json
 
+from openhands_rl_plugin.core.files import PRIVATE, replacing
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
 from openhands_rl_plugin.trajectories.exchange.reading import optional
@@ -48,15 +49,14 @@ class _Staged(ABC):
 
     def __init__(self, target: Path) -> None:
         self.target = target
-        self._staged: Path | None = None
 
     def __enter__(self) -> Self:
         _check_place(self.target)
         try:
-            handle, name = tempfile.mkstemp(prefix=f".{self.target.name}.", dir=self.target.parent)  # mode 0600
-            os.close(handle)
-            self._staged = Path(name)
-            self._open(self._staged)
+            with ExitStack() as stack:
+                self._open(stack.enter_context(replacing(self.target, PRIVATE)))
+                stack.callback(self._close)
+                self._opened = stack.pop_all()
         except OSError as error:
             raise ExchangeError(f"{self.target}: cannot be written: {error}") from error
         return self
@@ -64,19 +64,10 @@ class _Staged(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        staged = self._staged
-        assert staged is not None
         try:
-            self._close()
-            if kind is None:
-                _flush(staged)
-                os.replace(staged, self.target)
-                _flush(self.target.parent)
+            self._opened.__exit__(kind, error, trace)
         except OSError as failed:
             raise ExchangeError(f"{self.target}: cannot be written: {failed}") from failed
-        finally:
-            with suppress(FileNotFoundError):
-                staged.unlink()
 
     @abstractmethod
     def _open(self, staged: Path) -> None:
@@ -218,11 +209,3 @@ def _feature(datasets: Any, kind: Any) -> Any:
     if isinstance(kind, list):
         return datasets.List(_feature(datasets, kind[0]))
     return datasets.Value("string" if kind == JSON else kind)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

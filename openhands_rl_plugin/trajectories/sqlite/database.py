@@ -19,6 +19,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import StorageError, describe
+from openhands_rl_plugin.core.files import sync
 from openhands_rl_plugin.core.types import SCHEMA_VERSION
 
 FILE_NAME = "trajectories.sqlite"
@@ -122,12 +123,12 @@ def being_made(folder: Path) -> Iterator[sqlite3.Connection | None]:
                 connection.executescript(_SCHEMA)
                 yield connection
                 connection.execute("PRAGMA journal_mode = WAL")
-            _flush(draft)
+            sync(draft)
             draft.rename(file)
         except BaseException:
             draft.unlink(missing_ok=True)
             raise
-        _flush(folder)
+        sync(folder)
 
 
 def make_folder(folder: Path) -> None:
@@ -203,12 +204,4 @@ def _make_folder(folder: Path) -> None:
     if not folder.is_dir():
         _make_folder(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
-        _flush(folder.parent)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(folder.parent)

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from openhands_rl_plugin import cli
+from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.bugs.table import NAMES
 from openhands_rl_plugin.evals.tasks.duplicates import duplicates
-from openhands_rl_plugin.evals.tasks.lineage import Lineage, digest_of, read_lineage, require_checked
+from openhands_rl_plugin.evals.tasks.lineage import Lineage, read_lineage, require_checked
 from openhands_rl_plugin.evals.tasks.making import LARGEST_SHARE, LEAST_SHARE
 from openhands_rl_plugin.evals.tasks.sources.sources import SUITE_PLAN, read_plan, suite_file
 from openhands_rl_plugin.evals.tasks.sources.survey import is_test
@@ -67,7 +68,7 @@ def test_a_bug_breaks_some_tests_and_not_most(suite: tuple[Instance, ...]) -> No
 
 
 def test_every_task_has_its_lineage(suite: tuple[Instance, ...], lineage: Lineage) -> None:
-    assert lineage.sha256 == digest_of(FILE)
+    assert lineage.sha256 == file_sha256(FILE)
     plan = {package.name: package for package in read_plan(suite_file(SUITE_PLAN)).packages}
     for each, known in zip(suite, lineage.tasks, strict=True):
         assert known.instance_id == each.instance_id

@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from openhands_rl_plugin.core.http_server import PortUnavailableError
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.errors import StartError
 from openhands_rl_plugin.models.generator.generator import Generator
@@ -235,7 +236,7 @@ def test_api_key(tiny_model: Path, generator: Generator, monkeypatch: pytest.Mon
 def test_an_occupied_port_is_one_line(tiny_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(StartError, match=rf"^cannot listen on 127.0.0.1 port {port}: .*choose another port$"):
+        with pytest.raises(PortUnavailableError, match=rf"^cannot listen on 127.0.0.1:{port}: .*choose another one"):
             serve(ServerConfig(model=str(tiny_model), port=port))
 
 

@@ -25,6 +25,7 @@ from datetime import UTC, date, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.evals.swe.backends.caching import Cache
 from openhands_rl_plugin.evals.swe.backends.interpreters import find_uv
 
@@ -102,9 +103,7 @@ def index_settings(cache: Cache, exclude_newer: str, variables: Mapping[str, str
     text = f"[[index]]\nurl = {json.dumps(index)}\ndefault = true\ncache-control = {{ {control} }}\n"
     file = cache.path("uv-settings", f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.toml")
     if not file.exists():
-        making = file.with_suffix(f".{os.getpid()}")
-        making.write_text(text)
-        making.replace(file)
+        write_file(file, text)
     return file
 
 

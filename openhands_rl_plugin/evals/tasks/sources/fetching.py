@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.evals.swe.backends.interpreters import find_uv
 from openhands_rl_plugin.evals.tasks.sources.repository import Repository
@@ -44,7 +45,7 @@ def fetch(package: Package, cache: Path) -> tuple[Origin, Tree]:
     if package.git is not None:
         return _from_git(package, cache)
     if package.archive is not None:
-        pin = _sha256(package.archive)
+        pin = file_sha256(package.archive)
         origin = Origin(kind="archive", name=package.name, version=pin[:8], pin=pin, place=str(package.archive))
         return origin, read_archive(package.archive)
     assert package.release is not None
@@ -57,7 +58,7 @@ def fetch_release(name: str, release: Release, cache: Path) -> tuple[Origin, Tre
     archive = next((path for path in sorted(folder.glob("*")) if not path.name.startswith(".")), None)
     if archive is None:
         archive = _download(name, release.version, folder)
-    pin = _sha256(archive)
+    pin = file_sha256(archive)
     if release.sha256 and pin != release.sha256:
         raise ConfigError(
             f"{name} {release.version}: {archive} has another sha256 ({pin}) than the pinned {release.sha256};"
@@ -128,7 +129,3 @@ def open_git(package: Package, cache: Path) -> Repository:
         if said := _said(["git", "clone", "--quiet", "--bare", where, str(copy)], where):
             raise InfrastructureError(f"{where} could not be cloned: {said.strip().splitlines()[-1]}")
     return Repository(copy)
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,62 @@
+"""Files that are replaced in one step: readers find the old content or the new one, also after a crash."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from openhands_rl_plugin.core.errors import StorageError, describe
+
+PRIVATE = 0o600
+"""Mode of a file that only its owner may read."""
+
+
+@contextmanager
+def replacing(path: Path, mode: int = 0o666) -> Iterator[Path]:
+    """Yield an empty file beside ``path`` that durably takes its place when the block ends without an error.
+
+    ``mode`` is reduced by the process's umask. Raises ``OSError``; nothing is left behind when it or the
+    block fails.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode))
+        yield draft
+        sync(draft)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def write_file(path: Path, content: str | bytes, mode: int = 0o666, *, parents: bool = False) -> None:
+    """Replace a file, text as UTF-8, as ``replacing`` does; with ``parents`` its folder is made where it is missing.
+
+    Raises ``StorageError``.
+    """
+    try:
+        if parents:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path, mode) as draft:
+            draft.write_bytes(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {describe(error)}") from error
+
+
+def sync(path: Path) -> None:
+    """Make the content of a file, or the names in a folder, survive a crash of the machine. Raises ``OSError``."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_sha256(path: Path) -> str:
+    """Hexadecimal digest of a file's content. Raises ``OSError``."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

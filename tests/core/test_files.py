@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.files import PRIVATE, file_sha256, replacing, write_file
+
+
+def test_a_file_is_replaced_with_its_mode(tmp_path: Path) -> None:
+    file = tmp_path / "state.json"
+    file.write_text("old")
+    write_file(file, "new ☃", PRIVATE)
+    assert file.read_text(encoding="utf-8") == "new ☃" and file.stat().st_mode & 0o777 == 0o600
+    assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_what_fails_half_way_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "state.json"
+    file.write_text("old")
+    with pytest.raises(ZeroDivisionError), replacing(file) as draft:
+        draft.write_text("half")
+        assert file.read_text() == "old"
+        raise ZeroDivisionError
+    assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("state.json", "old")]
+
+
+def test_a_missing_folder_is_made_only_when_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "runs" / "1" / "state.json"
+    with pytest.raises(StorageError, match="cannot be written: FileNotFoundError"):
+        write_file(file, b"x")
+    write_file(file, b"x", parents=True)
+    assert file_sha256(file) == "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"
