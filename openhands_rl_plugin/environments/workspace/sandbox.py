@@ -7,13 +7,11 @@ process that it runs in: no ``chdir``, no environment variables, so that session
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import re
 import shlex
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +19,7 @@ from pydantic import Field
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.environments.workspace.bubblewrap import find_bubblewrap, isolate, root_mounts
 from openhands_rl_plugin.environments.workspace.place import Place, PlaceMount
 
 INSIDE = "/workspace"
@@ -139,15 +138,13 @@ class BubblewrapSandbox:
         return twin
 
     def wrap(self, command: Sequence[str], shared: Sequence[Path] = ()) -> list[str]:
-        """``command`` behind ``bwrap`` and its mounts."""
+        """``command`` behind ``bwrap`` and its mounts. Raises ``ConfigError`` where there is no bubblewrap."""
+        # Behind ``around`` this user may be root in a namespace of its own.
+        user = ("--uid", str(os.getuid()), "--gid", str(os.getgid())) if self._around else ()
+        mounts = root_mounts(_is_shown if self._place is None else _is_system)
         return [
             *self._around,
-            *("bwrap", "--unshare-all", *(("--share-net",) if self._network else ())),
-            *("--cap-drop", "ALL", "--new-session", "--as-pid-1"),
-            # Behind ``around`` this user may be root in a namespace of its own.
-            *(("--uid", str(os.getuid()), "--gid", str(os.getgid())) if self._around else ()),
-            *("--tmpfs", "/", *(_host_mounts() if self._place is None else _system_mounts())),
-            *("--dev", "/dev", "--proc", "/proc"),
+            *isolate(mounts, network=self._network, options=("--as-pid-1", *user)),
             *("--size", str(self._temporary), "--tmpfs", "/tmp"),
             *(self._masks() if self._place is None else _interpreter_mounts()),
             *(part for mount in self._mounts for part in ("--ro-bind", str(mount.host), mount.inside)),
@@ -214,12 +211,12 @@ def _is_within(path: str, directory: str) -> bool:
     return os.path.commonpath((path, directory)) == directory
 
 
-def _host_mounts() -> list[str]:
-    return _mounts_of(lambda name: name not in ("proc", "dev", "tmp", INSIDE.strip("/")))
+def _is_shown(name: str) -> bool:
+    return name not in ("proc", "dev", "tmp", INSIDE.strip("/"))
 
 
-def _system_mounts() -> list[str]:
-    return _mounts_of(lambda name: name in _SYSTEM or name.startswith("lib"))
+def _is_system(name: str) -> bool:
+    return name in _SYSTEM or name.startswith("lib")
 
 
 def _interpreter_mounts() -> list[str]:
@@ -229,27 +226,7 @@ def _interpreter_mounts() -> list[str]:
     return [part for path in (base, *own) for part in ("--ro-bind-try", path, path)]
 
 
-def _mounts_of(shown: Callable[[str], bool]) -> list[str]:
-    mounts: list[str] = []
-    for entry in sorted(os.scandir("/"), key=lambda entry: entry.name):
-        if not shown(entry.name):
-            continue
-        if entry.is_symlink():
-            mounts += ["--symlink", os.readlink(entry.path), entry.path]
-        else:
-            mounts += ["--ro-bind-try", entry.path, entry.path]
-    return mounts
-
-
-@functools.cache
 def check_bubblewrap() -> None:
-    """Raise ``ConfigError`` unless ``bwrap`` can make a sandbox here (user namespaces may be forbidden)."""
-    command = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"]
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=20)
-    except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip()
-        raise ConfigError(
-            f"bwrap cannot make a sandbox here ({said}); allow unprivileged user namespaces, or accept commands without"
-            " isolation: runtime = 'openhands_rl_plugin.hosts.v0.runtime.SubprocessRuntime'"
-        ) from error
+    """Raise ``ConfigError``, which names the way out, unless sandboxes can be made here."""
+    way_out = "runtime = 'openhands_rl_plugin.hosts.v0.runtime.SubprocessRuntime'"
+    find_bubblewrap(otherwise=f", or accept commands without isolation: {way_out}")

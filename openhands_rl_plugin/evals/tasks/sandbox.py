@@ -14,8 +14,8 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.environments.workspace.bubblewrap import isolate
 from openhands_rl_plugin.evals.tasks.sources.trees import Tree
 
 INSIDE = "/tmp/testbed"
@@ -151,8 +151,8 @@ def _isolated(environment: Path) -> list[str]:
     shown = {str(environment), str(environment.resolve()), *_interpreter_folders(environment)}
     hidden = "/tmp"
     return [
-        *("bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
-        *("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", hidden, "--tmpfs", "/var/tmp"),
+        *isolate(("--ro-bind", "/", "/"), options=("--die-with-parent",)),
+        *("--tmpfs", hidden, "--tmpfs", "/var/tmp"),
         *(part for path in sorted(shown) if path.startswith(f"{hidden}/") for part in ("--ro-bind", path, path)),
         *("--dir", "/tmp/home"),
     ]
@@ -162,16 +162,3 @@ def _isolated(environment: Path) -> list[str]:
 def _interpreter_folders(environment: Path) -> frozenset[str]:
     real = (environment / "bin" / "python").resolve()
     return frozenset({str(real.parent.parent), sys.base_prefix})
-
-
-@functools.cache
-def check_bubblewrap() -> None:
-    """Raise ``ConfigError`` unless ``bwrap`` can make a sandbox here."""
-    command = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"]
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=20)
-    except FileNotFoundError as error:
-        raise ConfigError("bubblewrap is not installed; tasks are validated in it (package bubblewrap)") from error
-    except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip()
-        raise ConfigError(f"bwrap cannot make a sandbox here ({said}); allow unprivileged user namespaces") from error

@@ -11,11 +11,11 @@ from pydantic import ValidationError
 
 from openhands_rl_plugin.core.errors import ConfigError, RLError
 from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.environments.workspace.bubblewrap import find_bubblewrap
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.history import fixes_of
 from openhands_rl_plugin.evals.tasks.lineage import TaskLineage, write_tasks
 from openhands_rl_plugin.evals.tasks.making import Tried, make_tasks
-from openhands_rl_plugin.evals.tasks.sandbox import check_bubblewrap
 from openhands_rl_plugin.evals.tasks.sources.sources import Package, Plan
 from openhands_rl_plugin.evals.tasks.sources.workshop import open_workshop
 
@@ -93,7 +93,7 @@ def make_suite(plan: Plan, out: Path, cache: Path, progress: Progress) -> Made:
     A package that cannot be used is told in ``problems``. Raises ``ConfigError`` without bubblewrap, for a journal of
     other settings, and when no package gave a task.
     """
-    check_bubblewrap()
+    find_bubblewrap()
     journal = _Journal(out.with_name(f".{out.name}.journal"), plan)
     instances: list[Instance] = []
     lineage: list[TaskLineage] = []

@@ -59,7 +59,6 @@ from openhands_rl_plugin.environments.workspace.copies import (
 from openhands_rl_plugin.environments.workspace.editor import EditRequest, WorkspaceEditor
 from openhands_rl_plugin.environments.workspace.files import Workspace
 from openhands_rl_plugin.environments.workspace.patch import Baseline
-from openhands_rl_plugin.environments.workspace.place import Place
 from openhands_rl_plugin.environments.workspace.sandbox import (
     INSIDE,
     BubblewrapSandbox,
@@ -78,10 +77,9 @@ _ENDED = "[The sandbox ended and a new one is started: background processes and 
 
 
 class WorkspaceRuntime(Runtime):
-    """Runs a session's commands and file actions; in bubblewrap when ``bwrap`` is installed, else as subprocesses.
+    """Runs a session's commands and file actions: in bubblewrap where that works, else as subprocesses, with a warning.
 
-    Raises ``ConfigError`` from the constructor when ``bwrap`` is there but cannot be used: isolation is never dropped
-    silently.
+    Raises ``ConfigError`` from the constructor when a ``bwrap`` is installed that does not work: it is relied on.
     """
 
     limits = SandboxLimits()
@@ -113,10 +111,18 @@ class WorkspaceRuntime(Runtime):
 
     def make_sandbox(self, config: OpenHandsConfig, root: Path) -> Sandbox:
         """Where the commands of the workspace at ``root`` run."""
-        if shutil.which("bwrap") is None and self._place is None:
-            openhands_logger.warning("bubblewrap is not installed: commands run on this host without isolation")
+        try:
+            return self._bubblewrap(config, root)
+        except ConfigError as error:
+            if self._place is not None or shutil.which("bwrap"):
+                raise
+            openhands_logger.warning(f"commands run on this host without isolation: {error}")
             return SubprocessSandbox(root, self._private)
-        return _bubblewrap(config, root, self.limits, self._place)
+
+    def _bubblewrap(self, config: OpenHandsConfig, root: Path) -> Sandbox:
+        check_bubblewrap()
+        network, temporary = config.sandbox.use_host_network, self.limits.temporary
+        return BubblewrapSandbox(root, network=network, temporary=temporary, place=self._place)
 
     async def connect(self) -> None:
         """Start the sandbox. Raises ``InfrastructureError`` when it does not start."""
@@ -364,7 +370,7 @@ class BubblewrapRuntime(WorkspaceRuntime):
 
     def make_sandbox(self, config: OpenHandsConfig, root: Path) -> Sandbox:
         """A bubblewrap sandbox; raises ``ConfigError`` where that is impossible."""
-        return _bubblewrap(config, root, self.limits, self._place)
+        return self._bubblewrap(config, root)
 
 
 class SubprocessRuntime(WorkspaceRuntime):
@@ -373,12 +379,6 @@ class SubprocessRuntime(WorkspaceRuntime):
     def make_sandbox(self, config: OpenHandsConfig, root: Path) -> Sandbox:
         """Plain subprocesses."""
         return SubprocessSandbox(root, self._private)
-
-
-def _bubblewrap(config: OpenHandsConfig, root: Path, limits: SandboxLimits, place: Place | None) -> Sandbox:
-    check_bubblewrap()
-    network = config.sandbox.use_host_network
-    return BubblewrapSandbox(root, network=network, temporary=limits.temporary, place=place)
 
 
 def _observation(action: CmdRunAction, result: CommandResult, suffix: str) -> CmdOutputObservation:

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from needs import needs_bubblewrap
 
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.environments.workspace import patch as changes
 from openhands_rl_plugin.environments.workspace.patch import Baseline
 from openhands_rl_plugin.environments.workspace.sandbox import BubblewrapSandbox, Sandbox, SubprocessSandbox
 
-needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 Changed = Callable[[Callable[[Path], object]], JsonObject]
 
 
@@ -25,7 +25,7 @@ def git(root: Path, *arguments: str) -> None:
     subprocess.run(["git", *who, *arguments], cwd=root, check=True, capture_output=True)
 
 
-@pytest.fixture(params=["subprocess", pytest.param("bubblewrap", marks=needs_bwrap)])
+@pytest.fixture(params=["subprocess", pytest.param("bubblewrap", marks=needs_bubblewrap)])
 def sandbox(request: pytest.FixtureRequest, tmp_path: Path) -> Sandbox:
     root = tmp_path / "work"
     root.mkdir()

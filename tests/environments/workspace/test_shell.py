@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from needs import needs_bubblewrap
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.environments.workspace.sandbox import (
@@ -22,7 +23,6 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
 )
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError, Shell
 
-needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 Run = Callable[..., CommandResult]
 
 
@@ -32,7 +32,7 @@ def make_sandbox(kind: str, directory: Path) -> Sandbox:
     return BubblewrapSandbox(root) if kind == "bubblewrap" else SubprocessSandbox(root, directory)
 
 
-@pytest.fixture(params=["subprocess", pytest.param("bubblewrap", marks=needs_bwrap)])
+@pytest.fixture(params=["subprocess", pytest.param("bubblewrap", marks=needs_bubblewrap)])
 def shell(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shell]:
     shell = Shell(make_sandbox(request.param, tmp_path), {"GREETING": "hello there"})
     yield shell
@@ -184,14 +184,14 @@ def test_nothing_of_this_process_changes(run: Run):
     assert (os.getcwd(), dict(os.environ)) == before
 
 
-@pytest.mark.parametrize("kind", ["subprocess", pytest.param("bubblewrap", marks=needs_bwrap)])
+@pytest.mark.parametrize("kind", ["subprocess", pytest.param("bubblewrap", marks=needs_bubblewrap)])
 def test_memory_is_bounded(kind: str, tmp_path: Path):
     shell = Shell(make_sandbox(kind, tmp_path), limits=SandboxLimits(memory=200 * 1024 * 1024))
     assert "MemoryError" in shell.run("python3 -c 'bytearray(10**9)'", timeout=20).output
     shell.close()
 
 
-@pytest.mark.parametrize("kind", ["subprocess", pytest.param("bubblewrap", marks=needs_bwrap)])
+@pytest.mark.parametrize("kind", ["subprocess", pytest.param("bubblewrap", marks=needs_bubblewrap)])
 def test_closing_ends_a_running_command(kind: str, tmp_path: Path):
     shell = Shell(make_sandbox(kind, tmp_path))
     shell.run(":", timeout=20)
@@ -226,7 +226,7 @@ def test_a_sandbox_that_cannot_start_is_an_infrastructure_failure(tmp_path: Path
         Shell(sandbox).run("echo", timeout=5)
 
 
-@needs_bwrap
+@needs_bubblewrap
 class TestBubblewrap:
     @pytest.fixture
     def run(self, tmp_path: Path) -> Iterator[Run]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from git_backend import GitBackend, make_instances
+from needs import needs_bubblewrap
 
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.core.errors import ConfigError
@@ -26,7 +26,7 @@ from openhands_rl_plugin.evals.runs.suites import Suite, environment_entries, fi
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+pytestmark = needs_bubblewrap
 
 SUITE = Suite(name="adders", dataset="owner/adders", split="test")
 FIXED = [{"bash": "sed -i s/-/+/ adder.py"}, {"finish": "done"}]

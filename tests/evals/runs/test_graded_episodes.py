@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
-import pytest
 from git_backend import GitBackend, make_instances
+from needs import needs_bubblewrap
 
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.apps.loop.graded import GradedRunner
@@ -26,7 +25,7 @@ FIXED = script([{"bash": "sed -i s/-/+/ adder.py"}, {"finish": "done"}])
 SPOILT = script([{"bash": "sed -i 's/a - b/a * b/' adder.py"}, {"finish": "done"}])
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+@needs_bubblewrap
 async def test_an_episode_ends_with_its_verdict(tmp_path: Path):
     instances = make_instances(tmp_path, 2)
     entries = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from git_backend import make_instances
+from needs import needs_bubblewrap
 
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.core.records import TrajectoryFilter
@@ -96,7 +96,7 @@ def test_half_a_line_is_cut_off_and_played_again(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+@needs_bubblewrap
 def test_ctrl_c_and_kill_with_worker_processes(tmp_path: Path):
     """The command itself, with OpenHands' controllers in processes of their own; episodes last a while."""
     replies = [{"bash": f"sleep 1; echo {turn}"} for turn in range(2)] + [{"finish": "done"}]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.environments.workspace.bubblewrap import find_bubblewrap
 from openhands_rl_plugin.evals.swe.backends.interpreters import find_uv
 from openhands_rl_plugin.evals.swe.types import Instance
 
@@ -79,9 +79,8 @@ new file mode 100644
 
 
 def _missing() -> str:
-    if shutil.which("bwrap") is None:
-        return "bubblewrap is not installed"
     try:
+        find_bubblewrap()
         find_uv()
     except ConfigError as error:
         return str(error)

@@ -13,7 +13,6 @@ import pytest
 from repository_samples import FIX, NOTHING, Sample, git, make_sample, needs_sandbox, rewritten, with_extra
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
-from openhands_rl_plugin.evals.swe.backends import interpreters, sandbox
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
 from openhands_rl_plugin.evals.swe.evaluation import Equipment, NoGuard, Observed
@@ -266,16 +265,10 @@ async def test_what_a_killed_process_left_is_cleared_away(place: Place) -> None:
     kept.rmdir()
 
 
-async def test_without_bubblewrap_or_uv_one_clear_line(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    sandbox.check_bubblewrap.cache_clear()
-    interpreters.find_uv.cache_clear()
-    try:
-        with pytest.raises(ConfigError, match=r"bubblewrap is not installed; .*--backend docker"):
-            await LocalBackend(cache=tmp_path / "cache").check()
-    finally:
-        sandbox.check_bubblewrap.cache_clear()
-        interpreters.find_uv.cache_clear()
+@pytest.mark.usefixtures("no_bubblewrap")
+async def test_without_bubblewrap_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"bubblewrap is not installed: .*--backend docker$"):
+        await LocalBackend(cache=tmp_path / "cache").check()
 
 
 class Watching(NoGuard):

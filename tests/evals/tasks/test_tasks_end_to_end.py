@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from needs import needs_bubblewrap
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
@@ -84,8 +84,6 @@ def test_version(tmp_path):
     assert (tmp_path / "a").read_text() == "1"
 """
 
-needs_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
-
 
 def commit(folder: Path, message: str, **files: str) -> None:
     for name, text in files.items():
@@ -107,6 +105,7 @@ def repository(tmp_path: Path) -> Path:
     return folder
 
 
+@needs_bubblewrap
 def test_tests_that_are_missing_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "units"
     subprocess.run(["git", "init", "--quiet", str(folder)], check=True)
@@ -115,20 +114,13 @@ def test_tests_that_are_missing_are_told(tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().err.endswith("error: units: no tests found in it; name them in a plan (tests = [...])\n")
 
 
-def test_without_bubblewrap_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    from openhands_rl_plugin.evals.tasks import sandbox
-
-    (tmp_path / "bin").mkdir()
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    sandbox.check_bubblewrap.cache_clear()
-    try:
-        assert cli.main(["tasks", "make", "inflection==0.5.1", "--out", str(tmp_path / "x.jsonl")]) == 1
-    finally:
-        sandbox.check_bubblewrap.cache_clear()
+@pytest.mark.usefixtures("no_bubblewrap")
+def test_without_bubblewrap_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tasks", "make", "inflection==0.5.1", "--out", str(tmp_path / "x.jsonl")]) == 1
     assert capsys.readouterr().err.startswith("error: bubblewrap is not installed")
 
 
-@needs_sandbox
+@needs_bubblewrap
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_made_twice_checked_and_found_wanting(
@@ -168,7 +160,7 @@ def test_made_twice_checked_and_found_wanting(
     os.unlink(again)
 
 
-@needs_sandbox
+@needs_bubblewrap
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_run_goes_on_where_it_was(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from needs import needs_bubblewrap
 from openhands.core.config import OpenHandsConfig
 from openhands.events import EventSource, EventStreamSubscriber
 from openhands.events.action import (
@@ -32,9 +33,8 @@ from openhands.storage.memory import InMemoryFileStore
 from openhands_rl_plugin.hosts.v0 import runtime as runtimes
 from openhands_rl_plugin.hosts.v0.runtime import WorkspaceRuntime
 
-needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 Make = Callable[..., WorkspaceRuntime]
-KINDS = ["SubprocessRuntime", pytest.param("BubblewrapRuntime", marks=needs_bwrap)]
+KINDS = ["SubprocessRuntime", pytest.param("BubblewrapRuntime", marks=needs_bubblewrap)]
 
 
 @pytest.fixture(scope="module")
@@ -238,8 +238,8 @@ def test_the_given_workspace_is_used_and_kept(make: Make, tmp_path: Path):
     runtime.close()
 
 
-def test_without_bubblewrap_it_works_as_subprocesses(make: Make, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shutil, "which", lambda name: None if name == "bwrap" else f"/usr/bin/{name}")
+@pytest.mark.usefixtures("no_bubblewrap")
+def test_without_bubblewrap_it_works_as_subprocesses(make: Make):
     runtime = make()
     assert command(runtime, "pwd").content == "/workspace"
     assert runtime.files.root.is_dir()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import needs_bubblewrap
 from openhands.core.config.extended_config import ExtendedConfig
 from openhands.core.main import auto_continue_response, run_controller
 from openhands.core.schema import AgentState
@@ -32,7 +32,7 @@ from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.v0.controller_config import controller_config
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner, runtime_path
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+pytestmark = needs_bubblewrap
 
 SLEEP = f"sleep 7{os.getpid()}"
 ENDLESS = {

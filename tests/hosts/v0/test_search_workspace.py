@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import needs_bubblewrap
 from scripted_model import ScriptedModel, call, prompt_ids, says, serve
 
 from openhands_rl_plugin import FileTrajectoryStorage
@@ -20,7 +20,7 @@ from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Score, S
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+pytestmark = needs_bubblewrap
 
 
 BY_PATCH = {"value": "reward", "value_options": {"reward": "test_search_workspace:PatchReward"}}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from needs import needs_bubblewrap
 from scripted_model import ScriptedModel, call, refusal, says, serve
 
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
@@ -26,8 +26,6 @@ from openhands_rl_plugin.environments.workspace.place import Place, PlaceMount
 from openhands_rl_plugin.hosts.shared.episode import LAST_ERROR
 from openhands_rl_plugin.hosts.shared.options import HostOptions, UserReplies
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
-
-needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
 STOCK = HostOptions(
     environment_mode=False,
@@ -131,7 +129,7 @@ async def test_agents_that_cannot_play(model: ScriptedModel, changed: dict, said
             pass
 
 
-@needs_bwrap
+@needs_bubblewrap
 @pytest.mark.parametrize("agent", ["CodeActAgent", "RLAgent"])
 async def test_an_episode_in_a_place_of_its_own(model: ScriptedModel, tmp_path: Path, agent: str):
     name = f"m-place-{agent}"

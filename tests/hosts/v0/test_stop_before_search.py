@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import threading
 from collections.abc import Iterator
 
 import pytest
+from needs import needs_bubblewrap
 from openhands.controller.state.state import State
 from openhands.core.schema import AgentState
 from openhands.core.setup import create_agent
@@ -31,7 +31,7 @@ from openhands_rl_plugin.hosts.v0.driver import runtime_path
 from openhands_rl_plugin.hosts.v0.notes import is_stop
 from openhands_rl_plugin.hosts.v0.runtime import WorkspaceRuntime
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+pytestmark = needs_bubblewrap
 
 SID = "stopped-before-search"
 

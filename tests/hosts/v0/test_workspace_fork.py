@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from needs import needs_bubblewrap
 from openhands.core.config import OpenHandsConfig
 from openhands.events.action import CmdRunAction, FileEditAction, FileReadAction, TaskTrackingAction
 from openhands.events.event import FileEditSource
@@ -27,7 +28,7 @@ from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureE
 from openhands_rl_plugin.environments.workspace.copies import ForkLimits, ForkMethod, Tree, fork_tree, remove_tree
 from openhands_rl_plugin.hosts.v0.runtime import SubprocessRuntime, WorkspaceRuntime
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+pytestmark = needs_bubblewrap
 
 METHODS: list[ForkMethod] = ["overlay", "copy"]
 Make = Callable[..., WorkspaceRuntime]

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.environments.workspace.bubblewrap import Overlay, can_overlay
 from openhands_rl_plugin.environments.workspace.processes import Ended, checked, run
 from openhands_rl_plugin.evals.swe.backends.caching import Cache, copy_tree, default_cache, remove
 from openhands_rl_plugin.evals.swe.backends.interpreters import Interpreter, find_python, find_uv
@@ -22,10 +23,8 @@ from openhands_rl_plugin.evals.swe.backends.sandbox import (
     Sandbox,
     SandboxLimits,
     Shown,
-    can_overlay,
     check_bubblewrap,
     git_settings,
-    overlay_options,
 )
 from openhands_rl_plugin.evals.swe.backends.uv_cache import shared_folder
 from openhands_rl_plugin.evals.swe.evaluation import (
@@ -218,7 +217,7 @@ async def _open(
                 (scratch / name / part).mkdir(parents=True)
         sandbox.make_own(scratch / "uv" / "upper" / "own")
         overlays = tuple(
-            (overlay_options(lower, scratch / name / "upper", scratch / name / "work"), scratch / name / "merged")
+            Overlay(lower, scratch / name / "upper", scratch / name / "work", scratch / name / "merged")
             for name, lower in layers.items()
         )
         cache = scratch / "uv" / "merged"

