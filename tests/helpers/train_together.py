@@ -18,9 +18,9 @@ import torch
 from made_samples import EXACT, make_samples
 from torch.distributed.tensor import DTensor
 
-from openhands_rl_plugin.training.data.imitation import Pair
-from openhands_rl_plugin.training.distributed.ranks import joined_ranks
-from openhands_rl_plugin.training.distributed.sharding import own_part, shard_layers
+from openhands_rl_plugin.training.data.imitation import PreferencePair
+from openhands_rl_plugin.training.distributed.ranks import join_ranks
+from openhands_rl_plugin.training.distributed.sharding import local_shard, shard_layers
 from openhands_rl_plugin.training.policies.packed_model import load_model
 from openhands_rl_plugin.training.trainer.full_trainer import FullTrainer
 from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
@@ -55,7 +55,7 @@ def train(model: Path, out: Path, kind: str, sharding: str = "none", steps: int 
         return train_whole(FullTrainer(model, settings), out / kind, stop)
     trainer = LoraTrainer(model, settings)
     if kind == "dpo":
-        pairs = [Pair((samples[at],), (samples[at + 1],)) for at in (0, 2, 4)]
+        pairs = [PreferencePair((samples[at],), (samples[at + 1],)) for at in (0, 2, 4)]
         metrics = trainer.prefer(pairs, stop, run=run)
     elif kind == "sft":
         metrics = trainer.sft(samples, stop, run=run)
@@ -76,7 +76,7 @@ def train_whole(trainer: FullTrainer, out: Path, stop: Callable[[Any], None]) ->
     metrics = trainer.sft(make_samples(7), stop, run=out / "run")
     figures = {name: value for name, value in asdict(metrics).items() if name != "seconds"}
     figures["probe"] = sum(trainer.probe(make_samples(1)[0].input_ids).logprobs)
-    figures["parts"] = sum(own_part(parameter).numel() for parameter in trainer.parameters.values())
+    figures["parts"] = sum(local_shard(parameter).numel() for parameter in trainer.parameters.values())
     if int(os.environ.get("RANK", "0")):
         trainer.hand_over()
         trainer.finish()
@@ -104,7 +104,7 @@ def main() -> None:
     """Join the others, then train one kind after the other."""
     torch.set_num_threads(1)
     model, out, sharding, steps, *kinds = sys.argv[1:]
-    with joined_ranks():
+    with join_ranks():
         for kind in kinds:
             train(Path(model), Path(out), kind, sharding, int(steps))
         if sharding == "layers":

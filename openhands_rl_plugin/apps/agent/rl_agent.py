@@ -29,20 +29,16 @@ from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.scoring import judge_all
 from openhands_rl_plugin.training.data.dataset import (
     ExcludedEpisodes,
-    Lesson,
     TrainReport,
-    collected_episodes,
-    make_lesson,
-    teach,
+    build_dataset_or_sft,
+    load_episodes,
 )
+from openhands_rl_plugin.training.learn import learn
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 __all__ = ["ConversationMessage", "EpisodeResult", "ExcludedEpisodes", "RLAgent", "TrainReport"]
-
-# As much of a recorded episode as a probe needs: long enough to show a wrong weight, short enough to cost nothing.
-_PROBE_TOKENS = 128
 
 
 class RLAgent:
@@ -177,7 +173,7 @@ class RLAgent:
             task_id=task_id_of(environment, task_id) if isinstance(task_id, int) else task_id,
         )
         with self._working():
-            collecting = collected_episodes(
+            collecting = load_episodes(
                 self._storage,
                 where,
                 base_model=self._policy.base_model,
@@ -185,15 +181,23 @@ class RLAgent:
                 reward=self._reward,
             )
             episodes = self._thread.wait_for(collecting)
-            lesson = make_lesson(episodes, settings)
+            dataset = build_dataset_or_sft(episodes, settings)
             trainer = _trainer(weights, settings, self._policy.adapter)
-            metrics = teach(trainer, lesson)
-            adapter = self._publish(trainer, lesson, metrics.as_floats())
+            metrics, adapter, probe = learn(
+                trainer,
+                dataset,
+                self._policy.store,
+                self.config.serving.adapter,
+                base_model=self._policy.base_model,
+                parent=self._policy.adapter,
+            )
+            assert adapter is not None  # this is the only process
+            self._thread.wait_for(self._policy.adopt(adapter, probe))
         return TrainReport(
-            algorithm=lesson.algorithm,
+            algorithm=dataset.algorithm,
             adapter=adapter,
-            used=lesson.used,
-            excluded=lesson.excluded,
+            used=dataset.used,
+            excluded=dataset.excluded,
             metrics=metrics.as_floats(),
         )
 
@@ -281,20 +285,6 @@ class RLAgent:
             lines = (f"{'.'.join(at)}: {what}" for at, what in problems(error, Task))
             raise ConfigError("\n".join(lines)) from error
 
-    def _publish(self, trainer: LoraTrainer, lesson: Lesson, metrics: dict[str, float]) -> Adapter:
-        parent = self._policy.adapter
-        adapter = self._policy.store.create(
-            self.config.serving.adapter,
-            trainer.save_adapter,
-            base_model=self._policy.base_model,
-            parent=parent.name if parent is not None else None,
-            step=trainer.step + (parent.step if parent is not None else 0),
-            metrics=metrics | {"episodes_used": float(lesson.used)},
-        )
-        probe = trainer.probe(lesson.samples[0].input_ids[-_PROBE_TOKENS:])
-        self._thread.wait_for(self._policy.adopt(adapter, probe))
-        return adapter
-
 
 def task_id_of(environment: str, index: int) -> str:
     """``("webshop", 3)`` -> ``"webshop-3"``."""
@@ -312,7 +302,7 @@ def _overridden(settings: TrainingSettings, given: Mapping[str, float]) -> Train
 
 def _trainer(weights: str, settings: TrainingSettings, adapter: Adapter | None) -> LoraTrainer:
     try:
-        from openhands_rl_plugin.training.trainer.make_trainer import make_trainer
+        from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "torch", "train") from error
-    return make_trainer(weights, settings, adapter)
+    return LoraTrainer(weights, settings, adapter=adapter)

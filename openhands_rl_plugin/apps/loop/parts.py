@@ -46,7 +46,7 @@ async def open_parts(
 
     Raises ``ConfigError`` and ``TrainingError``.
     """
-    from openhands_rl_plugin.training.trainer.make_trainer import make_trainer
+    from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
     from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
 
     serving = settings.serving
@@ -63,7 +63,7 @@ async def open_parts(
             adapters=adapters,
             publisher=publisher,
             tokenizer=tokenizer,
-            make_trainer=lambda chosen, adapter: make_trainer(model, chosen, adapter),
+            make_trainer=lambda chosen, adapter: LoraTrainer(model, chosen, adapter=adapter),
             state_file=directory / STATE,
         )
     finally:

@@ -22,7 +22,7 @@ def shared[T](ranks: Ranks | None, kind: TypeAdapter[T], make: Callable[[], T]) 
     """
     if ranks is None:
         return make()
-    return kind.validate_json(ranks.say(kind.dump_json(make()).decode() if ranks.rank == 0 else ""))
+    return kind.validate_json(ranks.broadcast_text(kind.dump_json(make()).decode() if ranks.rank == 0 else ""))
 
 
 @contextmanager
@@ -35,10 +35,10 @@ def joined() -> Iterator[Ranks | None]:
         from openhands_rl_plugin.models.generator.threads import prepare_threads
 
         prepare_threads()
-        from openhands_rl_plugin.training.distributed.ranks import joined_ranks
+        from openhands_rl_plugin.training.distributed.ranks import join_ranks
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "torch", "train") from error
-    with joined_ranks() as ranks:
+    with join_ranks() as ranks:
         if ranks.rank == 0:
             yield ranks
             return

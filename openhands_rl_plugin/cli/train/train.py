@@ -30,10 +30,9 @@ from openhands_rl_plugin.core.records import TrajectoryFilter
 if TYPE_CHECKING:
     from openhands_rl_plugin.core.protocols import TrajectoryStorage
     from openhands_rl_plugin.core.types import Adapter, Probe, Sample
-    from openhands_rl_plugin.training.data.dataset import ExcludedEpisodes, Lesson
+    from openhands_rl_plugin.training.data.dataset import ExcludedEpisodes, TrainingDataset
     from openhands_rl_plugin.training.distributed.ranks import Ranks
     from openhands_rl_plugin.training.trainer.metrics import TrainProgress
-    from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 RESUME = "the same command continues from the last checkpoint"
 EPILOG = """examples:
@@ -57,7 +56,6 @@ neither it nor a version before it has seen. ADAPTERS/NAME.training/ holds metri
 checkpoint.
 """
 VERIFIER = "verifier"
-_PROBE_TOKENS = 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -147,58 +145,56 @@ class _Training:
     def run(self) -> int:
         """Training is in the main thread: it has the device of its rank, and Ctrl-C ends it."""
         from openhands_rl_plugin.rewards.verifier.reward import forget_models
-        from openhands_rl_plugin.training.data.dataset import Lesson
+        from openhands_rl_plugin.training.data.dataset import TrainingDataset
 
-        kind = TypeAdapter(tuple[str, Lesson])
-        base_model, lesson = shared(self._ranks, kind, lambda: asyncio.run(self._read()))
+        kind = TypeAdapter(tuple[str, TrainingDataset])
+        base_model, dataset = shared(self._ranks, kind, lambda: asyncio.run(self._read()))
         forget_models()  # a verifier's, which judged
         forget_unused()
-        self._say_what(lesson)
+        self._say_what(dataset)
         if self._args.dry_run:
             return 0
-        if not lesson.samples:
-            raise TrainingError(_nothing(self._settings, lesson.excluded))
+        if not dataset.samples:
+            raise TrainingError(_nothing(self._settings, dataset.excluded))
         if self._whole:
-            self._train_whole(lesson, base_model)
+            self._train_whole(dataset, base_model)
             return 0
-        metrics, adapter, probe = self._train(lesson, base_model)
+        adapter, probe = self._train(dataset, base_model)
         if adapter is None:
             return 0
-        print(f"{adapter.name}: {', '.join(f'{name} {value:.4g}' for name, value in metrics.items())}")
+        print(f"{adapter.name}: {', '.join(f'{name} {value:.4g}' for name, value in adapter.metrics.items())}")
         if self._args.publish:
             asyncio.run(publish(self._args.publish, self._adapters, adapter, probe))
         return 0
 
-    async def _read(self) -> tuple[str, Lesson]:
+    async def _read(self) -> tuple[str, TrainingDataset]:
         async with open_store(self._args.store, create=False) as storage:
             if self._args.tasks:
                 self._where = await of_checked_tasks(storage, self._where, self._args.tasks)
             base_model = self._args.base_model or await _only_base_model(storage, self._where, self._name)
             return base_model, await self._lesson(storage, base_model)
 
-    async def _lesson(self, storage: TrajectoryStorage, base_model: str) -> Lesson:
+    async def _lesson(self, storage: TrajectoryStorage, base_model: str) -> TrainingDataset:
         from openhands_rl_plugin.rollout.rescoring import rescore
-        from openhands_rl_plugin.training.data.dataset import collected_episodes, lesson_of
+        from openhands_rl_plugin.training.data.dataset import build_dataset, load_episodes
 
         reward = reward_of(self._args, self._rewards)
         if not self._args.dry_run:
             await rescore(storage, reward, self._where)
-        episodes = await collected_episodes(
-            storage, self._where, base_model=base_model, adapter=self._name, reward=reward
-        )
-        return lesson_of(episodes, self._settings)
+        episodes = await load_episodes(storage, self._where, base_model=base_model, adapter=self._name, reward=reward)
+        return build_dataset(episodes, self._settings)
 
-    def _say_what(self, lesson: Lesson) -> None:
+    def _say_what(self, dataset: TrainingDataset) -> None:
         from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory, estimate_share
 
-        print(f"{self._name} from {self._parent.name if self._parent else 'the base model'}, by {lesson.algorithm}")
-        print(f"  episodes: {lesson.used} used; left out: {lesson.excluded.in_words()}")
-        longest = max((len(sample.input_ids) for sample in lesson.samples), default=0)
+        print(f"{self._name} from {self._parent.name if self._parent else 'the base model'}, by {dataset.algorithm}")
+        print(f"  episodes: {dataset.used} used; left out: {dataset.excluded.in_words()}")
+        longest = max((len(sample.input_ids) for sample in dataset.samples), default=0)
         memory = estimate_memory(self._args.model, self._settings, longest)
         of_parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in memory.parts().items())
-        if lesson.samples:
-            print(f"  {_sizes(lesson.samples)}")
-            units = len(lesson.pairs) or lesson.used
+        if dataset.samples:
+            print(f"  {_sizes(dataset.samples)}")
+            units = len(dataset.pairs) or dataset.used
             steps = math.ceil(units / self._settings.batch_size) * self._settings.num_epochs
             print(f"  steps: {steps} ({self._settings.num_epochs} epochs)")
         print(f"  memory: about {memory.total / 1e9:.2f} GB ({of_parts})", flush=True)
@@ -206,13 +202,13 @@ class _Training:
             share = estimate_share(self._args.model, self._settings, longest, self._ranks.size).total
             print(f"  split by --sharding layers: about {share / 1e9:.2f} GB in each process", flush=True)
 
-    def _train_whole(self, lesson: Lesson, base_model: str) -> None:
+    def _train_whole(self, dataset: TrainingDataset, base_model: str) -> None:
         from openhands_rl_plugin.cli.train.whole import train_whole
 
         made = train_whole(
             self._args.model,
             self._settings,
-            lesson,
+            dataset,
             training_progress(),
             root=self._adapters.root,
             name=self._name,
@@ -223,39 +219,30 @@ class _Training:
             return
         print(f"{made.path}: {', '.join(f'{name} {value:.4g}' for name, value in made.metrics.items())}")
 
-    def _train(self, lesson: Lesson, base_model: str) -> tuple[dict[str, float], Adapter | None, Probe]:
-        """The metrics, the new version (rank 0 alone has one), and what to probe it by."""
-        from openhands_rl_plugin.training.data.dataset import teach
+    def _train(self, dataset: TrainingDataset, base_model: str) -> tuple[Adapter | None, Probe]:
+        """The new version, which rank 0 alone has, and the logprobs to check a server against."""
+        from openhands_rl_plugin.training.learn import learn
 
         try:
             from openhands_rl_plugin.models.generator.threads import prepare_threads
 
             prepare_threads()
-            from openhands_rl_plugin.training.trainer.make_trainer import make_trainer
+            from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or "torch", "train") from error
-        trainer = make_trainer(self._args.model, self._settings, self._parent)
-        directory = self._adapters.root / f"{self._name}.training"
+        trainer = LoraTrainer(self._args.model, self._settings, adapter=self._parent)
         with training_progress() as advanced:
-            metrics = teach(trainer, lesson, advanced, run=directory).as_floats()
-        adapter = self._keep(trainer, metrics | {"episodes_used": float(lesson.used)}, base_model)
-        trainer.finish()
-        probe = trainer.probe(lesson.samples[0].input_ids[-_PROBE_TOKENS:])
-        if adapter is not None:
-            self._adapters.keep_probe(adapter, probe)  # a later ``adapters publish`` proves itself by it
-        return metrics, adapter, probe
-
-    def _keep(self, trainer: LoraTrainer, metrics: dict[str, float], base_model: str) -> Adapter | None:
-        if not self._leads:
-            return None
-        return self._adapters.create(
-            self._name,
-            trainer.save_adapter,
-            base_model=base_model,
-            parent=self._parent.name if self._parent else None,
-            step=trainer.step + (self._parent.step if self._parent else 0),
-            metrics=metrics,
-        )
+            _, adapter, probe = learn(
+                trainer,
+                dataset,
+                self._adapters,
+                self._name,
+                base_model=base_model,
+                parent=self._parent,
+                on_progress=advanced,
+                run=self._adapters.root / f"{self._name}.training",
+            )
+        return adapter, probe
 
 
 async def _only_base_model(storage: TrajectoryStorage, where: TrajectoryFilter, adapter: str) -> str:
@@ -300,10 +287,10 @@ def _sizes(samples: Sequence[Sample]) -> str:
 
 
 def _nothing(settings: TrainingSettings, excluded: ExcludedEpisodes) -> str:
-    from openhands_rl_plugin.training.data.dataset import of_tempered
+    from openhands_rl_plugin.training.data.dataset import off_temperature_message
 
-    if excluded.tempered and not excluded.no_signal:
-        return of_tempered(excluded)
+    if excluded.off_temperature and not excluded.no_signal:
+        return off_temperature_message(excluded)
     count = excluded.held_out
     aside = f" ({count} of held-out splits were left out: name one with --split)" if count else ""
     if settings.algorithm in ("sft", "rejection-sampling"):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.models.adapters.store import AdapterStore
     from openhands_rl_plugin.training.distributed.ranks import Ranks
     from openhands_rl_plugin.training.trainer.metrics import TrainProgress
-    from openhands_rl_plugin.training.verifier.data import Example, VerifierLesson
+    from openhands_rl_plugin.training.verifier.data import Example, VerifierDataset
     from openhands_rl_plugin.training.verifier.prompt import VerifierPrompts
     from openhands_rl_plugin.training.verifier.report import VerifierReport
     from openhands_rl_plugin.training.verifier.train import TrainedVerifier
@@ -65,7 +65,7 @@ class VerifierTraining:
         ranks: Ranks | None,
     ) -> None:
         from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
-        from openhands_rl_plugin.training.verifier.card import taught_by
+        from openhands_rl_plugin.training.verifier.card import tasks_trained_on
 
         self._args = args
         self._ranks = ranks
@@ -86,7 +86,7 @@ class VerifierTraining:
         self._reward: Reward | None = None if label == "resolved" else build("rewards", label)
         self._adapters = AdapterStore(args.adapters)
         self._parent = starting_point(self._adapters, self._name, args.start)
-        self._taught = taught_by(self._parent)
+        self._taught = tasks_trained_on(self._parent)
         self._progress = progress
         self._publish = publish
 
@@ -96,16 +96,16 @@ class VerifierTraining:
             from openhands_rl_plugin.models.generator.threads import prepare_threads
 
             prepare_threads()
-            from openhands_rl_plugin.training.verifier.data import VerifierLesson
+            from openhands_rl_plugin.training.verifier.data import VerifierDataset
             from openhands_rl_plugin.training.verifier.prompt import prompts_for
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or "transformers", "train") from error
         prompts = prompts_for(str(self._args.model), self._settings.max_length)
-        lesson = shared(self._ranks, TypeAdapter(VerifierLesson), lambda: asyncio.run(self._read(prompts)))
-        self._say_what(lesson)
+        dataset = shared(self._ranks, TypeAdapter(VerifierDataset), lambda: asyncio.run(self._read(prompts)))
+        self._say_what(dataset)
         if self._args.dry_run:
             return 0
-        adapter, trained = self._train(lesson, prompts)
+        adapter, trained = self._train(dataset, prompts)
         if adapter is None:
             return 0
         print("\n".join([f"{adapter.name}:", *report_lines(trained.report)]))
@@ -114,13 +114,13 @@ class VerifierTraining:
             asyncio.run(self._publish(self._args.publish, self._adapters, adapter, trained.probe))
         return 0
 
-    async def _read(self, prompts: VerifierPrompts) -> VerifierLesson:
-        from openhands_rl_plugin.training.verifier.data import verifier_lesson
+    async def _read(self, prompts: VerifierPrompts) -> VerifierDataset:
+        from openhands_rl_plugin.training.verifier.data import verifier_dataset
 
         async with open_store(self._args.store, create=False) as storage:
             if self._args.tasks:
                 self._where = await of_checked_tasks(storage, self._where, self._args.tasks)
-            return await verifier_lesson(
+            return await verifier_dataset(
                 storage,
                 self._where,
                 prompts,
@@ -130,26 +130,26 @@ class VerifierTraining:
                 taught=self._taught,
             )
 
-    def _say_what(self, lesson: VerifierLesson) -> None:
+    def _say_what(self, dataset: VerifierDataset) -> None:
         from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory
-        from openhands_rl_plugin.training.verifier.card import task_mark
+        from openhands_rl_plugin.training.verifier.card import task_digest
 
         print(f"{self._name} from {self._parent.name if self._parent else 'the base model'}, a verifier")
-        left_out = [f"{n} {why.replace('_', ' ')}" for why, n in lesson.left_out.model_dump().items() if n]
-        print(f"  training: {_counts(lesson.training)}; left out: {', '.join(left_out) or 'none'}")
-        print(f"  held out: {_counts(lesson.held_out)}")
-        again = {example.label.task for example in lesson.training if task_mark(example.label.task) in self._taught}
+        left_out = [f"{n} {why.replace('_', ' ')}" for why, n in dataset.left_out.model_dump().items() if n]
+        print(f"  training: {_counts(dataset.training)}; left out: {', '.join(left_out) or 'none'}")
+        print(f"  held out: {_counts(dataset.held_out)}")
+        again = {example.label.task for example in dataset.training if task_digest(example.label.task) in self._taught}
         if self._parent is not None and again:
             print(f"  {len(again)} tasks taught {self._parent.name} or a version before it, and are never held out")
-        longest = max(len(example.prompt) + 1 for example in lesson.training)
-        tokens = sum(len(example.prompt) + 1 for example in lesson.training)
-        steps = math.ceil(len(lesson.training) / self._training.batch_size) * self._training.num_epochs
-        print(f"  tokens: {tokens:,}, of them trained {len(lesson.training):,}; the longest episode has {longest:,}")
+        longest = max(len(example.prompt) + 1 for example in dataset.training)
+        tokens = sum(len(example.prompt) + 1 for example in dataset.training)
+        steps = math.ceil(len(dataset.training) / self._training.batch_size) * self._training.num_epochs
+        print(f"  tokens: {tokens:,}, of them trained {len(dataset.training):,}; the longest episode has {longest:,}")
         memory = estimate_memory(self._args.model, self._training, longest)
         print(f"  steps: {steps} ({self._training.num_epochs} epochs)")
         print(f"  memory: about {memory.total / 1e9:.2f} GB", flush=True)
 
-    def _train(self, lesson: VerifierLesson, prompts: VerifierPrompts) -> tuple[Adapter | None, TrainedVerifier]:
+    def _train(self, dataset: VerifierDataset, prompts: VerifierPrompts) -> tuple[Adapter | None, TrainedVerifier]:
         """The new version, of which rank 0 alone knows, and what it was made of."""
         try:
             from openhands_rl_plugin.training.verifier.train import train_verifier
@@ -159,7 +159,7 @@ class VerifierTraining:
             with self._progress() as advanced:
                 trained = train_verifier(
                     self._args.model,
-                    lesson,
+                    dataset,
                     self._training,
                     self._settings,
                     scratch,
@@ -170,7 +170,7 @@ class VerifierTraining:
                     ranks=self._ranks,
                 )
             if self._ranks is not None and self._ranks.rank > 0:
-                trained.unsaved.forget()
+                trained.pending.delete()
                 return None, trained
             adapter = self._adapters.create(
                 self._name,
@@ -181,19 +181,19 @@ class VerifierTraining:
                 metrics=trained.metrics.as_floats() | trained.report.as_floats(),
             )
         self._adapters.keep_probe(adapter, trained.probe)  # a later ``adapters publish`` proves itself by it
-        trained.unsaved.forget()
+        trained.pending.delete()
         return adapter, trained
 
     @contextmanager
     def _scratch(self) -> Iterator[Path]:
         """A directory of rank 0, which all ranks know."""
         if self._ranks is not None and self._ranks.rank > 0:
-            yield Path(self._ranks.say(""))
+            yield Path(self._ranks.broadcast_text(""))
             return
         self._adapters.root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".verifier-", dir=self._adapters.root) as scratch:
             if self._ranks is not None:
-                self._ranks.say(scratch)
+                self._ranks.broadcast_text(scratch)
             yield Path(scratch)
 
 

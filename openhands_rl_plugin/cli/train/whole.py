@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from openhands_rl_plugin.config.rl import TrainingSettings
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.training.data.dataset import Lesson
+    from openhands_rl_plugin.training.data.dataset import TrainingDataset
     from openhands_rl_plugin.training.trainer.full_trainer import TrainedModel
     from openhands_rl_plugin.training.trainer.metrics import TrainProgress
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def train_whole(
     model: Path,
     settings: TrainingSettings,
-    lesson: Lesson,
+    dataset: TrainingDataset,
     progress: AbstractContextManager[Callable[[TrainProgress], None]],
     *,
     root: Path,
@@ -35,7 +35,7 @@ def train_whole(
 
     trainer = FullTrainer(model, settings)
     with progress as advanced:
-        metrics = trainer.sft(lesson.samples, advanced, run=root / f"{name}.training").as_floats()
+        metrics = trainer.sft(dataset.samples, advanced, run=root / f"{name}.training").as_floats()
     if not leads:
         trainer.hand_over()
         trainer.finish()

@@ -16,7 +16,7 @@ from pydantic import Field
 from openhands_rl_plugin.core.errors import GraderError, MissingExtraError, TrainingError
 from openhands_rl_plugin.core.types import Failure, Frozen, Score, Trajectory
 from openhands_rl_plugin.rewards.verifier.served import ServedVerifier
-from openhands_rl_plugin.training.verifier.card import Verdict, VerifierCard
+from openhands_rl_plugin.training.verifier.card import VerifierCard, VerifierOutput
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.training.verifier.model import VerifierModel
@@ -44,7 +44,7 @@ class VerifierOptions(Frozen):
 class Judge(Protocol):
     """Answers the question that a prompt asks."""
 
-    async def judge(self, prompts: Sequence[tuple[int, ...]]) -> list[Verdict | Failure]:
+    async def judge(self, prompts: Sequence[tuple[int, ...]]) -> list[VerifierOutput | Failure]:
         """One verdict a prompt, in order."""
         ...
 
@@ -86,7 +86,9 @@ class VerifierReward:
         found = iter([self._outcome(*each) for each in zip(valid, prompts, verdicts, strict=True)])
         return [trajectory.failure or next(found) for trajectory in trajectories]
 
-    def _outcome(self, trajectory: Trajectory, prompt: VerifierPrompt, verdict: Verdict | Failure) -> Score | Failure:
+    def _outcome(
+        self, trajectory: Trajectory, prompt: VerifierPrompt, verdict: VerifierOutput | Failure
+    ) -> Score | Failure:
         if isinstance(verdict, Failure):
             return verdict
         return Score(
@@ -143,7 +145,7 @@ class _Asked:
 
     def __init__(self, prompts: Sequence[tuple[int, ...]]) -> None:
         self.prompts = prompts
-        self.verdicts: list[Verdict] | None = None
+        self.verdicts: list[VerifierOutput] | None = None
 
 
 class _Here:
@@ -181,7 +183,7 @@ class _Here:
         with cls._sharing:
             cls._newest = None
 
-    async def judge(self, prompts: Sequence[tuple[int, ...]]) -> list[Verdict | Failure]:
+    async def judge(self, prompts: Sequence[tuple[int, ...]]) -> list[VerifierOutput | Failure]:
         asked = _Asked(prompts)
         self._waiting.add(asked)
         try:
@@ -189,7 +191,7 @@ class _Here:
         finally:
             self._waiting.discard(asked)
 
-    def _answer(self, asked: _Asked) -> list[Verdict]:
+    def _answer(self, asked: _Asked) -> list[VerifierOutput]:
         with self._turn:
             if asked.verdicts is None:
                 model = self._model

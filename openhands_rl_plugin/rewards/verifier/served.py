@@ -25,7 +25,7 @@ from openhands_rl_plugin.core.errors import (
 )
 from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject
-from openhands_rl_plugin.training.verifier.card import Verdict
+from openhands_rl_plugin.training.verifier.card import VerifierOutput
 
 AT_ONCE = 16
 """Requests under way: the server batches them, and its prefix cache serves what they share."""
@@ -52,12 +52,12 @@ class ServedVerifier:
         self._headers = {"authorization": f"Bearer {_key(api_key_env)}"} if api_key_env else {}
         self._timeout = timeout
 
-    async def judge(self, prompts: Sequence[tuple[int, ...]]) -> list[Verdict | Failure]:
+    async def judge(self, prompts: Sequence[tuple[int, ...]]) -> list[VerifierOutput | Failure]:
         """One verdict a prompt, in order; the failure of one request is that prompt's alone."""
         slots = asyncio.Semaphore(AT_ONCE)
         async with httpx.AsyncClient(headers=self._headers, timeout=self._timeout) as client:
 
-            async def one(prompt: tuple[int, ...]) -> Verdict | Failure:
+            async def one(prompt: tuple[int, ...]) -> VerifierOutput | Failure:
                 try:
                     async with slots:
                         with boundary(FailureKind.INFRASTRUCTURE, "verifier server"):
@@ -69,7 +69,7 @@ class ServedVerifier:
             first = [await one(prompt) for prompt in prompts[:1]]
             return [*first, *await asyncio.gather(*map(one, prompts[1:]))]
 
-    async def _verdict(self, client: httpx.AsyncClient, prompt: tuple[int, ...]) -> Verdict:
+    async def _verdict(self, client: httpx.AsyncClient, prompt: tuple[int, ...]) -> VerifierOutput:
         asked: JsonObject = {"temperature": 0.0, "logprobs": _TOP, "return_tokens_as_token_ids": True}
         (choice,) = await self._choices(client, {"prompt": list(prompt), **asked}, 1)
         top = _top_of(choice)
@@ -78,7 +78,7 @@ class ServedVerifier:
             forced: JsonObject = {"prompt": [[*prompt, token] for token in (self._yes, self._no)]}
             choices = await self._choices(client, {**forced, "prompt_logprobs": 0}, 2)
             yes, no = (_last_of(one, token) for one, token in zip(choices, (self._yes, self._no), strict=True))
-        return Verdict(margin=yes - no, mass=min(1.0, math.exp(yes) + math.exp(no)))
+        return VerifierOutput(margin=yes - no, mass=min(1.0, math.exp(yes) + math.exp(no)))
 
     async def _choices(self, client: httpx.AsyncClient, body: JsonObject, count: int) -> list[_Choice]:
         content = await self._post(client, {"model": self._model, "max_tokens": 1, **body})

@@ -13,7 +13,7 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.types import Frozen, Trajectory
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.credit.estimators import Rollouts
-from openhands_rl_plugin.training.data.endings import is_no_sample, is_overlong
+from openhands_rl_plugin.training.data.eligibility import is_interrupted, is_overlong
 
 EQUAL = 1e-9
 
@@ -35,7 +35,7 @@ class ValidGroups(Frozen):
     alone: int
 
 
-class GroupBaseline(Frozen):
+class GroupAdvantages(Frozen):
     """One advantage a trajectory in the order given, ``None`` for those that take no part, and why they do not.
 
     The counts are those of ``ValidGroups``; ``used`` is the number of advantages.
@@ -64,7 +64,7 @@ def valid_groups(
 
     An algorithm without groups compares all valid episodes with each other.
     """
-    failed = [trajectory.failure is not None or is_no_sample(trajectory) for trajectory in trajectories]
+    failed = [trajectory.failure is not None or is_interrupted(trajectory) for trajectory in trajectories]
     groups: dict[str, list[int]] = {}
     unscored = overlong = 0
     for index, (trajectory, reward) in enumerate(zip(trajectories, rewards, strict=True)):
@@ -97,7 +97,7 @@ def group_advantages(
     settings: TrainingSettings | None = None,
     *,
     whitened: bool = True,
-) -> GroupBaseline:
+) -> GroupAdvantages:
     """Advantages of whole episodes; ``rewards[i]`` is that of ``trajectories[i]`` and ``None`` when it was not scored.
 
     ``whitened`` false leaves out the last step of the algorithms that whiten, for callers that add to the advantages
@@ -120,7 +120,7 @@ def group_advantages(
     for (index, _), advantage in zip(order, values, strict=True):
         advantages[index] = advantage
     counts = chosen.model_dump(include={"failed", "unscored", "overlong", "flat", "alone"})
-    return GroupBaseline(advantages=tuple(advantages), used=len(order), **counts)
+    return GroupAdvantages(advantages=tuple(advantages), used=len(order), **counts)
 
 
 def _all_equal(rewards: Sequence[float | None]) -> bool:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.types import Sample, Trajectory
 from openhands_rl_plugin.training.algorithms import algorithm_of
-from openhands_rl_plugin.training.credit.advantages import GroupBaseline, ValidGroups, group_advantages, valid_groups
+from openhands_rl_plugin.training.credit.advantages import GroupAdvantages, ValidGroups, group_advantages, valid_groups
 from openhands_rl_plugin.training.credit.estimators import Rollouts, dr_grpo, whiten
 from openhands_rl_plugin.training.credit.tree_advantages import (
     environment_rewards,
@@ -36,7 +36,7 @@ class Credit:
     there is no other episode to compare with.
     """
 
-    baseline: GroupBaseline
+    baseline: GroupAdvantages
     samples: list[Sample]
 
 

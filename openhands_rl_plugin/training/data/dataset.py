@@ -1,4 +1,4 @@
-"""What ``RLAgent.train`` and ``openhands-rl train`` learn from: which of the stored episodes, and with what weight."""
+"""The training dataset of ``RLAgent.train`` and ``openhands-rl train``: which stored episodes, with what advantage."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.config.rl import AlgorithmName, TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
@@ -18,25 +16,20 @@ from openhands_rl_plugin.rollout.scoring import judge_all
 from openhands_rl_plugin.training.algorithms import Kind, algorithm_of, needs_logprobs
 from openhands_rl_plugin.training.credit.credit import credited_samples
 from openhands_rl_plugin.training.data.batch import is_recorded, samples_of
-from openhands_rl_plugin.training.data.endings import is_no_sample, is_overlong
-from openhands_rl_plugin.training.data.imitation import Pair, imitated, preference_pairs
-from openhands_rl_plugin.training.data.tempering import is_tempered, samplings
-
-if TYPE_CHECKING:
-    from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
-    from openhands_rl_plugin.training.trainer.trainer import OnProgress, Trainer
+from openhands_rl_plugin.training.data.eligibility import is_interrupted, is_off_temperature, is_overlong, samplings
+from openhands_rl_plugin.training.data.imitation import PreferencePair, preference_pairs, select_for_sft
 
 
 class ExcludedEpisodes(Frozen):
-    """Stored episodes that were not trained on, by reason.
+    """Counts of stored episodes that were not trained on, by reason.
 
-    ``held_out``: of a split that only measures (``HELD_OUT_SPLITS``), which no filter named; ``other_policy``: sampled
-    from another model or another agent's adapter; ``failed``: no valid reward;
-    ``no_tokens``: the ids (or, for reinforcement learning, logprobs) were not recorded; ``unfinished``: the time ran
-    out, or the process ended, so that the reward says nothing about the policy; ``overlong``: a limit cut them short,
-    where such are to be left out; ``tempered``: sampled at another temperature than 1 or with a ``top_p``, so that the
-    logprobs are not those of what sampled, which reinforcement learning needs; ``no_signal``: no other episode of the
-    task that was played and sampled alike has another reward, or, for fine-tuning, no success, or not among the best.
+    ``held_out``: of an evaluation split (``HELD_OUT_SPLITS``) that no filter named; ``other_policy``: sampled from
+    another model or another agent's adapter; ``failed``: no valid reward; ``no_tokens``: the token ids (or, for
+    reinforcement learning, logprobs) were not recorded; ``unfinished``: ended by the clock or with the process, so the
+    reward says nothing about the policy; ``overlong``: cut short by a limit, where ``overlong`` excludes such episodes;
+    ``off_temperature``: sampled at another temperature than 1 or with a ``top_p``, so the logprobs that reinforcement
+    learning needs are those of another distribution; ``no_signal``: no other episode of its group has another reward,
+    or, for fine-tuning, no success or not among the best.
     """
 
     held_out: int = 0
@@ -45,17 +38,17 @@ class ExcludedEpisodes(Frozen):
     no_tokens: int = 0
     unfinished: int = 0
     overlong: int = 0
-    tempered: int = 0
+    off_temperature: int = 0
     no_signal: int = 0
 
     def in_words(self) -> str:
-        """``"1 other policy, 2 no signal"``; ``"none"`` where nothing was left out."""
+        """``"1 other policy, 2 no signal"``; ``"none"`` when nothing was excluded."""
         found = [f"{count} {why.replace('_', ' ')}" for why, count in self.model_dump().items() if count]
         return ", ".join(found) or "none"
 
 
 class TrainReport(Frozen):
-    """What one call of ``RLAgent.train`` did; ``used`` counts episodes, ``metrics`` are those of the optimiser."""
+    """The result of ``RLAgent.train``; ``used`` counts episodes, ``metrics`` are those of the optimiser."""
 
     algorithm: AlgorithmName
     adapter: Adapter
@@ -66,7 +59,7 @@ class TrainReport(Frozen):
 
 @dataclass(frozen=True)
 class Episodes:
-    """Valid episodes of one policy with their rewards, and how many stored ones were left out on the way."""
+    """Valid episodes of one policy with their rewards, and the counts of those that were excluded so far."""
 
     trajectories: tuple[Trajectory, ...]
     returns: tuple[float, ...]
@@ -74,20 +67,20 @@ class Episodes:
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """Weighted training sequences, or pairs of them, and where they come from.
+class TrainingDataset:
+    """Training sequences with advantages, or preference pairs; ``used`` counts the episodes that they come from.
 
-    ``samples`` are those of the ``pairs`` where the algorithm learns from preferences.
+    For DPO ``samples`` are those of the ``pairs``.
     """
 
     algorithm: AlgorithmName
     samples: tuple[Sample, ...]
     used: int
     excluded: ExcludedEpisodes
-    pairs: tuple[Pair, ...] = ()
+    pairs: tuple[PreferencePair, ...] = ()
 
 
-async def collected_episodes(
+async def load_episodes(
     storage: TrajectoryStorage,
     where: TrajectoryFilter,
     *,
@@ -95,10 +88,10 @@ async def collected_episodes(
     adapter: str,
     reward: Reward,
 ) -> Episodes:
-    """The stored episodes that ``base_model`` sampled, alone or below any version of ``adapter``.
+    """The stored episodes that ``base_model`` sampled, alone or with any version of ``adapter``.
 
-    Those of a split that only measures are left out, unless ``where`` names it.
-    An episode that has no score of the reward yet is judged here, without storing the score.
+    Those of an evaluation split are excluded unless ``where`` names it. An episode without a score of the reward is
+    scored here; the score is not stored.
     """
     own: list[Trajectory] = []
     known: dict[str, Score] = {}
@@ -111,8 +104,8 @@ async def collected_episodes(
             known |= {score.trajectory_id: score for score in scores if score.reward_version == reward.version}
         else:
             others += 1
-    open_ones = [trajectory for trajectory in own if trajectory.failure is None and trajectory.id not in known]
-    outcomes = await judge_all(reward, open_ones)
+    unscored = [trajectory for trajectory in own if trajectory.failure is None and trajectory.id not in known]
+    outcomes = await judge_all(reward, unscored)
     known |= {outcome.trajectory_id: outcome for outcome in outcomes if isinstance(outcome, Score)}
     valid = [(trajectory, value) for trajectory in own if (value := _reward(trajectory, known)) is not None]
     return Episodes(
@@ -122,11 +115,10 @@ async def collected_episodes(
     )
 
 
-def make_lesson(episodes: Episodes, settings: TrainingSettings | AlgorithmName) -> Lesson:
-    """What an agent learns: by its algorithm (one with default options may be given by name) where that finds anything.
+def build_dataset_or_sft(episodes: Episodes, settings: TrainingSettings | AlgorithmName) -> TrainingDataset:
+    """``build_dataset``, or one for fine-tuning on successes where no two episodes of a task can be compared.
 
-    Where reinforcement and preferences find no two episodes of a task to compare, it is fine-tuning on successes.
-    Raises ``TrainingError`` that says what to do when neither is possible.
+    ``settings`` may be the name of an algorithm with default options. Raises ``TrainingError`` when both are empty.
     """
     if not episodes.trajectories:
         raise TrainingError(
@@ -134,33 +126,33 @@ def make_lesson(episodes: Episodes, settings: TrainingSettings | AlgorithmName) 
             "call run(...) first"
         )
     chosen = settings if isinstance(settings, TrainingSettings) else TrainingSettings(algorithm=settings)
-    lesson = lesson_of(episodes, chosen)
-    if not lesson.samples and lesson.excluded.tempered and not lesson.excluded.no_signal:
-        raise TrainingError(of_tempered(lesson.excluded))
-    if not lesson.samples and algorithm_of(chosen).kind != "imitation":
-        lesson = lesson_of(episodes, chosen.as_fine_tuning())
-    if lesson.samples:
-        return lesson
-    if lesson.excluded.no_tokens:
+    dataset = build_dataset(episodes, chosen)
+    if not dataset.samples and dataset.excluded.off_temperature and not dataset.excluded.no_signal:
+        raise TrainingError(off_temperature_message(dataset.excluded))
+    if not dataset.samples and algorithm_of(chosen).kind != "imitation":
+        dataset = build_dataset(episodes, chosen.as_fine_tuning())
+    if dataset.samples:
+        return dataset
+    if dataset.excluded.no_tokens:
         raise TrainingError(
             "the recorded episodes hold no token ids; use a server that returns them (vLLM or `openhands-rl serve`) "
             "and run again"
         )
     raise TrainingError(
         f"nothing can be learnt from {len(episodes.trajectories)} episodes: no task has episodes with different "
-        f"returns, and none succeeded (return > {chosen.imitate_above:g}); left out: {lesson.excluded.in_words()}. "
+        f"returns, and none succeeded (return > {chosen.imitate_above:g}); left out: {dataset.excluded.in_words()}. "
         "Collect more with run(..., batch_size=8), or on easier tasks"
     )
 
 
-def lesson_of(episodes: Episodes, settings: TrainingSettings) -> Lesson:
-    """What the algorithm of ``settings`` learns from the episodes; it may be nothing."""
+def build_dataset(episodes: Episodes, settings: TrainingSettings) -> TrainingDataset:
+    """The dataset for the algorithm of ``settings``; it may be empty."""
     usable = _usable(episodes, settings)
     trajectories, rewards = usable.trajectories, usable.returns
-    pairs: list[Pair] = []
+    pairs: list[PreferencePair] = []
     match algorithm_of(settings).kind:
         case "imitation":
-            good = [trajectories[at] for at in imitated(trajectories, rewards, settings)]
+            good = [trajectories[at] for at in select_for_sft(trajectories, rewards, settings)]
             samples = [sample for trajectory in good for sample in samples_of(trajectory, need_logprobs=False)]
         case "preference":
             pairs = preference_pairs(trajectories, rewards, settings)
@@ -168,7 +160,7 @@ def lesson_of(episodes: Episodes, settings: TrainingSettings) -> Lesson:
         case "reinforcement":
             samples = credited_samples(trajectories, rewards, settings).samples
     used = len({sample.trajectory_id for sample in samples})
-    return Lesson(
+    return TrainingDataset(
         algorithm=settings.algorithm,
         samples=tuple(samples),
         used=used,
@@ -178,50 +170,37 @@ def lesson_of(episodes: Episodes, settings: TrainingSettings) -> Lesson:
 
 
 def _usable(episodes: Episodes, settings: TrainingSettings) -> Episodes:
-    """The episodes that the algorithm of ``settings`` may look at, in their groups, and why the others are not there.
+    """The episodes that the algorithm of ``settings`` may use, grouped, and counts of the others.
 
     An episode that ran out of time after it had succeeded is a success: it may be imitated, but not compared.
     """
     kind = algorithm_of(settings).kind
-    left_out: Counter[str] = Counter()
+    excluded: Counter[str] = Counter()
     kept: list[tuple[Trajectory, float]] = []
     for trajectory, value in zip(episodes.trajectories, episodes.returns, strict=True):
         if not is_recorded(trajectory, need_logprobs=needs_logprobs(settings)):
-            left_out["no_tokens"] += 1
-        elif trajectory.stop is StopReason.UNFINISHED or (kind != "imitation" and is_no_sample(trajectory)):
-            left_out["unfinished"] += 1
+            excluded["no_tokens"] += 1
+        elif trajectory.stop is StopReason.UNFINISHED or (kind != "imitation" and is_interrupted(trajectory)):
+            excluded["unfinished"] += 1
         elif is_overlong(trajectory, settings):
-            left_out["overlong"] += 1
-        elif kind == "reinforcement" and is_tempered(trajectory):
-            left_out["tempered"] += 1
+            excluded["overlong"] += 1
+        elif kind == "reinforcement" and is_off_temperature(trajectory):
+            excluded["off_temperature"] += 1
         else:
             kept.append((regrouped(trajectory, kind), value))
     return Episodes(
         trajectories=tuple(trajectory for trajectory, _ in kept),
         returns=tuple(value for _, value in kept),
-        excluded=episodes.excluded.model_copy(update=left_out),
+        excluded=episodes.excluded.model_copy(update=excluded),
     )
 
 
-def teach(
-    trainer: Trainer, lesson: Lesson, on_progress: OnProgress | None = None, *, run: Path | None = None
-) -> TrainMetrics:
-    """Train what the lesson holds; ``run`` is a directory for metrics and checkpoints. Raises ``TrainingError``."""
-    match algorithm_of(TrainingSettings(algorithm=lesson.algorithm)).kind:
-        case "imitation":
-            return trainer.sft(lesson.samples, on_progress, run=run)
-        case "preference":
-            return trainer.prefer(lesson.pairs, on_progress, run=run)
-        case "reinforcement":
-            return trainer.reinforce(lesson.samples, on_progress, run=run)
-
-
 def regrouped(trajectory: Trajectory, kind: Kind) -> Trajectory:
-    """The episode in the group of everything that the same weights did with the same task, in whichever run.
+    """The episode in the group of all episodes of one task and one policy version, across runs.
 
-    A baseline is the expected return of one policy on one task, and a preference should tell good from bad and not one
-    way of sampling from another. So what is compared was also played by one strategy and sampled alike; the best
-    episodes of a task may be of several.
+    A baseline estimates the expected return of one policy on one task, and a preference must tell good from bad, not
+    one way of sampling from another. So episodes that are compared also have one strategy and one sampling; for
+    imitation the best episodes of a task may be of several.
     """
     task = trajectory.task
     key = [task.environment, task.id, task.instruction, trajectory.policy.served_name]
@@ -231,12 +210,12 @@ def regrouped(trajectory: Trajectory, kind: Kind) -> Trajectory:
     return trajectory.model_copy(update={"group_id": "\0".join(key)})
 
 
-def of_tempered(excluded: ExcludedEpisodes) -> str:
-    """What to do where all that could be compared was sampled otherwise than its logprobs say."""
+def off_temperature_message(excluded: ExcludedEpisodes) -> str:
+    """The error for a dataset that is empty because of off-temperature sampling, with the remedy."""
     return (
-        f"{excluded.tempered} episodes were sampled at another temperature than 1 or with a top_p below 1, but the "
-        "recorded logprobs are those of temperature 1: play again with temperature = 1.0 and top_p = 1.0, or learn "
-        'from these with algorithm = "dpo", "sft" or "rejection-sampling"'
+        f"{excluded.off_temperature} episodes were sampled at another temperature than 1 or with a top_p below 1, but "
+        "the recorded logprobs are those of temperature 1: roll out again with temperature = 1.0 and top_p = 1.0, or "
+        'train on these with algorithm = "dpo", "sft" or "rejection-sampling"'
     )
 
 

@@ -12,14 +12,14 @@ from openhands_rl_plugin.training.data.batch import recorded_nodes, samples_of, 
 
 
 @dataclass(frozen=True)
-class Pair:
+class PreferencePair:
     """Two ways to go on from one state, as training sequences; ``chosen`` is the better one."""
 
     chosen: tuple[Sample, ...]
     rejected: tuple[Sample, ...]
 
 
-def imitated(
+def select_for_sft(
     trajectories: Sequence[Trajectory], rewards: Sequence[float], settings: TrainingSettings
 ) -> tuple[int, ...]:
     """Indices of the episodes to fine-tune on: those above ``imitate_above``; of rejection sampling the best of those.
@@ -42,7 +42,7 @@ def imitated(
 
 def preference_pairs(
     trajectories: Sequence[Trajectory], rewards: Sequence[float], settings: TrainingSettings
-) -> list[Pair]:
+) -> list[PreferencePair]:
     """The best episode of a group with the worst, the second best with the second worst, and so on while they differ.
 
     With ``tree = "branches"`` also the best and the worst action that search tried in one state of an episode. Raises
@@ -56,13 +56,13 @@ def preference_pairs(
         order = sorted(members, key=lambda at: (-rewards[at], trajectories[at].id))
         for better, worse in zip(order[: len(order) // 2], reversed(order), strict=False):
             if rewards[better] - rewards[worse] > EQUAL:
-                pairs.append(Pair(_path(trajectories[better]), _path(trajectories[worse])))
+                pairs.append(PreferencePair(_path(trajectories[better]), _path(trajectories[worse])))
     if settings.tree == "branches":
         pairs += [pair for trajectory in trajectories for pair in _sibling_pairs(trajectory, settings.tree_visits)]
     return [pair for pair in pairs if pair.chosen and pair.rejected]
 
 
-def _sibling_pairs(trajectory: Trajectory, least_visits: int) -> Iterator[Pair]:
+def _sibling_pairs(trajectory: Trajectory, least_visits: int) -> Iterator[PreferencePair]:
     siblings: dict[int | None, list[int]] = {}
     recorded = recorded_nodes(trajectory, need_logprobs=False)
     for at, node in enumerate(trajectory.nodes):
@@ -72,7 +72,7 @@ def _sibling_pairs(trajectory: Trajectory, least_visits: int) -> Iterator[Pair]:
         values = {at: trajectory.nodes[at].value or 0.0 for at in members}
         best, worst = max(members, key=values.__getitem__), min(members, key=values.__getitem__)
         if values[best] - values[worst] > EQUAL:
-            yield Pair(_action(trajectory, best), _action(trajectory, worst))
+            yield PreferencePair(_action(trajectory, best), _action(trajectory, worst))
 
 
 def _path(trajectory: Trajectory) -> tuple[Sample, ...]:

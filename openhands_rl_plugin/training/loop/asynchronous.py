@@ -23,12 +23,12 @@ from openhands_rl_plugin.config.rl import LoopSettings
 from openhands_rl_plugin.core.errors import InfrastructureError, StorageError
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Adapter, FailureKind, Probe, Trajectory
-from openhands_rl_plugin.training.loop.groups import GroupPlayer
+from openhands_rl_plugin.training.loop.groups import GroupRunner
 from openhands_rl_plugin.training.loop.lineage import Lineage
 from openhands_rl_plugin.training.loop.plan import ChosenBatch, LoopPlan, LoopState, StageRecord
-from openhands_rl_plugin.training.loop.server_outage import PatientRunner, PatientServer
+from openhands_rl_plugin.training.loop.rollout_buffer import Group, RolloutBuffer
+from openhands_rl_plugin.training.loop.server_outage import OutageTolerantRunner, OutageTolerantServer
 from openhands_rl_plugin.training.loop.stages import LoopListener, LoopParts, LoopStages, iteration_name
-from openhands_rl_plugin.training.loop.supply import Group, Supply
 from openhands_rl_plugin.training.loop.sync import ClosedLoop
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ class AsyncLoop(LoopStages):
     def __init__(
         self, plan: LoopPlan, parts: LoopParts, settings: LoopSettings, listener: LoopListener | None = None
     ) -> None:
-        self._server = PatientServer(parts.publisher, settings.patience, self._tell)
+        self._server = OutageTolerantServer(parts.publisher, settings.patience, self._tell)
         self._served: dict[str, str] = {}  # version -> what the model server calls it
-        self._patient = PatientRunner(parts.runner, self._server)
+        self._patient = OutageTolerantRunner(parts.runner, self._server)
         super().__init__(plan, replace(parts, runner=self._patient), listener)
         self._settings = settings
         self._at = ""
@@ -69,27 +69,27 @@ class AsyncLoop(LoopStages):
         return self._state
 
     async def _reinforce(self) -> None:
-        player = GroupPlayer(self._plan, self._patient, self._parts.storage, self._server, self._newest)
+        player = GroupRunner(self._plan, self._patient, self._parts.storage, self._server, self._newest)
         await player.look()
-        supply = self._supply(player)
+        buffer = self._supply(player)
         try:
             async with asyncio.TaskGroup() as tasks:
-                supply.start(tasks)
+                buffer.start(tasks)
                 for index in range(self._plan.iterations):
                     name = iteration_name(index)
                     known = self._state.record(name) is not None
-                    await self._stage(name, partial(self._iterate, supply=supply, player=player))
+                    await self._stage(name, partial(self._iterate, buffer=buffer, player=player))
                     if not known:
-                        supply.close(self._batch_size, self._limit)
-                supply.stop()
+                        buffer.close(self._batch_size, self._limit)
+                buffer.stop()
         except ExceptionGroup as errors:
             # What stops a run stops all of its episodes in the same way: one of them tells it all.
             raise errors.exceptions[0] from errors
 
-    async def _iterate(self, stage: str, supply: Supply, player: GroupPlayer) -> StageRecord:
+    async def _iterate(self, stage: str, buffer: RolloutBuffer, player: GroupRunner) -> StageRecord:
         self._at = stage
         started = time.time()
-        batch, played = await self._batch(stage, supply)
+        batch, played = await self._batch(stage, buffer)
         chosen = time.time()
         where = TrajectoryFilter(ids=batch.trajectories)
         metrics = await self._judge(where, played)
@@ -102,18 +102,18 @@ class AsyncLoop(LoopStages):
             metrics |= learned.as_floats() | {"training_seconds": time.time() - chosen}
         metrics |= self._staleness(batch, played)
         if credit.samples:
-            adapter = await self._publish(stage, trainer, metrics)
+            adapter = await self._publish(stage, trainer, learned.steps, metrics)
             await asyncio.to_thread(trainer.save_state, self._trainer_directory(adapter))
             trainer.finish()
         metrics |= player.meter.read() | {"training_waiting_share": (chosen - started) / (time.time() - started)}
         record = self._record(stage, started, metrics, adapter)
         return record.model_copy(update={"groups": (*batch.groups, *batch.dropped)})
 
-    async def _batch(self, stage: str, supply: Supply) -> tuple[ChosenBatch, list[Trajectory]]:
+    async def _batch(self, stage: str, buffer: RolloutBuffer) -> tuple[ChosenBatch, list[Trajectory]]:
         batch = self._state.batch
         if batch is not None and batch.stage == stage:
             return batch, await self._stored(batch)
-        groups, dropped, stale = await self._fresh_groups(stage, supply)
+        groups, dropped, stale = await self._fresh_groups(stage, buffer)
         played = [trajectory for group in groups for trajectory in group.trajectories]
         _require_some(played)
         batch = ChosenBatch(
@@ -127,7 +127,7 @@ class AsyncLoop(LoopStages):
         self._state.save(self._parts.state_file)
         return batch, played
 
-    async def _fresh_groups(self, stage: str, supply: Supply) -> tuple[list[Group], list[int], int]:
+    async def _fresh_groups(self, stage: str, buffer: RolloutBuffer) -> tuple[list[Group], list[int], int]:
         """Enough groups without what is too stale, the numbers of those that are so altogether, and the episodes."""
         lineage, most = Lineage(self._plan.base_model, self._state), self._settings.max_staleness
         groups: list[Group] = []
@@ -135,12 +135,12 @@ class AsyncLoop(LoopStages):
         stale = 0
         while len(groups) < self._batch_size:
             self._listener.advanced(stage, "waiting for episodes", len(groups), self._batch_size)
-            group = await supply.take()
+            group = await buffer.take()
             fresh = tuple(each for each in group.trajectories if each.failure or not lineage.is_too_stale(each, most))
             stale += len(group.trajectories) - len(fresh)
             if len(fresh) < len(group.trajectories) and all(each.failure for each in fresh):
                 dropped.append(group.number)
-                supply.close(1)
+                buffer.close(1)
             else:
                 groups.append(Group(group.number, fresh))
         return sorted(groups, key=lambda group: group.number), dropped, stale
@@ -165,12 +165,12 @@ class AsyncLoop(LoopStages):
             "groups_dropped": float(len(batch.dropped)),
         }
 
-    def _supply(self, player: GroupPlayer) -> Supply:
+    def _supply(self, player: GroupRunner) -> RolloutBuffer:
         used = {number for record in self._state.records for number in record.groups}
         batch = self._state.batch
         held = batch.groups if batch is not None else ()
         used.update(held, batch.dropped if batch is not None else ())
-        return Supply(player.play, used=used, held=len(held), limit=self._limit)
+        return RolloutBuffer(player.play, used=used, held=len(held), limit=self._limit)
 
     @property
     def _batch_size(self) -> int:

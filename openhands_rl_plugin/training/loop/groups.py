@@ -14,14 +14,14 @@ from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Trajecto
 from openhands_rl_plugin.rollout.many import RolloutPlan
 from openhands_rl_plugin.rollout.session import trajectory_id
 from openhands_rl_plugin.training.loop.plan import LoopPlan
-from openhands_rl_plugin.training.loop.server_outage import PatientRunner, PatientServer
-from openhands_rl_plugin.training.loop.supply import Group, Meter
+from openhands_rl_plugin.training.loop.rollout_buffer import Group, ThroughputMeter
+from openhands_rl_plugin.training.loop.server_outage import OutageTolerantRunner, OutageTolerantServer
 
 _RETRIES = 2
 _BACKOFF = Backoff(first=0.5, longest=10.0)
 
 
-class GroupPlayer:
+class GroupRunner:
     """Plays groups by number: group n is of training task n, from the front again when they are used up.
 
     ``newest`` names the weights that an episode begins on. All groups together take ``plan.concurrency`` places.
@@ -30,13 +30,13 @@ class GroupPlayer:
     def __init__(
         self,
         plan: LoopPlan,
-        runner: PatientRunner,
+        runner: OutageTolerantRunner,
         storage: TrajectoryStorage,
-        server: PatientServer,
+        server: OutageTolerantServer,
         newest: Callable[[], str],
     ) -> None:
         self.run_id = f"{plan.run_id}/rollouts"
-        self.meter = Meter(plan.concurrency)
+        self.meter = ThroughputMeter(plan.concurrency)
         self._plan = plan
         self._runner = runner
         self._storage = storage

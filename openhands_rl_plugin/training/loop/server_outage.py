@@ -24,7 +24,7 @@ _BACKOFF = Backoff(first=0.5, longest=15.0)
 _MODEL_SERVER = frozenset({FailureKind.INFRASTRUCTURE, FailureKind.MODEL})
 
 
-class PatientServer:
+class OutageTolerantServer:
     """The server of a publisher. ``patience`` is in seconds; ``tell`` hears why it is waited for, and ``""`` when not.
 
     A server that was started again has forgotten its adapters, so asking whether it is there brings the version in use
@@ -100,13 +100,13 @@ class PatientServer:
         self._tell(why)
 
 
-class PatientRunner:
+class OutageTolerantRunner:
     """An ``EpisodeRunner`` that begins no episode while the server is away.
 
     An episode that failed because of the server comes back when the server does.
     """
 
-    def __init__(self, runner: EpisodeRunner, server: PatientServer) -> None:
+    def __init__(self, runner: EpisodeRunner, server: OutageTolerantServer) -> None:
         self._runner = runner
         self._server = server
 

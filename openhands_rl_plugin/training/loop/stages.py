@@ -24,6 +24,7 @@ from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.rescoring import rescore, stored_rewards
 from openhands_rl_plugin.training.credit.credit import Credit, credited_samples
 from openhands_rl_plugin.training.data.demonstrations import ChatTokenizer, demonstration_sample
+from openhands_rl_plugin.training.learn import create_version
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, StageRecord, success_metrics
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class LoopStages:
         samples = [demonstration_sample(trajectory, self._parts.tokenizer) for trajectory in good]
         trainer = await asyncio.to_thread(self._parts.make_trainer, self._plan.warm_start, self._adapter())
         metrics = await self._learn(stage, trainer.sft, samples)
-        adapter = await self._publish(stage, trainer, metrics.as_floats())
+        adapter = await self._publish(stage, trainer, metrics.steps, metrics.as_floats())
         trainer.finish()
         return self._record(stage, started, metrics.as_floats(), adapter)
 
@@ -188,18 +189,20 @@ class LoopStages:
             self._trainer = trainer
         return self._trainer
 
-    async def _publish(self, stage: str, trainer: LoraTrainer, metrics: dict[str, float]) -> Adapter:
-        parent = self._adapter()
-        adapter = await asyncio.to_thread(
-            self._parts.adapters.create,
+    async def _publish(self, stage: str, trainer: LoraTrainer, steps: int, metrics: dict[str, float]) -> Adapter:
+        """Bring what was learnt in ``steps`` optimiser steps into use, as a new version with ``metrics``."""
+        adapter, probe = await asyncio.to_thread(
+            create_version,
+            trainer,
+            self._parts.adapters,
             self._plan.adapter,
-            trainer.save_adapter,
             base_model=self._plan.base_model,
-            parent=parent.name if parent is not None else None,
-            step=trainer.step,
+            parent=self._adapter(),
+            steps=steps,
             metrics=metrics,
+            probe_ids=self._plan.probe_ids,
         )
-        probe = await asyncio.to_thread(trainer.probe, self._plan.probe_ids)
+        assert adapter is not None  # a loop is one process
         report = await self._bring_into_use(adapter, probe)
         self._listener.advanced(stage, f"published {adapter.name}", 1, 1)
         metrics["publish_seconds"] = report.seconds

@@ -40,7 +40,7 @@ class ClosedLoop(LoopStages):
         trainer = await self._reinforcement_trainer()
         learned = await self._learn(stage, trainer.reinforce, credit.samples)
         metrics |= learned.as_floats() | {"training_seconds": time.time() - rolled_out}
-        adapter = await self._publish(stage, trainer, metrics)
+        adapter = await self._publish(stage, trainer, learned.steps, metrics)
         await asyncio.to_thread(trainer.save_state, self._trainer_directory(adapter))
         trainer.finish()
         return self._record(stage, started, metrics, adapter)

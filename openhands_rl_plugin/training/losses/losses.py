@@ -12,20 +12,20 @@ from torch import Tensor
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.training.algorithms import aggregation_of, algorithm_of, clip_bounds
 from openhands_rl_plugin.training.losses import objectives
-from openhands_rl_plugin.training.losses.items import Item
 from openhands_rl_plugin.training.losses.logprobs import Diagnostics, diagnose
+from openhands_rl_plugin.training.losses.micro_batches import TrainingSample
 from openhands_rl_plugin.training.losses.objectives import TokenBatch
 
 
 @dataclass(frozen=True)
-class Pass:
+class MicroBatch:
     """The K trained tokens of S items that went through the model together.
 
     ``logprobs`` (with gradient) and ``entropies``: [K], in the order of the items; ``weights``: [S], how much a token
     of each item counts in the optimiser batch.
     """
 
-    items: Sequence[Item]
+    items: Sequence[TrainingSample]
     logprobs: Tensor
     entropies: Tensor
     weights: Tensor
@@ -41,27 +41,27 @@ class Pass:
         return torch.cat(list(parts)).to(self.logprobs.device)
 
 
-class PassLoss(Protocol):
+class MicroBatchLoss(Protocol):
     """A loss that can be computed in passes: those of a batch add up."""
 
     whole_units: bool
     """Whether the items of a unit must be in one pass."""
 
-    starts_from_now: bool
-    """Whether ``Item.old`` must be what the policy says before the first step, instead of what was recorded."""
+    recompute_old_logprobs: bool
+    """Whether ``TrainingSample.old`` is recomputed by the policy before the first step, instead of the recorded one."""
 
     needs_reference: bool
-    """Whether ``Item.reference`` must be what the base model says."""
+    """Whether ``TrainingSample.reference`` must be what the base model says."""
 
-    def weights(self, batch: Sequence[Item]) -> Tensor:
+    def weights(self, batch: Sequence[TrainingSample]) -> Tensor:
         """[S]: how much a token of each item of an optimiser batch counts."""
         ...
 
-    def counts(self, item: Item) -> bool:
+    def counts(self, item: TrainingSample) -> bool:
         """Whether the item has any say; the others count in the weights, but need no computation."""
         ...
 
-    def __call__(self, one: Pass) -> tuple[Tensor, Diagnostics]:
+    def __call__(self, one: MicroBatch) -> tuple[Tensor, Diagnostics]:
         """The pass's share of the batch's loss, with gradient."""
         ...
 
@@ -69,21 +69,21 @@ class PassLoss(Protocol):
 class Imitation:
     """Negative log-likelihood."""
 
-    whole_units = starts_from_now = needs_reference = False
+    whole_units = recompute_old_logprobs = needs_reference = False
 
     def __init__(self, settings: TrainingSettings) -> None:
         # The settings may name an algorithm that found nothing to compare; its weights are not meant for this.
         self._settings = settings.as_fine_tuning()
 
-    def weights(self, batch: Sequence[Item]) -> Tensor:
+    def weights(self, batch: Sequence[TrainingSample]) -> Tensor:
         """As ``aggregation`` says."""
         return batch_weights(batch, self._settings)
 
-    def counts(self, item: Item) -> bool:
+    def counts(self, item: TrainingSample) -> bool:
         """Advantages are not looked at."""
         return True
 
-    def __call__(self, one: Pass) -> tuple[Tensor, Diagnostics]:
+    def __call__(self, one: MicroBatch) -> tuple[Tensor, Diagnostics]:
         """The mean over the sampled tokens, in nats."""
         loss = -(one.weights[one.sequence] * one.logprobs).sum()
         return loss, Diagnostics(tokens=one.logprobs.numel(), entropy=one.entropies.mean().item())
@@ -98,19 +98,19 @@ class Reinforcement:
         self._settings = settings
         self._objective = algorithm_of(settings).objective
         self._low, self._high = clip_bounds(settings)
-        self.starts_from_now = settings.correction != "none"
+        self.recompute_old_logprobs = settings.correction != "none"
         self.needs_reference = settings.kl != "none"
         self._kl_in_loss = settings.kl != "none" and settings.kl_in == "loss"
 
-    def weights(self, batch: Sequence[Item]) -> Tensor:
+    def weights(self, batch: Sequence[TrainingSample]) -> Tensor:
         """As ``aggregation`` says."""
         return batch_weights(batch, self._settings)
 
-    def counts(self, item: Item) -> bool:
+    def counts(self, item: TrainingSample) -> bool:
         """Without an advantage there is no gradient, unless the divergence has one."""
         return self._kl_in_loss or bool(item.advantages.any())
 
-    def __call__(self, one: Pass) -> tuple[Tensor, Diagnostics]:
+    def __call__(self, one: MicroBatch) -> tuple[Tensor, Diagnostics]:
         """``sum(weights * correction * (objective + kl_coefficient * kl))``."""
         tokens = TokenBatch(
             logprobs=one.logprobs,
@@ -163,21 +163,21 @@ class Reinforcement:
 class Preference:
     """DPO: the better half of a pair gains on the other, measured from where the adapter started."""
 
-    whole_units = starts_from_now = True
+    whole_units = recompute_old_logprobs = True
     needs_reference = False
 
     def __init__(self, settings: TrainingSettings) -> None:
         self._beta = settings.dpo_beta
 
-    def weights(self, batch: Sequence[Item]) -> Tensor:
+    def weights(self, batch: Sequence[TrainingSample]) -> Tensor:
         """Every pair counts the same."""
         return torch.full((len(batch),), 1.0 / len({item.unit for item in batch}))
 
-    def counts(self, item: Item) -> bool:
+    def counts(self, item: TrainingSample) -> bool:
         """Every pair has a say."""
         return True
 
-    def __call__(self, one: Pass) -> tuple[Tensor, Diagnostics]:
+    def __call__(self, one: MicroBatch) -> tuple[Tensor, Diagnostics]:
         """The mean over pairs of ``-log sigmoid(beta * margin)``."""
         pairs = {unit: at for at, unit in enumerate(dict.fromkeys(item.unit for item in one.items))}
         pair = one.logprobs.new_tensor([pairs[item.unit] for item in one.items], dtype=torch.int64)[one.sequence]
@@ -198,7 +198,7 @@ class Preference:
         return losses.sum() * one.weights[0], Diagnostics(tokens=one.logprobs.numel(), entropy=entropy)
 
 
-def batch_weights(batch: Sequence[Item], settings: TrainingSettings) -> Tensor:
+def batch_weights(batch: Sequence[TrainingSample], settings: TrainingSettings) -> Tensor:
     """[S] weights of the tokens of each item, from all items of an optimiser batch."""
     lengths = torch.tensor([float(len(item.positions)) for item in batch])
     match aggregation_of(settings):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from openhands_rl_plugin.core.errors import TrainingError
-from openhands_rl_plugin.training.distributed.sharding import own_part, shard_all, whole
+from openhands_rl_plugin.training.distributed.sharding import full_tensor, local_shard, shard_all
 from openhands_rl_plugin.training.policies.full_policy import FullPolicy
 from openhands_rl_plugin.training.policies.packed_attention import PackedRows
 
@@ -22,7 +22,7 @@ class ShardedFullPolicy(FullPolicy):
     _root: _Root | None = None
 
     @property
-    def in_parts(self) -> bool:
+    def sharded(self) -> bool:
         """It is."""
         return True
 
@@ -36,7 +36,7 @@ class ShardedFullPolicy(FullPolicy):
 
     def weights(self) -> dict[str, Tensor]:
         """This rank's part of everything, by the names of the model's own files."""
-        return {name: own_part(parameter.detach()) for name, parameter in self.parameters.items()}
+        return {name: local_shard(parameter.detach()) for name, parameter in self.parameters.items()}
 
     def set_weights(self, tensors: dict[str, Tensor], source: str) -> None:
         """Take over this rank's part. Raises ``TrainingError`` when names or shapes differ."""
@@ -51,7 +51,7 @@ class ShardedFullPolicy(FullPolicy):
     def stored(self) -> Iterator[Tensor]:
         """As for one process; all ranks must take all of them, for each is fetched from all."""
         for parameter in self.parameters.values():
-            yield whole(parameter.detach().to(self.dtype)).cpu().contiguous()
+            yield full_tensor(parameter.detach().to(self.dtype)).cpu().contiguous()
 
     def _compute(self, packed: PackedRows, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         if self._root is None:  # it is still whole

@@ -77,7 +77,7 @@ class PackedModel(ABC):
         yield
 
     @property
-    def in_parts(self) -> bool:
+    def sharded(self) -> bool:
         """Whether every rank has a part of what is trained only: ``weights`` and ``parameters`` are those parts."""
         return False
 

@@ -12,7 +12,7 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import PublishError, StorageError, TrainingError, describe
 from openhands_rl_plugin.core.files import file_sha256, sync
 from openhands_rl_plugin.core.types import Frozen, Sample
-from openhands_rl_plugin.training.data.imitation import Pair
+from openhands_rl_plugin.training.data.imitation import PreferencePair
 from openhands_rl_plugin.training.distributed.sharding import is_sharded
 from openhands_rl_plugin.training.policies.full_policy import FullPolicy
 from openhands_rl_plugin.training.policies.full_sharded import ShardedFullPolicy
@@ -52,14 +52,14 @@ class FullTrainer(Trainer):
         raise TrainingError(_FINE_TUNES)
 
     def prefer(
-        self, pairs: Sequence[Pair], on_progress: OnProgress | None = None, *, run: Path | None = None
+        self, pairs: Sequence[PreferencePair], on_progress: OnProgress | None = None, *, run: Path | None = None
     ) -> TrainMetrics:
         """Raises ``TrainingError``."""
         raise TrainingError(_FINE_TUNES)
 
     def hand_over(self) -> None:
         """Give rank 0 this rank's part of the weights: to be called by all others while it calls ``save_model``."""
-        if self._model.in_parts:
+        if self._model.sharded:
             for _ in self._model.stored():
                 pass
 

@@ -65,7 +65,7 @@ class TrainMetrics:
 
 
 @dataclass
-class Tally:
+class RunningMetrics:
     """Sums over one call, so far. It goes into checkpoints, so that a run that was killed reports as one that was not.
 
     ``trained_tokens`` and ``means`` are those of the diagnostics; ``seconds`` were spent before the last resumption.

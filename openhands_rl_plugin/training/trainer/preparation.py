@@ -13,8 +13,8 @@ from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.credit.estimators import whiten
 from openhands_rl_plugin.training.data.layout import lay_out
-from openhands_rl_plugin.training.distributed.ranks import Ranks, shares
-from openhands_rl_plugin.training.losses.items import Item
+from openhands_rl_plugin.training.distributed.ranks import Ranks, shard_micro_batches
+from openhands_rl_plugin.training.losses.micro_batches import TrainingSample
 from openhands_rl_plugin.training.losses.objectives import kl_penalty
 from openhands_rl_plugin.training.policies.packed_model import PackedModel
 
@@ -37,26 +37,28 @@ def check_samples(samples: Sequence[Sample], *, longest: int, vocabulary: int) -
             raise TrainingError(f"{where}: a token id is not in the model's vocabulary; was it another model's?")
 
 
-def trained_tokens(items: Sequence[Item]) -> list[tuple[int, int]]:
+def trained_tokens(items: Sequence[TrainingSample]) -> list[tuple[int, int]]:
     """Pairs (number of the item, position) of the sampled tokens of one pass, item by item."""
     return [(number, at) for number, item in enumerate(items) for at in item.positions]
 
 
 @torch.no_grad()
-def policy_logprobs(policy: PackedModel, items: Sequence[Item], max_tokens: int, ranks: Ranks) -> list[Tensor]:
+def policy_logprobs(
+    policy: PackedModel, items: Sequence[TrainingSample], max_tokens: int, ranks: Ranks
+) -> list[Tensor]:
     """The policy's logprobs of the trained tokens of each item, in the order of the items, on the CPU."""
     found = {id(item): torch.zeros(len(item.positions)) for item in items}
-    mine, idle = shares(ranks, items, max_tokens, whole_units=False)
+    mine, idle = shard_micro_batches(ranks, items, max_tokens, whole_units=False)
     for number, group in enumerate((*mine, *idle)):
         logprobs, _ = policy.logprobs(lay_out([item.sample.input_ids for item in group]), trained_tokens(group))
         if number < len(mine):
             parts = torch.split(logprobs.cpu(), [len(item.positions) for item in group])
             found.update({id(item): part for item, part in zip(group, parts, strict=True)})
-    ranks.add([found[id(item)] for item in items])
+    ranks.all_reduce([found[id(item)] for item in items])
     return [found[id(item)] for item in items]
 
 
-def subtract_divergence(items: Sequence[Item], settings: TrainingSettings) -> None:
+def subtract_divergence(items: Sequence[TrainingSample], settings: TrainingSettings) -> None:
     """Take ``kl_coefficient`` times the divergence from the base model that is still to come off each advantage.
 
     That is the return to go of a reward of ``-kl_coefficient * kl`` at every token, as in OpenRLHF; algorithms that
@@ -74,7 +76,7 @@ def subtract_divergence(items: Sequence[Item], settings: TrainingSettings) -> No
             item.advantages = part
 
 
-def weaken(items: Sequence[Item], negative_scale: float) -> None:
+def scale_negative_advantages(items: Sequence[TrainingSample], negative_scale: float) -> None:
     """Multiply negative advantages by ``negative_scale``.
 
     A negative advantage takes probability from what was sampled and gives it to everything else, most of which nobody

@@ -1,6 +1,9 @@
-"""Where a training run stands, kept until what it has made is saved: by rank 0, or by every rank its part.
+"""Checkpoints of a running call of the trainer: one file of rank 0, or one shard of each rank.
 
-``fingerprint`` names the run: data, settings and starting point. What another run has left is not continued.
+``fingerprint`` identifies the run: data, settings and starting point. A checkpoint of another run is never resumed.
+
+The files are safetensors. ``torch.distributed.checkpoint`` is not used: its ``.metadata`` file is a pickle, and it
+replaces the files of a checkpoint one by one, so that a killed process may leave neither the old state nor the new one.
 """
 
 from __future__ import annotations
@@ -17,43 +20,44 @@ from openhands_rl_plugin.training.distributed.ranks import Checkpoint, Ranks
 from openhands_rl_plugin.training.trainer.checkpoint import STATE_FILE, load_checkpoint, load_counters, save_checkpoint
 from openhands_rl_plugin.training.trainer.run_files import make_directory
 
-PARTS = "parts"
+SHARDS = "parts"
+"""The directory of sharded checkpoints; its name is part of the stored format."""
 
 
-class KeptState(Protocol):
-    """Every method is to be called by all ranks."""
+class RunCheckpoint(Protocol):
+    """Where a call stands. Every method is a collective: all ranks must call it."""
 
     def resume(self) -> Checkpoint | None:
         """The newest checkpoint of this run, if there is one. Raises ``TrainingError``."""
         ...
 
-    def keep(self, tensors: dict[str, Tensor], counters: dict[str, str], done: int) -> None:
-        """Note that ``done`` steps are done. Raises ``StorageError``."""
+    def save(self, tensors: dict[str, Tensor], counters: dict[str, str], done: int) -> None:
+        """Save the state after ``done`` steps of the call. Raises ``StorageError``."""
         ...
 
-    def forget(self) -> None:
-        """What the run has made is saved."""
+    def delete(self) -> None:
+        """Remove the checkpoint, once the trained weights are saved."""
         ...
 
 
-class Unsaved:
-    """The checkpoints whose results are saved nowhere else yet."""
+class PendingCheckpoint:
+    """The checkpoints of finished calls whose trained weights are not saved yet."""
 
     def __init__(self) -> None:
-        self._states: list[KeptState] = []
+        self._pending: list[RunCheckpoint] = []
 
-    def add(self, state: KeptState) -> None:
-        """One more."""
-        self._states.append(state)
+    def add(self, checkpoint: RunCheckpoint) -> None:
+        """Add the checkpoint of one more call."""
+        self._pending.append(checkpoint)
 
-    def forget(self) -> None:
-        """All results are saved now; to be called by all ranks."""
-        while self._states:
-            self._states.pop().forget()
+    def delete(self) -> None:
+        """Delete them all, because the trained weights are saved now. A collective."""
+        while self._pending:
+            self._pending.pop().delete()
 
 
-class KeptWhole:
-    """All ranks have the same state; rank 0 keeps it, in one file."""
+class FullCheckpoint:
+    """One file, written by rank 0: all ranks have the same state."""
 
     def __init__(self, directory: Path, fingerprint: str, ranks: Ranks) -> None:
         self._directory = directory
@@ -61,104 +65,104 @@ class KeptWhole:
         self._ranks = ranks
 
     def resume(self) -> Checkpoint | None:
-        """What rank 0 finds."""
+        """The checkpoint that rank 0 finds, broadcast to all ranks."""
         found = _found(self._directory, self._fingerprint, self._ranks)
         if found.step is not None:
-            raise _kept_otherwise(self._directory / PARTS, f"in {found.size} processes with split weights")
-        mine = self._ranks.rank == 0 and found.whole
-        return self._ranks.tell(load_checkpoint(self._directory) if mine else None)
+            raise _other_layout(self._directory / SHARDS, f"in {found.size} processes with split weights")
+        mine = self._ranks.rank == 0 and found.full
+        return self._ranks.broadcast_object(load_checkpoint(self._directory) if mine else None)
 
-    def keep(self, tensors: dict[str, Tensor], counters: dict[str, str], done: int) -> None:
-        """At any moment there is the old one or the new one."""
+    def save(self, tensors: dict[str, Tensor], counters: dict[str, str], done: int) -> None:
+        """Replace the file atomically."""
         if self._ranks.rank == 0:
             mine = {**counters, "fingerprint": self._fingerprint, "done": str(done)}
             save_checkpoint(self._directory, tensors, mine)
 
-    def forget(self) -> None:
+    def delete(self) -> None:
         """Remove the file."""
         if self._ranks.rank == 0:
             (self._directory / STATE_FILE).unlink(missing_ok=True)
 
 
-class KeptInParts:
-    """Every rank keeps its own part: ``parts/STEP/RANK-of-RANKS``. A step counts when all parts of one run are there.
+class ShardedCheckpoint:
+    """One shard a rank: ``parts/STEP/RANK-of-RANKS``. A step is valid when all its shards are there, of one run.
 
-    The step before it is removed only then, so that there is always one to go on from.
+    The step before it is removed only then, so that there is always a valid one.
     """
 
     def __init__(self, directory: Path, fingerprint: str, ranks: Ranks) -> None:
         self._directory = directory
-        self._parts = directory / PARTS
+        self._shards = directory / SHARDS
         self._fingerprint = fingerprint
         self._ranks = ranks
 
     def resume(self) -> Checkpoint | None:
-        """This rank's part of the newest step that rank 0 sees whole."""
+        """This rank's shard of the newest step that rank 0 finds complete."""
         found = _found(self._directory, self._fingerprint, self._ranks)
-        if found.whole:
-            raise _kept_otherwise(self._directory / STATE_FILE, "by one process alone, or without splitting")
+        if found.full:
+            raise _other_layout(self._directory / STATE_FILE, "by one process alone, or without splitting")
         if found.step is None:
             return None
         if found.size != self._ranks.size:
-            raise _kept_otherwise(self._parts, f"in {found.size} processes, not {self._ranks.size}")
+            raise _other_layout(self._shards, f"in {found.size} processes, not {self._ranks.size}")
         return load_checkpoint(self._own(found.step))
 
-    def keep(self, tensors: dict[str, Tensor], counters: dict[str, str], done: int) -> None:
-        """This rank's part; when all have theirs, what was there before is removed."""
+    def save(self, tensors: dict[str, Tensor], counters: dict[str, str], done: int) -> None:
+        """Write this rank's shard; when all ranks have written theirs, remove the step before."""
         step = f"{done:08d}"
-        make_directory(self._parts / step)
+        make_directory(self._shards / step)
         mine = {**counters, "fingerprint": self._fingerprint, "done": str(done)}
         save_checkpoint(self._own(step), tensors, mine)
-        self._ranks.agree("steps done", step)
+        self._ranks.assert_equal("steps done", step)
         if self._ranks.rank == 0:
-            for other in _steps(self._parts):
+            for other in _steps(self._shards):
                 if other.name != step:
                     shutil.rmtree(other, ignore_errors=True)
 
-    def forget(self) -> None:
-        """Remove them all."""
-        self._ranks.agree("steps done", "all")
+    def delete(self) -> None:
+        """Remove all shards."""
+        self._ranks.assert_equal("steps done", "all")
         if self._ranks.rank == 0:
-            shutil.rmtree(self._parts, ignore_errors=True)
+            shutil.rmtree(self._shards, ignore_errors=True)
 
     def _own(self, step: str) -> Path:
-        return self._parts / step / f"{self._ranks.rank + 1}-of-{self._ranks.size}"
+        return self._shards / step / f"{self._ranks.rank + 1}-of-{self._ranks.size}"
 
 
 class _Found(Frozen):
-    """What of a run is there: all in one file, or a step in parts of ``size`` ranks."""
+    """The checkpoints of a run on disk: one full file, or a step in shards of ``size`` ranks."""
 
-    whole: bool
+    full: bool
     step: str | None = None
     size: int = 0
 
 
 def _found(directory: Path, fingerprint: str, ranks: Ranks) -> _Found:
-    """What rank 0 sees."""
-    seen = _newest(directory / PARTS, fingerprint)
-    seen = seen.model_copy(update={"whole": _is_of(directory, fingerprint)})
-    return _Found.model_validate_json(ranks.say(seen.model_dump_json()))
+    """What rank 0 finds."""
+    found = _newest(directory / SHARDS, fingerprint)
+    found = found.model_copy(update={"full": _is_of(directory, fingerprint)})
+    return _Found.model_validate_json(ranks.broadcast_text(found.model_dump_json()))
 
 
-def _kept_otherwise(path: Path, how: str) -> TrainingError:
-    return TrainingError(f"{path} is of this run {how}: start it like that to go on, or remove it to begin again")
+def _other_layout(path: Path, how: str) -> TrainingError:
+    return TrainingError(f"{path} was saved {how}: start the run like that to resume it, or remove it to begin again")
 
 
 def _is_of(directory: Path, fingerprint: str) -> bool:
     return (directory / STATE_FILE).exists() and load_counters(directory).get("fingerprint") == fingerprint
 
 
-def _steps(parts: Path) -> list[Path]:
+def _steps(shards: Path) -> list[Path]:
     """The newest first."""
-    return sorted(parts.iterdir() if parts.exists() else (), reverse=True)
+    return sorted(shards.iterdir() if shards.exists() else (), reverse=True)
 
 
-def _newest(parts: Path, fingerprint: str) -> _Found:
-    """The newest step of which all parts are there."""
-    for step in _steps(parts):
+def _newest(shards: Path, fingerprint: str) -> _Found:
+    """The newest step of which all shards are there."""
+    for step in _steps(shards):
         for first in step.glob("1-of-*"):
             size = first.name.removeprefix("1-of-")
             each = [step / f"{rank}-of-{size}" for rank in range(1, int(size) + 1)]
-            if all(_is_of(part, fingerprint) for part in each):
-                return _Found(whole=False, step=step.name, size=int(size))
-    return _Found(whole=False)
+            if all(_is_of(shard, fingerprint) for shard in each):
+                return _Found(full=False, step=step.name, size=int(size))
+    return _Found(full=False)

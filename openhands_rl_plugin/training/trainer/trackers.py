@@ -94,7 +94,7 @@ class WandbTracker:
         self._run.finish(exit_code=int(failed))
 
 
-class Careful:
+class SafeTracker:
     """A tracker that may fail without the training: it is told once, and the tracker is asked no more."""
 
     def __init__(self, tracker: Tracker) -> None:
@@ -141,9 +141,9 @@ def _begun(settings: TrainingSettings, name: str, directory: Path | None) -> Tra
                 case "none":
                     return NoTracker()
                 case "trackio":
-                    return Careful(TrackioTracker(name, settings))
+                    return SafeTracker(TrackioTracker(name, settings))
                 case "wandb":
-                    return Careful(WandbTracker(name, settings, directory))
+                    return SafeTracker(WandbTracker(name, settings, directory))
     except CaughtFailure as caught:
         offline = "WANDB_MODE=offline or " if settings.tracker == "wandb" else ""
         raise TrainingError(

@@ -19,28 +19,38 @@ from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.core.memory import return_freed_memory
 from openhands_rl_plugin.core.types import Adapter, Probe, Sample
 from openhands_rl_plugin.training.algorithms import algorithm_of
-from openhands_rl_plugin.training.data.imitation import Pair
+from openhands_rl_plugin.training.data.imitation import PreferencePair
 from openhands_rl_plugin.training.data.layout import lay_out
-from openhands_rl_plugin.training.distributed.ranks import add_up, connected_ranks, shares
-from openhands_rl_plugin.training.distributed.sharding import is_sharded, own_part, split_as, whole
-from openhands_rl_plugin.training.losses.items import Item, batches, items_of_pairs, items_of_rollouts
+from openhands_rl_plugin.training.distributed.ranks import all_reduce_metrics, current_ranks, shard_micro_batches
+from openhands_rl_plugin.training.distributed.sharding import full_tensor, is_sharded, local_shard, shard_like
 from openhands_rl_plugin.training.losses.logprobs import Diagnostics
-from openhands_rl_plugin.training.losses.losses import Imitation, Pass, PassLoss, Preference, Reinforcement
+from openhands_rl_plugin.training.losses.losses import Imitation, MicroBatch, MicroBatchLoss, Preference, Reinforcement
+from openhands_rl_plugin.training.losses.micro_batches import (
+    TrainingSample,
+    batches,
+    samples_from_pairs,
+    samples_from_rollouts,
+)
 from openhands_rl_plugin.training.policies.adapter_shape import check_start
 from openhands_rl_plugin.training.policies.lora_policy import WEIGHTS_FILE, TrainablePolicy
 from openhands_rl_plugin.training.policies.packed_model import PackedModel
 from openhands_rl_plugin.training.trainer.checkpoint import load_checkpoint, save_checkpoint
-from openhands_rl_plugin.training.trainer.metrics import Tally, TrainMetrics, TrainProgress
+from openhands_rl_plugin.training.trainer.metrics import RunningMetrics, TrainMetrics, TrainProgress
 from openhands_rl_plugin.training.trainer.preparation import (
     check_samples,
     newest_version,
     policy_logprobs,
+    scale_negative_advantages,
     staleness,
     subtract_divergence,
     trained_tokens,
-    weaken,
 )
-from openhands_rl_plugin.training.trainer.resume import KeptInParts, KeptState, KeptWhole, Unsaved
+from openhands_rl_plugin.training.trainer.resume import (
+    FullCheckpoint,
+    PendingCheckpoint,
+    RunCheckpoint,
+    ShardedCheckpoint,
+)
 from openhands_rl_plugin.training.trainer.run_files import MetricsFile, fingerprint
 from openhands_rl_plugin.training.trainer.schedule import learning_rate_at
 from openhands_rl_plugin.training.trainer.trackers import NoTracker, tracked
@@ -63,11 +73,11 @@ class Trainer:
         self.step = 0
         """Optimiser steps so far, over all calls."""
         self._call = range(0)
-        self.unsaved = Unsaved()
+        self.pending = PendingCheckpoint()
         """The checkpoints of the calls so far, until ``finish``."""
         self._version = version
         self._policy = policy
-        self._ranks = connected_ranks(policy.device)
+        self._ranks = current_ranks(policy.device)
         self.parameters = policy.parameters
         """The float32 weights that are trained, by name."""
         self._optimizer = torch.optim.AdamW(
@@ -86,7 +96,7 @@ class Trainer:
         call; until ``finish`` says that its result is saved, the same call goes on where one that was killed stood.
         Raises ``TrainingError`` or ``StorageError``.
         """
-        return self._train(items_of_rollouts(self._checked(samples)), Imitation(self.settings), on_progress, run)
+        return self._train(samples_from_rollouts(self._checked(samples)), Imitation(self.settings), on_progress, run)
 
     def reinforce(
         self, samples: Sequence[Sample], on_progress: OnProgress | None = None, *, run: Path | None = None
@@ -99,17 +109,24 @@ class Trainer:
         """
         if algorithm_of(self.settings).kind != "reinforcement":
             raise TrainingError(f"{self.settings.algorithm} does not reinforce; choose another [rl.training] algorithm")
-        return self._train(items_of_rollouts(self._checked(samples)), Reinforcement(self.settings), on_progress, run)
+        return self._train(
+            samples_from_rollouts(self._checked(samples)), Reinforcement(self.settings), on_progress, run
+        )
 
     def prefer(
-        self, pairs: Sequence[Pair], on_progress: OnProgress | None = None, *, run: Path | None = None
+        self, pairs: Sequence[PreferencePair], on_progress: OnProgress | None = None, *, run: Path | None = None
     ) -> TrainMetrics:
         """DPO for ``num_epochs``, measured from the policy as it is now. ``run``: as for ``sft``.
 
         A pair goes through the model in one pass, however long it is. Raises ``TrainingError`` or ``StorageError``.
         """
         self._checked([sample for pair in pairs for sample in (*pair.chosen, *pair.rejected)])
-        return self._train(items_of_pairs(pairs), Preference(self.settings), on_progress, run)
+        return self._train(samples_from_pairs(pairs), Preference(self.settings), on_progress, run)
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0, which writes files."""
+        return self._ranks.rank == 0
 
     def probe(self, token_ids: Sequence[int], max_difference: float | None = None) -> Probe:
         """The current policy's logprobs of fixed ids, to check a server against."""
@@ -122,7 +139,7 @@ class Trainer:
 
     def finish(self) -> None:
         """Forget the checkpoints of the calls so far, whose results are saved now; to be called by all ranks."""
-        self.unsaved.forget()
+        self.pending.delete()
 
     def save_state(self, directory: Path) -> None:
         """Write weights, optimiser and step counter into one file, atomically. Raises ``StorageError``.
@@ -130,7 +147,7 @@ class Trainer:
         Shuffling depends on the seed and the step counter only, so these are the whole state of the random numbers.
         Raises ``TrainingError`` where every rank has a part only: such a state is kept by giving ``run`` to ``sft``.
         """
-        if self._policy.in_parts:
+        if self._policy.sharded:
             raise TrainingError("the weights are split among processes, one file cannot hold them; give run= to sft")
         save_checkpoint(directory, self._state(), self._counters())
 
@@ -145,7 +162,7 @@ class Trainer:
         tensors = {f"weights.{name}": tensor for name, tensor in self._policy.weights().items()}
         for name, parameter in self._policy.parameters.items():
             for key, moment in self._optimizer.state.get(parameter, {}).items():
-                tensors[f"{key}.{name}"] = own_part(moment)
+                tensors[f"{key}.{name}"] = local_shard(moment)
         return tensors
 
     def _restore(self, tensors: dict[str, Tensor], counters: dict[str, str], source: str) -> None:
@@ -164,20 +181,19 @@ class Trainer:
         for name, parameter in parameters.items():
             self._optimizer.state[parameter] = {
                 # Where the step is counted on the device, fused AdamW wants it there.
-                key: moment.to(parameter.device) if key == "step" else split_as(parameter, moment)
+                key: moment.to(parameter.device) if key == "step" else shard_like(parameter, moment)
                 for key, moment in moments[name].items()
             }
         self.step = step
 
     def _train(
-        self, items: list[Item], loss: PassLoss, on_progress: OnProgress | None, run: Path | None
+        self, items: list[TrainingSample], loss: MicroBatchLoss, on_progress: OnProgress | None, run: Path | None
     ) -> TrainMetrics:
         samples = [item.sample for item in items]
         newest = newest_version(samples, self._version)
         name = self._name(samples, loss, run)
-        leads = self._ranks.rank == 0
-        lines = MetricsFile(run) if run is not None and leads else None
-        kept = self._kept(run, name) if run is not None else None
+        lines = MetricsFile(run) if run is not None and self.is_main_process else None
+        kept = self._checkpoint(run, name) if run is not None else None
         done, first_step, tally = self._begin(items, loss, kept)
         if lines is not None:
             lines.keep_lines(done)
@@ -190,7 +206,7 @@ class Trainer:
         )
         self._call = range(first_step, first_step + len(order))
         started = time.monotonic() - tally.seconds
-        with tracked(self.settings, name, run) if leads else nullcontext(NoTracker()) as tracker:
+        with tracked(self.settings, name, run) if self.is_main_process else nullcontext(NoTracker()) as tracker:
             for number, batch in enumerate(order[done:], start=done + 1):
                 found = self._step(batch, loss, tally)
                 tally.seconds = time.monotonic() - started
@@ -202,12 +218,12 @@ class Trainer:
                     lines.log(record)
                 if kept is not None and self._is_kept(number, len(order)):
                     counters = {"first_step": str(first_step), "tally": json.dumps(asdict(tally))}
-                    old = {_OLD: torch.cat([item.old for item in items])} if loss.starts_from_now else {}
-                    kept.keep(self._state() | old, self._counters() | counters, number)
+                    old = {_OLD: torch.cat([item.old for item in items])} if loss.recompute_old_logprobs else {}
+                    kept.save(self._state() | old, self._counters() | counters, number)
                 if on_progress is not None:
                     on_progress(progress)
         if kept is not None:
-            self.unsaved.add(kept)
+            self.pending.add(kept)
         return tally.metrics(len(items), staleness(samples, newest))
 
     def _is_kept(self, number: int, last: int) -> bool:
@@ -215,34 +231,36 @@ class Trainer:
         each = self.settings.checkpoint_steps
         return each > 0 and (number % each == 0 or number == last)
 
-    def _kept(self, run: Path, name: str) -> KeptState:
-        kind = KeptInParts if self._policy.in_parts else KeptWhole
+    def _checkpoint(self, run: Path, name: str) -> RunCheckpoint:
+        kind = ShardedCheckpoint if self._policy.sharded else FullCheckpoint
         return kind(run, name, self._ranks)
 
-    def _name(self, samples: list[Sample], loss: PassLoss, run: Path | None) -> str:
+    def _name(self, samples: list[Sample], loss: MicroBatchLoss, run: Path | None) -> str:
         """Names the run where somebody needs a name for it; all ranks must have the same."""
         if run is None and self._ranks.size == 1 and self.settings.tracker == "none":
             return ""
         name = self._fingerprint(samples, loss)
-        self._ranks.agree("episodes, weights or settings", name)
+        self._ranks.assert_equal("episodes, weights or settings", name)
         return name
 
     def _checked(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         check_samples(samples, longest=self._policy.longest, vocabulary=self._policy.vocabulary)
         return samples
 
-    def _begin(self, items: list[Item], loss: PassLoss, kept: KeptState | None) -> tuple[int, int, Tally]:
+    def _begin(
+        self, items: list[TrainingSample], loss: MicroBatchLoss, kept: RunCheckpoint | None
+    ) -> tuple[int, int, RunningMetrics]:
         """Steps that were done before this call was killed, the step that it began with, and its sums."""
         found = kept.resume() if kept is not None else None
-        done, first_step, tally, old = 0, self.step, Tally(), None
+        done, first_step, tally, old = 0, self.step, RunningMetrics(), None
         if found is not None:
             tensors, counters = found
             old = tensors.pop(_OLD, None)
             self._restore(tensors, counters, "the checkpoint")
             done, first_step = int(counters["done"]), int(counters["first_step"])
-            tally = Tally(**json.loads(counters["tally"]))
+            tally = RunningMetrics(**json.loads(counters["tally"]))
         limit = self.settings.max_tokens_per_pass
-        if loss.starts_from_now:
+        if loss.recompute_old_logprobs:
             counts = [len(item.positions) for item in items]
             parts = (
                 torch.split(old, counts)
@@ -259,10 +277,10 @@ class Trainer:
             if self.settings.kl_in == "reward":
                 subtract_divergence(items, self.settings)
         if self.settings.negative_scale != 1.0:
-            weaken(items, self.settings.negative_scale)
+            scale_negative_advantages(items, self.settings.negative_scale)
         return done, first_step, tally
 
-    def _step(self, batch: list[Item], loss: PassLoss, tally: Tally) -> Diagnostics:
+    def _step(self, batch: list[TrainingSample], loss: MicroBatchLoss, tally: RunningMetrics) -> Diagnostics:
         """One optimiser step; without a live item in the batch, none."""
         live = [item for item in batch if loss.counts(item)]
         tally.skipped_samples += len(batch) - len(live)
@@ -272,15 +290,19 @@ class Trainer:
         weights = dict(zip(map(id, batch), loss.weights(batch).tolist(), strict=True))
         self._optimizer.zero_grad(set_to_none=True)
         total, diagnostics = 0.0, Diagnostics()
-        mine, idle = shares(self._ranks, live, self.settings.max_tokens_per_pass, whole_units=loss.whole_units)
+        mine, idle = shard_micro_batches(
+            self._ranks, live, self.settings.max_tokens_per_pass, whole_units=loss.whole_units
+        )
         for group in mine:
             share, found = self._backward(group, [weights[id(item)] for item in group], loss)
             total, diagnostics = total + share, diagnostics + found
         for group in idle:
             self._backward(group, [0.0] * len(group), loss)
-        if not self._policy.in_parts:  # parts are added up as they are computed
-            self._ranks.add([parameter.grad for parameter in self.parameters.values() if parameter.grad is not None])
-        total, diagnostics = add_up(self._ranks, total, diagnostics)
+        if not self._policy.sharded:  # parts are added up as they are computed
+            self._ranks.all_reduce(
+                [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+            )
+        total, diagnostics = all_reduce_metrics(self._ranks, total, diagnostics)
         norm = self._clip_gradients()
         if not (math.isfinite(total) and math.isfinite(norm)):
             self._optimizer.zero_grad(set_to_none=True)
@@ -305,38 +327,40 @@ class Trainer:
     def _clip_gradients(self) -> float:
         """Their norm before."""
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters.values(), self.settings.max_grad_norm)
-        return whole(norm).item()
+        return full_tensor(norm).item()
 
-    def _backward(self, group: list[Item], weights: list[float], loss: PassLoss) -> tuple[float, Diagnostics]:
+    def _backward(
+        self, group: list[TrainingSample], weights: list[float], loss: MicroBatchLoss
+    ) -> tuple[float, Diagnostics]:
         """Add one pass's share of the batch's gradient; returns its share of the loss."""
         layout = lay_out([item.sample.input_ids for item in group])
         logprobs, entropies = self._policy.logprobs(layout, trained_tokens(group))
-        share, diagnostics = loss(Pass(group, logprobs, entropies, logprobs.new_tensor(weights)))
+        share, diagnostics = loss(MicroBatch(group, logprobs, entropies, logprobs.new_tensor(weights)))
         share.backward()
         return share.item(), diagnostics
 
-    def _record(self, progress: TrainProgress, found: Diagnostics, tally: Tally) -> dict[str, float]:
+    def _record(self, progress: TrainProgress, found: Diagnostics, tally: RunningMetrics) -> dict[str, float]:
         """A line of the metrics."""
         speed = tally.tokens / tally.seconds if tally.seconds else 0.0
         rate = self._optimizer.param_groups[0]["lr"]
         own = {"step": self.step, "learning_rate": rate, "seconds": tally.seconds, "tokens_per_second": speed}
         return own | asdict(progress) | asdict(found)
 
-    def _fingerprint(self, samples: list[Sample], loss: PassLoss) -> str:
+    def _fingerprint(self, samples: list[Sample], loss: MicroBatchLoss) -> str:
         settings = self.settings.model_dump_json(exclude={"checkpoint_steps", "sharding", "tracker"})
         what = f"{type(loss).__name__}\n{self._policy.model_path}\n{settings}"
         # Sums of integers are the same however the weights are split.
         parts = self._policy.weights().values()
         sums = torch.stack([part.contiguous().view(torch.int32).sum(dtype=torch.int64).cpu() for part in parts])
-        if self._policy.in_parts:
-            self._ranks.add([sums])
+        if self._policy.sharded:
+            self._ranks.all_reduce([sums])
         return fingerprint(what, samples, sums.tolist(), self.step)
 
 
 class LoraTrainer(Trainer):
     """One adapter of one base model and its optimiser.
 
-    ``adapter``: start from its weights instead of fresh ones. ``make_policy``: what a new adapter is put on. Raises
+    ``adapter``: start from its weights instead of fresh ones. With ``method = "qlora"`` the base is quantised. Raises
     ``TrainingError`` when the model or the adapter cannot be used.
     """
 
@@ -346,12 +370,11 @@ class LoraTrainer(Trainer):
         settings: TrainingSettings,
         *,
         adapter: Adapter | None = None,
-        make_policy: type[TrainablePolicy] = TrainablePolicy,
     ) -> None:
         if adapter is not None:
             _check_file(adapter)
             check_start(adapter, settings)
-        self._adapter = make_policy(model_path, settings)
+        self._adapter = _policy_class(settings)(model_path, settings)
         if adapter is not None:
             self._adapter.load(Path(adapter.path))
         if is_sharded(settings.sharding):
@@ -364,7 +387,15 @@ class LoraTrainer(Trainer):
         self._adapter.save(directory)
 
 
-def _progress(number: int, total: int, found: Diagnostics, tally: Tally) -> TrainProgress:
+def _policy_class(settings: TrainingSettings) -> type[TrainablePolicy]:
+    if settings.method != "qlora":
+        return TrainablePolicy
+    from openhands_rl_plugin.training.policies.quantised import QuantisedPolicy  # needs bitsandbytes
+
+    return QuantisedPolicy
+
+
+def _progress(number: int, total: int, found: Diagnostics, tally: RunningMetrics) -> TrainProgress:
     """After a step; one without tokens was skipped."""
     loss, norm = (tally.losses[-1], tally.norms[-1]) if found.tokens else (0.0, 0.0)
     return TrainProgress(number, total, loss, norm, found.ratio, found.approx_kl, found.entropy)

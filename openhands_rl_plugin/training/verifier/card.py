@@ -16,7 +16,7 @@ CARD_FILE = "verifier.json"
 _MARK = 8  # hexadecimal digits
 
 
-class Verdict(NamedTuple):
+class VerifierOutput(NamedTuple):
     """``margin``: logit(YES) - logit(NO) in nats. ``mass``: p(YES) + p(NO) among all tokens, 1.0 at most."""
 
     margin: float
@@ -83,12 +83,12 @@ VERSION_PREFIX = "verifier-1@"
 """What the reward versions of all verifiers begin with: their scores are no labels."""
 
 
-def task_mark(task: str) -> str:
+def task_digest(task: str) -> str:
     """A short name of a task. Where two tasks share one, the second is not held out, and that is all."""
     return hashlib.sha256(task.encode()).hexdigest()[:_MARK]
 
 
-def taught_by(parent: Adapter | None) -> frozenset[str]:
+def tasks_trained_on(parent: Adapter | None) -> frozenset[str]:
     """The marks of the tasks that a verifier, or one before it, learnt from.
 
     Raises ``TrainingError`` where nothing says so: it might be judged by what it was taught.

@@ -13,7 +13,7 @@ from openhands_rl_plugin.core.errors import CaughtFailure, TrainingError, bounda
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import FailureKind, Frozen, Sample, Score, Trajectory
-from openhands_rl_plugin.training.verifier.card import VERSION_PREFIX, task_mark
+from openhands_rl_plugin.training.verifier.card import VERSION_PREFIX, task_digest
 from openhands_rl_plugin.training.verifier.prompt import VerifierPrompts
 from openhands_rl_plugin.trajectories.exchange.judgement import resolved
 
@@ -52,7 +52,7 @@ class Example:
 
 
 class LeftOut(Frozen):
-    """Episodes that teach a verifier nothing, by reason.
+    """Episodes that fit a verifier nothing, by reason.
 
     ``of_held_out_splits``: they measure policies that the verifier may choose for (``HELD_OUT_SPLITS``), and no filter
     named the split; ``balance``: more failures than were wanted.
@@ -65,7 +65,7 @@ class LeftOut(Frozen):
 
 
 @dataclass(frozen=True)
-class VerifierLesson:
+class VerifierDataset:
     """What is trained on and what the result is judged by: no task has episodes in both."""
 
     training: tuple[Example, ...]
@@ -85,7 +85,7 @@ def task_of(trajectory: Trajectory) -> str:
     return f"{trajectory.task.environment}\0{trajectory.task.id}"
 
 
-async def verifier_lesson(
+async def verifier_dataset(
     storage: TrajectoryStorage,
     where: TrajectoryFilter,
     prompts: VerifierPrompts,
@@ -94,7 +94,7 @@ async def verifier_lesson(
     reward: Reward | None,
     seed: int,
     taught: frozenset[str] = frozenset(),
-) -> VerifierLesson:
+) -> VerifierDataset:
     """The matching episodes, labelled, split and balanced.
 
     ``reward``: that of ``settings.label``; ``None`` for the evidence. ``taught``: as for ``split_by_task``.
@@ -121,7 +121,7 @@ async def verifier_lesson(
             prompt = prompts.of(trajectory)
             answer = prompts.yes if label.success else prompts.no
             examples[trajectory.id] = Example(label, prompt.ids, answer, prompt.truncated)
-    return VerifierLesson(
+    return VerifierDataset(
         training=tuple(examples[one.trajectory_id] for one in kept if one.trajectory_id in examples),
         held_out=tuple(examples[one.trajectory_id] for one in held_out if one.trajectory_id in examples),
         left_out=LeftOut(
@@ -167,7 +167,7 @@ def split_by_task(
             f"{len(places)} task(s) have labelled episodes; a verifier needs at least two: one to learn from and one, "
             "held out, to be judged by; see [rl.verifier] label, and --split where all are of a held-out split"
         )
-    unseen = sorted((task for task in places if task_mark(task) not in taught), key=places.__getitem__)
+    unseen = sorted((task for task in places if task_digest(task) not in taught), key=places.__getitem__)
     if not unseen:
         raise TrainingError(
             f"no task is left to judge by: all {len(places)} taught the verifier that is gone on from, or one before "

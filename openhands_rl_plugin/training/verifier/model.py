@@ -20,7 +20,7 @@ from openhands_rl_plugin.training.data.layout import lay_out
 from openhands_rl_plugin.training.policies.adapter_shape import read_shape
 from openhands_rl_plugin.training.policies.lora_policy import WEIGHTS_FILE, TrainablePolicy
 from openhands_rl_plugin.training.policies.packed_attention import PackedRows, hidden_states
-from openhands_rl_plugin.training.verifier.card import Verdict, VerifierCard
+from openhands_rl_plugin.training.verifier.card import VerifierCard, VerifierOutput
 from openhands_rl_plugin.training.verifier.prompt import VerifierPrompts, load_tokenizer
 
 
@@ -53,7 +53,7 @@ class VerifierModel(TrainablePolicy):
         self._turn = threading.Lock()
 
     @torch.no_grad()
-    def judge(self, prompts: Sequence[tuple[int, ...]]) -> list[Verdict]:
+    def judge(self, prompts: Sequence[tuple[int, ...]]) -> list[VerifierOutput]:
         """One verdict a prompt, in order. Raises ``TrainingError`` for a prompt that is too long for the model."""
         longest = max(map(len, prompts), default=0)
         if longest > self.longest:
@@ -61,14 +61,14 @@ class VerifierModel(TrainablePolicy):
                 f"a prompt has {longest} tokens, but the model is made for {self.longest}; train the verifier with a "
                 "smaller max_length"
             )
-        verdicts: dict[tuple[int, ...], Verdict] = {}
+        verdicts: dict[tuple[int, ...], VerifierOutput] = {}
         with self._turn:
             for group in pack([_sample(prompt) for prompt in set(prompts)], self._tokens_per_pass):
                 sequences = [sample.input_ids for sample in group]
                 verdicts.update(zip(sequences, self._verdicts(sequences), strict=True))
         return [verdicts[prompt] for prompt in prompts]
 
-    def _verdicts(self, sequences: Sequence[tuple[int, ...]]) -> list[Verdict]:
+    def _verdicts(self, sequences: Sequence[tuple[int, ...]]) -> list[VerifierOutput]:
         layout = lay_out(sequences)
         hidden = hidden_states(self._base, PackedRows(layout, self.device))
         last = hidden[torch.tensor([rows[-1] for rows in layout.rows], device=self.device)]
@@ -79,7 +79,7 @@ class VerifierModel(TrainablePolicy):
         labels = logits[:, [self.card.yes, self.card.no]]
         margins = labels[:, 0] - labels[:, 1]
         masses = (labels.logsumexp(1) - logits.logsumexp(1)).exp()
-        return [Verdict(*pair) for pair in zip(margins.tolist(), masses.tolist(), strict=True)]
+        return [VerifierOutput(*pair) for pair in zip(margins.tolist(), masses.tolist(), strict=True)]
 
 
 def weights_sha256(directory: Path) -> str:

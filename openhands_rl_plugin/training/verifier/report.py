@@ -24,7 +24,7 @@ _RESAMPLES = 500
 
 
 @dataclass(frozen=True)
-class Judged:
+class ScoredEpisode:
     """``margin``: logit(YES) - logit(NO) of an episode, in nats. ``mass``: p(YES) + p(NO) among all tokens."""
 
     task: str
@@ -80,7 +80,7 @@ class VerifierReport(Frozen):
         return {f"held_out_{name}": float(value) for name, value in {**found, "ece": self.ece, **auc}.items()}
 
 
-def report_of(judged: Sequence[Judged], settings: VerifierSettings) -> VerifierReport:
+def report_of(judged: Sequence[ScoredEpisode], settings: VerifierSettings) -> VerifierReport:
     """The figures of one verifier on at least one held-out episode."""
     outcomes = [each.success for each in judged]
     raw = [sigmoid(each.margin) for each in judged]
@@ -153,7 +153,7 @@ def calibration_error(bins: Sequence[Bin]) -> float:
     return sum(one.count * abs(one.score - one.success) for one in bins) / total
 
 
-def fitted(judged: Sequence[Judged], settings: VerifierSettings) -> Calibration:
+def fitted(judged: Sequence[ScoredEpisode], settings: VerifierSettings) -> Calibration:
     """The calibration that makes the outcomes likeliest: of the slope alone ("temperature"), or the offset too
     ("platt"). Without both classes nothing is changed. A little ridge keeps what separates perfectly finite.
     """
@@ -180,7 +180,7 @@ def fitted(judged: Sequence[Judged], settings: VerifierSettings) -> Calibration:
     return Calibration(slope=math.exp(s), offset=offset)
 
 
-def _out_of_fold(judged: Sequence[Judged], settings: VerifierSettings) -> list[float]:
+def _out_of_fold(judged: Sequence[ScoredEpisode], settings: VerifierSettings) -> list[float]:
     tasks = sorted({each.task for each in judged})
     random.Random(0).shuffle(tasks)
     first = set(tasks[: len(tasks) // 2])
@@ -189,7 +189,7 @@ def _out_of_fold(judged: Sequence[Judged], settings: VerifierSettings) -> list[f
     return [(for_first if each.task in first else for_second).probability(each.margin) for each in judged]
 
 
-def _auc_over_tasks(judged: Sequence[Judged]) -> Estimate | None:
+def _auc_over_tasks(judged: Sequence[ScoredEpisode]) -> Estimate | None:
     mean = auc([each.margin for each in judged], [each.success for each in judged])
     if mean is None:
         return None
@@ -205,7 +205,7 @@ def _auc_over_tasks(judged: Sequence[Judged]) -> Estimate | None:
     return Estimate(mean=mean, low=min(low, mean), high=max(high, mean), n=len(groups))
 
 
-def _selections(judged: Sequence[Judged], scores: Sequence[float]) -> list[Selection]:
+def _selections(judged: Sequence[ScoredEpisode], scores: Sequence[float]) -> list[Selection]:
     groups = [group for group in _by_task(judged).values() if len(group) > 1]
     found, k = [], 2
     while tasks := [group for group in groups if len(group) >= k]:
@@ -223,7 +223,7 @@ def _selections(judged: Sequence[Judged], scores: Sequence[float]) -> list[Selec
     return found
 
 
-def _by_task(judged: Sequence[Judged]) -> dict[str, list[int]]:
+def _by_task(judged: Sequence[ScoredEpisode]) -> dict[str, list[int]]:
     groups: dict[str, list[int]] = {}
     for at, each in enumerate(judged):
         groups.setdefault(each.task, []).append(at)

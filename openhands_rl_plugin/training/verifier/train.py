@@ -15,15 +15,15 @@ import torch
 from openhands_rl_plugin.config.rl import TrainingSettings, VerifierSettings
 from openhands_rl_plugin.core.memory import forget_unused
 from openhands_rl_plugin.core.types import Adapter, Probe
-from openhands_rl_plugin.training.distributed.ranks import Alone, Ranks
+from openhands_rl_plugin.training.distributed.ranks import Ranks, SingleProcess
 from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
-from openhands_rl_plugin.training.trainer.resume import Unsaved
+from openhands_rl_plugin.training.trainer.resume import PendingCheckpoint
 from openhands_rl_plugin.training.trainer.trainer import LoraTrainer, OnProgress
-from openhands_rl_plugin.training.verifier.card import VerifierCard, task_mark, taught_by
-from openhands_rl_plugin.training.verifier.data import Example, VerifierLesson
+from openhands_rl_plugin.training.verifier.card import VerifierCard, task_digest, tasks_trained_on
+from openhands_rl_plugin.training.verifier.data import Example, VerifierDataset
 from openhands_rl_plugin.training.verifier.model import VerifierModel, weights_sha256
 from openhands_rl_plugin.training.verifier.prompt import VerifierPrompts
-from openhands_rl_plugin.training.verifier.report import REPORT_FILE, Judged, VerifierReport, report_of
+from openhands_rl_plugin.training.verifier.report import REPORT_FILE, ScoredEpisode, VerifierReport, report_of
 
 OnJudged = Callable[[int, int], None]
 """Called with how many of how many held-out episodes are judged."""
@@ -34,18 +34,18 @@ _AT_ONCE = 32
 
 @dataclass(frozen=True)
 class TrainedVerifier:
-    """``probe``: what a server of the adapter is checked against; ``unsaved``: to be forgotten when all is kept."""
+    """``probe``: what a server of the adapter is checked against; ``pending``: to be forgotten when all is kept."""
 
     card: VerifierCard
     report: VerifierReport
     metrics: TrainMetrics
     probe: Probe
-    unsaved: Unsaved
+    pending: PendingCheckpoint
 
 
 def train_verifier(
     model: Path,
-    lesson: VerifierLesson,
+    dataset: VerifierDataset,
     training: TrainingSettings,
     settings: VerifierSettings,
     directory: Path,
@@ -59,31 +59,31 @@ def train_verifier(
 ) -> TrainedVerifier:
     """Fill an existing directory with an adapter, its card and its report.
 
-    ``parent``: the verifier to go on from; nothing that ``taught_by`` names may be held out. ``run``: as for
+    ``parent``: the verifier to go on from; nothing that ``tasks_trained_on`` names may be held out. ``run``: as for
     ``LoraTrainer.sft``. ``ranks``: the processes that train it together, each of which judges a share of what is held
     out; ``directory`` is that of rank 0, which writes, on a file system of them all. Raises ``TrainingError``,
     ``StorageError``.
     """
-    ranks = ranks or Alone()
-    taught = taught_by(parent) | {task_mark(example.label.task) for example in lesson.training}
+    ranks = ranks or SingleProcess()
+    taught = tasks_trained_on(parent) | {task_digest(example.label.task) for example in dataset.training}
     trainer = LoraTrainer(model, training, adapter=parent)
-    unsaved = trainer.unsaved
-    metrics = trainer.sft([example.sample() for example in lesson.training], on_progress, run=run)
-    probe = trainer.probe(lesson.training[0].prompt[-PROBE_TOKENS:])
+    pending = trainer.pending
+    metrics = trainer.sft([example.sample() for example in dataset.training], on_progress, run=run)
+    probe = trainer.probe(dataset.training[0].prompt[-PROBE_TOKENS:])
     if ranks.rank == 0:
         trainer.save_adapter(directory)
         _card(model, directory, prompts, taught).save(directory)
     del trainer
     forget_unused()
-    ranks.say("")  # the files are there now
-    judged = _judge(VerifierModel(directory, dtype=training.dtype), lesson.held_out, on_judged, ranks)
+    ranks.broadcast_text("")  # the files are there now
+    judged = _judge(VerifierModel(directory, dtype=training.dtype), dataset.held_out, on_judged, ranks)
     report = report_of(judged, settings)
     card = VerifierCard.load(directory).model_copy(update={"calibration": report.calibration})
-    ranks.agree("verdicts", report.model_dump_json())  # and all have read the card
+    ranks.assert_equal("verdicts", report.model_dump_json())  # and all have read the card
     if ranks.rank == 0:
         card.save(directory)
         (directory / REPORT_FILE).write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    return TrainedVerifier(card, report, metrics, probe, unsaved)
+    return TrainedVerifier(card, report, metrics, probe, pending)
 
 
 def _card(model: Path, directory: Path, prompts: VerifierPrompts, taught: frozenset[str]) -> VerifierCard:
@@ -97,7 +97,9 @@ def _card(model: Path, directory: Path, prompts: VerifierPrompts, taught: frozen
     )
 
 
-def _judge(model: VerifierModel, examples: Sequence[Example], on_judged: OnJudged | None, ranks: Ranks) -> list[Judged]:
+def _judge(
+    model: VerifierModel, examples: Sequence[Example], on_judged: OnJudged | None, ranks: Ranks
+) -> list[ScoredEpisode]:
     """In the order of the tasks, so that attempts at one meet in a pass; each rank judges its stretch of them."""
     ordered = sorted(examples, key=lambda example: example.label.task)
     begin, end = (len(ordered) * at // ranks.size for at in (ranks.rank, ranks.rank + 1))
@@ -108,8 +110,8 @@ def _judge(model: VerifierModel, examples: Sequence[Example], on_judged: OnJudge
         verdicts[start : start + len(some)] = torch.tensor([(one.margin, one.mass) for one in found])
         if on_judged is not None:
             on_judged(start + len(some) - begin, end - begin)
-    ranks.add([verdicts])
+    ranks.all_reduce([verdicts])
     return [
-        Judged(example.label.task, margin, example.label.success, mass)
+        ScoredEpisode(example.label.task, margin, example.label.success, mass)
         for example, (margin, mass) in zip(ordered, verdicts.tolist(), strict=True)
     ]

@@ -39,7 +39,7 @@ from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.server.server import running_server
-from openhands_rl_plugin.training.data.dataset import Episodes, make_lesson
+from openhands_rl_plugin.training.data.dataset import Episodes, build_dataset_or_sft
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 
@@ -274,7 +274,7 @@ def test_without_a_baseline_it_is_fine_tuned_on_successes(model: Path, config: R
         episodes = agent.run(INSTRUCTION, task_indices=[GOAL], batch_size=16)
     successes = tuple(trajectory for trajectory, (score,) in stored(config) if score.reward)
     alike = Episodes(trajectories=successes, returns=(0.75,) * len(successes), excluded=ExcludedEpisodes())
-    lesson = make_lesson(alike, "reinforce++-baseline")
+    lesson = build_dataset_or_sft(alike, "reinforce++-baseline")
     assert (lesson.algorithm, lesson.used) == ("sft", len(successes))
     tuned = changed(config, training={**config.training.model_dump(), "algorithm": "sft"})
     with RLAgent(model, config=tuned) as agent:

@@ -111,7 +111,7 @@ def test_episodes_of_another_temperature_are_counted_and_not_reinforced(
     mixed = store_of(tmp_path / "mixed", *plain, *(greedy(number) for number in range(2, 5)))
     words = ["--model", str(model), "--adapters", str(tmp_path / "adapters"), "--algorithm", "grpo"]
     assert cli.main(["train", str(mixed), *words, "--dry-run"]) == 0
-    assert "episodes: 2 used; left out: 3 tempered" in capsys.readouterr().out
+    assert "episodes: 2 used; left out: 3 off temperature" in capsys.readouterr().out
     alone = store_of(tmp_path / "alone", *(greedy(number) for number in range(2)))
     assert cli.main(["train", str(alone), *words]) == 1
     assert "2 episodes were sampled at another temperature than 1" in _said(capsys)

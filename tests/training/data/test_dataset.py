@@ -7,7 +7,13 @@ from credited_episodes import episode, settings
 
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.types import SamplingParams, StopReason, StrategySpec, Task, Trajectory
-from openhands_rl_plugin.training.data.dataset import Episodes, ExcludedEpisodes, Lesson, lesson_of, make_lesson
+from openhands_rl_plugin.training.data.dataset import (
+    Episodes,
+    ExcludedEpisodes,
+    TrainingDataset,
+    build_dataset,
+    build_dataset_or_sft,
+)
 
 REINFORCING = ("grpo", "reinforce++", "reinforce++-baseline", "rloo")
 COMPARING = ("dpo", *REINFORCING)
@@ -23,17 +29,17 @@ def stored(*trajectories: Trajectory) -> Episodes:
     return Episodes(trajectories, returns, ExcludedEpisodes())
 
 
-def ids(lesson: Lesson) -> set[str]:
-    return {sample.trajectory_id for sample in lesson.samples}
+def ids(dataset: TrainingDataset) -> set[str]:
+    return {sample.trajectory_id for sample in dataset.samples}
 
 
 @pytest.mark.parametrize("algorithm", COMPARING)
 def test_an_episode_that_ran_out_of_time_is_compared_with_none(algorithm: str) -> None:
     episodes = stored(played(0, 1.0), played(1, 0.5), played(2, 0.0, StopReason.TIMEOUT))
-    lesson = lesson_of(episodes, settings(algorithm=algorithm))
-    assert (lesson.used, lesson.excluded) == (2, ExcludedEpisodes(unfinished=1))
-    assert ids(lesson) == {"0", "1"}
-    alone = lesson_of(stored(played(0, 1.0), played(2, 0.0, StopReason.TIMEOUT)), settings(algorithm="dpo"))
+    dataset = build_dataset(episodes, settings(algorithm=algorithm))
+    assert (dataset.used, dataset.excluded) == (2, ExcludedEpisodes(unfinished=1))
+    assert ids(dataset) == {"0", "1"}
+    alone = build_dataset(stored(played(0, 1.0), played(2, 0.0, StopReason.TIMEOUT)), settings(algorithm="dpo"))
     assert (alone.used, alone.excluded) == (0, ExcludedEpisodes(unfinished=1, no_signal=1))
 
 
@@ -41,9 +47,9 @@ def test_an_episode_that_ran_out_of_time_is_compared_with_none(algorithm: str) -
 @pytest.mark.parametrize("algorithm", [*COMPARING, "sft", "rejection-sampling"])
 def test_what_a_limit_cut_short_is_left_out_of_every_algorithm(algorithm: str, stop: StopReason) -> None:
     episodes = stored(played(0, 1.0), played(1, 0.5), played(2, 2.0, stop))
-    left_out = lesson_of(episodes, settings(algorithm=algorithm, overlong="leave-out"))
+    left_out = build_dataset(episodes, settings(algorithm=algorithm, overlong="leave-out"))
     assert "2" not in ids(left_out) and left_out.excluded.overlong == 1
-    kept = lesson_of(episodes, settings(algorithm=algorithm))
+    kept = build_dataset(episodes, settings(algorithm=algorithm))
     assert "2" in ids(kept) and kept.excluded.overlong == 0
     assert kept.used + kept.excluded.no_signal == 3
 
@@ -51,15 +57,15 @@ def test_what_a_limit_cut_short_is_left_out_of_every_algorithm(algorithm: str, s
 def test_a_success_is_imitated_though_its_time_ran_out() -> None:
     episodes = stored(played(0, 1.0, StopReason.TIMEOUT), played(1, 0.0), played(2, 1.0, StopReason.UNFINISHED))
     for algorithm in ("sft", "rejection-sampling"):
-        lesson = lesson_of(episodes, settings(algorithm=algorithm))
-        assert ids(lesson) == {"0"}
-        assert lesson.excluded.in_words() == "1 unfinished, 1 no signal"
+        dataset = build_dataset(episodes, settings(algorithm=algorithm))
+        assert ids(dataset) == {"0"}
+        assert dataset.excluded.in_words() == "1 unfinished, 1 no signal"
 
 
 def test_who_can_learn_nothing_is_told_what_was_left_out() -> None:
     episodes = stored(played(0, 1.0, StopReason.MAX_TURNS), played(1, 0.0))
     with pytest.raises(TrainingError, match="left out: 1 overlong, 1 no signal"):
-        make_lesson(episodes, settings(algorithm="grpo", overlong="leave-out"))
+        build_dataset_or_sft(episodes, settings(algorithm="grpo", overlong="leave-out"))
 
 
 def sampled(trajectory: Trajectory, asked: SamplingParams | None, *, last: bool = False) -> Trajectory:
@@ -80,12 +86,12 @@ HALF, NUCLEUS = SamplingParams(temperature=0.5), SamplingParams(temperature=1.0,
 @pytest.mark.parametrize("algorithm", REINFORCING)
 def test_what_was_sampled_from_another_distribution_is_not_reinforced(algorithm: str, asked: SamplingParams) -> None:
     plain = [played(0, 1.0), played(1, 0.5)]
-    lesson = lesson_of(stored(*plain, sampled(played(2, 0.0), asked)), settings(algorithm=algorithm))
-    assert ids(lesson) == {"0", "1"}
-    assert lesson.excluded.in_words() == "1 tempered"
+    dataset = build_dataset(stored(*plain, sampled(played(2, 0.0), asked)), settings(algorithm=algorithm))
+    assert ids(dataset) == {"0", "1"}
+    assert dataset.excluded.in_words() == "1 off temperature"
     two_turns = episode(2, 0.0, 0.0).model_copy(update={"task": plain[0].task})
-    partly = lesson_of(stored(*plain, sampled(two_turns, asked, last=True)), settings(algorithm=algorithm))
-    assert partly.excluded == ExcludedEpisodes(tempered=1)
+    partly = build_dataset(stored(*plain, sampled(two_turns, asked, last=True)), settings(algorithm=algorithm))
+    assert partly.excluded == ExcludedEpisodes(off_temperature=1)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +106,8 @@ def test_what_was_sampled_from_another_distribution_is_not_reinforced(algorithm:
 )
 def test_what_a_request_left_open_was_sampled_at_one(asked: SamplingParams | None) -> None:
     episodes = stored(played(0, 1.0), sampled(played(1, 0.5), asked), sampled(played(2, 0.0), asked))
-    lesson = lesson_of(episodes, settings(algorithm="grpo"))
-    assert (lesson.used, lesson.excluded) == (3, ExcludedEpisodes())
+    dataset = build_dataset(episodes, settings(algorithm="grpo"))
+    assert (dataset.used, dataset.excluded) == (3, ExcludedEpisodes())
 
 
 def test_an_answer_that_was_not_acted_on_may_be_of_any_temperature() -> None:
@@ -109,15 +115,15 @@ def test_an_answer_that_was_not_acted_on_may_be_of_any_temperature() -> None:
     branch = tried.nodes[-1].model_copy(update={"parent": 0})
     nodes = (*played(0, 1.0).nodes, branch)
     episodes = stored(tried.model_copy(update={"nodes": nodes}), played(1, 0.0))
-    assert lesson_of(episodes, settings(algorithm="grpo")).used == 2
+    assert build_dataset(episodes, settings(algorithm="grpo")).used == 2
 
 
 def test_fine_tuning_and_preferences_take_any_temperature() -> None:
     episodes = stored(*(sampled(played(number, float(number)), HALF) for number in range(2)))
-    assert ids(lesson_of(episodes, settings(algorithm="sft"))) == {"1"}
-    assert lesson_of(episodes, settings(algorithm="dpo")).used == 2
+    assert ids(build_dataset(episodes, settings(algorithm="sft"))) == {"1"}
+    assert build_dataset(episodes, settings(algorithm="dpo")).used == 2
     with pytest.raises(TrainingError, match=r"2 episodes were sampled at another temperature .* play again with"):
-        make_lesson(episodes, "grpo")
+        build_dataset_or_sft(episodes, "grpo")
 
 
 def by(trajectory: Trajectory, name: str, **options: int) -> Trajectory:
@@ -133,18 +139,18 @@ def test_what_was_played_otherwise_is_not_compared(algorithm: str) -> None:
         by(played(1, 0.0), "StandardReAct"),
         by(played(2, 0.5), "MCTS", depth=3),
     ]
-    assert lesson_of(stored(*apart), chosen).excluded == ExcludedEpisodes(no_signal=3)
+    assert build_dataset(stored(*apart), chosen).excluded == ExcludedEpisodes(no_signal=3)
     alike = [by(played(number, float(number)), "MCTS", depth=2, seed=number) for number in range(2)]
-    assert lesson_of(stored(*alike), chosen).used == 2, "a seed is no other policy"
+    assert build_dataset(stored(*alike), chosen).used == 2, "a seed is no other policy"
 
 
 def test_a_greedy_answer_and_another_are_no_preference() -> None:
     greedy = sampled(played(0, 1.0), SamplingParams(temperature=0.0))
     hot = [sampled(played(1, 0.0), HALF), sampled(played(2, 0.5), HALF)]
-    lesson = lesson_of(stored(greedy, *hot), settings(algorithm="dpo"))
-    assert ids(lesson) == {"1", "2"}
+    dataset = build_dataset(stored(greedy, *hot), settings(algorithm="dpo"))
+    assert ids(dataset) == {"1", "2"}
 
 
 def test_the_best_of_a_task_are_the_best_however_they_were_played() -> None:
     episodes = stored(by(played(0, 1.0), "MCTS"), sampled(played(1, 2.0), HALF), played(2, 3.0))
-    assert ids(lesson_of(episodes, settings(algorithm="rejection-sampling"))) == {"2"}
+    assert ids(build_dataset(episodes, settings(algorithm="rejection-sampling"))) == {"2"}

@@ -1,23 +1,23 @@
-"""Which episodes are imitated, and which pairs are preferences."""
+"""Which episodes are select_for_sft, and which pairs are preferences."""
 
 from __future__ import annotations
 
 from credited_episodes import episode, settings
 from searched_episode import searched
 
-from openhands_rl_plugin.training.data.imitation import imitated, preference_pairs
+from openhands_rl_plugin.training.data.imitation import preference_pairs, select_for_sft
 
 PLAYED = [episode(0, 1.0), episode(1, 1.0), episode(2, 0.0), episode(3, 0.5, group="b"), episode(4, 0.2, group="b")]
 REWARDS = [1.0, 1.0, 0.0, 0.5, 0.2]
 
 
 def test_all_successes_are_imitated_or_the_best_of_a_task() -> None:
-    assert imitated(PLAYED, REWARDS, settings(algorithm="sft")) == (0, 1, 3, 4)
-    assert imitated(PLAYED, REWARDS, settings(algorithm="sft", imitate_above=0.5)) == (0, 1)
-    assert imitated(PLAYED, REWARDS, settings(algorithm="sft", imitate_above=-1.0)) == (0, 1, 2, 3, 4)
+    assert select_for_sft(PLAYED, REWARDS, settings(algorithm="sft")) == (0, 1, 3, 4)
+    assert select_for_sft(PLAYED, REWARDS, settings(algorithm="sft", imitate_above=0.5)) == (0, 1)
+    assert select_for_sft(PLAYED, REWARDS, settings(algorithm="sft", imitate_above=-1.0)) == (0, 1, 2, 3, 4)
     best = settings(algorithm="rejection-sampling")
-    assert imitated(PLAYED, REWARDS, best) == (0, 3), "the shorter one of two equally good ones"
-    assert imitated(PLAYED, REWARDS, best.model_copy(update={"keep_best": 2})) == (0, 1, 3, 4)
+    assert select_for_sft(PLAYED, REWARDS, best) == (0, 3), "the shorter one of two equally good ones"
+    assert select_for_sft(PLAYED, REWARDS, best.model_copy(update={"keep_best": 2})) == (0, 1, 3, 4)
 
 
 def test_the_best_is_paired_with_the_worst() -> None:

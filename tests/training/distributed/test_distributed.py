@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from train_together import train
 
 from openhands_rl_plugin.core.errors import TrainingError
-from openhands_rl_plugin.training.distributed.ranks import Alone, Together, joined_ranks
+from openhands_rl_plugin.training.distributed.ranks import ProcessGroup, SingleProcess, join_ranks
 from openhands_rl_plugin.training.trainer.checkpoint import STATE_FILE
 from openhands_rl_plugin.training.trainer.full_trainer import verify_model
-from openhands_rl_plugin.training.trainer.resume import KeptInParts
+from openhands_rl_plugin.training.trainer.resume import ShardedCheckpoint
 from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 HELPERS = Path(__file__).parents[2] / "helpers"
@@ -128,7 +128,7 @@ def test_processes_with_parts_of_a_model_that_were_killed_go_on_together(model: 
     parts = tmp_path / "two" / "full-killed" / "run" / "parts"
     kept = sorted(str(file.relative_to(parts)) for file in parts.rglob(STATE_FILE))
     assert kept == [f"00000004/{rank}-of-2/{STATE_FILE}" for rank in (1, 2)]
-    with pytest.raises(TrainingError, match="in 2 processes with split weights: start it like that"):
+    with pytest.raises(TrainingError, match="in 2 processes with split weights: start the run like that"):
         train(model, tmp_path / "two", "full-killed")
     assert run_both(model, tmp_path / "two", "layers", 0, "full-killed") == [0, 0]
     check_same_model(model, tmp_path / "two", tmp_path / "one", "full-killed", parts=0.5)
@@ -138,19 +138,19 @@ def test_processes_with_parts_of_a_model_that_were_killed_go_on_together(model: 
 
 
 def test_parts_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
-    class Rank(Alone):
+    class Rank(SingleProcess):
         def __init__(self, rank: int) -> None:
             self.rank, self.size = rank, 2
 
-    def keep(run: str, rank: int, done: int) -> None:
-        KeptInParts(tmp_path, run, Rank(rank)).keep({"weights.a": torch.full((2,), float(rank))}, {}, done)
+    def save(run: str, rank: int, done: int) -> None:
+        ShardedCheckpoint(tmp_path, run, Rank(rank)).save({"weights.a": torch.full((2,), float(rank))}, {}, done)
 
-    keep("first", 1, 20)
-    keep("first", 0, 20)
-    keep("second", 0, 20)  # and killed before rank 1 had its part
-    assert KeptInParts(tmp_path, "second", Rank(0)).resume() is None
-    keep("second", 1, 20)
-    found = KeptInParts(tmp_path, "second", Rank(0)).resume()
+    save("first", 1, 20)
+    save("first", 0, 20)
+    save("second", 0, 20)  # and killed before rank 1 had its part
+    assert ShardedCheckpoint(tmp_path, "second", Rank(0)).resume() is None
+    save("second", 1, 20)
+    found = ShardedCheckpoint(tmp_path, "second", Rank(0)).resume()
     assert found is not None and found[1]["done"] == "20" and found[0]["weights.a"].tolist() == [0.0, 0.0]
 
 
@@ -158,21 +158,21 @@ def test_parts_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
 def test_every_pass_is_computed_once_and_all_ranks_compute_equally_many(passes: int, size: int) -> None:
     dealt = []
     for rank in range(size):
-        ranks = Together.__new__(Together)
+        ranks = ProcessGroup.__new__(ProcessGroup)
         ranks.rank, ranks.size = rank, size
-        dealt.append(ranks.deal(list(range(passes))))
+        dealt.append(ranks.shard(list(range(passes))))
     assert sorted(one for mine, _ in dealt for one in mine) == list(range(passes))
     assert len({len(mine) + len(idle) for mine, idle in dealt}) == 1
     assert all(len(idle) <= 1 for _, idle in dealt)
 
 
 def test_without_a_launcher_a_process_is_alone(model: Path) -> None:
-    with joined_ranks({}) as ranks:
-        assert isinstance(ranks, Alone) and (ranks.rank, ranks.size) == (0, 1)
+    with join_ranks({}) as ranks:
+        assert isinstance(ranks, SingleProcess) and (ranks.rank, ranks.size) == (0, 1)
     with pytest.raises(TrainingError, match="torchrun or accelerate launch"):
         LoraTrainer(model, EXACT.model_copy(update={"sharding": "layers"}))
 
 
 def test_a_launcher_without_an_address_is_one_line() -> None:
-    with pytest.raises(TrainingError, match="cannot be joined"), joined_ranks({"WORLD_SIZE": "2", "RANK": "0"}):
+    with pytest.raises(TrainingError, match="cannot be joined"), join_ranks({"WORLD_SIZE": "2", "RANK": "0"}):
         pass

@@ -78,8 +78,8 @@ async def test_rollouts_go_on_while_the_policy_is_trained(world: ShopWorld, tmp_
     assert max(each["staleness_max"] for each in figures) == 1 and figures[0]["staleness_max"] == 0
     assert all(0 <= each["staleness"] <= each["staleness_max"] for each in figures)
     assert all(0 < each["weight"] <= 2 for each in figures), "stale tokens are weighed by their recorded logprobs"
-    shares = ("rollouts_waiting_share", "training_waiting_share")
-    assert all(0 <= each[share] <= 1 for each in figures for share in shares)
+    shard_micro_batches = ("rollouts_waiting_share", "training_waiting_share")
+    assert all(0 <= each[share] <= 1 for each in figures for share in shard_micro_batches)
     assert sum(each["rollouts_an_hour"] for each in figures) > 0
     # The second batch began on the weights that the first one was to improve, before that was trained on.
     first = next(record for record in state.records if record.name == ITERATIONS[0])

@@ -1,4 +1,4 @@
-"""The parts of the asynchronous loop by themselves: the supply's bound, the lineage, the router."""
+"""The parts of the asynchronous loop by themselves: the buffer's bound, the lineage, the router."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.testing import example_trajectory
 from openhands_rl_plugin.training.loop.lineage import Lineage, Staleness
 from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
+from openhands_rl_plugin.training.loop.rollout_buffer import Group, RolloutBuffer, ThroughputMeter
 from openhands_rl_plugin.training.loop.router import running_router
-from openhands_rl_plugin.training.loop.server_outage import PatientRunner, PatientServer
-from openhands_rl_plugin.training.loop.supply import Group, Meter, Supply
+from openhands_rl_plugin.training.loop.server_outage import OutageTolerantRunner, OutageTolerantServer
 
 
 class Simulation:
@@ -56,23 +56,23 @@ class Simulation:
         return min(self.staleness + 1, self.batches - self.version) * self.batch
 
     async def run(self) -> None:
-        supply = Supply(self.play, used=(), held=0, limit=self.limit())
+        buffer = RolloutBuffer(self.play, used=(), held=0, limit=self.limit())
         async with asyncio.TaskGroup() as tasks:
-            supply.start(tasks)
+            buffer.start(tasks)
             while self.version < self.batches:
                 taken = 0
                 while taken < self.batch:
-                    group = await supply.take()
+                    group = await buffer.take()
                     self.used.append(group.number)
                     if (age := self.version - self.begun[group.number]) > self.staleness:
-                        supply.close(1)
+                        buffer.close(1)
                         continue
                     self.ages.append(age)
                     taken += 1
                 await asyncio.sleep(0)
                 self.version += 1
-                supply.close(self.batch, self.limit())
-            supply.stop()
+                buffer.close(self.batch, self.limit())
+            buffer.stop()
 
 
 @given(
@@ -102,11 +102,11 @@ def test_groups_that_are_used_up_are_not_played() -> None:
         return Group(number, ())
 
     async def run() -> list[int]:
-        supply = Supply(play, used={0, 1, 3}, held=1, limit=3)
+        buffer = RolloutBuffer(play, used={0, 1, 3}, held=1, limit=3)
         async with asyncio.TaskGroup() as tasks:
-            supply.start(tasks)
-            taken = [(await supply.take()).number for _ in range(2)]
-            supply.stop()
+            buffer.start(tasks)
+            taken = [(await buffer.take()).number for _ in range(2)]
+            buffer.stop()
         return taken
 
     assert asyncio.run(run()) == [2, 4] == played
@@ -120,10 +120,10 @@ def test_an_error_of_a_group_stops_all() -> None:
         return Group(number, ())
 
     async def run() -> None:
-        supply = Supply(play, used=(), held=0, limit=2)
+        buffer = RolloutBuffer(play, used=(), held=0, limit=2)
         async with asyncio.TaskGroup() as tasks:
-            supply.start(tasks)
-            await supply.take()
+            buffer.start(tasks)
+            await buffer.take()
 
     with pytest.raises(ExceptionGroup, match="TaskGroup") as caught:
         asyncio.run(run())
@@ -131,7 +131,7 @@ def test_an_error_of_a_group_stops_all() -> None:
 
 
 async def test_a_meter_knows_how_busy_the_places_were() -> None:
-    meter = Meter(2)
+    meter = ThroughputMeter(2)
     with meter.episode():
         await asyncio.sleep(0.2)
     figures = meter.read()
@@ -191,7 +191,7 @@ async def test_a_server_whose_proxy_says_that_it_is_away_is_waited_for(tmp_path:
         return respond({"data": cards})
 
     async with raw_server(answer) as upstream, AdapterPublisher(upstream.url, store) as publisher:
-        server = PatientServer(publisher, 30.0, told.append)
+        server = OutageTolerantServer(publisher, 30.0, told.append)
         assert (await server.publish(adapter)).adapter == adapter.name
     assert loaded == {adapter.name} and server.outages == 1
     assert len(told) == 3 and status[:3] in told[0] and told[-1] == ""
@@ -205,10 +205,10 @@ async def test_a_server_that_stays_away_ends_the_waiting_and_one_that_refuses_is
         AdapterPublisher(upstream.url, store) as publisher,
     ):
         with pytest.raises(InfrastructureError, match=r"has been away for 0 s .*HTTP 503"):
-            await PatientServer(publisher, 0.0, lambda _: None).publish(adapter)
+            await OutageTolerantServer(publisher, 0.0, lambda _: None).publish(adapter)
         answers["/v1/models"] = respond("no", "500 Internal Server Error")
         with pytest.raises(PublishError, match="HTTP 500"):
-            await PatientServer(publisher, 30.0, lambda _: None).publish(adapter)
+            await OutageTolerantServer(publisher, 30.0, lambda _: None).publish(adapter)
 
 
 class Lost:
@@ -236,8 +236,8 @@ async def test_a_server_is_waited_for_before_any_version_is_in_use(tmp_path: Pat
         return respond({"data": [{"id": "m", "owned_by": "vllm"}]})
 
     async with raw_server(answer) as upstream, AdapterPublisher(upstream.url, AdapterStore(tmp_path)) as publisher:
-        server = PatientServer(publisher, 30.0, told.append)
-        await PatientRunner(Lost(), server).run(REQUEST)
+        server = OutageTolerantServer(publisher, 30.0, told.append)
+        await OutageTolerantRunner(Lost(), server).run(REQUEST)
         assert not refusals and server.outages == 1
         assert len(told) == 3 and "503" in told[0] and told[-1] == ""
         assert upstream.paths() == ["/v1/models"] * len(upstream.paths()), "there is nothing to load"
@@ -246,7 +246,7 @@ async def test_a_server_is_waited_for_before_any_version_is_in_use(tmp_path: Pat
 async def test_a_server_that_stays_away_ends_a_run_before_any_version_is_in_use(tmp_path: Path) -> None:
     async with AdapterPublisher("http://127.0.0.1:9", AdapterStore(tmp_path)) as publisher:
         with pytest.raises(InfrastructureError, match=r"has been away for 0 s .*run the same again"):
-            await PatientRunner(Lost(), PatientServer(publisher, 0.0, lambda _: None)).run(REQUEST)
+            await OutageTolerantRunner(Lost(), OutageTolerantServer(publisher, 0.0, lambda _: None)).run(REQUEST)
 
 
 def stored(path: Path) -> tuple[AdapterStore, Adapter]:

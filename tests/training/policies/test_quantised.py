@@ -75,17 +75,16 @@ def test_qlora_without_bitsandbytes_is_refused_at_configuration() -> None:
 
 def test_qlora_trains_an_adapter_on_a_base_of_four_bits(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
-    from openhands_rl_plugin.training.policies.quantised import QuantisedPolicy
 
     model = write_model(tmp_path / "model", model_type="qwen2", tie_word_embeddings=False)
     settings = EXACT.model_copy(update={"method": "qlora", "gradient_checkpointing": True})
-    trainer = LoraTrainer(model, settings, make_policy=QuantisedPolicy)
+    trainer = LoraTrainer(model, settings)
     layers = {type(layer.base_layer).__name__ for layer in trainer._adapter._base.modules() if hasattr(layer, "lora_A")}
     assert layers == {"Linear4bit"}
     metrics = trainer.sft(make_samples(6))
     assert metrics.last_loss < metrics.first_loss
     saved = adapter_of(trainer, tmp_path / "adapter")
-    again = LoraTrainer(model, settings, make_policy=QuantisedPolicy)
+    again = LoraTrainer(model, settings)
     again._adapter.load(tmp_path / "adapter")
     assert_same(again._adapter.weights(), saved)
     assert again.probe((5, 6, 7, 8)).logprobs == pytest.approx(trainer.probe((5, 6, 7, 8)).logprobs, abs=1e-5)

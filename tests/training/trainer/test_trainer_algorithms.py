@@ -19,7 +19,7 @@ from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.types import PolicyRef, Sample
 from openhands_rl_plugin.training.algorithms import ALGORITHMS, aggregation_of, clip_bounds
 from openhands_rl_plugin.training.credit.estimators import whiten
-from openhands_rl_plugin.training.data.imitation import Pair
+from openhands_rl_plugin.training.data.imitation import PreferencePair
 from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 ONE_STEP = EXACT.model_copy(update={"num_epochs": 1, "batch_size": 6, "max_grad_norm": 1e9})
@@ -188,7 +188,7 @@ def test_staleness_counts_versions(model: Path) -> None:
 def test_preferences_begin_at_even_odds_and_widen(model: Path) -> None:
     trainer = trainer_of(model, algorithm="dpo", learning_rate=1e-2, num_epochs=8, batch_size=2)
     samples = make_samples(4)
-    pairs = [Pair((samples[0],), (samples[1],)), Pair((samples[2],), (samples[3],))]
+    pairs = [PreferencePair((samples[0],), (samples[1],)), PreferencePair((samples[2],), (samples[3],))]
     before = [logprobs_of(trainer, sample).sum().item() for sample in samples]
     metrics = trainer.prefer(pairs)
     assert metrics.first_loss == pytest.approx(math.log(2), abs=1e-5)
@@ -200,7 +200,9 @@ def test_preferences_begin_at_even_odds_and_widen(model: Path) -> None:
 
 
 def test_preferences_do_not_depend_on_the_passes(model: Path) -> None:
-    pairs = [Pair((one,), (other,)) for one, other in zip(make_samples(6)[::2], make_samples(6)[1::2], strict=True)]
+    pairs = [
+        PreferencePair((one,), (other,)) for one, other in zip(make_samples(6)[::2], make_samples(6)[1::2], strict=True)
+    ]
     results = []
     for tokens_per_pass in (1, 100_000):
         trainer = trainer_of(model, algorithm="dpo", max_tokens_per_pass=tokens_per_pass)

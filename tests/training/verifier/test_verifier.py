@@ -19,8 +19,8 @@ from openhands_rl_plugin.core.errors import ConfigError, TrainingError
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Failure, FailureKind, Task
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.training.verifier.card import VerifierCard, task_mark
-from openhands_rl_plugin.training.verifier.data import VerifierLesson, task_of, verifier_lesson
+from openhands_rl_plugin.training.verifier.card import VerifierCard, task_digest
+from openhands_rl_plugin.training.verifier.data import VerifierDataset, task_of, verifier_dataset
 from openhands_rl_plugin.training.verifier.model import VerifierModel
 from openhands_rl_plugin.training.verifier.prompt import prompts_for
 from openhands_rl_plugin.training.verifier.report import VerifierReport
@@ -33,12 +33,12 @@ def loaded(verifier: Path) -> VerifierModel:
     return VerifierModel(verifier, dtype="float32")
 
 
-def lesson_of(store: Path, model: Path, settings: VerifierSettings) -> VerifierLesson:
+def build_dataset(store: Path, model: Path, settings: VerifierSettings) -> VerifierDataset:
     prompts = prompts_for(str(model), settings.max_length)
 
-    async def read() -> VerifierLesson:
+    async def read() -> VerifierDataset:
         async with FileTrajectoryStorage(store) as storage:
-            return await verifier_lesson(storage, TrajectoryFilter(), prompts, settings, reward=None, seed=0)
+            return await verifier_dataset(storage, TrajectoryFilter(), prompts, settings, reward=None, seed=0)
 
     return asyncio.run(read())
 
@@ -67,7 +67,7 @@ def test_a_version_that_goes_on_is_not_judged_by_what_taught_the_one_before(
     assert cli.main(words) == 0
     before, after = (VerifierCard.load(tmp_path / f"verifier-v00000{at}").trained_on for at in (1, 2))
     assert before and after and set(before) <= set(after)
-    held_out = {task_mark(task_of(each)) for each in toy_episodes(10)} - set(after)
+    held_out = {task_digest(task_of(each)) for each in toy_episodes(10)} - set(after)
     report = VerifierReport.model_validate_json((tmp_path / "verifier-v000002" / "verifier_report.json").read_text())
     assert len(held_out) == report.tasks >= 1
     assert f"{len(before)} tasks taught verifier-v000001 or a version before it" in capsys.readouterr().out
@@ -90,9 +90,9 @@ def test_the_token_that_is_trained_is_the_token_that_is_scored(
     verifier: Path, judge_model: Path, tmp_path: Path
 ) -> None:
     store = store_of(tmp_path / "store", *toy_episodes(6))
-    lesson = lesson_of(store, judge_model, VerifierSettings(held_out=0.3))
+    dataset = build_dataset(store, judge_model, VerifierSettings(held_out=0.3))
     card = VerifierCard.load(verifier)
-    for example in lesson.training:
+    for example in dataset.training:
         sample = example.sample()
         assert [at for at, trained in enumerate(sample.mask) if trained] == [len(example.prompt)]
         assert sample.input_ids == (*example.prompt, card.yes if example.label.success else card.no)
@@ -141,16 +141,16 @@ def test_only_what_is_kept_is_used_and_the_rest_is_counted(judge_model: Path, tm
         episode(99, 1, success=True).model_copy(update={"task": measured}),
     ]
     store = store_of(tmp_path / "store", *toy_episodes(8, 2), *failures, *others)
-    lesson = lesson_of(store, judge_model, VerifierSettings(held_out=0.4, negatives=0.5))
-    good = sum(one.label.success for one in lesson.training)
-    assert len(lesson.training) == good + round(good / 2)
-    assert lesson.left_out.model_dump() == {
+    dataset = build_dataset(store, judge_model, VerifierSettings(held_out=0.4, negatives=0.5))
+    good = sum(one.label.success for one in dataset.training)
+    assert len(dataset.training) == good + round(good / 2)
+    assert dataset.left_out.model_dump() == {
         "of_held_out_splits": 1,
         "failed": 1,
         "unlabelled": 1,
         "balance": 4 * good - round(good / 2),
     }
-    assert len(lesson.held_out) == 5 * (8 - good), "held-out tasks keep all their episodes"
+    assert len(dataset.held_out) == 5 * (8 - good), "held-out tasks keep all their episodes"
 
 
 def test_a_dry_run_says_what_would_be_trained(

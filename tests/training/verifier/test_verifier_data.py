@@ -11,7 +11,7 @@ from openhands_rl_plugin.config.rl import VerifierSettings
 from openhands_rl_plugin.core.errors import GraderError, TrainingError
 from openhands_rl_plugin.core.types import Failure, FailureKind, Score, Trajectory
 from openhands_rl_plugin.rewards.outcome import ReturnReward
-from openhands_rl_plugin.training.verifier.card import task_mark
+from openhands_rl_plugin.training.verifier.card import task_digest
 from openhands_rl_plugin.training.verifier.data import Labelled, balanced, label_of, split_by_task, task_of
 
 SETTINGS = VerifierSettings()
@@ -46,20 +46,20 @@ def test_what_taught_an_earlier_version_is_never_held_out(
     found: list[tuple[int, bool]], share: float, seed: int, known: set[int]
 ) -> None:
     examples, settings = labelled(found), VerifierSettings(held_out=share)
-    taught = frozenset(task_mark(f"task-{number}") for number in known)
+    taught = frozenset(task_digest(f"task-{number}") for number in known)
     if {number for number, _ in found} <= known:
         with pytest.raises(TrainingError, match=r"no task is left to judge by: .* --from base"):
             split_by_task(examples, settings, seed, taught)
         return
     training, held_out = split_by_task(examples, settings, seed, taught)
     assert training and held_out
-    assert not {task_mark(one.task) for one in held_out} & taught
+    assert not {task_digest(one.task) for one in held_out} & taught
     assert not {one.task for one in training} & {one.task for one in held_out}
     assert len(training) + len(held_out) == len(examples)
 
 
 def marks(examples: tuple[Labelled, ...]) -> frozenset[str]:
-    return frozenset(task_mark(one.task) for one in examples)
+    return frozenset(task_digest(one.task) for one in examples)
 
 
 @pytest.mark.parametrize(("share", "seed"), [(0.2, 0), (0.2, 1), (0.5, 0), (0.1, 2)])

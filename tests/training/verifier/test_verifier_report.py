@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from openhands_rl_plugin.config.rl import VerifierSettings
 from openhands_rl_plugin.training.verifier.card import Calibration, sigmoid
 from openhands_rl_plugin.training.verifier.report import (
-    Judged,
+    ScoredEpisode,
     auc,
     brier,
     calibration_error,
@@ -23,12 +23,12 @@ from openhands_rl_plugin.training.verifier.report import (
 PAIRS = st.lists(st.tuples(st.sampled_from([0.0, 0.2, 0.5, 0.55, 1.0]), st.booleans()), min_size=1, max_size=20)
 
 
-def drawn(count: int, *, slope: float, offset: float, seed: int = 0) -> list[Judged]:
+def drawn(count: int, *, slope: float, offset: float, seed: int = 0) -> list[ScoredEpisode]:
     """Outcomes that come true as ``sigmoid(slope * margin + offset)`` says; four attempts a task."""
     source = random.Random(seed)
     margins = [source.gauss(0.0, 3.0) for _ in range(count)]
     return [
-        Judged(f"task-{at // 4}", margin, source.random() < sigmoid(slope * margin + offset))
+        ScoredEpisode(f"task-{at // 4}", margin, source.random() < sigmoid(slope * margin + offset))
         for at, margin in enumerate(margins)
     ]
 
@@ -76,8 +76,8 @@ def test_the_calibration_that_was_drawn_from_is_found(method: str, slope: float,
 
 def test_perfect_and_hopeless_verifiers_get_finite_calibrations() -> None:
     settings = VerifierSettings(calibration="platt")
-    perfect = [Judged(f"{at}", 5.0 if at % 2 else -5.0, bool(at % 2)) for at in range(40)]
-    hopeless = [Judged(f"{at}", -5.0 if at % 2 else 5.0, bool(at % 2)) for at in range(40)]
+    perfect = [ScoredEpisode(f"{at}", 5.0 if at % 2 else -5.0, bool(at % 2)) for at in range(40)]
+    hopeless = [ScoredEpisode(f"{at}", -5.0 if at % 2 else 5.0, bool(at % 2)) for at in range(40)]
     assert 1.0 <= fitted(perfect, settings).slope < 100
     assert 0 < fitted(hopeless, settings).slope < 0.2
     assert fitted(perfect[1::2], settings) == Calibration(), "one class says nothing"
@@ -94,6 +94,8 @@ def test_selection_lies_between_chance_and_the_best_possible() -> None:
 
 
 def test_one_class_has_no_auc() -> None:
-    report = report_of([Judged("a", 1.0, True), Judged("b", 2.0, True)], VerifierSettings(calibration="temperature"))
+    report = report_of(
+        [ScoredEpisode("a", 1.0, True), ScoredEpisode("b", 2.0, True)], VerifierSettings(calibration="temperature")
+    )
     assert report.auc is None and report.calibration == Calibration() and report.selection == ()
     assert "held_out_auc" not in report.as_floats()

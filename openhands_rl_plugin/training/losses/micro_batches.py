@@ -12,13 +12,13 @@ from torch import Tensor
 
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.training.data.batch import pack
-from openhands_rl_plugin.training.data.imitation import Pair
+from openhands_rl_plugin.training.data.imitation import PreferencePair
 
 BatchOrder = Literal["shuffled", "alike"]
 
 
 @dataclass(eq=False)
-class Item:
+class TrainingSample:
     """A sample and its K trained tokens; all tensors [K] float32, on the CPU.
 
     ``recorded``: logprobs when sampled. ``old``: logprobs that the clip is around, and that a preference is measured
@@ -43,16 +43,16 @@ class Item:
         self.old = self.recorded
 
 
-def items_of_rollouts(samples: Sequence[Sample]) -> list[Item]:
+def samples_from_rollouts(samples: Sequence[Sample]) -> list[TrainingSample]:
     """One unit a trajectory."""
     units: dict[str, int] = {}
-    return [Item(sample, units.setdefault(sample.trajectory_id, len(units))) for sample in samples]
+    return [TrainingSample(sample, units.setdefault(sample.trajectory_id, len(units))) for sample in samples]
 
 
-def items_of_pairs(pairs: Sequence[Pair]) -> list[Item]:
+def samples_from_pairs(pairs: Sequence[PreferencePair]) -> list[TrainingSample]:
     """One unit a pair."""
     return [
-        Item(sample, unit, chosen)
+        TrainingSample(sample, unit, chosen)
         for unit, pair in enumerate(pairs)
         for chosen, half in ((True, pair.chosen), (False, pair.rejected))
         for sample in half
@@ -60,31 +60,31 @@ def items_of_pairs(pairs: Sequence[Pair]) -> list[Item]:
 
 
 def batches(
-    items: Sequence[Item], *, size: int, epochs: int, seed: str, order: BatchOrder = "shuffled"
-) -> list[list[Item]]:
+    items: Sequence[TrainingSample], *, size: int, epochs: int, seed: str, order: BatchOrder = "shuffled"
+) -> list[list[TrainingSample]]:
     """Optimiser batches of all epochs: ``size`` units each, in a new order every epoch.
 
     With ``"alike"``, units that begin alike, as the rollouts of a group do, are in the same batches, and only the
     batches are shuffled: what they have in common is computed once a batch.
     """
-    by_unit: dict[int, list[Item]] = {}
+    by_unit: dict[int, list[TrainingSample]] = {}
     for item in items:
         by_unit.setdefault(item.unit, []).append(item)
     make = _alike if order == "alike" else _shuffled
-    made: list[list[Item]] = []
+    made: list[list[TrainingSample]] = []
     for epoch in range(epochs):
         for units in make(by_unit, size, random.Random(f"{seed}:{epoch}")):
             made.append([item for unit in units for item in by_unit[unit]])
     return made
 
 
-def _shuffled(by_unit: Mapping[int, Sequence[Item]], size: int, source: random.Random) -> list[list[int]]:
+def _shuffled(by_unit: Mapping[int, Sequence[TrainingSample]], size: int, source: random.Random) -> list[list[int]]:
     order = list(by_unit)
     source.shuffle(order)
     return [order[start : start + size] for start in range(0, len(order), size)]
 
 
-def _alike(by_unit: Mapping[int, Sequence[Item]], size: int, source: random.Random) -> list[list[int]]:
+def _alike(by_unit: Mapping[int, Sequence[TrainingSample]], size: int, source: random.Random) -> list[list[int]]:
     order = sorted(by_unit, key=lambda unit: by_unit[unit][0].sample.input_ids)
     # Begun elsewhere in every epoch, or the same units would always meet.
     begin = source.randrange(len(order)) if order else 0
@@ -94,19 +94,19 @@ def _alike(by_unit: Mapping[int, Sequence[Item]], size: int, source: random.Rand
     return made
 
 
-def passes(items: Sequence[Item], max_tokens: int, *, whole_units: bool) -> list[list[Item]]:
+def micro_batches(items: Sequence[TrainingSample], max_tokens: int, *, whole_units: bool) -> list[list[TrainingSample]]:
     """Groups of at most ``max_tokens`` rows; with ``whole_units``, items of a unit are in one, however long it is."""
     if whole_units:
-        return _passes_of_units(items, max_tokens)
+        return _micro_batches_of_units(items, max_tokens)
     by_sample = {id(item.sample): item for item in items}
     return [[by_sample[id(sample)] for sample in group] for group in pack([item.sample for item in items], max_tokens)]
 
 
-def _passes_of_units(items: Sequence[Item], max_tokens: int) -> list[list[Item]]:
-    by_unit: dict[int, list[Item]] = {}
+def _micro_batches_of_units(items: Sequence[TrainingSample], max_tokens: int) -> list[list[TrainingSample]]:
+    by_unit: dict[int, list[TrainingSample]] = {}
     for item in items:
         by_unit.setdefault(item.unit, []).append(item)
-    groups: list[list[Item]] = []
+    groups: list[list[TrainingSample]] = []
     used = 0
     for members in by_unit.values():
         length = sum(len(item.sample.input_ids) for item in members)

@@ -20,7 +20,7 @@ class Group:
     trajectories: tuple[Trajectory, ...]
 
 
-class Supply:
+class RolloutBuffer:
     """Plays groups and hands them over, of those that are finished the oldest first.
 
     ``held`` groups have been handed over already. A group is open from its beginning until ``close``: that of a batch
@@ -80,7 +80,7 @@ class Supply:
         task.add_done_callback(self._tasks.discard)
 
 
-class Meter:
+class ThroughputMeter:
     """What became of the places that episodes are played in."""
 
     def __init__(self, places: int) -> None:

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.training.data.layout import lay_out
-from openhands_rl_plugin.training.losses.items import BatchOrder, Item, batches, items_of_rollouts
+from openhands_rl_plugin.training.losses.micro_batches import BatchOrder, TrainingSample, batches, samples_from_rollouts
 
 PROMPT, ANSWER = 64, 16
 
 
-def rollouts(groups: int, size: int) -> list[Item]:
+def rollouts(groups: int, size: int) -> list[TrainingSample]:
     """Samples of ``groups`` prompts in a mixed order; the answers differ."""
     source = random.Random(7)
     samples: list[Sample] = []
@@ -30,10 +30,10 @@ def rollouts(groups: int, size: int) -> list[Item]:
                 Sample(trajectory_id=name, leaf=0, input_ids=ids, mask=mask, logprobs=(-0.5,) * len(ids), advantage=1.0)
             )
     source.shuffle(samples)
-    return items_of_rollouts(samples)
+    return samples_from_rollouts(samples)
 
 
-def rows(made: list[list[Item]]) -> int:
+def rows(made: list[list[TrainingSample]]) -> int:
     return sum(len(lay_out([item.sample.input_ids for item in batch]).ids) for batch in made)
 
 

@@ -1,0 +1,115 @@
+"""The end of every training: fit the trainer, create the next adapter version, probe it. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.core.types import Adapter, Probe
+from openhands_rl_plugin.training.algorithms import algorithm_of
+from openhands_rl_plugin.training.data.dataset import TrainingDataset
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.models.adapters.store import AdapterStore
+    from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
+    from openhands_rl_plugin.training.trainer.trainer import LoraTrainer, OnProgress, Trainer
+
+PROBE_TOKENS = 128
+"""Tokens of a probe: enough to show a wrong weight in the mean logprob difference, and one cheap forward pass."""
+
+
+def fit(
+    trainer: Trainer, dataset: TrainingDataset, on_progress: OnProgress | None = None, *, run: Path | None = None
+) -> TrainMetrics:
+    """Train on the dataset by its algorithm.
+
+    Args:
+        trainer: holds the weights and the optimiser.
+        dataset: not empty.
+        on_progress: called after every optimiser step.
+        run: a directory for metrics and checkpoints; a killed call resumes from it.
+
+    Raises ``TrainingError`` or ``StorageError``.
+    """
+    match algorithm_of(TrainingSettings(algorithm=dataset.algorithm)).kind:
+        case "imitation":
+            return trainer.sft(dataset.samples, on_progress, run=run)
+        case "preference":
+            return trainer.prefer(dataset.pairs, on_progress, run=run)
+        case "reinforcement":
+            return trainer.reinforce(dataset.samples, on_progress, run=run)
+
+
+def create_version(
+    trainer: LoraTrainer,
+    store: AdapterStore,
+    name: str,
+    *,
+    base_model: str,
+    parent: Adapter | None,
+    steps: int,
+    metrics: dict[str, float],
+    probe_ids: Sequence[int],
+) -> tuple[Adapter | None, Probe]:
+    """Write the trained adapter as the next version of ``name``, with a probe beside it. A collective of all ranks.
+
+    Args:
+        trainer: holds the trained adapter.
+        store: where versions are kept.
+        name: of the adapter, without a version.
+        base_model: the base model, by the name that servers use.
+        parent: the version that training started from; ``None`` for the base model.
+        steps: optimiser steps since ``parent``. ``Adapter.step`` counts the steps of the whole lineage: the parent's
+            ``step`` plus these.
+        metrics: for the manifest.
+        probe_ids: token ids of a recorded text; the last ``PROBE_TOKENS`` of them are probed.
+
+    Returns the new version, which only rank 0 has, and the trainer's logprobs to check a server against. Raises
+    ``StorageError`` when the version cannot be written; then nothing of it remains.
+    """
+    adapter = None
+    if trainer.is_main_process:
+        adapter = store.create(
+            name,
+            trainer.save_adapter,
+            base_model=base_model,
+            parent=parent.name if parent is not None else None,
+            step=steps + (parent.step if parent is not None else 0),
+            metrics=metrics,
+        )
+    probe = trainer.probe(probe_ids[-PROBE_TOKENS:])
+    if adapter is not None:
+        store.keep_probe(adapter, probe)
+    return adapter, probe
+
+
+def learn(
+    trainer: LoraTrainer,
+    dataset: TrainingDataset,
+    store: AdapterStore,
+    name: str,
+    *,
+    base_model: str,
+    parent: Adapter | None,
+    on_progress: OnProgress | None = None,
+    run: Path | None = None,
+) -> tuple[TrainMetrics, Adapter | None, Probe]:
+    """``fit``, then ``create_version`` from its metrics, then delete the checkpoints of the call.
+
+    The arguments are those of the two; the first sample of the dataset is the probe's text.
+    """
+    metrics = fit(trainer, dataset, on_progress, run=run)
+    adapter, probe = create_version(
+        trainer,
+        store,
+        name,
+        base_model=base_model,
+        parent=parent,
+        steps=metrics.steps,
+        metrics=metrics.as_floats() | {"episodes_used": float(dataset.used)},
+        probe_ids=dataset.samples[0].input_ids,
+    )
+    trainer.finish()
+    return metrics, adapter, probe
