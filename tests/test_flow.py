@@ -27,7 +27,7 @@ from openhands_rl_plugin.rollout.in_process import SessionRunner
 from openhands_rl_plugin.testing import ScriptedEngine
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, StageRecord
 from openhands_rl_plugin.training.loop.sync import ClosedLoop, LoopListener, LoopParts
-from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 MODEL = "shopper"

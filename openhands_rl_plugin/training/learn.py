@@ -13,8 +13,9 @@ from openhands_rl_plugin.training.data.dataset import TrainingDataset
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.models.adapters.store import AdapterStore
+    from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
     from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
-    from openhands_rl_plugin.training.trainer.trainer import LoraTrainer, OnProgress, Trainer
+    from openhands_rl_plugin.training.trainer.trainer import OnProgress, Trainer
 
 PROBE_TOKENS = 128
 """Tokens of a probe: enough to show a wrong weight in the mean logprob difference, and one cheap forward pass."""

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.types import Sample
-from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 
 EXACT = TrainingSettings(dtype="float32", learning_rate=1e-2, num_epochs=2, batch_size=2)
 

@@ -23,7 +23,7 @@ from openhands_rl_plugin.training.distributed.ranks import join_ranks
 from openhands_rl_plugin.training.distributed.sharding import local_shard, shard_layers
 from openhands_rl_plugin.training.policies.packed_model import load_model
 from openhands_rl_plugin.training.trainer.full_trainer import FullTrainer
-from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 
 KINDS: dict[str, dict[str, Any]] = {
     "sft": {"algorithm": "sft"},

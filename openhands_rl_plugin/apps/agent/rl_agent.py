@@ -36,7 +36,7 @@ from openhands_rl_plugin.training.data.dataset import (
 from openhands_rl_plugin.training.learn import learn
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+    from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 
 __all__ = ["ConversationMessage", "EpisodeResult", "ExcludedEpisodes", "RLAgent", "TrainReport"]
 
@@ -193,13 +193,9 @@ class RLAgent:
             )
             assert adapter is not None  # this is the only process
             self._thread.wait_for(self._policy.adopt(adapter, probe))
-        return TrainReport(
-            algorithm=dataset.algorithm,
-            adapter=adapter,
-            used=dataset.used,
-            excluded=dataset.excluded,
-            metrics=metrics.as_floats(),
-        )
+        used, excluded = dataset.used, dataset.excluded
+        figures = metrics.as_floats()
+        return TrainReport(algorithm=dataset.algorithm, adapter=adapter, used=used, excluded=excluded, metrics=figures)
 
     def create_prompt(self, task_description: str) -> str:
         """How the environment's first task is put to the model, as text. Opens (and closes) an episode to see it.
@@ -302,7 +298,7 @@ def _overridden(settings: TrainingSettings, given: Mapping[str, float]) -> Train
 
 def _trainer(weights: str, settings: TrainingSettings, adapter: Adapter | None) -> LoraTrainer:
     try:
-        from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+        from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "torch", "train") from error
     return LoraTrainer(weights, settings, adapter=adapter)

@@ -46,7 +46,7 @@ async def open_parts(
 
     Raises ``ConfigError`` and ``TrainingError``.
     """
-    from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+    from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
     from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
 
     serving = settings.serving

@@ -227,7 +227,7 @@ class _Training:
             from openhands_rl_plugin.models.generator.threads import prepare_threads
 
             prepare_threads()
-            from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+            from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or "torch", "train") from error
         trainer = LoraTrainer(self._args.model, self._settings, adapter=self._parent)

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.config.rl import TrainingSettings
     from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, PublishReport
     from openhands_rl_plugin.models.adapters.store import AdapterStore
+    from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
     from openhands_rl_plugin.training.trainer.metrics import TrainMetrics, TrainProgress
-    from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 
 class _CancelledTraining(Exception):

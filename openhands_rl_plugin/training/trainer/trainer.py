@@ -15,14 +15,13 @@ from torch import Tensor
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
-from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.core.memory import return_freed_memory
-from openhands_rl_plugin.core.types import Adapter, Probe, Sample
+from openhands_rl_plugin.core.types import Probe, Sample
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.data.imitation import PreferencePair
 from openhands_rl_plugin.training.data.layout import lay_out
 from openhands_rl_plugin.training.distributed.ranks import all_reduce_metrics, current_ranks, shard_micro_batches
-from openhands_rl_plugin.training.distributed.sharding import full_tensor, is_sharded, local_shard, shard_like
+from openhands_rl_plugin.training.distributed.sharding import full_tensor, local_shard, shard_like
 from openhands_rl_plugin.training.losses.logprobs import Diagnostics
 from openhands_rl_plugin.training.losses.losses import Imitation, MicroBatch, MicroBatchLoss, Preference, Reinforcement
 from openhands_rl_plugin.training.losses.micro_batches import (
@@ -31,8 +30,6 @@ from openhands_rl_plugin.training.losses.micro_batches import (
     samples_from_pairs,
     samples_from_rollouts,
 )
-from openhands_rl_plugin.training.policies.adapter_shape import check_start
-from openhands_rl_plugin.training.policies.lora_policy import WEIGHTS_FILE, TrainablePolicy
 from openhands_rl_plugin.training.policies.packed_model import PackedModel
 from openhands_rl_plugin.training.trainer.checkpoint import load_checkpoint, save_checkpoint
 from openhands_rl_plugin.training.trainer.metrics import RunningMetrics, TrainMetrics, TrainProgress
@@ -357,55 +354,7 @@ class Trainer:
         return fingerprint(what, samples, sums.tolist(), self.step)
 
 
-class LoraTrainer(Trainer):
-    """One adapter of one base model and its optimiser.
-
-    ``adapter``: start from its weights instead of fresh ones. With ``method = "qlora"`` the base is quantised. Raises
-    ``TrainingError`` when the model or the adapter cannot be used.
-    """
-
-    def __init__(
-        self,
-        model_path: str | Path,
-        settings: TrainingSettings,
-        *,
-        adapter: Adapter | None = None,
-    ) -> None:
-        if adapter is not None:
-            _check_file(adapter)
-            check_start(adapter, settings)
-        self._adapter = _policy_class(settings)(model_path, settings)
-        if adapter is not None:
-            self._adapter.load(Path(adapter.path))
-        if is_sharded(settings.sharding):
-            self._adapter.shard()
-        super().__init__(self._adapter, settings, version=adapter.version if adapter is not None else 0)
-
-    def save_adapter(self, directory: Path) -> None:
-        """Write the adapter in PEFT's format (adapter_config.json, adapter_model.safetensors)."""
-        directory.mkdir(parents=True, exist_ok=True)
-        self._adapter.save(directory)
-
-
-def _policy_class(settings: TrainingSettings) -> type[TrainablePolicy]:
-    if settings.method != "qlora":
-        return TrainablePolicy
-    from openhands_rl_plugin.training.policies.quantised import QuantisedPolicy  # needs bitsandbytes
-
-    return QuantisedPolicy
-
-
 def _progress(number: int, total: int, found: Diagnostics, tally: RunningMetrics) -> TrainProgress:
     """After a step; one without tokens was skipped."""
     loss, norm = (tally.losses[-1], tally.norms[-1]) if found.tokens else (0.0, 0.0)
     return TrainProgress(number, total, loss, norm, found.ratio, found.approx_kl, found.entropy)
-
-
-def _check_file(adapter: Adapter) -> None:
-    path = Path(adapter.path) / WEIGHTS_FILE
-    try:
-        digest = file_sha256(path)
-    except OSError as error:
-        raise TrainingError(f"adapter {adapter.name}: cannot read {path}: {error.strerror}") from error
-    if digest != adapter.sha256:
-        raise TrainingError(f"adapter {adapter.name}: {path} was changed since it was made (sha256 differs)")

@@ -16,9 +16,10 @@ from openhands_rl_plugin.config.rl import TrainingSettings, VerifierSettings
 from openhands_rl_plugin.core.memory import forget_unused
 from openhands_rl_plugin.core.types import Adapter, Probe
 from openhands_rl_plugin.training.distributed.ranks import Ranks, SingleProcess
+from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
 from openhands_rl_plugin.training.trainer.resume import PendingCheckpoint
-from openhands_rl_plugin.training.trainer.trainer import LoraTrainer, OnProgress
+from openhands_rl_plugin.training.trainer.trainer import OnProgress
 from openhands_rl_plugin.training.verifier.card import VerifierCard, task_digest, tasks_trained_on
 from openhands_rl_plugin.training.verifier.data import Example, VerifierDataset
 from openhands_rl_plugin.training.verifier.model import VerifierModel, weights_sha256

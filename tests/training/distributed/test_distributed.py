@@ -21,8 +21,8 @@ from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.training.distributed.ranks import ProcessGroup, SingleProcess, join_ranks
 from openhands_rl_plugin.training.trainer.checkpoint import STATE_FILE
 from openhands_rl_plugin.training.trainer.full_trainer import verify_model
+from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.resume import ShardedCheckpoint
-from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 HELPERS = Path(__file__).parents[2] / "helpers"
 

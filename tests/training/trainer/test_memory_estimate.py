@@ -9,8 +9,8 @@ from made_samples import EXACT
 from transformers import AutoModelForCausalLM
 
 from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory
-from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 
 def test_weights_and_adapter_are_counted_exactly(model: Path) -> None:

@@ -15,8 +15,8 @@ from made_samples import EXACT, adapter_of, assert_same, make_samples
 
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.training.trainer.checkpoint import STATE_FILE
+from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.run_files import METRICS_FILE
-from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 
 def lines_of(run: Path) -> list[dict[str, float]]:

@@ -19,9 +19,9 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.config.toml import settings_from_mapping
 from openhands_rl_plugin.core.errors import ConfigError, TrainingError
 from openhands_rl_plugin.core.types import PolicyRef, Sample
+from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.metrics import TrainProgress
 from openhands_rl_plugin.training.trainer.run_files import METRICS_FILE
-from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 
 @pytest.fixture(autouse=True)

@@ -19,8 +19,8 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import StorageError, TrainingError
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.metrics import TrainProgress
-from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 
 @pytest.fixture(scope="module", autouse=True)
