@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.hosts.local import HostRunner, local_runner
-from openhands_rl_plugin.hosts.pool.processes import WorkerPoolRunner
+from openhands_rl_plugin.hosts.pool.runner import WorkerPoolRunner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 
 
@@ -27,7 +27,7 @@ def make_runner(
     if not workers:
         return local_runner(settings, options, storage=storage)
     if settings.executor == "ray":
-        from openhands_rl_plugin.hosts.pool.ray_runner import RayPoolRunner
+        from openhands_rl_plugin.hosts.pool.ray_workers import RayPoolRunner
 
         return RayPoolRunner(settings, options, workers=workers, storage=storage)
     return WorkerPoolRunner(settings, options, workers=workers, storage=storage)

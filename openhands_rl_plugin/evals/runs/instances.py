@@ -14,17 +14,14 @@ from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.retry import Backoff
-from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     Failure,
     FailureKind,
     JsonObject,
-    PolicyRef,
     Score,
     StopReason,
     StrategySpec,
-    Times,
     Trajectory,
 )
 from openhands_rl_plugin.environments.workspace.place import Place, PlaceMount
@@ -33,6 +30,7 @@ from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.runs.prompts import directory_of
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.evals.swe.types import Instance, Verdict, VerdictKind
+from openhands_rl_plugin.rollout.failed import failed_episode
 from openhands_rl_plugin.rollout.scoring import judge
 from openhands_rl_plugin.rollout.session import trajectory_id
 
@@ -121,16 +119,8 @@ class InstancePlayer:
         )
 
     async def _failed(self, request: EpisodeRequest, failure: Failure, started: float) -> Trajectory:
-        base = self._plan.base_model or self._plan.model.name
-        trajectory = EpisodeTree().freeze(
-            request,
-            trajectory_id=trajectory_id(request),
-            strategy=self._strategy,
-            policy=PolicyRef.from_served_name(base, request.served_model or base),
-            stop=StopReason.ERROR,
-            times=Times(started=started, finished=time.time()),
-            failure=failure,
-        )
+        base_model = self._plan.base_model or self._plan.model.name
+        trajectory = failed_episode(request, failure, strategy=self._strategy, base_model=base_model, started=started)
         await self._storage.add(trajectory)
         return trajectory
 

@@ -1,4 +1,4 @@
-"""What a worker pool and its worker processes say to each other: one JSON document a line."""
+"""The messages between a worker pool and its workers: one JSON document a line."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 
 MAX_LINE_BYTES = 256 * 1024 * 1024
+"""Far above the longest episodes (tens of MiB with token ids); bounds what a broken worker can make the pool read."""
 
 
 class Start(Frozen):
-    """To a worker, first: what to make its runner of. Secrets are not in it, only names of environment variables.
+    """To a worker, first: how to make its runner. It holds names of environment variables, but no secrets.
 
-    ``stores``: whether the pool has a storage, which gets the episodes as they are played.
+    ``stores``: whether the pool has a storage for the episodes.
     """
 
     kind: Literal["start"] = "start"
@@ -38,17 +39,17 @@ class Start(Frozen):
     stores: bool = False
 
 
-class Play(Frozen):
-    """To a worker: play an episode."""
+class RunEpisode(Frozen):
+    """To a worker: run an episode."""
 
-    kind: Literal["play"] = "play"
+    kind: Literal["run"] = "run"
     number: int
     request: EpisodeRequest
     place: Place | None = None
 
 
 class Stored(Frozen):
-    """To a worker: what became of a ``Store``; ``error`` is empty when everything is in the storage."""
+    """To a worker: the result of a ``Store``; ``error`` is empty on success."""
 
     kind: Literal["stored"] = "stored"
     number: int
@@ -57,21 +58,21 @@ class Stored(Frozen):
 
 
 class Ready(Frozen):
-    """From a worker: its runner is made."""
+    """From a worker: it can run episodes."""
 
     kind: Literal["ready"] = "ready"
 
 
-class Played(Frozen):
-    """From a worker: an episode's end."""
+class EpisodeResult(Frozen):
+    """From a worker: a finished episode."""
 
-    kind: Literal["played"] = "played"
+    kind: Literal["result"] = "result"
     number: int
     trajectory: Trajectory
 
 
 class Store(Frozen):
-    """From a worker: what the pool has to store before the episode goes on; what is there, in the order of fields."""
+    """From a worker: records for the pool's storage, written in the order of the fields. The episode waits for it."""
 
     kind: Literal["store"] = "store"
     number: int
@@ -81,8 +82,8 @@ class Store(Frozen):
     end: EpisodeEnd | None = None
     trajectory: Trajectory | None = None
 
-    async def into(self, storage: EpisodeSink) -> Stored:
-        """Store it. Raises ``StorageError``."""
+    async def write_to(self, storage: EpisodeSink) -> Stored:
+        """Write the records. Raises ``StorageError``."""
         dropped = await storage.drop(self.drop) if self.drop else 0
         if self.start is not None:
             await storage.begin(self.start)
@@ -96,7 +97,7 @@ class Store(Frozen):
 
 
 class Refused(Frozen):
-    """From a worker: an error that must stop the run. ``number`` is ``None`` when no runner could be made."""
+    """From a worker: an error that must stop the run. ``number`` is ``None`` when its runner could not be made."""
 
     kind: Literal["refused"] = "refused"
     number: int | None
@@ -109,26 +110,26 @@ class Refused(Frozen):
         return cls(number=number, error=type(error).__name__, message=str(error))
 
     def as_error(self) -> RLError:
-        """The error again, by its class's name."""
+        """The error again, as an instance of its class."""
         return _STOPPING.get(self.error, RLError)(self.message)
 
 
 _STOPPING = {error.__name__: error for error in (ConfigError, PublishError, StorageError, TrainingError)}
 _STOPPING[MissingExtraError.__name__] = ConfigError
 
-ToWorker = Start | Play | Stored
-FromWorker = Ready | Played | Store | Refused
+ToWorker = Start | RunEpisode | Stored
+FromWorker = Ready | EpisodeResult | Store | Refused
 TO_WORKER: TypeAdapter[ToWorker] = TypeAdapter(Annotated[ToWorker, Field(discriminator="kind")])
 FROM_WORKER: TypeAdapter[FromWorker] = TypeAdapter(Annotated[FromWorker, Field(discriminator="kind")])
 
 
 def to_line(message: ToWorker | FromWorker) -> bytes:
-    """One line, with its end."""
+    """The message as one line, with its newline."""
     return message.model_dump_json().encode() + b"\n"
 
 
 def from_line[T](adapter: TypeAdapter[T], line: bytes) -> T:
-    """Read one line. Raises ``InfrastructureError`` for anything else than a whole message."""
+    """Read one line. Raises ``InfrastructureError`` for anything but a complete message."""
     try:
         return adapter.validate_json(line)
     except ValidationError as error:

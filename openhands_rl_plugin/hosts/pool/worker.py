@@ -1,4 +1,4 @@
-"""A worker process: plays episodes with a host's runner for a ``WorkerPoolRunner``.
+"""The worker's side of a pool: runs episodes with a host's runner.
 
 python -m openhands_rl_plugin.hosts.pool.worker       # messages on stdin and stdout; ends with its stdin
 """
@@ -20,11 +20,11 @@ from openhands_rl_plugin.hosts.local import HostRunner, local_runner
 from openhands_rl_plugin.hosts.pool.messages import (
     MAX_LINE_BYTES,
     TO_WORKER,
+    EpisodeResult,
     FromWorker,
-    Play,
-    Played,
     Ready,
     Refused,
+    RunEpisode,
     Start,
     Store,
     Stored,
@@ -34,40 +34,39 @@ from openhands_rl_plugin.hosts.pool.messages import (
 
 
 class PoolStorage:
-    """The pool's storage, as its worker's runner sees it: a call returns when the pool has stored what it was given.
+    """The pool's storage, as a worker's runner uses it: a call returns when the pool has stored the record.
 
-    So one process writes for all workers: their episodes share a flush, and no worker needs the storage's secrets.
+    One process writes for all workers, so that their episodes share a flush and no worker needs the storage's secrets.
     """
 
-    def __init__(self, say: Callable[[FromWorker], Awaitable[None]]) -> None:
-        self._say = say
+    def __init__(self, send: Callable[[FromWorker], Awaitable[None]]) -> None:
+        self._send = send
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Stored]] = {}
 
     async def add(self, trajectory: Trajectory) -> None:
         """As in ``TrajectoryStorage``."""
-        await self._ask(trajectory=trajectory)
+        await self._store(trajectory=trajectory)
 
     async def begin(self, start: EpisodeStart) -> None:
         """As in ``TrajectoryStorage``."""
-        await self._ask(start=start)
+        await self._store(start=start)
 
     async def grow(self, growth: EpisodeGrowth) -> None:
         """As in ``TrajectoryStorage``."""
-        await self._ask(growth=growth)
+        await self._store(growth=growth)
 
     async def end(self, end: EpisodeEnd) -> None:
         """As in ``TrajectoryStorage``."""
-        await self._ask(end=end)
+        await self._store(end=end)
 
     async def drop(self, trajectory_ids: Sequence[str]) -> int:
         """As in ``TrajectoryStorage``."""
-        return (await self._ask(drop=tuple(trajectory_ids))).dropped
+        return (await self._store(drop=tuple(trajectory_ids))).dropped
 
     def answered(self, answer: Stored) -> None:
-        """Take the pool's answer to one of the calls."""
+        """Complete the call that ``answer`` belongs to. Answers to cancelled calls are ignored."""
         waiting = self._waiting.get(answer.number)
-        # A call that was cancelled waits no more.
         if waiting is None or waiting.done():
             return
         if answer.error:
@@ -75,72 +74,89 @@ class PoolStorage:
         else:
             waiting.set_result(answer)
 
-    def give_up(self) -> None:
-        """The pool is gone: fail what waits for an answer."""
+    def disconnect(self) -> None:
+        """The pool is gone: fail the calls that wait for an answer."""
         for number in list(self._waiting):
             self.answered(Stored(number=number, error="the worker pool is gone"))
 
-    async def _ask(self, **what: Any) -> Stored:
+    async def _store(self, **record: Any) -> Stored:
         number = next(self._numbers)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            await self._say(Store(number=number, **what))
+            await self._send(Store(number=number, **record))
             return await answer
         finally:
             del self._waiting[number]
 
 
-class Worker:
-    """Serves one pool until its end of the pipe closes."""
+class EpisodeWorker:
+    """Handles the messages of one pool. ``send`` takes a message to the pool."""
 
-    def __init__(self, requests: BinaryIO, answers: BinaryIO) -> None:
-        self._requests = requests
-        self._answers = answers
-        self._writing = asyncio.Lock()
-        self._playing: set[asyncio.Task[None]] = set()
-        self._storage = PoolStorage(self._say)
+    def __init__(self, send: Callable[[FromWorker], Awaitable[None]]) -> None:
+        os.environ.setdefault("LOG_LEVEL", "ERROR")
+        os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+        self._send = send
+        self._storage = PoolStorage(send)
+        self._episodes: set[asyncio.Task[None]] = set()
+        self._runner: HostRunner | None = None
 
-    async def serve(self) -> None:
-        """Make the runner, then play what comes."""
-        reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
-        loop = asyncio.get_running_loop()
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self._requests)
-        start = from_line(TO_WORKER, await reader.readline())
-        assert isinstance(start, Start)
-        try:
-            runner = local_runner(start.settings, start.options, storage=self._storage if start.stores else None)
-        except RLError as error:
-            await self._say(Refused.of(None, error))
-            return
-        await self._say(Ready())
-        while line := await reader.readline():
-            message = from_line(TO_WORKER, line)
-            if isinstance(message, Stored):
-                self._storage.answered(message)
-                continue
-            assert isinstance(message, Play)
-            task = asyncio.create_task(self._play(runner, message))
-            self._playing.add(task)
-            task.add_done_callback(self._playing.discard)
-        self._storage.give_up()
-        for task in self._playing:
+    async def receive(self, line: bytes) -> None:
+        """Handle one message. Episodes run as tasks beside it."""
+        message = from_line(TO_WORKER, line)
+        if isinstance(message, Stored):
+            self._storage.answered(message)
+        elif isinstance(message, Start):
+            await self._start(message)
+        else:
+            assert self._runner is not None
+            task = asyncio.create_task(self._run(self._runner, message))
+            self._episodes.add(task)
+            task.add_done_callback(self._episodes.discard)
+
+    async def close(self) -> None:
+        """Cancel the episodes; returns when their sessions are closed."""
+        self._storage.disconnect()
+        episodes = tuple(self._episodes)
+        for task in episodes:
             task.cancel()
-        await asyncio.gather(*self._playing, return_exceptions=True)
+        await asyncio.gather(*episodes, return_exceptions=True)
 
-    async def _play(self, runner: HostRunner, play: Play) -> None:
+    async def _start(self, start: Start) -> None:
         try:
-            answer = Played(number=play.number, trajectory=await runner.run(play.request, play.place))
+            self._runner = local_runner(start.settings, start.options, storage=self._storage if start.stores else None)
         except RLError as error:
-            answer = Refused.of(play.number, error)
-        await self._say(answer)
+            await self._send(Refused.of(None, error))
+        else:
+            await self._send(Ready())
 
-    async def _say(self, message: FromWorker) -> None:
-        async with self._writing:
-            await asyncio.to_thread(self._write, to_line(message))
+    async def _run(self, runner: HostRunner, message: RunEpisode) -> None:
+        try:
+            trajectory = await runner.run(message.request, message.place)
+        except RLError as error:
+            await self._send(Refused.of(message.number, error))
+        else:
+            await self._send(EpisodeResult(number=message.number, trajectory=trajectory))
 
-    def _write(self, line: bytes) -> None:
-        self._answers.write(line)
-        self._answers.flush()
+
+async def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Serve a pool until its end of the pipe closes."""
+    writing = asyncio.Lock()
+
+    def write(line: bytes) -> None:
+        answers.write(line)
+        answers.flush()
+
+    async def send(message: FromWorker) -> None:
+        async with writing:
+            await asyncio.to_thread(write, to_line(message))
+
+    reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
+    worker = EpisodeWorker(send)
+    while line := await reader.readline():
+        await worker.receive(line)
+    await worker.close()
 
 
 def main() -> None:
@@ -152,13 +168,13 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
     status = 1
     try:
-        asyncio.run(Worker(requests, answers).serve())
+        asyncio.run(_serve(requests, answers))
         status = 0
     except BrokenPipeError:
-        pass  # the pool is gone, and nobody is left to be told
+        pass  # the pool is gone, so there is nowhere to report it
     finally:
         sys.stderr.flush()
-        # Threads of the host may hang in a model call that nobody waits for any more.
+        # Threads of the host may hang in a model call that is not needed any more.
         os._exit(status)
 
 

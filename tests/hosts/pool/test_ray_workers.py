@@ -15,7 +15,8 @@ from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
 from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.hosts.open import make_runner
-from openhands_rl_plugin.hosts.pool.processes import WorkerPoolRunner
+from openhands_rl_plugin.hosts.pool.ray_workers import RayPoolRunner
+from openhands_rl_plugin.hosts.pool.runner import WorkerPoolRunner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -100,9 +101,10 @@ class TestCluster:
             async with asyncio.timeout(200):
                 while not any(list(found.sampled()) for found in await everything(storage)):
                     await asyncio.sleep(0.05)
-            worker = pool._slots[0]
+            assert isinstance(pool, RayPoolRunner)
+            worker = pool._workers[0]
             assert worker is not None
-            ray.kill(worker._actor)
+            worker._channel.kill()
             played = await playing
             await pool.close()
         assert [trajectory.failure for trajectory in played] == [None] * 4

@@ -23,7 +23,7 @@ from openhands_rl_plugin.core.types import (
     Task,
     Trajectory,
 )
-from openhands_rl_plugin.hosts.pool.processes import WorkerPoolRunner
+from openhands_rl_plugin.hosts.pool.runner import WorkerPoolRunner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner, runtime_path
 from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy

@@ -20,7 +20,8 @@ from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
 from openhands_rl_plugin.environments.webshop import running_webshop
-from openhands_rl_plugin.hosts.pool.processes import WorkerPoolRunner
+from openhands_rl_plugin.hosts.pool.processes import ProcessChannel
+from openhands_rl_plugin.hosts.pool.runner import WorkerPoolRunner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 from openhands_rl_plugin.rollout.journal import EpisodeSink, stored_episode
@@ -303,7 +304,7 @@ async def test_an_environment_that_cannot_be_made_stops_a_run(model: str):
 
 def test_importing_the_driver_and_the_pool_imports_no_openhands():
     code = (
-        "import sys; import openhands_rl_plugin.hosts.v0.driver, openhands_rl_plugin.hosts.pool.processes;"
+        "import sys; import openhands_rl_plugin.hosts.v0.driver, openhands_rl_plugin.hosts.pool.runner;"
         "print([name for name in sys.modules if name.partition('.')[0] in ('openhands', 'litellm')])"
     )
     root, environ = Path(__file__).parents[3], {**os.environ, "OPENHANDS_RL_AUTOLOAD": "0"}
@@ -327,9 +328,9 @@ class TestWorkerPool:
             await pool.run(shopping(0, ["search[shoes]"], max_turns=1))
             playing = [asyncio.create_task(pool.run(shopping(n, ["search[shoes]"]))) for n in range(4)]
             await asyncio.sleep(0.5)
-            worker = pool._slots[0]
+            worker = pool._workers[0]
             assert worker is not None
-            worker._process.kill()
+            worker._channel.kill()
             for trajectory in await asyncio.gather(*playing):
                 assert trajectory.failure is not None and trajectory.failure.kind is FailureKind.INFRASTRUCTURE
                 assert "signal 9" in trajectory.failure.message
@@ -342,9 +343,9 @@ class TestWorkerPool:
             pool = WorkerPoolRunner(settings_for(model, shop), HostOptions(sessions=4), workers=1, storage=storage)
             playing = asyncio.create_task(pool.run(request))
             kept = await until(lambda found: len(list(found.sampled())) == 2, storage, trajectory_id(request))
-            worker = pool._slots[0]
+            worker = pool._workers[0]
             assert worker is not None
-            worker._process.kill()
+            worker._channel.kill()
             failed = await playing
             replaced = await pool.run(request.model_copy(update={"attempt": 1}))
             await pool.close()
@@ -384,8 +385,8 @@ class TestWorkerPool:
             pool = WorkerPoolRunner(settings_for(model, shop), workers=1)
             playing = asyncio.create_task(pool.run(shopping(1, ["search[x]"])))
             await asyncio.sleep(1.0)
-            worker = pool._slots[0]
+            worker = pool._workers[0]
             assert worker is not None
             await pool.close()
-            assert worker._process.returncode is not None
+            assert isinstance(worker._channel, ProcessChannel) and worker._channel._process.returncode is not None
             assert (await playing).failure is not None

@@ -1,0 +1,117 @@
+"""Runs a host's episodes in several workers, each with many sessions: one process is limited by its interpreter lock.
+
+Workers are new Python processes, so they inherit nothing by accident. They get the settings as JSON and find their
+secrets by the names of environment variables.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.errors import InfrastructureError, describe
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.retry import Backoff
+from openhands_rl_plugin.core.types import EpisodeRequest, Failure, FailureKind, StopReason, Trajectory
+from openhands_rl_plugin.environments.workspace.place import Place
+from openhands_rl_plugin.hosts.pool.connection import WorkerChannel, WorkerConnection
+from openhands_rl_plugin.hosts.pool.messages import Start
+from openhands_rl_plugin.hosts.pool.processes import ProcessChannel
+from openhands_rl_plugin.hosts.shared.options import HostOptions
+from openhands_rl_plugin.rollout.failed import failed_episode
+from openhands_rl_plugin.rollout.journal import stored_episode
+from openhands_rl_plugin.rollout.session import trajectory_id
+
+# A worker keeps an episode's limit of time itself; opening, closing and storing the session come on top.
+_TIME_BEYOND_LIMIT = 60.0
+# Between starts that fail: long enough to spare a machine that is out of memory, short enough to recover soon.
+_BACKOFF = Backoff(first=2.0, longest=30.0)
+
+
+class WorkerPoolRunner:
+    """An ``EpisodeRunner`` over ``workers`` processes of this machine.
+
+    ``options.sessions`` bounds the sessions of each process (default: ``[rl] max_workers`` divided among them). When a
+    worker dies, its episodes are returned as infrastructure failures, and the worker is replaced. With a ``storage``
+    every episode is stored while it runs, by this process for all workers. Raises ``ValueError`` for ``workers < 1``.
+    """
+
+    def __init__(
+        self,
+        settings: RLSettings,
+        options: HostOptions | None = None,
+        *,
+        workers: int = 2,
+        storage: TrajectoryStorage | None = None,
+    ) -> None:
+        if workers < 1:
+            raise ValueError("a pool needs at least one worker")
+        options = options or HostOptions()
+        sessions = options.sessions or max(1, settings.max_workers // workers)
+        self._settings = settings
+        self._options = options.model_copy(update={"sessions": sessions})
+        self._storage = storage
+        self._free_sessions = asyncio.Semaphore(workers * sessions)
+        self._workers: list[WorkerConnection | None] = [None] * workers
+        self._failed_starts = 0
+        self._starting = asyncio.Lock()
+
+    async def run(self, request: EpisodeRequest, place: Place | None = None) -> Trajectory:
+        """Run one episode. A failed one is returned with ``failure`` set; errors that must stop a run are raised."""
+        async with self._free_sessions:
+            started = time.time()
+            try:
+                worker = await self._least_busy()
+                return await worker.run(request, place, timeout=self._timeout(request))
+            except InfrastructureError as error:
+                return await self._failed(request, error, started)
+
+    async def close(self) -> None:
+        """End the workers and the episodes that they run."""
+        workers = [worker for worker in self._workers if worker is not None]
+        await asyncio.gather(*(worker.close() for worker in workers))
+        self._workers = [None] * len(self._workers)
+
+    async def _connect(self) -> WorkerChannel:
+        """A new worker, which need not be ready. Raises ``InfrastructureError``."""
+        return await ProcessChannel.start()
+
+    async def _least_busy(self) -> WorkerConnection:
+        async with self._starting:
+            for index, worker in enumerate(self._workers):
+                if worker is not None and worker.alive:
+                    continue
+                if worker is not None:
+                    await worker.close()
+                    await self._pause_after(worker)
+                start = Start(settings=self._settings, options=self._options, stores=self._storage is not None)
+                self._workers[index] = WorkerConnection(await self._connect(), start, self._storage)
+        # If the worker has died since, it returns an error for the episode.
+        return min((worker for worker in self._workers if worker is not None), key=lambda worker: worker.load)
+
+    async def _pause_after(self, dead: WorkerConnection) -> None:
+        self._failed_starts = 0 if dead.was_ready else self._failed_starts + 1
+        if self._failed_starts:
+            await _BACKOFF.wait(self._failed_starts)
+
+    def _timeout(self, request: EpisodeRequest) -> float | None:
+        limits = request.task.limits or self._settings.limits()
+        return None if limits.timeout is None else limits.timeout + _TIME_BEYOND_LIMIT
+
+    async def _failed(self, request: EpisodeRequest, error: InfrastructureError, started: float) -> Trajectory:
+        """The episode of a worker that is gone, with what is stored of it: it may even be complete."""
+        stored = await stored_episode(self._storage, trajectory_id(request)) if self._storage is not None else None
+        if stored is not None and stored.stop is not StopReason.UNFINISHED:
+            return stored
+        trajectory = failed_episode(
+            request,
+            Failure(kind=FailureKind.INFRASTRUCTURE, message=describe(error), boundary="controller.worker"),
+            strategy=self._options.strategy_spec(self._settings),
+            base_model=self._settings.serving.model,
+            started=started,
+            unfinished=stored,
+        )
+        if self._storage is not None:
+            await self._storage.add(trajectory)
+        return trajectory
