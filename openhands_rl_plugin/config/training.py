@@ -3,24 +3,59 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
-from openhands_rl_plugin.config.effects import IMITATING, without_effect
-from openhands_rl_plugin.config.effects import AlgorithmName as AlgorithmName
 from openhands_rl_plugin.config.fields import Settings
 from openhands_rl_plugin.core.errors import ConfigError
+
+AlgorithmName = Literal[
+    "sft",
+    "rejection-sampling",
+    "reinforce++",
+    "reinforce++-baseline",
+    "rloo",
+    "grpo",
+    "dr-grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "dpo",
+]
 
 # PEFT's options for weights beside the low-rank ones.
 _UNSERVABLE = ("modules_to_save", "bias", "lora_bias", "use_dora", "trainable_token_indices")
 
 
-def _provable_targets(value: tuple[str, ...]) -> tuple[str, ...]:
+@dataclass(frozen=True)
+class _Only:
+    """The algorithms that a key has an effect on, and the values of another key (``where``) that it needs for that.
+
+    A key of ``TrainingSettings`` without this mark has an effect on every algorithm.
+    """
+
+    algorithms: tuple[AlgorithmName, ...]
+    where: str = ""
+    values: tuple[str, ...] = ()
+
+
+_IMITATION: tuple[AlgorithmName, ...] = ("sft", "rejection-sampling")
+_NOT_DPO: tuple[AlgorithmName, ...] = tuple(name for name in get_args(AlgorithmName) if name != "dpo")
+_RL: tuple[AlgorithmName, ...] = tuple(name for name in _NOT_DPO if name not in _IMITATION)
+_PPO: tuple[AlgorithmName, ...] = tuple(name for name in _RL if name not in ("gspo", "cispo"))
+_KL = _Only(_RL, "kl", ("k1", "k2", "k3"))
+_CORRECTION = _Only(_RL, "correction", ("truncate", "mask"))
+_BRANCHES = ("tree", ("branches",))
+
+
+def _probed_targets(value: tuple[str, ...]) -> tuple[str, ...]:
     if found := sorted({name.rpartition(".")[2] for name in value} & {"lm_head", "embed_tokens"}):
         raise ValueError(
-            f"adapters of {', '.join(found)} are not trained: servers leave them out of the logprobs that prove them"
+            f"adapters of {', '.join(found)} are not trained: servers leave them out of the logprobs that a published "
+            "adapter is checked by"
         )
     return value
 
@@ -28,55 +63,60 @@ def _provable_targets(value: tuple[str, ...]) -> tuple[str, ...]:
 class TrainingSettings(Settings):
     """``[rl.training]``: the algorithm, its options, the adapter and its optimiser.
 
-    ``batch_size`` is in trajectories (of DPO: pairs) an optimiser step. A bound or an aggregation that is left to the
-    algorithm (0, "auto") is that of its paper; see ``training/algorithms.py``.
+    ``batch_size`` is in trajectories (of DPO: pairs) per optimiser step. 0 or "auto" for a clip bound or the
+    aggregation takes the value of the algorithm's paper; see ``training/algorithms.py``. A key that is set to another
+    value than its default, and has no effect on the algorithm, is refused. ``imitate_above`` is never refused: other
+    algorithms fall back to fine-tuning where all rewards of a group are equal.
     """
+
+    renamed_keys: ClassVar = {"max_tokens_per_pass": "max_tokens_per_micro_batch"}
+    renamed_values: ClassVar = {"batch_order": {"alike": "prefix"}}
 
     algorithm: AlgorithmName = "reinforce++-baseline"
     method: Literal["lora", "qlora", "full"] = "lora"
     learning_rate: float = Field(default=1e-5, gt=0, le=1)
     num_epochs: int = Field(default=3, ge=1)
     batch_size: int = Field(default=8, ge=1)
-    batch_order: Literal["shuffled", "alike"] = "shuffled"
+    batch_order: Literal["shuffled", "prefix"] = "shuffled"
     max_grad_norm: float = Field(default=1.0, gt=0)
     lora_rank: int = Field(default=16, ge=1, le=1024)
     lora_alpha: int = Field(default=32, ge=1)
     lora_variant: Literal["lora", "rslora", "dora"] = "lora"
-    target_modules: Annotated[tuple[str, ...], AfterValidator(_provable_targets)] = Field(
+    target_modules: Annotated[tuple[str, ...], AfterValidator(_probed_targets)] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         min_length=1,
         strict=False,
     )
-    clip_low: float = Field(default=0.0, ge=0, lt=1)
-    clip_high: float = Field(default=0.0, ge=0)
-    negative_scale: float = Field(default=1.0, ge=0, le=1)
-    dual_clip: float = Field(default=0.0, ge=0)
-    cispo_low: float = Field(default=0.2, gt=0, le=1)
-    variance: Literal["biased", "unbiased"] = "biased"
-    std_epsilon: float = Field(default=1e-6, ge=0)
-    aggregation: Literal["auto", "token", "sequence", "fixed", "rollout"] = "auto"
-    fixed_length: int = Field(default=0, ge=0)
+    clip_low: Annotated[float, _Only((*_PPO, "gspo"))] = Field(default=0.0, ge=0, lt=1)
+    clip_high: Annotated[float, _Only(_RL)] = Field(default=0.0, ge=0)
+    negative_scale: Annotated[float, _Only(_RL)] = Field(default=1.0, ge=0, le=1)
+    dual_clip: Annotated[float, _Only(_PPO)] = Field(default=0.0, ge=0)
+    cispo_low: Annotated[float, _Only(("cispo",))] = Field(default=0.2, gt=0, le=1)
+    variance: Annotated[Literal["biased", "unbiased"], _Only(("reinforce++", "reinforce++-baseline"))] = "biased"
+    std_epsilon: Annotated[float, _Only(("grpo", "dapo", "gspo", "cispo"))] = Field(default=1e-6, ge=0)
+    aggregation: Annotated[Literal["auto", "token", "sequence", "fixed", "rollout"], _Only(_NOT_DPO)] = "auto"
+    fixed_length: Annotated[int, _Only(_NOT_DPO, "aggregation", ("fixed",))] = Field(default=0, ge=0)
     overlong: Literal["keep", "leave-out"] = "keep"
-    kl: Literal["none", "k1", "k2", "k3"] = "none"
-    kl_coefficient: float = Field(default=0.001, ge=0)
-    kl_in: Literal["loss", "reward"] = "loss"
-    correction: Literal["none", "truncate", "mask"] = "none"
-    correction_level: Literal["token", "sequence", "sequence-product"] = "token"
-    correction_low: float = Field(default=0.5, ge=0, le=1)
-    correction_high: float = Field(default=2.0, ge=1)
-    step_rewards: Literal["episode", "environment", "search"] = "episode"
-    discount: float = Field(default=1.0, gt=0, le=1)
-    state_weight: float = Field(default=0.0, ge=0)
-    tree: Literal["path", "branches"] = "path"
-    tree_weight: float = Field(default=1.0, ge=0)
-    tree_visits: int = Field(default=1, ge=1)
+    kl: Annotated[Literal["none", "k1", "k2", "k3"], _Only(_RL)] = "none"
+    kl_coefficient: Annotated[float, _KL] = Field(default=0.001, ge=0)
+    kl_in: Annotated[Literal["loss", "reward"], _KL] = "loss"
+    correction: Annotated[Literal["none", "truncate", "mask"], _Only(_RL)] = "none"
+    correction_level: Annotated[Literal["token", "sequence", "sequence-product"], _CORRECTION] = "token"
+    correction_low: Annotated[float, _Only(_RL, "correction", ("mask",))] = Field(default=0.5, ge=0, le=1)
+    correction_high: Annotated[float, _CORRECTION] = Field(default=2.0, ge=1)
+    step_rewards: Annotated[Literal["episode", "environment", "search"], _Only(_RL)] = "episode"
+    discount: Annotated[float, _Only(_RL)] = Field(default=1.0, gt=0, le=1)
+    state_weight: Annotated[float, _Only(_RL)] = Field(default=0.0, ge=0)
+    tree: Annotated[Literal["path", "branches"], _Only((*_RL, "dpo"))] = "path"
+    tree_weight: Annotated[float, _Only(_RL, *_BRANCHES)] = Field(default=1.0, ge=0)
+    tree_visits: Annotated[int, _Only((*_RL, "dpo"), *_BRANCHES)] = Field(default=1, ge=1)
     imitate_above: float = 0.0
-    keep_best: int = Field(default=1, ge=1)
-    dpo_beta: float = Field(default=0.1, gt=0)
+    keep_best: Annotated[int, _Only(("rejection-sampling",))] = Field(default=1, ge=1)
+    dpo_beta: Annotated[float, _Only(("dpo",))] = Field(default=0.1, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     warmup_steps: int = Field(default=0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    max_tokens_per_pass: int = Field(default=4096, ge=1)
+    max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
     gradient_checkpointing: bool = False
     checkpoint_steps: int = Field(default=20, ge=0)
     sharding: Literal["auto", "none", "layers"] = "auto"
@@ -95,14 +135,14 @@ class TrainingSettings(Settings):
     def _fits(self) -> Self:
         if self.dual_clip and self.dual_clip <= 1:
             raise ValueError("dual_clip must be 0 (off) or greater than 1: it bounds the ratio where it is above 1")
-        if found := [why for _, why in without_effect(self, self.algorithm)]:
+        if found := [why for _, why in self._without_effect()]:
             raise ValueError("; ".join(found))
         if self.discount < 1 and self.step_rewards == "episode" and not self.state_weight:
             raise ValueError(
                 'discount needs rewards of steps: set step_rewards = "environment" or "search", or a state_weight, or '
                 "leave 1"
             )
-        if self.method == "full" and self.algorithm not in IMITATING:
+        if self.method == "full" and self.algorithm not in _IMITATION:
             raise ValueError(
                 'method = "full" fine-tunes: set algorithm = "sft" or "rejection-sampling", or train an adapter with '
                 'method = "lora"'
@@ -120,10 +160,10 @@ class TrainingSettings(Settings):
         return self
 
     def as_fine_tuning(self) -> Self:
-        """The same by ``algorithm = "sft"``, without what has no effect on it."""
+        """The same with ``algorithm = "sft"``; what has no effect on it is set to its default."""
         chosen = self.model_copy(update={"algorithm": "sft"})
         fields = type(self).model_fields
-        return chosen.model_copy(update={name: fields[name].default for name, _ in without_effect(chosen, "sft")})
+        return chosen.model_copy(update={name: fields[name].default for name, _ in chosen._without_effect()})
 
     def check_servable(self) -> None:
         """Raise ``ConfigError`` for what no server can load as an adapter while it runs."""
@@ -137,3 +177,25 @@ class TrainingSettings(Settings):
                 '[rl.training] lora_variant = "dora": neither `openhands-rl serve` nor vLLM can serve it; train it '
                 'without publishing, or use "lora" or "rslora"'
             )
+
+    def _without_effect(self) -> Iterator[tuple[str, str]]:
+        """The keys whose value is not their default and has no effect, each with the reason and the remedy."""
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            only = next((each for each in field.metadata if isinstance(each, _Only)), None)
+            if only is None or value == field.default:
+                continue
+            other = getattr(self, only.where) if only.where else ""
+            if name == "fixed_length" and self.algorithm == "dr-grpo" and other == "auto":
+                continue  # the aggregation of Dr. GRPO's paper is "fixed"
+            said, leave = f"{name} = {_toml(value)} has no effect", f"leave {_toml(field.default)}"
+            if self.algorithm not in only.algorithms:
+                known = ", ".join(only.algorithms)
+                yield name, f'{said} on algorithm = "{self.algorithm}": {leave}; algorithms that use it: {known}'
+            elif only.where and other not in only.values:
+                wanted = " or ".join(map(_toml, only.values))
+                yield name, f"{said} where {only.where} = {_toml(other)}: {leave}, or set {only.where} = {wanted}"
+
+
+def _toml(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else f"{value:g}"

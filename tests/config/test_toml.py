@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from openhands_rl_plugin import RLAgentConfig
+from openhands_rl_plugin.config import fields
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.config.toml import RLSettings, load_settings, settings_from_mapping
 from openhands_rl_plugin.core.errors import ConfigError
@@ -159,37 +160,40 @@ WRONG = [
 
 def without_effect(option: str, *algorithms: str, why: str) -> list[tuple[str, str]]:
     said = f"[rl] training: {option} has no effect on algorithm = "
-    return [(f'[rl.training]\nalgorithm = "{each}"\n{option}', f'{said}"{each}", which {why}') for each in algorithms]
+    return [(f'[rl.training]\nalgorithm = "{each}"\n{option}', f'{said}"{each}": {why}') for each in algorithms]
 
 
+RL = "reinforce++, reinforce++-baseline, rloo, grpo, dr-grpo, dapo, gspo, cispo"
+PPO = "reinforce++, reinforce++-baseline, rloo, grpo, dr-grpo, dapo"
 WRONG += [
+    *without_effect('kl = "k3"', "dpo", why=f'leave "none"; algorithms that use it: {RL}'),
+    *without_effect('kl = "k1"', "sft", "rejection-sampling", why='leave "none"; algorithms that use it: reinforce++'),
+    *without_effect("clip_low = 0.1", "cispo", "dpo", "sft", why=f"leave 0; algorithms that use it: {PPO}, gspo"),
+    *without_effect("clip_high = 0.1", "dpo", "sft", why=f"leave 0; algorithms that use it: {RL}"),
+    *without_effect("cispo_low = 0.5", "grpo", "gspo", why="leave 0.2; algorithms that use it: cispo"),
+    *without_effect("dual_clip = 3", "gspo", "cispo", "dpo", why=f"leave 0; algorithms that use it: {PPO}"),
     *without_effect(
-        'kl = "k3"', "dpo", why='measures no divergence from the base model: leave "none", or choose an alg'
-    ),
-    *without_effect('kl = "k1"', "sft", "rejection-sampling", why="measures no divergence from the base model"),
-    *without_effect(
-        "clip_low = 0.1", "cispo", "dpo", "sft", why="has cispo_low for its ratio, or no ratio: leave 0, or"
-    ),
-    *without_effect("clip_high = 0.1", "dpo", "sft", why="has no ratio"),
-    *without_effect(
-        "cispo_low = 0.5", "grpo", "gspo", why='has clip_low for its ratio, or no ratio: leave 0.2, or choose "c'
-    ),
-    *without_effect("dual_clip = 3", "gspo", "cispo", "dpo", why="has no second bound of its ratio"),
-    *without_effect(
-        'aggregation = "token"', "dpo", why='counts every pair the same: leave "auto", or choose another algo'
-    ),
-    *without_effect('correction = "mask"', "sft", "rejection-sampling", "dpo", why="has no importance weights"),
-    *without_effect("negative_scale = 0.5", "sft", "rejection-sampling", "dpo", why="has no advantages: leave 1, or"),
-    *without_effect(
-        'variance = "unbiased"', "grpo", "dpo", why='whitens nothing: leave "biased", or choose "reinforce++"'
+        'aggregation = "token"', "dpo", why=f'leave "auto"; algorithms that use it: sft, rejection-sampling, {RL}'
     ),
     *without_effect(
-        "std_epsilon = 0.0001", "rloo", "sft", why='divides by no standard deviation: leave 1e-06, or choose "g'
+        'correction = "mask"', "sft", "rejection-sampling", "dpo", why=f'leave "none"; algorithms that use it: {RL}'
     ),
-    *without_effect("discount = 0.5", "dpo", "sft", why="weights no turns: leave 1"),
-    *without_effect("tree_weight = 2", "dpo", why="has no advantages"),
-    *without_effect("keep_best = 2", "sft", "grpo", why='takes all that it can learn from: leave 1, or choose "reject'),
-    *without_effect("dpo_beta = 0.2", "grpo", "sft", why='compares no pairs: leave 0.1, or choose "dpo"'),
+    *without_effect(
+        "negative_scale = 0.5", "sft", "rejection-sampling", "dpo", why=f"leave 1; algorithms that use it: {RL}"
+    ),
+    *without_effect(
+        'variance = "unbiased"',
+        "grpo",
+        "dpo",
+        why='leave "biased"; algorithms that use it: reinforce++, reinforce++-baseline',
+    ),
+    *without_effect(
+        "std_epsilon = 0.0001", "rloo", "sft", why="leave 1e-06; algorithms that use it: grpo, dapo, gspo, cispo"
+    ),
+    *without_effect("discount = 0.5", "dpo", "sft", why=f"leave 1; algorithms that use it: {RL}"),
+    *without_effect("tree_weight = 2", "dpo", why=f"leave 1; algorithms that use it: {RL}"),
+    *without_effect("keep_best = 2", "sft", "grpo", why="leave 1; algorithms that use it: rejection-sampling"),
+    *without_effect("dpo_beta = 0.2", "grpo", "sft", why="leave 0.1; algorithms that use it: dpo"),
     (
         "[rl.training]\nkl_coefficient = 0.1",
         '[rl] training: kl_coefficient = 0.1 has no effect where kl = "none": leave 0.001, or set',
@@ -204,7 +208,7 @@ WRONG += [
     ),
     (
         "[rl.training]\nfixed_length = 9",
-        "[rl] training: fixed_length = 9 has no effect where sequences count otherwise: leave 0, or",
+        '[rl] training: fixed_length = 9 has no effect where aggregation = "auto": leave 0, or set aggregation',
     ),
     (
         '[rl.training]\nalgorithm = "dr-grpo"\naggregation = "token"\nfixed_length = 9',
@@ -249,6 +253,22 @@ def test_an_option_that_its_algorithm_looks_at_is_accepted(tmp_path: Path) -> No
         'algorithm = "dpo"\nkl = "none"\nclip_low = 0.0',
     ):
         assert load(tmp_path, f"[rl.training]\n{text}\n").training.algorithm
+
+
+def test_renamed_keys_and_values_are_read_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fields._warn_once.cache_clear()
+    text = '[rl.training]\nmax_tokens_per_pass = 64\nbatch_order = "alike"\n'
+    for _ in range(2):
+        training = load(tmp_path, text).training
+    assert (training.max_tokens_per_micro_batch, training.batch_order) == (64, "prefix")
+    assert caplog.messages == [
+        "max_tokens_per_pass is now written max_tokens_per_micro_batch; the old form is still read",
+        'batch_order = "alike" is now written batch_order = "prefix"; the old form is still read',
+    ]
+    assert TrainingSettings.model_validate({"max_tokens_per_pass": 64}).max_tokens_per_micro_batch == 64
+    assert refusal(tmp_path, f"{text}max_tokens_per_micro_batch = 64\n") == [
+        "max_tokens_per_pass is the old name of max_tokens_per_micro_batch: give only one of them"
+    ]
 
 
 def test_any_training_can_be_had_as_fine_tuning() -> None:

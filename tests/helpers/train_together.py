@@ -28,9 +28,15 @@ from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 KINDS: dict[str, dict[str, Any]] = {
     "sft": {"algorithm": "sft"},
     "grpo": {"algorithm": "grpo", "correction": "truncate", "kl": "k3", "batch_size": 3},
-    "passes": {"algorithm": "dapo", "batch_size": 5, "max_tokens_per_pass": 64},
+    "passes": {"algorithm": "dapo", "batch_size": 5, "max_tokens_per_micro_batch": 64},
     "dpo": {"algorithm": "dpo"},
-    "full": {"method": "full", "algorithm": "sft", "learning_rate": 1e-3, "batch_size": 3, "max_tokens_per_pass": 100},
+    "full": {
+        "method": "full",
+        "algorithm": "sft",
+        "learning_rate": 1e-3,
+        "batch_size": 3,
+        "max_tokens_per_micro_batch": 100,
+    },
     "full-low": {"method": "full", "algorithm": "sft", "learning_rate": 1e-3, "batch_size": 3, "dtype": "bfloat16"},
     "full-killed": {
         **{"method": "full", "algorithm": "sft", "learning_rate": 1e-3, "gradient_checkpointing": True},

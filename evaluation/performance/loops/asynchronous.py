@@ -88,7 +88,7 @@ class World:
         """Few demonstrations and evaluations, as many iterations as asked for."""
         tasks = tuple(Task(id=f"webshop-{at}", environment="webshop", data={"idx": at}) for at in range(200))
         options = self.options
-        training = TrainingSettings(max_tokens_per_pass=2048, batch_size=16, num_epochs=1)
+        training = TrainingSettings(max_tokens_per_micro_batch=2048, batch_size=16, num_epochs=1)
         sampled = SamplingParams(temperature=1.0, max_tokens=options.answer_tokens)
         correction = "truncate" if adapter.startswith("async") else "none"
         return LoopPlan(

@@ -98,7 +98,7 @@ def ours(job: Job) -> Measured:
         target_modules=TARGETS,
         batch_size=EPISODES,
         num_epochs=job.steps + 1,
-        max_tokens_per_pass=65_536,
+        max_tokens_per_micro_batch=65_536,
         gradient_checkpointing=job.checkpointing,
         dtype="float32",
     )

@@ -120,7 +120,7 @@ class DemoOptions(Frozen):
             algorithm="sft",
             learning_rate=self.warm_start_rate,
             num_epochs=self.warm_start_epochs,
-            max_tokens_per_pass=PASS_TOKENS,
+            max_tokens_per_micro_batch=PASS_TOKENS,
             seed=self.seed,
         )
 
@@ -135,7 +135,7 @@ class DemoOptions(Frozen):
             discount=0.95,
             # Episodes that the policy has left behind meanwhile count by how likely they still are.
             correction="truncate" if self.loop.kind == "async" else "none",
-            max_tokens_per_pass=PASS_TOKENS,
+            max_tokens_per_micro_batch=PASS_TOKENS,
             seed=self.seed,
         )
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from openhands_rl_plugin.config.training import TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, describe
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.types import JsonObject
@@ -53,7 +54,7 @@ def claim(directory: Path, options: JsonObject) -> None:
     noted = directory / OPTIONS
     if not noted.exists():
         write_file(noted, json.dumps(options, indent=1))
-    elif different := [*_differences(_read(noted), options)]:
+    elif different := [*_differences(_renamed(_read(noted)), options)]:
         raise ConfigError(
             f"{directory} holds a run with other options ({'; '.join(different[:_SHOWN])}): give the same ones to "
             "resume it, another --run-dir, or --fresh to start over"
@@ -89,6 +90,14 @@ def _read(file: Path) -> JsonObject:
     except (OSError, ValueError):
         found = None
     return found if isinstance(found, dict) else {}
+
+
+def _renamed(options: JsonObject) -> JsonObject:
+    """The options of a run that an older version began, with today's names."""
+    rl = options.get("rl")
+    if isinstance(rl, dict) and isinstance(training := rl.get("training"), dict):
+        return {**options, "rl": {**rl, "training": TrainingSettings.with_new_names(training)}}
+    return options
 
 
 def _differences(before: object, now: object, at: str = "") -> Iterator[str]:

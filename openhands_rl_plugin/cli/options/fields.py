@@ -9,6 +9,7 @@ from typing import Literal, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from openhands_rl_plugin.config.fields import Settings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.validation import problems
 
@@ -57,11 +58,20 @@ def add_fields(group: argparse._ActionsContainer, model: type[BaseModel], *, lis
             help=_help(field),
             **switch,
         )
+    for old in _renamed(model):
+        group.add_argument(option_of(old), default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+
+def _renamed(model: type[BaseModel]) -> Mapping[str, str]:
+    """Old names of fields, which are accepted but not shown in ``--help``."""
+    return model.renamed_keys if issubclass(model, Settings) else {}
 
 
 def given_fields(args: argparse.Namespace, model: type[BaseModel]) -> dict[str, object]:
     """The fields that the options name; a value is text, of a tuple a list of texts."""
-    given = {name: value for name, value in vars(args).items() if name in model.model_fields}
+    given = {name: value for name, value in vars(args).items() if name in {*model.model_fields, *_renamed(model)}}
+    if issubclass(model, Settings):
+        given = model.with_new_names(given)
     for name, value in given.items():
         if get_origin(model.model_fields[name].annotation) is tuple and isinstance(value, str):
             given[name] = [each for each in value.split(",") if each]

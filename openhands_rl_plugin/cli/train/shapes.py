@@ -36,7 +36,7 @@ def say_shapes(args: argparse.Namespace) -> int:
         f"  {shape.num_hidden_layers} layers of {shape.hidden_size:,}, gated {shape.intermediate_size:,}; "
         f"{shape.num_attention_heads} heads of {shape.width}, keys {shape.keys:,}; {shape.vocab_size:,} tokens"
     )
-    rows = max(settings.max_tokens_per_pass, longest)
+    rows = max(settings.max_tokens_per_micro_batch, longest)
     print(f"  a pass: {rows:,} tokens; a step: {settings.batch_size} trajectories; {settings.num_epochs} epochs")
     print(f"  learning rate: {settings.learning_rate:g}, {settings.schedule} after {settings.warmup_steps} steps")
     memory = estimate_memory(args.model, settings, longest)

@@ -77,8 +77,8 @@ def samples_of_tree(
     return samples
 
 
-def pack(samples: Sequence[Sample], max_tokens_per_pass: int) -> list[list[Sample]]:
-    """Group samples so that each group takes at most ``max_tokens_per_pass`` rows when laid out.
+def pack(samples: Sequence[Sample], max_tokens_per_micro_batch: int) -> list[list[Sample]]:
+    """Group samples so that each group takes at most ``max_tokens_per_micro_batch`` rows when laid out.
 
     Sequences are laid out end to end without padding, so instead of similar lengths it is similar beginnings that are
     put together: a prefix that neighbours share is computed once. Among all ways to cut the sorted samples into groups,
@@ -93,7 +93,7 @@ def pack(samples: Sequence[Sample], max_tokens_per_pass: int) -> list[list[Sampl
     for at in range(1, len(ordered)):
         common = common_prefix(ordered[at - 1].input_ids, ordered[at].input_ids)
         shared[at] = max(0, common - MIN_SHARED)
-    starts = _cheapest_starts([len(sample.input_ids) for sample in ordered], shared, max_tokens_per_pass)
+    starts = _cheapest_starts([len(sample.input_ids) for sample in ordered], shared, max_tokens_per_micro_batch)
     return [ordered[start:stop] for start, stop in pairwise((*starts, len(ordered)))]
 
 

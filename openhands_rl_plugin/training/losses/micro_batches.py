@@ -14,7 +14,7 @@ from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.training.data.batch import pack
 from openhands_rl_plugin.training.data.imitation import PreferencePair
 
-BatchOrder = Literal["shuffled", "alike"]
+BatchOrder = Literal["shuffled", "prefix"]
 
 
 @dataclass(eq=False)
@@ -64,13 +64,13 @@ def batches(
 ) -> list[list[TrainingSample]]:
     """Optimiser batches of all epochs: ``size`` units each, in a new order every epoch.
 
-    With ``"alike"``, units that begin alike, as the rollouts of a group do, are in the same batches, and only the
+    With ``"prefix"``, units with a common prefix, as the rollouts of a group do, are in the same batches, and only the
     batches are shuffled: what they have in common is computed once a batch.
     """
     by_unit: dict[int, list[TrainingSample]] = {}
     for item in items:
         by_unit.setdefault(item.unit, []).append(item)
-    make = _alike if order == "alike" else _shuffled
+    make = _by_prefix if order == "prefix" else _shuffled
     made: list[list[TrainingSample]] = []
     for epoch in range(epochs):
         for units in make(by_unit, size, random.Random(f"{seed}:{epoch}")):
@@ -84,7 +84,7 @@ def _shuffled(by_unit: Mapping[int, Sequence[TrainingSample]], size: int, source
     return [order[start : start + size] for start in range(0, len(order), size)]
 
 
-def _alike(by_unit: Mapping[int, Sequence[TrainingSample]], size: int, source: random.Random) -> list[list[int]]:
+def _by_prefix(by_unit: Mapping[int, Sequence[TrainingSample]], size: int, source: random.Random) -> list[list[int]]:
     order = sorted(by_unit, key=lambda unit: by_unit[unit][0].sample.input_ids)
     # Begun elsewhere in every epoch, or the same units would always meet.
     begin = source.randrange(len(order)) if order else 0

@@ -116,7 +116,7 @@ def estimate_memory(model: Path, settings: TrainingSettings, longest: int) -> Me
     shape, size = _shape(model), _BYTES[settings.dtype]
     tensors = [*_tensors(model, shape)]
     parameters = sum(math.prod(dimensions) for _, dimensions in tensors)
-    rows = max(settings.max_tokens_per_pass, longest)
+    rows = max(settings.max_tokens_per_micro_batch, longest)
     activations = rows * size * _numbers_a_token(shape, settings) + _LOGIT_ROWS * shape.vocab_size * 4 * _LOGIT_COPIES
     if settings.method == "full":
         each = _GRADIENT_AND_MOMENTS + (_FLOAT32_COPY if settings.dtype == "bfloat16" else 0)

@@ -256,7 +256,7 @@ class Trainer:
             self._restore(tensors, counters, "the checkpoint")
             done, first_step = int(counters["done"]), int(counters["first_step"])
             tally = RunningMetrics(**json.loads(counters["tally"]))
-        limit = self.settings.max_tokens_per_pass
+        limit = self.settings.max_tokens_per_micro_batch
         if loss.recompute_old_logprobs:
             counts = [len(item.positions) for item in items]
             parts = (
@@ -288,7 +288,7 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         total, diagnostics = 0.0, Diagnostics()
         mine, idle = shard_micro_batches(
-            self._ranks, live, self.settings.max_tokens_per_pass, whole_units=loss.whole_units
+            self._ranks, live, self.settings.max_tokens_per_micro_batch, whole_units=loss.whole_units
         )
         for group in mine:
             share, found = self._backward(group, [weights[id(item)] for item in group], loss)

@@ -43,7 +43,7 @@ def launch(launcher: str, command: list[str], adapters: Path) -> str:
 def test_a_launcher_trains_one_version(model: Path, tmp_path: Path, launcher: str) -> None:
     episodes = [episode(number, float(number % 2)) for number in range(6)]
     command = ["train", str(store_of(tmp_path / "store", *episodes)), "--model", str(model), *TINY]
-    command += ["--batch-size", "4", "--max-tokens-per-pass", "64"]
+    command += ["--batch-size", "4", "--max-tokens-per-micro-batch", "64"]
     printed = launch(launcher, command, tmp_path / "two")
     assert printed.count("policy-v000001:") == 1, "rank 0 speaks for all"
     torch.set_num_threads(1)

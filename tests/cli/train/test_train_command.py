@@ -228,6 +228,8 @@ WRONG = [
     (["--learning-rate", "fast"], "--learning-rate: must be a valid number"),
     (["--algorithm", "ppo"], "--algorithm: must be 'sft'"),
     (["--lora-variant", "dora", "--publish", "http://127.0.0.1:9/v1"], "nor vLLM can serve it"),
+    (["--max-tokens-per-micro-batch", "0"], "--max-tokens-per-micro-batch: must be greater than or equal to 1"),
+    (["--max-tokens-per-pass", "0"], "--max-tokens-per-micro-batch: must be greater than or equal to 1"),
     (["--discount", "0.9"], "discount needs rewards of steps"),
     (["--from", "9"], "--from 9: policy has no such version"),
     (["--method", "full", "--algorithm", "sft", "--from", "9"], "it is the model itself, --model, that goes on"),

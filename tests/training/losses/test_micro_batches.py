@@ -42,7 +42,7 @@ def rows(made: list[list[TrainingSample]]) -> int:
     of=st.integers(1, 4),
     size=st.integers(1, 9),
     epochs=st.integers(1, 3),
-    order=st.sampled_from(["shuffled", "alike"]),
+    order=st.sampled_from(["shuffled", "prefix"]),
 )
 def test_every_rollout_is_in_one_batch_of_an_epoch(
     groups: int, of: int, size: int, epochs: int, order: BatchOrder
@@ -55,13 +55,13 @@ def test_every_rollout_is_in_one_batch_of_an_epoch(
 
 def test_rollouts_that_begin_alike_meet_and_their_beginning_is_computed_once() -> None:
     items = rollouts(groups=8, size=6)
-    alike, mixed = (batches(items, size=8, epochs=1, seed="0:0", order=order) for order in ("alike", "shuffled"))
+    alike, mixed = (batches(items, size=8, epochs=1, seed="0:0", order=order) for order in ("prefix", "shuffled"))
     met = [len({item.sample.trajectory_id[0] for item in batch}) for batch in alike]
     assert max(met) <= 3
     assert rows(alike) < 0.65 * rows(mixed)
 
 
-@pytest.mark.parametrize("order", ["shuffled", "alike"])
+@pytest.mark.parametrize("order", ["shuffled", "prefix"])
 def test_the_order_follows_from_the_seed_and_changes_by_epoch(order: BatchOrder) -> None:
     items = rollouts(groups=8, size=6)
     once, again = (batches(items, size=8, epochs=2, seed="0:0", order=order) for _ in range(2))

@@ -46,7 +46,7 @@ def test_gradients_are_those_of_transformers(
 ) -> None:
     model = write_model(tmp_path / "model", **architecture)
     samples = make_samples(4)
-    one = {"num_epochs": 1, "batch_size": 4, "max_grad_norm": 1e9, "max_tokens_per_pass": 100}
+    one = {"num_epochs": 1, "batch_size": 4, "max_grad_norm": 1e9, "max_tokens_per_micro_batch": 100}
     trainer = FullTrainer(model, FULL.model_copy(update={**one, "gradient_checkpointing": checkpointing}))
     trainer.sft(samples)
     expected = plain_gradients(model, samples)
@@ -119,7 +119,7 @@ def test_bfloat16_gradients_add_up_in_float32(model: Path) -> None:
     half = FULL.model_copy(update={"dtype": "bfloat16", "num_epochs": 1, "batch_size": 6, "max_grad_norm": 1e9})
     found = []
     for limit in (10_000, 60):
-        trainer = FullTrainer(model, half.model_copy(update={"max_tokens_per_pass": limit}))
+        trainer = FullTrainer(model, half.model_copy(update={"max_tokens_per_micro_batch": limit}))
         trainer.sft(make_samples(6))
         found.append({name: parameter.grad for name, parameter in trainer.parameters.items()})
     for name, gradient in found[0].items():

@@ -59,7 +59,7 @@ def test_packing_changes_nothing(model: Path) -> None:
     settings = EXACT.model_copy(update={"num_epochs": 1, "batch_size": 6, "max_grad_norm": 1e9})
     results = []
     for tokens_per_pass in (1, 90, 100_000):
-        trainer = LoraTrainer(model, settings.model_copy(update={"max_tokens_per_pass": tokens_per_pass}))
+        trainer = LoraTrainer(model, settings.model_copy(update={"max_tokens_per_micro_batch": tokens_per_pass}))
         for parameter in trainer.parameters.values():
             torch.manual_seed(0)
             torch.nn.init.normal_(parameter, std=0.05)

@@ -94,7 +94,7 @@ def test_the_loss_is_the_papers_and_passes_do_not_change_it(model: Path, algorit
     results = []
     for tokens_per_pass in (1, 100_000):
         divergence = {"kl": kl, "kl_coefficient": 0.5} if kl != "none" else {}
-        trainer = trainer_of(model, algorithm=algorithm, max_tokens_per_pass=tokens_per_pass, **divergence)
+        trainer = trainer_of(model, algorithm=algorithm, max_tokens_per_micro_batch=tokens_per_pass, **divergence)
         samples = spoken(trainer, make_samples())
         base = LoraTrainer(model, ONE_STEP) if kl == "k3" else None
         expected = loss_by_hand(trainer, samples, base)
@@ -168,7 +168,7 @@ def test_stale_rollouts_are_weighed_against_the_policy_as_it_was(model: Path) ->
 @pytest.mark.parametrize("tokens_per_pass", [1, 100_000])
 def test_stale_rollouts_are_weighed_as_wholes_however_they_are_packed(model: Path, tokens_per_pass: int) -> None:
     trainer = trainer_of(
-        model, correction="truncate", correction_level="sequence-product", max_tokens_per_pass=tokens_per_pass
+        model, correction="truncate", correction_level="sequence-product", max_tokens_per_micro_batch=tokens_per_pass
     )
     samples = spoken(trainer, make_samples())
     away = [logprobs_of(trainer, sample) - recorded_of(sample) for sample in samples]
@@ -205,7 +205,7 @@ def test_preferences_do_not_depend_on_the_passes(model: Path) -> None:
     ]
     results = []
     for tokens_per_pass in (1, 100_000):
-        trainer = trainer_of(model, algorithm="dpo", max_tokens_per_pass=tokens_per_pass)
+        trainer = trainer_of(model, algorithm="dpo", max_tokens_per_micro_batch=tokens_per_pass)
         trainer.prefer(pairs)
         results.append({name: p.grad.clone() for name, p in trainer.parameters.items() if p.grad is not None})
     assert_same(results[0], results[1], 1e-5)
@@ -232,7 +232,7 @@ def any_samples(draw: st.DrawFn) -> list[Sample]:
 def test_packed_is_unpacked(model: Path, samples: list[Sample], tokens_per_pass: int, algorithm: str) -> None:
     results = []
     for limit in (1, tokens_per_pass):
-        trainer = trainer_of(model, algorithm=algorithm, max_tokens_per_pass=limit, learning_rate=1e-9)
+        trainer = trainer_of(model, algorithm=algorithm, max_tokens_per_micro_batch=limit, learning_rate=1e-9)
         loss = trainer.reinforce(samples).loss
         results.append((loss, {name: p.grad.clone() for name, p in trainer.parameters.items() if p.grad is not None}))
     # Unlikely tokens have large ratios, so that losses and gradients are compared relative to their size.
