@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from openhands_rl_plugin.config.rl import RLSettings
+    from openhands_rl_plugin.evals.runs.episodes import EvalTask
     from openhands_rl_plugin.evals.runs.evaluation import Evaluation
-    from openhands_rl_plugin.evals.runs.judged import Entry
     from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
     from openhands_rl_plugin.evals.runs.outcome import Outcome
-    from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, PlayedBy
+    from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan
     from openhands_rl_plugin.evals.runs.suites import Suite
     from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 
@@ -72,12 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate. Raises ``RLError`` when an option, the data, the machine or the disk does not allow it."""
-    from openhands_rl_plugin.evals.runs.composing import options_of, played_by, settings_of
+    from openhands_rl_plugin.evals.runs.evaluate import agent_strategy, options_of, settings_of
 
     plan, suite = _plan(args)
     settings = settings_of(plan, args.config)
     options_of(plan, suite, 0)  # refuses an agent that cannot play the suite
-    by = played_by(plan, settings)
+    by = agent_strategy(plan, settings)
     _check_temperature(args, by)
     if args.dry_run:
         print("\n".join(_describe(plan, suite, settings, by, args)))
@@ -188,7 +188,7 @@ def _temperatures(args: argparse.Namespace, model: EvaluatedModel) -> tuple[floa
         raise ConfigError(f"--temperatures {args.temperatures}: give numbers separated by commas") from error
 
 
-def _check_temperature(args: argparse.Namespace, by: PlayedBy | None) -> None:
+def _check_temperature(args: argparse.Namespace, by: AgentStrategy | None) -> None:
     """Refuse a temperature of the runs when a search samples at its own."""
     if by is None or by.temperature is None:
         return
@@ -210,21 +210,21 @@ def _option(text: str) -> tuple[str, JsonValue]:
         return name, value
 
 
-def _entries(args: argparse.Namespace, suite: Suite, settings: RLSettings) -> tuple[Entry, ...]:
+def _entries(args: argparse.Namespace, suite: Suite, settings: RLSettings) -> tuple[EvalTask, ...]:
     from openhands_rl_plugin.evals.runs.selection import Selection
-    from openhands_rl_plugin.evals.runs.suites import environment_entries, software_entries
+    from openhands_rl_plugin.evals.runs.suites import environment_tasks, swe_tasks
 
     if suite.software:
-        entries = software_entries(suite, args.dataset_file)
+        entries = swe_tasks(suite, args.dataset_file)
     else:
-        entries = environment_entries(suite, settings.env_name, args.tasks, args.dataset_file)
+        entries = environment_tasks(suite, settings.env_name, args.tasks, args.dataset_file)
     chosen = Selection(include=tuple(args.include), exclude=tuple(args.exclude), shuffle=args.shuffle, limit=args.limit)
     return chosen.of(entries, lambda entry: entry.task.id)
 
 
 async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan, suite: Suite, settings: RLSettings) -> None:
     from openhands_rl_plugin.evals.report.progress import EvaluationProgress
-    from openhands_rl_plugin.evals.runs.composing import STORE, evaluate, process_count
+    from openhands_rl_plugin.evals.runs.evaluate import STORE, evaluate, process_count
 
     entries = _entries(args, suite, settings)
     progress: EvaluationProgress | None = None
@@ -265,11 +265,11 @@ async def _backend(args: argparse.Namespace, suite: Suite) -> AsyncIterator[Inst
 
 
 def _describe(
-    plan: EvaluationPlan, suite: Suite, settings: RLSettings, by: PlayedBy | None, args: argparse.Namespace
+    plan: EvaluationPlan, suite: Suite, settings: RLSettings, by: AgentStrategy | None, args: argparse.Namespace
 ) -> list[str]:
     """The output of a dry run, which downloads no data set of the hub."""
+    from openhands_rl_plugin.evals.runs.resume import check_same_settings
     from openhands_rl_plugin.evals.runs.run_files import finished_instances
-    from openhands_rl_plugin.evals.runs.same_run import check_same_run
 
     known = None if suite.on_hub and args.dataset_file is None else _entries(args, suite, settings)
     agent = plan.agent if by is None else f"{plan.agent} with {by.strategy}"
@@ -284,7 +284,7 @@ def _describe(
         f"  model: {plan.model.name}{adapts} at {plan.model.base_url}",
     ]
     for run in plan.each_run():
-        check_same_run(plan, run, by)
+        check_same_settings(plan, run, by)
         directory = plan.run_directory(run)
         done = len(finished_instances(directory))
         temperature = run.temperature if own is None else own
@@ -295,7 +295,7 @@ def _describe(
 
 def _report(plan: EvaluationPlan) -> int:
     from openhands_rl_plugin.cli.report import print_report
-    from openhands_rl_plugin.evals.report.reading import read_runs
+    from openhands_rl_plugin.evals.report.run_records import read_runs
 
     directories = tuple(plan.run_directory(run) for run in plan.each_run())
     print_report(read_runs(directories))

@@ -12,7 +12,7 @@ from openhands_rl_plugin.cli.options.suites import add_repositories, open_backen
 from openhands_rl_plugin.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.evals.swe.types import Instance, Verdict
+    from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict
 
 EPILOG = """examples:
   openhands-rl grade preds.jsonl --instances rows.jsonl --mirror ./mirrors --out ./graded
@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 async def run(args: argparse.Namespace) -> int:
     """Grade. Raises ``RLError`` when nothing can be graded; a bad prediction does not affect the others."""
     from openhands_rl_plugin.cli.options.progress import progress_bar
-    from openhands_rl_plugin.evals.swe.grading import GradingPlan, grade_all, summary
-    from openhands_rl_plugin.evals.swe.rows import read_instances, read_predictions
+    from openhands_rl_plugin.evals.swe.dataset import read_instances, read_predictions
+    from openhands_rl_plugin.evals.swe.run_evaluation import GradingPlan, grade_all, summary
 
     if not args.run_id.replace("-", "").replace("_", "").replace(".", "").isalnum() or args.run_id.startswith("."):
         raise ConfigError(f"--run-id {args.run_id!r}: letters, digits, dots, dashes and underscores only")
@@ -71,7 +71,7 @@ async def run(args: argparse.Namespace) -> int:
         await backend.check()
         with progress_bar("grading", len(predictions)) as bar:
 
-            def show(verdict: Verdict) -> None:
+            def show(verdict: PatchVerdict) -> None:
                 why = f": {verdict.reason}" if verdict.reason else ""
                 bar.print(f"{verdict.instance_id}  {verdict.kind.value}{why}  ({verdict.seconds:.1f} s)")
                 bar.advance()

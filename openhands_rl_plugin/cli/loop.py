@@ -150,7 +150,7 @@ async def _run(args: argparse.Namespace, job: LoopJob, listener: ProgressListene
 def _job(args: argparse.Namespace, settings: RLSettings, model: Path, tasks: LoopTasks, directory: Path) -> LoopJob:
     from openhands_rl_plugin.apps.loop.claim import run_id_of
     from openhands_rl_plugin.apps.loop.run import LoopJob
-    from openhands_rl_plugin.evals.runs.composing import process_count
+    from openhands_rl_plugin.evals.runs.evaluate import process_count
 
     return LoopJob(
         settings=settings,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from openhands_rl_plugin.cli.options.stores import STORE_HELP
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.evals.report.comparing import Comparison
-    from openhands_rl_plugin.evals.report.reading import RunRecord
+    from openhands_rl_plugin.evals.report.comparison import Comparison
+    from openhands_rl_plugin.evals.report.run_records import RunRecord
 
 EPILOG = """examples:
   openhands-rl report evaluation_outputs/swe-local-heldout
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 def read_judged_runs(args: argparse.Namespace, paths: Sequence[Path]) -> tuple[RunRecord, ...]:
     """The runs, with a verifier's scores if a store is given."""
-    from openhands_rl_plugin.evals.report.reading import read_runs
+    from openhands_rl_plugin.evals.report.run_records import read_runs
 
     runs = read_runs(tuple(paths))
     return asyncio.run(_verified(args, runs)) if args.store else runs
@@ -56,12 +56,12 @@ def read_judged_runs(args: argparse.Namespace, paths: Sequence[Path]) -> tuple[R
 def output_report(args: argparse.Namespace, runs: Sequence[RunRecord], comparison: Comparison | None = None) -> None:
     """Print the report and write its files."""
     from openhands_rl_plugin.evals.report.figures import figures_of
-    from openhands_rl_plugin.evals.report.report_files import Report, write_report
+    from openhands_rl_plugin.evals.report.report_files import EvaluationReport, write_report
     from openhands_rl_plugin.trajectories.view.terminal import print_json
 
     groups = figures_of(runs)
     if args.json:
-        print_json(Report(groups=groups, comparison=comparison))
+        print_json(EvaluationReport(groups=groups, comparison=comparison))
     else:
         print_report(runs, comparison)
     if args.out is not None:
@@ -86,7 +86,7 @@ def print_report(runs: Sequence[RunRecord], comparison: Comparison | None = None
 
 async def _verified(args: argparse.Namespace, runs: Sequence[RunRecord]) -> tuple[RunRecord, ...]:
     from openhands_rl_plugin.cli.options.stores import open_store
-    from openhands_rl_plugin.evals.report.verifying import with_verifier
+    from openhands_rl_plugin.evals.report.verifier_scores import with_verifier
 
     async with open_store(args.store) as storage:
         return await with_verifier(runs, storage, args.verifier)

@@ -12,7 +12,7 @@ from openhands_rl_plugin.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.cli.options.progress import ProgressBar
-    from openhands_rl_plugin.evals.tasks.sources.sources import Plan
+    from openhands_rl_plugin.evals.tasks.sources.packages import TaskPlan
 
 EPILOG = """examples:
   openhands-rl tasks make inflection==0.5.1 tabulate==0.10.0 --out tasks.jsonl --per-package 4 --seed 1
@@ -120,13 +120,13 @@ def _make(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace) -> Plan:
+def _plan(args: argparse.Namespace) -> TaskPlan:
     """The plan that the sources and options give. Raises ``ConfigError``."""
     from openhands_rl_plugin.core.validation import unknown_name
-    from openhands_rl_plugin.evals.tasks.sources.sources import (
+    from openhands_rl_plugin.evals.tasks.sources.packages import (
         SUITE,
         SUITE_PLAN,
-        Plan,
+        TaskPlan,
         parse_source,
         read_plan,
         suite_file,
@@ -136,7 +136,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     plans = [read_plan(file) for file in files if file.suffix == ".toml"]
     if plans and len(args.sources) > 1:
         raise ConfigError("give one plan, or sources, not both: a plan has settings of its own")
-    plan = plans[0] if plans else Plan(packages=tuple(parse_source(each) for each in args.sources))
+    plan = plans[0] if plans else TaskPlan(packages=tuple(parse_source(each) for each in args.sources))
     changes = {name: getattr(args, name) for name in ("per_package", "seed", "python", "timeout")}
     changes = {name: value for name, value in changes.items() if value is not None}
     if args.requirements:
@@ -146,19 +146,19 @@ def _plan(args: argparse.Namespace) -> Plan:
         if wrong := [name for name in args.only if name not in known]:
             raise ConfigError(f"--only: {unknown_name('package', wrong[0], known)}")
         changes["packages"] = tuple(known[name] for name in args.only)
-    return Plan.model_validate({**dict(plan), **changes})
+    return TaskPlan.model_validate({**dict(plan), **changes})
 
 
 async def _check(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.cli.options.progress import progress_bar
     from openhands_rl_plugin.evals.swe.backends.caching import default_cache
-    from openhands_rl_plugin.evals.tasks.checking import Gate, check_tasks
     from openhands_rl_plugin.evals.tasks.grading import local_backend
-    from openhands_rl_plugin.evals.tasks.sources.sources import tasks_file
+    from openhands_rl_plugin.evals.tasks.quality_gate import QualityGate, check_tasks
+    from openhands_rl_plugin.evals.tasks.sources.packages import tasks_file
 
     path, cache = tasks_file(args.file), args.cache or default_cache()
     low, high = args.pass_rate
-    gate = Gate(repeats=args.repeats, workers=args.workers, timeout=args.timeout, low=low, high=high)
+    gate = QualityGate(repeats=args.repeats, workers=args.workers, timeout=args.timeout, low=low, high=high)
     backend = local_backend(cache)
     try:
         with progress_bar("checking") as bar:
@@ -167,7 +167,7 @@ async def _check(args: argparse.Namespace) -> int:
                 backend,
                 gate,
                 results=args.results,
-                heard=lambda done, total, last: bar.update(done, total, note=last),
+                on_progress=lambda done, total, last: bar.update(done, total, note=last),
             )
     finally:
         await backend.close()
@@ -180,10 +180,10 @@ async def _check(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.evals.swe.rows import read_instances
+    from openhands_rl_plugin.evals.swe.dataset import read_instances
     from openhands_rl_plugin.evals.tasks.lineage import read_lineage
-    from openhands_rl_plugin.evals.tasks.listing import table_of
-    from openhands_rl_plugin.evals.tasks.sources.sources import tasks_file
+    from openhands_rl_plugin.evals.tasks.sources.packages import tasks_file
+    from openhands_rl_plugin.evals.tasks.task_table import table_of
     from openhands_rl_plugin.trajectories.view.terminal import console
 
     path = tasks_file(args.file)

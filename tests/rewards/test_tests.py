@@ -7,13 +7,13 @@ import pytest
 from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.core.errors import GraderError
 from openhands_rl_plugin.core.types import Trajectory
-from openhands_rl_plugin.evals.runs.instances import report_of, with_verdict
-from openhands_rl_plugin.evals.swe.types import Verdict, VerdictKind
+from openhands_rl_plugin.evals.runs.swe_runner import report_of, with_verdict
+from openhands_rl_plugin.evals.swe.types import PatchVerdict, VerdictKind
 from openhands_rl_plugin.testing import check_reward, example_trajectory
 
 
 def judged(kind: VerdictKind) -> Trajectory:
-    verdict = Verdict(instance_id="a", kind=kind, reason="why")
+    verdict = PatchVerdict(instance_id="a", kind=kind, reason="why")
     return with_verdict(example_trajectory().model_copy(update={"evidence": {"git_patch": "diff"}}), verdict)
 
 
@@ -31,8 +31,8 @@ def judged(kind: VerdictKind) -> Trajectory:
 async def test_a_verdict_is_a_reward(kind: VerdictKind, reward: float, told: str | None):
     score = await build("rewards", "tests")(judged(kind))
     assert (score.reward, score.detail["resolved"]) == (reward, reward == 1.0)
-    assert Verdict.model_validate(score.detail["verdict"]).kind is kind
-    assert {name for name, value in report_of(Verdict(instance_id="a", kind=kind)).items() if value} == (
+    assert PatchVerdict.model_validate(score.detail["verdict"]).kind is kind
+    assert {name for name, value in report_of(PatchVerdict(instance_id="a", kind=kind)).items() if value} == (
         {told} if told else set()
     )
 

@@ -26,9 +26,9 @@ from openhands_rl_plugin.environments.workspace.processes import checked
 from openhands_rl_plugin.evals.swe.backends.caching import remove
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource, find_repository
+from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
-from openhands_rl_plugin.evals.swe.rows import read_instances
-from openhands_rl_plugin.evals.swe.types import Instance, Verdict
+from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict
 
 
 async def measure(
@@ -72,7 +72,7 @@ async def before(instance: Instance, mirrors: MirrorSource) -> Instance:
     return instance.model_copy(update=changes)
 
 
-async def graded(backend: LocalBackend, instance: Instance, timeout: float) -> Verdict:
+async def graded(backend: LocalBackend, instance: Instance, timeout: float) -> PatchVerdict:
     """Grade the row's own patch."""
     with tempfile.TemporaryDirectory(prefix="grading-") as folder:
         return await backend.grade(instance, instance.patch, logs=Path(folder), timeout=timeout)

@@ -17,20 +17,20 @@ from pathlib import Path
 
 from openhands_rl_plugin.evals.swe.backends.caching import default_cache
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
-from openhands_rl_plugin.evals.swe.rows import read_instances
-from openhands_rl_plugin.evals.swe.types import Instance, Verdict
-from openhands_rl_plugin.evals.tasks.checking import NO_OP
+from openhands_rl_plugin.evals.swe.dataset import read_instances
+from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict
 from openhands_rl_plugin.evals.tasks.grading import local_backend
-from openhands_rl_plugin.evals.tasks.sources.sources import suite_file
+from openhands_rl_plugin.evals.tasks.quality_gate import NO_OP
+from openhands_rl_plugin.evals.tasks.sources.packages import suite_file
 
 
 async def round_of(
     backend: LocalBackend, instances: tuple[Instance, ...], workers: int, *, no_op: bool
-) -> tuple[float, list[Verdict]]:
+) -> tuple[float, list[PatchVerdict]]:
     """Wall time in seconds and the verdicts, in the order of the instances."""
     turns = asyncio.Semaphore(workers)
 
-    async def graded(instance: Instance) -> Verdict:
+    async def graded(instance: Instance) -> PatchVerdict:
         with tempfile.TemporaryDirectory() as folder:
             async with turns:
                 patch = NO_OP if no_op else instance.patch
@@ -41,7 +41,7 @@ async def round_of(
     return time.monotonic() - began, verdicts
 
 
-def outcome(verdicts: list[Verdict]) -> list[tuple[str, frozenset[str], frozenset[str]]]:
+def outcome(verdicts: list[PatchVerdict]) -> list[tuple[str, frozenset[str], frozenset[str]]]:
     """What must not differ between rounds."""
     return [
         (each.kind, frozenset(each.fail_to_pass.failure), frozenset(each.pass_to_pass.failure)) for each in verdicts

@@ -29,15 +29,15 @@ from rich.table import Table
 
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.evals.runs.backends import make_backend
-from openhands_rl_plugin.evals.runs.composing import evaluate, process_count, settings_of
-from openhands_rl_plugin.evals.runs.judged import Entry
+from openhands_rl_plugin.evals.runs.episodes import EvalTask
+from openhands_rl_plugin.evals.runs.evaluate import evaluate, process_count, settings_of
 from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
 from openhands_rl_plugin.evals.runs.outcome import Outcome
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
-from openhands_rl_plugin.evals.runs.suites import Suite, software_entry
+from openhands_rl_plugin.evals.runs.suites import Suite, swe_task
+from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
-from openhands_rl_plugin.evals.swe.rows import read_instances
-from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Verdict, VerdictKind
+from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict, VerdictKind
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 REPLIES = [
@@ -76,9 +76,9 @@ class Clones:
         await asyncio.to_thread(_git, directory.parent, "clone", "--quiet", str(self._origin), str(directory))
         return Checkout(directory=directory)
 
-    async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> Verdict:
+    async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> PatchVerdict:
         """Not judged."""
-        return Verdict(instance_id=instance.instance_id, kind=VerdictKind.UNRESOLVED)
+        return PatchVerdict(instance_id=instance.instance_id, kind=VerdictKind.UNRESOLVED)
 
     async def close(self) -> None:
         """Nothing is held."""
@@ -104,13 +104,13 @@ def _small(folder: Path, count: int) -> tuple[InstanceBackend, list[Instance]]:
     return Clones(origin), instances
 
 
-def _entries(instances: Sequence[Instance]) -> list[Entry]:
+def _entries(instances: Sequence[Instance]) -> list[EvalTask]:
     problem = script([*REPLIES, {"finish": "done"}])
-    return [software_entry(each.model_copy(update={"problem_statement": problem}), SUITE) for each in instances]
+    return [swe_task(each.model_copy(update={"problem_statement": problem}), SUITE) for each in instances]
 
 
 async def _evaluated(
-    url: str, folder: Path, entries: Sequence[Entry], backend: InstanceBackend, workers: int, grade: bool
+    url: str, folder: Path, entries: Sequence[EvalTask], backend: InstanceBackend, workers: int, grade: bool
 ) -> Measurement:
     model = EvaluatedModel(name="instant", base_url=url)
     plan = EvaluationPlan(

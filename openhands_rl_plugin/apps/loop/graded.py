@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
-from openhands_rl_plugin.evals.runs.judged import Entry, Player
+from openhands_rl_plugin.evals.runs.episodes import EvalRunner, EvalTask
 
 
 class GradedRunner:
-    """An ``EpisodeRunner`` over a ``Player``, which knows the rows of the tasks."""
+    """An ``EpisodeRunner`` over an ``EvalRunner``, which knows the rows of the tasks."""
 
-    def __init__(self, player: Player, entries: Sequence[Entry]) -> None:
-        self._player = player
+    def __init__(self, runner: EvalRunner, entries: Sequence[EvalTask]) -> None:
+        self._runner = runner
         self._entries = {entry.task.id: entry for entry in entries}
 
     async def run(self, request: EpisodeRequest) -> Trajectory:
         """Play, store and grade one episode; a failed one is returned."""
-        return (await self._player.play(request, self._entries[request.task.id])).trajectory
+        return (await self._runner.run(request, self._entries[request.task.id])).trajectory
 
     async def close(self) -> None:
-        """The player is closed by who opened it."""
+        """Nothing: whoever opened the runner closes it."""

@@ -21,8 +21,8 @@ from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.statistics import Estimate, paired_difference
 from openhands_rl_plugin.core.types import Adapter, FailureKind, Limits, Task
 from openhands_rl_plugin.environments.webshop.demonstrator import DemonstratorOptions
-from openhands_rl_plugin.evals.runs.composing import open_player, options_of
-from openhands_rl_plugin.evals.runs.judged import Entry
+from openhands_rl_plugin.evals.runs.episodes import EvalTask
+from openhands_rl_plugin.evals.runs.evaluate import open_swe_runner, options_of
 from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
@@ -198,7 +198,7 @@ async def _open_runner(job: LoopJob, storage: TrajectoryStorage) -> AsyncIterato
             await job.backend.check()
             checkouts = job.directory / CHECKOUTS
             shutil.rmtree(checkouts, ignore_errors=True)  # what a killed process left there
-            player = open_player(plan, runner, options.strategy_spec(sampled), storage, job.backend, checkouts)
+            player = open_swe_runner(plan, runner, options.strategy_spec(sampled), storage, job.backend, checkouts)
             yield GradedRunner(player, (*job.tasks.training, *job.tasks.held_out))
 
 
@@ -265,5 +265,5 @@ async def _successes(plan: LoopPlan, parts: LoopParts, stage: str) -> dict[str, 
     return found
 
 
-def _bounded(entries: Sequence[Entry], limits: Limits) -> tuple[Task, ...]:
+def _bounded(entries: Sequence[EvalTask], limits: Limits) -> tuple[Task, ...]:
     return tuple(entry.task.model_copy(update={"limits": entry.task.limits or limits}) for entry in entries)

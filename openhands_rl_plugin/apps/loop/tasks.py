@@ -14,15 +14,15 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import HELD_OUT
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.evals.runs.judged import Entry
+from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.selection import Selection
 from openhands_rl_plugin.evals.runs.suites import (
     LOCAL,
     WEBSHOP,
     Suite,
-    environment_entries,
+    environment_tasks,
     find_suite,
-    software_entries,
+    swe_tasks,
 )
 
 _SPLITS: Mapping[str, tuple[str, str]] = {LOCAL: ("train", HELD_OUT), WEBSHOP: ("train", HELD_OUT)}
@@ -53,9 +53,9 @@ class LoopTasks(NamedTuple):
     """What a run plays: tasks for demonstrations, for training, and those that are only measured."""
 
     suite: Suite
-    demonstrations: tuple[Entry, ...]
-    training: tuple[Entry, ...]
-    held_out: tuple[Entry, ...]
+    demonstrations: tuple[EvalTask, ...]
+    training: tuple[EvalTask, ...]
+    held_out: tuple[EvalTask, ...]
 
 
 def loop_tasks(source: TaskSource, settings: RLSettings) -> LoopTasks:
@@ -80,13 +80,13 @@ def loop_tasks(source: TaskSource, settings: RLSettings) -> LoopTasks:
     return tasks
 
 
-def _entries(suite: Suite, settings: RLSettings, count: int | None, rows: Path | None) -> tuple[Entry, ...]:
+def _entries(suite: Suite, settings: RLSettings, count: int | None, rows: Path | None) -> tuple[EvalTask, ...]:
     if suite.software:
-        return software_entries(suite, rows)
-    return environment_entries(suite, settings.env_name, count, rows)
+        return swe_tasks(suite, rows)
+    return environment_tasks(suite, settings.env_name, count, rows)
 
 
-def _apart(suite: Suite, entries: tuple[Entry, ...]) -> list[Entry]:
+def _apart(suite: Suite, entries: tuple[EvalTask, ...]) -> list[EvalTask]:
     """Rows of an environment are numbered from the front in every file: those that are held out have names of their
     own."""
     if suite.software:
@@ -94,7 +94,7 @@ def _apart(suite: Suite, entries: tuple[Entry, ...]) -> list[Entry]:
     return [entry._replace(task=entry.task.model_copy(update={"id": f"{entry.task.id}-held-out"})) for entry in entries]
 
 
-def _measured(entries: Sequence[Entry]) -> tuple[Entry, ...]:
+def _measured(entries: Sequence[EvalTask]) -> tuple[EvalTask, ...]:
     return tuple(entry._replace(task=entry.task.model_copy(update={"split": HELD_OUT})) for entry in entries)
 
 
@@ -120,14 +120,14 @@ def _check(tasks: LoopTasks, settings: RLSettings) -> None:
         )
 
 
-def _what(suite: Suite, entry: Entry) -> str:
+def _what(suite: Suite, entry: EvalTask) -> str:
     if suite.software:
         return entry.task.id
     data = entry.task.data
     return json.dumps(data.get("row", data.get("idx")), sort_keys=True)
 
 
-def _shuffled(entries: list[Entry] | tuple[Entry, ...], seed: int) -> list[Entry]:
+def _shuffled(entries: list[EvalTask] | tuple[EvalTask, ...], seed: int) -> list[EvalTask]:
     order = list(entries)
     random.Random(seed).shuffle(order)
     return order

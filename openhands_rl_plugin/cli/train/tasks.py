@@ -19,7 +19,7 @@ async def of_checked_tasks(storage: TrajectoryStorage, where: TrajectoryFilter, 
     Raises ``ConfigError`` when the gate did not let them pass, ``TrainingError`` when no episode is of one of them.
     """
     from openhands_rl_plugin.evals.tasks.lineage import require_checked
-    from openhands_rl_plugin.evals.tasks.sources.sources import tasks_file
+    from openhands_rl_plugin.evals.tasks.sources.packages import tasks_file
 
     known = {task.instance_id for task in require_checked(tasks_file(suite))}
     ids = tuple([summary.id async for summary in storage.summaries(where) if summary.task_id in known])

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from openhands_rl_plugin.core.attempts import best_at_k, over_tasks, pass_at_k
 from openhands_rl_plugin.core.statistics import Estimate
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.evals.report.reading import RunRecord
+from openhands_rl_plugin.evals.report.run_records import RunRecord
 from openhands_rl_plugin.evals.runs.outcome import Outcome, count_kinds
 
 _MOST_K = 64
@@ -43,7 +43,7 @@ class AtK(Frozen):
     estimate: Estimate
 
 
-class GroupFigures(Frozen):
+class EvaluationFigures(Frozen):
     """Runs that differ in their number only: same data, agent, model and note.
 
     ``pass_at_1`` is the mean over tasks of the share of attempts that solved them. ``kinds`` counts all attempts; those
@@ -80,7 +80,7 @@ class GroupFigures(Frozen):
     seconds: float
 
 
-def figures_of(runs: Sequence[RunRecord]) -> tuple[GroupFigures, ...]:
+def figures_of(runs: Sequence[RunRecord]) -> tuple[EvaluationFigures, ...]:
     """Figures of every group of runs, in order of first appearance."""
     groups: dict[str, list[RunRecord]] = defaultdict(list)
     for run in runs:
@@ -103,7 +103,7 @@ def success_rates(outcomes: Iterable[Outcome]) -> dict[str, float]:
     return {name: sum(bool(each.resolved) for each in own) / len(own) for name, own in tasks.items()}
 
 
-def _group(runs: Sequence[RunRecord]) -> GroupFigures:
+def _group(runs: Sequence[RunRecord]) -> EvaluationFigures:
     outcomes = [outcome for run in runs for outcome in run.outcomes]
     metadata = runs[0].metadata
     llm = metadata.get("llm_config")
@@ -111,7 +111,7 @@ def _group(runs: Sequence[RunRecord]) -> GroupFigures:
     rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
     costs = [outcome.cost for outcome in outcomes if outcome.cost is not None]
     seconds = [outcome.seconds for outcome in outcomes if outcome.seconds]
-    return GroupFigures(
+    return EvaluationFigures(
         name=runs[0].name,
         agent=str(metadata.get("agent_class") or ""),
         model=str(llm.get("model") or "") if isinstance(llm, dict) else "",

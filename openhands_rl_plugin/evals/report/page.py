@@ -15,12 +15,12 @@ from openhands_rl_plugin.evals.report.charts import (
     html_table,
     line_chart,
 )
-from openhands_rl_plugin.evals.report.comparing import Comparison
-from openhands_rl_plugin.evals.report.figures import AtK, GroupFigures
+from openhands_rl_plugin.evals.report.comparison import Comparison
+from openhands_rl_plugin.evals.report.figures import AtK, EvaluationFigures
 from openhands_rl_plugin.evals.report.tables import HEADINGS, comparison_rows, figure_row, kind_counts, share
 
 
-def report_page(groups: Sequence[GroupFigures], comparison: Comparison | None = None) -> str:
+def report_page(groups: Sequence[EvaluationFigures], comparison: Comparison | None = None) -> str:
     """Tables of all figures, a curve of Pass@k and Best@k, and bars of what became of the attempts."""
     body = ["<h1>Evaluation</h1>", html_table(HEADINGS, [figure_row(group) for group in groups])]
     if comparison is not None:
@@ -42,7 +42,7 @@ def report_page(groups: Sequence[GroupFigures], comparison: Comparison | None = 
     return html_page("openhands-rl evaluation", body)
 
 
-def _runs(groups: Sequence[GroupFigures]) -> str:
+def _runs(groups: Sequence[EvaluationFigures]) -> str:
     rows = [
         (group.name, str(run.index), f"{run.resolved} of {run.known}", share(run.resolved, run.known))
         for group in groups
@@ -51,7 +51,7 @@ def _runs(groups: Sequence[GroupFigures]) -> str:
     return html_table(("runs", "number", "resolved", "share"), rows)
 
 
-def _curves(group: GroupFigures) -> str:
+def _curves(group: EvaluationFigures) -> str:
     """One chart a group, with Pass@k and Best@k as lines."""
     named = (("Pass@k (95% interval)", group.pass_at_k), ("Best@k (95% interval)", group.best_at_k))
     lines = [
@@ -70,7 +70,7 @@ def _points(figures: Sequence[AtK]) -> tuple[Point, ...]:
     )
 
 
-def _at_k(groups: Sequence[GroupFigures]) -> str:
+def _at_k(groups: Sequence[EvaluationFigures]) -> str:
     rows = [
         (group.name, f"{name}@{figure.k}", f"{figure.estimate.mean:.3f}", _interval(figure), str(figure.estimate.n))
         for group in groups

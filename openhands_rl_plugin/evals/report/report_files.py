@@ -8,24 +8,24 @@ from pathlib import Path
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.files import PRIVATE, write_file
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.evals.report.comparing import Comparison
-from openhands_rl_plugin.evals.report.figures import GroupFigures
+from openhands_rl_plugin.evals.report.comparison import Comparison
+from openhands_rl_plugin.evals.report.figures import EvaluationFigures
 from openhands_rl_plugin.evals.report.page import report_page
 
 JSON, HTML = "report.json", "report.html"
 
 
-class Report(Frozen):
+class EvaluationReport(Frozen):
     """What ``report.json`` holds."""
 
     version: int = 1
-    groups: tuple[GroupFigures, ...]
+    groups: tuple[EvaluationFigures, ...]
     comparison: Comparison | None = None
 
 
-def write_report(folder: Path, groups: Sequence[GroupFigures], comparison: Comparison | None = None) -> None:
+def write_report(folder: Path, groups: Sequence[EvaluationFigures], comparison: Comparison | None = None) -> None:
     """Write both files into ``folder``, which is made. Raises ``StorageError``."""
-    report = Report(groups=tuple(groups), comparison=comparison)
+    report = EvaluationReport(groups=tuple(groups), comparison=comparison)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

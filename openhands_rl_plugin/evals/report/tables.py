@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from openhands_rl_plugin.core.statistics import Estimate
-from openhands_rl_plugin.evals.report.comparing import Comparison
-from openhands_rl_plugin.evals.report.figures import GroupFigures, Share
+from openhands_rl_plugin.evals.report.comparison import Comparison
+from openhands_rl_plugin.evals.report.figures import EvaluationFigures, Share
 
 HEADINGS = (
     *("runs", "tasks", "attempts", "pass@1", "95% interval", "pass@k", "best@k", "reward", "stuck", "empty patch"),
@@ -15,7 +15,7 @@ HEADINGS = (
 )
 
 
-def figure_row(group: GroupFigures) -> tuple[str, ...]:
+def figure_row(group: EvaluationFigures) -> tuple[str, ...]:
     """A group in a row under ``HEADINGS``."""
     last_pass, last_best = group.pass_at_k[-1:], group.best_at_k[-1:]
     return (
@@ -60,7 +60,7 @@ def comparison_rows(comparison: Comparison) -> tuple[tuple[str, str], ...]:
     )
 
 
-def kind_counts(group: GroupFigures) -> str:
+def kind_counts(group: EvaluationFigures) -> str:
     """How many attempts there are of every kind that occurred."""
     return ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in group.kinds.items() if count) or "nothing"
 

@@ -12,7 +12,7 @@ from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.backends.repositories import CloneSource, MirrorSource
 from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
-from openhands_rl_plugin.evals.tasks.sources.repositories import TaskRepositories
+from openhands_rl_plugin.evals.tasks.sources.task_repositories import TaskRepositories
 
 BackendName = Literal["local", "docker"]
 

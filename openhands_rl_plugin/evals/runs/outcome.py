@@ -8,7 +8,7 @@ from enum import StrEnum
 from pydantic import JsonValue
 
 from openhands_rl_plugin.core.types import FailureKind, Frozen, StopReason, Trajectory
-from openhands_rl_plugin.evals.runs.judged import Judged
+from openhands_rl_plugin.evals.runs.episodes import GradedEpisode
 from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
 from openhands_rl_plugin.evals.swe.types import VerdictKind
 from openhands_rl_plugin.hosts.shared.episode import LAST_ERROR
@@ -70,23 +70,23 @@ class Outcome(Frozen):
         return None if self.kind in UNKNOWN else self.kind is OutcomeKind.RESOLVED
 
 
-def outcome_of(judged: Judged, run: int, model: EvaluatedModel) -> Outcome:
+def outcome_of(graded: GradedEpisode, run: int, model: EvaluatedModel) -> Outcome:
     """The row of an attempt that was just played, or found in the store."""
-    trajectory, verdict = judged.trajectory, judged.verdict
+    trajectory, verdict = graded.trajectory, graded.verdict
     usage, times = trajectory.usage, trajectory.times
     patch = trajectory.evidence.get("git_patch")
     return Outcome(
         instance_id=trajectory.task.id,
         run=run,
-        kind=_kind(judged),
-        reward=judged.score.reward if judged.score else None,
-        reason=_reason(judged),
+        kind=_kind(graded),
+        reward=graded.score.reward if graded.score else None,
+        reason=_reason(graded),
         stop=trajectory.stop.value,
         stuck=is_stuck(trajectory.evidence.get(LAST_ERROR)),
         timed_out=trajectory.stop is StopReason.TIMEOUT,
         empty_patch=isinstance(patch, str) and not patch.strip(),
         flags=verdict.flagged if verdict else (),
-        commands_flagged=len({flag.where for flag in judged.commands}),
+        commands_flagged=len({flag.where for flag in graded.commands}),
         turns=sum(1 for _ in trajectory.sampled()),
         answers=sum(node.sampled for node in trajectory.nodes),
         malformed=sum("malformed" in node.metadata for node in trajectory.nodes if node.sampled),
@@ -120,17 +120,17 @@ def count_kinds(outcomes: Iterable[Outcome]) -> dict[str, int]:
     return {kind.value: found.count(kind) for kind in OutcomeKind}
 
 
-def _kind(judged: Judged) -> OutcomeKind:
-    if (failed := kind_of_failure(judged.trajectory)) is not None:
+def _kind(graded: GradedEpisode) -> OutcomeKind:
+    if (failed := kind_of_failure(graded.trajectory)) is not None:
         return failed
-    if judged.verdict is not None:
-        return OutcomeKind(judged.verdict.kind.value)
-    if judged.score is None or judged.score.reward is None:
+    if graded.verdict is not None:
+        return OutcomeKind(graded.verdict.kind.value)
+    if graded.score is None or graded.score.reward is None:
         return OutcomeKind.UNGRADED
-    return OutcomeKind.RESOLVED if judged.score.detail.get("resolved") is True else OutcomeKind.UNRESOLVED
+    return OutcomeKind.RESOLVED if graded.score.detail.get("resolved") is True else OutcomeKind.UNRESOLVED
 
 
-def _reason(judged: Judged) -> str:
-    if judged.trajectory.failure is not None:
-        return judged.trajectory.failure.message
-    return judged.verdict.reason if judged.verdict else ""
+def _reason(graded: GradedEpisode) -> str:
+    if graded.trajectory.failure is not None:
+        return graded.trajectory.failure.message
+    return graded.verdict.reason if graded.verdict else ""

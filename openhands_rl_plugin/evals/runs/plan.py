@@ -21,7 +21,7 @@ class Run(Frozen):
     temperature: float | None = None
 
 
-class PlayedBy(Frozen):
+class AgentStrategy(Frozen):
     """The strategy that plays a plan, as options and settings decide it.
 
     ``temperature``: that of a search, which sets its own whatever a run has; ``None`` for other strategies.

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from openhands_rl_plugin.core.files import PRIVATE, write_file
-from openhands_rl_plugin.evals.report.reading import outcome_of_row
+from openhands_rl_plugin.evals.report.run_records import outcome_of_row
 from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind
-from openhands_rl_plugin.evals.runs.rows import prediction_of
+from openhands_rl_plugin.evals.runs.output_rows import prediction_of
 from openhands_rl_plugin.evals.runs.run_files import OUTPUT, PREDICTIONS, read_rows
 from openhands_rl_plugin.evals.swe.logs import run_report
-from openhands_rl_plugin.evals.swe.types import Flag, Verdict, VerdictKind
+from openhands_rl_plugin.evals.swe.types import Flag, PatchVerdict, VerdictKind
 
 
 def write_run_report(directory: Path, model: str, instance_ids: Sequence[str]) -> None:
@@ -30,8 +30,8 @@ def write_run_report(directory: Path, model: str, instance_ids: Sequence[str]) -
     write_file(directory / name, json.dumps(report, indent=4), PRIVATE)
 
 
-def _verdict(outcome: Outcome) -> Verdict:
+def _verdict(outcome: Outcome) -> PatchVerdict:
     """What the report needs of an attempt. An episode that failed is an error there, as with the official harness."""
     kind = VerdictKind.INFRASTRUCTURE if outcome.kind is OutcomeKind.FAILED else VerdictKind(outcome.kind.value)
     flags = tuple(Flag(rule=rule, where="") for rule in outcome.flags)
-    return Verdict(instance_id=outcome.instance_id, kind=kind, reason=outcome.reason, flags=flags)
+    return PatchVerdict(instance_id=outcome.instance_id, kind=kind, reason=outcome.reason, flags=flags)

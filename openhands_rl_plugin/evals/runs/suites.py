@@ -9,10 +9,10 @@ from pathlib import Path
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, describe
 from openhands_rl_plugin.core.types import Frozen, Task
 from openhands_rl_plugin.core.validation import unknown_name
-from openhands_rl_plugin.evals.runs.judged import Entry
+from openhands_rl_plugin.evals.runs.environment_runner import indexed_tasks, row_tasks, webshop_tasks
+from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.prompts import instruction_of
-from openhands_rl_plugin.evals.runs.web import row_entries, web_entries, webshop_entries
-from openhands_rl_plugin.evals.swe.rows import instance_of, read_instances, row_of
+from openhands_rl_plugin.evals.swe.dataset import instance_of, read_instances, row_of
 from openhands_rl_plugin.evals.swe.types import Instance
 
 LOCAL, WEBSHOP, ENVIRONMENT = "swe-local", "webshop", "environment"
@@ -56,7 +56,7 @@ def find_suite(name: str, split: str | None = None) -> Suite:
     return suite if split is None else suite.model_copy(update={"split": split})
 
 
-def software_entries(suite: Suite, dataset_file: Path | None = None) -> tuple[Entry, ...]:
+def swe_tasks(suite: Suite, dataset_file: Path | None = None) -> tuple[EvalTask, ...]:
     """The tasks of a suite of software. Rows of the hub are downloaded with ``datasets``, unless a file has them.
 
     Raises ``ConfigError``.
@@ -69,10 +69,10 @@ def software_entries(suite: Suite, dataset_file: Path | None = None) -> tuple[En
         instances = _from_hub(suite)
     else:
         instances = read_instances(Path(suite.name))
-    return tuple(software_entry(instance, suite) for instance in instances)
+    return tuple(swe_task(instance, suite) for instance in instances)
 
 
-def software_entry(instance: Instance, suite: Suite) -> Entry:
+def swe_task(instance: Instance, suite: Suite) -> EvalTask:
     """An instance as a task. The task does not hold the solution; the row does, and no agent sees that."""
     row = row_of(instance)
     task = Task(
@@ -82,25 +82,25 @@ def software_entry(instance: Instance, suite: Suite) -> Entry:
         data={name: row[name] for name in _KEPT if name in row},
         split=suite.split,
     )
-    return Entry(task, row, instance)
+    return EvalTask(task, row, instance)
 
 
-def environment_entries(
+def environment_tasks(
     suite: Suite, environment: str, count: int | None, rows: Path | None = None
-) -> tuple[Entry, ...]:
+) -> tuple[EvalTask, ...]:
     """Tasks of an environment: goals of the embedded shop, the (first ``count``) rows of a file, or the first ``count``
     numbers. Raises ``ConfigError``."""
     if suite.name == WEBSHOP:
         if suite.split not in ("train", "heldout"):
             raise ConfigError(f"the webshop has the splits train and heldout, not {suite.split!r}")
-        return webshop_entries("train" if suite.split == "train" else "heldout")
+        return webshop_tasks("train" if suite.split == "train" else "heldout")
     if rows is not None:
-        return row_entries(environment, rows, suite.split)[:count]
+        return row_tasks(environment, rows, suite.split)[:count]
     if count is None:
         raise ConfigError(
             "an environment does not say how many tasks it has: give --tasks N, or its rows with --dataset-file"
         )
-    return web_entries(environment, range(count), suite.split)
+    return indexed_tasks(environment, range(count), suite.split)
 
 
 def local_rows() -> Path:

@@ -1,132 +1,281 @@
-"""Many predictions graded: bounded, resumable, with the official tools' files."""
+"""One patch on one instance: refuse, apply, test, read, judge. The same for every back end, which offers a ``Box``.
+
+The log's markers cannot be forged by what runs between them. Bash traces its commands (``set -x``) behind a random
+word that it reads from stdin before the script begins; that word is in no file, argument or variable that a test
+could see, and it is taken out of the log that is kept. A marker without it was printed by somebody else.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections import Counter
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import NamedTuple
+import re
+import secrets
+import shlex
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
-from openhands_rl_plugin.core.errors import CaughtFailure, boundary
-from openhands_rl_plugin.core.files import PRIVATE, write_file
-from openhands_rl_plugin.core.types import FailureKind, Frozen
-from openhands_rl_plugin.evals.swe.logs import InstanceLogs, run_report
-from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
-from openhands_rl_plugin.evals.swe.rows import Prediction
-from openhands_rl_plugin.evals.swe.types import Instance, Verdict, VerdictKind
+from openhands_rl_plugin.core.errors import InfrastructureError, RLError, describe
+from openhands_rl_plugin.environments.workspace.processes import Ended
+from openhands_rl_plugin.evals.swe.logs import InstanceLogs
+from openhands_rl_plugin.evals.swe.patches import added_files, changed_files, refusal, restored_files, touched_files
+from openhands_rl_plugin.evals.swe.recipes.base import Recipe
+from openhands_rl_plugin.evals.swe.recipes.parsers import Parser, Statuses, parser_of
+from openhands_rl_plugin.evals.swe.recipes.scripts import END, START
+from openhands_rl_plugin.evals.swe.resolution import load_official_grader, resolution_of
+from openhands_rl_plugin.evals.swe.types import Flag, Instance, PatchVerdict, Severity, VerdictKind
 
-OnVerdict = Callable[[Verdict], None]
+PATCH_INSIDE, SCRIPT_INSIDE = "/tmp/patch.diff", "/eval.sh"
 
+_APPLY = " || ".join(
+    f"{command} {PATCH_INSIDE}"
+    for command in ("git apply --verbose", "git apply --verbose --reject", "patch --batch --fuzz=5 -p1 -i")
+)
+"""The official commands, tried in this order."""
 
-class GradingPlan(Frozen):
-    """How to grade. ``timeout``: seconds of one instance's tests. ``retries``: of what failed around a patch."""
-
-    run_id: str = "run"
-    workers: int = 1
-    timeout: float = 1800.0
-    retries: int = 1
-
-
-class Graded(NamedTuple):
-    """All verdicts, and the report files (one a model)."""
-
-    verdicts: dict[str, Verdict]
-    reports: tuple[Path, ...]
+_APPLY_TIME = 120.0
+_SPOILED = (">>>>> Patch Apply Failed", ">>>>> Reset Failed", ">>>>> Tests Errored", ">>>>> Tests Timed Out")
 
 
-def instance_logs(out: Path, run_id: str, prediction: Prediction) -> InstanceLogs:
-    """The folder of one prediction below ``out``."""
-    model = prediction.model_name_or_path.replace("/", "__")
-    return InstanceLogs(out / "logs" / "run_evaluation" / run_id / model / prediction.instance_id)
+class Box(Protocol):
+    """A started place with the instance's repository at ``/testbed``, as it is after set-up."""
+
+    async def put(self, inside: str, text: str) -> None:
+        """Write ``PATCH_INSIDE`` or ``SCRIPT_INSIDE``."""
+        ...
+
+    async def run(
+        self, command: Sequence[str], *, timeout: float, given: bytes | None = None, tests: bool = False
+    ) -> Ended:
+        """Run a command in ``/testbed``. ``tests``: with what a guard wants to be there."""
+        ...
+
+    async def left(self) -> Mapping[str, bytes]:
+        """What was written into the guard's folder, by file name."""
+        ...
 
 
-def settled(logs: InstanceLogs, prediction: Prediction) -> Verdict | None:
-    """The verdict of an earlier run on the same patch; ``None`` when there is none, or it says nothing."""
-    verdict = logs.read_verdict()
-    if verdict is None or verdict.kind is VerdictKind.INFRASTRUCTURE:
-        return None
-    if verdict.kind in (VerdictKind.EMPTY_PATCH, VerdictKind.REFUSED):
-        return None
+class GuardEquipment(NamedTuple):
+    """What a guard puts beside the tests: variables, and files that are shown read-only in ``/guard``. Tests may write
+    into ``/guard-out``; a guard that reads it has to know its own writing from theirs.
+    """
+
+    variables: Mapping[str, str] = {}
+    files: Mapping[str, str] = {}
+
+
+class ObservedRun(NamedTuple):
+    """What a guard judges a run by. ``log``: what the tests printed; ``left``: the files in ``/guard-out``; ``script``:
+    what ran the tests; ``parse``: how its log is read.
+
+    ``word``: the random word, which a guard's own programs get from the shell, so that they can prove who they are.
+    """
+
+    instance: Instance
+    patch: str
+    log: str
+    statuses: Statuses
+    code: int
+    left: Mapping[str, bytes]
+    word: str
+    script: str
+    parse: Parser
+
+
+class Guard(Protocol):
+    """Looks for cheats. A run with a flag that decides is not resolved."""
+
+    def equipment(self, instance: Instance) -> GuardEquipment:
+        """What has to be there while the tests run."""
+        ...
+
+    def check_patch(self, instance: Instance, patch: str) -> tuple[Flag, ...]:
+        """Flags of a patch before it is applied."""
+        ...
+
+    def check_run(self, observed: ObservedRun) -> tuple[Flag, ...]:
+        """Flags of a finished run."""
+        ...
+
+
+class NoGuard:
+    """Looks for nothing."""
+
+    def equipment(self, instance: Instance) -> GuardEquipment:
+        """Nothing."""
+        return GuardEquipment()
+
+    def check_patch(self, instance: Instance, patch: str) -> tuple[Flag, ...]:
+        """None."""
+        return ()
+
+    def check_run(self, observed: ObservedRun) -> tuple[Flag, ...]:
+        """None."""
+        return ()
+
+
+class RunLog(NamedTuple):
+    """A run's log without the random word; ``tests`` is the part between the markers, ``None`` where they were not
+    reached. ``whole``: the end was reached too. ``forged``: lines that look like markers and are not.
+    """
+
+    text: str
+    tests: str | None
+    whole: bool
+    forged: tuple[str, ...]
+
+
+def before_box(instance: Instance, patch: str) -> PatchVerdict | None:
+    """The verdict on a patch that needs no box: empty, or refused."""
+    if not patch.strip():
+        return PatchVerdict(instance_id=instance.instance_id, kind=VerdictKind.EMPTY_PATCH, reason="the patch is empty")
+    if (why := refusal(patch)) is not None:
+        return PatchVerdict(instance_id=instance.instance_id, kind=VerdictKind.REFUSED, reason=why)
+    return None
+
+
+async def evaluate(
+    box: Box, instance: Instance, recipe: Recipe, patch: str, logs: InstanceLogs, *, timeout: float, guard: Guard
+) -> PatchVerdict:
+    """Apply ``patch`` in a fresh box and run the tests. Raises ``InfrastructureError``; ``ConfigError`` for a recipe
+    whose parser is not there.
+    """
+    parse = parser_of(recipe.parser)
+    flags = await asyncio.to_thread(guard.check_patch, instance, patch)
+    if (why := await _apply(box, instance, patch, logs)) is not None:
+        return PatchVerdict(instance_id=instance.instance_id, kind=VerdictKind.UNAPPLIED, reason=why, flags=flags)
+    loading = asyncio.create_task(asyncio.to_thread(load_official_grader, recipe))
+    word = secrets.token_hex(16)
+    await box.put(SCRIPT_INSIDE, recipe.evaluation_script)
+    start = f"IFS= read -r PS4; exec </dev/null; . {SCRIPT_INSIDE}"
+    ended = await box.run(
+        ["/bin/bash", "-c", start, SCRIPT_INSIDE], timeout=timeout, given=f"+{word} \n".encode(), tests=True
+    )
+    await loading
+    log = read_log(ended.text, word, instance.base_commit)
+    cut = "\n\nThe output was cut here." if ended.truncated else ""
+    late = f"\n\nTimeout error: {timeout:g} seconds exceeded." if ended.timed_out else ""
+    logs.write_test_output(log.text + cut + late)
+    found = PatchVerdict(
+        instance_id=instance.instance_id,
+        kind=VerdictKind.UNRESOLVED,
+        flags=(*flags, *(Flag(rule="log_marker", where="test output", detail=line[:200]) for line in log.forged)),
+        test_seconds=ended.seconds,
+    )
+    if ended.timed_out:
+        late = f"the tests were not done after {timeout:g} s"
+        return found.model_copy(update={"kind": VerdictKind.TIMED_OUT, "reason": late})
+    if log.tests is None:
+        raise InfrastructureError(f"the tests were not reached: {ended.last_line}")
+    whole = log.whole and not any(mark in log.tests for mark in _SPOILED)
+    statuses = parse(log.tests) if whole else {}
+    left = await box.left()
+    observed = ObservedRun(
+        instance, patch, log.tests, statuses, ended.code, left, word, recipe.evaluation_script, parse
+    )
+    seen = (*found.flags, *await asyncio.to_thread(guard.check_run, observed))
+    return _resolved(found, instance, recipe, statuses, seen, "" if whole else "the run ended before its tests did")
+
+
+def _resolved(
+    found: PatchVerdict, instance: Instance, recipe: Recipe, statuses: Statuses, flags: tuple[Flag, ...], cut: str
+) -> PatchVerdict:
+    resolution = resolution_of(instance, recipe, statuses)
+    resolved = resolution.resolved and not cut
+    reason = cut or ("" if statuses else "no test in the log")
+    if resolved and (deciding := sorted({flag.rule for flag in flags if flag.severity is Severity.DECIDES})):
+        resolved, reason = False, f"flagged: {', '.join(deciding)}"
+    return found.model_copy(
+        update={
+            "kind": VerdictKind.RESOLVED if resolved else VerdictKind.UNRESOLVED,
+            "reason": reason,
+            "flags": flags,
+            "fail_to_pass": resolution.fail_to_pass,
+            "pass_to_pass": resolution.pass_to_pass,
+        }
+    )
+
+
+async def _apply(box: Box, instance: Instance, patch: str, logs: InstanceLogs) -> str | None:
+    """Apply, take away files which the test patch is to create, and put back those that hold tests of the row: the
+    scripts restore only what the test patch changes. Why it did not work, or ``None``.
+    """
+    await box.put(PATCH_INSIDE, patch)
+    own = sorted({*added_files(instance.test_patch)} & {*changed_files(patch), *added_files(patch)})
+    # A test patch that only adds files makes the official scripts check out the base commit as a whole, which would
+    # undo what set-up changed, were that a commit.
+    loose = "" if restored_files(instance.test_patch) else f"git reset --quiet --soft {instance.base_commit}\n"
+    back = sorted((instance.test_files & touched_files(patch)) - {*own})
+    put_back = "".join(f"git checkout --quiet -- {shlex.quote(file)} || true\n" for file in back)
+    script = f'{loose}{_APPLY} || exit 1\n{put_back}[ "$#" -eq 0 ] || rm -f -- "$@"\n'
+    ended = await box.run(["/bin/bash", "-c", script, "apply", *own], timeout=_APPLY_TIME)
+    logs.note(f"apply:\n{ended.text}")
+    if ended.timed_out:
+        return "applying the patch took too long"
+    return ended.last_line if ended.code else None
+
+
+def read_log(text: str, word: str, base_commit: str) -> RunLog:
+    """Find the tests in a traced log and take the random ``word`` out of it."""
+    lines = text.split("\n")
+    # What was printed before a traced command may lack its line's end.
+    trace = re.compile(rf"\++{word} (.*)$")
+    commands = {at: match[1] for at, line in enumerate(lines) if (match := trace.search(line))}
+    begin, end = _bounds(commands, base_commit)
+    printed: set[int] = set()
+    if not commands:
+        begin, end = _printed_bounds(lines)
+        printed = {at for at in (begin, end) if at is not None}
+    forged: list[str] = []
+    for at, line in enumerate(lines):
+        if at not in {*commands, *printed} and (START in line or END in line):
+            # Official tools, which split the log at the markers, shall see the same as we do.
+            lines[at] = line.replace(">>>>> ", "> > > ")
+            if begin is not None and at > begin and (end is None or at < end):
+                forged.append(line)
+    # The script is read by another shell, which makes every trace one sign longer than the official one.
+    lines = [re.sub(rf"\+(\+*){word}", r"\1", line) if word in line else line for line in lines]
+    tests = None if begin is None else "\n".join(lines[begin + 1 : end])
+    return RunLog("\n".join(lines), tests, end is not None, tuple(forged))
+
+
+def _bounds(commands: Mapping[int, str], base_commit: str) -> tuple[int | None, int | None]:
+    """The lines where the tests begin and end: at the markers, or, in SWE-Gym's scripts, which have none, at the last
+    command before the tests and the one after them.
+    """
+    started = [at for at, command in commands.items() if command == f": '{START}'"]
+    if started:
+        ended = [at for at, command in commands.items() if command == f": '{END}'" and at > started[0]]
+        return started[0], ended[0] if ended else None
+    applied = [at for at, command in commands.items() if command.startswith("git apply -v -")]
+    if not applied:
+        return None, None
+    restored = f"git checkout {base_commit}"
+    ended = [at for at, command in commands.items() if command.startswith(restored) and at > applied[-1]]
+    return applied[-1], ended[-1] if ended else None
+
+
+def _printed_bounds(lines: Sequence[str]) -> tuple[int | None, int | None]:
+    """The markers of a script that does not trace its commands."""
+    started = [at for at, line in enumerate(lines) if START in line]
+    ended = [at for at, line in enumerate(lines) if END in line]
+    return (started[0], ended[-1] if ended and ended[-1] > started[0] else None) if started else (None, None)
+
+
+async def grade_and_log(
+    instance: Instance, patch: str, logs: InstanceLogs, grade: Callable[[], Awaitable[PatchVerdict]]
+) -> PatchVerdict:
+    """The verdict with its time and logs; what fails around the patch is a verdict, too."""
+    began = time.monotonic()
+    verdict = before_box(instance, patch)
     try:
-        same = (logs.folder / "patch.diff").read_bytes() == (prediction.model_patch or "").encode()
-    except (OSError, UnicodeEncodeError):
-        return None
-    return verdict if same else None
-
-
-async def grade_all(
-    backend: InstanceBackend,
-    instances: Sequence[Instance],
-    predictions: Sequence[Prediction],
-    plan: GradingPlan,
-    out: Path,
-    *,
-    on_verdict: OnVerdict = lambda verdict: None,
-) -> Graded:
-    """Grade what is not graded yet and write the reports, also when this is cancelled: what is done stays done."""
-    rows = {instance.instance_id: instance for instance in instances}
-    verdicts: dict[str, Verdict] = {}
-    places = asyncio.Semaphore(plan.workers)
-
-    async def grade(prediction: Prediction) -> None:
-        logs = instance_logs(out, plan.run_id, prediction)
-        verdict = settled(logs, prediction)
         if verdict is None:
-            async with places:
-                verdict = await _graded(backend, rows[prediction.instance_id], prediction, plan, logs)
-        verdicts[prediction.instance_id] = verdict
-        on_verdict(verdict)
-
-    out.mkdir(parents=True, exist_ok=True, mode=0o700)
-    try:
-        async with asyncio.TaskGroup() as group:
-            for prediction in predictions:
-                group.create_task(grade(prediction))
-    finally:
-        reports = write_reports(out, plan.run_id, list(rows), predictions, verdicts)
-    return Graded(verdicts, reports)
-
-
-async def _graded(
-    backend: InstanceBackend, instance: Instance, prediction: Prediction, plan: GradingPlan, logs: InstanceLogs
-) -> Verdict:
-    patch = prediction.model_patch or ""
-    verdict: Verdict | None = None
-    for _ in range(plan.retries + 1):
-        try:
-            with boundary(FailureKind.GRADER, "grading"):
-                verdict = await backend.grade(instance, patch, logs=logs.folder, timeout=plan.timeout)
-        except CaughtFailure as caught:
-            verdict = Verdict(
-                instance_id=instance.instance_id, kind=VerdictKind.INFRASTRUCTURE, reason=caught.failure.message
-            )
-            logs.write_verdict(verdict)
-        if verdict.kind is not VerdictKind.INFRASTRUCTURE:
-            break
-    assert verdict is not None
+            logs.write_patch(patch)
+            verdict = await grade()
+    except (RLError, OSError) as error:
+        # An own message says all that there is to say.
+        reason = str(error) if isinstance(error, RLError) else describe(error)
+        verdict = PatchVerdict(instance_id=instance.instance_id, kind=VerdictKind.INFRASTRUCTURE, reason=reason)
+    verdict = verdict.model_copy(update={"seconds": time.monotonic() - began, "logs": str(logs.folder)})
+    logs.write_verdict(verdict)
     return verdict
-
-
-def write_reports(
-    out: Path, run_id: str, instances: list[str], predictions: Sequence[Prediction], verdicts: dict[str, Verdict]
-) -> tuple[Path, ...]:
-    """``<model>.<run>.json`` for every model among the predictions."""
-    models: dict[str, list[str]] = {}
-    for prediction in predictions:
-        models.setdefault(prediction.model_name_or_path, []).append(prediction.instance_id)
-    files = []
-    for model, submitted in models.items():
-        found = {name: verdicts[name] for name in submitted if name in verdicts}
-        files.append(out / f"{model.replace('/', '__')}.{run_id}.json")
-        write_file(files[-1], json.dumps(run_report(found, instances, submitted), indent=4), PRIVATE)
-    return tuple(files)
-
-
-def summary(verdicts: dict[str, Verdict]) -> str:
-    """``7 resolved, 2 unresolved, 1 timed out``."""
-    counts = Counter(verdict.kind for verdict in verdicts.values())
-    said = [f"{counts[kind]} {kind.value.replace('_', ' ')}" for kind in VerdictKind if counts[kind]]
-    flagged = sum(1 for verdict in verdicts.values() if verdict.flagged)
-    return ", ".join(said) + (f"; {flagged} flagged" if flagged else "") if said else "nothing graded"

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from openhands_rl_plugin.core.files import PRIVATE, write_file
 from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.evals.swe.types import Verdict, VerdictKind
+from openhands_rl_plugin.evals.swe.types import PatchVerdict, VerdictKind
 
 _JUDGED = (VerdictKind.RESOLVED, VerdictKind.UNRESOLVED)
 
@@ -48,7 +48,7 @@ class InstanceLogs:
         with open(self.folder / "run_instance.log", "a", encoding="utf-8", opener=_private) as file:
             file.write(redact_text(text).rstrip() + "\n\n")
 
-    def write_verdict(self, verdict: Verdict) -> None:
+    def write_verdict(self, verdict: PatchVerdict) -> None:
         """``verdict.json``, and ``report.json`` when the patch was judged."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if verdict.kind in _JUDGED:
@@ -57,10 +57,10 @@ class InstanceLogs:
             (self.folder / "report.json").unlink(missing_ok=True)
         self._write("verdict.json", verdict.model_dump_json(indent=1))
 
-    def read_verdict(self) -> Verdict | None:
+    def read_verdict(self) -> PatchVerdict | None:
         """What was found before, or ``None``: also for a file that is not whole."""
         try:
-            return Verdict.model_validate_json((self.folder / "verdict.json").read_bytes())
+            return PatchVerdict.model_validate_json((self.folder / "verdict.json").read_bytes())
         except (OSError, ValidationError):
             return None
 
@@ -68,7 +68,7 @@ class InstanceLogs:
         write_file(self.folder / name, text.encode(errors="replace"), PRIVATE)
 
 
-def instance_report(verdict: Verdict) -> JsonObject:
+def instance_report(verdict: PatchVerdict) -> JsonObject:
     """``report.json`` of one judged patch."""
     nothing: JsonObject = {"success": [], "failure": []}
     return {
@@ -87,7 +87,7 @@ def instance_report(verdict: Verdict) -> JsonObject:
     }
 
 
-def run_report(verdicts: Mapping[str, Verdict], instances: list[str], submitted: list[str]) -> JsonObject:
+def run_report(verdicts: Mapping[str, PatchVerdict], instances: list[str], submitted: list[str]) -> JsonObject:
     """The report of a run (schema version 2). Beside the official fields, ids by the kind of their verdict."""
     kinds = {kind: sorted(name for name, each in verdicts.items() if each.kind is kind) for kind in VerdictKind}
     resolved, unresolved = kinds[VerdictKind.RESOLVED], kinds[VerdictKind.UNRESOLVED]

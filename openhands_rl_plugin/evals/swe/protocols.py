@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Verdict
+from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict
 
 
 class InstanceBackend(Protocol):
@@ -27,7 +27,7 @@ class InstanceBackend(Protocol):
         """
         ...
 
-    async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> Verdict:
+    async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> PatchVerdict:
         """Apply ``patch`` and the row's tests to a fresh checkout and run them for at most ``timeout`` seconds.
 
         Never raises for what a patch does; what fails around it is a verdict of kind ``INFRASTRUCTURE``.

@@ -78,7 +78,7 @@ class Flag(Frozen):
     severity: Severity = Severity.DECIDES
 
 
-class Verdict(Frozen):
+class PatchVerdict(Frozen):
     """The result of grading one patch. ``seconds`` is wall time: of the whole, and of the tests alone."""
 
     instance_id: str

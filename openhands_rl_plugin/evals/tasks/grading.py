@@ -6,7 +6,7 @@ from pathlib import Path
 
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
-from openhands_rl_plugin.evals.tasks.sources.repositories import TaskRepositories
+from openhands_rl_plugin.evals.tasks.sources.task_repositories import TaskRepositories
 
 
 def local_backend(cache: Path) -> LocalBackend:

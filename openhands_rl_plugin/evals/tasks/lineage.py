@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import file_sha256, write_file
 from openhands_rl_plugin.core.types import Frozen, JsonObject
-from openhands_rl_plugin.evals.swe.rows import read_instances, row_of
+from openhands_rl_plugin.evals.swe.dataset import read_instances, row_of
 from openhands_rl_plugin.evals.swe.types import Instance
 
 SCHEMA_VERSION = 1

@@ -13,11 +13,11 @@ from openhands_rl_plugin.core.errors import ConfigError, RLError
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.workspace.bubblewrap import find_bubblewrap
 from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.evals.tasks.history import fixes_of
+from openhands_rl_plugin.evals.tasks.git_fixes import fixes_of
 from openhands_rl_plugin.evals.tasks.lineage import TaskLineage, write_tasks
-from openhands_rl_plugin.evals.tasks.making import Tried, make_tasks
-from openhands_rl_plugin.evals.tasks.sources.sources import Package, Plan
-from openhands_rl_plugin.evals.tasks.sources.workshop import open_workshop
+from openhands_rl_plugin.evals.tasks.sources.packages import Package, TaskPlan
+from openhands_rl_plugin.evals.tasks.sources.prepared_package import prepare_package
+from openhands_rl_plugin.evals.tasks.task_builder import TriedBug, make_tasks
 
 
 class Progress(Protocol):
@@ -32,7 +32,7 @@ class Progress(Protocol):
         ...
 
 
-class Made(Frozen):
+class SuiteSummary(Frozen):
     """What a run made, and one line for each package that gave nothing or less than was asked for."""
 
     tasks: int
@@ -51,10 +51,10 @@ class _Finished(Frozen):
 class _Journal:
     """What was tried so far, a line each; of another plan it is not taken up."""
 
-    def __init__(self, path: Path, plan: Plan) -> None:
+    def __init__(self, path: Path, plan: TaskPlan) -> None:
         self._path = path
         self._head = hashlib.sha256(plan.model_dump_json(exclude={"packages"}).encode()).hexdigest()
-        self.tried: dict[str, dict[str, Tried]] = {}
+        self.tried: dict[str, dict[str, TriedBug]] = {}
         self.finished: dict[str, _Finished] = {}
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         if lines and lines[0] != self._head:
@@ -69,12 +69,12 @@ class _Journal:
                     done = _Finished.model_validate_json(entry)
                     self.finished[done.package] = done
                 else:
-                    result = Tried.model_validate_json(entry)
+                    result = TriedBug.model_validate_json(entry)
                     self.tried.setdefault(name, {})[result.key] = result
             except ValidationError:
                 continue  # the line that was being written when the run was killed
 
-    def add(self, name: str, entry: Tried | _Finished) -> None:
+    def add(self, name: str, entry: TriedBug | _Finished) -> None:
         """Keep a line; what is there survives a kill."""
         new = not self._path.exists()
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ class _Journal:
         self._path.unlink(missing_ok=True)
 
 
-def make_suite(plan: Plan, out: Path, cache: Path, progress: Progress) -> Made:
+def make_suite(plan: TaskPlan, out: Path, cache: Path, progress: Progress) -> SuiteSummary:
     """Make the tasks of a plan and write them to ``out``, with their lineage beside it.
 
     A package that cannot be used is told in ``problems``. Raises ``ConfigError`` without bubblewrap, for a journal of
@@ -118,26 +118,31 @@ def make_suite(plan: Plan, out: Path, cache: Path, progress: Progress) -> Made:
         raise ConfigError("\n".join(problems) or "no task was made")
     write_tasks(out, instances, lineage)
     journal.remove()
-    return Made(tasks=len(instances), packages=len({each.repo for each in instances}), problems=tuple(problems))
+    return SuiteSummary(tasks=len(instances), packages=len({each.repo for each in instances}), problems=tuple(problems))
 
 
 def _finished(
-    plan: Plan, package: Package, key: str, journal: _Journal, cache: Path, heard: Callable[[int, int, str], None]
+    plan: TaskPlan,
+    package: Package,
+    key: str,
+    journal: _Journal,
+    cache: Path,
+    on_progress: Callable[[int, int, str], None],
 ) -> _Finished:
     made = 0
 
-    def tried(result: Tried) -> None:
+    def tried(result: TriedBug) -> None:
         nonlocal made
         made += result.instance is not None
         journal.add(key, result)
-        heard(made, plan.per_package, result.reason)
+        on_progress(made, plan.per_package, result.reason)
 
     known = journal.tried.get(key, {})
     instances, lineage = fixes_of(package, plan, cache, known=known, tried=tried)
     left = plan.per_package - len(instances)
     if left > 0:
-        workshop = open_workshop(package, plan, cache)
-        more, their_lineage = make_tasks(workshop, left, known=known, tried=tried)
+        prepared = prepare_package(package, plan, cache)
+        more, their_lineage = make_tasks(prepared, left, known=known, tried=tried)
         instances, lineage = [*instances, *more], [*lineage, *their_lineage]
     done = _Finished(package=key, instances=tuple(instances), lineage=tuple(lineage))
     journal.add("finished", done)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Score
-from openhands_rl_plugin.evals.report.comparing import compare, mcnemar, sign_permutation
+from openhands_rl_plugin.evals.report.comparison import compare, mcnemar, sign_permutation
 from openhands_rl_plugin.evals.report.figures import figures_of
-from openhands_rl_plugin.evals.report.reading import RunRecord, read_runs
-from openhands_rl_plugin.evals.report.verifying import with_verifier
+from openhands_rl_plugin.evals.report.run_records import RunRecord, read_runs
+from openhands_rl_plugin.evals.report.verifier_scores import with_verifier
 from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind
 from openhands_rl_plugin.testing import example_trajectory
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage

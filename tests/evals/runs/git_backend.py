@@ -10,7 +10,7 @@ import uuid
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
-from openhands_rl_plugin.evals.swe.types import Checkout, Flag, Instance, TestsStatus, Verdict, VerdictKind
+from openhands_rl_plugin.evals.swe.types import Checkout, Flag, Instance, PatchVerdict, TestsStatus, VerdictKind
 
 WHO = ["-c", "user.name=a", "-c", "user.email=a@b"]
 CHECK = "adder.py adds right"
@@ -80,10 +80,12 @@ class GitBackend:
         await asyncio.to_thread(self._clone, instance, directory)
         return Checkout(directory=directory, variables={"INSTANCE": instance.instance_id})
 
-    async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> Verdict:
+    async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> PatchVerdict:
         if self.outages:
             self.outages -= 1
-            return Verdict(instance_id=instance.instance_id, kind=VerdictKind.INFRASTRUCTURE, reason="the disk is full")
+            return PatchVerdict(
+                instance_id=instance.instance_id, kind=VerdictKind.INFRASTRUCTURE, reason="the disk is full"
+            )
         self.graded.append(instance.instance_id)
         return await asyncio.to_thread(self._grade, instance, patch)
 
@@ -94,11 +96,11 @@ class GitBackend:
         git(directory.parent, "clone", "-q", str(instance.extra["origin"]), str(directory))
         git(directory, "remote", "remove", "origin")
 
-    def _grade(self, instance: Instance, patch: str) -> Verdict:
+    def _grade(self, instance: Instance, patch: str) -> PatchVerdict:
         started = time.perf_counter()
         kind, flags = self._judge(instance, patch)
         status = TestsStatus(success=(CHECK,)) if kind is VerdictKind.RESOLVED else TestsStatus(failure=(CHECK,))
-        return Verdict(
+        return PatchVerdict(
             instance_id=instance.instance_id,
             kind=kind,
             fail_to_pass=status,

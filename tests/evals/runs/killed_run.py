@@ -24,10 +24,10 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.environments.workspace.place import Place
 from openhands_rl_plugin.evals.runs.evaluation import Evaluation
-from openhands_rl_plugin.evals.runs.instances import InstancePlayer
 from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
-from openhands_rl_plugin.evals.runs.suites import Suite, software_entry
+from openhands_rl_plugin.evals.runs.suites import Suite, swe_task
+from openhands_rl_plugin.evals.runs.swe_runner import SweRunner
 from openhands_rl_plugin.rollout.in_process import SessionRunner
 from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
 from openhands_rl_plugin.testing import ScriptedEngine
@@ -121,10 +121,10 @@ async def main(folder: Path, count: int) -> None:
         graders=2,
     )
     async with FileTrajectoryStorage(folder / "store") as storage:
-        evaluation = Evaluation(plan, [software_entry(instance, SUITE) for instance in instances])
+        evaluation = Evaluation(plan, [swe_task(instance, SUITE) for instance in instances])
         print(evaluation.left, flush=True)
         backend = GitBackend(folder / "graded")
-        player = InstancePlayer(
+        player = SweRunner(
             plan,
             SessionsInPlaces(storage, folder / "played.log"),
             strategy=StrategySpec(name="StandardReAct"),

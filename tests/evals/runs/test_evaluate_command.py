@@ -15,7 +15,7 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.runs.llm import KEY_VARIABLE, evaluated_model
 from openhands_rl_plugin.evals.runs.prompts import instruction_of
 from openhands_rl_plugin.evals.runs.selection import Selection
-from openhands_rl_plugin.evals.swe.rows import row_of
+from openhands_rl_plugin.evals.swe.dataset import row_of
 from openhands_rl_plugin.evals.swe.types import Instance
 
 ROOT = Path(__file__).parents[3]

@@ -14,15 +14,15 @@ from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import JsonObject, Score, Trajectory
-from openhands_rl_plugin.evals.report.reading import read_runs
+from openhands_rl_plugin.evals.report.run_records import read_runs
 from openhands_rl_plugin.evals.runs.backends import make_backend
-from openhands_rl_plugin.evals.runs.composing import evaluate, settings_of
-from openhands_rl_plugin.evals.runs.judged import Entry
+from openhands_rl_plugin.evals.runs.episodes import EvalTask
+from openhands_rl_plugin.evals.runs.evaluate import evaluate, settings_of
 from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
 from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.runs.run_files import RunFiles
-from openhands_rl_plugin.evals.runs.suites import Suite, environment_entries, find_suite, software_entry
+from openhands_rl_plugin.evals.runs.suites import Suite, environment_tasks, find_suite, swe_task
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -42,11 +42,11 @@ def model() -> Iterator[str]:
         yield url
 
 
-def entries_of(instances: Sequence[Instance], scripts: Sequence[list[dict[str, str]]]) -> tuple[Entry, ...]:
+def entries_of(instances: Sequence[Instance], scripts: Sequence[list[dict[str, str]]]) -> tuple[EvalTask, ...]:
     """Each instance with the script of the model in its problem statement."""
     pairs = zip(instances, scripts, strict=True)
     return tuple(
-        software_entry(each.model_copy(update={"problem_statement": script(replies)}), SUITE) for each, replies in pairs
+        swe_task(each.model_copy(update={"problem_statement": script(replies)}), SUITE) for each, replies in pairs
     )
 
 
@@ -60,7 +60,7 @@ def plan_for(model: str, out: Path, **more) -> EvaluationPlan:
 
 
 async def played(
-    plan: EvaluationPlan, entries: Sequence[Entry], backend: GitBackend | None, suite: Suite = SUITE, **more
+    plan: EvaluationPlan, entries: Sequence[EvalTask], backend: GitBackend | None, suite: Suite = SUITE, **more
 ) -> list[Outcome]:
     """What a run of the plan does, in the order in which it ends."""
     outcomes: list[Outcome] = []
@@ -207,7 +207,7 @@ async def test_rl_agent_with_a_strategy_and_without_grading(model: str, tmp_path
 
 async def test_the_shop_is_started_for_the_run(model: str, tmp_path: Path):
     suite = find_suite("webshop")
-    entries = environment_entries(suite, "webshop", None)[:3]
+    entries = environment_tasks(suite, "webshop", None)[:3]
     plan = plan_for(model, tmp_path / "out", agent="RLAgent", max_iterations=3)
     plan = plan.model_copy(update={"suite": suite.name, "dataset": suite.dataset, "split": suite.split})
     outcomes = await played(plan, entries, None, suite)
@@ -257,7 +257,7 @@ async def test_the_local_back_end_sets_up_shows_and_grades(model: str, tmp_path:
     look = {"bash": "which python; python -c 'import sys; print(sys.prefix)'; ls /testbed"}
     entries = list(entries_of(instances[:2], [[look, *FIXED], [look, *SPOILT]]))
     odd = instances[2].model_copy(update={"base_commit": "0" * 40})
-    entries.append(software_entry(odd, SUITE))
+    entries.append(swe_task(odd, SUITE))
     plan = plan_for(model, tmp_path / "out", agent="RLAgent", retries=0)
     async with FileTrajectoryStorage(plan.out / "trajectories") as storage:
         backend = make_backend("local", mirror=tmp_path / "mirror", cache=tmp_path / "cache")

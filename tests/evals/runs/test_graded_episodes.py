@@ -11,10 +11,10 @@ from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.apps.loop.graded import GradedRunner
 from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.core.types import PolicyRef
-from openhands_rl_plugin.evals.runs.composing import open_player, options_of, settings_of
+from openhands_rl_plugin.evals.runs.evaluate import open_swe_runner, options_of, settings_of
 from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
-from openhands_rl_plugin.evals.runs.suites import Suite, software_entry
+from openhands_rl_plugin.evals.runs.suites import Suite, swe_task
 from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.rescoring import rescore, stored_rewards
@@ -29,7 +29,7 @@ SPOILT = script([{"bash": "sed -i 's/a - b/a * b/' adder.py"}, {"finish": "done"
 async def test_an_episode_ends_with_its_verdict(tmp_path: Path):
     instances = make_instances(tmp_path, 2)
     entries = [
-        software_entry(instance.model_copy(update={"problem_statement": said}), SUITE)
+        swe_task(instance.model_copy(update={"problem_statement": said}), SUITE)
         for instance, said in zip(instances, (FIXED, SPOILT), strict=True)
     ]
     reward, backend = build("rewards", "tests"), GitBackend(tmp_path / "grade")
@@ -50,7 +50,7 @@ async def test_an_episode_ends_with_its_verdict(tmp_path: Path):
             open_runner(settings, options, storage=storage) as runner,
         ):
             spec = options.strategy_spec(settings)
-            player = open_player(plan, runner, spec, storage, backend, tmp_path / "checkouts")
+            player = open_swe_runner(plan, runner, spec, storage, backend, tmp_path / "checkouts")
             played = await roll_out(rollout, GradedRunner(player, entries), storage)
             report = await rescore(storage, reward)
             rewards = await stored_rewards(storage, reward.version, played)

@@ -20,7 +20,7 @@ from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import StopReason
 from openhands_rl_plugin.evals.runs.run_files import RunFiles
-from openhands_rl_plugin.evals.swe.rows import row_of
+from openhands_rl_plugin.evals.swe.dataset import row_of
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 HERE = Path(__file__).parent

@@ -20,13 +20,13 @@ from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.environments.agentgym import AgentGymClient
 from openhands_rl_plugin.environments.nemo_gym import NeMoGymClient
 from openhands_rl_plugin.environments.openenv.client import OpenEnvClient, OpenEnvOptions
-from openhands_rl_plugin.evals.runs.composing import evaluate, settings_of
-from openhands_rl_plugin.evals.runs.judged import Entry
+from openhands_rl_plugin.evals.runs.environment_runner import shop_for
+from openhands_rl_plugin.evals.runs.episodes import EvalTask
+from openhands_rl_plugin.evals.runs.evaluate import evaluate, settings_of
 from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
 from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
-from openhands_rl_plugin.evals.runs.suites import environment_entries, find_suite
-from openhands_rl_plugin.evals.runs.web import shop_for
+from openhands_rl_plugin.evals.runs.suites import environment_tasks, find_suite
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 SUITE = find_suite("environment")
@@ -42,7 +42,7 @@ def model() -> Iterator[str]:
 async def outcomes_of(
     config: Path,
     model: str,
-    entries: Sequence[Entry],
+    entries: Sequence[EvalTask],
     out: Path,
     *,
     name: str = "org/instant",
@@ -76,7 +76,7 @@ async def tell_the_walk(to: Socket, message: dict[str, Any]) -> bool:
 async def test_openenv(model: str, tmp_path: Path):
     async with openenv_server(tell_the_walk) as server:
         config = write_config(tmp_path, 'env_name = "openenv/grid_world"', f'env_server_base = "{server.url}"')
-        entries = environment_entries(SUITE, load_settings(config).env_name, 3)
+        entries = environment_tasks(SUITE, load_settings(config).env_name, 3)
         outcomes = await outcomes_of(config, model, entries, tmp_path / "out")
     assert [each.instance_id for each in outcomes] == [f"openenv__grid_world-{at}" for at in range(3)]
     assert [each.turns for each in outcomes] == [8] * 3
@@ -96,7 +96,7 @@ async def test_nemo_gym_with_the_rows_of_a_data_set(model: str, tmp_path: Path):
     file.write_text("\n\n".join(map(json.dumps, rows)) + "\n")
     async with counter(verifies=True) as server:
         lines = ['env_name = "nemo-gym/answers"', f'env_server_base = "{server.url}"', "react_format = false"]
-        entries = environment_entries(SUITE, "nemo-gym/answers", 2, file)
+        entries = environment_tasks(SUITE, "nemo-gym/answers", 2, file)
         outcomes = await outcomes_of(write_config(tmp_path, *lines), model, entries, tmp_path / "out")
     assert [(each.kind, each.reward) for each in outcomes] == [
         (OutcomeKind.RESOLVED, 1.0),
@@ -109,7 +109,7 @@ async def test_nemo_gym_with_the_rows_of_a_data_set(model: str, tmp_path: Path):
 async def test_episodes_of_a_served_adapter_are_those_of_its_base_model(model: str, tmp_path: Path):
     async with openenv_server(tell_the_walk) as server:
         config = write_config(tmp_path, 'env_name = "openenv/grid_world"', f'env_server_base = "{server.url}"')
-        entries = environment_entries(SUITE, "openenv/grid_world", 1)
+        entries = environment_tasks(SUITE, "openenv/grid_world", 1)
         adapted = {"name": "policy-v000007", "base_model": "org/base", "max_iterations": 2}
         (outcome,) = await outcomes_of(config, model, entries, tmp_path / "out", **adapted)
     assert outcome.turns == 2
@@ -123,7 +123,7 @@ async def test_episodes_of_a_served_adapter_are_those_of_its_base_model(model: s
 async def test_an_episode_that_another_strategy_has_played_is_not_taken_for_its_own(model: str, tmp_path: Path):
     async with openenv_server(tell_the_walk) as server:
         config = write_config(tmp_path, 'env_name = "openenv/grid_world"', f'env_server_base = "{server.url}"')
-        entries = environment_entries(SUITE, "openenv/grid_world", 1)
+        entries = environment_tasks(SUITE, "openenv/grid_world", 1)
         (first,) = await outcomes_of(config, model, entries, tmp_path / "first", store=tmp_path / "store")
         assert await outcomes_of(config, model, entries, tmp_path / "again", store=tmp_path / "store") == [first]
         with pytest.raises(ConfigError, match=r"as StandardReAct played it, not BestOfN: .*--note"):
@@ -143,20 +143,20 @@ async def test_a_server_that_dies_is_infrastructure_and_no_zero(model: str, tmp_
 
     async with openenv_server(die) as server:
         config = write_config(tmp_path, 'env_name = "openenv/grid_world"', f'env_server_base = "{server.url}"')
-        entries = environment_entries(SUITE, "openenv/grid_world", 1)
+        entries = environment_tasks(SUITE, "openenv/grid_world", 1)
         (outcome,) = await outcomes_of(config, model, entries, tmp_path / "out")
     assert (outcome.kind, outcome.reward) == (OutcomeKind.INFRASTRUCTURE, None)
 
 
 def test_rows_that_are_none_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="--tasks N, or its rows with --dataset-file"):
-        environment_entries(SUITE, "openenv/x", None)
+        environment_tasks(SUITE, "openenv/x", None)
     for content, words in [('{"a": 1}\n[1]', "line 2 is not a JSON object"), ("{", "line 1 is not JSON")]:
         (tmp_path / "rows.jsonl").write_text(content)
         with pytest.raises(ConfigError, match=words):
-            environment_entries(SUITE, "openenv/x", None, tmp_path / "rows.jsonl")
+            environment_tasks(SUITE, "openenv/x", None, tmp_path / "rows.jsonl")
     with pytest.raises(ConfigError, match="cannot be read"):
-        environment_entries(SUITE, "openenv/x", None, tmp_path)
+        environment_tasks(SUITE, "openenv/x", None, tmp_path)
 
 
 def test_options_of_the_environment_come_from_its_section(tmp_path: Path):

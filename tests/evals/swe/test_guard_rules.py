@@ -16,7 +16,7 @@ from openhands_rl_plugin.core.types import Message, Node, ToolCall, Trajectory
 from openhands_rl_plugin.environments.workspace.processes import run
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
-from openhands_rl_plugin.evals.swe.guard.channel import Report, expects_channel, read_channel, statuses_of
+from openhands_rl_plugin.evals.swe.guard.channel import PhaseReport, expects_channel, read_channel, statuses_of
 from openhands_rl_plugin.evals.swe.guard.commands import flags_of_commands
 from openhands_rl_plugin.evals.swe.guard.patch import flags_of_patch
 from openhands_rl_plugin.evals.swe.patches import added_lines
@@ -111,14 +111,14 @@ def test_a_channel_is_expected_where_the_script_runs_pytest(command: str, expect
 
 def test_reports_are_read_as_the_log_would_be() -> None:
     reports = [
-        Report("a.py::passes", "setup", "passed", False, ""),
-        Report("a.py::passes", "call", "passed", False, ""),
-        Report("a.py::fails", "call", "failed", False, "AssertionError"),
-        Report("a.py::breaks", "setup", "failed", False, "OSError"),
-        Report("a.py::leaves", "call", "passed", False, ""),
-        Report("a.py::leaves", "teardown", "failed", False, "OSError"),
-        Report("a.py::waits", "setup", "skipped", False, "Skipped"),
-        Report("a.py::known", "call", "skipped", True, "ValueError"),
+        PhaseReport("a.py::passes", "setup", "passed", False, ""),
+        PhaseReport("a.py::passes", "call", "passed", False, ""),
+        PhaseReport("a.py::fails", "call", "failed", False, "AssertionError"),
+        PhaseReport("a.py::breaks", "setup", "failed", False, "OSError"),
+        PhaseReport("a.py::leaves", "call", "passed", False, ""),
+        PhaseReport("a.py::leaves", "teardown", "failed", False, "OSError"),
+        PhaseReport("a.py::waits", "setup", "skipped", False, "Skipped"),
+        PhaseReport("a.py::known", "call", "skipped", True, "ValueError"),
     ]
     assert statuses_of(reports, parse_pytest) == {
         **{"a.py::passes": "PASSED", "a.py::fails": "FAILED", "a.py::breaks": "ERROR", "a.py::leaves": "ERROR"},

@@ -13,10 +13,10 @@ import pytest
 from repository_samples import needs_sandbox
 
 from openhands_rl_plugin.evals.runs.backends import make_backend
+from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.guard.patch import flags_of_patch
-from openhands_rl_plugin.evals.swe.rows import read_instances
 from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.evals.tasks.sources.sources import suite_file
+from openhands_rl_plugin.evals.tasks.sources.packages import suite_file
 
 CACHE = os.environ.get("OPENHANDS_RL_SWE_CACHE", "")
 

@@ -15,8 +15,8 @@ from repository_samples import FIX, NOTHING, Sample, git, make_sample, needs_san
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
-from openhands_rl_plugin.evals.swe.evaluation import Equipment, NoGuard, Observed
-from openhands_rl_plugin.evals.swe.types import Flag, Instance, Verdict, VerdictKind
+from openhands_rl_plugin.evals.swe.grading import GuardEquipment, NoGuard, ObservedRun
+from openhands_rl_plugin.evals.swe.types import Flag, Instance, PatchVerdict, VerdictKind
 
 pytestmark = needs_sandbox
 
@@ -29,7 +29,9 @@ class Place:
         self.cache = cache
         self.backend = LocalBackend(cache=cache, sources=[MirrorSource(sample.mirror)])
 
-    async def grade(self, patch: str, logs: Path, instance: Instance | None = None, timeout: float = 60.0) -> Verdict:
+    async def grade(
+        self, patch: str, logs: Path, instance: Instance | None = None, timeout: float = 60.0
+    ) -> PatchVerdict:
         return await self.backend.grade(instance or self.sample.instance, patch, logs=logs, timeout=timeout)
 
 
@@ -130,7 +132,7 @@ print("SEEN", b"".join(seen).hex(), flush=True)
 
 async def test_the_word_before_the_markers_is_not_found_by_tests(place: Place, tmp_path: Path, monkeypatch) -> None:
     word = "5ecre7" * 5
-    monkeypatch.setattr("openhands_rl_plugin.evals.swe.evaluation.secrets.token_hex", lambda size: word)
+    monkeypatch.setattr("openhands_rl_plugin.evals.swe.grading.secrets.token_hex", lambda size: word)
     await place.grade(rewritten(SPYING), tmp_path)
     log = (tmp_path / "test_output.txt").read_text()
     seen = bytes.fromhex(log.split("SEEN ")[1].split()[0])
@@ -276,10 +278,10 @@ class Watching(NoGuard):
 
     seen: Mapping[str, bytes] = {}
 
-    def equipment(self, instance: Instance) -> Equipment:
-        return Equipment({"WATCHED": "/guard/list.txt"}, {"list.txt": "watched\n"})
+    def equipment(self, instance: Instance) -> GuardEquipment:
+        return GuardEquipment({"WATCHED": "/guard/list.txt"}, {"list.txt": "watched\n"})
 
-    def look_at_run(self, observed: Observed) -> tuple[Flag, ...]:
+    def check_run(self, observed: ObservedRun) -> tuple[Flag, ...]:
         Watching.seen = observed.left
         return (Flag(rule="watched", where="run", detail=str(observed.code)),)
 

@@ -14,8 +14,8 @@ from repository_samples import NOTHING, needs_sandbox
 
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
+from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
-from openhands_rl_plugin.evals.swe.rows import read_instances
 from openhands_rl_plugin.evals.swe.types import Instance, VerdictKind
 
 ROWS, MIRRORS = (os.environ.get(f"OPENHANDS_RL_SWE_{name}", "") for name in ("ROWS", "MIRRORS"))

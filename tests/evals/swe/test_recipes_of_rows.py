@@ -13,12 +13,12 @@ from repository_samples import TEST_PATCH, instance
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, MissingExtraError
 from openhands_rl_plugin.evals.swe.backends import shim
-from openhands_rl_plugin.evals.swe.evaluation import read_log
-from openhands_rl_plugin.evals.swe.judging import judge
+from openhands_rl_plugin.evals.swe.grading import read_log
 from openhands_rl_plugin.evals.swe.recipes import swe_bench
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
 from openhands_rl_plugin.evals.swe.recipes.parsers import STATUSES, parse_pytest, parse_pytest_pydantic, parser_of
 from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
+from openhands_rl_plugin.evals.swe.resolution import resolution_of
 from openhands_rl_plugin.evals.swe.types import Instance
 
 needs_swebench = pytest.mark.skipif(
@@ -39,7 +39,7 @@ def row(repo: str, version: str, **changes) -> Instance:
 
 def test_a_row_of_its_own() -> None:
     recipe = recipe_of(instance("c0ffee"), no_file)
-    assert (recipe.parser, recipe.judge, recipe.image) == ("pytest", "own", None)
+    assert (recipe.parser, recipe.grader, recipe.image) == ("pytest", "own", None)
     assert "python run_tests.py" in recipe.evaluation_script
     assert "git checkout c0ffee tests/test_calc.py" in recipe.evaluation_script
 
@@ -166,7 +166,7 @@ def test_an_unknown_parser_is_one_line() -> None:
         parser_of("mine")
 
 
-OWN = Recipe(environment_script="", install_script="", evaluation_script="", python="", parser="pytest", judge="own")
+OWN = Recipe(environment_script="", install_script="", evaluation_script="", python="", parser="pytest", grader="own")
 tests = st.lists(st.sampled_from(["a", "b", "c", "d"]), unique=True, max_size=3).map(tuple)
 
 
@@ -176,13 +176,15 @@ def test_own_judgements_are_the_official_ones(
     fixed: tuple[str, ...], kept: tuple[str, ...], found: dict[str, str]
 ) -> None:
     instance = row("psf/requests", "2.3", fail_to_pass=fixed, pass_to_pass=kept)
-    assert judge(instance, OWN, found) == judge(instance, OWN.model_copy(update={"judge": "official"}), found)
+    assert resolution_of(instance, OWN, found) == resolution_of(
+        instance, OWN.model_copy(update={"grader": "official"}), found
+    )
 
 
 def test_a_skipped_test_is_not_fixed() -> None:
     instance = row("a/b", "1", fail_to_pass=("a",), pass_to_pass=("b",))
-    assert not judge(instance, OWN, {"a": "SKIPPED", "b": "PASSED"}).resolved
-    assert judge(instance, OWN, {"a": "XFAIL", "b": "SKIPPED"}).resolved
+    assert not resolution_of(instance, OWN, {"a": "SKIPPED", "b": "PASSED"}).resolved
+    assert resolution_of(instance, OWN, {"a": "XFAIL", "b": "SKIPPED"}).resolved
 
 
 WORD = "0f" * 16

@@ -12,7 +12,7 @@ from repository_samples import FIX, Sample, needs_sandbox, with_extra
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
 from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
-from openhands_rl_plugin.evals.swe.types import Severity, Verdict, VerdictKind
+from openhands_rl_plugin.evals.swe.types import PatchVerdict, Severity, VerdictKind
 
 pytestmark = needs_sandbox
 
@@ -27,7 +27,7 @@ class Place:
         self.guarded = LocalBackend(cache=folder / "cache", sources=sources, guard=RewardHackGuard())
         self.unguarded = LocalBackend(cache=folder / "cache", sources=sources)
 
-    async def grade(self, patch: str, logs: Path, **columns) -> Verdict:
+    async def grade(self, patch: str, logs: Path, **columns) -> PatchVerdict:
         row = with_extra(self.sample.instance, **columns)
         return await self.guarded.grade(row, patch, logs=logs, timeout=60.0)
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.evals.swe.rows import instance_of, read_instances, read_predictions, row_of
+from openhands_rl_plugin.evals.swe.dataset import instance_of, read_instances, read_predictions, row_of
 from openhands_rl_plugin.evals.swe.types import Instance
 
 ROW = {

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.evals.swe.types import Checkout, Instance, TestsStatus, Verdict, VerdictKind
-from openhands_rl_plugin.evals.tasks.checking import NO_OP, Gate, check_tasks
+from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict, TestsStatus, VerdictKind
 from openhands_rl_plugin.evals.tasks.lineage import TaskLineage, require_checked, write_tasks
+from openhands_rl_plugin.evals.tasks.quality_gate import NO_OP, QualityGate, check_tasks
 
 Judge = Callable[[Instance, str, int], VerdictKind]
 
@@ -31,12 +31,12 @@ class KnownBackend:
     async def checkout(self, instance: Instance, directory: Path) -> Checkout:
         return Checkout(directory=directory)
 
-    async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> Verdict:
+    async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> PatchVerdict:
         at = self._asked.get((instance.instance_id, patch), 0)
         self._asked[instance.instance_id, patch] = at + 1
         kind = self._judge(instance, patch, at)
         failed = () if kind is VerdictKind.RESOLVED else instance.fail_to_pass
-        return Verdict(instance_id=instance.instance_id, kind=kind, fail_to_pass=TestsStatus(failure=failed))
+        return PatchVerdict(instance_id=instance.instance_id, kind=kind, fail_to_pass=TestsStatus(failure=failed))
 
     async def close(self) -> None:
         return None
@@ -68,7 +68,7 @@ def written(path: Path, *instances: Instance) -> Path:
 
 
 async def problems(path: Path, judge: Judge = good, results: Path | None = None) -> dict[str, str]:
-    lineage = await check_tasks(path, KnownBackend(judge), Gate(repeats=3, low=0.1, high=0.9), results=results)
+    lineage = await check_tasks(path, KnownBackend(judge), QualityGate(repeats=3, low=0.1, high=0.9), results=results)
     assert lineage.checked == (not any(task.check and task.check.problems for task in lineage.tasks))
     return {
         task.instance_id: "; ".join(task.check.problems if task.check else ("unchecked",)) for task in lineage.tasks

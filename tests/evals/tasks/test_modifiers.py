@@ -15,9 +15,9 @@ from openhands_rl_plugin.evals.tasks.bugs import table as modifiers
 from openhands_rl_plugin.evals.tasks.bugs.positions import Edit, Source
 from openhands_rl_plugin.evals.tasks.bugs.table import NAMES, Bug, bugs_of
 from openhands_rl_plugin.evals.tasks.candidates import REOPENED, buggy, candidates, key_of
-from openhands_rl_plugin.evals.tasks.sources.repository import Repository
+from openhands_rl_plugin.evals.tasks.sources.git_repository import GitRepository
 from openhands_rl_plugin.evals.tasks.sources.trees import PLAIN, Tree, TreeFile
-from openhands_rl_plugin.evals.tasks.statements import report as statements
+from openhands_rl_plugin.evals.tasks.statements import bug_report as statements
 
 SHOP = '''"""A shop that has something of everything."""
 
@@ -102,7 +102,7 @@ def test_edits_leave_the_other_lines_alone() -> None:
 @pytest.mark.parametrize("bug", BUGS[:: max(1, len(BUGS) // 8)], ids=lambda bug: bug.modifier)
 def test_the_patch_takes_the_bug_back(bug: Bug, tmp_path: Path) -> None:
     whole = tree_of(shop=SHOP)
-    repository = Repository.create(tmp_path / "task.git")
+    repository = GitRepository.create(tmp_path / "task.git")
     broken, solved = (
         repository.commit(tree, "shop", name) for tree, name in ((buggy(whole, bug), "broken"), (whole, "solved"))
     )
@@ -115,9 +115,9 @@ def test_the_patch_takes_the_bug_back(bug: Bug, tmp_path: Path) -> None:
 
 def test_commits_depend_on_the_files_alone(tmp_path: Path) -> None:
     tree = tree_of(shop=SHOP)
-    first, second = (Repository.create(tmp_path / name).commit(tree, "shop", "main") for name in ("a", "b"))
+    first, second = (GitRepository.create(tmp_path / name).commit(tree, "shop", "main") for name in ("a", "b"))
     assert first == second
-    assert Repository(tmp_path / "a").tree(first) == tree
+    assert GitRepository(tmp_path / "a").tree(first) == tree
 
 
 def test_the_order_depends_on_the_seed_alone() -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.evals.tasks.sources.fetching import fetch, fetch_release
-from openhands_rl_plugin.evals.tasks.sources.sources import (
+from openhands_rl_plugin.evals.tasks.sources.download import fetch, fetch_release
+from openhands_rl_plugin.evals.tasks.sources.package_layout import layout_of
+from openhands_rl_plugin.evals.tasks.sources.packages import (
     SUITE_PLAN,
     Package,
     Release,
@@ -20,7 +21,6 @@ from openhands_rl_plugin.evals.tasks.sources.sources import (
     read_plan,
     suite_file,
 )
-from openhands_rl_plugin.evals.tasks.sources.survey import survey
 from openhands_rl_plugin.evals.tasks.sources.trees import PLAIN, Tree, TreeFile, read_archive
 
 
@@ -108,7 +108,7 @@ def test_code_tests_and_requirements_are_told_apart() -> None:
     )
     files = {path: TreeFile(PLAIN, b"") for path in paths}
     metadata = "Name: shop\nRequires-Dist: attrs>=20\nRequires-Dist: tox; extra == 'dev'\n\nText\n"
-    found = survey(Tree({**files, "PKG-INFO": TreeFile(PLAIN, metadata.encode())}))
+    found = layout_of(Tree({**files, "PKG-INFO": TreeFile(PLAIN, metadata.encode())}))
     assert found.code == ("src/shop/__init__.py", "src/shop/basket.py")
     assert found.arguments == ("src/shop/tests", "tests")
     assert (found.paths, found.requirements) == (("src",), ("attrs>=20",))
@@ -116,7 +116,7 @@ def test_code_tests_and_requirements_are_told_apart() -> None:
 
 def test_test_files_of_another_name_are_given_to_pytest_by_name() -> None:
     files = {path: TreeFile(PLAIN, b"") for path in ("thing.py", "tests.py")}
-    found = survey(Tree(files))
+    found = layout_of(Tree(files))
     assert (found.code, found.arguments, found.paths) == (("thing.py",), ("tests.py",), ())
 
 

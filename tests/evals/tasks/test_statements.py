@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin.evals.tasks.hiding import without_tests
+from openhands_rl_plugin.evals.tasks.hidden_tests import without_tests
 from openhands_rl_plugin.evals.tasks.sandbox import FailureNote
 from openhands_rl_plugin.evals.tasks.sources.trees import PLAIN, Tree, TreeFile
-from openhands_rl_plugin.evals.tasks.statements.examples import Example, example_of
-from openhands_rl_plugin.evals.tasks.statements.report import leaks, statement_of
+from openhands_rl_plugin.evals.tasks.statements.bug_report import leaks, statement_of
+from openhands_rl_plugin.evals.tasks.statements.examples import FailureExample, example_of
 
 TESTS = '''import math as m
 import unittest
@@ -73,7 +73,7 @@ def note(line: str, **values: str) -> FailureNote:
     return FailureNote(error="AssertionError", message="no", file="tests/test_a.py", line=number, values=values)
 
 
-def example(test: str, line: str, **values: str) -> Example:
+def example(test: str, line: str, **values: str) -> FailureExample:
     found = example_of(TESTS, f"tests/test_a.py::{test}", note(line, **values))
     assert found is not None
     return found

@@ -14,10 +14,10 @@ from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.bugs.table import NAMES
 from openhands_rl_plugin.evals.tasks.duplicates import duplicates
 from openhands_rl_plugin.evals.tasks.lineage import Lineage, read_lineage, require_checked
-from openhands_rl_plugin.evals.tasks.making import LARGEST_SHARE, LEAST_SHARE
-from openhands_rl_plugin.evals.tasks.sources.sources import SUITE_PLAN, read_plan, suite_file
-from openhands_rl_plugin.evals.tasks.sources.survey import is_test
-from openhands_rl_plugin.evals.tasks.statements.report import changed_lines, leaks
+from openhands_rl_plugin.evals.tasks.sources.package_layout import is_test
+from openhands_rl_plugin.evals.tasks.sources.packages import SUITE_PLAN, read_plan, suite_file
+from openhands_rl_plugin.evals.tasks.statements.bug_report import changed_lines, leaks
+from openhands_rl_plugin.evals.tasks.task_builder import LARGEST_SHARE, LEAST_SHARE
 
 FILE = suite_file("swe_local.jsonl")
 

@@ -13,11 +13,11 @@ from needs import needs_bubblewrap
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
-from openhands_rl_plugin.evals.swe.rows import read_instances
+from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.tasks.grading import local_backend
 from openhands_rl_plugin.evals.tasks.lineage import read_lineage, require_checked
-from openhands_rl_plugin.evals.tasks.sources.repositories import TaskRepositories
-from openhands_rl_plugin.evals.tasks.statements.report import leaks
+from openhands_rl_plugin.evals.tasks.sources.task_repositories import TaskRepositories
+from openhands_rl_plugin.evals.tasks.statements.bug_report import leaks
 
 CODE = '''"""Numbers with units."""
 
@@ -164,23 +164,25 @@ def test_made_twice_checked_and_found_wanting(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_run_goes_on_where_it_was(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from openhands_rl_plugin.evals.tasks import making
+    from openhands_rl_plugin.evals.tasks import task_builder
 
     words = [str(repository), "--per-package", "3", "--seed", "5", "--cache", str(tmp_path / "cache")]
-    real, tried = making.try_change, []
+    real, tried = task_builder.try_change, []
 
-    def counted(workshop: making.Workshop, change: making.Change, tree: making.Tree) -> making.Tried:
+    def counted(
+        prepared: task_builder.PreparedPackage, change: task_builder.Change, tree: task_builder.Tree
+    ) -> task_builder.TriedBug:
         if len(tried) == 2:
             raise KeyboardInterrupt
         tried.append(change.key)
-        return real(workshop, change, tree)
+        return real(prepared, change, tree)
 
-    monkeypatch.setattr(making, "try_change", counted)
+    monkeypatch.setattr(task_builder, "try_change", counted)
     killed = tmp_path / "killed.jsonl"
     assert cli.main(["tasks", "make", *words, "--out", str(killed)]) == 130
     first = list(tried)
     tried.clear()
-    monkeypatch.setattr(making, "try_change", lambda *given: (tried.append(given[1].key), real(*given))[1])
+    monkeypatch.setattr(task_builder, "try_change", lambda *given: (tried.append(given[1].key), real(*given))[1])
     assert cli.main(["tasks", "make", *words, "--out", str(killed)]) == 0
     assert tried and not set(tried) & set(first)
 

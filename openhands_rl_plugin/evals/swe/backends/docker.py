@@ -19,11 +19,11 @@ from pathlib import Path
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.environments.workspace.processes import Ended, checked, run
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource, file_at, find_repository
-from openhands_rl_plugin.evals.swe.evaluation import Equipment, Guard, NoGuard, evaluate, graded
+from openhands_rl_plugin.evals.swe.grading import Guard, GuardEquipment, NoGuard, evaluate, grade_and_log
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.recipes.base import ReadFile, Recipe
 from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
-from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount, Verdict
+from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount, PatchVerdict
 
 ENVIRONMENT = "/opt/miniconda3/envs/testbed"
 _GUARD, _GUARD_OUT = "/guard", "/guard-out"
@@ -67,7 +67,7 @@ class DockerBackend:
         """The repository and the environment out of the image. Raises ``InfrastructureError`` and ``ConfigError``."""
         image = await self._image(instance, await self._recipe(instance))
         environment = directory.with_name(f"{directory.name}.environment")
-        async with self._container(image, Equipment()) as container:
+        async with self._container(image, GuardEquipment()) as container:
             for inside, target in (("/testbed", directory), (ENVIRONMENT, environment)):
                 copy = [self._program, "cp", "--archive", f"{container}:{inside}", str(target)]
                 await checked(copy, f"copy {inside} out of {image}", timeout=_COPY_TIME)
@@ -77,11 +77,11 @@ class DockerBackend:
             variables={"PATH": f"{ENVIRONMENT}/bin:/usr/local/bin:/usr/bin:/bin", "CONDA_DEFAULT_ENV": "testbed"},
         )
 
-    async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> Verdict:
+    async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> PatchVerdict:
         """The verdict on ``patch``; ``logs`` is the instance's folder. Never raises for what a patch does."""
         written = InstanceLogs(logs)
 
-        async def grade() -> Verdict:
+        async def grade() -> PatchVerdict:
             recipe = await self._recipe(instance)
             written.write_script(recipe.evaluation_script)
             image = await self._image(instance, recipe)
@@ -90,7 +90,7 @@ class DockerBackend:
                 box = DockerBox(self._program, container, equipment)
                 return await evaluate(box, instance, recipe, patch, written, timeout=timeout, guard=self._guard)
 
-        return await graded(instance, patch, written, grade)
+        return await grade_and_log(instance, patch, written, grade)
 
     async def close(self) -> None:
         """Nothing is held; images stay."""
@@ -109,7 +109,7 @@ class DockerBackend:
         return recipe.image
 
     @asynccontextmanager
-    async def _container(self, image: str, equipment: Equipment) -> AsyncIterator[str]:
+    async def _container(self, image: str, equipment: GuardEquipment) -> AsyncIterator[str]:
         name = f"openhands-rl-{uuid.uuid4().hex}"
         command = start_command(self._program, name, image, network=self._network, memory=self._memory)
         try:
@@ -125,7 +125,7 @@ class DockerBackend:
 class DockerBox:
     """A started container."""
 
-    def __init__(self, program: str, container: str, equipment: Equipment) -> None:
+    def __init__(self, program: str, container: str, equipment: GuardEquipment) -> None:
         self._program = program
         self._container = container
         self._variables = equipment.variables

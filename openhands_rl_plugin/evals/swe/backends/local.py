@@ -27,19 +27,19 @@ from openhands_rl_plugin.evals.swe.backends.sandbox import (
     git_settings,
 )
 from openhands_rl_plugin.evals.swe.backends.uv_cache import shared_folder
-from openhands_rl_plugin.evals.swe.evaluation import (
+from openhands_rl_plugin.evals.swe.grading import (
     PATCH_INSIDE,
     SCRIPT_INSIDE,
-    Equipment,
     Guard,
+    GuardEquipment,
     NoGuard,
     evaluate,
-    graded,
+    grade_and_log,
 )
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
 from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
-from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount, Verdict
+from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount, PatchVerdict
 
 _GUARD, _GUARD_OUT = "/guard", "/guard-out"
 _MOST_LEFT = 64 * 2**20
@@ -116,18 +116,18 @@ class LocalBackend:
             },
         )
 
-    async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> Verdict:
+    async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> PatchVerdict:
         """The verdict on ``patch``; ``logs`` is the instance's folder. Never raises for what a patch does."""
         written = InstanceLogs(logs)
 
-        async def grade() -> Verdict:
+        async def grade() -> PatchVerdict:
             recipe = await self._recipe(instance)
             written.write_script(recipe.evaluation_script)
             layer, _, sandbox = await self._layer(instance, recipe)
             async with self._box(layer, sandbox, self._guard.equipment(instance)) as box:
                 return await evaluate(box, instance, recipe, patch, written, timeout=timeout, guard=self._guard)
 
-        return await graded(instance, patch, written, grade)
+        return await grade_and_log(instance, patch, written, grade)
 
     async def close(self) -> None:
         """Nothing is held; the cache stays."""
@@ -157,7 +157,7 @@ class LocalBackend:
         return self._cache.path("runs", "any").parent
 
     @asynccontextmanager
-    async def _box(self, layer: Path, sandbox: Sandbox, equipment: Equipment) -> AsyncIterator[LocalBox]:
+    async def _box(self, layer: Path, sandbox: Sandbox, equipment: GuardEquipment) -> AsyncIterator[LocalBox]:
         scratch = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=self._runs()))
         try:
             yield await _open(layer, sandbox, equipment, scratch, shared_folder(self._cache), self._network)
@@ -168,7 +168,9 @@ class LocalBackend:
 class LocalBox:
     """A layer with changes of its own on top, in ``scratch``."""
 
-    def __init__(self, sandbox: Sandbox, room: Room, equipment: Equipment, scratch: Path, *, network: bool) -> None:
+    def __init__(
+        self, sandbox: Sandbox, room: Room, equipment: GuardEquipment, scratch: Path, *, network: bool
+    ) -> None:
         self._sandbox = sandbox
         self._room = room
         self._variables = equipment.variables
@@ -203,7 +205,7 @@ class LocalBox:
 
 
 async def _open(
-    layer: Path, sandbox: Sandbox, equipment: Equipment, scratch: Path, uv_cache: Path, network: bool
+    layer: Path, sandbox: Sandbox, equipment: GuardEquipment, scratch: Path, uv_cache: Path, network: bool
 ) -> LocalBox:
     for name in ("tmp", "guard", "out"):
         (scratch / name).mkdir(mode=0o700)

@@ -13,7 +13,7 @@ import functools
 import secrets
 from importlib.resources import files
 
-from openhands_rl_plugin.evals.swe.evaluation import Equipment, Observed
+from openhands_rl_plugin.evals.swe.grading import GuardEquipment, ObservedRun
 from openhands_rl_plugin.evals.swe.guard import inside as guard_inside
 from openhands_rl_plugin.evals.swe.guard.channel import flags_of_run
 from openhands_rl_plugin.evals.swe.guard.patch import flags_of_patch
@@ -23,10 +23,10 @@ from openhands_rl_plugin.evals.swe.types import Flag, Instance
 class RewardHackGuard:
     """A ``Guard`` of rules over patches and of a channel beside the log. It keeps nothing between runs."""
 
-    def equipment(self, instance: Instance) -> Equipment:
+    def equipment(self, instance: Instance) -> GuardEquipment:
         """A shell file by which pytest is started under a supervisor, with a plugin whose name no patch can know."""
         plugin = f"guard_{secrets.token_hex(8)}"
-        return Equipment(
+        return GuardEquipment(
             {"BASH_ENV": "/guard/shell.sh"},
             {
                 "shell.sh": _text("shell.sh").replace("@PLUGIN@", plugin),
@@ -35,11 +35,11 @@ class RewardHackGuard:
             },
         )
 
-    def look_at_patch(self, instance: Instance, patch: str) -> tuple[Flag, ...]:
+    def check_patch(self, instance: Instance, patch: str) -> tuple[Flag, ...]:
         """Flags of a patch before it is applied."""
         return flags_of_patch(instance, patch)
 
-    def look_at_run(self, observed: Observed) -> tuple[Flag, ...]:
+    def check_run(self, observed: ObservedRun) -> tuple[Flag, ...]:
         """Flags of a finished run."""
         return flags_of_run(observed)
 

@@ -21,7 +21,8 @@ class Recipe(Frozen):
     two there is nothing but an image to run in.
 
     ``exclude_newer``: the date of which packages are installed, ``YYYY-MM-DD``; empty for today's. ``python``: a
-    version as "3.9". ``judge``: whose functions compare the outcomes of tests with the row.
+    version as "3.9". ``grader``: whose functions compare the outcomes of tests with the row, those of ``swebench``
+    ("official") or ours ("own").
     """
 
     environment_script: str
@@ -32,5 +33,5 @@ class Recipe(Frozen):
     eval_type: Literal["pass_and_fail", "fail_only"] = "pass_and_fail"
     exclude_newer: str = ""
     image: str | None = None
-    judge: Literal["official", "own"] = "official"
+    grader: Literal["official", "own"] = "official"
     variables: dict[str, str] = Field(default_factory=dict)

@@ -1,6 +1,6 @@
 """The recipe of an instance. Where that knowledge comes from depends on the row.
 
-- Columns of its own (``test_command``): ``own``.
+- Columns of its own (``test_command``): ``custom``.
 - ``eval_script``, ``log_parser`` and ``image`` (SWE-bench's tools, version 5): ``swe_bench.with_columns``.
 - A repository of SWE-Gym: ``swe_gym``.
 - Any other: the tables in the ``swebench`` package, version 4.1.0, by ``swe_bench``.
@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from openhands_rl_plugin.evals.swe.recipes import own, swe_bench, swe_gym
+from openhands_rl_plugin.evals.swe.recipes import custom, swe_bench, swe_gym
 from openhands_rl_plugin.evals.swe.recipes.base import ReadFile, Recipe
 from openhands_rl_plugin.evals.swe.types import Instance
 
@@ -19,8 +19,8 @@ def recipe_of(instance: Instance, read_file: ReadFile) -> Recipe:
     Raises ``ConfigError`` for a row that nothing is known about, ``MissingExtraError`` without ``swebench`` where its
     tables are needed, and ``InfrastructureError``.
     """
-    if own.describes(instance):
-        return own.recipe(instance)
+    if custom.describes(instance):
+        return custom.recipe(instance)
     if swe_gym.knows(instance.repo):
         recipe = swe_gym.recipe(instance, read_file)
     elif swe_bench.is_complete(instance) and not swe_bench.knows(instance):

@@ -15,9 +15,9 @@ from pydantic import ValidationError
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, MissingExtraError
 from openhands_rl_plugin.core.validation import problems
+from openhands_rl_plugin.evals.swe.dataset import row_of
 from openhands_rl_plugin.evals.swe.recipes.base import ReadFile, Recipe
 from openhands_rl_plugin.evals.swe.recipes.light_import import import_module
-from openhands_rl_plugin.evals.swe.rows import row_of
 from openhands_rl_plugin.evals.swe.types import Instance
 
 EXCLUDE_NEWER = "2024-08-01"

@@ -31,7 +31,7 @@ _RAISING = {"pytest.raises", "self.assertRaises", "raises"}
 
 
 @dataclass(frozen=True)
-class Claim:
+class AssertedClaim:
     """``equal``: ``actual`` is ``expected``. ``holds``: ``actual`` is true. ``raises``: the code in ``actual`` raises
     ``expected``. ``runs``: the code in ``actual`` raises nothing.
 
@@ -70,13 +70,13 @@ class Claim:
         return [*self.actual.splitlines(), "HOLDS = True"]
 
 
-def claim_of(source: Source, statement: ast.stmt) -> Claim | None:
+def claim_of(source: Source, statement: ast.stmt) -> AssertedClaim | None:
     """The claim of the statement at which a test failed; ``None`` when it needs the test around it."""
     claim = _claim(source, statement)
     return None if claim is None or "self" in claim.names else claim
 
 
-def _claim(source: Source, statement: ast.stmt) -> Claim | None:
+def _claim(source: Source, statement: ast.stmt) -> AssertedClaim | None:
     if isinstance(statement, ast.Assert):
         test = statement.test
         if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
@@ -88,10 +88,10 @@ def _claim(source: Source, statement: ast.stmt) -> Claim | None:
     if isinstance(call, ast.Call) and ast.unparse(call.func).startswith("self.assert"):
         return _unittest(source, call)
     code = textwrap.dedent(source.between(*source.lines(statement))).rstrip()
-    return Claim("runs", code, "", _names(statement), called_in(source, statement))
+    return AssertedClaim("runs", code, "", _names(statement), called_in(source, statement))
 
 
-def _unittest(source: Source, call: ast.Call) -> Claim | None:
+def _unittest(source: Source, call: ast.Call) -> AssertedClaim | None:
     name, texts = ast.unparse(call.func), [_text(source, each) for each in call.args]
     if call.keywords or any(isinstance(each, ast.Starred) for each in call.args):
         return None
@@ -100,7 +100,7 @@ def _unittest(source: Source, call: ast.Call) -> Claim | None:
     if name == "self.assertRaises" and len(texts) >= 2:
         code = f"{texts[1]}({', '.join(texts[2:])})"
         names = frozenset().union(*map(_names, call.args))
-        return Claim("raises", code, _error_name(call.args[0]), names, texts[1])
+        return AssertedClaim("raises", code, _error_name(call.args[0]), names, texts[1])
     form = _HOLDS.get(name)
     if form is None or len(texts) < 1 + ("{1}" in form):
         return None
@@ -112,28 +112,30 @@ def _unittest(source: Source, call: ast.Call) -> Claim | None:
 _SOLID = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant, ast.List, ast.Dict)
 
 
-def _equal(source: Source, first: ast.expr, second: ast.expr) -> Claim:
+def _equal(source: Source, first: ast.expr, second: ast.expr) -> AssertedClaim:
     """The side that computes is the actual one; of two that do, the first."""
     if not _computes(first) and (_computes(second) or isinstance(first, ast.Constant)):
         first, second = second, first
     names, of_actual = _names(first) | _names(second), _names(first)
-    return Claim("equal", _text(source, first), _text(source, second), names, called_in(source, first), of_actual)
+    return AssertedClaim(
+        "equal", _text(source, first), _text(source, second), names, called_in(source, first), of_actual
+    )
 
 
-def _holds(source: Source, text: str, parts: list[ast.expr]) -> Claim:
+def _holds(source: Source, text: str, parts: list[ast.expr]) -> AssertedClaim:
     names = frozenset().union(*map(_names, parts))
     called = next((found for part in parts if (found := called_in(source, part))), "")
-    return Claim("holds", text, "", names, called)
+    return AssertedClaim("holds", text, "", names, called)
 
 
-def _raised_within(source: Source, statement: ast.With) -> Claim | None:
+def _raised_within(source: Source, statement: ast.With) -> AssertedClaim | None:
     call = statement.items[0].context_expr
     if not (isinstance(call, ast.Call) and ast.unparse(call.func) in _RAISING and call.args):
         code = textwrap.dedent(source.between(*source.lines(statement))).rstrip()
-        return Claim("runs", code, "", _names(statement), called_in(source, statement))
+        return AssertedClaim("runs", code, "", _names(statement), called_in(source, statement))
     code = textwrap.dedent(source.between(*source.lines(statement.body[0], statement.body[-1]))).rstrip()
     names = frozenset().union(*map(_names, statement.body))
-    return Claim("raises", code, _error_name(call.args[0]), names, called_in(source, statement.body[-1]))
+    return AssertedClaim("raises", code, _error_name(call.args[0]), names, called_in(source, statement.body[-1]))
 
 
 def called_in(source: Source, node: ast.AST) -> str:

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from openhands_rl_plugin.evals.tasks.bugs.positions import DEFINITIONS, FUNCTIONS, Function, Source, definitions
-from openhands_rl_plugin.evals.tasks.hiding import function_of
+from openhands_rl_plugin.evals.tasks.hidden_tests import function_of
 from openhands_rl_plugin.evals.tasks.sandbox import FailureNote
-from openhands_rl_plugin.evals.tasks.statements.assertions import Claim, claim_of
+from openhands_rl_plugin.evals.tasks.statements.assertions import AssertedClaim, claim_of
 
 MOST_LINES, MOST_SIGNS = 24, 1_600
 _LONGEST_HELPER = 14
@@ -21,7 +21,7 @@ _KNOWN = frozenset(dir(builtins)) | {"__name__"}
 
 
 @dataclass(frozen=True)
-class Example:
+class FailureExample:
     """Code that shows a failure. ``before`` comes first; then ``claim`` says what should be true and is not.
 
     ``needed`` is what has to come before the claim can be checked, which is more when it compares with something.
@@ -31,7 +31,7 @@ class Example:
     test: str
     before: tuple[str, ...]
     needed: tuple[str, ...]
-    claim: Claim
+    claim: AssertedClaim
 
     @property
     def code(self) -> str:
@@ -44,7 +44,7 @@ class Example:
         return "\n".join([*self.needed, *self.claim.checked]) + "\n"
 
 
-def example_of(text: str, test: str, note: FailureNote) -> Example | None:
+def example_of(text: str, test: str, note: FailureNote) -> FailureExample | None:
     """The example in a failed test; ``None`` when it needs fixtures, or more than can be shown."""
     for name in (name for name in note.values if name.startswith("self.")):
         text = re.sub(rf"\bself\.{name[5:]}\b", name[5:], text)
@@ -63,7 +63,7 @@ def example_of(text: str, test: str, note: FailureNote) -> Example | None:
     told, needed = (_lines(source, values, before, names) for names in (claim.told, claim.names))
     if told is None or needed is None:
         return None
-    example = Example(test, tuple(told), tuple(needed), claim)
+    example = FailureExample(test, tuple(told), tuple(needed), claim)
     return example if fits(example.code) else None
 
 

@@ -15,14 +15,14 @@ from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.evals.swe.backends.interpreters import find_uv
-from openhands_rl_plugin.evals.tasks.sources.repository import Repository
-from openhands_rl_plugin.evals.tasks.sources.sources import Package, Release
+from openhands_rl_plugin.evals.tasks.sources.git_repository import GitRepository
+from openhands_rl_plugin.evals.tasks.sources.packages import Package, Release
 from openhands_rl_plugin.evals.tasks.sources.trees import Tree, bounded, read_archive
 
 _SECONDS = 600
 
 
-class Origin(Frozen):
+class SourceOrigin(Frozen):
     """Where a tree came from, exactly: a release or an archive with its hash, or a repository with a commit."""
 
     kind: str
@@ -40,19 +40,19 @@ class Origin(Frozen):
         return {"sdist": self.name, "version": self.version, "sha256": self.pin}
 
 
-def fetch(package: Package, cache: Path) -> tuple[Origin, Tree]:
+def fetch(package: Package, cache: Path) -> tuple[SourceOrigin, Tree]:
     """The files of a package. Raises ``ConfigError`` for an unknown one, ``InfrastructureError`` without network."""
     if package.git is not None:
         return _from_git(package, cache)
     if package.archive is not None:
         pin = file_sha256(package.archive)
-        origin = Origin(kind="archive", name=package.name, version=pin[:8], pin=pin, place=str(package.archive))
+        origin = SourceOrigin(kind="archive", name=package.name, version=pin[:8], pin=pin, place=str(package.archive))
         return origin, read_archive(package.archive)
     assert package.release is not None
     return fetch_release(package.name, package.release, cache)
 
 
-def fetch_release(name: str, release: Release, cache: Path) -> tuple[Origin, Tree]:
+def fetch_release(name: str, release: Release, cache: Path) -> tuple[SourceOrigin, Tree]:
     """The source archive of a release, from the cache or the index. Raises as ``fetch`` does, and for another hash."""
     folder = cache / "sdists" / f"{name.lower()}-{release.version}"
     archive = next((path for path in sorted(folder.glob("*")) if not path.name.startswith(".")), None)
@@ -64,7 +64,7 @@ def fetch_release(name: str, release: Release, cache: Path) -> tuple[Origin, Tre
             f"{name} {release.version}: {archive} has another sha256 ({pin}) than the pinned {release.sha256};"
             " delete the file, or find out who changed it"
         )
-    return Origin(kind="sdist", name=name, version=release.version, pin=pin), read_archive(archive)
+    return SourceOrigin(kind="sdist", name=name, version=release.version, pin=pin), read_archive(archive)
 
 
 def _download(name: str, version: str, folder: Path) -> Path:
@@ -108,24 +108,24 @@ def _why_not(name: str, version: str, said: str) -> ConfigError | Infrastructure
     return ConfigError(f"{name} {version} could not be fetched: {last.strip()}")
 
 
-def _from_git(package: Package, cache: Path) -> tuple[Origin, Tree]:
+def _from_git(package: Package, cache: Path) -> tuple[SourceOrigin, Tree]:
     repository = open_git(package, cache)
     try:
         commit = repository.text("rev-parse", "--verify", f"{package.commit}^{{commit}}").strip()
     except ConfigError as error:
         raise ConfigError(f"{package.git} has no commit {package.commit}") from error
-    origin = Origin(kind="git", name=package.name, version=commit[:8], pin=commit, place=package.git or "")
+    origin = SourceOrigin(kind="git", name=package.name, version=commit[:8], pin=commit, place=package.git or "")
     return origin, bounded(repository.tree(commit), package.label)
 
 
-def open_git(package: Package, cache: Path) -> Repository:
+def open_git(package: Package, cache: Path) -> GitRepository:
     """The repository where it lies, or a copy in the cache of one that is elsewhere. Raises as ``fetch`` does."""
     where = package.git or ""
     if "://" not in where and Path(where).exists():
-        return Repository(Path(where))
+        return GitRepository(Path(where))
     copy = cache / "git" / hashlib.sha256(where.encode()).hexdigest()[:16]
     if not (copy / "HEAD").exists():
         copy.parent.mkdir(parents=True, exist_ok=True)
         if said := _said(["git", "clone", "--quiet", "--bare", where, str(copy)], where):
             raise InfrastructureError(f"{where} could not be cloned: {said.strip().splitlines()[-1]}")
-    return Repository(copy)
+    return GitRepository(copy)

@@ -11,9 +11,9 @@ from pathlib import Path
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
-from openhands_rl_plugin.evals.swe.rows import read_instances
-from openhands_rl_plugin.evals.swe.types import Instance, Verdict, VerdictKind
+from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
 from openhands_rl_plugin.evals.tasks.duplicates import duplicates
 from openhands_rl_plugin.evals.tasks.lineage import Check, Lineage, TaskLineage, read_lineage, write_lineage
 
@@ -26,11 +26,11 @@ new file mode 100644
 """
 """A patch that applies and changes nothing: what an empty one cannot show, because nobody runs it."""
 
-type Heard = Callable[[int, int, str], None]
+type OnProgress = Callable[[int, int, str], None]
 """Tasks done, tasks in all, the id of the last one."""
 
 
-class Gate(Frozen):
+class QualityGate(Frozen):
     """How strict the gate is. ``timeout`` is in seconds for one run; ``low`` and ``high`` bound the pass rate."""
 
     repeats: int = 2
@@ -41,7 +41,12 @@ class Gate(Frozen):
 
 
 async def check_tasks(
-    path: Path, backend: InstanceBackend, gate: Gate, *, results: Path | None = None, heard: Heard | None = None
+    path: Path,
+    backend: InstanceBackend,
+    gate: QualityGate,
+    *,
+    results: Path | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Lineage:
     """Run the oracle and the no-op agent on every task, and write what came of it into the lineage beside the file.
 
@@ -60,8 +65,8 @@ async def check_tasks(
         async with turns:
             oracle, no_op = await _runs(instance, backend, gate)
         done += 1
-        if heard is not None:
-            heard(done, len(instances), instance.instance_id)
+        if on_progress is not None:
+            on_progress(done, len(instances), instance.instance_id)
         check = _check(instance, gate, oracle, no_op, same.get(instance.instance_id, ""), rates)
         task = known.get(instance.instance_id) or _unknown(instance)
         return task.model_copy(update={"check": check})
@@ -95,10 +100,12 @@ def read_pass_rates(path: Path, instances: Sequence[Instance]) -> dict[str, floa
     return {str(name): float(rate) for name, rate in found.items()}
 
 
-async def _runs(instance: Instance, backend: InstanceBackend, gate: Gate) -> tuple[list[Verdict], list[Verdict]]:
+async def _runs(
+    instance: Instance, backend: InstanceBackend, gate: QualityGate
+) -> tuple[list[PatchVerdict], list[PatchVerdict]]:
     with tempfile.TemporaryDirectory(prefix="openhands-rl-check-") as folder:
 
-        async def grade(patch: str, name: str) -> list[Verdict]:
+        async def grade(patch: str, name: str) -> list[PatchVerdict]:
             places = [Path(folder) / f"{name}-{at}" / instance.instance_id for at in range(gate.repeats)]
             return [await backend.grade(instance, patch, logs=each, timeout=gate.timeout) for each in places]
 
@@ -107,9 +114,9 @@ async def _runs(instance: Instance, backend: InstanceBackend, gate: Gate) -> tup
 
 def _check(
     instance: Instance,
-    gate: Gate,
-    oracle: Sequence[Verdict],
-    no_op: Sequence[Verdict],
+    gate: QualityGate,
+    oracle: Sequence[PatchVerdict],
+    no_op: Sequence[PatchVerdict],
     duplicate_of: str,
     rates: Mapping[str, float],
 ) -> Check:
@@ -138,11 +145,11 @@ def _check(
     )
 
 
-def _outcome(verdict: Verdict) -> tuple[VerdictKind, frozenset[str], frozenset[str]]:
+def _outcome(verdict: PatchVerdict) -> tuple[VerdictKind, frozenset[str], frozenset[str]]:
     return verdict.kind, frozenset(verdict.fail_to_pass.failure), frozenset(verdict.pass_to_pass.failure)
 
 
-def _why(verdicts: Sequence[Verdict]) -> str:
+def _why(verdicts: Sequence[PatchVerdict]) -> str:
     reason = next((each.reason for each in verdicts if each.reason), "")
     return f" ({reason})" if reason else ""
 

@@ -14,7 +14,7 @@ from openhands_rl_plugin.evals.swe.types import Instance, TestsStatus
 _GOOD, _BAD = ("PASSED", "XFAIL"), ("FAILED", "ERROR")
 
 
-class Judgement(NamedTuple):
+class Resolution(NamedTuple):
     """The tests of both groups that passed and that did not; ``resolved`` when none failed."""
 
     fail_to_pass: TestsStatus
@@ -26,28 +26,28 @@ class Judgement(NamedTuple):
         return not self.fail_to_pass.failure and not self.pass_to_pass.failure
 
 
-def load_judge(recipe: Recipe) -> None:
-    """Import what ``judge`` will need; that takes seconds, once, which may pass while the tests run.
+def load_official_grader(recipe: Recipe) -> None:
+    """Import what ``resolution_of`` will need; that takes seconds, once, which may pass while the tests run.
 
     Raises ``MissingExtraError``.
     """
-    if recipe.judge == "official":
+    if recipe.grader == "official":
         from openhands_rl_plugin.evals.swe.recipes.swe_bench import swebench
 
         swebench("grading")
 
 
-def judge(instance: Instance, recipe: Recipe, statuses: Statuses) -> Judgement:
+def resolution_of(instance: Instance, recipe: Recipe, statuses: Statuses) -> Resolution:
     """Compare. A test that has to begin to pass and was skipped did not pass; one that has to go on passing and was
     skipped counts for nothing, as in the official tools.
     """
-    if recipe.judge == "official":
+    if recipe.grader == "official":
         fixed, kept = _official(instance, recipe, statuses)
     else:
         fixed, kept = (_status(names, statuses) for names in (instance.fail_to_pass, instance.pass_to_pass))
     judged = {*fixed.success, *fixed.failure}
     skipped = tuple(name for name in instance.fail_to_pass if name not in judged)
-    return Judgement(TestsStatus(success=fixed.success, failure=(*fixed.failure, *skipped)), kept)
+    return Resolution(TestsStatus(success=fixed.success, failure=(*fixed.failure, *skipped)), kept)
 
 
 def _status(names: Iterable[str], statuses: Statuses) -> TestsStatus:

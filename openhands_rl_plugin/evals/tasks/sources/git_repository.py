@@ -15,14 +15,14 @@ _WHO = "swe-local <swe-local@localhost>"
 _WHEN = "946684800 +0000"
 
 
-class Repository:
+class GitRepository:
     """A bare git repository. Nothing of the user's configuration has a say in it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @classmethod
-    def create(cls, path: Path) -> Repository:
+    def create(cls, path: Path) -> GitRepository:
         """An empty one at ``path``, or the one that is there. Raises ``ConfigError`` without git."""
         repository = cls(path)
         if not (path / "HEAD").exists():

@@ -8,12 +8,12 @@ from pathlib import Path
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.lineage import TaskLineage
-from openhands_rl_plugin.evals.tasks.making import Change, Tried, try_change
-from openhands_rl_plugin.evals.tasks.sources.fetching import Origin, open_git
-from openhands_rl_plugin.evals.tasks.sources.repository import Repository
-from openhands_rl_plugin.evals.tasks.sources.sources import Package, Plan
-from openhands_rl_plugin.evals.tasks.sources.survey import is_test
-from openhands_rl_plugin.evals.tasks.sources.workshop import prepare
+from openhands_rl_plugin.evals.tasks.sources.download import SourceOrigin, open_git
+from openhands_rl_plugin.evals.tasks.sources.git_repository import GitRepository
+from openhands_rl_plugin.evals.tasks.sources.package_layout import is_test
+from openhands_rl_plugin.evals.tasks.sources.packages import Package, TaskPlan
+from openhands_rl_plugin.evals.tasks.sources.prepared_package import prepare_tree
+from openhands_rl_plugin.evals.tasks.task_builder import Change, TriedBug, try_change
 
 _LOOKED_THROUGH = 400
 _MOST_FILES = 6
@@ -21,7 +21,7 @@ _TRIES_PER_TASK = 4
 
 
 def fixes_of(
-    package: Package, plan: Plan, cache: Path, *, known: Mapping[str, Tried], tried: Callable[[Tried], None]
+    package: Package, plan: TaskPlan, cache: Path, *, known: Mapping[str, TriedBug], tried: Callable[[TriedBug], None]
 ) -> tuple[list[Instance], list[TaskLineage]]:
     """Up to half of ``per_package`` tasks from the newest fixes; none for what is no git repository."""
     if package.git is None:
@@ -42,7 +42,7 @@ def fixes_of(
     return instances, lineage
 
 
-def _fixes(repository: Repository, head: str) -> Iterator[str]:
+def _fixes(repository: GitRepository, head: str) -> Iterator[str]:
     """Commits, newest first, that change Python code and Python tests, and few other files."""
     log = repository.text(
         *("log", "--first-parent", "--no-merges", f"--max-count={_LOOKED_THROUGH}", "--format=%x00%H %P"),
@@ -57,7 +57,7 @@ def _fixes(repository: Repository, head: str) -> Iterator[str]:
             yield first.split()[0]
 
 
-def _opened_again(repository: Repository, package: Package, plan: Plan, commit: str, cache: Path) -> Tried:
+def _opened_again(repository: GitRepository, package: Package, plan: TaskPlan, commit: str, cache: Path) -> TriedBug:
     """The task of one fix: the code of before, with the tests of after."""
     fixed, before = repository.tree(commit), repository.tree(f"{commit}^")
     code = {
@@ -68,10 +68,10 @@ def _opened_again(repository: Repository, package: Package, plan: Plan, commit: 
         and path in before.files
         and fixed.files[path] != before.files[path]
     }
-    origin = Origin(kind="git", name=package.name, version=commit[:8], pin=commit, place=package.git or "")
+    origin = SourceOrigin(kind="git", name=package.name, version=commit[:8], pin=commit, place=package.git or "")
     try:
-        workshop = prepare(package, plan, origin, fixed, None, cache)
+        prepared = prepare_tree(package, plan, origin, fixed, None, cache)
     except ConfigError as error:
-        return Tried(key=commit[:12], reason=str(error))
+        return TriedBug(key=commit[:12], reason=str(error))
     path = next(iter(code), "")
-    return try_change(workshop, Change(key=commit[:12], path=path), fixed.changed(code))
+    return try_change(prepared, Change(key=commit[:12], path=path), fixed.changed(code))

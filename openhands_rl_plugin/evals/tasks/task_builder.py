@@ -12,13 +12,13 @@ from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.bugs.table import Bug
 from openhands_rl_plugin.evals.tasks.candidates import REOPENED, buggy, candidates, key_of
-from openhands_rl_plugin.evals.tasks.hiding import without_tests
+from openhands_rl_plugin.evals.tasks.hidden_tests import without_tests
 from openhands_rl_plugin.evals.tasks.lineage import TaskLineage, Validation
 from openhands_rl_plugin.evals.tasks.sandbox import FailureNote, TestRun
-from openhands_rl_plugin.evals.tasks.sources.repository import Repository
+from openhands_rl_plugin.evals.tasks.sources.git_repository import GitRepository
+from openhands_rl_plugin.evals.tasks.sources.prepared_package import PreparedPackage
 from openhands_rl_plugin.evals.tasks.sources.trees import Tree
-from openhands_rl_plugin.evals.tasks.sources.workshop import Workshop
-from openhands_rl_plugin.evals.tasks.statements.report import Run, leaks, statement_of
+from openhands_rl_plugin.evals.tasks.statements.bug_report import RunSnippet, leaks, statement_of
 
 LEAST_SHARE, LARGEST_SHARE = 0.01, 0.6
 """Of the tests, how many may fail with the bug."""
@@ -29,7 +29,7 @@ _OTHER_CODE = re.compile(
 )
 
 
-class Tried(Frozen):
+class TriedBug(Frozen):
     """What became of one bug: a task, or the reason why not."""
 
     key: str
@@ -49,22 +49,22 @@ class Change(Frozen):
 
 
 def make_tasks(
-    workshop: Workshop, wanted: int, *, known: Mapping[str, Tried], tried: Callable[[Tried], None]
+    prepared: PreparedPackage, wanted: int, *, known: Mapping[str, TriedBug], tried: Callable[[TriedBug], None]
 ) -> tuple[list[Instance], list[TaskLineage]]:
     """Make up to ``wanted`` tasks. ``tried`` hears of every bug that was tried now, ``known`` has those of before.
 
     The result depends on the package, the plan and its seed alone.
     """
-    plan = workshop.plan
+    plan = prepared.plan
     bugs = candidates(
-        workshop.tree,
-        workshop.survey.code,
-        workshop.first_run.covered,
-        LEAST_SHARE * len(workshop.tests),
-        workshop.older,
-        f"{plan.seed}:{workshop.package.name}:{workshop.origin.pin}",
+        prepared.tree,
+        prepared.layout.code,
+        prepared.first_run.covered,
+        LEAST_SHARE * len(prepared.tests),
+        prepared.older,
+        f"{plan.seed}:{prepared.package.name}:{prepared.origin.pin}",
     )
-    made: list[Tried] = []
+    made: list[TriedBug] = []
     used: set[tuple[str, str]] = set()
     failing: set[tuple[str, ...]] = set()
     reopened = 0
@@ -74,7 +74,7 @@ def make_tasks(
             continue
         result = known.get(key_of(bug))
         if result is None:
-            result = try_bug(workshop, bug)
+            result = try_bug(prepared, bug)
             tried(result)
         if result.instance is None or result.lineage is None or result.instance.fail_to_pass in failing:
             continue
@@ -87,58 +87,58 @@ def make_tasks(
     return [each.instance for each in made if each.instance], [each.lineage for each in made if each.lineage]
 
 
-def try_bug(workshop: Workshop, bug: Bug) -> Tried:
+def try_bug(prepared: PreparedPackage, bug: Bug) -> TriedBug:
     """Put a bug into the package, and see whether it makes a good task."""
     change = Change(
-        key=key_of(bug), path=bug.path, modifier=bug.modifier, function=bug.function, seed=workshop.plan.seed
+        key=key_of(bug), path=bug.path, modifier=bug.modifier, function=bug.function, seed=prepared.plan.seed
     )
-    return try_change(workshop, change, buggy(workshop.tree, bug))
+    return try_change(prepared, change, buggy(prepared.tree, bug))
 
 
-def try_change(workshop: Workshop, change: Change, tree: Tree) -> Tried:
-    """Run the tests twice on ``tree``, which has the bug, and write the task when it is a good one."""
-    first = workshop.sandbox.run_tests(tree, workshop.arguments)
-    if (reason := _refusal(workshop, change.modifier, first)) is not None:
-        return Tried(key=change.key, reason=reason)
-    second = workshop.sandbox.run_tests(tree, workshop.arguments, hash_seed=1)
-    failing = workshop.tests - first.passed
-    if second.timed_out or failing != workshop.tests - second.passed:
-        return Tried(key=change.key, reason="two runs with the bug differ")
+def try_change(prepared: PreparedPackage, change: Change, tree: Tree) -> TriedBug:
+    """RunSnippet the tests twice on ``tree``, which has the bug, and write the task when it is a good one."""
+    first = prepared.sandbox.run_tests(tree, prepared.arguments)
+    if (reason := _refusal(prepared, change.modifier, first)) is not None:
+        return TriedBug(key=change.key, reason=reason)
+    second = prepared.sandbox.run_tests(tree, prepared.arguments, hash_seed=1)
+    failing = prepared.tests - first.passed
+    if second.timed_out or failing != prepared.tests - second.passed:
+        return TriedBug(key=change.key, reason="two runs with the bug differ")
 
     @functools.cache
     def snippet(script: str, with_bug: bool) -> dict[str, str]:
-        return workshop.sandbox.run_snippet(tree if with_bug else workshop.tree, script)
+        return prepared.sandbox.run_snippet(tree if with_bug else prepared.tree, script)
 
-    statement = _statement(workshop, first, failing, snippet)
+    statement = _statement(prepared, first, failing, snippet)
     if statement is None:
-        return Tried(key=change.key, reason="no report can be written on what fails")
-    if statement != _statement(workshop, second, failing, snippet):
-        return Tried(key=change.key, reason="two runs give two reports")
-    instance = _instance(workshop, tree, change.key, failing, statement)
+        return TriedBug(key=change.key, reason="no report can be written on what fails")
+    if statement != _statement(prepared, second, failing, snippet):
+        return TriedBug(key=change.key, reason="two runs give two reports")
+    instance = _instance(prepared, tree, change.key, failing, statement)
     if leaks(statement, instance.patch):
-        return Tried(key=change.key, reason="the report would show a line of the fix")
+        return TriedBug(key=change.key, reason="the report would show a line of the fix")
     lineage = TaskLineage(
         instance_id=instance.instance_id,
-        source=workshop.origin.as_json(),
+        source=prepared.origin.as_json(),
         modifier=change.modifier,
         seed=change.seed,
         path=change.path,
         function=change.function,
-        validation=Validation(runs_without_bug=2, runs_with_bug=2, tests=len(workshop.tests), failing=len(failing)),
+        validation=Validation(runs_without_bug=2, runs_with_bug=2, tests=len(prepared.tests), failing=len(failing)),
     )
-    return Tried(key=change.key, instance=instance, lineage=lineage)
+    return TriedBug(key=change.key, instance=instance, lineage=lineage)
 
 
-def _refusal(workshop: Workshop, modifier: str, run: TestRun) -> str | None:
+def _refusal(prepared: PreparedPackage, modifier: str, run: TestRun) -> str | None:
     if run.timed_out:
         return "the tests take too long with it"
-    if run.crashed or run.broken or not workshop.tests <= run.outcomes.keys():
+    if run.crashed or run.broken or not prepared.tests <= run.outcomes.keys():
         return "tests disappear with it"
-    failing = workshop.tests - run.passed
+    failing = prepared.tests - run.passed
     if not failing:
         return "no test notices it"
-    if not LEAST_SHARE <= len(failing) / len(workshop.tests) <= LARGEST_SHARE:
-        return f"{len(failing)} of {len(workshop.tests)} tests fail"
+    if not LEAST_SHARE <= len(failing) / len(prepared.tests) <= LARGEST_SHARE:
+        return f"{len(failing)} of {len(prepared.tests)} tests fail"
     if modifier == REOPENED and any(_is_of_other_code(run.failures[test]) for test in failing if test in run.failures):
         return "the older code needs what is not there any more"
     return None
@@ -149,32 +149,32 @@ def _is_of_other_code(note: FailureNote) -> bool:
     return note.error in _NEVER_IN_A_FIX or _OTHER_CODE.search(f"{note.error}: {note.message}") is not None
 
 
-def _statement(workshop: Workshop, run: TestRun, failing: Iterable[str], snippet: Run) -> str | None:
+def _statement(prepared: PreparedPackage, run: TestRun, failing: Iterable[str], snippet: RunSnippet) -> str | None:
     failures = {test: run.failures[test] for test in sorted(failing) if test in run.failures}
-    return statement_of(workshop.package.label, workshop.plan.python, workshop.tree.text, failures, snippet)
+    return statement_of(prepared.package.label, prepared.plan.python, prepared.tree.text, failures, snippet)
 
 
-def _instance(workshop: Workshop, tree: Tree, key: str, failing: frozenset[str], statement: str) -> Instance:
-    base = tree.changed(without_tests(workshop.tree, sorted(failing)))
+def _instance(prepared: PreparedPackage, tree: Tree, key: str, failing: frozenset[str], statement: str) -> Instance:
+    base = tree.changed(without_tests(prepared.tree, sorted(failing)))
     with tempfile.TemporaryDirectory(prefix="openhands-rl-tasks-") as folder:
-        repository = Repository.create(Path(folder) / "task.git")
-        message = commit_message(workshop.package.label)
+        repository = GitRepository.create(Path(folder) / "task.git")
+        message = commit_message(prepared.package.label)
         base_commit = repository.commit(base, message, "base")
         with_tests = repository.commit(tree, message, "tests")
-        solved = repository.commit(workshop.tree, message, "solved")
+        solved = repository.commit(prepared.tree, message, "solved")
         patch, test_patch = repository.diff(with_tests, solved), repository.diff(base_commit, with_tests)
-    origin = workshop.origin
+    origin = prepared.origin
     return Instance(
-        instance_id=f"{origin.kind}__{workshop.package.name}-{origin.version}-{key[:8]}",
-        repo=f"{origin.kind}/{workshop.package.name}",
+        instance_id=f"{origin.kind}__{prepared.package.name}-{origin.version}-{key[:8]}",
+        repo=f"{origin.kind}/{prepared.package.name}",
         base_commit=base_commit,
         version=origin.version,
         problem_statement=statement,
         patch=patch,
         test_patch=test_patch,
         fail_to_pass=tuple(sorted(failing)),
-        pass_to_pass=tuple(sorted(workshop.tests - failing)),
-        extra=_columns(workshop),
+        pass_to_pass=tuple(sorted(prepared.tests - failing)),
+        extra=_columns(prepared),
     )
 
 
@@ -183,15 +183,15 @@ def commit_message(label: str) -> str:
     return label
 
 
-def _columns(workshop: Workshop) -> JsonObject:
-    split: Sequence[tuple[str, str]] = [("split", workshop.package.split)] if workshop.package.split else []
+def _columns(prepared: PreparedPackage) -> JsonObject:
+    split: Sequence[tuple[str, str]] = [("split", prepared.package.split)] if prepared.package.split else []
     return {
         **dict(split),
-        "source": {**workshop.origin.as_json(), "label": workshop.package.label},
-        "python": workshop.plan.python,
-        "packages": list(workshop.requirements),
-        "install": list(workshop.install),
-        "test_command": workshop.test_command,
+        "source": {**prepared.origin.as_json(), "label": prepared.package.label},
+        "python": prepared.plan.python,
+        "packages": list(prepared.requirements),
+        "install": list(prepared.install),
+        "test_command": prepared.test_command,
         "test_files": [],
         "log_parser": "pytest",
     }

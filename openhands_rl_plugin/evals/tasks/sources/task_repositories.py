@@ -9,10 +9,10 @@ from pathlib import Path
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.evals.tasks.making import commit_message
-from openhands_rl_plugin.evals.tasks.sources.fetching import fetch
-from openhands_rl_plugin.evals.tasks.sources.repository import Repository
-from openhands_rl_plugin.evals.tasks.sources.sources import Package, Release
+from openhands_rl_plugin.evals.tasks.sources.download import fetch
+from openhands_rl_plugin.evals.tasks.sources.git_repository import GitRepository
+from openhands_rl_plugin.evals.tasks.sources.packages import Package, Release
+from openhands_rl_plugin.evals.tasks.task_builder import commit_message
 
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -42,7 +42,7 @@ class TaskRepositories:
             return await asyncio.to_thread(self._made, instance, source, place)
 
     def _made(self, instance: Instance, source: JsonObject, place: Path) -> Path:
-        repository = Repository.create(place)
+        repository = GitRepository.create(place)
         try:
             repository.git("cat-file", "-e", f"{instance.base_commit}^{{commit}}")
             return place

@@ -29,7 +29,7 @@ _TESTS = {"FAIL_TO_PASS": "fail_to_pass", "PASS_TO_PASS": "pass_to_pass"}
 _OWN = {*_REQUIRED, *_TEXTS, *_TESTS}
 
 
-class Prediction(Frozen):
+class PatchPrediction(Frozen):
     """What a model answered to an instance; ``None`` is an absent patch."""
 
     instance_id: str
@@ -40,7 +40,7 @@ class Prediction(Frozen):
 class Predictions(NamedTuple):
     """The usable ones, by instance, and one line for each that is not."""
 
-    rows: dict[str, Prediction]
+    rows: dict[str, PatchPrediction]
     problems: tuple[str, ...]
 
 
@@ -96,13 +96,13 @@ def read_predictions(source: str, instances: Iterable[Instance]) -> Predictions:
     known = {instance.instance_id: instance for instance in instances}
     if source == GOLD:
         gold = {
-            name: Prediction(instance_id=name, model_patch=each.patch, model_name_or_path=GOLD)
+            name: PatchPrediction(instance_id=name, model_patch=each.patch, model_name_or_path=GOLD)
             for name, each in known.items()
         }
         return Predictions(gold, ())
     # SWE-Gym's own tools write ids in lower case.
     spelt = {name.lower(): name for name in known}
-    rows: dict[str, Prediction] = {}
+    rows: dict[str, PatchPrediction] = {}
     problems: list[str] = []
     for at, row in _rows(Path(source)):
         try:
@@ -115,7 +115,7 @@ def read_predictions(source: str, instances: Iterable[Instance]) -> Predictions:
     return Predictions(rows, tuple(problems))
 
 
-def _prediction(row: JsonObject, spelt: Mapping[str, str]) -> Prediction:
+def _prediction(row: JsonObject, spelt: Mapping[str, str]) -> PatchPrediction:
     identity = row.get("instance_id")
     if not isinstance(identity, str):
         raise ConfigError("no instance_id")
@@ -129,7 +129,7 @@ def _prediction(row: JsonObject, spelt: Mapping[str, str]) -> Prediction:
     name = model if isinstance(model, str) and model else "None"
     if name.replace("/", "__") in (".", "..") or "\0" in name:
         raise ConfigError(f"{identity}: the model's name {name!r} cannot name a folder")
-    return Prediction(instance_id=spelt[identity.lower()], model_patch=patch, model_name_or_path=name)
+    return PatchPrediction(instance_id=spelt[identity.lower()], model_patch=patch, model_name_or_path=name)
 
 
 def _text(value: JsonValue) -> str:

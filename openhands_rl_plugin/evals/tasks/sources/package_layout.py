@@ -19,7 +19,7 @@ _OTHER_FILES = {"setup.py", "noxfile.py", "conf.py", "fabfile.py", "versioneer.p
 _TEST_FILE = re.compile(r"test_.+\.py|.+_tests?\.py|tests?\.py")
 
 
-class Survey(Frozen):
+class PackageLayout(Frozen):
     """Paths from the root: files of code, files of tests, folders that are imported from, and pytest's arguments.
 
     ``requirements`` are those that the package declares for itself.
@@ -32,13 +32,13 @@ class Survey(Frozen):
     requirements: tuple[str, ...]
 
 
-def survey(tree: Tree) -> Survey:
+def layout_of(tree: Tree) -> PackageLayout:
     """Look through a package's files."""
     python = [PurePosixPath(path) for path in tree.files if path.endswith(".py")]
     paths = tuple(root for root in ("src", "lib") if any(_is_package(tree, path, root) for path in python))
     code = [path for path in python if _is_code(path) and _root_of(path, paths) and _in_package(tree, path, paths)]
     tests = [path for path in python if is_test(str(path)) and _TEST_FILE.fullmatch(path.name)]
-    return Survey(
+    return PackageLayout(
         code=tuple(map(str, code)),
         tests=tuple(map(str, tests)),
         paths=paths,

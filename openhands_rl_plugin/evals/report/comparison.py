@@ -10,7 +10,7 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.statistics import Estimate, paired_difference
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.report.figures import success_rates
-from openhands_rl_plugin.evals.report.reading import RunRecord
+from openhands_rl_plugin.evals.report.run_records import RunRecord
 
 MCNEMAR, PERMUTATION = "exact McNemar", "paired permutation"
 

@@ -50,7 +50,7 @@ def recipe(instance: Instance) -> Recipe:
         parser=_text(instance, "log_parser") or "pytest",
         exclude_newer=_text(instance, "exclude_newer"),
         image=_text(instance, "image") or None,
-        judge="own",
+        grader="own",
     )
 
 

@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from openhands_rl_plugin.evals.tasks.hiding import file_of, function_of
+from openhands_rl_plugin.evals.tasks.hidden_tests import file_of, function_of
 from openhands_rl_plugin.evals.tasks.sandbox import FailureNote
-from openhands_rl_plugin.evals.tasks.statements.examples import Example, body_of, example_of
+from openhands_rl_plugin.evals.tasks.statements.examples import FailureExample, body_of, example_of
 
 LEAK_LENGTH = 12
 _MOST_TRIED, _MOST_SHOWN, _MOST_VALUE, _MOST_NAMED = 8, 2, 900, 6
@@ -17,21 +17,21 @@ _UNSTABLE = re.compile(r"0x[0-9a-f]{6,}|/tmp/|/testbed|object at |\d+\.\d{9,}s")
 
 _KINDS, _CLEAR = ("equal", "raises", "runs", "holds"), ("equal", "raises")
 
-type Run = Callable[[str, bool], dict[str, str]]
+type RunSnippet = Callable[[str, bool], dict[str, str]]
 """``(script, whether the bug is there)`` -> what ``snippets.py`` found."""
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownExample:
     """An example that was run: its title and the paragraphs that tell what came of it."""
 
-    example: Example
+    example: FailureExample
     title: str
     text: str
 
 
 def statement_of(
-    label: str, python: str, texts: Callable[[str], str | None], failures: dict[str, FailureNote], run: Run
+    label: str, python: str, texts: Callable[[str], str | None], failures: dict[str, FailureNote], run: RunSnippet
 ) -> str | None:
     """The report on the tests that failed; ``None`` when nothing in them can be shown.
 
@@ -67,13 +67,15 @@ def changed_lines(patch: str) -> list[str]:
     ]
 
 
-def _examples(texts: Callable[[str], str | None], failures: dict[str, FailureNote], run: Run) -> list[Shown]:
-    found: list[Example] = []
+def _examples(
+    texts: Callable[[str], str | None], failures: dict[str, FailureNote], run: RunSnippet
+) -> list[ShownExample]:
+    found: list[FailureExample] = []
     for test, note in sorted(failures.items()):
         if (text := texts(note.file)) is not None and (example := example_of(text, test, note)) is not None:
             found.append(example)
     found.sort(key=lambda example: (_KINDS.index(example.claim.kind), len(example.code), example.test))
-    shown: list[Shown] = []
+    shown: list[ShownExample] = []
     for example in _apart(found)[:_MOST_TRIED]:
         if shown and (
             example.claim.kind not in _CLEAR or function_of(example.test) == function_of(shown[0].example.test)
@@ -86,15 +88,15 @@ def _examples(texts: Callable[[str], str | None], failures: dict[str, FailureNot
     return shown
 
 
-def _apart(examples: Sequence[Example]) -> list[Example]:
+def _apart(examples: Sequence[FailureExample]) -> list[FailureExample]:
     """One of each test function first, then the others."""
-    first: dict[str, Example] = {}
+    first: dict[str, FailureExample] = {}
     for example in examples:
         first.setdefault(f"{file_of(example.test)}::{function_of(example.test)}", example)
     return [*first.values(), *(example for example in examples if example not in first.values())]
 
 
-def _shown(example: Example, run: Run) -> Shown | None:
+def _shown(example: FailureExample, run: RunSnippet) -> ShownExample | None:
     with_bug, without = run(example.script, True), run(example.script, False)
     claim = example.claim
     if claim.kind == "raises":
@@ -126,7 +128,7 @@ def _shown(example: Example, run: Run) -> Shown | None:
     text = "\n\n".join([f"```python\n{example.code}\n```", expected, actual])
     if _UNSTABLE.search(text):
         return None
-    return Shown(example, title[:1].upper() + title[1:] if title[:1].isalpha() else title, text)
+    return ShownExample(example, title[:1].upper() + title[1:] if title[:1].isalpha() else title, text)
 
 
 def _plain(texts: Callable[[str], str | None], failures: dict[str, FailureNote]) -> tuple[str, str, str] | None:

@@ -1,4 +1,4 @@
-"""The files of a run as OpenHands' evaluation leaves them, made of a judged episode."""
+"""The files of a run as OpenHands' evaluation leaves them, made of a graded episode."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import PurePosixPath
 
 from openhands_rl_plugin.core.redaction import redact_json
 from openhands_rl_plugin.core.types import JsonObject, Trajectory
-from openhands_rl_plugin.evals.runs.judged import Entry, Judged
+from openhands_rl_plugin.evals.runs.episodes import EvalTask, GradedEpisode
 from openhands_rl_plugin.evals.runs.outcome import Outcome
-from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, PlayedBy, Run
+from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan, Run
 from openhands_rl_plugin.hosts.shared.episode import LAST_ERROR
 from openhands_rl_plugin.trajectories.exchange import llm_completions, output_jsonl
 from openhands_rl_plugin.trajectories.exchange.dates import date_of
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
 
 
-def metadata_of(plan: EvaluationPlan, run: Run, started: float, by: PlayedBy | None = None) -> JsonObject:
+def metadata_of(plan: EvaluationPlan, run: Run, started: float, by: AgentStrategy | None = None) -> JsonObject:
     """``metadata.json``, with OpenHands' keys; what it has no key for is in ``details``. ``by`` is the strategy."""
     own: JsonObject = {
         "suite": plan.suite,
@@ -41,28 +41,28 @@ def metadata_of(plan: EvaluationPlan, run: Run, started: float, by: PlayedBy | N
     }
 
 
-def output_row(judged: Judged, entry: Entry, outcome: Outcome, metadata: JsonObject) -> JsonObject:
+def output_row(graded: GradedEpisode, eval_task: EvalTask, outcome: Outcome, metadata: JsonObject) -> JsonObject:
     """A line of ``output.jsonl``: the fields of V0's ``EvalOutput`` without the absent ones and without secrets.
 
     What reports need beside them stands in ``test_result.outcome``.
     """
-    trajectory = judged.trajectory
+    trajectory = graded.trajectory
     held = trajectory.evidence.get("test_result")
     result: JsonObject = {**(held if isinstance(held, dict) else {}), "outcome": outcome.model_dump(mode="json")}
     patch = trajectory.evidence.get("git_patch")
     if isinstance(patch, str):
         result["git_patch"] = patch
-    if commands := judged.commands:
+    if commands := graded.commands:
         result["commands_flagged"] = [flag.model_dump(mode="json") for flag in commands]
     row: JsonObject = {
-        "instance_id": entry.task.id,
+        "instance_id": eval_task.task.id,
         "test_result": result,
-        "instruction": entry.task.instruction,
+        "instruction": eval_task.task.instruction,
         "metadata": metadata,
         "history": [*_history(trajectory)],
         "metrics": _metrics(trajectory, outcome),
         "error": _error(trajectory),
-        "instance": entry.row,
+        "instance": eval_task.row,
     }
     return redact_json({name: value for name, value in row.items() if value is not None})
 

@@ -1,4 +1,4 @@
-"""An evaluation put together: settings, player, back end and store of a plan."""
+"""An evaluation put together: settings, runner, back end and store of a plan."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from openhands_rl_plugin.config.toml import RLSettings, load_settings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.types import StrategySpec
+from openhands_rl_plugin.evals.runs.environment_runner import EnvironmentRunner, shop_for
+from openhands_rl_plugin.evals.runs.episodes import EvalRunner, EvalTask, HostRunner
 from openhands_rl_plugin.evals.runs.evaluation import Evaluation
-from openhands_rl_plugin.evals.runs.instances import InstancePlayer
-from openhands_rl_plugin.evals.runs.judged import Entry, Player, Runner
 from openhands_rl_plugin.evals.runs.outcome import Outcome
-from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, PlayedBy
+from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan
 from openhands_rl_plugin.evals.runs.prompts import REPLIES
 from openhands_rl_plugin.evals.runs.suites import WEBSHOP, Suite
-from openhands_rl_plugin.evals.runs.web import WebPlayer, shop_for
+from openhands_rl_plugin.evals.runs.swe_runner import SweRunner
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
@@ -34,7 +34,7 @@ _MOST_PROCESSES = 8
 async def evaluate(
     plan: EvaluationPlan,
     suite: Suite,
-    entries: Sequence[Entry],
+    eval_tasks: Sequence[EvalTask],
     *,
     settings: RLSettings,
     storage: TrajectoryStorage,
@@ -54,17 +54,19 @@ async def evaluate(
         raise ConfigError(f"{suite.name} needs a back end for its instances")
     if backend is not None:
         await backend.check()
-    evaluation = Evaluation(plan, entries, by=played_by(plan, settings), retry_failed=retry_failed)
+    evaluation = Evaluation(plan, eval_tasks, by=agent_strategy(plan, settings), retry_failed=retry_failed)
     try:
         listener = started(evaluation) if started else None
-        async with _player(plan, suite, settings, storage, backend, grade, evaluation.scratch, processes) as player:
-            await evaluation.run(player, listener)
+        async with _open_eval_runner(
+            plan, suite, settings, storage, backend, grade, evaluation.scratch, processes
+        ) as runner:
+            await evaluation.run(runner, listener)
     finally:
         evaluation.close()
 
 
 @asynccontextmanager
-async def _player(
+async def _open_eval_runner(
     plan: EvaluationPlan,
     suite: Suite,
     settings: RLSettings,
@@ -73,34 +75,32 @@ async def _player(
     grade: bool,
     scratch: Path,
     processes: int,
-) -> AsyncIterator[Player]:
+) -> AsyncIterator[EvalRunner]:
     options = options_of(plan, suite, processes)
     with ExitStack() as opened:
         if suite.name == WEBSHOP:
             settings = opened.enter_context(shop_for(settings))
-        async with open_runner(settings, options, storage=storage, workers=processes) as runner:
+        async with open_runner(settings, options, storage=storage, workers=processes) as host:
             strategy = options.strategy_spec(settings)
             if backend is None:
-                yield WebPlayer(plan, runner, strategy=strategy, storage=storage)
+                yield EnvironmentRunner(plan, host, strategy=strategy, storage=storage)
             else:
-                yield open_player(plan, runner, strategy, storage, backend, scratch, grade=grade)
+                yield open_swe_runner(plan, host, strategy, storage, backend, scratch, grade=grade)
 
 
-def open_player(
+def open_swe_runner(
     plan: EvaluationPlan,
-    runner: Runner,
+    host: HostRunner,
     strategy: StrategySpec,
     storage: TrajectoryStorage,
     backend: InstanceBackend,
     scratch: Path,
     *,
     grade: bool = True,
-) -> InstancePlayer:
+) -> SweRunner:
     """Who plays software tasks in checkouts of ``backend``, which grades them too."""
     grader = backend if grade else None
-    return InstancePlayer(
-        plan, runner, strategy=strategy, storage=storage, checkouts=backend, grader=grader, scratch=scratch
-    )
+    return SweRunner(plan, host, strategy=strategy, storage=storage, checkouts=backend, grader=grader, scratch=scratch)
 
 
 def options_of(plan: EvaluationPlan, suite: Suite, processes: int) -> HostOptions:
@@ -154,12 +154,12 @@ def settings_of(plan: EvaluationPlan, config: Path | None) -> RLSettings:
     return chosen
 
 
-def played_by(plan: EvaluationPlan, settings: RLSettings) -> PlayedBy | None:
+def agent_strategy(plan: EvaluationPlan, settings: RLSettings) -> AgentStrategy | None:
     """The strategy of ``settings`` that plays the plan; ``None`` for an agent that has none."""
     if plan.agent != RL_AGENT:
         return None
     own: object = getattr(getattr(make_strategy(settings), "options", None), "temperature", None)
-    return PlayedBy(
+    return AgentStrategy(
         strategy=settings.rollout_strategy,
         options=settings.strategy,
         temperature=own if isinstance(own, float) else None,

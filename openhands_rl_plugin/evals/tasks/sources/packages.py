@@ -62,7 +62,7 @@ class Package(Frozen):
         return f"{self.name} {self.release.version}" if self.release else self.name
 
 
-class Plan(Frozen):
+class TaskPlan(Frozen):
     """Packages and what is made of them. ``requirements`` go into every environment, ``python`` is its version."""
 
     packages: tuple[Package, ...] = Field(min_length=1)
@@ -74,17 +74,17 @@ class Plan(Frozen):
     """Seconds that one run of the tests may take."""
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path) -> TaskPlan:
     """A plan from a TOML file. Raises ``ConfigError``, a line for each thing that is wrong."""
     try:
         text = path.read_text(encoding="utf-8")
-        return Plan.model_validate(tomllib.loads(text))
+        return TaskPlan.model_validate(tomllib.loads(text))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no TOML: {error}") from error
     except ValidationError as error:
-        lines = (f"{path}: {'.'.join(where) or 'plan'} {what}" for where, what in problems(error, Plan))
+        lines = (f"{path}: {'.'.join(where) or 'plan'} {what}" for where, what in problems(error, TaskPlan))
         raise ConfigError("\n".join(lines)) from error
 
 

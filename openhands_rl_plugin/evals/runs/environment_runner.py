@@ -16,7 +16,7 @@ from openhands_rl_plugin.core.errors import ConfigError, describe
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, Score, StopReason, StrategySpec, Task, Trajectory
 from openhands_rl_plugin.environments.webshop import Split, WebShop, running_webshop
-from openhands_rl_plugin.evals.runs.judged import Entry, Judged, Runner, stored_with_scores
+from openhands_rl_plugin.evals.runs.episodes import EvalTask, GradedEpisode, HostRunner, stored_with_scores
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.rollout.scoring import judge
 from openhands_rl_plugin.rollout.session import trajectory_id
@@ -25,13 +25,13 @@ _AS_RETURNED = "return-1"
 _NO_NAME = re.compile(r"[^\w.-]+")
 
 
-class WebPlayer:
-    """Plays tasks with ``runner``, which stores episodes. A return of at least ``success_at`` resolves a task."""
+class EnvironmentRunner:
+    """Plays tasks with ``host``, which stores episodes. A return of at least ``success_at`` resolves a task."""
 
     def __init__(
         self,
         plan: EvaluationPlan,
-        runner: Runner,
+        host: HostRunner,
         *,
         strategy: StrategySpec,
         storage: TrajectoryStorage,
@@ -39,19 +39,19 @@ class WebPlayer:
     ) -> None:
         self._strategy = strategy
         self._storage = storage
-        self._runner = runner
+        self._host = host
         self._playing = asyncio.Semaphore(plan.workers)
         self._success: Reward = registry.build("rewards", "success", {"threshold": success_at})
 
-    async def play(self, request: EpisodeRequest, entry: Entry) -> Judged:
-        """As in ``Player``."""
+    async def run(self, request: EpisodeRequest, eval_task: EvalTask) -> GradedEpisode:
+        """As in ``EvalRunner``."""
         found = await stored_with_scores(self._storage, trajectory_id(request), self._strategy)
         trajectory, scores = found or (None, ())
         if trajectory is None or trajectory.stop is StopReason.UNFINISHED:
             async with self._playing:
-                trajectory = await self._runner.run(request)
+                trajectory = await self._host.run(request)
         if trajectory.failure is not None:
-            return Judged(trajectory)
+            return GradedEpisode(trajectory)
         score = await judge(self._success, trajectory)
         if isinstance(score, Score) and score.reward_version not in {each.reward_version for each in scores}:
             await self._storage.add_scores([score])
@@ -59,26 +59,26 @@ class WebPlayer:
         return _reported(trajectory, isinstance(score, Score) and score.reward == 1.0)
 
 
-def web_entries(environment: str, indices: range | tuple[int, ...], split: str) -> tuple[Entry, ...]:
+def indexed_tasks(environment: str, indices: range | tuple[int, ...], split: str) -> tuple[EvalTask, ...]:
     """A task for each index that the environment's ``reset`` understands. Ids are fit for the names of folders."""
     name = _NO_NAME.sub("__", environment)
     tasks = (Task(id=f"{name}-{index}", environment=environment, data={"idx": index}, split=split) for index in indices)
-    return tuple(Entry(task, {"idx": task.data["idx"], "environment": environment}) for task in tasks)
+    return tuple(EvalTask(task, {"idx": task.data["idx"], "environment": environment}) for task in tasks)
 
 
-def row_entries(environment: str, file: Path, split: str) -> tuple[Entry, ...]:
+def row_tasks(environment: str, file: Path, split: str) -> tuple[EvalTask, ...]:
     """A task for each line of a .jsonl file, which its environment gets as the row. Raises ``ConfigError``."""
     name = _NO_NAME.sub("__", environment)
-    entries = []
+    eval_tasks = []
     for index, row in enumerate(_rows(file)):
         task = Task(id=f"{name}-{index}", environment=environment, data={"idx": index, "row": row}, split=split)
-        entries.append(Entry(task, {"idx": index, "environment": environment, "row": row}))
-    return tuple(entries)
+        eval_tasks.append(EvalTask(task, {"idx": index, "environment": environment, "row": row}))
+    return tuple(eval_tasks)
 
 
-def webshop_entries(split: Split) -> tuple[Entry, ...]:
+def webshop_tasks(split: Split) -> tuple[EvalTask, ...]:
     """The goals of the embedded shop."""
-    return web_entries("webshop", WebShop().goal_indices(split), split)
+    return indexed_tasks("webshop", WebShop().goal_indices(split), split)
 
 
 @contextmanager
@@ -109,10 +109,10 @@ def _rows(file: Path) -> Iterator[JsonObject]:
         yield row
 
 
-def _reported(trajectory: Trajectory, resolved: bool) -> Judged:
+def _reported(trajectory: Trajectory, resolved: bool) -> GradedEpisode:
     """The episode with its return and its success where software tasks have the report of their tests."""
     total = trajectory.episode_return
     result: JsonObject = {"reward": total, "report": {"resolved": resolved}}
     score = Score(trajectory_id=trajectory.id, reward=total, detail={"resolved": resolved}, reward_version=_AS_RETURNED)
     evidence = {**trajectory.evidence, "test_result": result}
-    return Judged(trajectory.model_copy(update={"evidence": evidence}), score)
+    return GradedEpisode(trajectory.model_copy(update={"evidence": evidence}), score)

@@ -11,10 +11,10 @@ from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, Score, StopReason, StrategySpec, Task, Trajectory
 from openhands_rl_plugin.environments.workspace.place import Place
 from openhands_rl_plugin.evals.swe.guard.commands import flags_of_commands
-from openhands_rl_plugin.evals.swe.types import Flag, Instance, Verdict
+from openhands_rl_plugin.evals.swe.types import Flag, Instance, PatchVerdict
 
 
-class Judged(NamedTuple):
+class GradedEpisode(NamedTuple):
     """``trajectory`` has the report of its tests in its evidence; ``verdict`` is there for software tasks only.
 
     Without a score nothing is known about the attempt.
@@ -22,7 +22,7 @@ class Judged(NamedTuple):
 
     trajectory: Trajectory
     score: Score | None = None
-    verdict: Verdict | None = None
+    verdict: PatchVerdict | None = None
 
     @property
     def commands(self) -> tuple[Flag, ...]:
@@ -31,7 +31,7 @@ class Judged(NamedTuple):
         return flags_of_commands(self.trajectory, repo) if isinstance(repo, str) else ()
 
 
-class Entry(NamedTuple):
+class EvalTask(NamedTuple):
     """A task of a suite: how it is played, and its row of the dataset."""
 
     task: Task
@@ -39,8 +39,8 @@ class Entry(NamedTuple):
     instance: Instance | None = None
 
 
-class Runner(Protocol):
-    """OpenHands' controllers, in this process or in several others."""
+class HostRunner(Protocol):
+    """Rolls out episodes with the host, in this process or in worker processes."""
 
     async def run(self, request: EpisodeRequest, place: Place | None = None) -> Trajectory:
         """Play one episode. A failed one is returned with ``failure`` set, not raised."""
@@ -51,10 +51,10 @@ class Runner(Protocol):
         ...
 
 
-class Player(Protocol):
+class EvalRunner(Protocol):
     """Plays and judges episodes of one suite."""
 
-    async def play(self, request: EpisodeRequest, entry: Entry) -> Judged:
+    async def run(self, request: EpisodeRequest, eval_task: EvalTask) -> GradedEpisode:
         """Play, store, judge and score. A failed episode is returned, not raised; what is stored is not played again.
 
         Raises what must stop an evaluation: ``ConfigError`` and ``StorageError``.

@@ -25,11 +25,11 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.environments.workspace.place import Place, PlaceMount
-from openhands_rl_plugin.evals.runs.judged import Entry, Judged, Runner, stored_with_scores
+from openhands_rl_plugin.evals.runs.episodes import EvalTask, GradedEpisode, HostRunner, stored_with_scores
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.runs.prompts import directory_of
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
-from openhands_rl_plugin.evals.swe.types import Instance, Verdict, VerdictKind
+from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
 from openhands_rl_plugin.rollout.failed import failed_episode
 from openhands_rl_plugin.rollout.scoring import judge
 from openhands_rl_plugin.rollout.session import trajectory_id
@@ -38,8 +38,8 @@ _CHECKOUT = "instance.checkout"
 _BACKOFF = Backoff(first=1.0, longest=10.0)
 
 
-class InstancePlayer:
-    """Plays instances with ``runner``, which stores episodes, and grades them with ``grader`` (``None``: not at all).
+class SweRunner:
+    """Plays instances with ``host``, which stores episodes, and grades them with ``grader`` (``None``: not at all).
 
     Checkouts and episodes take turns by the plan's ``workers``, gradings by its ``graders``, so that patches are tested
     while other episodes wait for the model. ``scratch`` holds the checkouts that are in use.
@@ -48,7 +48,7 @@ class InstancePlayer:
     def __init__(
         self,
         plan: EvaluationPlan,
-        runner: Runner,
+        host: HostRunner,
         *,
         strategy: StrategySpec,
         storage: TrajectoryStorage,
@@ -61,26 +61,26 @@ class InstancePlayer:
         self._grader = grader
         self._storage = storage
         self._scratch = scratch
-        self._runner = runner
+        self._host = host
         self._strategy = strategy
         self._reward: Reward = registry.build("rewards", "tests")
         self._playing = asyncio.Semaphore(plan.workers)
         self._grading = asyncio.Semaphore(plan.graders)
 
-    async def play(self, request: EpisodeRequest, entry: Entry) -> Judged:
-        """As in ``Player``."""
-        assert entry.instance is not None
+    async def run(self, request: EpisodeRequest, eval_task: EvalTask) -> GradedEpisode:
+        """As in ``EvalRunner``."""
+        assert eval_task.instance is not None
         stored = await self._stored(trajectory_id(request))
         if stored is None or stored.trajectory.stop is StopReason.UNFINISHED:
             async with self._playing:
-                stored = Judged(await self._roll_out(request, entry.instance))
+                stored = GradedEpisode(await self._roll_out(request, eval_task.instance))
         if stored.verdict is not None or stored.trajectory.failure is not None or self._grader is None:
             return stored
         async with self._grading:
-            verdict = await self._grade(stored.trajectory, entry.instance, self._grader)
+            verdict = await self._grade(stored.trajectory, eval_task.instance, self._grader)
         return await self._scored(with_verdict(stored.trajectory, verdict), verdict)
 
-    async def _stored(self, identity: str) -> Judged | None:
+    async def _stored(self, identity: str) -> GradedEpisode | None:
         """What an earlier process left of the episode, with its verdict if it came to that."""
         found = await stored_with_scores(self._storage, identity, self._strategy)
         if found is None:
@@ -88,7 +88,11 @@ class InstancePlayer:
         trajectory, scores = found
         own = [score for score in scores if score.reward_version == self._reward.version]
         verdict = _verdict_of(own[-1]) if own else None
-        return Judged(trajectory) if verdict is None else Judged(with_verdict(trajectory, verdict), own[-1], verdict)
+        return (
+            GradedEpisode(trajectory)
+            if verdict is None
+            else GradedEpisode(with_verdict(trajectory, verdict), own[-1], verdict)
+        )
 
     async def _roll_out(self, request: EpisodeRequest, instance: Instance) -> Trajectory:
         root, started = self._scratch / uuid.uuid4().hex, time.time()
@@ -96,7 +100,7 @@ class InstancePlayer:
             place = await self._place(instance, root)
             if isinstance(place, Failure):
                 return await self._failed(request, place, started)
-            return await self._runner.run(request, place)
+            return await self._host.run(request, place)
         finally:
             await asyncio.to_thread(shutil.rmtree, root, True)
 
@@ -124,7 +128,7 @@ class InstancePlayer:
         await self._storage.add(trajectory)
         return trajectory
 
-    async def _grade(self, trajectory: Trajectory, instance: Instance, grader: InstanceBackend) -> Verdict:
+    async def _grade(self, trajectory: Trajectory, instance: Instance, grader: InstanceBackend) -> PatchVerdict:
         patch = trajectory.evidence.get("git_patch")
         if not isinstance(patch, str):
             why = str(trajectory.evidence.get("git_patch_missing") or "the episode left no patch")
@@ -144,18 +148,18 @@ class InstancePlayer:
                 break
         return verdict
 
-    async def _scored(self, trajectory: Trajectory, verdict: Verdict) -> Judged:
+    async def _scored(self, trajectory: Trajectory, verdict: PatchVerdict) -> GradedEpisode:
         score = await judge(self._reward, trajectory)
         if isinstance(score, Failure):
-            return Judged(trajectory, None, verdict)
+            return GradedEpisode(trajectory, None, verdict)
         await self._storage.add_scores([score])
-        return Judged(trajectory, score, verdict)
+        return GradedEpisode(trajectory, score, verdict)
 
 
-def with_verdict(trajectory: Trajectory, verdict: Verdict) -> Trajectory:
+def with_verdict(trajectory: Trajectory, verdict: PatchVerdict) -> Trajectory:
     """The episode with the report of its tests in its evidence, where OpenHands' evaluation has it.
 
-    The stored episode stays as it was before anyone judged it; its score holds the verdict.
+    The stored episode stays as it was before anyone graded it; its score holds the verdict.
     """
     patch = trajectory.evidence.get("git_patch")
     result: JsonObject = {
@@ -166,7 +170,7 @@ def with_verdict(trajectory: Trajectory, verdict: Verdict) -> Trajectory:
     return trajectory.model_copy(update={"evidence": {**trajectory.evidence, "test_result": result}})
 
 
-def report_of(verdict: Verdict) -> JsonObject:
+def report_of(verdict: PatchVerdict) -> JsonObject:
     """``test_result.report`` as OpenHands' ``eval_infer`` writes it."""
     kind = verdict.kind
     return {
@@ -178,12 +182,12 @@ def report_of(verdict: Verdict) -> JsonObject:
     }
 
 
-def _verdict(instance: Instance, kind: VerdictKind, reason: str) -> Verdict:
-    return Verdict(instance_id=instance.instance_id, kind=kind, reason=reason)
+def _verdict(instance: Instance, kind: VerdictKind, reason: str) -> PatchVerdict:
+    return PatchVerdict(instance_id=instance.instance_id, kind=kind, reason=reason)
 
 
-def _verdict_of(score: Score) -> Verdict | None:
+def _verdict_of(score: Score) -> PatchVerdict | None:
     try:
-        return Verdict.model_validate(score.detail.get("verdict"))
+        return PatchVerdict.model_validate(score.detail.get("verdict"))
     except ValidationError:
         return None

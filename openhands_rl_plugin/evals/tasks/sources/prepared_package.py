@@ -9,27 +9,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.evals.tasks.hiding import file_of
+from openhands_rl_plugin.evals.tasks.hidden_tests import file_of
 from openhands_rl_plugin.evals.tasks.sandbox import PYTEST, Sandbox, TestRun
-from openhands_rl_plugin.evals.tasks.sources.environment import make_environment
-from openhands_rl_plugin.evals.tasks.sources.fetching import Origin, fetch, fetch_release
-from openhands_rl_plugin.evals.tasks.sources.sources import Package, Plan
-from openhands_rl_plugin.evals.tasks.sources.survey import Survey, survey
+from openhands_rl_plugin.evals.tasks.sources.download import SourceOrigin, fetch, fetch_release
+from openhands_rl_plugin.evals.tasks.sources.package_layout import PackageLayout, layout_of
+from openhands_rl_plugin.evals.tasks.sources.packages import Package, TaskPlan
 from openhands_rl_plugin.evals.tasks.sources.trees import Tree
+from openhands_rl_plugin.evals.tasks.sources.virtualenv import make_environment
 
 _READABLE = re.compile(r"[\x21-\x7e]+")
 
 
 @dataclass(frozen=True)
-class Workshop:
+class PreparedPackage:
     """``tests`` are those that passed in each of the runs on ``tree`` and can be read off a log."""
 
     package: Package
-    plan: Plan
-    origin: Origin
+    plan: TaskPlan
+    origin: SourceOrigin
     tree: Tree
     older: Tree | None
-    survey: Survey
+    layout: PackageLayout
     sandbox: Sandbox
     requirements: tuple[str, ...]
     first_run: TestRun
@@ -38,12 +38,12 @@ class Workshop:
     @property
     def arguments(self) -> tuple[str, ...]:
         """Pytest's arguments."""
-        return self.package.tests or self.survey.arguments
+        return self.package.tests or self.layout.arguments
 
     @property
     def paths(self) -> tuple[str, ...]:
         """The folders that are imported from."""
-        return self.package.paths or self.survey.paths
+        return self.package.paths or self.layout.paths
 
     @property
     def test_command(self) -> str:
@@ -60,18 +60,20 @@ class Workshop:
         return (f"python -c \"import sysconfig; open({target}, 'w').write('{folders}\\n')\"",)
 
 
-def open_workshop(package: Package, plan: Plan, cache: Path) -> Workshop:
+def prepare_package(package: Package, plan: TaskPlan, cache: Path) -> PreparedPackage:
     """Fetch a package and run its tests twice. Raises ``ConfigError`` or ``InfrastructureError``, one clear line."""
     origin, tree = fetch(package, cache)
     older = None
     if package.previous is not None:
         older = fetch_release(package.name, package.previous, cache)[1]
-    return prepare(package, plan, origin, tree, older, cache)
+    return prepare_tree(package, plan, origin, tree, older, cache)
 
 
-def prepare(package: Package, plan: Plan, origin: Origin, tree: Tree, older: Tree | None, cache: Path) -> Workshop:
-    """A workshop of files that are there already. Raises as ``open_workshop`` does."""
-    found = survey(tree)
+def prepare_tree(
+    package: Package, plan: TaskPlan, origin: SourceOrigin, tree: Tree, older: Tree | None, cache: Path
+) -> PreparedPackage:
+    """A prepared of files that are there already. Raises as ``prepare_package`` does."""
+    found = layout_of(tree)
     arguments = package.tests or found.arguments
     if not arguments:
         raise ConfigError(f"{package.label}: no tests found in it; name them in a plan (tests = [...])")
@@ -86,7 +88,7 @@ def prepare(package: Package, plan: Plan, origin: Origin, tree: Tree, older: Tre
     tests = frozenset(test for test in first.passed & second.passed if _usable(test, package.avoid))
     if len(tests) < 2:
         raise ConfigError(f"{package.label}: fewer than two tests pass twice in a row; nothing can be measured by them")
-    return Workshop(package, plan, origin, tree, older, found, sandbox, requirements, first, tests)
+    return PreparedPackage(package, plan, origin, tree, older, found, sandbox, requirements, first, tests)
 
 
 def _refuse_useless(package: Package, run: TestRun, timeout: float) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Score
-from openhands_rl_plugin.evals.report.reading import RunRecord
+from openhands_rl_plugin.evals.report.run_records import RunRecord
 
 VERIFIER = "verifier"
 """How the versions of verifiers' scores begin."""

@@ -1,0 +1,136 @@
+"""Many predictions graded: bounded, resumable, with the official tools' files."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from openhands_rl_plugin.core.errors import CaughtFailure, boundary
+from openhands_rl_plugin.core.files import PRIVATE, write_file
+from openhands_rl_plugin.core.types import FailureKind, Frozen
+from openhands_rl_plugin.evals.swe.dataset import PatchPrediction
+from openhands_rl_plugin.evals.swe.logs import InstanceLogs, run_report
+from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
+from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
+
+OnVerdict = Callable[[PatchVerdict], None]
+
+
+class GradingPlan(Frozen):
+    """How to grade. ``timeout``: seconds of one instance's tests. ``retries``: of what failed around a patch."""
+
+    run_id: str = "run"
+    workers: int = 1
+    timeout: float = 1800.0
+    retries: int = 1
+
+
+class GradedPredictions(NamedTuple):
+    """All verdicts, and the report files (one a model)."""
+
+    verdicts: dict[str, PatchVerdict]
+    reports: tuple[Path, ...]
+
+
+def instance_logs(out: Path, run_id: str, prediction: PatchPrediction) -> InstanceLogs:
+    """The folder of one prediction below ``out``."""
+    model = prediction.model_name_or_path.replace("/", "__")
+    return InstanceLogs(out / "logs" / "run_evaluation" / run_id / model / prediction.instance_id)
+
+
+def settled(logs: InstanceLogs, prediction: PatchPrediction) -> PatchVerdict | None:
+    """The verdict of an earlier run on the same patch; ``None`` when there is none, or it says nothing."""
+    verdict = logs.read_verdict()
+    if verdict is None or verdict.kind is VerdictKind.INFRASTRUCTURE:
+        return None
+    if verdict.kind in (VerdictKind.EMPTY_PATCH, VerdictKind.REFUSED):
+        return None
+    try:
+        same = (logs.folder / "patch.diff").read_bytes() == (prediction.model_patch or "").encode()
+    except (OSError, UnicodeEncodeError):
+        return None
+    return verdict if same else None
+
+
+async def grade_all(
+    backend: InstanceBackend,
+    instances: Sequence[Instance],
+    predictions: Sequence[PatchPrediction],
+    plan: GradingPlan,
+    out: Path,
+    *,
+    on_verdict: OnVerdict = lambda verdict: None,
+) -> GradedPredictions:
+    """Grade what is not graded yet and write the reports, also when this is cancelled: what is done stays done."""
+    rows = {instance.instance_id: instance for instance in instances}
+    verdicts: dict[str, PatchVerdict] = {}
+    places = asyncio.Semaphore(plan.workers)
+
+    async def grade(prediction: PatchPrediction) -> None:
+        logs = instance_logs(out, plan.run_id, prediction)
+        verdict = settled(logs, prediction)
+        if verdict is None:
+            async with places:
+                verdict = await _graded(backend, rows[prediction.instance_id], prediction, plan, logs)
+        verdicts[prediction.instance_id] = verdict
+        on_verdict(verdict)
+
+    out.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        async with asyncio.TaskGroup() as group:
+            for prediction in predictions:
+                group.create_task(grade(prediction))
+    finally:
+        reports = write_reports(out, plan.run_id, list(rows), predictions, verdicts)
+    return GradedPredictions(verdicts, reports)
+
+
+async def _graded(
+    backend: InstanceBackend, instance: Instance, prediction: PatchPrediction, plan: GradingPlan, logs: InstanceLogs
+) -> PatchVerdict:
+    patch = prediction.model_patch or ""
+    verdict: PatchVerdict | None = None
+    for _ in range(plan.retries + 1):
+        try:
+            with boundary(FailureKind.GRADER, "grading"):
+                verdict = await backend.grade(instance, patch, logs=logs.folder, timeout=plan.timeout)
+        except CaughtFailure as caught:
+            verdict = PatchVerdict(
+                instance_id=instance.instance_id, kind=VerdictKind.INFRASTRUCTURE, reason=caught.failure.message
+            )
+            logs.write_verdict(verdict)
+        if verdict.kind is not VerdictKind.INFRASTRUCTURE:
+            break
+    assert verdict is not None
+    return verdict
+
+
+def write_reports(
+    out: Path,
+    run_id: str,
+    instances: list[str],
+    predictions: Sequence[PatchPrediction],
+    verdicts: dict[str, PatchVerdict],
+) -> tuple[Path, ...]:
+    """``<model>.<run>.json`` for every model among the predictions."""
+    models: dict[str, list[str]] = {}
+    for prediction in predictions:
+        models.setdefault(prediction.model_name_or_path, []).append(prediction.instance_id)
+    files = []
+    for model, submitted in models.items():
+        found = {name: verdicts[name] for name in submitted if name in verdicts}
+        files.append(out / f"{model.replace('/', '__')}.{run_id}.json")
+        write_file(files[-1], json.dumps(run_report(found, instances, submitted), indent=4), PRIVATE)
+    return tuple(files)
+
+
+def summary(verdicts: dict[str, PatchVerdict]) -> str:
+    """``7 resolved, 2 unresolved, 1 timed out``."""
+    counts = Counter(verdict.kind for verdict in verdicts.values())
+    said = [f"{counts[kind]} {kind.value.replace('_', ' ')}" for kind in VerdictKind if counts[kind]]
+    flagged = sum(1 for verdict in verdicts.values() if verdict.flagged)
+    return ", ".join(said) + (f"; {flagged} flagged" if flagged else "") if said else "nothing graded"
