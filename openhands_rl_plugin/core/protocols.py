@@ -1,4 +1,11 @@
-"""The seams. Anything that has these methods fits; nothing needs to be inherited."""
+"""The seams. Anything that has these methods fits; nothing needs to be inherited.
+
+Each seam shows one use, with the small implementations of ``openhands_rl_plugin.testing``:
+
+    >>> import asyncio
+    >>> from openhands_rl_plugin.core.types import Message, Task
+    >>> from openhands_rl_plugin.testing import GridEnvironment, ScriptedEngine, example_trajectory
+"""
 
 from __future__ import annotations
 
@@ -29,7 +36,14 @@ if TYPE_CHECKING:
 
 
 class LLMEngine(Protocol):
-    """A source of completions."""
+    """A source of completions.
+
+    Example:
+        >>> engine = ScriptedEngine(["left", "right"])
+        >>> completions = asyncio.run(engine.complete([Message(role="user", content="Which way?")], n=2))
+        >>> [completion.message.content for completion in completions]
+        ['left', 'right']
+    """
 
     async def complete(
         self,
@@ -39,34 +53,96 @@ class LLMEngine(Protocol):
         n: int = 1,
         sampling: SamplingParams | None = None,
     ) -> list[Completion]:
-        """Sample ``n`` answers. Raises ``InfrastructureError`` or ``ModelError``."""
+        """Sample ``n`` answers.
+
+        Args:
+            messages: the conversation so far; it does not end with an answer.
+            tools: what the model may call, in OpenAI's form.
+            n: how many independent answers.
+            sampling: what it leaves open is the engine's choice.
+
+        Returns:
+            ``n`` completions.
+
+        Raises:
+            InfrastructureError: the server is away, slow or overloaded.
+            ModelError: the server refused the request.
+        """
         ...
 
 
 @runtime_checkable
 class StreamingEngine(Protocol):
-    """An engine that can show an answer while it is sampled. A capability, not a flag."""
+    """An engine that can show an answer while it is sampled. A capability, not a flag.
+
+    Example:
+        >>> isinstance(ScriptedEngine([]), StreamingEngine)
+        False
+    """
 
     def stream(
         self, messages: Sequence[Message], *, tools: Sequence[JsonObject] = (), sampling: SamplingParams | None = None
     ) -> AsyncIterator[str | Completion]:
-        """The answer's text in pieces, then, last, the same completion that ``complete`` would return."""
+        """Sample one answer; arguments and errors are those of ``LLMEngine.complete``.
+
+        Returns:
+            The answer's text in pieces, then, last, the same completion that ``complete`` would return.
+        """
         ...
 
 
 class Environment(Protocol):
-    """One episode of one task. Single use: reset once, close once."""
+    """One episode of one task. Single use: reset once, close once.
+
+    Example:
+        >>> async def episode(environment: Environment) -> float:
+        ...     await environment.reset(Task(id="walk", environment="grid", data={"goal": [1, 0]}))
+        ...     observation = await environment.step(Message(role="assistant", content="I go right"))
+        ...     await environment.close()
+        ...     return observation.reward
+        >>> asyncio.run(episode(GridEnvironment()))
+        1.0
+    """
 
     async def reset(self, task: Task) -> Observation:
-        """Start the episode; the messages of the first observation open the conversation."""
+        """Start the episode.
+
+        Args:
+            task: whose ``data`` the environment alone understands.
+
+        Returns:
+            The first observation; its messages, at least one, open the conversation.
+
+        Raises:
+            InfrastructureError: no episode can be opened now; another attempt may succeed.
+            BadEnvironmentError: the task cannot be played here.
+        """
         ...
 
     async def step(self, action: Message) -> Observation:
-        """Execute one answer of the policy. A malformed action is answered, not raised."""
+        """Execute one answer of the policy.
+
+        Args:
+            action: an assistant message; a malformed one is answered, not raised.
+
+        Returns:
+            What the policy sees next, with the step's reward. ``terminated`` is not ``truncated``.
+
+        Raises:
+            InfrastructureError: the environment is gone.
+            BadEnvironmentError: its server broke the protocol.
+        """
         ...
 
     async def evidence(self) -> JsonObject:
-        """All that a reward will need, gathered before ``close``."""
+        """Gather all that a reward will need. Called once, before ``close``.
+
+        Returns:
+            JSON, such as the final state, a patch or a test report.
+
+        Raises:
+            InfrastructureError: the environment is gone.
+        """
         ...
 
     async def close(self) -> None:
@@ -76,16 +152,34 @@ class Environment(Protocol):
 
 @runtime_checkable
 class Forkable(Protocol):
-    """An environment that can be copied in mid-episode. A capability, not a flag."""
+    """An environment that can be copied in mid-episode. A capability, not a flag.
+
+    Example:
+        >>> isinstance(GridEnvironment(), Forkable)
+        True
+    """
 
     async def fork(self) -> Environment:
-        """An independent copy of the episode as it stands."""
+        """Copy the episode as it stands.
+
+        Returns:
+            An independent environment that is open already; whoever forked it closes it.
+
+        Raises:
+            InfrastructureError: there is no room for one more.
+            BadEnvironmentError: this episode cannot be copied.
+        """
         ...
 
 
 @runtime_checkable
 class OffersTools(Protocol):
-    """An environment whose actions are tool calls, which the model server is told of."""
+    """An environment whose actions are tool calls, which the model server is given.
+
+    Example:
+        >>> isinstance(GridEnvironment(), OffersTools)
+        False
+    """
 
     @property
     def offered_tools(self) -> Sequence[JsonObject]:
@@ -94,10 +188,34 @@ class OffersTools(Protocol):
 
 
 class Strategy(Protocol):
-    """Decides one turn; someone else executes it."""
+    """Decides one turn; someone else executes it.
+
+    Example:
+        >>> from openhands_rl_plugin import StandardReActStrategy
+        >>> from openhands_rl_plugin.core.tree import EpisodeTree
+        >>> from openhands_rl_plugin.core.types import Observation
+        >>> tree = EpisodeTree()
+        >>> tree.observe(Observation(messages=(Message(role="user", content="Which way?"),)))
+        >>> chosen = asyncio.run(StandardReActStrategy().decide(tree, ScriptedEngine(["left"]), None))
+        >>> tree.nodes[chosen].message.content
+        'left'
+    """
 
     async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
-        """Add candidates below ``tree.head`` and return the index of the sampled node to commit."""
+        """Add candidates below ``tree.head`` and choose one.
+
+        Args:
+            tree: the episode so far; it is grown in place.
+            engine: what samples the candidates.
+            world: the environment, where it can be forked; forks are closed by the strategy.
+
+        Returns:
+            The index in ``tree.nodes`` of the sampled node to commit.
+
+        Raises:
+            ConfigError: the strategy needs forks and ``world`` is ``None``.
+            EpisodeError: what the engine or a fork raised.
+        """
         ...
 
 
@@ -106,6 +224,18 @@ class TrajectoryStorage(Protocol):
 
     An episode is stored at once by ``add``, or as it is played by ``begin``, ``grow`` and ``end``. All of them may be
     repeated: what is known already is not stored again.
+
+    Example:
+        >>> import tempfile
+        >>> from openhands_rl_plugin import FileTrajectoryStorage
+        >>> async def stored(storage: TrajectoryStorage) -> int:
+        ...     await storage.add(example_trajectory())
+        ...     count = await storage.count(TrajectoryFilter(environment="grid"))
+        ...     await storage.close()
+        ...     return count
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     asyncio.run(stored(FileTrajectoryStorage(folder)))
+        1
     """
 
     async def add(self, trajectory: Trajectory) -> None:
@@ -117,7 +247,11 @@ class TrajectoryStorage(Protocol):
         ...
 
     async def grow(self, growth: EpisodeGrowth) -> None:
-        """Append to an open episode. Nodes that are stored already are skipped; a gap before them is an error."""
+        """Append to an open episode. Nodes that are stored already are skipped.
+
+        Raises:
+            StorageError: nodes before ``growth.first`` are missing, or the episode is not open.
+        """
         ...
 
     async def end(self, end: EpisodeEnd) -> None:
@@ -125,7 +259,11 @@ class TrajectoryStorage(Protocol):
         ...
 
     async def drop(self, trajectory_ids: Sequence[str]) -> int:
-        """Forget unfinished episodes and return how many; finished and unknown ones are left alone."""
+        """Delete unfinished episodes; finished and unknown ones are left alone.
+
+        Returns:
+            How many were deleted.
+        """
         ...
 
     async def add_scores(self, scores: Sequence[Score]) -> None:
@@ -133,7 +271,14 @@ class TrajectoryStorage(Protocol):
         ...
 
     def find(self, where: TrajectoryFilter | None = None) -> AsyncIterator[tuple[Trajectory, tuple[Score, ...]]]:
-        """Stream what matches with its scores, oldest score first. What is added meanwhile is not part of it."""
+        """Stream what matches. What is added meanwhile is not part of it.
+
+        Args:
+            where: ``None`` finds all finished trajectories.
+
+        Returns:
+            Trajectories in the order that ``where`` asks for, each with its scores, oldest first.
+        """
         ...
 
     def summaries(self, where: TrajectoryFilter | None = None) -> AsyncIterator[TrajectorySummary]:
@@ -150,7 +295,13 @@ class TrajectoryStorage(Protocol):
 
 
 class Reward(Protocol):
-    """A pure function over a stored trajectory."""
+    """A pure function over a stored trajectory.
+
+    Example:
+        >>> from openhands_rl_plugin.rewards.outcome import ReturnReward
+        >>> asyncio.run(ReturnReward()(example_trajectory())).reward
+        1.0
+    """
 
     @property
     def version(self) -> str:
@@ -158,15 +309,43 @@ class Reward(Protocol):
         ...
 
     async def __call__(self, trajectory: Trajectory) -> Score:
-        """Judge. Raises ``GraderError`` when it cannot; never invents a 0.0."""
+        """Judge one trajectory by its nodes and evidence.
+
+        Returns:
+            A score whose ``reward`` is ``None`` where there is nothing to judge; never an invented 0.0.
+
+        Raises:
+            GraderError: the reward cannot be computed; the trajectory stays unscored.
+        """
         ...
 
 
 class EpisodeRunner(Protocol):
-    """Plays whole episodes: in-process sessions, or OpenHands' controller."""
+    """Plays whole episodes: in-process sessions, or OpenHands' controller.
+
+    Example:
+        >>> class Recorded:
+        ...     async def run(self, request: EpisodeRequest) -> Trajectory:
+        ...         return example_trajectory()
+        ...     async def close(self) -> None: ...
+        >>> runner: EpisodeRunner = Recorded()
+        >>> request = EpisodeRequest(task=Task(id="walk", environment="grid"), run_id="run", group_id="run/walk")
+        >>> asyncio.run(runner.run(request)).stop
+        <StopReason.TERMINATED: 'terminated'>
+    """
 
     async def run(self, request: EpisodeRequest) -> Trajectory:
-        """Play one episode. A failed one is returned with ``failure`` set, not raised."""
+        """Play one episode.
+
+        Args:
+            request: what to play; equal requests are the same episode.
+
+        Returns:
+            The trajectory; a failed one has ``failure`` set.
+
+        Raises:
+            StorageError: the episode cannot be stored while it is played.
+        """
         ...
 
     async def close(self) -> None:
