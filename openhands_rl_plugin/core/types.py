@@ -313,11 +313,6 @@ class Sample(Frozen):
         """The weight of the sampled token at ``position``."""
         return self.token_advantages[position] if self.token_advantages else self.advantage
 
-    @property
-    def has_signal(self) -> bool:
-        """Whether any token's weight is not zero."""
-        return any(self.token_advantages) if self.token_advantages else self.advantage != 0.0
-
 
 class Adapter(Frozen):
     """A LoRA adapter on disk. ``name`` is the versioned name; ``sha256`` is that of the weights file."""

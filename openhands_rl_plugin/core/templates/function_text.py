@@ -27,14 +27,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from pydantic import JsonValue
-
-from openhands_rl_plugin.core.templates import function_values
 from openhands_rl_plugin.core.templates.answers import scan
 from openhands_rl_plugin.core.templates.function_reader import Reader, bare_name, tags_of
 from openhands_rl_plugin.core.templates.function_values import Newlines, as_json, write_value
 from openhands_rl_plugin.core.templates.parsed import ParsedAnswer, RenderError
-from openhands_rl_plugin.core.templates.signatures import UNDECLARED, Parameter, check, signature
+from openhands_rl_plugin.core.templates.signatures import check, signature
 from openhands_rl_plugin.core.types import JsonObject, ToolCall
 
 
@@ -62,16 +59,6 @@ def render_call(call: ToolCall, tool: JsonObject | None = None) -> str:
     return f"<function={call.name}>\n{''.join(written)}</function>"
 
 
-def render_value(value: JsonValue, schema: JsonObject | None = None) -> str:
-    """What stands between the tags of a parameter. ``schema``: its JSON Schema, if it is known."""
-    return write_value(value, _parameter(schema))
-
-
-def read_value(text: str, schema: JsonObject | None = None, newlines: Newlines = Newlines.WRAPPED) -> JsonValue:
-    """The value that ``text`` between the tags stands for; text that is not of the schema's type stays text."""
-    return function_values.read_value(text, _parameter(schema), newlines)
-
-
 def read_function_text(
     text: str, tools: Sequence[JsonObject] = (), newlines: Newlines = Newlines.WRAPPED
 ) -> ParsedAnswer:
@@ -91,8 +78,3 @@ def parse_function_text(
 def _can_stand(name: str) -> bool:
     """Whether a name is read back from a tag as it is."""
     return bool(name) and name == bare_name(name) and not any(mark in name for mark in "<>\n")
-
-
-def _parameter(schema: JsonObject | None) -> Parameter:
-    tool: JsonObject = {"parameters": {"properties": {"value": schema}}}
-    return UNDECLARED if schema is None else signature(tool).parameter("value")

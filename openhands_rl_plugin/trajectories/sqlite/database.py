@@ -100,18 +100,17 @@ def connect(file: Path, *, durable: bool = True) -> sqlite3.Connection:
         return connection
 
 
-@contextmanager
-def being_made(folder: Path) -> Iterator[sqlite3.Connection | None]:
-    """A new store to be filled, which is put in its place at the end; ``None`` when another process was faster.
+def make_database(folder: Path) -> None:
+    """Put an empty store in ``folder``, unless another process was faster.
 
-    Raises ``StorageError``, and leaves nothing behind when it or the caller fails.
+    Raises ``StorageError``, and leaves nothing behind when it fails.
     """
+    make_folder(folder)
     file, draft = folder / FILE_NAME, folder / f"{FILE_NAME}.new"
     with explained(file), _locked(folder):
         if file.exists():
-            yield None
             return
-        # What a killed process has left; nobody else is at it while the folder is locked.
+        # What a killed process has left; no other is at it while the folder is locked.
         draft.unlink(missing_ok=True)
         os.close(os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
         try:
@@ -121,7 +120,6 @@ def being_made(folder: Path) -> Iterator[sqlite3.Connection | None]:
                 connection.execute("PRAGMA journal_mode = OFF")
                 connection.execute("PRAGMA synchronous = OFF")
                 connection.executescript(_SCHEMA)
-                yield connection
                 connection.execute("PRAGMA journal_mode = WAL")
             sync(draft)
             draft.rename(file)

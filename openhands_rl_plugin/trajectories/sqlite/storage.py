@@ -12,8 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from pydantic import ValidationError
-
 from openhands_rl_plugin.core.errors import StorageError, describe
 from openhands_rl_plugin.core.records import (
     EpisodeEnd,
@@ -23,10 +21,9 @@ from openhands_rl_plugin.core.records import (
     TrajectorySummary,
 )
 from openhands_rl_plugin.core.redaction import secrets_looked_up_once
-from openhands_rl_plugin.core.types import Frozen, Score, Trajectory
-from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME, being_made, connect, explained, make_folder
+from openhands_rl_plugin.core.types import Score, Trajectory
+from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME, connect, explained, make_database
 from openhands_rl_plugin.trajectories.sqlite.group_commit import Call, GroupCommitter
-from openhands_rl_plugin.trajectories.sqlite.legacy import is_legacy, legacy_scores, legacy_trajectories
 from openhands_rl_plugin.trajectories.sqlite.reading import Found, count, load, load_summaries, row_numbers
 from openhands_rl_plugin.trajectories.sqlite.writing import (
     EpisodeWriter,
@@ -51,8 +48,6 @@ class FileTrajectoryStorage:
     and one flush. What was acknowledged survives ``kill -9`` and a loss of power, and half a record is never read.
     With ``durable=False`` nothing is flushed before a call returns: that survives ``kill -9`` too, but a loss of power
     or a crash of the system loses the last calls (up to about the last thousand pages, all of them from the end).
-
-    A store of JSON Lines, as schema version 1 had it, is taken over when it is first opened; its files stay untouched.
     """
 
     def __init__(self, path: str | Path, durable: bool = True) -> None:
@@ -161,9 +156,7 @@ class FileTrajectoryStorage:
 
     def _ask[Answer](self, ask: Callable[[sqlite3.Connection], Answer], nothing: Answer) -> Answer:
         if not self._file.exists():
-            if not is_legacy(self._folder):
-                return nothing
-            self._make()
+            return nothing
         with explained(self._file):
             with self._lock:
                 readers = self._readers
@@ -223,23 +216,10 @@ class FileTrajectoryStorage:
     def _opened(self) -> tuple[sqlite3.Connection, EpisodeWriter]:
         if self._writer is None:
             if not self._file.exists():
-                self._make()
+                make_database(self._folder)
             connection = connect(self._file, durable=self._durable)
             self._writer = connection, EpisodeWriter(connection)
         return self._writer
-
-    def _make(self) -> None:
-        make_folder(self._folder)
-        with being_made(self._folder) as connection:
-            if connection is None:
-                return
-            writer = EpisodeWriter(connection)
-            connection.execute("BEGIN")
-            for document in legacy_trajectories(self._folder):
-                writer.add(packed_trajectory(self._guard.trajectory(_parsed(Trajectory, document))))
-            for document in legacy_scores(self._folder):
-                writer.add_scores(packed_scores(self._guard.scores([_parsed(Score, document)])))
-            connection.execute("COMMIT")
 
     def _release(self) -> None:
         with self._committer.alone():
@@ -266,10 +246,3 @@ def _apply(connection: sqlite3.Connection, writer: EpisodeWriter, item: _Call) -
         connection.execute("ROLLBACK TO call")
         item.error = error if isinstance(error, StorageError) else StorageError(f"not stored: {describe(error)}")
     connection.execute("RELEASE call")
-
-
-def _parsed[Value: Frozen](kind: type[Value], document: bytes) -> Value:
-    try:
-        return kind.model_validate_json(document)
-    except ValidationError as error:
-        raise StorageError(f"an old record is not a {kind.__name__}: {describe(error)}") from error

@@ -177,12 +177,6 @@ class Spine:
         return turns, float(sum(reversed(rewards))) if rewarded else None
 
 
-def header_of(trajectory: Trajectory) -> EpisodeHeader:
-    """The header of a finished trajectory. Raises ``StorageError`` when it is not finished or not a tree."""
-    spine = Spine(trajectory.nodes)
-    return EpisodeHeader.begun(EpisodeStart.of(trajectory)).ended(spine, EpisodeEnd.of(trajectory))
-
-
 def whole(start: EpisodeStart, nodes: Sequence[Node], end: EpisodeEnd) -> Trajectory:
     """A finished episode put together again."""
     if start.schema_version > SCHEMA_VERSION:

@@ -14,12 +14,11 @@ from openhands.sdk.llm.mixins.fn_call_converter import convert_tool_call_to_stri
 from openhands_rl_plugin.core.templates.function_text import (
     parse_function_text,
     read_function_text,
-    read_value,
     render_call,
-    render_value,
 )
-from openhands_rl_plugin.core.templates.function_values import Newlines
+from openhands_rl_plugin.core.templates.function_values import Newlines, read_value, write_value
 from openhands_rl_plugin.core.templates.parsed import ProblemKind, RenderError
+from openhands_rl_plugin.core.templates.signatures import UNDECLARED, Parameter, signature
 from openhands_rl_plugin.core.types import JsonObject, ToolCall
 
 TYPES = ["string", "integer", "number", "boolean", "array", "object", "null"]
@@ -83,10 +82,14 @@ def test_any_call_comes_back_as_it_was(given_: dict[str, tuple[object, JsonObjec
         text.encode()
 
 
+def parameter(schema: JsonObject) -> Parameter:
+    return signature(tool({"value": schema})).parameter("value")
+
+
 @given(values, schemas)
 def test_any_value_comes_back_as_it_was(value: object, schema: JsonObject) -> None:
-    for known in (schema, None):
-        assert json.dumps(read_value(render_value(value, known), known)) == json.dumps(value)
+    for known in (parameter(schema), UNDECLARED):
+        assert json.dumps(read_value(write_value(value, known), known, Newlines.WRAPPED)) == json.dumps(value)
 
 
 @given(st.lists(st.dictionaries(st.text("ab", min_size=1), texts, max_size=3), min_size=1, max_size=4), st.text())
@@ -127,16 +130,18 @@ def test_what_the_references_write_is_read_as_it_was(one: str, other: str) -> No
 
 def test_python_spellings_are_read() -> None:
     for text, kind, value in [("True", "boolean", True), ("None", "null", None), ("{'a': [1, False]}", "object", None)]:
-        assert read_value(text, {"type": kind}) == ({"a": [1, False]} if kind == "object" else value)
-    assert read_value("True", {"type": "string"}) == "True"
+        read = read_value(text, parameter({"type": kind}), Newlines.WRAPPED)
+        assert read == ({"a": [1, False]} if kind == "object" else value)
+    assert read_value("True", parameter({"type": "string"}), Newlines.WRAPPED) == "True"
 
 
 def test_what_is_not_plain_is_written_as_json() -> None:
-    assert render_value("a</parameter>") == '<json>"a\\u003c/parameter>"</json>'
-    assert render_value(5) == "<json>5</json>" and render_value(5, {"type": "integer"}) == "5"
-    assert render_value("5", {"type": "integer"}) == '<json>"5"</json>'
-    assert render_value("\ud800") == '<json>"\\ud800"</json>'
-    assert math.isnan(float(str(read_value(render_value(math.nan, {"type": "number"}), {"type": "number"}))))
+    integer, number = parameter({"type": "integer"}), parameter({"type": "number"})
+    assert write_value("a</parameter>", UNDECLARED) == '<json>"a\\u003c/parameter>"</json>'
+    assert write_value(5, UNDECLARED) == "<json>5</json>" and write_value(5, integer) == "5"
+    assert write_value("5", integer) == '<json>"5"</json>'
+    assert write_value("\ud800", UNDECLARED) == '<json>"\\ud800"</json>'
+    assert math.isnan(float(str(read_value(write_value(math.nan, number), number, Newlines.WRAPPED))))
     text = render_call(ToolCall(name="f", arguments='{"a>b": "<x>"}'))
     assert text == '<function=f>\n{"a>b": "\\u003cx>"}\n</function>'
 

@@ -19,7 +19,7 @@ from stored_samples import play, trajectory
 
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, NodeMark, TrajectoryFilter
-from openhands_rl_plugin.core.types import FailureKind, Message, Node, Score, StopReason, Trajectory
+from openhands_rl_plugin.core.types import Message, Node, Score, StopReason, Trajectory
 from openhands_rl_plugin.testing.samples import sample_episode, sample_score, steps_of
 from openhands_rl_plugin.trajectories.sqlite import storage as file_module
 from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME
@@ -362,51 +362,27 @@ async def test_a_failed_write_does_not_spoil_the_next_one(tmp_path: Path) -> Non
     assert await ids(storage) == ["b"]
 
 
-def copied(version: str, to: Path) -> FileTrajectoryStorage:
-    shutil.copytree(GOLDEN / version, to)
-    return FileTrajectoryStorage(to)
-
-
-async def test_the_first_schema_version_is_taken_over_once(tmp_path: Path) -> None:
-    storage = copied("version-1", tmp_path / "store")
-    found = [pair async for pair in storage.find()]
-    assert [(one.id, one.schema_version, len(scores)) for one, scores in found] == [("react", 1, 2), ("failed", 1, 0)]
-    assert found[0][0] == trajectory("react", turns=2).model_copy(update={"schema_version": 1})
-    assert found[1][0].failure is not None and found[1][0].failure.kind is FailureKind.INFRASTRUCTURE
-    assert [one.reward for one in found[0][1]] == [0.5, None]
-    await storage.add(trajectory("new"))
-    await storage.close()
-    assert await ids(FileTrajectoryStorage(tmp_path / "store")) == ["react", "failed", "new"]
-    for old in (GOLDEN / "version-1").rglob("*.jsonl"):
-        assert (tmp_path / "store" / old.relative_to(GOLDEN / "version-1")).read_bytes() == old.read_bytes()
-
-
-async def test_two_that_take_over_an_old_store_at_once_do_it_once(tmp_path: Path) -> None:
-    first = copied("version-1", tmp_path / "store")
+async def test_two_that_make_a_store_at_once_make_it_once(tmp_path: Path) -> None:
+    first, second = FileTrajectoryStorage(tmp_path), FileTrajectoryStorage(tmp_path)
     # What a process has left that was killed while it did the same.
-    (tmp_path / "store" / f"{FILE_NAME}.new").write_bytes(b"half")
-    second = FileTrajectoryStorage(tmp_path / "store")
+    (tmp_path / f"{FILE_NAME}.new").write_bytes(b"half")
     await asyncio.gather(first.add(trajectory("a")), second.add(trajectory("b")), first.count(), second.count())
-    assert sorted(await ids(first)) == ["a", "b", "failed", "react"]
-    assert {path.name for path in (tmp_path / "store").glob("*.new")} == set()
+    assert sorted(await ids(first)) == ["a", "b"]
+    assert {path.name for path in tmp_path.glob("*.new")} == set()
 
 
-async def test_an_old_store_that_is_damaged_is_not_taken_over(tmp_path: Path) -> None:
-    storage = copied("version-1", tmp_path / "store")
-    (segment,) = (tmp_path / "store" / "trajectories").iterdir()
-    whole = segment.read_bytes()
-    segment.write_bytes(whole.replace(b"red mug", b"red mud", 1))
-    for call in (storage.count(), storage.add(trajectory("a"))):
-        with pytest.raises(StorageError, match=r"damaged at byte 0: the checksum"):
-            await call
-    assert {path.name for path in (tmp_path / "store").iterdir()} == {"trajectories", "scores"}
-    # The end of a write that never finished is no damage.
-    segment.write_bytes(whole + whole[:300])
-    assert await ids(storage) == ["react", "failed"]
+async def test_other_files_in_the_folder_do_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "trajectories").mkdir()
+    (tmp_path / "trajectories" / "segment.jsonl").write_text("{}\n")
+    storage = FileTrajectoryStorage(tmp_path)
+    assert await ids(storage) == []
+    await storage.add(trajectory("a"))
+    assert await ids(storage) == ["a"]
 
 
 async def test_the_second_schema_version_can_be_read(tmp_path: Path) -> None:
-    storage = copied("version-2", tmp_path / "store")
+    shutil.copytree(GOLDEN / "version-2", tmp_path / "store")
+    storage = FileTrajectoryStorage(tmp_path / "store")
     expected = []
     for line in (GOLDEN / "version-2" / "expected.jsonl").read_text(encoding="utf-8").splitlines():
         found, scores = json.loads(line)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -140,15 +139,3 @@ async def test_a_time_that_is_no_number_is_refused_alone(opened: Open, at: float
     await storage.end(end.model_copy(update={"finished": 2.0}))
     assert await storage.count() == 1
     await storage.close()
-
-
-async def test_an_old_store_is_taken_over_without_its_secrets(tmp_path: Path) -> None:
-    nodes = (*grown(0, SECRET, "yes").nodes,)
-    record = EPISODE.model_copy(update={"id": "old", "nodes": nodes, "head": 1, "schema_version": 1}).model_dump_json()
-    checked = f'"stored":1700000000.0,"id":"old","record":{record}}}'.encode()
-    (tmp_path / "trajectories").mkdir()
-    line = b'{"crc32":"%08x",%s\n' % (zlib.crc32(checked), checked)
-    (tmp_path / "trajectories" / "segment.jsonl").write_bytes(line)
-    async with FileTrajectoryStorage(tmp_path) as storage:
-        assert await trained(storage) == []
-    assert KEY.encode() not in (tmp_path / "trajectories.sqlite").read_bytes()

@@ -7,8 +7,24 @@ from stored_samples import trajectory
 
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeStart, NodeMark
-from openhands_rl_plugin.core.types import Failure, FailureKind, Message, Node, Score, StopReason, Times, Usage
-from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, Spine, header_of, marked, so_far, whole
+from openhands_rl_plugin.core.types import (
+    Failure,
+    FailureKind,
+    Message,
+    Node,
+    Score,
+    StopReason,
+    Times,
+    Trajectory,
+    Usage,
+)
+from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, Spine, marked, so_far, whole
+
+
+def header_of(trajectory: Trajectory) -> EpisodeHeader:
+    spine = Spine(trajectory.nodes)
+    return EpisodeHeader.begun(EpisodeStart.of(trajectory)).ended(spine, EpisodeEnd.of(trajectory))
+
 
 SAMPLE = trajectory("a", turns=3, reward=0.1)
 FAILED = trajectory(

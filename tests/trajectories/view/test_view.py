@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from evaluation.performance.search.planning import PlanningEnvironment, PlanningOptions
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.records import TrajectorySummary
@@ -33,7 +34,6 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNOptions, BestOfNStrategy
 from openhands_rl_plugin.rollout.strategies.budget import SearchBudget
 from openhands_rl_plugin.testing import ScriptedEngine, example_trajectory
-from openhands_rl_plugin.testing.planning import PlanningEnvironment, PlanningOptions
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 from openhands_rl_plugin.trajectories.view.episode import view_of
 from openhands_rl_plugin.trajectories.view.figures import figures_of, mean_of
