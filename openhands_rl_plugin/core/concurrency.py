@@ -1,7 +1,7 @@
-"""Runs coroutines for code that is synchronous but stands inside somebody else's running event loop.
+"""Coroutines for code that is synchronous, also where that code itself stands inside a running event loop.
 
 OpenHands calls ``agent.step`` synchronously from a thread whose own loop is running, so a strategy's coroutine needs a
-loop of its own: one for the process, in a daemon thread, made when it is first needed (also after a fork).
+loop of its own: ``background()``, one for the process. A notebook's cell stands in a running loop, too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import contextvars
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -18,30 +18,51 @@ from typing import Any
 MAX_COMPLETIONS_IN_FLIGHT = 256
 
 
-class Background:
-    """An event loop in a thread, and threads for blocking calls made from it."""
+class LoopThread:
+    """An event loop in a daemon thread of its own, and threads for blocking calls made from it.
 
-    def __init__(self) -> None:
+    Connections that belong to the loop live from one call to the next.
+    """
+
+    def __init__(self, name: str) -> None:
         self.pid = os.getpid()
-        self._threads = ThreadPoolExecutor(MAX_COMPLETIONS_IN_FLIGHT, thread_name_prefix="rl-completion")
         self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="rl-strategies", daemon=True).start()
+        self._threads = ThreadPoolExecutor(MAX_COMPLETIONS_IN_FLIGHT, thread_name_prefix=f"{name}-blocking")
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
 
     def start[T](self, work: Coroutine[Any, Any, T]) -> Job[T]:
         """Begin ``work``, for a thread that waits for it and others that may cancel it."""
         return Job(work, self.loop)
 
     def wait_for[T](self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` to its end and return its result. Blocks the calling thread; raises what ``work`` raises."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+        """Run ``work`` to its end and return its result. Blocks the calling thread; raises what ``work`` raises.
+
+        An interrupt of the caller (Ctrl-C) cancels ``work`` and is raised when that has cleaned up.
+        """
+        job = self.start(work)
+        try:
+            return job.result()
+        except KeyboardInterrupt:
+            job.cancel()
+            raise
 
     async def blocking[T](self, call: Callable[[], T]) -> T:
         """Run ``call`` in a thread of its own, with the caller's context variables."""
         return await self.loop.run_in_executor(self._threads, contextvars.copy_context().run, call)
 
+    def close(self) -> None:
+        """End the loop and its thread. Idempotent."""
+        if not self._thread.is_alive():
+            return
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+        self._threads.shutdown(wait=False)
+
 
 class Job[T]:
-    """A coroutine on a loop of another thread. ``cancel`` returns when the coroutine has cleaned up."""
+    """A coroutine on a loop of another thread."""
 
     def __init__(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -58,7 +79,8 @@ class Job[T]:
             raise asyncio.CancelledError from error
 
     def cancel(self) -> None:
-        """End the work and block until it has; does nothing when it has ended already."""
+        """Cancel the work and block until it has cleaned up; does nothing when it has ended already."""
+        # Cancelling the future would report the end at once; the task's own end comes after its clean-up.
         self._loop.call_soon_threadsafe(self._cancel)
         wait([self._future])
 
@@ -74,14 +96,30 @@ class Job[T]:
         return await self._task
 
 
+async def shielded[T](work: Awaitable[T]) -> T:
+    """Wait for ``work`` even when the caller is cancelled, however often; what it raises comes before that."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            # Unlike awaiting the task itself, this hands no cancellation on to it.
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    result = task.result()
+    if cancelled is not None:
+        raise cancelled
+    return result
+
+
 _lock = threading.Lock()
-_current: Background | None = None
+_current: LoopThread | None = None
 
 
-def background() -> Background:
-    """The one of this process."""
+def background() -> LoopThread:
+    """The one of this process, made when it is first needed (also after a fork)."""
     global _current
     with _lock:
         if _current is None or _current.pid != os.getpid():
-            _current = Background()
+            _current = LoopThread("rl-strategies")
         return _current

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from enum import StrEnum
 from typing import Self
 
@@ -9,6 +10,7 @@ from pydantic import Field, JsonValue
 
 from openhands_rl_plugin.core.types import (
     SCHEMA_VERSION,
+    EpisodeRequest,
     Failure,
     FailureKind,
     Frozen,
@@ -23,6 +25,19 @@ from openhands_rl_plugin.core.types import (
     Usage,
 )
 
+# The namespace of the UUIDs; another one would make every stored episode unknown.
+_IDS = uuid.UUID("7d4de1c0-6f0b-4b5e-9a6e-5b8a2f3d9c11")
+
+
+def trajectory_id(request: EpisodeRequest) -> str:
+    """The id of the request's trajectory, so that a resumed run finds what it already has.
+
+    Equal requests give equal ids: a UUID made from run, group, task, its environment, sample and attempt.
+    """
+    task = request.task
+    parts = (request.run_id, request.group_id, task.id, task.environment, str(request.sample), str(request.attempt))
+    return str(uuid.uuid5(_IDS, "\0".join(parts)))
+
 
 class EpisodeStart(Frozen):
     """What is known of an episode before anything was said. ``started`` is a Unix time in seconds."""
@@ -36,6 +51,28 @@ class EpisodeStart(Frozen):
     policy: PolicyRef
     tools: tuple[JsonObject, ...] = ()
     started: float
+
+    @classmethod
+    def for_request(
+        cls,
+        request: EpisodeRequest,
+        *,
+        strategy: StrategySpec,
+        policy: PolicyRef,
+        started: float,
+        tools: tuple[JsonObject, ...] = (),
+    ) -> Self:
+        """The start of the episode that answers ``request``."""
+        return cls(
+            id=trajectory_id(request),
+            run_id=request.run_id,
+            group_id=request.group_id,
+            task=request.task,
+            strategy=strategy,
+            policy=policy,
+            tools=tools,
+            started=started,
+        )
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Self:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from openhands_rl_plugin.core.records import trajectory_id
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
@@ -14,7 +15,6 @@ from openhands_rl_plugin.core.types import (
     Times,
     Trajectory,
 )
-from openhands_rl_plugin.rollout.session import trajectory_id
 
 
 def failed_episode(

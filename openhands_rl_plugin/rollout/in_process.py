@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from openhands_rl_plugin.core.protocols import Environment, LLMEngine, Strategy, TrajectoryStorage
+from openhands_rl_plugin.core.records import trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, Limits, PolicyRef, StopReason, StrategySpec, Trajectory
 from openhands_rl_plugin.rollout.journal import stored_episode
-from openhands_rl_plugin.rollout.session import AgentSession, trajectory_id
+from openhands_rl_plugin.rollout.session import AgentSession
 
 
 class SessionRunner:

@@ -10,11 +10,11 @@ from typing import Protocol, Self
 
 from pydantic import JsonValue
 
+from openhands_rl_plugin.core.concurrency import shielded
 from openhands_rl_plugin.core.protocols import LLMEngine, TrajectoryStorage
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, NodeMark, TrajectoryFilter
 from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, Node, SamplingParams, Trajectory
-from openhands_rl_plugin.core.waiting import to_the_end
 
 _Facts = tuple[float | None, bool, float | None, int, JsonValue]
 """What a mark tells of a node: reward, simulated, value, visits, and the strategy's notes."""
@@ -44,98 +44,120 @@ class EpisodeSink(Protocol):
         ...
 
 
-class EpisodeJournal:
+class GrowingEpisode:
     """Writes what is new in the tree of one episode. What ``keep`` returned from survives a crash.
 
-    The episode is opened by the first write, which drops an unfinished one of the same id: what was played before is no
-    part of this one. Writes take turns, and one that has begun is waited for even when its caller is cancelled.
+    It remembers only what may still change of the stored nodes, so that a gateway may hold hundreds of long episodes.
+    Writes take turns.
     """
 
     def __init__(self, storage: EpisodeSink, start: EpisodeStart) -> None:
+        self.start = start
         self._storage = storage
-        self._start = start
         self._begun = False
         self._ended = False
+        self._stored = 0
         self._head: int | None = None
-        self._kept: list[Node] = []
-        # Of the kept actions; what an environment or a host said is not changed any more.
+        # Of the stored actions; what an environment or a host said is not changed any more.
         self._facts: dict[int, _Facts] = {}
         self._turn = asyncio.Lock()
 
-    @classmethod
-    def resumed(cls, storage: EpisodeSink, unfinished: Trajectory) -> Self:
-        """The journal of an episode that goes on after the nodes that are stored."""
-        journal = cls(storage, EpisodeStart.of(unfinished))
-        journal._begun = True
-        journal._remember(unfinished.nodes, (), unfinished.head)
-        return journal
+    def continue_after(self, nodes: Sequence[Node], head: int | None) -> None:
+        """Take all ``nodes`` as stored."""
+        self._begun = True
+        self._remember(nodes, (), head)
 
     async def keep(self, tree: EpisodeTree) -> None:
-        """Store the nodes and marks that came since the last call; nothing after ``end``. Raises ``StorageError``."""
-        await to_the_end(self._keep(tree))
-
-    async def end(self, trajectory: Trajectory) -> None:
-        """Store what is left of the frozen episode and close it. Raises ``StorageError``."""
-        await to_the_end(self._close(trajectory))
-
-    async def _keep(self, tree: EpisodeTree) -> None:
+        """Store the nodes and marks that came since the last call. Raises ``StorageError``."""
         async with self._turn:
             if self._ended:
                 return
             await self._begin()
-            known = len(self._kept)
+            first = self._stored
             marks = self._changes(tree.nodes)
-            if len(tree.nodes) == known and not marks and tree.head == self._head:
-                return
-            nodes = tuple(Node(**vars(node)) for node in tree.nodes[known:])
-            head = tree.head
-            await self._storage.grow(
-                EpisodeGrowth(trajectory_id=self._start.id, first=known, nodes=nodes, head=head, marks=marks)
-            )
-            self._remember(nodes, marks, head)
+            if len(tree.nodes) > first or marks or tree.head != self._head:
+                nodes = tuple(Node(**vars(node)) for node in tree.nodes[first:])
+                await self._grow(nodes, marks, tree.head)
+                self._remember(nodes, marks, tree.head)
+
+    async def _begin(self) -> None:
+        if not self._begun:
+            await self._storage.begin(self.start)
+            self._begun = True
+
+    async def _grow(self, nodes: tuple[Node, ...], marks: tuple[NodeMark, ...], head: int | None) -> None:
+        await self._storage.grow(
+            EpisodeGrowth(trajectory_id=self.start.id, first=self._stored, nodes=nodes, head=head, marks=marks)
+        )
+
+    def _changes(self, nodes: Sequence[Node] | Sequence[DraftNode]) -> tuple[NodeMark, ...]:
+        """Marks for the stored actions that are not any more as they were stored. A search asks thousands of times."""
+        stored = [nodes[at] for at in self._facts]
+        # As in ``_facts``, but without a call for each, which would take twice as long.
+        now = [(one.reward, one.simulated, one.value, one.visits, one.metadata.get("search")) for one in stored]
+        changed = compress(self._facts, map(ne, self._facts.values(), now))
+        return tuple(_mark(at, nodes[at]) for at in changed)
+
+    def _remember(self, nodes: Sequence[Node], marks: Sequence[NodeMark], head: int | None) -> None:
+        for mark in marks:
+            search = self._facts[mark.index][-1] if mark.search is None else mark.search
+            self._facts[mark.index] = mark.reward, mark.simulated, mark.value, mark.visits, search
+        self._facts |= {at: _facts(node) for at, node in enumerate(nodes, self._stored) if node.sampled}
+        self._stored += len(nodes)
+        self._head = head
+
+
+class EpisodeJournal(GrowingEpisode):
+    """Stores one episode from its first node to its end, and remembers all of it to compare it with the end.
+
+    The episode is opened by the first write, which drops an unfinished one of the same id: what was played before is no
+    part of this one. A write that has begun is waited for even when its caller is cancelled.
+    """
+
+    def __init__(self, storage: EpisodeSink, start: EpisodeStart) -> None:
+        super().__init__(storage, start)
+        self._kept: list[Node] = []
+
+    @classmethod
+    def resumed(cls, storage: EpisodeSink, unfinished: Trajectory) -> Self:
+        """The journal of an episode that continues after the nodes that are stored."""
+        journal = cls(storage, EpisodeStart.of(unfinished))
+        journal.continue_after(unfinished.nodes, unfinished.head)
+        return journal
+
+    async def keep(self, tree: EpisodeTree) -> None:
+        """Store the nodes and marks that came since the last call; nothing after ``end``. Raises ``StorageError``."""
+        await shielded(super().keep(tree))
+
+    async def end(self, trajectory: Trajectory) -> None:
+        """Store what is left of the frozen episode and close it. Raises ``StorageError``."""
+        await shielded(self._close(trajectory))
 
     async def _close(self, trajectory: Trajectory) -> None:
         async with self._turn:
             if not self._begun or not self._continued_by(trajectory):
                 await self._storage.add(trajectory)
             else:
-                await self._grow_to(trajectory)
+                marks, nodes = self._changes(trajectory.nodes), trajectory.nodes[self._stored :]
+                if marks or nodes:
+                    await self._grow(nodes, marks, trajectory.head)
                 await self._storage.end(EpisodeEnd.of(trajectory))
             self._ended = True
 
-    async def _grow_to(self, trajectory: Trajectory) -> None:
-        known = len(self._kept)
-        marks, nodes = self._changes(trajectory.nodes), trajectory.nodes[known:]
-        if marks or nodes:
-            await self._storage.grow(
-                EpisodeGrowth(trajectory_id=trajectory.id, first=known, nodes=nodes, head=trajectory.head, marks=marks)
-            )
-
     async def _begin(self) -> None:
         if not self._begun:
-            await self._storage.drop((self._start.id,))
-            await self._storage.begin(self._start)
-            self._begun = True
-
-    def _changes(self, nodes: Sequence[Node] | Sequence[DraftNode]) -> tuple[NodeMark, ...]:
-        """Marks for the kept actions that are not any more as they were kept. A search asks thousands of times."""
-        kept = [nodes[at] for at in self._facts]
-        # As in ``_facts``, but without a call for each, which would take twice as long.
-        now = [(one.reward, one.simulated, one.value, one.visits, one.metadata.get("search")) for one in kept]
-        changed = compress(self._facts, map(ne, self._facts.values(), now))
-        return tuple(_mark(at, nodes[at]) for at in changed)
+            await self._storage.drop((self.start.id,))
+        await super()._begin()
 
     def _remember(self, nodes: Sequence[Node], marks: Sequence[NodeMark], head: int | None) -> None:
+        super()._remember(nodes, marks, head)
         for mark in marks:
             node = self._kept[mark.index]
             self._kept[mark.index] = node.model_copy(update=mark.changes(node))
-            self._facts[mark.index] = _facts(self._kept[mark.index])
-        self._facts |= {at: _facts(node) for at, node in enumerate(nodes, len(self._kept)) if node.sampled}
         self._kept.extend(nodes)
-        self._head = head
 
     def _continued_by(self, trajectory: Trajectory) -> bool:
-        """False where something changed that no growth can tell, such as what a host noted on an earlier node.
+        """False where something changed that no growth can express, such as what a host noted on an earlier node.
 
         Then the episode is written once more as a whole; it is kept as deltas, so that this is little.
         """

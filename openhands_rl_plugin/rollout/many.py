@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Self
 
 from pydantic import Field, model_validator
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
-from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.records import TrajectoryFilter, trajectory_id
 from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Frozen, SamplingParams, Task, Trajectory
-from openhands_rl_plugin.rollout.session import trajectory_id
 
 _BACKOFF = Backoff(first=0.5, longest=10.0)
 """A busy server or sandbox is back within seconds; ``retries`` is 2 by default, so a bad episode costs two of them."""
@@ -122,11 +121,3 @@ async def _play_until_valid(
 
 def _worth_replacing(trajectory: Trajectory) -> bool:
     return trajectory.failure is not None and trajectory.failure.kind is FailureKind.INFRASTRUCTURE
-
-
-def group_by_task(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
-    """Trajectories by ``group_id``, in order of first appearance."""
-    groups: dict[str, list[Trajectory]] = {}
-    for trajectory in trajectories:
-        groups.setdefault(trajectory.group_id, []).append(trajectory)
-    return groups

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
@@ -18,7 +17,7 @@ from openhands_rl_plugin.core.protocols import (
     Strategy,
     TrajectoryStorage,
 )
-from openhands_rl_plugin.core.records import EpisodeStart
+from openhands_rl_plugin.core.records import EpisodeStart, trajectory_id
 from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
@@ -37,19 +36,7 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.rollout.journal import EpisodeJournal, JournalledEngine
 
-_IDS = uuid.UUID("7d4de1c0-6f0b-4b5e-9a6e-5b8a2f3d9c11")
-
 _Begin = Callable[[Task, Limits], Awaitable[None]]
-
-
-def trajectory_id(request: EpisodeRequest) -> str:
-    """The id of the request's trajectory, so that a resumed run can tell what it already has.
-
-    Equal requests give equal ids; run, group, task, its environment, sample and attempt tell requests apart.
-    """
-    task = request.task
-    told = (request.run_id, request.group_id, task.id, task.environment, str(request.sample), str(request.attempt))
-    return str(uuid.uuid5(_IDS, "\0".join(told)))
 
 
 class AgentSession:
@@ -108,11 +95,8 @@ class AgentSession:
             return None
 
     def _start(self, request: EpisodeRequest, started: float | None = None) -> EpisodeStart:
-        return EpisodeStart(
-            id=trajectory_id(request),
-            run_id=request.run_id,
-            group_id=request.group_id,
-            task=request.task,
+        return EpisodeStart.for_request(
+            request,
             strategy=self._spec,
             policy=self._policy,
             tools=self.tree.tools,

@@ -115,27 +115,6 @@ def _answer(
 
 def steps_of(sample: Trajectory) -> tuple[Step, ...]:
     """How ``sample`` is stored while it is played: the reward of an answer is known one growth after the answer."""
-    start = EpisodeStart(
-        id=sample.id,
-        run_id=sample.run_id,
-        group_id=sample.group_id,
-        task=sample.task,
-        strategy=sample.strategy,
-        policy=sample.policy,
-        tools=sample.tools,
-        started=sample.times.started,
-    )
-    end = EpisodeEnd(
-        trajectory_id=sample.id,
-        head=sample.head,
-        stop=sample.stop,
-        policy=sample.policy,
-        tools=sample.tools,
-        evidence=sample.evidence,
-        failure=sample.failure,
-        usage=sample.usage,
-        finished=sample.times.finished,
-    )
     growths = (
         EpisodeGrowth(
             trajectory_id=sample.id,
@@ -146,7 +125,7 @@ def steps_of(sample: Trajectory) -> tuple[Step, ...]:
         )
         for first, until, acted in zip(_CUTS, _CUTS[1:], (0, 1, 4), strict=False)
     )
-    return (start, *growths, end)
+    return (EpisodeStart.of(sample), *growths, EpisodeEnd.of(sample))
 
 
 FILTERS: tuple[tuple[dict[str, object], set[str]], ...] = (

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openhands_rl_plugin.core.attempts import best_at_k, over_tasks, pass_at_k
+from openhands_rl_plugin.core.statistics import best_at_k, over_tasks, pass_at_k
 
 ATTEMPTS = st.lists(st.tuples(st.sampled_from([0.1, 0.5, 0.5000001, 0.9]), st.booleans()), min_size=1, max_size=7)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
+from evaluation.performance.search.planning import PlanningEnvironment, PlanningOptions
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import EpisodeRequest, PolicyRef, StopReason, StrategySpec, Task, Times, Trajectory
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrategy
 from openhands_rl_plugin.testing import ScriptedEngine
-from openhands_rl_plugin.testing.planning import PlanningEnvironment, PlanningOptions
 
 TASK = Task(id="plan", environment="planning")
 

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from keep_playing import PLAN
 
+from evaluation.performance.search.planning import PlanningEnvironment, PlanningOptions
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import REDACTED
@@ -26,7 +27,6 @@ from openhands_rl_plugin.core.types import EpisodeRequest, Message, Observation,
 from openhands_rl_plugin.rollout.journal import EpisodeJournal, JournalledEngine, stored_episode
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrategy
 from openhands_rl_plugin.testing import ScriptedEngine, example_trajectory
-from openhands_rl_plugin.testing.planning import PlanningEnvironment, PlanningOptions
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 EXAMPLE = example_trajectory()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.rollout.in_process import SessionRunner
 from openhands_rl_plugin.rollout.journal import EpisodeJournal
-from openhands_rl_plugin.rollout.many import RolloutPlan, group_by_task, roll_out
+from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.rescoring import rescore
 from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
 from openhands_rl_plugin.testing import GridEnvironment, ScriptedEngine
@@ -71,7 +72,7 @@ async def test_every_task_is_played_as_one_group(tmp_path: Path) -> None:
     async with FileTrajectoryStorage(tmp_path) as storage:
         played = await roll_out(plan(), Counting().runner(), storage, lambda done: seen.append(done.id))
     assert [trajectory.task.id for trajectory in played] == [task.id for task in TASKS for _ in range(2)]
-    assert {len(members) for members in group_by_task(played).values()} == {2}
+    assert set(Counter(trajectory.group_id for trajectory in played).values()) == {2}
     assert sorted(seen) == sorted({trajectory.id for trajectory in played})
 
 

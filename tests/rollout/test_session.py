@@ -11,7 +11,7 @@ import pytest
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError, ModelError, StorageError
 from openhands_rl_plugin.core.protocols import Environment, Forkable, LLMEngine
-from openhands_rl_plugin.core.records import EpisodeGrowth
+from openhands_rl_plugin.core.records import EpisodeGrowth, trajectory_id
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     Completion,
@@ -30,7 +30,7 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.rollout.in_process import SessionRunner
 from openhands_rl_plugin.rollout.journal import stored_episode
-from openhands_rl_plugin.rollout.session import AgentSession, context_tokens, trajectory_id
+from openhands_rl_plugin.rollout.session import AgentSession, context_tokens
 from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
 from openhands_rl_plugin.testing import GridEnvironment, ScriptedEngine, prompt_ids
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage

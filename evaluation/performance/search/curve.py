@@ -28,9 +28,8 @@ from openhands_rl_plugin.apps.demo.child import free_port, running_command
 from openhands_rl_plugin.apps.demo.model import NAME, ensure_model
 from openhands_rl_plugin.apps.demo.options import ADAPTER, ANSWER_TOKENS, CONTEXT_TOKENS, DemoOptions
 from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.core.attempts import over_tasks
 from openhands_rl_plugin.core.protocols import Strategy
-from openhands_rl_plugin.core.statistics import paired_difference, wilson
+from openhands_rl_plugin.core.statistics import over_tasks, paired_difference, wilson
 from openhands_rl_plugin.core.types import (
     Adapter,
     EpisodeRequest,

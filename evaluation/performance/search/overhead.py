@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable
 
+from evaluation.performance.search.planning import PlanningEnvironment, PlanningOptions
 from openhands_rl_plugin.core.protocols import Environment, Forkable
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Task
@@ -21,7 +22,6 @@ from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions,
 from openhands_rl_plugin.environments.webshop import WebShop, running_webshop
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrategy
 from openhands_rl_plugin.testing import ScriptedEngine
-from openhands_rl_plugin.testing.planning import PlanningEnvironment, PlanningOptions
 
 BOUND_MS = 1.0
 GOAL = 3

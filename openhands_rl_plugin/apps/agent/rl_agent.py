@@ -20,7 +20,7 @@ from openhands_rl_plugin.apps.agent.episodes import ConversationMessage, Episode
 from openhands_rl_plugin.apps.agent.policies import open_policy
 from openhands_rl_plugin.config.build import make_environment, make_reward, make_strategy, open_storage
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
-from openhands_rl_plugin.core.agent_thread import LoopThread
+from openhands_rl_plugin.core.concurrency import LoopThread
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, MissingExtraError, boundary
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Adapter, FailureKind, Limits, PolicyRef, Score, Task

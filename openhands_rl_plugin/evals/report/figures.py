@@ -7,8 +7,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from openhands_rl_plugin.core.attempts import best_at_k, over_tasks, pass_at_k
-from openhands_rl_plugin.core.statistics import Estimate
+from openhands_rl_plugin.core.statistics import Estimate, best_at_k, over_tasks, pass_at_k
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.report.run_records import RunRecord
 from openhands_rl_plugin.evals.runs.outcome import Outcome, count_kinds

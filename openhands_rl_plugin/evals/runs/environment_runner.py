@@ -14,12 +14,12 @@ from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, describe
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
+from openhands_rl_plugin.core.records import trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, Score, StopReason, StrategySpec, Task, Trajectory
 from openhands_rl_plugin.environments.webshop import Split, WebShop, running_webshop
 from openhands_rl_plugin.evals.runs.episodes import EvalTask, GradedEpisode, HostRunner, stored_with_scores
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.rollout.scoring import judge
-from openhands_rl_plugin.rollout.session import trajectory_id
 
 _AS_RETURNED = "return-1"
 _NO_NAME = re.compile(r"[^\w.-]+")

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
+from openhands_rl_plugin.core.records import trajectory_id
 from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
@@ -32,7 +33,6 @@ from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
 from openhands_rl_plugin.rollout.failed import failed_episode
 from openhands_rl_plugin.rollout.scoring import judge
-from openhands_rl_plugin.rollout.session import trajectory_id
 
 _CHECKOUT = "instance.checkout"
 _BACKOFF = Backoff(first=1.0, longest=10.0)

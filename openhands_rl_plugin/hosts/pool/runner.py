@@ -12,6 +12,7 @@ import time
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import InfrastructureError, describe
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.records import trajectory_id
 from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, FailureKind, StopReason, Trajectory
 from openhands_rl_plugin.environments.workspace.place import Place
@@ -21,7 +22,6 @@ from openhands_rl_plugin.hosts.pool.processes import ProcessChannel
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.rollout.failed import failed_episode
 from openhands_rl_plugin.rollout.journal import stored_episode
-from openhands_rl_plugin.rollout.session import trajectory_id
 
 # A worker keeps an episode's limit of time itself; opening, closing and storing the session come on top.
 _TIME_BEYOND_LIMIT = 60.0

@@ -7,10 +7,10 @@ from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any
 
+from openhands_rl_plugin.core.concurrency import shielded
 from openhands_rl_plugin.core.errors import CaughtFailure, InfrastructureError, boundary
 from openhands_rl_plugin.core.protocols import Environment
 from openhands_rl_plugin.core.types import FailureKind
-from openhands_rl_plugin.core.waiting import to_the_end
 
 _PATIENCE = 10.0
 
@@ -40,7 +40,7 @@ class Branches:
     async def close(self) -> None:
         """Close all forks, also those that are still being made. One that does not come up or close in time is left
         alone. What has begun here is ended even when the caller is cancelled."""
-        await to_the_end(self._close_all())
+        await shielded(self._close_all())
 
     async def _close_all(self) -> None:
         self._closed = True

@@ -17,7 +17,7 @@ from openhands_rl_plugin.core.clipping import clip
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.protocols import Forkable, LLMEngine, Strategy
-from openhands_rl_plugin.core.records import EpisodeStart
+from openhands_rl_plugin.core.records import EpisodeStart, trajectory_id
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
@@ -38,7 +38,7 @@ from openhands_rl_plugin.environments.workspace.place import Place
 from openhands_rl_plugin.hosts.shared.sink import LoopSink
 from openhands_rl_plugin.hosts.shared.wire import EnvironmentReply
 from openhands_rl_plugin.rollout.journal import EpisodeJournal, EpisodeSink
-from openhands_rl_plugin.rollout.session import context_tokens, reached, trajectory_id
+from openhands_rl_plugin.rollout.session import context_tokens, reached
 
 LAST_ERROR = "last_error"
 """The key of an episode's evidence under which OpenHands' own last error stands, if there was one."""
@@ -117,14 +117,8 @@ class HostEpisode:
 
     def keep_in(self, storage: EpisodeSink, loop: asyncio.AbstractEventLoop) -> None:
         """Store the episode from now on while it is played. ``storage`` is used on ``loop`` only."""
-        start = EpisodeStart(
-            id=trajectory_id(self.request),
-            run_id=self.request.run_id,
-            group_id=self.request.group_id,
-            task=self.request.task,
-            strategy=self.strategy_spec,
-            policy=self._policy,
-            started=self.started,
+        start = EpisodeStart.for_request(
+            self.request, strategy=self.strategy_spec, policy=self._policy, started=self.started
         )
         self._journal = EpisodeJournal(LoopSink(storage, loop), start)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from openhands_rl_plugin.core.messages import text_of
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeStart, TrajectoryFilter
+from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeStart, TrajectoryFilter, trajectory_id
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     Completion,
@@ -27,8 +27,7 @@ from openhands_rl_plugin.models.gateway.calls import ChatCall
 from openhands_rl_plugin.models.gateway.contexts import Contexts
 from openhands_rl_plugin.models.gateway.dialogue import ClientConversation
 from openhands_rl_plugin.models.gateway.idtext import canonical
-from openhands_rl_plugin.models.gateway.ledger import Ledger
-from openhands_rl_plugin.rollout.session import trajectory_id
+from openhands_rl_plugin.rollout.journal import GrowingEpisode
 
 ENVIRONMENT = "gateway"
 _STRATEGY = StrategySpec(name="gateway")
@@ -59,7 +58,7 @@ class SessionEpisode:
         self._storage = storage
         self._key = key
         self._base_model = base_model
-        self._ledger: Ledger | None = None
+        self._journal: GrowingEpisode | None = None
         self._take(EpisodeTree())
 
     @classmethod
@@ -68,20 +67,9 @@ class SessionEpisode:
     ) -> SessionEpisode:
         """An episode that goes on after what is stored of it."""
         episode = cls(storage, key, base_model)
-        tree = EpisodeTree.thaw(stored)
-        start = EpisodeStart(
-            id=stored.id,
-            run_id=stored.run_id,
-            group_id=stored.group_id,
-            task=stored.task,
-            strategy=stored.strategy,
-            policy=stored.policy,
-            tools=stored.tools,
-            started=stored.times.started,
-        )
-        episode._ledger = Ledger(storage, start)
-        episode._ledger.continue_after(tree)
-        episode._take(tree)
+        episode._journal = GrowingEpisode(storage, EpisodeStart.of(stored))
+        episode._journal.continue_after(stored.nodes, stored.head)
+        episode._take(EpisodeTree.thaw(stored))
         return episode
 
     @property
@@ -99,11 +87,11 @@ class SessionEpisode:
 
         ``latency`` is in seconds.
         """
-        ledger = self._ledger or self._begin(call, answer)
+        journal = self._journal or self._begin(call, answer)
         tree, first = self._tree, len(self._tree.nodes)
         rewritten = self._conversation.follow(call.messages)
         parent = tree.head
-        metadata = _metadata(call, answer, latency, rewritten=rewritten, tools=ledger.start.tools)
+        metadata = _metadata(call, answer, latency, rewritten=rewritten, tools=journal.start.tools)
         nodes = [
             self._propose(parent, choice, metadata, answer, usage=answer.usage() if at == 0 else Usage(), call=call)
             for at, choice in enumerate(answer.choices)
@@ -111,29 +99,29 @@ class SessionEpisode:
         # Which of them the client acts on is not known yet; until it says so, it is the first.
         for node in reversed(nodes):
             self._conversation.acted(node)
-        await ledger.keep(tree)
+        await journal.keep(tree)
         for node in tree.nodes[first:]:
             node.tokens = None
 
     async def end(self, stop: StopReason, *, finished: float, evidence: JsonObject) -> str | None:
         """Close the episode and return its id, or ``None`` when nothing was recorded. Raises ``StorageError``."""
-        if self._ledger is None:
+        if self._journal is None:
             return None
         end = EpisodeEnd(
-            trajectory_id=self._ledger.start.id,
+            trajectory_id=self._journal.start.id,
             head=self._tree.head,
             stop=stop,
-            policy=self.policy or self._ledger.start.policy,
+            policy=self.policy or self._journal.start.policy,
             tools=self._tree.tools,
             evidence=evidence,
             usage=self._tree.usage,
             finished=finished,
         )
-        await self._ledger.keep(self._tree)
+        await self._journal.keep(self._tree)
         if any("replayed_as" in node.metadata for node in self._tree.nodes):
             await self._rewrite(end)
         else:
-            await self._ledger.end(self._tree, end)
+            await self._storage.end(end)
         return end.trajectory_id
 
     def _take(self, tree: EpisodeTree) -> None:
@@ -141,22 +129,16 @@ class SessionEpisode:
         self._contexts = Contexts(tree)
         self._conversation = ClientConversation(tree)
 
-    def _begin(self, call: ChatCall, answer: ChatAnswer) -> Ledger:
+    def _begin(self, call: ChatCall, answer: ChatAnswer) -> GrowingEpisode:
         instruction = next((text_of(each.get("content")) for each in call.messages if each["role"] == "user"), None)
         request = self._key.request(instruction or "")
         self._tree.tools = call.tools
-        start = EpisodeStart(
-            id=trajectory_id(request),
-            run_id=request.run_id,
-            group_id=request.group_id,
-            task=request.task,
-            strategy=_STRATEGY,
-            policy=self._policy_of(answer, call),
-            tools=call.tools,
-            started=time.time(),
+        policy = self._policy_of(answer, call)
+        start = EpisodeStart.for_request(
+            request, strategy=_STRATEGY, policy=policy, tools=call.tools, started=time.time()
         )
-        self._ledger = Ledger(self._storage, start)
-        return self._ledger
+        self._journal = GrowingEpisode(self._storage, start)
+        return self._journal
 
     def _propose(
         self,

@@ -6,13 +6,19 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Self
 
-from pydantic import Field, JsonValue
+from pydantic import ConfigDict, Field, JsonValue
 
-from openhands_rl_plugin.core.types import Completion, JsonObject
-from openhands_rl_plugin.rollout.strategies.strict import StrictOptions
+from openhands_rl_plugin.core.types import Completion, Frozen, JsonObject
 
 Counted = Literal["calls", "steps"]
 """What is entered before it is asked for."""
+
+
+class StrictOptions(Frozen):
+    """Options as a configuration file gives them, with types of its own: no truth or text for a number, and numbers
+    that are finite, because a search computes with them."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 class SearchBudget(StrictOptions):

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Protocol, runtime_checkable
 
+from openhands_rl_plugin.core.concurrency import shielded
 from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, boundary
 from openhands_rl_plugin.core.protocols import Environment
 from openhands_rl_plugin.core.types import FailureKind, Message
-from openhands_rl_plugin.core.waiting import to_the_end
 
 
 @runtime_checkable
@@ -145,7 +145,7 @@ class OpenWorlds:
         kept, self._kept = list(self._kept.values()), OrderedDict()
         for environment in kept:
             self._begin_to_end(environment)
-        await to_the_end(asyncio.gather(*self._closing))
+        await shielded(asyncio.gather(*self._closing))
 
     def _begin_to_end(self, environment: Environment) -> asyncio.Task[None]:
         closing = asyncio.create_task(self._end(environment))

@@ -10,8 +10,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Failure, JsonObject, SamplingParams
 from openhands_rl_plugin.core.validation import problems
-from openhands_rl_plugin.rollout.strategies.budget import SearchBudget
-from openhands_rl_plugin.rollout.strategies.strict import StrictOptions
+from openhands_rl_plugin.rollout.strategies.budget import SearchBudget, StrictOptions
 
 
 class SearchOptions(StrictOptions):

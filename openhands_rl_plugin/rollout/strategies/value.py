@@ -27,10 +27,9 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.rollout.strategies.annotations import ended, note, notes
-from openhands_rl_plugin.rollout.strategies.budget import Least, SpentError
+from openhands_rl_plugin.rollout.strategies.budget import Least, SpentError, StrictOptions
 from openhands_rl_plugin.rollout.strategies.options import checked
 from openhands_rl_plugin.rollout.strategies.search import Search
-from openhands_rl_plugin.rollout.strategies.strict import StrictOptions
 
 
 class Estimate(NamedTuple):

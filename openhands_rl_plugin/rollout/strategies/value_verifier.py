@@ -8,8 +8,8 @@ from pydantic import ConfigDict, Field
 
 from openhands_rl_plugin.core.protocols import Reward
 from openhands_rl_plugin.core.types import JsonObject, Trajectory
+from openhands_rl_plugin.rollout.strategies.budget import StrictOptions
 from openhands_rl_plugin.rollout.strategies.search import Search
-from openhands_rl_plugin.rollout.strategies.strict import StrictOptions
 from openhands_rl_plugin.rollout.strategies.value import Estimate, earned, episode_so_far, judged_in_time
 
 

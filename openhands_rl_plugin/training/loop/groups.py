@@ -8,11 +8,10 @@ from collections.abc import Callable
 from itertools import count
 
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.records import TrajectoryFilter, trajectory_id
 from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Trajectory
 from openhands_rl_plugin.rollout.many import RolloutPlan
-from openhands_rl_plugin.rollout.session import trajectory_id
 from openhands_rl_plugin.training.loop.plan import LoopPlan
 from openhands_rl_plugin.training.loop.rollout_buffer import Group, ThroughputMeter
 from openhands_rl_plugin.training.loop.server_outage import OutageTolerantRunner, OutageTolerantServer

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from openhands_rl_plugin.config.rl import VerifierSettings
-from openhands_rl_plugin.core.attempts import best_at_k, over_tasks, pass_at_k
-from openhands_rl_plugin.core.statistics import Estimate
+from openhands_rl_plugin.core.statistics import Estimate, best_at_k, over_tasks, pass_at_k
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.training.verifier.card import Calibration, sigmoid
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openhands_rl_plugin import RLAgent, RLAgentConfig
 from openhands_rl_plugin.apps.agent.rl_agent import EpisodeResult, ExcludedEpisodes
-from openhands_rl_plugin.core.agent_thread import LoopThread
+from openhands_rl_plugin.core.concurrency import LoopThread
 from openhands_rl_plugin.core.errors import (
     ConfigError,
     InfrastructureError,

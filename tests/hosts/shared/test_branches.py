@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from evaluation.performance.search.planning import PlanningEnvironment
 from openhands_rl_plugin.core.types import Limits, Task
 from openhands_rl_plugin.hosts.shared.environment_forks import EnvironmentWorld
-from openhands_rl_plugin.testing.planning import PlanningEnvironment
 
 
 class Lingering(PlanningEnvironment):

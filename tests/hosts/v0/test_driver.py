@@ -17,7 +17,7 @@ import pytest
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
-from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter
+from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter, trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
 from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.hosts.pool.processes import ProcessChannel
@@ -25,7 +25,6 @@ from openhands_rl_plugin.hosts.pool.runner import WorkerPoolRunner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 from openhands_rl_plugin.rollout.journal import EpisodeSink, stored_episode
-from openhands_rl_plugin.rollout.session import trajectory_id
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 IN_A_WORKSPACE = HostOptions(environment_mode=False)

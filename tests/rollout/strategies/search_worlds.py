@@ -8,12 +8,12 @@ import math
 import random
 from collections.abc import Sequence
 
+from evaluation.performance.search.planning import PlanningEnvironment, PlanningOptions
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.protocols import Environment, Strategy
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, Observation, SamplingParams, Task
 from openhands_rl_plugin.testing import ScriptedEngine
-from openhands_rl_plugin.testing.planning import PlanningEnvironment, PlanningOptions
 
 TASK = Task(id="plan", environment="planning")
 

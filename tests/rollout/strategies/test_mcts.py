@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from search_worlds import EveryWayEngine, SeededEngine, opened, planning, played, report, ways_of
 
+from evaluation.performance.search.planning import PlanningEnvironment
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Completion, Message, Tokens
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrategy
 from openhands_rl_plugin.rollout.strategies.uct import Arm, best_arm, priors, width
 from openhands_rl_plugin.testing import GridEnvironment, ScriptedEngine, check_strategy
-from openhands_rl_plugin.testing.planning import PlanningEnvironment
 
 PLANNER = MCTSOptions(
     num_simulations=40,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 import pytest
 from search_worlds import EveryWayEngine, opened, planning, report
 
+from evaluation.performance.search.planning import PlanningEnvironment
 from openhands_rl_plugin.core.errors import GraderError
 from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.types import Message, Observation, Score, Trajectory
@@ -27,7 +28,6 @@ from openhands_rl_plugin.rollout.strategies.value import (
 )
 from openhands_rl_plugin.rollout.strategies.value_verifier import VerifierValue, VerifierValueOptions
 from openhands_rl_plugin.testing import ScriptedEngine
-from openhands_rl_plugin.testing.planning import PlanningEnvironment
 
 Make = Callable[[ValueFunction], Strategy]
 

@@ -9,6 +9,7 @@ import time
 import pytest
 from search_worlds import CountedWorld, EveryWayEngine, SeededEngine, opened, report
 
+from evaluation.performance.search.planning import PlanningEnvironment, PlanningOptions
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import BadEnvironmentError
 from openhands_rl_plugin.core.types import JsonObject, Message, Observation
@@ -16,7 +17,6 @@ from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNStrategy
 from openhands_rl_plugin.rollout.strategies.budget import SearchBudget
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
 from openhands_rl_plugin.rollout.strategies.value import NoValue
-from openhands_rl_plugin.testing.planning import PlanningEnvironment, PlanningOptions
 
 
 class Slow(PlanningEnvironment):
