@@ -41,8 +41,8 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.conversation import HostConversation
 from openhands_rl_plugin.core.tree import EpisodeTree
-from openhands_rl_plugin.hosts.shared.standalone import standalone_episode
-from openhands_rl_plugin.hosts.shared.token_tap import Tap
+from openhands_rl_plugin.hosts.shared.standalone_run import standalone_episode
+from openhands_rl_plugin.hosts.shared.token_interceptor import TokenInterceptor
 from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostTurn
 from openhands_rl_plugin.hosts.v0.recorder import CallLog, record_completions, recording
 
@@ -150,7 +150,7 @@ class Ways:
         with self.own_work.running():
             self._conversation.follow(self._session.prompts[turn])
         # What the recorder does while litellm waits for the answer is its own work, too.
-        tapped = patch.object(Tap, "take", self.own_work.timed(Tap.take))
+        tapped = patch.object(TokenInterceptor, "take", self.own_work.timed(TokenInterceptor.take))
         after = self._tree.tokens_before(self._tree.head)
         with tapped, recording(CallLog(session="s", step=turn, base_model="policy", after=after)) as log:
             self._recorded.completion(**self._arguments(turn))

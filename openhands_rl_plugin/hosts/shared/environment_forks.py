@@ -5,7 +5,7 @@ from __future__ import annotations
 from openhands_rl_plugin.core.clipping import clip
 from openhands_rl_plugin.core.protocols import Environment, Forkable
 from openhands_rl_plugin.core.types import JsonObject, Limits, Message, Observation, Task
-from openhands_rl_plugin.hosts.shared.branches import Branches
+from openhands_rl_plugin.hosts.shared.open_forks import OpenForks
 
 
 class EnvironmentWorld:
@@ -14,7 +14,7 @@ class EnvironmentWorld:
     def __init__(self, environment: Forkable, limits: Limits) -> None:
         self._environment = environment
         self._limits = limits
-        self._branches = Branches()
+        self._branches = OpenForks()
 
     @property
     def fork_steps(self) -> int:

@@ -35,8 +35,8 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.environments.workspace.place import Place
-from openhands_rl_plugin.hosts.shared.sink import LoopSink
-from openhands_rl_plugin.hosts.shared.wire import EnvironmentReply
+from openhands_rl_plugin.hosts.shared.environment_reply import EnvironmentReply
+from openhands_rl_plugin.hosts.shared.loop_storage import LoopBoundStorage
 from openhands_rl_plugin.rollout.journal import EpisodeJournal, EpisodeSink
 from openhands_rl_plugin.rollout.session import context_tokens, reached
 
@@ -120,7 +120,7 @@ class HostEpisode:
         start = EpisodeStart.for_request(
             self.request, strategy=self.strategy_spec, policy=self._policy, started=self.started
         )
-        self._journal = EpisodeJournal(LoopSink(storage, loop), start)
+        self._journal = EpisodeJournal(LoopBoundStorage(storage, loop), start)
 
     def keep(self) -> None:
         """Store what was said and sampled since the last call. Blocks, and is not to be called on an event loop that
@@ -240,22 +240,6 @@ def bind_episode(episode: HostEpisode) -> Iterator[HostEpisode]:
 def current_episode() -> HostEpisode | None:
     """The episode bound in this context."""
     return _BOUND.get()
-
-
-def controller_end(agent_state: str, last_error: str) -> tuple[StopReason, Failure | None]:
-    """Why a controller stopped without the agent finishing, from its state ("error", "stopped") and last error.
-
-    Hitting one of OpenHands' own limits is a regular end of an episode; anything else makes it no valid sample.
-    """
-    error = last_error.lower()
-    if "maximum iteration" in error:
-        return StopReason.MAX_TURNS, None
-    if "maximum budget" in error or "stuckinloop" in error:
-        return StopReason.TRUNCATED, None
-    message = last_error or f"the controller ended in the state {agent_state!r}"
-    return StopReason.ERROR, Failure(
-        kind=FailureKind.INFRASTRUCTURE, message=message[:500], boundary="openhands.controller"
-    )
 
 
 def overlay(below: SamplingParams, above: SamplingParams) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""Where agent and runtime of one OpenHands session meet: OpenHands makes them apart and does not introduce them.
+"""Where agent and runtime of one OpenHands session meet: OpenHands makes them apart and does not register_runtime them.
 
 Both know the session's id. The runtime says what it can do for a search; the agent says that one is under way, so that
 whoever ends the session can end it first.
@@ -50,7 +50,7 @@ _stops: WeakKeyDictionary[object, float] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def introduce(session: str, runtime: object) -> None:
+def register_runtime(session: str, runtime: object) -> None:
     """Let the agent of this session find its runtime, for as long as that lives."""
     with _lock:
         _runtimes[session] = runtime

@@ -29,7 +29,7 @@ from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
 from openhands_rl_plugin.core.messages import WireMessage
 from openhands_rl_plugin.core.tree import CHARACTERS_PER_TOKEN
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
-from openhands_rl_plugin.hosts.shared.episode import HostEpisode, SessionWorld, controller_end, current_episode
+from openhands_rl_plugin.hosts.shared.episode import HostEpisode, SessionWorld, current_episode
 from openhands_rl_plugin.hosts.shared.sessions import (
     EnvironmentHost,
     EpisodeRuntime,
@@ -37,12 +37,13 @@ from openhands_rl_plugin.hosts.shared.sessions import (
     runtime_of,
     stop_deciding,
 )
-from openhands_rl_plugin.hosts.shared.standalone import StandaloneKeeper, standalone_episode
+from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun, standalone_episode
 from openhands_rl_plugin.hosts.shared.workspace_conversation import WorkspaceConversation
-from openhands_rl_plugin.hosts.v0.dialogue import EnvironmentDialogue
 from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostTurn
+from openhands_rl_plugin.hosts.v0.environment_actions import EnvironmentActions
 from openhands_rl_plugin.hosts.v0.recorder import split_provider
 from openhands_rl_plugin.hosts.v0.registration import register
+from openhands_rl_plugin.hosts.v0.session_state import controller_end
 from openhands_rl_plugin.hosts.v0.settings import RLAgentHostConfig, host_settings, watch_for_rl_section
 from openhands_rl_plugin.hosts.v0.workspace_world import ForkableRuntime, Position, WorkspaceWorld
 
@@ -62,8 +63,8 @@ class _Play:
     episode: HostEpisode
     engine: ControllerEngine
     conversation: WorkspaceConversation
-    dialogue: EnvironmentDialogue
-    keeper: StandaloneKeeper | None
+    dialogue: EnvironmentActions
+    keeper: StandaloneRun | None
 
 
 class RLAgent(CodeActAgent):
@@ -130,9 +131,9 @@ class RLAgent(CodeActAgent):
             base_model=self._settings.serving.model or split_provider(self.llm.config.model)[1],
             environment_mode=self._environment_mode,
         )
-        return self._begin(episode, StandaloneKeeper(episode))
+        return self._begin(episode, StandaloneRun(episode))
 
-    def _begin(self, episode: HostEpisode, keeper: StandaloneKeeper | None = None) -> _Play:
+    def _begin(self, episode: HostEpisode, keeper: StandaloneRun | None = None) -> _Play:
         if (longest := episode.limits.max_obs_length) is not None:
             # OpenHands cuts observations by this key; the configuration object is this LLM's own copy.
             config = self.llm.config
@@ -141,7 +142,7 @@ class RLAgent(CodeActAgent):
             episode=episode,
             engine=ControllerEngine(self.llm, episode, None if self._environment_mode else self._read_actions),
             conversation=WorkspaceConversation(episode.tree),
-            dialogue=EnvironmentDialogue(),
+            dialogue=EnvironmentActions(),
             keeper=keeper,
         )
 

@@ -32,11 +32,12 @@ from openhands.storage.memory import InMemoryFileStore
 
 from openhands_rl_plugin.core.errors import CaughtFailure, RLError, boundary
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason, Trajectory
-from openhands_rl_plugin.hosts.shared.episode import LAST_ERROR, HostEpisode, bind_episode, controller_end
+from openhands_rl_plugin.hosts.shared.episode import LAST_ERROR, HostEpisode, bind_episode
 from openhands_rl_plugin.hosts.shared.options import UserReplies
 from openhands_rl_plugin.hosts.shared.sessions import EpisodeRuntime, stop_deciding
 from openhands_rl_plugin.hosts.v0.agent import RLAgent
-from openhands_rl_plugin.hosts.v0.stock import record_stock_agent
+from openhands_rl_plugin.hosts.v0.other_agents import record_agent
+from openhands_rl_plugin.hosts.v0.session_state import controller_end
 
 _LONGEST_ERROR = 2000
 _ENDS = frozenset({AgentState.FINISHED, AgentState.REJECTED, AgentState.ERROR, AgentState.STOPPED, AgentState.PAUSED})
@@ -79,7 +80,7 @@ class ControllerSession:
             llms.subscribe(stats.register_llm)
             agent = create_agent(self._config, llms)
             if not isinstance(agent, RLAgent):
-                record_stock_agent(agent, self._episode)
+                record_agent(agent, self._episode)
             stream = self._stream = SessionEventStream(self._sid, self._fail)
             runtime = self._runtime = get_runtime_cls(self._config.runtime)(
                 config=self._config, event_stream=stream, llm_registry=llms, sid=self._sid, headless_mode=True

@@ -25,11 +25,12 @@ from openhands.events.action import Action
 from openhands.llm.llm import LLM
 
 from openhands_rl_plugin.core.concurrency import background
-from openhands_rl_plugin.core.errors import EpisodeError, InfrastructureError, ModelError, describe
+from openhands_rl_plugin.core.errors import EpisodeError, ModelError, describe
 from openhands_rl_plugin.core.messages import WireMessage, to_wire
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams, Tokens
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
+from openhands_rl_plugin.hosts.shared.model_errors import model_server_error
 from openhands_rl_plugin.hosts.v0.recorder import CallLog, record_completions, recording, split_provider
 from openhands_rl_plugin.models.engines.seeded import ConversationSeeds
 
@@ -44,8 +45,6 @@ MALFORMED = (
     LLMResponseError,
 )
 """What OpenHands raises when it cannot read an answer of the model."""
-
-_WORTH_A_RETRY = frozenset({408, 409, 425, 429})
 
 
 @dataclass(frozen=True)
@@ -207,7 +206,7 @@ class ControllerEngine:
             return HostOutcome(error=error)
         except (OpenAIError, LLMNoResponseError) as error:
             self._note_failed(log)
-            raise typed_error(error) from error
+            raise model_server_error(error) from error
 
     def _arguments(
         self,
@@ -254,10 +253,3 @@ def _below(tree: EpisodeTree) -> Iterator[Message]:
         pending += tree.children(index)
         if tree.nodes[index].sampled:
             yield tree.nodes[index].message
-
-
-def typed_error(error: Exception) -> EpisodeError:
-    """Whose fault an error of the model's server was: a refusal is the request's, the rest may pass."""
-    status = getattr(error, "status_code", None)
-    refused = isinstance(status, int) and 400 <= status < 500 and status not in _WORTH_A_RETRY
-    return (ModelError if refused else InfrastructureError)(describe(error))

@@ -8,7 +8,6 @@ environment is such a reply too, because an exception here would leave the contr
 from __future__ import annotations
 
 import atexit
-from contextlib import suppress
 from pathlib import Path
 
 from openhands.core.config import OpenHandsConfig
@@ -36,88 +35,17 @@ from openhands.runtime.runtime_status import RuntimeStatus
 from openhands_rl_plugin.config.build import make_environment
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import background
-from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, boundary
-from openhands_rl_plugin.core.protocols import Environment, Forkable
-from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Limits, Message, Task
-from openhands_rl_plugin.core.types import Observation as Answer
+from openhands_rl_plugin.core.protocols import Environment
+from openhands_rl_plugin.core.types import Failure, JsonObject, Limits, Task
 from openhands_rl_plugin.environments.workspace.sandbox import INSIDE
 from openhands_rl_plugin.hosts.shared.environment_forks import EnvironmentWorld
+from openhands_rl_plugin.hosts.shared.environment_reply import RESET_TOOL, STEP_TOOL
 from openhands_rl_plugin.hosts.shared.episode import current_episode
-from openhands_rl_plugin.hosts.shared.sessions import introduce, stop_deciding
-from openhands_rl_plugin.hosts.shared.standalone import task_from_environment_variable
-from openhands_rl_plugin.hosts.shared.wire import RESET_TOOL, STEP_TOOL, EnvironmentReply
-from openhands_rl_plugin.hosts.v0.notes import is_stop
+from openhands_rl_plugin.hosts.shared.hosted_environment import HostedEnvironment
+from openhands_rl_plugin.hosts.shared.sessions import register_runtime, stop_deciding
+from openhands_rl_plugin.hosts.shared.standalone_run import task_from_environment_variable
+from openhands_rl_plugin.hosts.v0.session_state import is_stop
 from openhands_rl_plugin.hosts.v0.settings import host_settings
-
-
-class EnvironmentPlay:
-    """One episode of one environment as replies that never raise, with its evidence gathered before it is closed."""
-
-    def __init__(self, environment: Environment, task: Task) -> None:
-        self._environment = environment
-        self._task = task
-        self._opened = False
-        self._closed = False
-        self.evidence: JsonObject | None = None
-        self.failure: Failure | None = None
-
-    def world(self, limits: Limits) -> EnvironmentWorld | None:
-        """The episode as search may see it, ``None`` when the environment cannot be forked."""
-        return EnvironmentWorld(self._environment, limits) if isinstance(self._environment, Forkable) else None
-
-    def instruct(self, instruction: str) -> None:
-        """Give the task its words, unless it has some or is being played."""
-        if not self._opened and not self._task.instruction:
-            self._task = self._task.model_copy(update={"instruction": instruction})
-
-    async def reply_to(self, action: MCPAction) -> EnvironmentReply:
-        """Execute one action. A failure is the reply's and is remembered in ``failure``."""
-        try:
-            with boundary(FailureKind.ENVIRONMENT, f"environment.{action.name.removeprefix('environment_')}"):
-                answer = await self._execute(action)
-            if answer.terminated or answer.truncated:
-                await self._gather()
-        except CaughtFailure as caught:
-            self.failure = caught.failure
-            return EnvironmentReply(failure=caught.failure)
-        return EnvironmentReply(
-            messages=answer.messages,
-            reward=answer.reward,
-            terminated=answer.terminated,
-            truncated=answer.truncated,
-            evidence=self.evidence,
-        )
-
-    async def conclude(self) -> None:
-        """Gather the evidence of an episode that did not end by itself, then close. A second call does nothing.
-
-        A failed close leaks a server-side episode but does not spoil the one that was played.
-        """
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            if self._opened and self.evidence is None and self.failure is None:
-                await self._gather()
-        except CaughtFailure as caught:
-            self.failure = caught.failure
-        finally:
-            with suppress(CaughtFailure), boundary(FailureKind.INFRASTRUCTURE, "environment.close"):
-                await self._environment.close()
-
-    async def _execute(self, action: MCPAction) -> Answer:
-        if action.name == RESET_TOOL:
-            answer = await self._environment.reset(self._task)
-            self._opened = True
-            return answer
-        content = action.arguments.get("content")
-        if not isinstance(content, str):
-            raise BadEnvironmentError(f"{STEP_TOOL} needs the policy's answer as text in 'content'")
-        return await self._environment.step(Message(role="assistant", content=content))
-
-    async def _gather(self) -> None:
-        with boundary(FailureKind.ENVIRONMENT, "environment.evidence"):
-            self.evidence = await self._environment.evidence()
 
 
 class EnvironmentRuntime(Runtime):
@@ -133,13 +61,13 @@ class EnvironmentRuntime(Runtime):
             settings, task = episode.settings, episode.request.task
         self._instructed_by_user = episode is None
         # Before the host's constructor, which leaves threads and an exit handler behind if anything fails after it.
-        self.play = EnvironmentPlay(self.make_environment(settings, task), task)
+        self.hosted = HostedEnvironment(self.make_environment(settings, task), task)
         super().__init__(config, *args, **kwargs)
-        introduce(self.sid, self)
+        register_runtime(self.sid, self)
 
     def world(self, limits: Limits) -> EnvironmentWorld | None:
         """The live episode as search may see it; ``limits`` are the episode's."""
-        return self.play.world(limits)
+        return self.hosted.world(limits)
 
     def make_environment(self, settings: RLSettings, task: Task) -> Environment:
         """The environment of the task. Override to put another one behind OpenHands."""
@@ -151,7 +79,7 @@ class EnvironmentRuntime(Runtime):
         if is_stop(event):
             stop_deciding(self.sid, event.id)
         if self._instructed_by_user and isinstance(event, MessageAction) and event.source == EventSource.USER:
-            self.play.instruct(event.content)
+            self.hosted.instruct(event.content)
         super().on_event(event)
 
     async def connect(self) -> None:
@@ -161,8 +89,8 @@ class EnvironmentRuntime(Runtime):
 
     def conclude(self) -> tuple[JsonObject | None, Failure | None]:
         """Evidence (``None`` when the episode never began) and failure, if any; closes the environment. Blocks."""
-        background().wait_for(self.play.conclude())
-        return self.play.evidence, self.play.failure
+        background().wait_for(self.hosted.conclude())
+        return self.hosted.evidence, self.hosted.failure
 
     def close(self) -> None:
         """Close the environment, once. Blocks."""
@@ -177,7 +105,7 @@ class EnvironmentRuntime(Runtime):
             return ErrorObservation(f"There is no tool {action.name!r}; the environment has {RESET_TOOL}, {STEP_TOOL}.")
         # Connections belong to one event loop, and OpenHands ends the one that this runs in before it closes a runtime.
         # This thread serves this session alone, so that it may wait.
-        reply = background().wait_for(self.play.reply_to(action))
+        reply = background().wait_for(self.hosted.reply_to(action.name, action.arguments))
         return MCPObservation(content=reply.model_dump_json(), name=action.name, arguments=action.arguments)
 
     def get_mcp_config(self, extra_stdio_servers: list[MCPStdioServerConfig] | None = None) -> MCPConfig:

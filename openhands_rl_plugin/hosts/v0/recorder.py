@@ -34,7 +34,7 @@ from openhands_rl_plugin.core.types import (
     ToolCall,
     Usage,
 )
-from openhands_rl_plugin.hosts.shared.token_tap import Tap, tapped_client, tapping
+from openhands_rl_plugin.hosts.shared.token_interceptor import TokenInterceptor, intercepting, intercepting_client
 from openhands_rl_plugin.models.gateway.idtext import KnownContexts
 
 _OPENAI_COMPATIBLE = frozenset({"openai", "custom_openai", "hosted_vllm", "litellm_proxy"})
@@ -127,15 +127,15 @@ class RecordedCompletion:
         asked.update(wanted)
         started = time.perf_counter()
         try:
-            with tapping(self._contexts, log.after) as tap:
-                client = tapped_client(asked) if "logprobs" in wanted else {}
+            with intercepting(self._contexts, log.after) as interceptor:
+                client = intercepting_client(asked) if "logprobs" in wanted else {}
                 asked_too = {key: asked[key] for key in _ASKED if key in asked}
                 response = self._send(*args, **{**kwargs, **asked_too, **client})
         except BaseException as error:
             log.attempts.append(_attempt(asked, time.perf_counter() - started, error=describe(error)))
             raise
         latency = time.perf_counter() - started
-        completion = _completion(asked, response, log.base_model, tap)
+        completion = _completion(asked, response, log.base_model, interceptor)
         error = None if completion else "the server answered without a choice"
         log.attempts.append(_attempt(asked, latency, completion, error))
         return response
@@ -188,20 +188,24 @@ def _parameters(asked: Mapping[str, Any]) -> JsonObject:
     return {name: given[name] for name in RECORDED_PARAMETERS if given.get(name) is not None}
 
 
-def _completion(asked: Mapping[str, Any], response: ModelResponse, base_model: str, tap: Tap) -> Completion | None:
+def _completion(
+    asked: Mapping[str, Any], response: ModelResponse, base_model: str, interceptor: TokenInterceptor
+) -> Completion | None:
     prompt_ids = (response.model_extra or {}).pop("prompt_token_ids", None)
     choice = response.choices[0] if response.choices else None
     if not isinstance(choice, Choices):
         return None
-    # What did not come by the tap is still in the response.
+    # Tokens that were not intercepted are still in the response.
     left = _take_tokens(prompt_ids, choice)
     message = _take_message(choice)
     # Without the token arrays, which would make it many times as large.
-    raw: JsonValue = from_json(tap.left) if tap.left else response.model_dump(mode="json", warnings=False)
+    raw: JsonValue = (
+        from_json(interceptor.rest) if interceptor.rest else response.model_dump(mode="json", warnings=False)
+    )
     served = split_provider(response.model or str(asked.get("model")))[1]
     return Completion.model_construct(
         message=message,
-        tokens=tap.tokens or left,
+        tokens=interceptor.tokens or left,
         finish_reason=choice.finish_reason,
         usage=_usage(response),
         policy=PolicyRef.from_served_name(base_model, served),

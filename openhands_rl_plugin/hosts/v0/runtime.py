@@ -69,8 +69,8 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
 )
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError, Shell
 from openhands_rl_plugin.hosts.shared.episode import current_episode
-from openhands_rl_plugin.hosts.shared.sessions import introduce, stop_deciding
-from openhands_rl_plugin.hosts.v0.notes import SessionNotes, is_stop
+from openhands_rl_plugin.hosts.shared.sessions import register_runtime, stop_deciding
+from openhands_rl_plugin.hosts.v0.session_state import SessionTaskList, is_stop
 
 _START_TIMEOUT = 14.0
 _ENDED = "[The sandbox ended and a new one is started: background processes and the shell's state are lost.]"
@@ -107,7 +107,7 @@ class WorkspaceRuntime(Runtime):
         self._editor: WorkspaceEditor | None = None
         start = f"{self._sandbox.workspace}/{place.repository}" if place and place.repository else None
         self._shell = Shell(self._sandbox, self._variables(), self.limits, start=start)
-        introduce(self.sid, self)
+        register_runtime(self.sid, self)
 
     def make_sandbox(self, config: OpenHandsConfig, root: Path) -> Sandbox:
         """Where the commands of the workspace at ``root`` run."""
@@ -340,7 +340,7 @@ class WorkspaceRuntime(Runtime):
         twin._private, twin._tree, twin._sandbox, twin._shell = private, tree, sandbox, shell
         twin.files = Workspace(shell.path_from_host(INSIDE))
         twin.status_callback = None
-        twin.event_stream = SessionNotes.of(self.event_stream, self.sid)
+        twin.event_stream = SessionTaskList.of(self.event_stream, self.sid)
         twin._editor = self._editor and self._editor.copied_to(twin.files, private / "scratch")
         return twin
 

@@ -49,7 +49,7 @@ from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ModelError, describe
 from openhands_rl_plugin.core.messages import WireMessage, to_message
 from openhands_rl_plugin.core.types import JsonObject, Message, Observation, Task
-from openhands_rl_plugin.hosts.shared.branches import Branches
+from openhands_rl_plugin.hosts.shared.open_forks import OpenForks
 from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostOutcome, HostTurn
 
 Write = Callable[[Sequence[Event]], tuple[Sequence[WireMessage], Sequence[WireMessage]]]
@@ -121,7 +121,7 @@ class WorkspaceWorld:
         self.write = write
         self._runtime = runtime
         self._position = position
-        self._branches = Branches()
+        self._branches = OpenForks()
         self._stop = threading.Event()
 
     def step_seconds(self, action: Message) -> float:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from openhands_rl_plugin.core.concurrency import Job, background
-from openhands_rl_plugin.hosts.shared.sessions import deciding, introduce, stop_deciding
+from openhands_rl_plugin.hosts.shared.sessions import deciding, register_runtime, stop_deciding
 
 
 class Place:
@@ -26,7 +26,7 @@ def decided(session: str, job: Job[str], heard: int) -> str:
 
 def test_a_stop_that_comes_before_a_search_begins_ends_it_when_it_begins():
     runtime = Place()
-    introduce("before", runtime)
+    register_runtime("before", runtime)
     stop_deciding("before", 7)
     for _ in range(2):
         with pytest.raises(asyncio.CancelledError):
@@ -35,14 +35,14 @@ def test_a_stop_that_comes_before_a_search_begins_ends_it_when_it_begins():
 
 def test_who_is_set_running_again_after_a_stop_decides():
     runtime = Place()
-    introduce("again", runtime)
+    register_runtime("again", runtime)
     stop_deciding("again", 7)
     assert decided("again", background().start(search(0)), heard=8) == "decided"
 
 
 def test_a_stop_that_is_heard_late_does_not_end_the_search_of_who_was_set_running_again():
     runtime = Place()
-    introduce("late", runtime)
+    register_runtime("late", runtime)
     job = background().start(search(0.1))
     with deciding("late", job, 8):
         stop_deciding("late", 7)
@@ -58,7 +58,7 @@ def test_a_stop_ends_the_search_that_is_under_way():
 
 def test_a_session_that_is_over_decides_nothing_more():
     runtime = Place()
-    introduce("over", runtime)
+    register_runtime("over", runtime)
     stop_deciding("over")
     with pytest.raises(asyncio.CancelledError):
         decided("over", background().start(search(60)), heard=1000)
@@ -66,7 +66,7 @@ def test_a_session_that_is_over_decides_nothing_more():
 
 def test_a_new_runtime_for_a_session_knows_nothing_of_earlier_stops():
     first, second = Place(), Place()
-    introduce("new", first)
+    register_runtime("new", first)
     stop_deciding("new")
-    introduce("new", second)
+    register_runtime("new", second)
     assert decided("new", background().start(search(0)), heard=1) == "decided"

@@ -20,19 +20,20 @@ from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Completion, FailureKind, SamplingParams, StopReason, Tokens
 from openhands_rl_plugin.hosts.pool.messages import FromWorker, Store, Stored
 from openhands_rl_plugin.hosts.pool.worker import PoolStorage
-from openhands_rl_plugin.hosts.shared.episode import HostEpisode, bind_episode, controller_end, current_episode
-from openhands_rl_plugin.hosts.shared.standalone import TASK_INDEX_VARIABLE, StandaloneKeeper, standalone_episode
+from openhands_rl_plugin.hosts.shared.episode import HostEpisode, bind_episode, current_episode
+from openhands_rl_plugin.hosts.shared.standalone_run import TASK_INDEX_VARIABLE, StandaloneRun, standalone_episode
+from openhands_rl_plugin.hosts.v0.session_state import controller_end
 
 LEAVES_EARLY = """
 import sys
 from openhands_rl_plugin import Message, RLSettings
-from openhands_rl_plugin.hosts.shared.standalone import StandaloneKeeper, standalone_episode
+from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun, standalone_episode
 
 settings = RLSettings.model_validate({"storage": {"path": sys.argv[1]}})
 episode = standalone_episode(
     settings, session="s", instruction="Do it.", base_model="m", environment_mode=False
 )
-keeper = StandaloneKeeper(episode)
+keeper = StandaloneRun(episode)
 episode.tree.head = episode.tree.append(Message(role="user", content="Do it."))
 sys.exit("the host gave up")
 """
@@ -53,7 +54,7 @@ async def stored(folder) -> list[Trajectory]:
 
 
 async def test_stored_once_however_often_the_end_is_announced(tmp_path):
-    keeper = StandaloneKeeper(episode_in(tmp_path))
+    keeper = StandaloneRun(episode_in(tmp_path))
     ends = [threading.Thread(target=keeper.keep, args=(StopReason.TRUNCATED,)) for _ in range(8)]
     for end in ends:
         end.start()
@@ -66,7 +67,7 @@ async def test_stored_once_however_often_the_end_is_announced(tmp_path):
 
 async def test_two_runs_of_one_named_session_are_two_trajectories(tmp_path):
     for _ in range(2):
-        StandaloneKeeper(episode_in(tmp_path)).keep()
+        StandaloneRun(episode_in(tmp_path)).keep()
     one, other = await stored(tmp_path)
     assert one.id != other.id
 
@@ -81,7 +82,7 @@ async def test_stored_when_the_process_ends_first(tmp_path):
 
 async def test_stored_while_it_is_played(tmp_path):
     episode = episode_in(tmp_path)
-    keeper = StandaloneKeeper(episode)
+    keeper = StandaloneRun(episode)
     episode.keep()
     (unfinished,) = await stored(tmp_path)
     assert unfinished.stop is StopReason.UNFINISHED
@@ -97,7 +98,7 @@ async def test_stored_while_it_is_played(tmp_path):
 def test_a_storage_that_fails_is_not_forgotten(tmp_path):
     (tmp_path / "file").write_text("no folder")
     episode = episode_in(tmp_path / "file")
-    StandaloneKeeper(episode)
+    StandaloneRun(episode)
     with pytest.raises(StorageError):
         episode.keep()
     assert isinstance(episode.error, StorageError)
@@ -208,7 +209,7 @@ def test_wishes_of_the_strategy_come_before_those_of_the_request_and_the_setting
 @pytest.mark.parametrize("wrong", [1.5, "7", -1, 2**63])
 async def test_wrong_token_ids_fail_the_episode_and_not_the_storage(tmp_path, wrong):
     episode = episode_in(tmp_path)
-    keeper = StandaloneKeeper(episode)
+    keeper = StandaloneRun(episode)
     for ids in ((1,), (1, 2, wrong), (1, 2, wrong, 2, 3)):
         tokens = Tokens.model_construct(extends=False, prompt_ids=ids, sampled_ids=(2,), logprobs=())
         said = Message(role="assistant", content="x")

@@ -30,11 +30,12 @@ from openhands_rl_plugin.core.types import (
     Task,
 )
 from openhands_rl_plugin.environments.webshop import running_webshop
+from openhands_rl_plugin.hosts.shared.environment_reply import RESET_TOOL, STEP_TOOL, EnvironmentReply
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode, bind_episode
-from openhands_rl_plugin.hosts.shared.standalone import TASK_INDEX_VARIABLE, task_from_environment_variable
-from openhands_rl_plugin.hosts.shared.wire import RESET_TOOL, STEP_TOOL, EnvironmentReply
+from openhands_rl_plugin.hosts.shared.hosted_environment import HostedEnvironment
+from openhands_rl_plugin.hosts.shared.standalone_run import TASK_INDEX_VARIABLE, task_from_environment_variable
 from openhands_rl_plugin.hosts.v0 import environment_runtime
-from openhands_rl_plugin.hosts.v0.environment_runtime import EnvironmentPlay, EnvironmentRuntime
+from openhands_rl_plugin.hosts.v0.environment_runtime import EnvironmentRuntime
 from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
 
 
@@ -167,7 +168,7 @@ def test_a_server_that_dies_in_mid_episode():
 def test_plain_openhands_runs_take_their_task_from_the_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(TASK_INDEX_VARIABLE, "12")
     runtime = make_runtime(None)
-    assert runtime.play._task == Task(id="webshop-12", environment="webshop", data={"idx": 12})
+    assert runtime.hosted._task == Task(id="webshop-12", environment="webshop", data={"idx": 12})
     runtime.close()
     runtime.event_stream.close()
     monkeypatch.setenv(TASK_INDEX_VARIABLE, "twelve")
@@ -224,10 +225,10 @@ class Counting:
 TASK = Task(id="t", environment="counting")
 
 
-async def play(environment: Counting, *contents: str) -> tuple[EnvironmentPlay, list[EnvironmentReply]]:
-    play = EnvironmentPlay(environment, TASK)
-    replies = [await play.reply_to(MCPAction(name=RESET_TOOL))]
-    replies += [await play.reply_to(MCPAction(name=STEP_TOOL, arguments={"content": content})) for content in contents]
+async def play(environment: Counting, *contents: str) -> tuple[HostedEnvironment, list[EnvironmentReply]]:
+    play = HostedEnvironment(environment, TASK)
+    replies = [await play.reply_to(RESET_TOOL, {})]
+    replies += [await play.reply_to(STEP_TOOL, {"content": content}) for content in contents]
     await play.conclude()
     await play.conclude()
     return play, replies

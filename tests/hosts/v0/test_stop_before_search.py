@@ -28,8 +28,8 @@ from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.v0.controller_config import controller_config
 from openhands_rl_plugin.hosts.v0.controller_session import SessionController, SessionEventStream, SessionMemory
 from openhands_rl_plugin.hosts.v0.driver import runtime_path
-from openhands_rl_plugin.hosts.v0.notes import is_stop
 from openhands_rl_plugin.hosts.v0.runtime import WorkspaceRuntime
+from openhands_rl_plugin.hosts.v0.session_state import is_stop
 
 pytestmark = needs_bubblewrap
 

@@ -1,4 +1,4 @@
-"""The forks that one decision works with: whatever ends the decision, none of them is left."""
+"""The forks of one decision, all of which are closed when it ends, for whatever reason."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from openhands_rl_plugin.core.errors import CaughtFailure, InfrastructureError, 
 from openhands_rl_plugin.core.protocols import Environment
 from openhands_rl_plugin.core.types import FailureKind
 
-_PATIENCE = 10.0
+# Seconds for a fork to open, and to close: copying a workspace and starting its shell take one or two.
+_TIMEOUT = 10.0
 
 
-class Branches:
+class OpenForks:
     """Forks that are being made or are in use."""
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class Branches:
         """Wait for a fork. One that is finished after its caller was cancelled is closed by ``close``."""
         if self._closed:
             make.close()
-            raise InfrastructureError("the search has ended, so that nothing is forked any more")
+            raise InfrastructureError("the search has ended: no more forks")
         task = asyncio.create_task(self._made(make))
         self._making.add(task)
         task.add_done_callback(self._making.discard)
@@ -38,14 +39,14 @@ class Branches:
         self._open.discard(branch)
 
     async def close(self) -> None:
-        """Close all forks, also those that are still being made. One that does not come up or close in time is left
-        alone. What has begun here is ended even when the caller is cancelled."""
+        """Close all forks, also those that are still being made. One that does not open or close in time is
+        abandoned. Closing continues even when the caller is cancelled."""
         await shielded(self._close_all())
 
     async def _close_all(self) -> None:
         self._closed = True
         if self._making:
-            await asyncio.wait(self._making, timeout=_PATIENCE)
+            await asyncio.wait(self._making, timeout=_TIMEOUT)
         await asyncio.gather(*(_close(branch) for branch in list(self._open)))
 
     async def _made[E: Environment](self, make: Coroutine[Any, Any, E]) -> E:
@@ -56,5 +57,5 @@ class Branches:
 
 async def _close(branch: Environment) -> None:
     with suppress(CaughtFailure), boundary(FailureKind.INFRASTRUCTURE, "search.close"):
-        async with asyncio.timeout(_PATIENCE):
+        async with asyncio.timeout(_TIMEOUT):
             await branch.close()

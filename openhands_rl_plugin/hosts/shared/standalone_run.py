@@ -64,7 +64,7 @@ def task_from_environment_variable(settings: RLSettings) -> Task:
     return Task(id=f"{settings.env_name}-{int(text)}", environment=settings.env_name, data={"idx": int(text)})
 
 
-class StandaloneKeeper:
+class StandaloneRun:
     """Stores an episode while it is played, and closes it when it ends or the process does. Raises ``ConfigError``."""
 
     def __init__(self, episode: HostEpisode) -> None:

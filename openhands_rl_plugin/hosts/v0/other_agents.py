@@ -1,4 +1,4 @@
-"""Records the episode of an OpenHands agent that is not ours, without changing what it asks for, reads or does."""
+"""Records the episode of an OpenHands agent other than ``RLAgent``, without changing what it does."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from openhands_rl_plugin.core.conversation import HostConversation
 from openhands_rl_plugin.core.errors import describe
 from openhands_rl_plugin.core.types import Failure, StopReason
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
-from openhands_rl_plugin.hosts.v0.engine import MALFORMED, typed_error
+from openhands_rl_plugin.hosts.shared.model_errors import model_server_error
+from openhands_rl_plugin.hosts.v0.engine import MALFORMED
 from openhands_rl_plugin.hosts.v0.recorder import Attempt, CallLog, record_completions, recording
 
 
-class StockRecorder:
-    """Stands around the ``step`` of one agent. What the agent sends and gets becomes the tree of ``episode``.
+class AgentRecorder:
+    """Wraps the ``step`` of one agent. Its prompts and completions become the tree of ``episode``.
 
     A step that asks the model twice keeps the last answer. An answer that OpenHands cannot read is kept beside the
     acted path, as with ``RLAgent``.
@@ -48,7 +49,7 @@ class StockRecorder:
             malformed = error
             raise
         except (OpenAIError, LLMNoResponseError) as error:
-            kind = typed_error(error).kind
+            kind = model_server_error(error).kind
             episode.failure = Failure(kind=kind, message=describe(error), boundary="openhands.llm")
             raise
         finally:
@@ -84,6 +85,6 @@ class StockRecorder:
             self._conversation.acted(node)
 
 
-def record_stock_agent(agent: Agent, episode: HostEpisode) -> None:
+def record_agent(agent: Agent, episode: HostEpisode) -> None:
     """Record what ``agent`` does from now on."""
-    agent.step = StockRecorder(agent, episode).step
+    agent.step = AgentRecorder(agent, episode).step

@@ -1,4 +1,4 @@
-"""What a runtime hears and writes beside its actions: the user's stop, and the notes of a session."""
+"""What is read from a session beside its actions: the user's stop, why its controller stopped, its task list."""
 
 from __future__ import annotations
 
@@ -11,13 +11,31 @@ from openhands.events.stream import EventStream
 from openhands.storage.locations import get_conversation_dir
 from openhands.storage.memory import InMemoryFileStore
 
+from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
+
 
 def is_stop(event: Event) -> bool:
     """Whether the user stops the agent with this event."""
     return isinstance(event, ChangeAgentStateAction) and event.agent_state == AgentState.STOPPED
 
 
-class SessionNotes:
+def controller_end(agent_state: str, last_error: str) -> tuple[StopReason, Failure | None]:
+    """Why a controller stopped without the agent finishing, from its state ("error", "stopped") and last error.
+
+    Hitting one of OpenHands' own limits is a regular end of an episode; anything else makes it no valid sample.
+    """
+    error = last_error.lower()
+    if "maximum iteration" in error:
+        return StopReason.MAX_TURNS, None
+    if "maximum budget" in error or "stuckinloop" in error:
+        return StopReason.TRUNCATED, None
+    message = last_error or f"the controller ended in the state {agent_state!r}"
+    return StopReason.ERROR, Failure(
+        kind=FailureKind.INFRASTRUCTURE, message=message[:500], boundary="openhands.controller"
+    )
+
+
+class SessionTaskList:
     """A session's task list in memory, for a forked runtime: it stands where OpenHands expects an event stream."""
 
     def __init__(self, user_id: str | None, file_store: InMemoryFileStore) -> None:
@@ -26,7 +44,7 @@ class SessionNotes:
 
     @classmethod
     def of(cls, stream: EventStream, session: str) -> Any:
-        """A copy of what a stream, or other notes, hold. ``Any``, because OpenHands declares a whole stream there."""
+        """A copy of a stream's list, or a fork's. ``Any``, because OpenHands declares a whole stream there."""
         path = f"{get_conversation_dir(session, stream.user_id)}TASKS.md"
         try:
             return cls(stream.user_id, InMemoryFileStore({path: stream.file_store.read(path)}))

@@ -1,4 +1,4 @@
-"""A storage that belongs to another event loop than the one that plays an episode."""
+"""A storage that belongs to another event loop than the one that an episode runs on."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeS
 from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 
-_LOOK_UP = 1.0
+# Seconds between checks whether the loop was closed.
+_CHECK_INTERVAL = 1.0
 
 
-class LoopSink:
-    """An ``EpisodeSink`` whose calls are executed on the loop of the storage behind it.
+class LoopBoundStorage:
+    """An ``EpisodeSink`` that calls another one on that one's loop.
 
     Raises what the storage raises, and ``InfrastructureError`` when that loop is closed before it has answered.
     """
@@ -26,33 +27,33 @@ class LoopSink:
 
     async def add(self, trajectory: Trajectory) -> None:
         """As in ``TrajectoryStorage``."""
-        await self._there(self._storage.add(trajectory))
+        await self._on_loop(self._storage.add(trajectory))
 
     async def begin(self, start: EpisodeStart) -> None:
         """As in ``TrajectoryStorage``."""
-        await self._there(self._storage.begin(start))
+        await self._on_loop(self._storage.begin(start))
 
     async def grow(self, growth: EpisodeGrowth) -> None:
         """As in ``TrajectoryStorage``."""
-        await self._there(self._storage.grow(growth))
+        await self._on_loop(self._storage.grow(growth))
 
     async def end(self, end: EpisodeEnd) -> None:
         """As in ``TrajectoryStorage``."""
-        await self._there(self._storage.end(end))
+        await self._on_loop(self._storage.end(end))
 
     async def drop(self, trajectory_ids: Sequence[str]) -> int:
         """As in ``TrajectoryStorage``."""
-        return await self._there(self._storage.drop(trajectory_ids))
+        return await self._on_loop(self._storage.drop(trajectory_ids))
 
-    async def _there[T](self, call: Coroutine[Any, Any, T]) -> T:
+    async def _on_loop[T](self, call: Coroutine[Any, Any, T]) -> T:
         if self._loop is asyncio.get_running_loop():
             return await call
         if not self._loop.is_closed():
             answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
-            # A loop that is stopped drops its work without a word.
-            while not (await asyncio.wait([answer], timeout=_LOOK_UP))[0] and not self._loop.is_closed():
+            # A loop that is stopped drops its work without an error.
+            while not (await asyncio.wait([answer], timeout=_CHECK_INTERVAL))[0] and not self._loop.is_closed():
                 pass
             if answer.done():
                 return answer.result()
         call.close()
-        raise InfrastructureError("the event loop that plays this episode was closed")
+        raise InfrastructureError("the event loop of this episode was closed")

@@ -1,8 +1,8 @@
-"""How an environment's answers travel through OpenHands: as the content of an ``MCPObservation``.
+"""How an environment's replies pass through OpenHands: as the content of a tool's observation (V0: ``MCPObservation``).
 
 The boundary between OpenHands' agent and its runtime is the boundary between policy and environment. An action of the
-policy goes out as an ``MCPAction`` named ``STEP_TOOL``; the answer comes back as JSON text, so that the host's event
-log holds rewards and ends of episodes too. The first action of an episode is ``RESET_TOOL``, which costs no completion.
+policy is a call of ``STEP_TOOL``; the reply is JSON text, so that the host's event log holds rewards and ends of
+episodes, too. The first action of an episode is ``RESET_TOOL``, which costs no completion.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ STEP_TOOL = "environment_step"
 
 
 class EnvironmentReply(Frozen):
-    """One answer of the environment; ``messages`` open the conversation after a reset and continue it after a step.
+    """One reply of the environment; ``messages`` open the conversation after a reset and continue it after a step.
 
     ``failure`` is set when the environment could not answer; the agent then ends the episode.
     """

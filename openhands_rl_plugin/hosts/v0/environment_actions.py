@@ -12,10 +12,10 @@ from pydantic import ValidationError
 
 from openhands_rl_plugin.core.errors import describe
 from openhands_rl_plugin.core.types import Failure, FailureKind, Message
-from openhands_rl_plugin.hosts.shared.wire import RESET_TOOL, STEP_TOOL, EnvironmentReply
+from openhands_rl_plugin.hosts.shared.environment_reply import RESET_TOOL, STEP_TOOL, EnvironmentReply
 
 
-class EnvironmentDialogue:
+class EnvironmentActions:
     """The two halves of every exchange of one episode."""
 
     def __init__(self) -> None:

@@ -1,0 +1,82 @@
+"""An environment behind a host's runtime or tool, which must never raise: the host would wait for an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+
+from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, boundary
+from openhands_rl_plugin.core.protocols import Environment, Forkable
+from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Limits, Message, Observation, Task
+from openhands_rl_plugin.hosts.shared.environment_forks import EnvironmentWorld
+from openhands_rl_plugin.hosts.shared.environment_reply import RESET_TOOL, STEP_TOOL, EnvironmentReply
+
+
+class HostedEnvironment:
+    """One episode of one environment: its replies hold failures, and its evidence is gathered before it is closed."""
+
+    def __init__(self, environment: Environment, task: Task) -> None:
+        self._environment = environment
+        self._task = task
+        self._opened = False
+        self._closed = False
+        self.evidence: JsonObject | None = None
+        self.failure: Failure | None = None
+
+    def world(self, limits: Limits) -> EnvironmentWorld | None:
+        """The episode for search; ``None`` when the environment cannot be forked."""
+        return EnvironmentWorld(self._environment, limits) if isinstance(self._environment, Forkable) else None
+
+    def instruct(self, instruction: str) -> None:
+        """Set the instruction of a task that has none and has not begun."""
+        if not self._opened and not self._task.instruction:
+            self._task = self._task.model_copy(update={"instruction": instruction})
+
+    async def reply_to(self, tool: str, arguments: Mapping[str, object]) -> EnvironmentReply:
+        """Execute ``RESET_TOOL`` or ``STEP_TOOL``. A failure is returned in the reply and kept in ``failure``."""
+        try:
+            with boundary(FailureKind.ENVIRONMENT, f"environment.{tool.removeprefix('environment_')}"):
+                answer = await self._execute(tool, arguments)
+            if answer.terminated or answer.truncated:
+                await self._gather()
+        except CaughtFailure as caught:
+            self.failure = caught.failure
+            return EnvironmentReply(failure=caught.failure)
+        return EnvironmentReply(
+            messages=answer.messages,
+            reward=answer.reward,
+            terminated=answer.terminated,
+            truncated=answer.truncated,
+            evidence=self.evidence,
+        )
+
+    async def conclude(self) -> None:
+        """Gather the evidence of an episode that did not end by itself, then close. A second call does nothing.
+
+        A failed close leaks a server-side episode but does not spoil the one that was played.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._opened and self.evidence is None and self.failure is None:
+                await self._gather()
+        except CaughtFailure as caught:
+            self.failure = caught.failure
+        finally:
+            with suppress(CaughtFailure), boundary(FailureKind.INFRASTRUCTURE, "environment.close"):
+                await self._environment.close()
+
+    async def _execute(self, tool: str, arguments: Mapping[str, object]) -> Observation:
+        if tool == RESET_TOOL:
+            answer = await self._environment.reset(self._task)
+            self._opened = True
+            return answer
+        content = arguments.get("content")
+        if not isinstance(content, str):
+            raise BadEnvironmentError(f"{STEP_TOOL} needs the policy's answer as text in 'content'")
+        return await self._environment.step(Message(role="assistant", content=content))
+
+    async def _gather(self) -> None:
+        with boundary(FailureKind.ENVIRONMENT, "environment.evidence"):
+            self.evidence = await self._environment.evidence()
