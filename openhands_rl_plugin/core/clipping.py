@@ -51,7 +51,7 @@ class _ClippedFork:
 
     async def reset(self, task: Task) -> Observation:
         """Refused: a fork stands in the middle of an episode."""
-        raise RuntimeError("a fork goes on from where it was made")
+        raise RuntimeError("a fork continues from where it was made")
 
     async def step(self, action: Message) -> Observation:
         return clip(await self.environment.step(action), self.limits)

@@ -1,6 +1,6 @@
 """Keeps an episode's tree in step with the conversation that a host (OpenHands, or any client of a gateway) sends.
 
-A host builds every prompt anew. As long as it only adds to it, the new messages become nodes below
+A host builds every prompt from scratch. As long as it only adds to it, the new messages become nodes below
 the head; when it rewrites the past (a condenser, merged messages), the tree gets a branch where the rewriting begins.
 An answer of the policy comes back re-serialised; it stays the node that was sampled, and the other form is noted.
 """

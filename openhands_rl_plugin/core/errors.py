@@ -33,7 +33,7 @@ class StorageError(RLError):
 
 
 class TrainingError(RLError):
-    """Training cannot go on: no usable samples, a non-finite loss, or a wrong checkpoint."""
+    """Training cannot continue: no usable samples, a non-finite loss, or a wrong checkpoint."""
 
 
 class PublishError(RLError):

@@ -35,7 +35,10 @@ CHARACTERS_PER_TOKEN = 4
 
 @dataclass
 class DraftNode:
-    """A node that search may still change (``value``, ``visits``, ``reward``, ``simulated``)."""
+    """A node that search may still change (``value``, ``visits``, ``reward``, ``simulated``).
+
+    The fields are those of ``types.Node``; ``parent`` is an index into ``EpisodeTree.nodes``, ``None`` for the root.
+    """
 
     parent: int | None
     message: Message
@@ -77,7 +80,7 @@ class EpisodeTree:
 
     @classmethod
     def thaw(cls, trajectory: Trajectory) -> Self:
-        """The tree that was frozen. An unfinished episode tells no usage; then it is counted from the nodes."""
+        """The tree that was frozen. An unfinished episode has no usage yet; then it is counted from the nodes."""
         tree = cls(tools=trajectory.tools)
         for node in trajectory.nodes:
             tree._add(DraftNode(**{**dict(node), "metadata": deepcopy(node.metadata)}))
@@ -105,7 +108,7 @@ class EpisodeTree:
         self.truncated |= observation.truncated
 
     def append(self, message: Message, *, parent: int | None = None) -> int:
-        """Add a message that nobody sampled below ``parent`` (default ``head``); does not move ``head``."""
+        """Add a message that was not sampled below ``parent`` (default ``head``); does not move ``head``."""
         return self._add(DraftNode(parent=self.head if parent is None else parent, message=message))
 
     def propose(self, completion: Completion, *, parent: int | None = None) -> int:

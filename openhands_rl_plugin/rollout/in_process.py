@@ -15,7 +15,7 @@ class SessionRunner:
     """An ``EpisodeRunner`` over ``AgentSession``. The factories are called for every session, so nothing is shared.
 
     With a ``storage`` episodes are stored as they are played. One that is found there finished is not played again; an
-    unfinished one goes on where it stood if its environment can be brought there again, else it is played anew.
+    unfinished one is resumed where it stood if its environment can be brought there again, else it is restarted.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, Node, SamplingParams, Trajectory
 
 _Facts = tuple[float | None, bool, float | None, int, JsonValue]
-"""What a mark tells of a node: reward, simulated, value, visits, and the strategy's notes."""
+"""The fields of a node that a mark sets: reward, simulated, value, visits, and the strategy's notes."""
 
 
 class EpisodeSink(Protocol):
@@ -169,7 +169,7 @@ class EpisodeJournal(GrowingEpisode):
 
 
 class JournalledEngine:
-    """An engine that is asked only when all that was said and sampled before is stored."""
+    """An engine that samples only after everything said and sampled before is stored."""
 
     def __init__(self, engine: LLMEngine, journal: EpisodeJournal, tree: EpisodeTree) -> None:
         self._engine = engine

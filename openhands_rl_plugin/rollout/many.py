@@ -26,7 +26,7 @@ class RolloutPlan(Frozen):
     """Which episodes to play. ``run_id`` names them: the same plan under the same run id resumes.
 
     Every task is played ``samples_per_task`` times; these episodes form one group (one baseline). ``retries`` bounds
-    the replacements of an episode that failed for want of infrastructure. Raises ``ConfigError`` when two tasks have
+    the replacements of an episode that failed because of the infrastructure. Raises ``ConfigError`` when two tasks have
     the same id, also of different environments: their episodes would be one group.
     """
 
@@ -76,8 +76,8 @@ async def roll_out(
     """Play what the store does not hold yet; return one trajectory a request, in the order of the plan.
 
     Each episode is stored as soon as it ends, failed ones too; a runner that has the storage too stores it while it is
-    played, and takes care of what an earlier, killed run left unfinished (resumed, or dropped and played anew). One
-    process at a time may play a run. An episode that failed for want of infrastructure is
+    played, and takes care of what an earlier, killed run left unfinished (resumed, or dropped and restarted). One
+    process at a time may play a run. An episode that failed because of the infrastructure is
     replaced up to ``plan.retries`` times; after that its failed trajectory stands for it.
     """
     stored = {t.id: t async for t, _ in storage.find(TrajectoryFilter(run_id=plan.run_id))}
@@ -94,7 +94,7 @@ async def roll_out(
         async with asyncio.TaskGroup() as group:
             episodes = [group.create_task(play(request)) for request in plan.requests()]
     except ExceptionGroup as errors:
-        # What stops a run (a full disk, say) stops every episode in the same way: one of them tells it all.
+        # What stops a run (a full disk, say) stops every episode in the same way: one of them is enough.
         raise errors.exceptions[0] from errors
     return tuple(episode.result() for episode in episodes)
 

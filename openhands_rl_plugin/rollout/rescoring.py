@@ -1,4 +1,4 @@
-"""Scores what is stored with one reward: task by task, kept as it goes, so that a run that was killed goes on.
+"""Scores what is stored with one reward: task by task, kept as it goes, so that a run that was killed can be resumed.
 
 What was judged before is never judged again by the same version, and never overwritten.
 """

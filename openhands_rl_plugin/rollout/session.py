@@ -77,11 +77,11 @@ class AgentSession:
         return await self._run(request, start.started, self._open)
 
     async def resume(self, request: EpisodeRequest, unfinished: Trajectory) -> Trajectory | None:
-        """Go on with a stored episode of ``request``, in an environment that is brought to where it stood.
+        """Resume a stored episode of ``request``, in an environment that is brought to where it stood.
 
-        What was acted is executed again, and no stored completion is asked for again; the limit of time starts anew.
+        What was acted is executed again, and no stored completion is asked for again; the limit of time starts again.
         ``None`` when the stored episode is not one of this session, or the environment does not answer as it did:
-        then the environment is used up, and the episode has to be played anew.
+        then the environment is used up, and the episode has to be restarted.
         """
         start = self._start(request, unfinished.times.started)
         if start != EpisodeStart.of(unfinished):
@@ -207,7 +207,7 @@ class _DivergedError(Exception):
 
 
 def _heard(path: Sequence[DraftNode], at: int, answer: Observation) -> int:
-    """Where ``path`` goes on after ``answer``, which has to be what is recorded from ``at`` on."""
+    """Where ``path`` continues after ``answer``, which has to be what is recorded from ``at`` on."""
     end = at + len(answer.messages)
     if [node.message for node in path[at:end] if not node.sampled] != list(answer.messages):
         raise _DivergedError

@@ -69,8 +69,8 @@ class _Reader:
             blocks.add(Block(span, problem=Problem(error.kind, message, span)))
             return index
         span = Span(tag.start, decoded.end)
-        told = tuple(Problem(kind, f"In the call of {call.name!r} {reason}.", span) for kind, reason in notes)
-        blocks.add(Block(span, calls=(call,), notes=told))
+        noted = tuple(Problem(kind, f"In the call of {call.name!r} {reason}.", span) for kind, reason in notes)
+        blocks.add(Block(span, calls=(call,), notes=noted))
         return self._behind(index, decoded.end)
 
     def _was_meant(self, begin: int) -> bool:

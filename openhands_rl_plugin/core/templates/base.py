@@ -40,7 +40,7 @@ def to_json(value: object, indent: int | None = None) -> str:
 
 
 def arguments_object(call: ToolCall) -> str:
-    """The arguments as templates print them that take an object: written anew; text that is no object as a string."""
+    """The arguments for templates that take an object: formatted again; text that is no object as a string."""
     text = call.arguments or "{}"
     try:
         value: JsonValue = json.loads(text)

@@ -35,7 +35,7 @@ _NO_THOUGHT = "<think>\n\n</think>\n\n"
 
 @dataclass(frozen=True)
 class Qwen25:
-    """Qwen2.5: arguments are written anew as JSON, so a model's own spacing is not kept."""
+    """Qwen2.5: arguments are formatted again as JSON, so a model's own spacing is not kept."""
 
     stop: tuple[str, ...] = STOP
 

@@ -129,7 +129,7 @@ class SearchStrategy(ABC):
         return sorted(known, key=lambda at: -(search.tree.nodes[at].value or 0.0))
 
     def _account(self, tree: EpisodeTree) -> Spending:
-        """The episode's, which goes on from what the last turn reported where the episode is resumed."""
+        """The episode's, which continues from what the last turn reported where the episode is resumed."""
         if tree not in self._accounts:
             reports = [notes(tree.nodes[at]).get("report") for at in tree.path()]
             last = next((each["episode"] for each in reversed(reports) if isinstance(each, dict)), {})

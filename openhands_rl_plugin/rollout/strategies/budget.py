@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, JsonValue
 from openhands_rl_plugin.core.types import Completion, Frozen, JsonObject
 
 Counted = Literal["calls", "steps"]
-"""What is entered before it is asked for."""
+"""What is counted before it is requested."""
 
 
 class StrictOptions(Frozen):
@@ -70,9 +70,9 @@ class Spending:
 
     @classmethod
     def resumed(cls, budget: SearchBudget, report: JsonValue) -> Self:
-        """An account that goes on from its own ``report``, or a new one when there is none."""
-        told = report if isinstance(report, dict) else {}
-        known = {name: spent for name, spent in told.items() if isinstance(spent, int | float)}
+        """An account that continues from its own ``report``, or a new one when there is none."""
+        reported = report if isinstance(report, dict) else {}
+        known = {name: spent for name, spent in reported.items() if isinstance(spent, int | float)}
         counts = {name: int(known.get(name, 0)) for name in ("calls", "tokens", "steps")}
         return cls(budget, **counts, before=known.get("seconds", 0.0))
 

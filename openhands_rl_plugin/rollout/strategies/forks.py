@@ -72,7 +72,7 @@ async def in_step_time(world: object, step_timeout: float, actions: Iterable[Mes
         ) from error
 
 
-class OpenWorlds:
+class ForkPool:
     """Forks by the states at which they stand, at most ``most`` at a time.
 
     A fork has a place from before it is made until it is closed. Where all places are taken, the kept fork that was not

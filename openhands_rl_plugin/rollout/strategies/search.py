@@ -22,7 +22,7 @@ from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, Failure, FailureKind, Message, Observation, SamplingParams
 from openhands_rl_plugin.rollout.strategies.annotations import action_key, ended, note, notes, times_merged
 from openhands_rl_plugin.rollout.strategies.budget import Spending, SpentError
-from openhands_rl_plugin.rollout.strategies.forks import OpenWorlds, fork_steps, in_step_time, pays_rewards
+from openhands_rl_plugin.rollout.strategies.forks import ForkPool, fork_steps, in_step_time, pays_rewards
 from openhands_rl_plugin.rollout.strategies.options import SearchLog, SearchOptions
 from openhands_rl_plugin.rollout.strategies.seeds import call_seed
 
@@ -55,7 +55,7 @@ class Search:
         self.episode = episode
         self.log = SearchLog()
         self.root = tree.head
-        self._worlds = OpenWorlds(options.open_worlds, options.step_timeout)
+        self._worlds = ForkPool(options.open_worlds, options.step_timeout)
         self._asking: Counter[int | None] = Counter()
         self._stepping: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -85,7 +85,7 @@ class Search:
         return reached is not None
 
     def goes_on(self, state: int | None) -> bool:
-        """Whether the episode would go on at ``state``: it has turns left there, and its prompt is not too long."""
+        """Whether the episode would continue at ``state``: it has turns left there, and its prompt is not too long."""
         tree = self.tree
         if tree.turns_left is not None and len(self._actions_to(state)) >= tree.turns_left:
             return False
@@ -186,7 +186,7 @@ class Search:
             return True
 
     async def give_up(self, state: int) -> None:
-        """Close the fork that is kept at ``state``, because nobody needs it any more."""
+        """Close the fork that is kept at ``state``, because it is not needed any more."""
         if (environment := self._worlds.take(state)) is not None:
             await self._worlds.end(environment)
 

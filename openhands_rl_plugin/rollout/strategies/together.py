@@ -1,4 +1,4 @@
-"""Work side by side, of which nothing goes on when one part of it fails."""
+"""Concurrent work that is cancelled as a whole when one part of it fails."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from openhands_rl_plugin.rollout.strategies.value import ValueFunction
 
 class ToTOptions(SearchOptions):
     """``num_branches`` proposals from each state, ``depth`` levels, or as many as the episode has turns left; the best
-    ``beam`` states of each level go on.
+    ``beam`` states of each level are expanded.
     """
 
     num_branches: int = Field(default=3, ge=1)

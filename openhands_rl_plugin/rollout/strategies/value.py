@@ -82,7 +82,7 @@ async def value_after(value: ValueFunction, search: Search, action: int, state: 
     estimate = await _estimated(value, search, action, state)
     if estimate is None or math.isfinite(estimate.value):
         return estimate
-    what = f"value {value.name} is {estimate.value}, which tells nothing"
+    what = f"value {value.name} is {estimate.value}, which is not a finite number"
     search.log.last_failure = Failure(kind=FailureKind.GRADER, message=what, boundary="search")
     return None
 

@@ -1,4 +1,4 @@
-"""Finds the places where a prompt does not go on from the tokens of the turn before, and how the two differ."""
+"""Finds the places where a prompt does not extend the tokens of the turn before, and how the two differ."""
 
 from __future__ import annotations
 

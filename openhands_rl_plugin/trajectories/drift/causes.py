@@ -1,4 +1,4 @@
-"""Why a prompt does not go on from the turn before, by what was recorded of both, and the setting that avoids it."""
+"""Why a prompt does not extend the turn before, by what was recorded of both, and the setting that avoids it."""
 
 from __future__ import annotations
 

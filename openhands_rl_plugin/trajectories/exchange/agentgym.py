@@ -115,15 +115,15 @@ def read(row: JsonObject) -> Imported:
     description = record.metadata.get("task_description")
     instruction = description if isinstance(description, str) else ""
     task = Task(id=record.task_id, environment=record.env_name, instruction=instruction)
-    told = {key: value for key in ("model", "run_id") if isinstance(value := record.metadata.get(key), str)}
-    origin = Origin("agentgym", task, told.get("model"), told.get("run_id"), identity=_identity(record.id))
+    named = {key: value for key in ("model", "run_id") if isinstance(value := record.metadata.get(key), str)}
+    origin = Origin("agentgym", task, named.get("model"), named.get("run_id"), identity=_identity(record.id))
     tree = _tree(record.trajectory.conversation, origin.policy)
     _reward_last(tree, record.trajectory.reward)
     return finished(tree, origin, Ending(_stop(record, tree), {**record.metadata}, times=_times(record.timestamp)))
 
 
 def _identity(own: str | None) -> str | None:
-    """A record's own id, where it is one that no other record has; numbers begin anew in every file."""
+    """A record's own id, where it is one that no other record has; numbers start again in every file."""
     try:
         return own and str(uuid.UUID(own))
     except ValueError:
@@ -187,8 +187,8 @@ def _reward_last(tree: EpisodeTree, reward: float | None) -> None:
 
 
 def _stop(record: Record, tree: EpisodeTree) -> StopReason:
-    told = record.metadata.get("stop")
-    return StopReason(told) if isinstance(told, str) and told in set(StopReason) else end_of(tree.messages())
+    stop = record.metadata.get("stop")
+    return StopReason(stop) if isinstance(stop, str) and stop in set(StopReason) else end_of(tree.messages())
 
 
 def _times(timestamp: str | None) -> Times:

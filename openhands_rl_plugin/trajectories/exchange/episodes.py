@@ -1,6 +1,6 @@
 """Making trajectories of what was imported.
 
-Nobody reported tokens for them, so none are invented: ``Node.tokens`` is ``None`` and the strategy says where the
+No tokens were reported for them, so none are invented: ``Node.tokens`` is ``None`` and the strategy says where the
 episode came from. The id is a digest of the content, so the same record imported twice is one trajectory.
 """
 

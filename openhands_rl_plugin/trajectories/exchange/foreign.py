@@ -19,7 +19,7 @@ class ExchangeError(RLError):
 
 
 class LeftOutError(ExchangeError):
-    """A trajectory has nothing that a format could carry; the others go on."""
+    """A trajectory has nothing that a format could carry; the others are written."""
 
 
 class Foreign(BaseModel):

@@ -159,10 +159,10 @@ def _report(record: EvalOutput) -> JsonObject:
     return held if isinstance(held, dict) else record.report or {}
 
 
-def _ending(record: EvalOutput, told: StopReason) -> tuple[StopReason, Failure | None]:
+def _ending(record: EvalOutput, recorded: StopReason) -> tuple[StopReason, Failure | None]:
     """OpenHands' own limits are regular ends; any other error makes the episode no valid sample."""
     if record.error is None:
-        return told, None
+        return recorded, None
     error = record.error.lower()
     if "maximum iteration" in error:
         return StopReason.MAX_TURNS, None

@@ -56,7 +56,7 @@ async def export_store(
 ) -> ExportReport:
     """Write what matches, without secrets. ``wanted`` keeps the resolved (or unresolved) ones only.
 
-    ``where.limit`` counts what is written. ``advanced`` is told how many trajectories were looked at.
+    ``where.limit`` counts what is written. ``advanced`` is called with how many trajectories were read.
     """
     report = ExportReport()
     looked = 0
@@ -98,7 +98,7 @@ async def import_source(
 ) -> ImportReport:
     """Store every record, once. Raises ``ExchangeError`` with its place for the first bad one, unless skipped.
 
-    What was stored before a bad record stays; the same import goes on where it stopped.
+    What was stored before a bad record stays; the same import continues where it stopped.
     """
     report = ImportReport()
     for batch in batched(_episodes(source, skip_bad, advanced, report), _BATCH):

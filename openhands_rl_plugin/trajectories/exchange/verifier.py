@@ -45,7 +45,7 @@ class LogSection(NamedTuple):
 
 
 def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
-    """One row: the prompt and the judgement. Raises ``LeftOutError`` when nobody judged the episode."""
+    """One row: the prompt and the judgement. Raises ``LeftOutError`` when the episode has no judgement."""
     judged = resolved(trajectory, scores)
     if judged is None:
         raise LeftOutError("it is not judged: no score, and no report that says resolved")

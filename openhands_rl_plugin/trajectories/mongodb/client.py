@@ -95,7 +95,7 @@ class MongoDatabase:
         return self._database["scores"]
 
     async def next(self, counter: str, count: int = 1) -> int:
-        """The first of ``count`` consecutive numbers that nobody else gets, larger than all before."""
+        """The first of ``count`` consecutive numbers that no other process gets, larger than all before."""
         found = await self._database["counters"].find_one_and_update(
             {"_id": counter}, {"$inc": {"value": count}}, upsert=True, return_document=True
         )

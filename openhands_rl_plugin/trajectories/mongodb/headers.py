@@ -41,19 +41,19 @@ class StoredEpisode(NamedTuple):
 
 
 def new_document(header: EpisodeHeader, *, order: int, generation: str, chunks: int, is_open: bool) -> dict[str, Any]:
-    """An episode that nobody has scored. ``order`` counts the episodes as they are stored."""
-    told = {"_id": header.id, "order": order, "generation": generation, "chunks": chunks, "open": is_open}
-    return {**told, **_columns(header), "scored": 0, "score": None, **_reward(header.sorting_reward(None))}
+    """An episode without a score. ``order`` counts the episodes as they are stored."""
+    row = {"_id": header.id, "order": order, "generation": generation, "chunks": chunks, "open": is_open}
+    return {**row, **_columns(header), "scored": 0, "score": None, **_reward(header.sorting_reward(None))}
 
 
 def change_to(header: EpisodeHeader, *, generation: str, chunks: int, is_open: bool) -> list[Query]:
-    """The update that makes an episode this one; a score that it has goes on to decide what it is found by.
+    """The update that makes an episode this one; a score that it has still decides what it is found by.
 
     A failed episode is found by no reward.
     """
-    told = {"generation": generation, "chunks": chunks, "open": is_open, **_columns(header)}
+    row = {"generation": generation, "chunks": chunks, "open": is_open, **_columns(header)}
     # In a pipeline a text that begins with a dollar sign would be a field otherwise.
-    literal = {name: {"$literal": value} for name, value in told.items()}
+    literal = {name: {"$literal": value} for name, value in row.items()}
     decides = header.failed or {"$eq": ["$scored", 0]}
     kept = {
         name: {"$cond": [decides, {"$literal": value}, f"${name}"]}

@@ -33,7 +33,7 @@ _MARKS = TypeAdapter(tuple[NodeMark, ...])
 
 
 class Record(NamedTuple):
-    """One entry of the log. The last one of a growth ``closes`` it: it tells the ``head`` and the packed ``marks``."""
+    """One entry of the log. The last one of a growth ``closes`` it: it holds the ``head`` and the packed ``marks``."""
 
     kind: str
     data: bytes

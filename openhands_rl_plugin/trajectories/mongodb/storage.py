@@ -129,7 +129,7 @@ class MongoDBTrajectoryStorage:
             return await self._reading.count(self._database, where)
 
     async def close(self) -> None:
-        """Disconnect. The storage can be used again; it then connects anew."""
+        """Disconnect. The storage can be used again; it then connects again."""
         await self._database.close()
 
     async def __aenter__(self) -> Self:

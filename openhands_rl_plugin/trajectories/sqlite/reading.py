@@ -120,8 +120,8 @@ def read_start(connection: sqlite3.Connection, row: int, identity: str) -> Episo
 def header_from(columns: Sequence[object]) -> EpisodeHeader:
     """A header of the ``HEADER_COLUMNS``."""
     header = EpisodeHeader._make(columns)
-    told: object = header.episode_return
-    return header._replace(episode_return=None if told == NO_RETURN else float(str(told)))
+    value: object = header.episode_return
+    return header._replace(episode_return=None if value == NO_RETURN else float(str(value)))
 
 
 def _condition(where: TrajectoryFilter) -> tuple[str, list[object]]:

@@ -115,7 +115,7 @@ class FileTrajectoryStorage:
         return await self._read(lambda connection: count(connection, where or TrajectoryFilter()), 0)
 
     async def close(self) -> None:
-        """Flush and release. The storage can be used again; it then opens its file anew."""
+        """Flush and release. The storage can be used again; it then opens its file again."""
         await self._committer.close()
         await asyncio.to_thread(self._release)
 
@@ -179,7 +179,7 @@ class FileTrajectoryStorage:
     async def _write[Packed, Answer](
         self, pack: Callable[[], Packed], store: Callable[[EpisodeWriter, Packed], Answer]
     ) -> Answer:
-        """Both are called in the committer's thread, so that the event loop goes on meanwhile."""
+        """Both are called in the committer's thread, so that the event loop is not blocked."""
         self._check_process()
         return await self._committer.call(pack, store)
 

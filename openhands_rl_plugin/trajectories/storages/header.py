@@ -223,10 +223,10 @@ def marked(nodes: Sequence[Node], marks: Iterable[NodeMark]) -> tuple[Node, ...]
 
 
 def mark_fresh(node: Node, mark: NodeMark) -> None:
-    """Put a mark on a node that was just made and that nobody else has seen; many times faster than a copy."""
-    told = mark.changes(node)
-    vars(node).update(told)
-    node.__pydantic_fields_set__.update(told)
+    """Put a mark on a node that was just made and is not shared yet; many times faster than a copy."""
+    changes = mark.changes(node)
+    vars(node).update(changes)
+    node.__pydantic_fields_set__.update(changes)
 
 
 def _finite(identity: str, seconds: float) -> float:

@@ -1,4 +1,4 @@
-"""Nodes and documents as small, checked bytes. A packed value tells its own version; what is read back is equal.
+"""Nodes and documents as small, checked bytes. A packed value carries its own version; what is read back is equal.
 
 A pack is one version byte and one zstd frame with a checksum. The frame of nodes holds, one after the other and each in
 blocks of its own (text and token ids have different statistics):
@@ -151,7 +151,7 @@ def _read_nodes(data: memoryview) -> tuple[Node, ...]:
     used = scored = 0
     for node, (flags, prompt, sampled, floats) in zip(nodes, batched(layout, 4), strict=True):
         if flags:
-            # Nothing is validated, because the arrays hold nothing but numbers, and nobody else has seen the node yet.
+            # Nothing is validated, because the arrays hold nothing but numbers, and the node is not shared yet.
             vars(node)["tokens"] = Tokens.model_construct(
                 extends=bool(flags & _EXTENDS),
                 prompt_ids=_ids_in(ids[used : (used := used + width * prompt)], width),

@@ -1,1 +1,1 @@
-"""Looking at what is stored: one episode, a list of them, and figures over all. Reads only; needs no plugin."""
+"""Views of what is stored: one episode, a list of them, and figures over all. Reads only; needs no plugin."""

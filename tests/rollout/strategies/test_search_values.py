@@ -104,7 +104,7 @@ async def test_a_judgement_that_is_no_number_has_no_value(make: Make, odd: float
     assert all(node.value is None or math.isfinite(node.value) for node in tree.nodes)
     told = report(tree, chosen)
     assert isinstance(told["unjudged"], int) and told["unjudged"] >= 1
-    assert told["last_failure"] == f"value reward is {odd}, which tells nothing"
+    assert told["last_failure"] == f"value reward is {odd}, which is not a finite number"
 
 
 @pytest.mark.parametrize("kind", [RewardValue, VerifierValue])
