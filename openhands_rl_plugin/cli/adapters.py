@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from openhands_rl_plugin.cli.options.fields import checked
+from openhands_rl_plugin.cli.options.fields import checked, option_of
 from openhands_rl_plugin.cli.options.versions import LATEST, find_version
 from openhands_rl_plugin.config.rl import ServingSettings
 from openhands_rl_plugin.config.toml import load_settings
@@ -111,15 +111,9 @@ async def _list(store: AdapterStore, serving: ServingSettings) -> None:
 
 def _settings(args: argparse.Namespace) -> ServingSettings:
     serving = load_settings(args.config).serving if args.config else ServingSettings()
-    options = {
-        "adapters_path": args.adapters,
-        "adapter": args.adapter,
-        "base_urls": args.base_url,
-        "server": args.server,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
-    names = {"adapters_path": "--adapters", "base_urls": "--base-url"}
-    return checked(ServingSettings, serving.model_dump() | given, names)
+    names = {"adapters_path": "adapters", "adapter": "adapter", "base_urls": "base_url", "server": "server"}
+    given = {name: value for name, option in names.items() if (value := getattr(args, option)) is not None}
+    return checked(ServingSettings, serving.model_dump() | given, {name: option_of(names[name]) for name in names})
 
 
 def _previous(store: AdapterStore, name: str) -> Adapter:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from openhands_rl_plugin.cli.options.fields import checked
 from openhands_rl_plugin.cli.options.foreground import silence_libraries
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
@@ -51,22 +52,23 @@ def run(args: argparse.Namespace) -> int:
     silence_libraries()
     prepare_threads()
     from openhands_rl_plugin.apps.demo.options import DemoOptions
-    from openhands_rl_plugin.apps.loop.claim import check_alone, held
+    from openhands_rl_plugin.apps.loop.claim import check_alone, forget, held
 
     check_alone()
     directory = (args.run_dir or Path("runs") / ("demo-tiny" if args.tiny else "demo")).absolute()
     loop = {"kind": args.loop, "max_staleness": args.max_staleness, "partial_rollouts": args.partial_rollouts}
-    options = DemoOptions.model_validate(
-        {"run_directory": directory, "model_directory": args.model, "seed": args.seed, "loop": loop}
-    )
+    options = DemoOptions(run_directory=directory, model_directory=args.model, seed=args.seed)
     options = options.shortened() if args.tiny else options
     given = {"iterations": args.iterations, "held_out": args.held_out}
-    options = DemoOptions.model_validate(
-        options.model_dump() | {name: value for name, value in given.items() if value is not None}
-    )
+    sizes = {name: value for name, value in given.items() if value is not None}
+    options = checked(DemoOptions, {**options.model_dump(), "loop": loop, **sizes})
     with held(directory):
         if args.fresh:
-            _forget(directory)
+            # Only the files of a run are deleted: the folder may hold others.
+            forget(directory)
+            for name in ("trajectories", "adapters"):
+                shutil.rmtree(directory / name, ignore_errors=True)
+            (directory / "report.html").unlink(missing_ok=True)
         return _play(options)
 
 
@@ -83,11 +85,3 @@ def _play(options: DemoOptions) -> int:
     minutes = (time.monotonic() - started) / 60
     listener.console.print(f"{minutes:.1f} minutes; report: {result.report}", highlight=False, soft_wrap=True)
     return 0
-
-
-def _forget(directory: Path) -> None:
-    # Only the files of a run are deleted: the folder may hold others.
-    for name in ("trajectories", "adapters", "trainer", "training", "logs"):
-        shutil.rmtree(directory / name, ignore_errors=True)
-    for name in ("state.json", "options.json", "report.html"):
-        (directory / name).unlink(missing_ok=True)

@@ -6,8 +6,8 @@ import argparse
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
     from openhands_rl_plugin.config.rl import RLSettings
     from openhands_rl_plugin.evals.runs.episodes import EvalTask
-    from openhands_rl_plugin.evals.runs.evaluation import Evaluation
     from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
-    from openhands_rl_plugin.evals.runs.outcome import Outcome
     from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan
     from openhands_rl_plugin.evals.runs.suites import Suite
     from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
@@ -227,17 +225,9 @@ async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan, suite: Suite
     from openhands_rl_plugin.evals.runs.evaluate import STORE, evaluate, process_count
 
     entries = _entries(args, suite, settings)
-    progress: EvaluationProgress | None = None
-
-    def started(evaluation: Evaluation) -> Callable[[Outcome], None]:
-        nonlocal progress
-        progress = EvaluationProgress(evaluation.left)
-        progress.__enter__()
-        return progress.finished
-
     store = args.store or str(plan.out / STORE)
     async with open_store(store, create=True) as storage, _backend(args, suite) as backend:
-        try:
+        with ExitStack() as shown:
             await evaluate(
                 plan,
                 suite,
@@ -248,11 +238,8 @@ async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan, suite: Suite
                 grade=not args.no_grade,
                 retry_failed=args.retry_failed,
                 processes=process_count(args.workers) if args.processes is None else args.processes,
-                started=started,
+                started=lambda evaluation: shown.enter_context(EvaluationProgress(evaluation.left)).finished,
             )
-        finally:
-            if progress is not None:
-                progress.__exit__()
 
 
 @asynccontextmanager

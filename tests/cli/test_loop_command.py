@@ -147,7 +147,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert state.records[: len(finished)] == finished and [record.name for record in state.records] == STAGES
     printed = capsys.readouterr().out
     assert "Held-out tasks" in printed and f"in use: {state.adapter}" in printed
-    assert "After RL against the base model: " in printed and "2 tasks played both times" in printed
+    assert "After RL against the base model: " in printed and "2 tasks in both evaluations" in printed
 
     adapters = AdapterStore(tmp_path / "adapters")
     assert state.adapter is not None and adapters.get(state.adapter).base_model == MODEL

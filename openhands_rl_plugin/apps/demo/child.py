@@ -48,7 +48,7 @@ def running_command(arguments: Sequence[str], port: int, log: Path, *, timeout: 
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on now."""
+    """A loopback port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

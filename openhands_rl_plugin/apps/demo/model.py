@@ -1,4 +1,4 @@
-"""The pretrained model of the demo: SmolLM2-135M-Instruct, carried by a package of the index as a GGUF file."""
+"""The pretrained model of the demo: SmolLM2-135M-Instruct, from a package of the index that has it as a GGUF file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = "SmolLM2-135M-Instruct"
 
 
 def default_model_directory() -> Path:
-    """Where the converted model is kept between runs."""
+    """The folder of the converted model, kept between runs."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "openhands_rl_plugin" / NAME.lower()
 

@@ -1,4 +1,4 @@
-"""What the demo does by default, and the same path cut short for CI."""
+"""The sizes of the demo, and smaller ones for CI."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from openhands_rl_plugin.training.loop.plan import LoopPlan
 
 ADAPTER = "webshop"
 ANSWER_TOKENS = 24
-CONTEXT_TOKENS = 1280  # six turns fit; the server keeps room for that many tokens of every episode in flight
-PASS_TOKENS = 768  # of a training pass; its activations are the trainer's largest piece of memory
+CONTEXT_TOKENS = 1280  # six turns fit; the server reserves that many tokens for every running episode
+MICRO_BATCH_TOKENS = 768  # its activations are the largest part of the trainer's memory
 SEPARATOR = "\n"  # a page costs a third fewer tokens than with WebShop's " [SEP] "
-HELD_OUT_ORDER = 20_240  # fixed, so that every seed of the demo is measured on the same goals
+HELD_OUT_ORDER = 20_240  # fixed, so that every seed of the demo is evaluated on the same goals
 
 
 class DemoOptions(Frozen):
-    """Sizes of the run. ``seed`` moves everything but the shop and the held-out goals."""
+    """Sizes of the run. ``seed`` changes everything but the shop and the held-out goals."""
 
     run_directory: Path
     model_directory: Path | None = None
@@ -47,7 +47,7 @@ class DemoOptions(Frozen):
     loop: LoopSettings = LoopSettings()
 
     def shortened(self) -> DemoOptions:
-        """The same path in minutes, for CI."""
+        """The same stages in minutes, for CI."""
         return self.model_copy(
             update={
                 "held_out": 4,
@@ -66,11 +66,11 @@ class DemoOptions(Frozen):
         return 5 + self.iterations
 
     def shop(self) -> WebShop:
-        """The shop that the server runs and the oracle knows."""
+        """The shop of the server and of the scripted demonstrator."""
         return WebShop(results_per_page=self.results_per_page, separator=SEPARATOR)
 
     def settings(self, *, shop_url: str, model_url: str, base_model: str) -> RLSettings:
-        """The ``[rl]`` section that this run stands for."""
+        """The ``[rl]`` section of this run."""
         return RLSettings(
             max_turns=self.max_turns,
             max_prompt_length=CONTEXT_TOKENS - ANSWER_TOKENS,
@@ -120,7 +120,7 @@ class DemoOptions(Frozen):
             algorithm="sft",
             learning_rate=self.warm_start_rate,
             num_epochs=self.warm_start_epochs,
-            max_tokens_per_micro_batch=PASS_TOKENS,
+            max_tokens_per_micro_batch=MICRO_BATCH_TOKENS,
             seed=self.seed,
         )
 
@@ -130,12 +130,12 @@ class DemoOptions(Frozen):
             warmup_steps=4,
             num_epochs=1,
             batch_size=8,
-            # To buy too early beats not to buy: whole episodes teach it, comparing what was done on that page does not.
+            # Buying too early beats not buying: only whole episodes show that, not the turns on one page.
             state_weight=1.0,
             discount=0.95,
-            # Episodes that the policy has left behind meanwhile count by how likely they still are.
+            # Stale episodes are weighted by their probability ratio.
             correction="truncate" if self.loop.kind == "async" else "none",
-            max_tokens_per_micro_batch=PASS_TOKENS,
+            max_tokens_per_micro_batch=MICRO_BATCH_TOKENS,
             seed=self.seed,
         )
 

@@ -1,4 +1,4 @@
-"""What a person sees of a running loop: one bar for the run, one for the activity at hand, and a line a stage."""
+"""Progress of a running loop: a bar for the run, a bar for the current activity, and a line per stage."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ProgressListener(LoopListener):
         self._progress.stop()
 
     def stage_started(self, name: str) -> None:
-        """Name the stage that begins."""
+        """Show the name of the stage."""
         self._show(f"{name}: starting", 0, None)
 
     def advanced(self, stage: str, activity: str, done: int, total: int) -> None:
@@ -45,7 +45,7 @@ class ProgressListener(LoopListener):
         self._show(f"{stage}: {activity}", done, total)
 
     def stage_finished(self, record: StageRecord) -> None:
-        """Move the upper bar and leave one line behind."""
+        """Move the upper bar and print a line."""
         self._progress.advance(self._run)
         self.console.print(stage_line(record), highlight=False, soft_wrap=True)
 
@@ -57,7 +57,7 @@ class ProgressListener(LoopListener):
 
 
 def stage_line(record: StageRecord) -> str:
-    """One stage in one line: what it measured or learned, and how long it took."""
+    """One stage in one line: its duration and its metrics."""
     metrics = record.metrics
     figures = [f"{name} {metrics[key]:.3f}" for key, name in _SHOWN.items() if key in metrics]
     if metrics.get("failed"):
@@ -72,7 +72,7 @@ _SHOWN = {"success": "success", "reward": "reward", "last_loss": "loss", "approx
 
 
 def final_table(state: LoopState, tasks: str = "goals") -> Table:
-    """The evaluations as a table; ``tasks``: what the tasks are called."""
+    """The evaluations as a table; ``tasks``: the word for tasks."""
     table = Table(title=f"Held-out {tasks}")
     for heading in ("stage", "success", "95% interval", "mean reward", "turns", tasks):
         table.add_column(heading, justify="left" if heading == "stage" else "right")

@@ -1,4 +1,4 @@
-"""One self-contained HTML page: curves, lineage of the adapters, and what the agent did before and after."""
+"""One self-contained HTML page: curves, lineage of the adapters, and episodes before and after training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def write_report(
         _evaluation_table(state),
         "<h2>Adapters</h2>",
         _lineage_table(lineage),
-        "<h2>Before and after: the goals whose return rose most</h2>",
+        "<h2>Before and after: the goals with the largest gain in return</h2>",
         *(_pair(*pair) for pair in _examples(before, after)),
     ]
     path.write_text(html_page("openhands-rl demo", body), encoding="utf-8")
@@ -40,7 +40,7 @@ async def write_report(
 
 
 async def comparisons(storage: FileTrajectoryStorage, run_id: str) -> tuple[str, ...]:
-    """What the warm start and the reinforcement changed, each in a sentence with its interval."""
+    """The effect of SFT and of RL on success, each in a sentence with its interval."""
     base, warm, final = [
         await _stage_episodes(storage, f"{run_id}/evaluate-{stage}") for stage in ("base", "warm-start", "final")
     ]
@@ -118,7 +118,7 @@ def _lineage_table(lineage: Sequence[Adapter]) -> str:
 
 
 def _examples(before: Sequence[Trajectory], after: Sequence[Trajectory]) -> list[tuple[Trajectory, Trajectory]]:
-    """The three goals played both times whose return rose the most."""
+    """The three goals with the largest gain in return, among those of both evaluations."""
     later = {trajectory.task.id: trajectory for trajectory in after}
     pairs = [(first, later[first.task.id]) for first in before if first.task.id in later]
     pairs.sort(key=lambda pair: (pair[0].episode_return - pair[1].episode_return, pair[0].task.id))

@@ -29,11 +29,11 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorag
 
 CACHE_BYTES = 128 * 1024**2
 _OWN = {"kind", "max_staleness", "partial_rollouts", "patience"}
-"""Of ``[rl.loop]``; the demo has sizes of its own."""
+"""The keys of ``[rl.loop]`` that the demo uses; it has its own sizes."""
 
 
 class DemoResult(Frozen):
-    """The finished stages, what each kind of learning changed, and where the report on it lies."""
+    """The finished stages, the effect of SFT and RL, and the path of the report."""
 
     state: LoopState
     comparisons: tuple[str, ...]
@@ -41,7 +41,7 @@ class DemoResult(Frozen):
 
 
 def run_demo(options: DemoOptions, listener: LoopListener | None = None) -> DemoResult:
-    """Run the demo, or go on with the one that ``options.run_directory`` holds.
+    """Run the demo, or resume the one in ``options.run_directory``.
 
     Raises ``ConfigError`` when the directory holds a run with other options, and any ``RLError`` of the parts.
     """
@@ -51,7 +51,7 @@ def run_demo(options: DemoOptions, listener: LoopListener | None = None) -> Demo
     model = ensure_model(options.model_directory)
     adapters = AdapterStore(options.run_directory / "adapters")
     with _servers(options, model) as settings, rollout_settings(settings, adapters) as sampled:
-        return asyncio.run(_play(_Stage(options, settings, sampled, model, options.shop()), listener))
+        return asyncio.run(_run(_Stage(options, settings, sampled, model, options.shop()), listener))
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class _Stage:
     options: DemoOptions
     settings: RLSettings
     sampled: RLSettings
-    """Where rollouts sample from."""
+    """The settings with the address that rollouts sample from."""
     model: Path
     shop: WebShop
 
 
-async def _play(stage: _Stage, listener: LoopListener | None) -> DemoResult:
+async def _run(stage: _Stage, listener: LoopListener | None) -> DemoResult:
     directory = stage.options.run_directory
     plan = stage.options.plan(stage.shop, base_model=NAME, probe_ids=probe_ids(stage.model))
     storage = FileTrajectoryStorage(directory / "trajectories")

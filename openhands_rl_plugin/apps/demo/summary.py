@@ -1,4 +1,4 @@
-"""The figures of a run: an interval for each evaluation, and what each step of learning changed."""
+"""The results of a run: each evaluation with its interval, and the effect of each training stage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SUCCESS = 0.999
 
 
 class Evaluation(Frozen):
-    """Held-out figures after one stage; ``turns`` is a mean over episodes."""
+    """Held-out results after one stage; ``turns`` is a mean over episodes."""
 
     stage: str
     success: Estimate
@@ -22,7 +22,7 @@ class Evaluation(Frozen):
 
 
 def evaluations(state: LoopState) -> tuple[Evaluation, ...]:
-    """The evaluations of a run in order. Failed episodes are no part of ``success.n``."""
+    """The evaluations of a run in order. ``success.n`` excludes failed episodes."""
     return tuple(
         Evaluation(
             stage=record.name,
@@ -39,7 +39,7 @@ def evaluations(state: LoopState) -> tuple[Evaluation, ...]:
 
 
 def success_difference(before: Sequence[Trajectory], after: Sequence[Trajectory]) -> Estimate:
-    """Paired difference of the success rates over the tasks that were played validly both times."""
+    """Paired difference of the success rates over the tasks with a valid episode in both evaluations."""
     first = {trajectory.task.id: float(trajectory.episode_return >= SUCCESS) for trajectory in before}
     later = {trajectory.task.id: float(trajectory.episode_return >= SUCCESS) for trajectory in after}
     shared = sorted(first.keys() & later.keys())
@@ -50,5 +50,5 @@ def comparison_sentence(name: str, difference: Estimate, tasks: str = "goals") -
     """``RL over SFT: +0.21 (95% interval +0.10 to +0.32, 100 goals)``."""
     return (
         f"{name}: {difference.mean:+.2f} in success (95% interval {difference.low:+.2f} to {difference.high:+.2f}, "
-        f"{difference.n} {tasks} played both times)"
+        f"{difference.n} {tasks} in both evaluations)"
     )

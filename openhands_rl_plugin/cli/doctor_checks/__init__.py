@@ -1,1 +1,1 @@
-"""What is wrong, and what to change: drift between the turns of stored episodes, and the installation itself."""
+"""The checks of ``openhands-rl doctor``. Start with ``checks``."""

@@ -1,4 +1,4 @@
-"""All checks of an installation, in the order in which things are needed."""
+"""All checks of an installation, in the order of dependence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError
 
 
 async def check_all(config: Path | None, *, probe: bool = False, registration: bool = True) -> list[Finding]:
-    """Every check. Servers are asked only when ``config`` names them; without it the defaults hold for the rest."""
+    """Every check. Servers are checked only with a ``config``; without it the other checks use the defaults."""
     findings = list(check_installation(registration=registration))
     settings = RLSettings()
     if config is not None:

@@ -1,4 +1,4 @@
-"""Checks of what is on the disk: the store and the adapters, their space and their permissions."""
+"""Checks of the disk: the store and the adapters, free space and permissions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 
 LITTLE_BYTES, TOO_LITTLE_BYTES = 2 * 1024**3, 100 * 1024**2
-"""Less free space than the first is worth a word; with less than the second nothing should be started."""
+"""Below the first a warning: a run stores gigabytes. Below the second a failure: writes are about to fail."""
 
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 async def check_storage(folder: Path, storage: TrajectoryStorage) -> list[Finding]:
-    """Write beside the store, read the store, and look at who else may."""
+    """Whether the store can be written and read, and who else may read it."""
     findings = [_writable("storage", folder), _space("disk of the storage", folder)]
     if not folder.exists():
         return findings
@@ -31,7 +31,7 @@ async def check_storage(folder: Path, storage: TrajectoryStorage) -> list[Findin
 
 
 async def check_episodes(where: str, storage: TrajectoryStorage) -> Finding:
-    """Read the store, wherever it is: a server that is away says so here."""
+    """Read the store, a folder or a server."""
     try:
         finished = await storage.count(TrajectoryFilter())
         unfinished = await storage.count(TrajectoryFilter(finished=False))
@@ -41,10 +41,10 @@ async def check_episodes(where: str, storage: TrajectoryStorage) -> Finding:
 
 
 def check_adapters(root: Path, name: str) -> Iterator[Finding]:
-    """Whether there is a version in use, and whether its weights are those that were written."""
+    """Which version is in use, and whether its weights are intact."""
     what = f"adapter {name}"
     if not root.exists():
-        yield ok(what, f"none yet: {root} will be made")
+        yield ok(what, f"none yet: {root} will be created")
         return
     yield _writable("adapters", root)
     store = AdapterStore(root)
@@ -74,7 +74,7 @@ def _writable(what: str, folder: Path) -> Finding:
         return fail(
             what, f"{place} cannot be written: {describe(error)}", "change its permissions or choose another path"
         )
-    return ok(what, f"{folder} can be written" + ("" if place == folder else " (it will be made)"))
+    return ok(what, f"{folder} can be written" + ("" if place == folder else " (it will be created)"))
 
 
 def _space(what: str, folder: Path) -> Finding:
@@ -91,7 +91,7 @@ def _space(what: str, folder: Path) -> Finding:
 
 
 def _private(what: str, folder: Path) -> Finding:
-    """The folder's own mode is enough: who may not enter it cannot read what is in it."""
+    """The mode of the folder itself protects everything in it."""
     mode = stat.S_IMODE(folder.stat().st_mode)
     if mode & _OTHERS:
         return warn(what, f"others may read {folder} ({mode:04o})", f"chmod 700 {folder}")
@@ -99,5 +99,5 @@ def _private(what: str, folder: Path) -> Finding:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or what it will be made in."""
+    """The folder, or its nearest existing parent."""
     return next(place for place in (folder, *folder.absolute().parents) if place.exists())

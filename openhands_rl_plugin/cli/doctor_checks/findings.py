@@ -1,4 +1,4 @@
-"""What a check says."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from openhands_rl_plugin.core.types import Frozen
 
 
 class Level(StrEnum):
-    """How bad it is: ``fail`` does not work, ``warn`` will do for some uses."""
+    """``warn``: something optional does not work. ``fail``: something necessary does not work."""
 
     OK = "ok"
     WARN = "warn"
@@ -16,7 +16,7 @@ class Level(StrEnum):
 
 
 class Finding(Frozen):
-    """One line: what was looked at, what was seen, and what to do about it."""
+    """One line: what was checked, the result, and the remedy."""
 
     level: Level
     what: str
@@ -25,15 +25,15 @@ class Finding(Frozen):
 
 
 def ok(what: str, said: str) -> Finding:
-    """All is well."""
+    """It works."""
     return Finding(level=Level.OK, what=what, said=said)
 
 
 def warn(what: str, said: str, remedy: str) -> Finding:
-    """Something does not work that not everybody needs."""
+    """Something optional does not work."""
     return Finding(level=Level.WARN, what=what, said=said, remedy=remedy)
 
 
 def fail(what: str, said: str, remedy: str) -> Finding:
-    """It does not work."""
+    """Something necessary does not work."""
     return Finding(level=Level.FAIL, what=what, said=said, remedy=remedy)

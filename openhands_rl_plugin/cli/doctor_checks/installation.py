@@ -1,4 +1,4 @@
-"""Checks of what is installed: Python, packages, OpenHands and its agent registry, bubblewrap."""
+"""Checks of the installation: Python, packages, OpenHands and its agent registry, bubblewrap."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from openhands_rl_plugin.environments.workspace.bubblewrap import find_bubblewra
 
 HOST, HOST_VERSION = "openhands-ai", "1.6"
 REGISTRATION_SECONDS = 180.0
-"""Importing OpenHands takes ten seconds, and twenty where nothing is compiled yet."""
+"""Importing OpenHands takes 10 seconds, 20 before its files are compiled; slow disks need more."""
 
 _OLDEST_PYTHON, _NEWEST_PYTHON = (3, 12), (3, 13)
 _CORE = ("httpx", "pydantic", "rich", "starlette", "uvicorn")
@@ -29,11 +29,11 @@ import openhands.agenthub
 from openhands.controller.agent import Agent
 print("registered as", Agent.get_cls("RLAgent").__module__)
 """
-_WAY_OUT = 'the line classpath = "openhands_rl_plugin.hosts.v0.agent.RLAgent" in [agent.RLAgent] works without it'
+_REMEDY = 'the line classpath = "openhands_rl_plugin.hosts.v0.agent.RLAgent" in [agent.RLAgent] works without it'
 
 
 def check_installation(*, registration: bool = True) -> Iterator[Finding]:
-    """Look at all of it. ``registration`` imports OpenHands in another process, which takes its time."""
+    """All checks. ``registration`` imports OpenHands in another process, which takes 10 seconds or more."""
     yield _python()
     yield _core()
     yield from (_extra(name, packages) for name, packages in _extras().items())
@@ -61,7 +61,7 @@ def _core() -> Finding:
 
 
 def _extras() -> dict[str, list[str]]:
-    """What each extra asks for, as the package itself says."""
+    """Extra -> its packages, from the package's metadata."""
     try:
         asked = requires(_OWN) or []
     except PackageNotFoundError:
@@ -93,7 +93,7 @@ def _host(installed: str | None) -> Finding:
 
 
 def _registration() -> Finding:
-    """In another process, as OpenHands itself would find the agent."""
+    """Look the agent up in a new process, as OpenHands does."""
     environ = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     try:
         done = subprocess.run(
@@ -105,11 +105,11 @@ def _registration() -> Finding:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return fail("registration", f"OpenHands cannot be imported: {describe(error)}", _WAY_OUT)
+        return fail("registration", f"OpenHands cannot be imported: {describe(error)}", _REMEDY)
     if done.returncode == 0 and done.stdout.strip().startswith("registered as"):
         return ok("registration", f"RLAgent {done.stdout.strip()}")
     said = (done.stderr.strip().splitlines() or ["no answer"])[-1]
-    return fail("registration", f"OpenHands does not know RLAgent ({said})", _WAY_OUT)
+    return fail("registration", f"OpenHands does not know RLAgent ({said})", _REMEDY)
 
 
 def _bubblewrap() -> Finding:

@@ -1,4 +1,4 @@
-"""What the doctor found, on a terminal."""
+"""Prints the results of ``openhands-rl doctor`` on a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of what runs elsewhere: the model's server and the environment's."""
+"""Checks of servers: the model's and the environment's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROBE_SECONDS = 60.0
 
 
 def check_model_server(base_url: str, model: str, api_key: str | None, *, probe: bool) -> Iterator[Finding]:
-    """Ask for the models; with ``probe`` also for one token, to see whether its ids come with it."""
+    """List the models; with ``probe`` also request one token, which must come with ids and logprobs."""
     what = f"model server {base_url}"
     start = "start it, for example with `openhands-rl serve`, or change [rl.serving] base_url"
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -63,7 +63,7 @@ def _probe(client: httpx.Client, base_url: str, model: str) -> Finding:
 
 
 def check_environment_server(url: str) -> Finding:
-    """Whether anything speaks HTTP there; what it answers is up to the environment."""
+    """Whether an HTTP server answers; the content is up to the environment."""
     what = f"environment server {url}"
     remedy = "start it, for example with `openhands-rl env webshop`, or change [rl] env_server_base and env_port"
     try:

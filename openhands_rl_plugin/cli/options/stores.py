@@ -1,4 +1,4 @@
-"""The stores that commands name: a folder, or a MongoDB database."""
+"""The STORE argument of commands: a folder, or a MongoDB database."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VARIABLE = "env:"
 
 
 def storage_at(where: str) -> TrajectoryStorage:
-    """The storage of a folder (made when it is first written to) or of a database. Raises ``ConfigError``."""
+    """The storage of a folder (created at the first write) or of a database. Raises ``ConfigError``."""
     uri = _mongodb_uri(where)
     if uri is None:
         return build("storages", "file", {"path": where})
@@ -30,7 +30,7 @@ def storage_at(where: str) -> TrajectoryStorage:
 
 @asynccontextmanager
 async def open_store(where: str, *, create: bool = False) -> AsyncIterator[TrajectoryStorage]:
-    """The store at a path or URI; looking at one never makes one. Raises ``ConfigError`` or ``StorageError``."""
+    """The store at a path or URI; reading never creates one. Raises ``ConfigError`` or ``StorageError``."""
     storage = storage_at(where)
     try:
         if _mongodb_uri(where) is None:
@@ -46,7 +46,7 @@ def _check_folder(where: str, create: bool) -> None:
         raise ConfigError(f"{where}: this is a file; give the folder of a store" + _meant(folder))
     if not create and not any((folder / name).exists() for name in _CONTENTS):
         cause = "has no trajectories in it" if folder.is_dir() else "does not exist"
-        raise ConfigError(f"{where}: this folder {cause}; give the folder that [rl.storage] path names")
+        raise ConfigError(f"{where}: this folder {cause}; give the folder in [rl.storage] path")
 
 
 def _meant(file: Path) -> str:
@@ -54,7 +54,7 @@ def _meant(file: Path) -> str:
 
 
 def _mongodb_uri(where: str) -> str | None:
-    """The URI that is meant, or ``None`` for a path. A password on the command line is for everyone to see."""
+    """The URI, or ``None`` for a path. Refuses a password, as other users can see the command line."""
     if where.startswith(_VARIABLE):
         name = where.removeprefix(_VARIABLE)
         if (uri := os.environ.get(name)) is None:
@@ -66,7 +66,7 @@ def _mongodb_uri(where: str) -> str | None:
         return None
     if urlsplit(where).password is not None:
         raise ConfigError(
-            f"a password on the command line is for everyone to see; put the URI into an environment variable and give "
+            f"a password on the command line is visible to other users; put the URI into an environment variable, give "
             f"{_VARIABLE}ITS_NAME"
         )
     return where
