@@ -6,23 +6,26 @@ import argparse
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
-from openhands_rl_plugin.cli.options.fields import add_fields, given_fields, option_of, settings_from
-from openhands_rl_plugin.cli.options.stored import add_filters, filter_of
-from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
-from openhands_rl_plugin.cli.options.versions import LATEST, publish, publish_servers, starting_point
-from openhands_rl_plugin.cli.train.ranks import joined, shared
-from openhands_rl_plugin.cli.train.reward import add_reward, reward_of
-from openhands_rl_plugin.cli.train.tasks import HELP as TASKS_HELP
-from openhands_rl_plugin.cli.train.tasks import of_checked_tasks
+from openhands_rl_plugin.cli.options.fields import add_fields, given_fields, option_of
+from openhands_rl_plugin.cli.options.stored import add_filters, json_object
+from openhands_rl_plugin.cli.options.stores import STORE_HELP
+from openhands_rl_plugin.cli.options.versions import LATEST, publish_servers, starting_point
+from openhands_rl_plugin.cli.train.training import (
+    TrainingRun,
+    config_of,
+    join_processes,
+    memory_line,
+    training_progress,
+)
+from openhands_rl_plugin.config.build import make_reward
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings, VerifierSettings
-from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, TrainingError
 from openhands_rl_plugin.core.memory import forget_unused
 from openhands_rl_plugin.core.records import TrajectoryFilter
@@ -32,7 +35,6 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.core.types import Adapter, Probe, Sample
     from openhands_rl_plugin.training.data.dataset import ExcludedEpisodes, TrainingDataset
     from openhands_rl_plugin.training.distributed.ranks import Ranks
-    from openhands_rl_plugin.training.trainer.metrics import TrainProgress
 
 RESUME = "the same command continues from the last checkpoint"
 EPILOG = """examples:
@@ -49,175 +51,149 @@ EPILOG = """examples:
   torchrun --standalone --nproc-per-node 8 -m openhands_rl_plugin.cli train ./trajectories --model ./model \
       --adapters ./adapters --sharding layers            (also with --method full, and with --verifier)
 
-Episodes of the base model and of the adapter's own versions are used, but none of a split that only measures (heldout,
-held-out, validation), such as a loop's held-out tasks, unless --split names it. The new version goes on from the newest
-one, unless --from says otherwise. A verifier learns from the episodes of all policies and is judged by tasks that
-neither it nor a version before it has seen. ADAPTERS/NAME.training/ holds metrics.jsonl, a line a step, and the last
-checkpoint.
+Episodes of the base model and of the adapter's own versions are used, except those of evaluation splits (heldout,
+held-out, validation), such as a loop's held-out tasks, unless --split names one. Training continues the newest version
+unless --from names another. A verifier is trained on episodes of all policies and evaluated on tasks that no version of
+it was trained on. ADAPTERS/NAME.training/ has metrics.jsonl, a line per step, and the last checkpoint.
 """
 VERIFIER = "verifier"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The store, the model, the adapter, one option for each field of ``TrainingSettings``, and the filters."""
-    parser.add_argument("store", metavar="STORE", nargs="?", help=f"{STORE_HELP}; --dry-run can do without")
+    parser.add_argument("store", metavar="STORE", nargs="?", help=f"{STORE_HELP}; optional with --dry-run")
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the base model's weights")
-    parser.add_argument("--base-model", metavar="NAME", help="the model, as the server calls it; if episodes differ")
-    add_reward(parser)
-    parser.add_argument(
-        "--publish",
-        action="append",
-        nargs="?",
-        const="",
-        metavar="URL",
-        help="bring the new version into use on this server (once for each replica), or on those of [rl.serving]",
-    )
+    served = "the model's name on its server; needed if the store has episodes of several"
+    parser.add_argument("--base-model", metavar="NAME", help=served)
+    rewards = "return, success, verifier, ..., or module:Class (default: [rl.reward])"
+    parser.add_argument("--reward", metavar="NAME", help=rewards)
+    parser.add_argument("--reward-options", type=json_object, metavar="JSON", help="the reward's options")
+    servers = "publish the new version to this server (repeat it for each replica), or to those of [rl.serving]"
+    parser.add_argument("--publish", action="append", nargs="?", const="", metavar="URL", help=servers)
     parser.add_argument("--config", type=Path, metavar="FILE", help="a config.toml; options given here override it")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be trained on")
-    parser.add_argument("--tasks", metavar="FILE", help=TASKS_HELP)
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be trained on")
+    tasks = "only episodes of these tasks (a .jsonl or swe-local), which must have passed `openhands-rl tasks check`"
+    parser.add_argument("--tasks", metavar="FILE", help=tasks)
     add_filters(parser)
-    # One adapter is trained, and whose episodes these are follows from it: it takes the place of the filter.
+    # The trained adapter decides whose episodes are used: its option replaces the filter of the same name.
     own = parser.add_argument_group("adapter", conflict_handler="resolve")
-    own.add_argument(
-        "--adapter", metavar="NAME", help=f"its name (default: [rl.serving] adapter, policy; a verifier's: {VERIFIER})"
-    )
-    own.add_argument(
-        "--adapters", type=Path, metavar="DIR", help="where versions are kept (default: [rl.serving] adapters_path)"
-    )
-    own.add_argument(
-        "--from", dest="start", default=LATEST, metavar="VERSION", help="a number, latest (the default) or base"
-    )
-    group = parser.add_argument_group("training", "The keys of [rl.training]; config.toml.example explains them.")
-    add_fields(group, TrainingSettings, lists="commas")
-    judge = parser.add_argument_group(
-        "verifier", "Learn to judge episodes, of whatever policy. The keys of [rl.verifier]."
-    )
-    judge.add_argument("--verifier", action="store_true", help="train an outcome verifier; the epilog has an example")
-    add_fields(judge, VerifierSettings, lists="commas")
+    name = f"its name (default: [rl.serving] adapter, policy; with --verifier: {VERIFIER})"
+    own.add_argument("--adapter", metavar="NAME", help=name)
+    folder = "folder of its versions (default: [rl.serving] adapters_path)"
+    own.add_argument("--adapters", type=Path, metavar="DIR", help=folder)
+    start = "version to continue: a number, latest or base"
+    own.add_argument("--from", dest="start", default=LATEST, metavar="VERSION", help=start)
+    training = parser.add_argument_group("training", "The keys of [rl.training]; config.toml.example explains them.")
+    add_fields(training, TrainingSettings, lists="commas")
+    verifier = parser.add_argument_group("verifier", "Train on episodes of all policies. The keys of [rl.verifier].")
+    verifier.add_argument("--verifier", action="store_true", help="train an outcome verifier; see the example below")
+    add_fields(verifier, VerifierSettings, lists="commas")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, or say what would be. Raises ``RLError`` when options, store, episodes, model or server are wrong."""
+    """Train, or print the plan. Raises ``RLError`` when options, store, episodes, model or server are wrong."""
+    config = config_of(args)
     if args.store is None:
-        from openhands_rl_plugin.cli.train.shapes import say_shapes
+        from openhands_rl_plugin.cli.train.shapes import print_shapes
 
-        return say_shapes(args)
-    serving = (load_settings(args.config) if args.config else RLSettings()).serving
-    args.adapter = args.adapter or (VERIFIER if args.verifier else serving.adapter)
-    # A server may have another working directory, so that the paths it is told must be absolute.
-    args.adapters = (args.adapters or serving.adapters_directory).resolve()
-    args.publish = publish_servers(serving, args.publish) if args.publish else None
-    with joined() as ranks:
-        return _run(args, ranks)
+        return print_shapes(args, config)
+    args.adapter = args.adapter or (VERIFIER if args.verifier else config.serving.adapter)
+    # Absolute paths: a server may have another working directory.
+    args.adapters = (args.adapters or config.serving.adapters_directory).resolve()
+    args.publish = publish_servers(config.serving, args.publish) if args.publish else None
+    with join_processes() as ranks:
+        if args.verifier:
+            from openhands_rl_plugin.cli.train.verifier import VerifierTraining
 
-
-def _run(args: argparse.Namespace, ranks: Ranks | None) -> int:
-    if args.verifier:
-        from openhands_rl_plugin.cli.train.verifier import VerifierTraining
-
-        return VerifierTraining(args, starting_point, training_progress, publish, ranks).run()
-    if foreign := given_fields(args, VerifierSettings):
-        raise ConfigError(f"{option_of(min(foreign))} is for a verifier: give --verifier too, or leave it out")
-    return _Training(args, ranks).run()
+            return VerifierTraining(args, ranks, config).run()
+        if foreign := given_fields(args, VerifierSettings):
+            raise ConfigError(f"{option_of(min(foreign))} is for a verifier: give --verifier too, or leave it out")
+        return PolicyTraining(args, ranks, config).run()
 
 
-class _Training:
-    def __init__(self, args: argparse.Namespace, ranks: Ranks | None) -> None:
-        from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
+class PolicyTraining(TrainingRun):
+    """Trains an adapter, or all weights with ``--method full``."""
 
-        self._args = args
-        self._ranks = ranks
-        self._leads = ranks is None or ranks.rank == 0
-        read = load_settings(args.config) if args.config else RLSettings()
-        self._settings = settings_from(args, read.training)
+    def __init__(self, args: argparse.Namespace, ranks: Ranks | None, config: RLSettings) -> None:
+        super().__init__(args, ranks, config)
         if args.publish:
-            self._settings.check_servable()
-        self._name = check_name(args.adapter)
-        self._where = filter_of(args).model_copy(update={"adapter": None})
-        self._rewards = read.reward
-        reward_of(args, self._rewards)  # a wrong one is refused before anything is read
-        self._adapters = AdapterStore(args.adapters)
-        self._whole = self._settings.method == "full"
+            self._training.check_servable()
+        self._reward_settings = config.reward.overridden(args.reward, args.reward_options)
+        make_reward(self._reward_settings)  # refuses a wrong one before the store is read
+        self._whole = self._training.method == "full"
         if self._whole and args.start != LATEST:
-            raise ConfigError(f"--from {args.start}: with --method full it is the model itself, --model, that goes on")
+            raise ConfigError(f"--from {args.start}: with --method full the weights of --model are trained further")
         self._parent = None if self._whole else starting_point(self._adapters, self._name, args.start)
 
     def run(self) -> int:
-        """Training is in the main thread: it has the device of its rank, and Ctrl-C ends it."""
+        """Train in the main thread, which has the device of its rank and gets Ctrl-C."""
         from openhands_rl_plugin.rewards.verifier.reward import forget_models
         from openhands_rl_plugin.training.data.dataset import TrainingDataset
 
         kind = TypeAdapter(tuple[str, TrainingDataset])
-        base_model, dataset = shared(self._ranks, kind, lambda: asyncio.run(self._read()))
-        forget_models()  # a verifier's, which judged
+        base_model, dataset = self._from_rank_0(kind, lambda: asyncio.run(self._read()))
+        forget_models()  # of a verifier that scored the episodes
         forget_unused()
-        self._say_what(dataset)
+        self._print_plan(dataset)
         if self._args.dry_run:
             return 0
         if not dataset.samples:
-            raise TrainingError(_nothing(self._settings, dataset.excluded))
+            raise TrainingError(_nothing(self._training, dataset.excluded))
         if self._whole:
             self._train_whole(dataset, base_model)
             return 0
         adapter, probe = self._train(dataset, base_model)
-        if adapter is None:
-            return 0
-        print(f"{adapter.name}: {', '.join(f'{name} {value:.4g}' for name, value in adapter.metrics.items())}")
-        if self._args.publish:
-            asyncio.run(publish(self._args.publish, self._adapters, adapter, probe))
+        if adapter is not None:
+            print(f"{adapter.name}: {_listed(adapter.metrics)}")
+            self._publish(adapter, probe)
         return 0
 
     async def _read(self) -> tuple[str, TrainingDataset]:
-        async with open_store(self._args.store, create=False) as storage:
-            if self._args.tasks:
-                self._where = await of_checked_tasks(storage, self._where, self._args.tasks)
-            base_model = self._args.base_model or await _only_base_model(storage, self._where, self._name)
-            return base_model, await self._lesson(storage, base_model)
-
-    async def _lesson(self, storage: TrajectoryStorage, base_model: str) -> TrainingDataset:
         from openhands_rl_plugin.rollout.rescoring import rescore
         from openhands_rl_plugin.training.data.dataset import build_dataset, load_episodes
 
-        reward = reward_of(self._args, self._rewards)
-        if not self._args.dry_run:
-            await rescore(storage, reward, self._where)
-        episodes = await load_episodes(storage, self._where, base_model=base_model, adapter=self._name, reward=reward)
-        return build_dataset(episodes, self._settings)
+        async with self._open_store() as storage:
+            base_model = self._args.base_model or await _only_base_model(storage, self._where, self._name)
+            reward = make_reward(self._reward_settings)
+            if not self._args.dry_run:
+                await rescore(storage, reward, self._where)
+            episodes = await load_episodes(
+                storage, self._where, base_model=base_model, adapter=self._name, reward=reward
+            )
+            return base_model, build_dataset(episodes, self._training)
 
-    def _say_what(self, dataset: TrainingDataset) -> None:
-        from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory, estimate_share
+    def _print_plan(self, dataset: TrainingDataset) -> None:
+        from openhands_rl_plugin.training.trainer.memory_estimate import estimate_share
 
-        print(f"{self._name} from {self._parent.name if self._parent else 'the base model'}, by {dataset.algorithm}")
+        print(f"{self._name} from {self._start}, by {dataset.algorithm}")
         print(f"  episodes: {dataset.used} used; left out: {dataset.excluded.in_words()}")
         longest = max((len(sample.input_ids) for sample in dataset.samples), default=0)
-        memory = estimate_memory(self._args.model, self._settings, longest)
-        of_parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in memory.parts().items())
         if dataset.samples:
             print(f"  {_sizes(dataset.samples)}")
             units = len(dataset.pairs) or dataset.used
-            steps = math.ceil(units / self._settings.batch_size) * self._settings.num_epochs
-            print(f"  steps: {steps} ({self._settings.num_epochs} epochs)")
-        print(f"  memory: about {memory.total / 1e9:.2f} GB ({of_parts})", flush=True)
-        if self._ranks is not None and self._settings.sharding != "none":
-            share = estimate_share(self._args.model, self._settings, longest, self._ranks.size).total
+            steps = math.ceil(units / self._training.batch_size) * self._training.num_epochs
+            print(f"  steps: {steps} ({self._training.num_epochs} epochs)")
+        print(memory_line(self._args.model, self._training, longest), flush=True)
+        if self._ranks is not None and self._training.sharding != "none":
+            share = estimate_share(self._args.model, self._training, longest, self._ranks.size).total
             print(f"  split by --sharding layers: about {share / 1e9:.2f} GB in each process", flush=True)
 
     def _train_whole(self, dataset: TrainingDataset, base_model: str) -> None:
-        from openhands_rl_plugin.cli.train.whole import train_whole
+        """Train all weights; rank 0 writes the model ``ADAPTERS/NAME-model-v000001``, or the next free number."""
+        from openhands_rl_plugin.training.trainer.full_trainer import FullTrainer
 
-        made = train_whole(
-            self._args.model,
-            self._settings,
-            dataset,
-            training_progress(),
-            root=self._adapters.root,
-            name=self._name,
-            base_model=base_model,
-            leads=self._leads,
-        )
-        if made is None:
-            return
-        print(f"{made.path}: {', '.join(f'{name} {value:.4g}' for name, value in made.metrics.items())}")
+        trainer = FullTrainer(self._args.model, self._training)
+        with training_progress() as advanced:
+            metrics = trainer.sft(dataset.samples, advanced, run=self._run_directory).as_floats()
+        if self._leads:
+            names = (self._adapters.root / f"{self._name}-model-v{number:06d}" for number in count(1))
+            target = next(path for path in names if not path.exists())
+            made = trainer.save_model(target, base_model=base_model, metrics=metrics)
+            trainer.finish()
+            print(f"{made.path}: {_listed(made.metrics)}")
+        else:
+            trainer.hand_over()
+            trainer.finish()
 
     def _train(self, dataset: TrainingDataset, base_model: str) -> tuple[Adapter | None, Probe]:
         """The new version, which rank 0 alone has, and the logprobs to check a server against."""
@@ -230,7 +206,7 @@ class _Training:
             from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or "torch", "train") from error
-        trainer = LoraTrainer(self._args.model, self._settings, adapter=self._parent)
+        trainer = LoraTrainer(self._args.model, self._training, adapter=self._parent)
         with training_progress() as advanced:
             _, adapter, probe = learn(
                 trainer,
@@ -240,7 +216,7 @@ class _Training:
                 base_model=base_model,
                 parent=self._parent,
                 on_progress=advanced,
-                run=self._adapters.root / f"{self._name}.training",
+                run=self._run_directory,
             )
         return adapter, probe
 
@@ -258,23 +234,8 @@ async def _only_base_model(storage: TrajectoryStorage, where: TrajectoryFilter, 
     return next(iter(found))
 
 
-@contextmanager
-def training_progress() -> Iterator[Callable[[TrainProgress], None]]:
-    """A bar with the loss, the step's figures and the time left on stderr, where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("training", total=None)
-
-        def advanced(at: TrainProgress) -> None:
-            figures = f"entropy {at.entropy:.3f}, KL {at.approx_kl:.4f}, ratio {at.ratio:.3f}"
-            description = f"training, loss {at.loss:.4f}, {figures}"
-            progress.update(task, completed=at.done, total=at.total, description=description)
-
-        yield advanced
+def _listed(metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
 
 def _sizes(samples: Sequence[Sample]) -> str:
@@ -291,8 +252,8 @@ def _nothing(settings: TrainingSettings, excluded: ExcludedEpisodes) -> str:
 
     if excluded.off_temperature and not excluded.no_signal:
         return off_temperature_message(excluded)
-    count = excluded.held_out
-    aside = f" ({count} of held-out splits were left out: name one with --split)" if count else ""
+    held_out = excluded.held_out
+    aside = f" ({held_out} of held-out splits were left out: name one with --split)" if held_out else ""
     if settings.algorithm in ("sft", "rejection-sampling"):
         above = f"{settings.imitate_above:g}; see --imitate-above"
         return f"nothing to imitate: no episode has a reward above {above}{aside}"

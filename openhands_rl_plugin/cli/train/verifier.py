@@ -1,4 +1,4 @@
-"""``openhands-rl train STORE --verifier``: an adapter that says how likely an episode solved its task."""
+"""``openhands-rl train STORE --verifier``: an adapter that estimates P(success) of an episode."""
 
 from __future__ import annotations
 
@@ -7,119 +7,80 @@ import asyncio
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
 from openhands_rl_plugin.cli.options.fields import given_fields, settings_from
-from openhands_rl_plugin.cli.options.stored import filter_of
-from openhands_rl_plugin.cli.options.stores import open_store
-from openhands_rl_plugin.cli.train.ranks import shared
-from openhands_rl_plugin.cli.train.tasks import of_checked_tasks
+from openhands_rl_plugin.cli.options.versions import starting_point
+from openhands_rl_plugin.cli.train.training import TrainingRun, memory_line, training_progress
 from openhands_rl_plugin.config.registry import build
-from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, TrainingSettings
-from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError
 from openhands_rl_plugin.core.protocols import Reward
 from openhands_rl_plugin.core.statistics import Estimate
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.core.types import Adapter, Probe
-    from openhands_rl_plugin.models.adapters.store import AdapterStore
+    from openhands_rl_plugin.core.types import Adapter
     from openhands_rl_plugin.training.distributed.ranks import Ranks
-    from openhands_rl_plugin.training.trainer.metrics import TrainProgress
     from openhands_rl_plugin.training.verifier.data import Example, VerifierDataset
     from openhands_rl_plugin.training.verifier.prompt import VerifierPrompts
     from openhands_rl_plugin.training.verifier.report import VerifierReport
     from openhands_rl_plugin.training.verifier.train import TrainedVerifier
 
-StartingPoint = Callable[["AdapterStore", str, str], "Adapter | None"]
-Progress = Callable[[], AbstractContextManager[Callable[["TrainProgress"], None]]]
-Publish = Callable[[ServingSettings, "AdapterStore", "Adapter", "Probe"], Coroutine[object, object, None]]
 
-PUBLISHED = TrainingSettings(
-    algorithm="sft",
-    learning_rate=2e-4,
-    num_epochs=2,
-    lora_rank=64,
-    lora_alpha=64,
-    warmup_steps=15,
-    weight_decay=0.01,
-    schedule="linear",
-)
-"""SWE-Gym's verifier of 32B (batches of 8 as well). Without --config these are the defaults."""
+class VerifierTraining(TrainingRun):
+    """Trains a verifier and evaluates it on held-out tasks."""
 
-
-class VerifierTraining:
-    """One run of the command; the functions are those of ``openhands-rl train``."""
-
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        starting_point: StartingPoint,
-        progress: Progress,
-        publish: Publish,
-        ranks: Ranks | None,
-    ) -> None:
-        from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
+    def __init__(self, args: argparse.Namespace, ranks: Ranks | None, config: RLSettings) -> None:
         from openhands_rl_plugin.training.verifier.card import tasks_trained_on
 
-        self._args = args
-        self._ranks = ranks
-        read = load_settings(args.config) if args.config else RLSettings(training=PUBLISHED)
-        self._training = settings_from(args, read.training)
+        super().__init__(args, ranks, config)
         if self._training.method != "lora":
             raise ConfigError(f"--method {self._training.method} trains no verifier; use lora")
         if args.publish:
             self._training.check_servable()
         if args.reward or args.reward_options:
-            raise ConfigError("--reward: a verifier learns from labels; name what they come from with --label")
+            raise ConfigError("--reward: a verifier is trained on labels; name their source with --label")
         if "algorithm" in given_fields(args, TrainingSettings):
             raise ConfigError("--algorithm: a verifier is always fine-tuned; leave it out")
-        self._settings = settings_from(args, read.verifier)
-        self._name = check_name(args.adapter)
-        self._where = filter_of(args).model_copy(update={"adapter": None})
+        self._settings = settings_from(args, config.verifier)
         label = self._settings.label
         self._reward: Reward | None = None if label == "resolved" else build("rewards", label)
-        self._adapters = AdapterStore(args.adapters)
         self._parent = starting_point(self._adapters, self._name, args.start)
-        self._taught = tasks_trained_on(self._parent)
-        self._progress = progress
-        self._publish = publish
+        self._seen = tasks_trained_on(self._parent)
 
     def run(self) -> int:
-        """Train, or say what would be, and print how good the result is on held-out tasks."""
+        """Train, or print the plan with ``--dry-run``; then print the results on held-out tasks."""
         try:
             from openhands_rl_plugin.models.generator.threads import prepare_threads
 
             prepare_threads()
             from openhands_rl_plugin.training.verifier.data import VerifierDataset
             from openhands_rl_plugin.training.verifier.prompt import prompts_for
+            from openhands_rl_plugin.training.verifier.report import REPORT_FILE
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or "transformers", "train") from error
         prompts = prompts_for(str(self._args.model), self._settings.max_length)
-        dataset = shared(self._ranks, TypeAdapter(VerifierDataset), lambda: asyncio.run(self._read(prompts)))
-        self._say_what(dataset)
+        dataset = self._from_rank_0(TypeAdapter(VerifierDataset), lambda: asyncio.run(self._read(prompts)))
+        self._print_plan(dataset)
         if self._args.dry_run:
             return 0
         adapter, trained = self._train(dataset, prompts)
         if adapter is None:
             return 0
         print("\n".join([f"{adapter.name}:", *report_lines(trained.report)]))
-        print(f"  {adapter.path}/{_report_file()}")
-        if self._args.publish:
-            asyncio.run(self._publish(self._args.publish, self._adapters, adapter, trained.probe))
+        print(f"  {adapter.path}/{REPORT_FILE}")
+        self._publish(adapter, trained.probe)
         return 0
 
     async def _read(self, prompts: VerifierPrompts) -> VerifierDataset:
         from openhands_rl_plugin.training.verifier.data import verifier_dataset
 
-        async with open_store(self._args.store, create=False) as storage:
-            if self._args.tasks:
-                self._where = await of_checked_tasks(storage, self._where, self._args.tasks)
+        async with self._open_store() as storage:
             return await verifier_dataset(
                 storage,
                 self._where,
@@ -127,36 +88,34 @@ class VerifierTraining:
                 self._settings,
                 reward=self._reward,
                 seed=self._training.seed,
-                taught=self._taught,
+                taught=self._seen,
             )
 
-    def _say_what(self, dataset: VerifierDataset) -> None:
-        from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory
+    def _print_plan(self, dataset: VerifierDataset) -> None:
         from openhands_rl_plugin.training.verifier.card import task_digest
 
-        print(f"{self._name} from {self._parent.name if self._parent else 'the base model'}, a verifier")
+        print(f"{self._name} from {self._start}, a verifier")
         left_out = [f"{n} {why.replace('_', ' ')}" for why, n in dataset.left_out.model_dump().items() if n]
         print(f"  training: {_counts(dataset.training)}; left out: {', '.join(left_out) or 'none'}")
         print(f"  held out: {_counts(dataset.held_out)}")
-        again = {example.label.task for example in dataset.training if task_digest(example.label.task) in self._taught}
+        again = {example.label.task for example in dataset.training if task_digest(example.label.task) in self._seen}
         if self._parent is not None and again:
-            print(f"  {len(again)} tasks taught {self._parent.name} or a version before it, and are never held out")
+            print(f"  {len(again)} tasks trained {self._parent.name} or an earlier version and are not held out")
         longest = max(len(example.prompt) + 1 for example in dataset.training)
         tokens = sum(len(example.prompt) + 1 for example in dataset.training)
         steps = math.ceil(len(dataset.training) / self._training.batch_size) * self._training.num_epochs
         print(f"  tokens: {tokens:,}, of them trained {len(dataset.training):,}; the longest episode has {longest:,}")
-        memory = estimate_memory(self._args.model, self._training, longest)
         print(f"  steps: {steps} ({self._training.num_epochs} epochs)")
-        print(f"  memory: about {memory.total / 1e9:.2f} GB", flush=True)
+        print(memory_line(self._args.model, self._training, longest), flush=True)
 
     def _train(self, dataset: VerifierDataset, prompts: VerifierPrompts) -> tuple[Adapter | None, TrainedVerifier]:
-        """The new version, of which rank 0 alone knows, and what it was made of."""
+        """The new version, which rank 0 alone has, and the trained verifier."""
         try:
             from openhands_rl_plugin.training.verifier.train import train_verifier
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or "torch", "train") from error
         with self._scratch() as scratch:
-            with self._progress() as advanced:
+            with training_progress() as advanced:
                 trained = train_verifier(
                     self._args.model,
                     dataset,
@@ -166,10 +125,10 @@ class VerifierTraining:
                     prompts=prompts,
                     parent=self._parent,
                     on_progress=advanced,
-                    run=self._adapters.root / f"{self._name}.training",
+                    run=self._run_directory,
                     ranks=self._ranks,
                 )
-            if self._ranks is not None and self._ranks.rank > 0:
+            if not self._leads:
                 trained.pending.delete()
                 return None, trained
             adapter = self._adapters.create(
@@ -180,7 +139,7 @@ class VerifierTraining:
                 step=trained.metrics.steps + (self._parent.step if self._parent else 0),
                 metrics=trained.metrics.as_floats() | trained.report.as_floats(),
             )
-        self._adapters.keep_probe(adapter, trained.probe)  # a later ``adapters publish`` proves itself by it
+        self._adapters.keep_probe(adapter, trained.probe)  # for a later ``adapters publish``
         trained.pending.delete()
         return adapter, trained
 
@@ -230,12 +189,6 @@ def _counts(examples: tuple[Example, ...]) -> str:
     truncated = sum(example.truncated for example in examples)
     cut = f", {truncated} truncated" if truncated else ""
     return f"{successes} successes and {len(examples) - successes} failures of {tasks} tasks{cut}"
-
-
-def _report_file() -> str:
-    from openhands_rl_plugin.training.verifier.report import REPORT_FILE
-
-    return REPORT_FILE
 
 
 def _copy(source: Path, directory: Path) -> None:

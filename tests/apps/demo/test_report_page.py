@@ -134,7 +134,7 @@ async def test_every_adapter_names_the_one_that_it_came_from(page: str) -> None:
 
 
 async def test_the_examples_are_the_goals_whose_return_rose_most_and_say_so(page: str) -> None:
-    examples = page.partition("<h2>Before and after: the goals whose return rose most</h2>")[2]
+    examples = page.partition("<h2>Before and after: the goals with the largest gain in return</h2>")[2]
     assert re.findall(r"<h3>(.*?)</h3>", examples) == ["goal-a", "goal-c", "goal-b"]
     for goal, pair in zip(("goal-a", "goal-c", "goal-b"), examples.split("<h3>")[1:], strict=True):
         before, after = pair.split("<div class='turns'>")[1:]

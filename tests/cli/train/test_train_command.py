@@ -232,7 +232,10 @@ WRONG = [
     (["--max-tokens-per-pass", "0"], "--max-tokens-per-micro-batch: must be greater than or equal to 1"),
     (["--discount", "0.9"], "discount needs rewards of steps"),
     (["--from", "9"], "--from 9: policy has no such version"),
-    (["--method", "full", "--algorithm", "sft", "--from", "9"], "it is the model itself, --model, that goes on"),
+    (
+        ["--method", "full", "--algorithm", "sft", "--from", "9"],
+        "with --method full the weights of --model are trained further",
+    ),
     (["--adapter", "../policy"], "is no adapter name"),
     (["--reward", "retrun"], "unknown reward 'retrun'; did you mean 'return'?"),
     (["--run", "no-such-run"], "no stored episode of policy or a base model matches"),

@@ -70,7 +70,7 @@ def test_a_version_that_goes_on_is_not_judged_by_what_taught_the_one_before(
     held_out = {task_digest(task_of(each)) for each in toy_episodes(10)} - set(after)
     report = VerifierReport.model_validate_json((tmp_path / "verifier-v000002" / "verifier_report.json").read_text())
     assert len(held_out) == report.tasks >= 1
-    assert f"{len(before)} tasks taught verifier-v000001 or a version before it" in capsys.readouterr().out
+    assert f"{len(before)} tasks trained verifier-v000001 or an earlier version" in capsys.readouterr().out
 
     card = tmp_path / "verifier-v000002" / "verifier.json"
     fields = json.loads(card.read_text())
@@ -173,7 +173,7 @@ WRONG = [
     (["--max-length", "200"], "max_length = 200 leaves"),
     (["--task", "task-1"], "1 task(s) have labelled episodes"),
     (["--method", "full"], "--method full trains no verifier"),
-    (["--reward", "return"], "a verifier learns from labels; name what they come from with --label"),
+    (["--reward", "return"], "a verifier is trained on labels; name their source with --label"),
     (["--algorithm", "dapo"], "--algorithm: a verifier is always fine-tuned"),
     (["--lora-variant", "dora", "--publish", "http://127.0.0.1:9/v1"], "nor vLLM can serve it"),
     (["--model", "no-such-model"], "cannot read no-such-model/config.json"),
