@@ -62,8 +62,8 @@ class DraftNode:
 class EpisodeTree:
     """All that was said in one episode, as nodes with integer parents; ``head`` is where the episode stands.
 
-    ``turns_left`` and ``longest_prompt`` (in tokens) say how far the episode will go on from there, ``None`` as far as
-    it likes: strategies do not plan beyond. Whoever plays the episode sets them before each decision.
+    ``turns_left`` and ``longest_prompt`` (in tokens) bound how far the episode may continue from there (``None``: no
+    bound), and strategies do not plan beyond. Whoever plays the episode sets them before each decision.
     """
 
     def __init__(self, *, tools: Sequence[JsonObject] = ()) -> None:

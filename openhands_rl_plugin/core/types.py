@@ -73,7 +73,7 @@ class Tokens(Frozen):
     """Token ids and logprobs as the server reported them.
 
     ``prompt_ids`` is the *delta* since the end of the previous sampled node on the path when ``extends`` is true, else
-    the whole prompt. ``logprobs`` has one natural-log probability for each of ``sampled_ids`` or is empty when the
+    the whole prompt. ``logprobs`` has one log probability (in nats) for each of ``sampled_ids``, or is empty when the
     server gave none.
     """
 
@@ -116,7 +116,10 @@ def versioned_name(adapter: str, version: int) -> str:
 
 
 class Usage(Frozen):
-    """Tokens billed and calls made. Addition adds every field."""
+    """Tokens billed (``cached_tokens`` are among ``prompt_tokens``), model calls, and steps of environments.
+
+    Addition adds every field.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -151,7 +154,10 @@ class Completion(Frozen):
 
 
 class Observation(Frozen):
-    """What an environment answered. ``terminated``: the task ended; ``truncated``: a limit cut it short."""
+    """What an environment answered. ``reward`` is that of this one step.
+
+    ``terminated``: the task ended; ``truncated``: a limit cut it short.
+    """
 
     messages: tuple[Message, ...] = ()
     reward: float = 0.0
@@ -283,7 +289,10 @@ class Trajectory(Frozen):
 
 
 class Score(Frozen):
-    """A judgement of one trajectory. Scores are appended, never rewritten; unscored is ``reward=None``, never 0.0."""
+    """A judgement of one trajectory. Scores are appended, never rewritten; unscored is ``reward=None``, never 0.0.
+
+    ``reward_version`` is that of the reward that judged it: scores of two versions are not compared.
+    """
 
     trajectory_id: str
     reward: float | None
