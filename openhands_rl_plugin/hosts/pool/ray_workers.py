@@ -86,19 +86,22 @@ class RayChannel:
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
-        self._exit_message = "a Ray actor ended"
+        self._exit_message = ""
 
     async def send(self, line: bytes) -> None:
-        """As in ``WorkerChannel``."""
-        with suppress(InfrastructureError):
+        """As in ``WorkerChannel``. An actor that raises is ended, as a process would end by itself."""
+        try:
             await _called(self._actor.receive.remote(line))
+        except InfrastructureError as error:
+            self._exit_message = str(error)
+            self.kill()
 
     async def receive(self) -> Sequence[bytes]:
         """As in ``WorkerChannel``."""
         try:
             return await _called(self._actor.outbox.remote())
         except InfrastructureError as error:
-            self._exit_message = str(error)
+            self._exit_message = self._exit_message or str(error)
             return ()
 
     async def exit_message(self) -> str:
