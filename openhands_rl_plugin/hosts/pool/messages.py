@@ -8,6 +8,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import (
+    CaughtFailure,
     ConfigError,
     InfrastructureError,
     MissingExtraError,
@@ -111,11 +112,15 @@ class Refused(Frozen):
 
     def as_error(self) -> RLError:
         """The error again, as an instance of its class."""
-        return _STOPPING.get(self.error, RLError)(self.message)
+        return _ERRORS.get(self.error, RLError)(self.message)
 
 
-_STOPPING = {error.__name__: error for error in (ConfigError, PublishError, StorageError, TrainingError)}
-_STOPPING[MissingExtraError.__name__] = ConfigError
+_ERRORS: dict[str, type[RLError]] = {
+    error.__name__: error for error in (ConfigError, PublishError, StorageError, TrainingError)
+}
+_ERRORS[MissingExtraError.__name__] = ConfigError
+# An error that a runner should not raise costs its episode only.
+_ERRORS[CaughtFailure.__name__] = InfrastructureError
 
 ToWorker = Start | RunEpisode | Stored
 FromWorker = Ready | EpisodeResult | Store | Refused

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, BinaryIO
 
-from openhands_rl_plugin.core.errors import RLError, StorageError
+from openhands_rl_plugin.core.errors import RLError, StorageError, boundary
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart
-from openhands_rl_plugin.core.types import Trajectory
+from openhands_rl_plugin.core.types import FailureKind, Trajectory
 from openhands_rl_plugin.hosts.local import HostRunner, local_runner
 from openhands_rl_plugin.hosts.pool.messages import (
     MAX_LINE_BYTES,
@@ -131,7 +131,8 @@ class EpisodeWorker:
 
     async def _run(self, runner: HostRunner, message: RunEpisode) -> None:
         try:
-            trajectory = await runner.run(message.request, message.place)
+            with boundary(FailureKind.INFRASTRUCTURE, "worker"):
+                trajectory = await runner.run(message.request, message.place)
         except RLError as error:
             await self._send(Refused.of(message.number, error))
         else:
