@@ -106,7 +106,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--temperatures", metavar="T,T,...", help="of run 0, run 1, ...; the last one is repeated")
     group.add_argument("--top-p", type=float, metavar="P", help="nucleus sampling: probability mass, up to 1")
     group.add_argument("--max-output-tokens", type=int, metavar="TOKENS", help="tokens of one completion")
-    native = "tool calls by the server's API (default: as [llm] says); --no-...: calls in the text"
+    native = "tool calls by the server's API (default: as in [llm]); --no-...: calls in the text"
     group.add_argument("--native-tool-calling", action=argparse.BooleanOptionalAction, help=native)
     group.add_argument("--token-ids", action=argparse.BooleanOptionalAction, help="record token ids, for training")
     group.add_argument("--input-cost-per-token", type=float, metavar="USD", help="price of a prompt token")

@@ -15,7 +15,7 @@ _STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
 
 def print_drift(console: Console, report: DriftReport) -> None:
-    """Print the causes in a table, the costliest first, then the setting against each and where to look."""
+    """Print the causes in a table, the costliest first, then the setting against each, with examples."""
     found = f"{report.episodes:,} episodes, {report.turns:,} turns with token ids in {report.segments:,} segments"
     tokens = f"{report.tokens:,} tokens, {report.sampled_tokens:,} of them sampled"
     console.print(Text(f"{found} ({report.segments_by_drift:,} because of drift): {tokens}"))
