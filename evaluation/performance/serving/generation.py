@@ -20,7 +20,7 @@ from rich.table import Table
 from evaluation.performance.serving.random_weights import AdapterWriter, tiny_model
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.generator import Generator
-from openhands_rl_plugin.models.generator.sampling import SamplingParams
+from openhands_rl_plugin.models.generator.sampling import DecodingParams
 
 WRITTEN = 48
 
@@ -36,7 +36,7 @@ def reading(generator: Generator, adapter: str | None, tokens: int) -> float:
     for _ in range(3):
         ids = prompt(random_, generator, tokens)
         started = time.perf_counter()
-        generator.generate(ids, SamplingParams(max_tokens=1), adapter=adapter)
+        generator.generate(ids, DecodingParams(max_tokens=1), adapter=adapter)
         seconds.append(time.perf_counter() - started)
     return tokens / min(seconds)
 
@@ -46,7 +46,7 @@ def writing(generator: Generator, adapter: str | None, batch: int, context: int)
     random_ = random.Random(batch)
     times: list[list[float]] = [[] for _ in range(batch)]
     # While the last prompts are read, the first sequences write; enough for all to overlap.
-    params = SamplingParams(max_tokens=WRITTEN + 2 * batch, ignore_eos=True)
+    params = DecodingParams(max_tokens=WRITTEN + 2 * batch, ignore_eos=True)
     tickets = [
         generator.submit(
             prompt(random_, generator, context),

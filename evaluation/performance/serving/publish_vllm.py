@@ -35,7 +35,7 @@ from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import WEIGHTS, AdapterStore
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.generator import Generator
-from openhands_rl_plugin.models.generator.sampling import SamplingParams
+from openhands_rl_plugin.models.generator.sampling import DecodingParams
 
 PROMPT_TOKENS = 48
 ANSWER_TOKENS = 8
@@ -77,7 +77,7 @@ def versions(store: AdapterStore, writer: AdapterWriter, model: Path, number: in
             source = writer.write(f"source-{index}")
             adapter = store.create(ADAPTER, _copy(source), base_model=NAME)
             reference.load_adapter(adapter.name, source)
-            params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+            params = DecodingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
             seen = reference.generate(CANARY, params, adapter=adapter.name).prompt or ()
             logprobs = tuple(each.logprob for each in seen[1:] if each is not None)
             made.append((adapter, Probe(token_ids=CANARY, logprobs=logprobs, max_difference=MAX_DIFFERENCE)))

@@ -20,7 +20,7 @@ from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, Publ
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.types import Adapter, Probe
 from openhands_rl_plugin.models.adapters.for_settings import publisher_for
-from openhands_rl_plugin.models.adapters.freshness import Former, check_fresh
+from openhands_rl_plugin.models.adapters.logprob_check import PreviousVersion, check_served_logprobs
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
@@ -149,17 +149,19 @@ class InProcessPolicy(Policy):
             raise PublishError(str(error)) from error
         try:
             if probe is not None:
-                former = self.store.former_probe(adapter, probe.token_ids)
-                check_fresh(adapter.name, served, probe, former and Former(former[0], former[1].logprobs))
+                former = self.store.previous_probe(adapter, probe.token_ids)
+                check_served_logprobs(
+                    adapter.name, served, probe, former and PreviousVersion(former[0], former[1].logprobs)
+                )
         except PublishError:
             self._generator.unload_adapter(adapter.name).result()
             raise
 
     def _logprobs(self, adapter: Adapter, token_ids: Sequence[int]) -> list[float]:
         """Of all tokens but the first."""
-        from openhands_rl_plugin.models.generator.sampling import SamplingParams
+        from openhands_rl_plugin.models.generator.sampling import DecodingParams
 
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        params = DecodingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         prompt = self._generator.generate(token_ids, params, adapter=adapter.name).prompt or ()
         return [math.nan if seen is None else seen.logprob for seen in prompt[1:]]
 

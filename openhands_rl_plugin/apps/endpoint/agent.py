@@ -1,4 +1,4 @@
-"""AgentRuntime: a trained policy that answers people, with the code and the limits that it was trained with."""
+"""``AgentRuntime``: serves a trained policy with the rollout code, the tools and the limits of its training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from openhands_rl_plugin.apps.endpoint.events import AgentEvent, AgentResult, Answer, Stopped
-from openhands_rl_plugin.apps.endpoint.speaking import SpeakingEngine
+from openhands_rl_plugin.apps.endpoint.streaming import TextStreamingEngine
 from openhands_rl_plugin.core.messages import to_wire
 from openhands_rl_plugin.core.protocols import LLMEngine, Strategy, TrajectoryStorage
 from openhands_rl_plugin.core.types import (
@@ -38,7 +38,7 @@ class AgentRuntime:
         policy: what the engine samples from, for the records.
         options: of the ``ToolEnvironment``.
         limits: of one request. ``max_response_length`` bounds each of the model's answers.
-        sampling: used for whatever a request leaves open.
+        sampling: defaults for parameters that a request leaves unset.
         make_strategy, strategy_spec: how a turn is decided, ReAct by default. Only ReAct's answers are streamed: others
             look at answers that are never given.
         storage: where every conversation is recorded, under ``run_id``; nowhere by default. Stays open.
@@ -68,7 +68,7 @@ class AgentRuntime:
         self._spec = strategy_spec
         self._storage = storage
         self._run_id = run_id
-        # Wrong tools are told now, and not to the first user.
+        # Invalid tools fail here, not in the first request.
         self._environment()
 
     async def run(
@@ -79,33 +79,35 @@ class AgentRuntime:
         ``name`` identifies the recorded episode and must be new; one is made up by default. Failures are part of the
         result; raises ``StorageError``.
         """
-        return await self._play(messages, sampling, name, self._environment(), self._engine)
+        return await self._run_episode(messages, sampling, name, self._environment(), self._engine)
 
     async def stream(
         self, messages: Sequence[Message], *, sampling: SamplingParams | None = None, name: str = ""
     ) -> AsyncIterator[AgentEvent]:
-        """Answer a conversation and tell what happens; as ``run`` otherwise. Closing the iterator ends the episode."""
+        """As ``run``, but yields events while the agent works. Closing the iterator ends the episode."""
         events: asyncio.Queue[AgentEvent | None] = asyncio.Queue()
         environment = self._environment(events.put_nowait)
-        speaking = None
+        text_engine = None
         if environment.speaks and self._make_strategy is None:
-            speaking = SpeakingEngine(self._engine, environment, events.put_nowait)
-        playing = asyncio.create_task(
-            self._play(messages, sampling, name, environment, speaking if speaking is not None else self._engine)
+            text_engine = TextStreamingEngine(self._engine, environment, events.put_nowait)
+        episode = asyncio.create_task(
+            self._run_episode(
+                messages, sampling, name, environment, text_engine if text_engine is not None else self._engine
+            )
         )
-        playing.add_done_callback(lambda _: events.put_nowait(None))
+        episode.add_done_callback(lambda _: events.put_nowait(None))
         try:
             while (event := await events.get()) is not None:
                 yield event
-            yield _last(playing.result(), speaking)
+            yield _last(episode.result(), text_engine)
         finally:
-            playing.cancel()
-            await asyncio.wait({playing})
+            episode.cancel()
+            await asyncio.wait({episode})
 
     def _environment(self, listener: ToolListener | None = None) -> ToolEnvironment:
         return ToolEnvironment(self._options, tools=self._tools, listener=listener)
 
-    async def _play(
+    async def _run_episode(
         self,
         messages: Sequence[Message],
         sampling: SamplingParams | None,
@@ -132,13 +134,14 @@ class AgentRuntime:
         return AgentResult(answer=answer, trajectory=trajectory)
 
     def _merged(self, wanted: SamplingParams) -> SamplingParams:
-        """What the request wants, then what the runtime was told, then the limits; no answer is longer than those."""
+        """The request's parameters over the runtime's defaults; ``max_tokens`` is bounded by the limits."""
         bound = self._limits.max_response_length
         merged = merge_sampling(wanted, self._sampling)
         return merged.model_copy(update={"max_tokens": min(merged.max_tokens or bound, bound)})
 
 
-def _last(result: AgentResult, speaking: SpeakingEngine | None) -> Answer | Stopped:
+def _last(result: AgentResult, text_engine: TextStreamingEngine | None) -> Answer | Stopped:
     if result.answer is None:
         return Stopped(reason=result.stop, result=result)
-    return Answer(text=result.answer, result=result, streamed=speaking is not None and speaking.said == result.answer)
+    streamed = text_engine is not None and text_engine.streamed_text == result.answer
+    return Answer(text=result.answer, result=result, streamed=streamed)

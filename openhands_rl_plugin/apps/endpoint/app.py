@@ -23,15 +23,15 @@ from openhands_rl_plugin.apps.endpoint.events import (
     ToolCallStarted,
     ToolResult,
 )
-from openhands_rl_plugin.apps.endpoint.requests import (
-    AgentChatRequest,
+from openhands_rl_plugin.apps.endpoint.protocol import (
     AgentChunk,
     AgentChunkChoice,
+    AgentCompletionRequest,
     AgentDelta,
-    answer_of,
+    completion_response,
     finish_reason,
-    news_of,
     stop_reason,
+    tool_event_delta,
     usage_of,
 )
 from openhands_rl_plugin.core.errors import StorageError
@@ -40,7 +40,7 @@ from openhands_rl_plugin.models.generator.errors import NotFound, Overloaded, Se
 from openhands_rl_plugin.models.server.error_handlers import ERROR_HANDLERS, error_body
 from openhands_rl_plugin.models.server.http import SSE_DONE, json_response, sse_event, unless_disconnected
 from openhands_rl_plugin.models.server.middleware import access_middleware
-from openhands_rl_plugin.models.server.responses import ModelCard, ModelList, Usage, now
+from openhands_rl_plugin.models.server.responses import ModelCard, ModelList, UsageInfo, now
 
 OpenRuntime = Callable[[], AbstractAsyncContextManager[AgentRuntime]]
 
@@ -60,7 +60,7 @@ def build_app(config: AgentConfig, open_runtime: OpenRuntime) -> Starlette:
     )
 
 
-class Gate:
+class ConcurrencyLimit:
     """Lets ``running`` requests through at a time, and ``waiting`` more wait."""
 
     def __init__(self, running: int, waiting: int) -> None:
@@ -92,7 +92,7 @@ class Endpoints:
         self._config = config
         self._open_runtime = open_runtime
         self._runtime: AgentRuntime | None = None
-        self._gate = Gate(config.max_running, config.max_waiting)
+        self._limit = ConcurrencyLimit(config.max_running, config.max_waiting)
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -105,21 +105,21 @@ class Endpoints:
 
         A streamed answer also carries what the agent said before its tool calls, each in a paragraph of its own.
         """
-        body = AgentChatRequest.model_validate_json(await request.body())
+        body = AgentCompletionRequest.model_validate_json(await request.body())
         served = self._config.model
         if body.model and body.model != served:
             raise NotFound(f"The model '{body.model:.200}' does not exist; this is '{served}'.", param="model")
         runtime = self._runtime
         assert runtime is not None, "the application runs within its lifespan"
-        self._gate.check()
+        self._limit.check()
         name = _new_name()
         if body.stream:
-            events = _Stream(body, served, name).events(runtime, self._gate)
+            events = _Stream(body, served, name).events(runtime, self._limit)
             return StreamingResponse(events, media_type="text/event-stream")
         result = await unless_disconnected(request, self._answer(runtime, body, name))
         if result.failure is not None:
-            raise _refusal_of(result.failure)
-        return json_response(answer_of(_identifier(name), served, result))
+            raise _error_of(result.failure)
+        return json_response(completion_response(_identifier(name), served, result))
 
     async def models(self, _: Request) -> Response:
         """GET /v1/models: the agent."""
@@ -129,30 +129,30 @@ class Endpoints:
         """GET /health."""
         return Response()
 
-    async def _answer(self, runtime: AgentRuntime, body: AgentChatRequest, name: str) -> AgentResult:
-        async with self._gate.passed():
+    async def _answer(self, runtime: AgentRuntime, body: AgentCompletionRequest, name: str) -> AgentResult:
+        async with self._limit.passed():
             return await runtime.run(body.conversation(), sampling=body.sampling(), name=name)
 
 
 class _Stream:
     """One streamed answer."""
 
-    def __init__(self, body: AgentChatRequest, model: str, name: str) -> None:
+    def __init__(self, body: AgentCompletionRequest, model: str, name: str) -> None:
         self._body = body
         self._model = model
         self._name = name
         self._created = now()
         self._turn = 0
 
-    async def events(self, runtime: AgentRuntime, gate: Gate) -> AsyncIterator[str]:
+    async def events(self, runtime: AgentRuntime, limit: ConcurrencyLimit) -> AsyncIterator[str]:
         """Everything up to and including ``[DONE]``. A reader that goes away ends the episode."""
         try:
-            async with gate.passed():
+            async with limit.passed():
                 yield self._chunk(AgentDelta(role="assistant", content=""))
                 stream = runtime.stream(self._body.conversation(), sampling=self._body.sampling(), name=self._name)
                 async with aclosing(stream):  # pyright: ignore[reportArgumentType]
                     async for event in stream:
-                        for text in self._written(event):
+                        for text in self._sse_events(event):
                             yield text
         except ServingError as error:
             yield sse_event(error_body(error.status, error.message, error.kind))
@@ -160,17 +160,17 @@ class _Stream:
             yield sse_event(error_body(500, str(error), "InternalServerError"))
         yield SSE_DONE
 
-    def _written(self, event: AgentEvent) -> list[str]:
+    def _sse_events(self, event: AgentEvent) -> list[str]:
         match event:
             case TextDelta():
                 return [self._chunk(AgentDelta(content=self._paragraph(event.turn) + event.text))]
             case ToolCallStarted() | ToolResult():
-                return [self._chunk(AgentDelta(tool_event=news_of(event)))]
+                return [self._chunk(AgentDelta(tool_event=tool_event_delta(event)))]
             case Answer():
                 return self._end(event.result, "" if event.streamed else self._paragraph(0) + event.text)
             case Stopped():
                 if event.result.failure is not None:
-                    raise _refusal_of(event.result.failure)
+                    raise _error_of(event.result.failure)
                 return self._end(event.result, "")
 
     def _paragraph(self, turn: int) -> str:
@@ -193,14 +193,14 @@ class _Stream:
     def _chunk(self, delta: AgentDelta) -> str:
         return self._event([AgentChunkChoice(index=0, delta=delta)])
 
-    def _event(self, choices: list[AgentChunkChoice], usage: Usage | None = None) -> str:
+    def _event(self, choices: list[AgentChunkChoice], usage: UsageInfo | None = None) -> str:
         identifier = _identifier(self._name)
         return sse_event(
             AgentChunk(id=identifier, created=self._created, model=self._model, choices=choices, usage=usage)
         )
 
 
-def _refusal_of(failure: Failure) -> ServingError:
+def _error_of(failure: Failure) -> ServingError:
     if failure.kind is FailureKind.INFRASTRUCTURE:
         return Overloaded(failure.message)
     return UpstreamFailure(failure.message)

@@ -17,9 +17,9 @@ import httpx
 from openai import OpenAI
 
 from openhands_rl_plugin.core.types import Tokens
-from openhands_rl_plugin.models.gateway.answers import ChatAnswer
-from openhands_rl_plugin.models.gateway.calls import Unrecordable
-from openhands_rl_plugin.models.gateway.idtext import KnownContexts
+from openhands_rl_plugin.models.gateway.responses import UpstreamResponse
+from openhands_rl_plugin.models.gateway.requests import Unrecordable
+from openhands_rl_plugin.models.gateway.token_id_text import ContextCache
 
 # Model servers of one process; a client that is dropped from the cache costs a new connection only.
 _CLIENTS = 16
@@ -28,10 +28,10 @@ _CLIENTS = 16
 class TokenInterceptor:
     """``tokens`` of the first choice of the first response, and ``rest``, the body that litellm got.
 
-    Both are ``None`` when no response was intercepted. ``after``: see ``KnownContexts.tokens``.
+    Both are ``None`` when no response was intercepted. ``after``: see ``ContextCache.tokens``.
     """
 
-    def __init__(self, contexts: KnownContexts, after: Tokens | None = None) -> None:
+    def __init__(self, contexts: ContextCache, after: Tokens | None = None) -> None:
         self._contexts = contexts
         self._after = after
         self.tokens: Tokens | None = None
@@ -40,7 +40,7 @@ class TokenInterceptor:
     def take(self, body: bytes) -> bytes:
         """The body for litellm. Without prompt ids and sampled ids it is the whole body, so that nothing is lost."""
         try:
-            answer = ChatAnswer(body)
+            answer = UpstreamResponse(body)
         except Unrecordable:
             return body
         choice = answer.choices[0]
@@ -57,7 +57,7 @@ _INTERCEPTOR: ContextVar[TokenInterceptor | None] = ContextVar("rl_token_interce
 
 
 @contextmanager
-def intercepting(contexts: KnownContexts, after: Tokens | None = None) -> Iterator[TokenInterceptor]:
+def intercepting(contexts: ContextCache, after: Tokens | None = None) -> Iterator[TokenInterceptor]:
     """Responses that come through ``intercepting_client`` in this context pass the interceptor."""
     interceptor = TokenInterceptor(contexts, after)
     token = _INTERCEPTOR.set(interceptor)

@@ -35,7 +35,7 @@ from openhands_rl_plugin.core.types import (
     Usage,
 )
 from openhands_rl_plugin.hosts.shared.token_interceptor import TokenInterceptor, intercepting, intercepting_client
-from openhands_rl_plugin.models.gateway.idtext import KnownContexts
+from openhands_rl_plugin.models.gateway.token_id_text import ContextCache
 
 _OPENAI_COMPATIBLE = frozenset({"openai", "custom_openai", "hosted_vllm", "litellm_proxy"})
 
@@ -116,7 +116,7 @@ class RecordedCompletion:
     def __init__(self, send: Callable[..., ModelResponse]) -> None:
         self._send = send
         self._bound: Mapping[str, Any] = getattr(send, "keywords", {})
-        self._contexts = KnownContexts()
+        self._contexts = ContextCache()
 
     def __call__(self, *args: Any, **kwargs: Any) -> ModelResponse:
         log = _LOG.get()

@@ -16,9 +16,9 @@ from types import TracebackType
 from openhands_rl_plugin.core.errors import PublishError
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, Frozen, Probe
-from openhands_rl_plugin.models.adapters.checks import check_servable
+from openhands_rl_plugin.models.adapters.compatibility import check_servable
 from openhands_rl_plugin.models.adapters.connection import Connection
-from openhands_rl_plugin.models.adapters.freshness import Former, check_fresh
+from openhands_rl_plugin.models.adapters.logprob_check import PreviousVersion, check_served_logprobs
 from openhands_rl_plugin.models.adapters.servers import AdapterServer, Capacity, ServerKind, open_server
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 
@@ -66,7 +66,7 @@ class AdapterPublisher:
         self._kind: ServerKind = server
         self._store = store
         self._keep = keep
-        self._said: dict[tuple[str, str], tuple[float, ...]] = {}
+        self._served_logprobs: dict[tuple[str, str], tuple[float, ...]] = {}
         """What each server said of the canary, by its URL and the version that it had just proven."""
 
     async def __aenter__(self) -> AdapterPublisher:
@@ -93,12 +93,12 @@ class AdapterPublisher:
         check_servable(adapter)
         if probe is not None:
             self._store.keep_probe(adapter, probe)
-        canary = probe or self._store.probe(adapter)
-        servers = await self._opened()
+        probe = probe or self._store.probe(adapter)
+        servers = await self._open_servers()
         await _on_all(servers, lambda server: self._prepare(server, adapter))
         async with AsyncExitStack() as undo:
             await _on_all(servers, lambda server: self._load(server, adapter, undo))
-            differences = await self._proven(servers, adapter, canary) if canary else []
+            differences = await self._probe_servers(servers, adapter, probe) if probe else []
             self._store.point(adapter)
             undo.pop_all()
         unloaded, stale = await self._retire_older(servers, adapter)
@@ -112,19 +112,19 @@ class AdapterPublisher:
 
     async def retire(self, name: str) -> None:
         """Unload a version; the servers let its requests in flight end first. One that is not loaded is no error."""
-        await _on_all(await self._opened(), lambda server: server.unload(name))
+        await _on_all(await self._open_servers(), lambda server: server.unload(name))
 
     async def served_model(self, adapter: Adapter) -> str:
         """What a completion must ask for as ``model`` to be sampled with ``adapter``."""
-        return await (await self._opened())[0].served_model(adapter.name)
+        return await (await self._open_servers())[0].served_model(adapter.name)
 
     async def loaded(self) -> tuple[tuple[str, frozenset[str]], ...]:
         """The servers, each with the names of the adapters that it serves now."""
-        servers = await self._opened()
+        servers = await self._open_servers()
         held = await _on_all(servers, lambda server: server.loaded())
         return tuple((server.url, frozenset(names)) for server, names in zip(servers, held, strict=True))
 
-    async def _opened(self) -> tuple[AdapterServer, ...]:
+    async def _open_servers(self) -> tuple[AdapterServer, ...]:
         if not self._servers:
             self._servers = tuple(await _on_all(self._connections, lambda each: open_server(each, self._kind)))
         return self._servers
@@ -148,7 +148,7 @@ class AdapterPublisher:
         assert capacity.loaded is not None
         loaded = set(await server.loaded()) - {adapter.name}
         current = self._store.current(_name(adapter))
-        free = [each.name for each in self._mine(adapter) if each.name in loaded and each != current]
+        free = [each.name for each in self._versions_of(adapter) if each.name in loaded and each != current]
         while len(loaded) >= capacity.loaded and free:
             await server.unload(free[0])
             loaded.discard(free.pop(0))
@@ -166,7 +166,9 @@ class AdapterPublisher:
 
         async def retire(server: AdapterServer) -> None:
             loaded = await server.loaded()
-            others = [each.name for each in self._mine(adapter) if each.name in loaded and each.name != adapter.name]
+            others = [
+                each.name for each in self._versions_of(adapter) if each.name in loaded and each.name != adapter.name
+            ]
             for name in others[: max(0, len(others) - (self._keep - 1))]:
                 unloaded[name] = False
                 await server.unload(name)
@@ -192,22 +194,24 @@ class AdapterPublisher:
         await server.load(adapter)
         self._store.note_loaded(adapter, server.url)
 
-    async def _proven(self, servers: Sequence[AdapterServer], adapter: Adapter, canary: Probe) -> list[float]:
+    async def _probe_servers(self, servers: Sequence[AdapterServer], adapter: Adapter, probe: Probe) -> list[float]:
         """Each server's mean absolute difference in nats. Raises ``PublishError`` when one is not fresh."""
-        older = self._store.former_probe(adapter, canary.token_ids)
-        said: dict[tuple[str, str], tuple[float, ...]] = {}
+        older = self._store.previous_probe(adapter, probe.token_ids)
+        served_logprobs: dict[tuple[str, str], tuple[float, ...]] = {}
 
-        async def prove(server: AdapterServer) -> float:
-            served = tuple(await server.logprobs(adapter.name, canary.token_ids))
-            former = older and Former(older[0], older[1].logprobs, self._said.get((server.url, older[0])))
-            said[server.url, adapter.name] = served
-            return check_fresh(adapter.name, served, canary, former)
+        async def probe_server(server: AdapterServer) -> float:
+            served = tuple(await server.logprobs(adapter.name, probe.token_ids))
+            previous = older and PreviousVersion(
+                older[0], older[1].logprobs, self._served_logprobs.get((server.url, older[0]))
+            )
+            served_logprobs[server.url, adapter.name] = served
+            return check_served_logprobs(adapter.name, served, probe, previous)
 
-        differences = await _on_all(servers, prove)
-        self._said = said
+        differences = await _on_all(servers, probe_server)
+        self._served_logprobs = served_logprobs
         return differences
 
-    def _mine(self, adapter: Adapter) -> tuple[Adapter, ...]:
+    def _versions_of(self, adapter: Adapter) -> tuple[Adapter, ...]:
         return self._store.versions(_name(adapter))
 
 

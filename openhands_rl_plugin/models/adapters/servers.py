@@ -1,6 +1,6 @@
-"""The kinds of servers that adapters are published to: what each calls the same five things.
+"""The kinds of servers that adapters are published to, behind one protocol.
 
-A kind is a class; ``open_server`` chooses it by name, or by what the server says of itself in ``/v1/models``.
+A kind is a class; ``open_server`` chooses it by name, or by ``owned_by`` in the answer of ``/v1/models``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _MAX_LORA = re.compile(r'^vllm:lora_requests_info\{[^}]*\bmax_lora="(\d+)"', re.
 
 
 class Capacity(Frozen):
-    """What a server says that it takes; ``None`` where it does not say. ``targets``: names of modules.
+    """The LoRA limits that a server reports; ``None`` for what it does not report. ``targets``: names of modules.
 
-    ``loaded`` bounds the adapters that it holds, ``in_batch`` those whose requests run together: the others wait.
+    ``loaded`` bounds the adapters in memory, ``in_batch`` those in one batch: requests for others wait.
     """
 
     loaded: int | None = None
@@ -39,11 +39,11 @@ class AdapterServer(Protocol):
     url: str
 
     async def loaded(self) -> Mapping[str, str]:
-        """The adapters that it serves: name -> the path that it was given."""
+        """The loaded adapters: name -> the path that each was loaded from."""
         ...
 
     async def capacity(self) -> Capacity:
-        """What it takes."""
+        """The server's LoRA limits."""
         ...
 
     async def load(self, adapter: Adapter) -> None:
@@ -51,7 +51,7 @@ class AdapterServer(Protocol):
         ...
 
     async def unload(self, name: str) -> None:
-        """Serve it no more; requests in flight end first. One that is not loaded is no error."""
+        """Stop serving it once its requests in flight have ended. One that is not loaded is no error."""
         ...
 
     async def logprobs(self, name: str, token_ids: Sequence[int]) -> list[float]:
@@ -59,7 +59,7 @@ class AdapterServer(Protocol):
         ...
 
     async def served_model(self, name: str) -> str:
-        """What a completion must ask for as ``model`` to be sampled with the adapter."""
+        """The ``model`` of a completion request that is to be sampled with the adapter."""
         ...
 
 
@@ -110,9 +110,9 @@ class VLLMServer(_HTTPServer):
     _HINT: ClassVar[str] = "; start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
 
     async def capacity(self) -> Capacity:
-        """From the metrics, which tell ``max_loras`` once an adapter was asked for; the highest rank is not told.
+        """From the metrics, which hold ``max_loras`` after the first LoRA request; the highest rank is not reported.
 
-        vLLM holds more adapters than that: those that are not used go out of its memory, and are read again.
+        vLLM loads more adapters than that: it evicts the least recently used ones and reads them again.
         """
         response = await self._http.get("/metrics")
         found = _MAX_LORA.search(response.text) if response.is_success else None
@@ -149,12 +149,12 @@ class VLLMServer(_HTTPServer):
 
 
 class EmbeddedServer(VLLMServer):
-    """``openhands-rl serve``: vLLM's routes. It refuses more than ``--max-adapters``, but does not tell how many."""
+    """``openhands-rl serve``: vLLM's routes. It refuses more than ``--max-adapters``, but does not report that number."""
 
     _HINT: ClassVar[str] = ""
 
     async def capacity(self) -> Capacity:
-        """Not told."""
+        """Not reported."""
         return Capacity()
 
 
@@ -190,7 +190,7 @@ class SGLangServer(_HTTPServer):
         response = await self._http.get("/server_info")
         if response.status_code == httpx.codes.NOT_FOUND:
             response = await self._http.get("/get_server_info")
-        info = self._http.read(response, _ServerInfo, f"SGLang at {self.url} does not tell how it was started")
+        info = self._http.read(response, _ServerInfo, f"SGLang at {self.url} does not report its options")
         if info.enable_lora is False:
             raise PublishError(
                 f"SGLang at {self.url} serves no adapters: start it with --enable-lora --max-lora-rank N "
@@ -248,7 +248,7 @@ class SGLangServer(_HTTPServer):
         response = await self._http.post(path, body)
         update = self._http.read(response, _Update, what)
         if not update.success:
-            raise PublishError(f"{what}: {update.error_message or 'it gave no reason'}")
+            raise PublishError(f"{what}: {update.error_message or 'no reason given'}")
 
 
 _KINDS: Mapping[str, type[VLLMServer] | type[SGLangServer]] = {
@@ -256,12 +256,12 @@ _KINDS: Mapping[str, type[VLLMServer] | type[SGLangServer]] = {
     "vllm": VLLMServer,
     "sglang": SGLangServer,
 }
-# What each writes into ``owned_by`` of the models that it lists.
+# ``owned_by`` of the models that each kind lists.
 _OWNERS = {"openhands_rl_plugin": "embedded", "vllm": "vllm", "sglang": "sglang"}
 
 
 async def open_server(connection: Connection, kind: ServerKind = "auto") -> AdapterServer:
-    """The server behind a connection. Raises ``PublishError`` when it does not say what it is."""
+    """The server behind a connection. Raises ``PublishError`` when its kind cannot be told."""
     return _KINDS[await _kind(connection) if kind == "auto" else kind](connection)
 
 
@@ -270,9 +270,9 @@ async def _kind(connection: Connection) -> str:
     owners = {card.owned_by for card in bases}
     known = {_OWNERS[owner] for owner in owners if owner in _OWNERS}
     if len(known) != 1:
-        said = ", ".join(repr(owner[:40]) for owner in sorted(owners)) or "no model"
+        listed = ", ".join(repr(owner[:40]) for owner in sorted(owners)) or "no model"
         raise PublishError(
-            f'{connection.root} does not say which server it is (owned_by: {said}): set server = "vllm", "sglang" '
+            f'{connection.root} does not say which server it is (owned_by: {listed}): set server = "vllm", "sglang" '
             'or "embedded" in [rl.serving]'
         )
     return known.pop()

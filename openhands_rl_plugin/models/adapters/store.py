@@ -141,7 +141,7 @@ class AdapterStore:
         except (OSError, ValidationError) as error:
             raise StorageError(f"{path} cannot be read: {describe(error)}; remove it") from error
 
-    def former_probe(self, adapter: Adapter, token_ids: Sequence[int]) -> tuple[str, Probe] | None:
+    def previous_probe(self, adapter: Adapter, token_ids: Sequence[int]) -> tuple[str, Probe] | None:
         """What a server would go on with that did not take ``adapter``, and its probe of the same text.
 
         That is the version in use; where ``adapter`` is that one itself, or there is no such probe, the newest before.

@@ -1,4 +1,4 @@
-"""Completions from any OpenAI-compatible endpoint (vLLM, SGLang, `openhands-rl serve`, hosted models)."""
+"""Completions from any OpenAI-compatible endpoint (vLLM, SGLang, ``openhands-rl serve``, hosted models)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Completions from a Hugging Face causal LM in this process.
 
-A path is served by the embedded server's generation core: batched, with a prefix cache and adapters. A model object is
-left as it is (it may be in the middle of a training) and sampled with a plain loop, one call at a time.
+A path is served by a ``Generator``, as in the embedded server: continuous batching, prefix cache, LoRA. A model object is
+not changed (it may be in training) and is sampled with a plain loop, one call at a time.
 """
 
 from __future__ import annotations
@@ -34,21 +34,20 @@ from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.errors import Overloaded, RequestCancelled, ServingError
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.generator.model import eos_ids
-from openhands_rl_plugin.models.generator.sampling import SamplingParams as CoreParams
-from openhands_rl_plugin.models.generator.sampling import sample
+from openhands_rl_plugin.models.generator.sampling import DecodingParams, sample
 from openhands_rl_plugin.models.generator.sequence import Generation, SequenceState
-from openhands_rl_plugin.models.server.prompts import Prompts
-from openhands_rl_plugin.models.server.requests import ChatRequest
-from openhands_rl_plugin.models.server.toolcalls import ParsedText, parse_tool_calls
+from openhands_rl_plugin.models.server.prompts import PromptRenderer
+from openhands_rl_plugin.models.server.requests import ChatCompletionRequest
+from openhands_rl_plugin.models.server.tool_calls import ParsedText, parse_tool_calls
 
 DEFAULT_MAX_TOKENS = 512
 _UNBOUNDED = 2**31
 
 
-class _Core(Protocol):
-    max_len: int
+class _GenerationBackend(Protocol):
+    max_model_len: int
 
-    async def generate(self, prompt_ids: tuple[int, ...], params: Sequence[CoreParams]) -> list[Generation]: ...
+    async def generate(self, prompt_ids: tuple[int, ...], params: Sequence[DecodingParams]) -> list[Generation]: ...
 
     def close(self) -> None: ...
 
@@ -63,7 +62,7 @@ class TransformersEngine:
         adapter: versioned name of the adapter to sample from; it must be loaded in the ``Generator``, or be the
             active one of the model object.
         base_model: name for the records; by default the model's own.
-        sampling: used for whatever a call leaves open; ``max_tokens`` is 512 when nobody says.
+        sampling: defaults for unset parameters; ``max_tokens`` is 512 when neither sets it.
 
     Raises ``ConfigError`` for a tokenizer that does not fit, ``ServingError`` for a path that cannot be loaded.
     """
@@ -80,13 +79,13 @@ class TransformersEngine:
         if isinstance(model, str | Path | Generator):
             owned = not isinstance(model, Generator)
             generator = _started(model) if owned else model
-            self._core: _Core = _ServedCore(generator, adapter, owned=owned)
+            self._backend: _GenerationBackend = _GeneratorBackend(generator, adapter, owned=owned)
             self.tokenizer, name = tokenizer or generator.tokenizer, generator.config.model
         else:
             self.tokenizer = _fast(tokenizer)
-            self._core, name = _ObjectCore(model, self.tokenizer), model.name_or_path or type(model).__name__
+            self._backend, name = _ModelBackend(model, self.tokenizer), model.name_or_path or type(model).__name__
         self.policy = PolicyRef.from_served_name(base_model or name, adapter or name)
-        self._prompts = Prompts(self.tokenizer, self._core.max_len, None)
+        self._prompts = PromptRenderer(self.tokenizer, self._backend.max_model_len, None)
         self._sampling = sampling or SamplingParams()
 
     async def complete(
@@ -101,7 +100,7 @@ class TransformersEngine:
         wanted = merge_sampling(sampling, self._sampling)
         try:
             prompt_ids, params = self._request(messages, tools, n, wanted)
-            answers = await self._core.generate(prompt_ids, params)
+            answers = await self._backend.generate(prompt_ids, params)
         except (Overloaded, RequestCancelled) as error:
             raise InfrastructureError(str(error)) from error
         except (ServingError, ValidationError) as error:
@@ -110,20 +109,21 @@ class TransformersEngine:
         return [self._completion(answer, wanted, turn, called=bool(tools)) for answer in answers]
 
     async def aclose(self) -> None:
-        """Stop the generation core, if this engine started it."""
-        await asyncio.to_thread(self._core.close)
+        """Stop the generator, if this engine started it."""
+        await asyncio.to_thread(self._backend.close)
 
     def _request(
         self, messages: Sequence[Message], tools: Sequence[JsonObject], n: int, wanted: SamplingParams
-    ) -> tuple[tuple[int, ...], list[CoreParams]]:
+    ) -> tuple[tuple[int, ...], list[DecodingParams]]:
         """Prompt ids, and one set of parameters an answer, each with its own seed."""
         body = request_body(self.policy.served_name, messages, tools=tools, n=1, sampling=wanted)
-        request = ChatRequest.model_validate(body)
+        request = ChatCompletionRequest.model_validate(body)
         ids = self._prompts.chat(request)
-        room = self._core.max_len - len(ids)
+        room = self._backend.max_model_len - len(ids)
         if room < 1:
             raise ModelError(
-                f"the prompt has {len(ids)} tokens and the model takes {self._core.max_len}: lower max_prompt_length"
+                f"the prompt has {len(ids)} tokens and the model takes {self._backend.max_model_len}: lower "
+                "max_prompt_length"
             )
         limit = min(wanted.max_tokens or DEFAULT_MAX_TOKENS, room)
         params = self._prompts.params(request, prompt_len=len(ids), max_tokens=limit, top_logprobs=None)
@@ -150,42 +150,42 @@ class TransformersEngine:
         )
 
 
-class _ServedCore:
-    """The embedded server's generation core."""
+class _GeneratorBackend:
+    """A ``Generator``, its own or a shared one."""
 
     def __init__(self, generator: Generator, adapter: str | None, *, owned: bool) -> None:
-        self.max_len = generator.max_len
+        self.max_model_len = generator.max_model_len
         self._generator = generator
         self._adapter = adapter
         self._owned = owned
 
-    async def generate(self, prompt_ids: tuple[int, ...], params: Sequence[CoreParams]) -> list[Generation]:
-        tickets = [self._generator.submit(prompt_ids, each, adapter=self._adapter) for each in params]
-        futures = [asyncio.wrap_future(ticket.future) for ticket in tickets]
+    async def generate(self, prompt_ids: tuple[int, ...], params: Sequence[DecodingParams]) -> list[Generation]:
+        handles = [self._generator.submit(prompt_ids, each, adapter=self._adapter) for each in params]
+        futures = [asyncio.wrap_future(handle.future) for handle in handles]
         try:
-            # Shielded, because the core settles its futures itself: an answer given up is one it was told to cancel.
+            # Shielded, because the generator sets its futures itself: a caller that stops waiting cancels the request.
             return [await asyncio.shield(future) for future in futures]
         finally:
-            for ticket, future in zip(tickets, futures, strict=True):
-                ticket.cancel()
-                future.add_done_callback(_look_at)
+            for handle, future in zip(handles, futures, strict=True):
+                handle.cancel()
+                future.add_done_callback(_retrieve_exception)
 
     def close(self) -> None:
         if self._owned:
             self._generator.close()
 
 
-class _ObjectCore:
-    """A model object, sampled as it is. Calls wait for each other."""
+class _ModelBackend:
+    """A model object, sampled with a plain loop; one call at a time."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._one_call = threading.Lock()
         self._eos_ids = eos_ids(model, tokenizer)
-        self.max_len = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or _UNBOUNDED)
+        self.max_model_len = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or _UNBOUNDED)
 
-    async def generate(self, prompt_ids: tuple[int, ...], params: Sequence[CoreParams]) -> list[Generation]:
+    async def generate(self, prompt_ids: tuple[int, ...], params: Sequence[DecodingParams]) -> list[Generation]:
         cancelled = threading.Event()
         try:
             return await asyncio.to_thread(self._generate, prompt_ids, params, cancelled)
@@ -193,10 +193,10 @@ class _ObjectCore:
             cancelled.set()
 
     def close(self) -> None:
-        """Nothing to stop: the model is its owner's."""
+        """Nothing to stop: the caller owns the model."""
 
     def _generate(
-        self, prompt_ids: tuple[int, ...], params: Sequence[CoreParams], cancelled: threading.Event
+        self, prompt_ids: tuple[int, ...], params: Sequence[DecodingParams], cancelled: threading.Event
     ) -> list[Generation]:
         with self._one_call, torch.inference_mode():
             was_training = self._model.training
@@ -219,7 +219,7 @@ class _ObjectCore:
         past, logits = output.past_key_values, output.logits[:, -1].float().expand(len(sequences), -1)
         past.batch_repeat_interleave(len(sequences))
         while not cancelled.is_set():
-            chosen = sample(logits, [s.params for s in sequences], [s.random for s in sequences])
+            chosen = sample(logits, [s.params for s in sequences], [s.rng for s in sequences])
             for sequence, token in zip(sequences, chosen, strict=True):
                 # A finished sequence stays in the batch until the last one ends; its further tokens are dropped.
                 if not sequence.finished:
@@ -245,7 +245,7 @@ def _fast(tokenizer: object) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _look_at(future: asyncio.Future[Generation]) -> None:
-    """Retrieve what became of an answer that nobody waits for any more, so that asyncio does not report it as lost."""
+def _retrieve_exception(future: asyncio.Future[Generation]) -> None:
+    """Retrieve the exception of a cancelled request, so that asyncio does not report it as never retrieved."""
     if not future.cancelled():
         future.exception()

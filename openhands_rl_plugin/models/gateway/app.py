@@ -17,16 +17,16 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.types import JsonObject, Score, StopReason
-from openhands_rl_plugin.models.gateway.calls import Unrecordable, read_call
 from openhands_rl_plugin.models.gateway.config import GatewayConfig
-from openhands_rl_plugin.models.gateway.jsontext import write
-from openhands_rl_plugin.models.gateway.names import session_name
-from openhands_rl_plugin.models.gateway.pool import SessionPool
+from openhands_rl_plugin.models.gateway.deduplication import PendingCall
+from openhands_rl_plugin.models.gateway.json_text import dump_object
 from openhands_rl_plugin.models.gateway.recorder import CHAT, Recorder
-from openhands_rl_plugin.models.gateway.replay import DONE, KEEP_ALIVE, event
-from openhands_rl_plugin.models.gateway.replies import EVENTS, Reply, refusal
-from openhands_rl_plugin.models.gateway.retries import Flight
-from openhands_rl_plugin.models.gateway.upstream import Upstream, UpstreamError, passed_back
+from openhands_rl_plugin.models.gateway.replies import EVENTS, Reply, error_reply
+from openhands_rl_plugin.models.gateway.requests import Unrecordable, parse_request
+from openhands_rl_plugin.models.gateway.session_names import session_name
+from openhands_rl_plugin.models.gateway.sessions import SessionPool
+from openhands_rl_plugin.models.gateway.sse import DONE, KEEP_ALIVE, event
+from openhands_rl_plugin.models.gateway.upstream import Upstream, UpstreamError, forwarded_headers
 
 _HEALTH = "/health"
 _REWARD_VERSION = "gateway"
@@ -78,13 +78,13 @@ class Gateway:
     async def health(self, request: web.Request) -> web.Response:
         """GET /health: what was done since the start."""
         counts = {"sessions": len(self.sessions), "in_flight": self._in_flight, **asdict(self._recorder.counts)}
-        return _response(Reply(200, write({"status": "ok", **counts})))
+        return _response(Reply(200, dump_object({"status": "ok", **counts})))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
         body = await request.read()
         try:
-            call = read_call(body)
+            call = parse_request(body)
         except Unrecordable as problem:
             return _response(self._recorder.unrecorded(await self._upstream.post(CHAT, request.headers, body), problem))
         name = session_name(
@@ -92,23 +92,23 @@ class Gateway:
         )
         session = await self.sessions.open(name)
         headers = request.headers.copy()
-        flight = session.flights.join(
+        call_in_flight = session.pending.join(
             body, headers, lambda: _connected(request), lambda: self._recorder.ask(session, call, headers)
         )
         if call.streams:
-            return await self._stream(request, flight)
-        reply = await asyncio.shield(flight.task)
-        flight.delivered |= _connected(request)
+            return await self._stream(request, call_in_flight)
+        reply = await asyncio.shield(call_in_flight.task)
+        call_in_flight.delivered |= _connected(request)
         return _response(reply)
 
     async def pass_through(self, request: web.Request) -> web.StreamResponse:
         """Any other path below /v1: as it comes, and unrecorded."""
         path = request.raw_path.partition("/v1/")[2]
         if ".." in unquote(path.partition("?")[0]).split("/"):
-            return _response(refusal(400, "The path may not hold '..'.", "BadRequestError"))
+            return _response(error_reply(400, "The path may not hold '..'.", "BadRequestError"))
         body = await request.read()
         async with self._upstream.exchange(request.method, path, request.headers, body) as answer:
-            headers = passed_back(answer.headers)
+            headers = forwarded_headers(answer.headers)
             if "content-type" in answer.headers:
                 headers["content-type"] = answer.headers["content-type"]
             response = web.StreamResponse(status=answer.status, headers=headers)
@@ -127,46 +127,46 @@ class Gateway:
         """POST /session/{session}/end: nobody will call any more; a reward that is known becomes a score."""
         name = session_name(request.match_info["session"], "", {}, {}, ())
         try:
-            told = EndRequest.model_validate_json(await request.read() or b"{}")
+            outcome = EndRequest.model_validate_json(await request.read() or b"{}")
         except ValidationError as error:
             problem = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(str(each) for each in problem["loc"])
-            return _response(refusal(400, f"{where}: {problem['msg']}", "BadRequestError"))
-        evidence: JsonObject = {**told.evidence, "ended_by": "client"}
-        if told.success is not None:
-            evidence["success"] = told.success
+            return _response(error_reply(400, f"{where}: {problem['msg']}", "BadRequestError"))
+        evidence: JsonObject = {**outcome.evidence, "ended_by": "client"}
+        if outcome.success is not None:
+            evidence["success"] = outcome.success
         ended = await self.sessions.end(name, StopReason.TERMINATED, evidence)
         trajectory_id = ended[0] if ended is not None else await self.sessions.last_episode(name)
         if trajectory_id is None:
-            return _response(refusal(404, f"There is no session {name!r}.", "NotFoundError"))
-        scored = await self._score(trajectory_id, told)
+            return _response(error_reply(404, f"There is no session {name!r}.", "NotFoundError"))
+        scored = await self._score(trajectory_id, outcome)
         answer = {"session": name, "trajectory_id": trajectory_id, "ended": ended is not None, "scored": scored}
-        return _response(Reply(200, write(answer)))
+        return _response(Reply(200, dump_object(answer)))
 
-    async def _score(self, trajectory_id: str, told: EndRequest) -> bool:
-        reward = told.reward if told.reward is not None or told.success is None else float(told.success)
+    async def _score(self, trajectory_id: str, outcome: EndRequest) -> bool:
+        reward = outcome.reward if outcome.reward is not None or outcome.success is None else float(outcome.success)
         if reward is None:
             return False
-        detail: JsonObject = {} if told.success is None else {"success": told.success}
+        detail: JsonObject = {} if outcome.success is None else {"success": outcome.success}
         score = Score(trajectory_id=trajectory_id, reward=reward, detail=detail, reward_version=_REWARD_VERSION)
         await self._storage.add_scores((score,))
         return True
 
-    async def _stream(self, request: web.Request, flight: Flight) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, call_in_flight: PendingCall) -> web.StreamResponse:
         """The events when they are there; until then signs of life, the first of which settles the status."""
-        if await _done(flight, self._config.keep_alive):
-            flight.delivered |= _connected(request)
-            return _response(flight.task.result())
+        if await _done(call_in_flight, self._config.keep_alive):
+            call_in_flight.delivered |= _connected(request)
+            return _response(call_in_flight.task.result())
         response = web.StreamResponse(headers={"content-type": EVENTS, "cache-control": "no-cache"})
         # A client that gives up finds the answer when it asks again.
         with suppress(ConnectionError):
             await response.prepare(request)
-            while not await _done(flight, self._config.keep_alive):
+            while not await _done(call_in_flight, self._config.keep_alive):
                 await response.write(KEEP_ALIVE)
-            reply = flight.task.result()
+            reply = call_in_flight.task.result()
             await response.write(reply.body if reply.content_type.startswith(EVENTS) else _late(reply))
             await response.write_eof()
-            flight.delivered = True
+            call_in_flight.delivered = True
         return response
 
     @web.middleware
@@ -176,28 +176,30 @@ class Gateway:
             return await handler(request)
         given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
         if self._expected and not hmac.compare_digest(given, b"Bearer " + self._expected):
-            return _response(refusal(401, "The API key of the gateway is missing or wrong.", "Unauthorized"))
+            return _response(error_reply(401, "The API key of the gateway is missing or wrong.", "Unauthorized"))
         if self._in_flight >= self._config.max_in_flight:
             message = f"The gateway has {self._in_flight} calls in flight."
-            return _response(refusal(503, message, "ServiceUnavailableError", {"retry-after": "1"}))
+            return _response(error_reply(503, message, "ServiceUnavailableError", {"retry-after": "1"}))
         self._in_flight += 1
         try:
             return await handler(request)
         except UpstreamError as error:
             return _response(error.reply)
         except StorageError as error:
-            return _response(refusal(503, str(error), "ServiceUnavailableError"))
+            return _response(error_reply(503, str(error), "ServiceUnavailableError"))
         except web.HTTPRequestEntityTooLarge:
             message = f"The request body is over {self._config.max_body_bytes} bytes."
-            return _response(refusal(413, message, "BadRequestError"))
+            return _response(error_reply(413, message, "BadRequestError"))
         except web.HTTPException as error:
-            return _response(refusal(error.status, f"{request.method} {request.path}: {error.reason}", "NotFoundError"))
+            return _response(
+                error_reply(error.status, f"{request.method} {request.path}: {error.reason}", "NotFoundError")
+            )
         finally:
             self._in_flight -= 1
 
 
-async def _done(flight: Flight, seconds: float) -> bool:
-    done, _ = await asyncio.wait({flight.task}, timeout=seconds)
+async def _done(call_in_flight: PendingCall, seconds: float) -> bool:
+    done, _ = await asyncio.wait({call_in_flight.task}, timeout=seconds)
     return bool(done)
 
 

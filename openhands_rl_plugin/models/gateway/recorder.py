@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.redaction import redacting_logger
-from openhands_rl_plugin.models.gateway.answers import ChatAnswer
-from openhands_rl_plugin.models.gateway.calls import EXTENSIONS, ChatCall, Unrecordable, upstream_body
 from openhands_rl_plugin.models.gateway.config import GatewayConfig
-from openhands_rl_plugin.models.gateway.pool import Session
-from openhands_rl_plugin.models.gateway.replay import events
-from openhands_rl_plugin.models.gateway.replies import EVENTS, Reply, refusal
+from openhands_rl_plugin.models.gateway.replies import EVENTS, Reply, error_reply
+from openhands_rl_plugin.models.gateway.requests import EXTENSIONS, ClientRequest, Unrecordable, upstream_body
+from openhands_rl_plugin.models.gateway.responses import UpstreamResponse
 from openhands_rl_plugin.models.gateway.routing import AdapterRoute
+from openhands_rl_plugin.models.gateway.sessions import Session
+from openhands_rl_plugin.models.gateway.sse import events
 from openhands_rl_plugin.models.gateway.upstream import Upstream, UpstreamError
 
 _LOG = redacting_logger(__name__)
@@ -46,7 +46,7 @@ class Recorder:
             )
         self.counts = Counts()
 
-    async def ask(self, session: Session, call: ChatCall, headers: Mapping[str, str]) -> Reply:
+    async def ask(self, session: Session, call: ClientRequest, headers: Mapping[str, str]) -> Reply:
         """The reply to a call; an error of the model server is passed on as it is."""
         started = time.perf_counter()
         try:
@@ -55,12 +55,12 @@ class Recorder:
             self.counts.upstream_errors += 1
             return error.reply
         except StorageError as error:
-            return refusal(503, str(error), "ServiceUnavailableError")
+            return error_reply(503, str(error), "ServiceUnavailableError")
         if reply.status != 200:
             self.counts.upstream_errors += 1
             return reply
         try:
-            answer = ChatAnswer(reply.body)
+            answer = UpstreamResponse(reply.body)
         except Unrecordable as problem:
             return self.unrecorded(reply, problem)
         try:
@@ -68,7 +68,7 @@ class Recorder:
         except StorageError as error:
             # An answer that is not stored is not given: the client's retry will be.
             _LOG.error("an answer could not be stored: %s", error)
-            return refusal(503, f"The answer could not be stored: {error}", "ServiceUnavailableError")
+            return error_reply(503, f"The answer could not be stored: {error}", "ServiceUnavailableError")
         self.counts.recorded += 1
         if call.streams:
             return Reply(200, events(answer, call), EVENTS, reply.headers, recorded=True)
@@ -80,7 +80,7 @@ class Recorder:
         self.counts.unrecorded += 1
         return Reply(reply.status, reply.body, reply.content_type, {**reply.headers, **NOT_RECORDED})
 
-    async def _post(self, session: Session, call: ChatCall, headers: Mapping[str, str]) -> Reply:
+    async def _post(self, session: Session, call: ClientRequest, headers: Mapping[str, str]) -> Reply:
         model = self._model(session, call.model)
         reply = await self._upstream.post(CHAT, headers, upstream_body(call, model, self._extensions))
         if reply.status in (400, 422) and self._drop_refused_extension(reply.body, call):
@@ -95,7 +95,7 @@ class Recorder:
         session.pinned = session.pinned or self._route.current()
         return session.pinned
 
-    def _drop_refused_extension(self, body: bytes, call: ChatCall) -> bool:
+    def _drop_refused_extension(self, body: bytes, call: ClientRequest) -> bool:
         """Some servers know no token ids. What they refused once is not asked for again."""
         refused = [name for name in self._extensions if name.encode() in body and call.document.get(name) is None]
         for name in refused:

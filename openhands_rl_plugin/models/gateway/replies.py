@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from openhands_rl_plugin.models.gateway.jsontext import write
+from openhands_rl_plugin.models.gateway.json_text import dump_object
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
@@ -22,7 +22,7 @@ class Reply:
     recorded: bool = False
 
 
-def refusal(status: int, message: str, kind: str, headers: Mapping[str, str] | None = None) -> Reply:
+def error_reply(status: int, message: str, kind: str, headers: Mapping[str, str] | None = None) -> Reply:
     """An error of the gateway itself, in OpenAI's form."""
     error = {"message": message, "type": kind, "param": None, "code": status}
-    return Reply(status=status, body=write({"error": error}), headers=headers or {})
+    return Reply(status=status, body=dump_object({"error": error}), headers=headers or {})

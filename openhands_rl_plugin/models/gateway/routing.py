@@ -33,14 +33,14 @@ class AdapterRoute:
 
     def current(self) -> str:
         """The served name of the weights in use. Raises ``StorageError`` for a damaged pointer."""
-        state = self._look()
+        state = self._pointer_state()
         if state != self._state:
             adapter = self._store.current(self._adapter) if state is not None else None
             self._current = adapter.name if adapter is not None else self._base_model
             self._state = state
         return self._current
 
-    def _look(self) -> _State | None:
+    def _pointer_state(self) -> _State | None:
         try:
             found = os.stat(self._pointer)
         except FileNotFoundError:

@@ -14,11 +14,11 @@ from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.models.gateway.app import Gateway
 from openhands_rl_plugin.models.gateway.config import GatewayConfig
-from openhands_rl_plugin.models.gateway.pool import SessionPool
+from openhands_rl_plugin.models.gateway.sessions import SessionPool
 
 _LOG = redacting_logger(__name__)
-_PATIENCE = 10.0
-_LONGEST_PAUSE = 60.0
+_SHUTDOWN_SECONDS = 10.0
+_MAX_SWEEP_SECONDS = 60.0
 
 
 @asynccontextmanager
@@ -31,11 +31,11 @@ async def running_gateway(config: GatewayConfig, storage: TrajectoryStorage) -> 
     gateway = Gateway(config, storage)
     with listening(config.host, config.port) as listener:
         await gateway.sessions.start()
-        runner = web.AppRunner(gateway.app(), access_log=None, handle_signals=False, shutdown_timeout=_PATIENCE)
+        runner = web.AppRunner(gateway.app(), access_log=None, handle_signals=False, shutdown_timeout=_SHUTDOWN_SECONDS)
         await runner.setup()
         site = web.SockSite(runner, listener)
         await site.start()
-        sweeper = asyncio.create_task(_sweep(gateway.sessions, min(60 * config.idle_minutes / 4, _LONGEST_PAUSE)))
+        sweeper = asyncio.create_task(_sweep(gateway.sessions, min(60 * config.idle_minutes / 4, _MAX_SWEEP_SECONDS)))
         try:
             yield url_of(listener)
         finally:
@@ -43,7 +43,7 @@ async def running_gateway(config: GatewayConfig, storage: TrajectoryStorage) -> 
             with suppress(asyncio.CancelledError):
                 await sweeper
             await runner.cleanup()
-            await gateway.sessions.close(_PATIENCE)
+            await gateway.sessions.close(_SHUTDOWN_SECONDS)
             await gateway.aclose()
 
 

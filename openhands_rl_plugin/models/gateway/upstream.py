@@ -10,7 +10,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from openhands_rl_plugin.models.gateway.config import GatewayConfig
-from openhands_rl_plugin.models.gateway.replies import JSON, Reply, refusal
+from openhands_rl_plugin.models.gateway.replies import JSON, Reply, error_reply
 
 # Headers that belong to one connection, and those that the client side sets itself.
 _OWN = frozenset(
@@ -53,7 +53,7 @@ class Upstream:
         self._key = config.upstream_key()
         self._keeps_client_key = not config.client_key()
         self._longest = config.max_answer_bytes
-        self._patience = config.timeout
+        self._timeout = config.timeout
         self._session: aiohttp.ClientSession | None = None
 
     async def aclose(self) -> None:
@@ -68,7 +68,7 @@ class Upstream:
                 status=response.status,
                 body=await self._body(response),
                 content_type=response.headers.get("content-type", JSON),
-                headers=passed_back(response.headers),
+                headers=forwarded_headers(response.headers),
             )
 
     async def _body(self, response: aiohttp.ClientResponse) -> bytes:
@@ -78,7 +78,7 @@ class Upstream:
             size += len(part)
             if size > self._longest:
                 message = f"The model server answered more than {self._longest} bytes."
-                raise UpstreamError(refusal(502, message, "BadGatewayError"))
+                raise UpstreamError(error_reply(502, message, "BadGatewayError"))
         return b"".join(parts)
 
     @asynccontextmanager
@@ -96,17 +96,17 @@ class Upstream:
             ) as response:
                 yield response
         except TimeoutError as error:
-            message = f"The model server at {self._base} did not answer within {self._patience:g} s."
-            raise UpstreamError(refusal(504, message, "GatewayTimeoutError")) from error
+            message = f"The model server at {self._base} did not answer within {self._timeout:g} s."
+            raise UpstreamError(error_reply(504, message, "GatewayTimeoutError")) from error
         except aiohttp.ClientError as error:
             message = f"No model server answers at {self._base} ({type(error).__name__}): start it or set --upstream."
-            raise UpstreamError(refusal(502, message, "BadGatewayError")) from error
+            raise UpstreamError(error_reply(502, message, "BadGatewayError")) from error
 
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:
             secure = self._base.startswith("https:")
             self._session = aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(sock_connect=_CONNECT_SECONDS, sock_read=self._patience),
+                timeout=aiohttp.ClientTimeout(sock_connect=_CONNECT_SECONDS, sock_read=self._timeout),
                 connector=aiohttp.TCPConnector(limit=0),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 read_bufsize=_READ_BUFFER,
@@ -125,6 +125,6 @@ class Upstream:
         return sent
 
 
-def passed_back(headers: Mapping[str, str]) -> dict[str, str]:
+def forwarded_headers(headers: Mapping[str, str]) -> dict[str, str]:
     """The headers of an answer that are the client's business, such as ``retry-after``."""
     return {name: value for name, value in headers.items() if name.lower() not in _NOT_PASSED_BACK}

@@ -1,5 +1,7 @@
 """Attention over slots: decoding rows in batches of neighbouring slots, prompt chunks one by one."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -9,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from openhands_rl_plugin.models.generator.slots import SlotStore
+from openhands_rl_plugin.models.generator.kv_cache import KVCache
 
 ATTENTION_NAME = "openhands_rl_slots"
 
@@ -20,7 +22,7 @@ CALL_COST_TOKENS = 400
 
 @dataclass(frozen=True)
 class Row:
-    """New tokens of one sequence in this step: they take positions `start .. start + count` of `slot`."""
+    """New tokens of one sequence in this step: they take positions ``start .. start + count`` of ``slot``."""
 
     slot: int
     start: int
@@ -29,7 +31,7 @@ class Row:
 
 @dataclass(frozen=True)
 class _Group:
-    """Decoding rows `first:last` (in slot order) that lie in neighbouring slots from `slot` on."""
+    """Decoding rows ``first:last`` (in slot order) that lie in neighbouring slots from ``slot`` on."""
 
     first: int
     last: int
@@ -45,7 +47,7 @@ class _Group:
 class StepPlan:
     """Where each token of one flat step belongs. The rows with one token come first, then the longer ones."""
 
-    store: SlotStore
+    store: KVCache
     rows: Sequence[Row]
     groups: tuple[_Group, ...] = field(init=False)
     chunks: tuple[tuple[int, Row], ...] = field(init=False)
@@ -83,7 +85,7 @@ class StepPlan:
         return self._masks[key]
 
     def chunk_mask(self, row: Row, window: int | None) -> Tensor:
-        """Additive causal [count, start + count] mask of a chunk that follows `start` earlier tokens."""
+        """Additive causal [count, start + count] mask of a chunk that follows ``start`` earlier tokens."""
         key = (row.slot, row.start, window)
         if key not in self._masks:
             total = row.start + row.count
@@ -171,7 +173,7 @@ def _attend_decoding(
     q = q[: plan.decoding].reshape(plan.decoding, kv_heads, heads // kv_heads, dim)
     if plan.order is not None:
         q = q.index_select(0, plan.order)
-    attention = _attend_wide if plan.store.wide_keys else F.scaled_dot_product_attention
+    attention = _attend_float32_keys if plan.store.float32_keys else F.scaled_dot_product_attention
     parts = []
     for group in plan.groups:
         slots = slice(group.slot, group.slot + len(group.lengths))
@@ -190,7 +192,9 @@ def _attend_decoding(
     out[: plan.decoding] = result.reshape(plan.decoding, heads, dim)
 
 
-def _attend_wide(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None, scale: float | None) -> Tensor:
+def _attend_float32_keys(
+    query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None, scale: float | None
+) -> Tensor:
     """Attention with float32 keys and scores and bfloat16 queries and values; shapes as in the fused function."""
     wide = query.float().mul_(query.shape[-1] ** -0.5 if scale is None else scale)
     scores = torch.matmul(wide, key.transpose(-1, -2))

@@ -1,5 +1,7 @@
 """Options of the embedded server. Light: importing this module loads pydantic only."""
 
+from __future__ import annotations
+
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field

@@ -1,4 +1,4 @@
-"""The generation core: a thread that owns the model; requests and adapters come from any thread.
+"""The generator: a scheduler thread that owns the model; requests and adapters come from any thread.
 
 with Generator(GeneratorConfig(model="path/to/model")) as generator:
     generator.load_adapter("policy-v000001", Path("adapters/policy-v000001")).result()
@@ -6,6 +6,8 @@ with Generator(GeneratorConfig(model="path/to/model")) as generator:
     answer = ticket.future.result()        # or: await asyncio.wrap_future(ticket.future)
     answer.token_ids, answer.logprobs, answer.text, answer.finish_reason
 """
+
+from __future__ import annotations
 
 import queue
 import re
@@ -19,11 +21,11 @@ from types import TracebackType
 
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.errors import InvalidUserInput, NotFound, Overloaded, ServingError
-from openhands_rl_plugin.models.generator.lora import Adapter
+from openhands_rl_plugin.models.generator.lora import LoadedAdapter
 from openhands_rl_plugin.models.generator.model import ServedModel
-from openhands_rl_plugin.models.generator.sampling import SamplingParams
+from openhands_rl_plugin.models.generator.sampling import DecodingParams
 from openhands_rl_plugin.models.generator.scheduler import Scheduler
-from openhands_rl_plugin.models.generator.sequence import DeltaSink, Generation, SequenceState, Ticket
+from openhands_rl_plugin.models.generator.sequence import DeltaCallback, Generation, RequestHandle, SequenceState
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:+-]{0,127}")
 
@@ -36,7 +38,7 @@ class Generator:
         self.config = config
         self.model = ServedModel(config)
         self.tokenizer = self.model.tokenizer
-        self.max_len = self.model.max_len
+        self.max_model_len = self.model.max_model_len
         self._scheduler = Scheduler(
             self.model,
             max_batch=config.max_batch,
@@ -45,34 +47,34 @@ class Generator:
         )
         self._lock = threading.Lock()
         self._loading = threading.Lock()
-        self._adapters: dict[str, Adapter] = {}
-        self._in_flight: Counter[Adapter | None] = Counter()
-        self._held: Counter[Adapter] = Counter()
-        self._draining: dict[Adapter, Future[None]] = {}
+        self._adapters: dict[str, LoadedAdapter] = {}
+        self._in_flight: Counter[LoadedAdapter | None] = Counter()
+        self._pins: Counter[LoadedAdapter] = Counter()
+        self._draining: dict[LoadedAdapter, Future[None]] = {}
         self._inbox: queue.SimpleQueue[SequenceState | None] = queue.SimpleQueue()
         self._closing = False
-        self._broken: BaseException | None = None
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
         self._thread.start()
 
     def submit(
         self,
         prompt_ids: Sequence[int],
-        params: SamplingParams,
+        params: DecodingParams,
         *,
-        adapter: str | Adapter | None = None,
-        on_delta: DeltaSink | None = None,
-    ) -> Ticket:
-        """Queue one prompt; the answer comes through the ticket's future as a `Generation`.
+        adapter: str | LoadedAdapter | None = None,
+        on_delta: DeltaCallback | None = None,
+    ) -> RequestHandle:
+        """Queue one prompt; the result comes through ``future`` of the handle as a ``Generation``.
 
-        `adapter` names a loaded adapter (or is one that `hold` gave), None is the base model; the request finishes on
-        the version it started with whatever is loaded or unloaded meanwhile. `on_delta` is called in the generator's
-        thread for every token and must return at once. Raises NotFound for an unknown adapter, ServingError for a
+        ``adapter`` names a loaded adapter (or is one from ``pin_adapter``), ``None`` is the base model; the request
+        finishes on the version it started with, even if that is unloaded meanwhile. ``on_delta`` is called in the
+        generator's thread for every token and must not block. Raises NotFound for an unknown adapter, ServingError for a
         prompt that is empty, too long or not of this vocabulary, Overloaded when the queue is full.
         """
         ids = tuple(prompt_ids)
         self._check_prompt(ids, params)
-        limit = min(params.max_tokens, self.max_len - len(ids))
+        limit = min(params.max_tokens, self.max_model_len - len(ids))
         with self._lock:
             self._check_open()
             version = self._find(adapter) if isinstance(adapter, str) else adapter
@@ -81,40 +83,40 @@ class Generator:
             sequence = SequenceState(ids, params, version, self.tokenizer, limit, on_delta)
             self._in_flight[version] += 1
             self._inbox.put(sequence)
-        return sequence.ticket
+        return sequence.handle
 
-    def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, adapter: str | None = None) -> Generation:
-        """`submit` and wait."""
+    def generate(self, prompt_ids: Sequence[int], params: DecodingParams, *, adapter: str | None = None) -> Generation:
+        """``submit`` and wait."""
         return self.submit(prompt_ids, params, adapter=adapter).future.result()
 
     @contextmanager
-    def hold(self, name: str) -> Iterator[Adapter]:
+    def pin_adapter(self, name: str) -> Iterator[LoadedAdapter]:
         """Keep an adapter from being unloaded while a request for it is prepared. Raises NotFound."""
         with self._lock:
             adapter = self._find(name)
-            self._held[adapter] += 1
+            self._pins[adapter] += 1
         try:
             yield adapter
         finally:
             with self._lock:
-                self._held[adapter] -= 1
+                self._pins[adapter] -= 1
                 self._inbox.put(None)
 
     @property
     def healthy(self) -> bool:
-        """Whether requests are still taken."""
-        return not self._closing and self._broken is None
+        """Whether requests are accepted."""
+        return not self._closing and self._failure is None
 
     @property
-    def adapters(self) -> tuple[Adapter, ...]:
+    def adapters(self) -> tuple[LoadedAdapter, ...]:
         """The loaded adapters, oldest first."""
         with self._lock:
             return tuple(self._adapters.values())
 
-    def load_adapter(self, name: str, path: Path) -> Adapter:
-        """Load a PEFT LoRA directory under a new name; blocks while it is read, generation goes on.
+    def load_adapter(self, name: str, path: Path) -> LoadedAdapter:
+        """Load a PEFT LoRA directory under a new name; blocks while it is read, generation continues.
 
-        Raises InvalidUserInput (name unfit or taken, too many adapters), NotFound (no adapter in `path`) or
+        Raises InvalidUserInput (name unfit or taken, too many adapters), NotFound (no adapter in ``path``) or
         ServingError (the adapter does not fit the model).
         """
         if not _NAME.fullmatch(name):
@@ -130,11 +132,11 @@ class Generator:
                 self._adapters[name] = adapter
         return adapter
 
-    def unload_adapter(self, name: str) -> "Future[None]":
+    def unload_adapter(self, name: str) -> Future[None]:
         """Take an adapter out of service; the future is done when its last request in flight is.
 
-        New requests for the name fail at once; requests that `hold` it count as in flight. Raises NotFound for a name
-        that is not loaded.
+        New requests for the name fail at once; a pinned adapter counts as in flight. Raises ``NotFound`` for a name that
+        is not loaded.
         """
         with self._lock:
             adapter = self._adapters.pop(name, None)
@@ -149,14 +151,14 @@ class Generator:
         return drained
 
     def close(self) -> None:
-        """Cancel what is under way and end the thread. Idempotent."""
+        """Cancel all requests and end the thread. Idempotent."""
         with self._lock:
             self._closing = True
             self._inbox.put(None)
         self._thread.join()
         self.model.close()
 
-    def __enter__(self) -> "Generator":
+    def __enter__(self) -> Generator:
         return self
 
     def __exit__(
@@ -164,15 +166,15 @@ class Generator:
     ) -> None:
         self.close()
 
-    def _find(self, name: str) -> Adapter:
+    def _find(self, name: str) -> LoadedAdapter:
         adapter = self._adapters.get(name)
         if adapter is None:
             raise NotFound(f"The model `{name}` does not exist.", param="model")
         return adapter
 
     def _check_open(self) -> None:
-        if self._broken is not None:
-            raise Overloaded(f"The generator has stopped: {type(self._broken).__name__}: {self._broken}")
+        if self._failure is not None:
+            raise Overloaded(f"The generator has stopped: {type(self._failure).__name__}: {self._failure}")
         if self._closing:
             raise Overloaded("The server is stopping.")
 
@@ -184,13 +186,13 @@ class Generator:
                 f"{self.config.max_adapters} lora adapters are loaded, which is this server's limit; unload one first."
             )
 
-    def _check_prompt(self, ids: tuple[int, ...], params: SamplingParams) -> None:
+    def _check_prompt(self, ids: tuple[int, ...], params: DecodingParams) -> None:
         if not ids:
             raise ServingError("The prompt is empty.", param="prompt")
-        if len(ids) >= self.max_len:
+        if len(ids) >= self.max_model_len:
             raise ServingError(
-                f"This model's maximum context length is {self.max_len} tokens. However, your request has {len(ids)} "
-                "input tokens. Please reduce the length of the input messages.",
+                f"This model's maximum context length is {self.max_model_len} tokens. However, your request has "
+                f"{len(ids)} input tokens. Please reduce the length of the input messages.",
                 param="input_tokens",
             )
         if params.max_tokens < 1:
@@ -202,51 +204,51 @@ class Generator:
 
     def _run(self) -> None:
         try:
-            while self._receive():
-                self._settle(self._scheduler.step())
-        except BaseException as error:  # the thread is the last line of defence: callers must not wait for ever
-            self._broken = error
+            while self._poll_inbox():
+                self._finish_requests(self._scheduler.step())
+        except BaseException as error:  # callers must not wait for ever
+            self._failure = error
             raise
         finally:
             with self._lock:
                 self._closing = True
             while not self._inbox.empty():
-                self._take(self._inbox.get())
-            self._settle(self._scheduler.abort())
+                self._enqueue(self._inbox.get())
+            self._finish_requests(self._scheduler.abort())
             for drained in self._draining.values():
                 drained.set_result(None)
 
-    def _receive(self) -> bool:
-        """Take in what was submitted, waiting when there is nothing to compute; False ends the thread."""
+    def _poll_inbox(self) -> bool:
+        """Move submitted requests to the scheduler, waiting while it is idle; False ends the thread."""
         if self._scheduler.idle:
-            self._take(self._awaited())
+            self._enqueue(self._next_item())
         while not self._inbox.empty():
-            self._take(self._inbox.get())
-        self._settle(())
+            self._enqueue(self._inbox.get())
+        self._finish_requests(())
         return not self._closing
 
-    def _awaited(self) -> SequenceState | None:
-        """What comes next. When nothing does for a while, others may have the memory: a trainer, say."""
+    def _next_item(self) -> SequenceState | None:
+        """The next submitted request. After ``rest_after`` idle seconds the KV cache's memory is released first."""
         try:
             return self._inbox.get(timeout=self.config.rest_after)
         except queue.Empty:
-            self._scheduler.rest()
+            self._scheduler.release_memory()
             return self._inbox.get()
 
-    def _take(self, item: SequenceState | None) -> None:
-        """None only wakes the thread up."""
+    def _enqueue(self, item: SequenceState | None) -> None:
+        """Pass a request to the scheduler; ``None`` only wakes the thread up."""
         if item is not None:
             self._scheduler.add(item)
 
-    def _settle(self, left: Sequence[SequenceState]) -> None:
-        """Count out the sequences that left; finish the unloading of adapters that nothing uses any more."""
+    def _finish_requests(self, left: Sequence[SequenceState]) -> None:
+        """Count finished sequences down, and complete the unloading of adapters without requests or pins."""
         with self._lock:
             for sequence in left:
                 self._in_flight[sequence.adapter] -= 1
-            done = [a for a in self._draining if not self._in_flight[a] and not self._held[a]]
+            done = [a for a in self._draining if not self._in_flight[a] and not self._pins[a]]
             futures = [self._draining.pop(adapter) for adapter in done]
             for adapter in done:
-                del self._in_flight[adapter], self._held[adapter]
+                del self._in_flight[adapter], self._pins[adapter]
         for adapter, drained in zip(done, futures, strict=True):
             self._scheduler.cache.drop(adapter)
             drained.set_result(None)

@@ -1,5 +1,7 @@
 """Linear layers for serving: sibling projections fused, weights packed, LoRA added per segment of the batch."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,31 +14,31 @@ PACK_ROWS = 16
 
 
 @dataclass(frozen=True)
-class LowRank:
+class LoRAWeights:
     """One adapter's share in one fused layer.
 
-    `down`: [rank, in]; `up`: [out, rank], already multiplied by the adapter's scaling. For fused projections
-    the ranks are concatenated and `up` is block-diagonal.
+    ``lora_a``: [rank, in]; ``lora_b``: [out, rank], already multiplied by the adapter's scaling. For fused projections
+    the ranks are concatenated and ``lora_b`` is block-diagonal.
     """
 
-    down: Tensor
-    up: Tensor
+    lora_a: Tensor
+    lora_b: Tensor
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Rows `start:stop` of the flat token batch that use one adapter (layer name -> its low-rank pair)."""
+class LoRASegment:
+    """Rows ``start:stop`` of the flat token batch that use one adapter (layer name -> its low-rank pair)."""
 
     start: int
     stop: int
-    layers: dict[str, LowRank]
+    layers: dict[str, LoRAWeights]
 
 
 @dataclass
-class Routing:
+class LoRAMapping:
     """Which rows of the batch under computation use which adapter; shared by all layers of one model."""
 
-    segments: tuple[Segment, ...] = field(default=())
+    segments: tuple[LoRASegment, ...] = field(default=())
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -47,18 +49,18 @@ def can_pack(weight: Tensor) -> bool:
 
 
 class Projection(nn.Module):
-    """`y = x W^T + b` plus the low-rank terms of the adapters in use; replaces one or more `nn.Linear`.
+    """``y = x W^T + b`` plus the low-rank terms of the adapters in use; replaces one or more ``nn.Linear``.
 
-    `names` are the replaced modules' full names, in the order of their rows in the fused output.
+    ``names`` are the replaced modules' full names, in the order of their rows in the fused output.
     """
 
-    def __init__(self, names: Sequence[str], linears: Sequence[nn.Linear], routing: Routing) -> None:
+    def __init__(self, names: Sequence[str], linears: Sequence[nn.Linear], lora_mapping: LoRAMapping) -> None:
         super().__init__()
         self.names = tuple(names)
         self.key = names[0]
         self.in_features = linears[0].in_features
         self.out_sizes = tuple(linear.out_features for linear in linears)
-        self._routing = routing
+        self._lora_mapping = lora_mapping
         weight = linears[0].weight if len(linears) == 1 else torch.cat([linear.weight for linear in linears])
         biases = [linear.bias for linear in linears]
         self._bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
@@ -73,17 +75,17 @@ class Projection(nn.Module):
             y = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         else:
             y = F.linear(x, self._weight, self._bias)
-        for segment in self._routing.segments:
+        for segment in self._lora_mapping.segments:
             pair = segment.layers.get(self.key)
             if pair is not None:
                 self._add_low_rank(x, y, segment, pair)
         return y
 
     @staticmethod
-    def _add_low_rank(x: Tensor, y: Tensor, segment: Segment, pair: LowRank) -> None:
+    def _add_low_rank(x: Tensor, y: Tensor, segment: LoRASegment, pair: LoRAWeights) -> None:
         rows = slice(segment.start, segment.stop)
-        hidden = F.linear(x.view(-1, x.shape[-1])[rows], pair.down)
-        y.view(-1, y.shape[-1])[rows].addmm_(hidden, pair.up.t())
+        hidden = F.linear(x.view(-1, x.shape[-1])[rows], pair.lora_a)
+        y.view(-1, y.shape[-1])[rows].addmm_(hidden, pair.lora_b.t())
 
 
 class SharedProjection:
@@ -97,7 +99,7 @@ class SharedProjection:
         self._left = 0
 
     def output(self, x: Tensor) -> Tensor:
-        """The fused output for `x`; released after its last member has asked for it."""
+        """The fused output for ``x``; released after its last member has asked for it."""
         if self._input is not x or self._output is None:
             self._input, self._output, self._left = x, self.projection(x), self._members
         output = self._output
@@ -126,10 +128,10 @@ class ProjectionMember(nn.Module):
 FUSED_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def replace_linears(model: nn.Module, routing: Routing) -> dict[str, Projection]:
-    """Replace every `nn.Linear` of `model` in place; returns replaced module name -> its projection.
+def replace_linears(model: nn.Module, lora_mapping: LoRAMapping) -> dict[str, Projection]:
+    """Replace every ``nn.Linear`` of ``model`` in place; returns replaced module name -> its projection.
 
-    Raises nothing; modules that are subclasses of `nn.Linear` (quantised ones) are left alone.
+    Raises nothing; modules that are subclasses of ``nn.Linear`` (quantised ones) are left alone.
     """
     projections: dict[str, Projection] = {}
     for parent_name, parent in list(model.named_modules()):
@@ -137,14 +139,14 @@ def replace_linears(model: nn.Module, routing: Routing) -> dict[str, Projection]
         prefix = f"{parent_name}." if parent_name else ""
         for group in FUSED_SIBLINGS:
             if all(_fits(linears, n, group[0]) for n in group):
-                projection = Projection([prefix + n for n in group], [linears.pop(n) for n in group], routing)
+                projection = Projection([prefix + n for n in group], [linears.pop(n) for n in group], lora_mapping)
                 shared, start = SharedProjection(projection), 0
                 for name, size in zip(group, projection.out_sizes, strict=True):
                     setattr(parent, name, ProjectionMember(shared, start, start + size))
                     start += size
                 projections |= dict.fromkeys(projection.names, projection)
         for name, linear in linears.items():
-            projection = Projection([prefix + name], [linear], routing)
+            projection = Projection([prefix + name], [linear], lora_mapping)
             setattr(parent, name, projection)
             projections[prefix + name] = projection
     return projections

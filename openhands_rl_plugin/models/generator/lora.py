@@ -1,5 +1,7 @@
 """Read a PEFT LoRA directory, check that it fits the served model, and lay it out for the fused layers."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from openhands_rl_plugin.models.generator.errors import NotFound, ServingError
-from openhands_rl_plugin.models.generator.linear import LowRank, Projection
+from openhands_rl_plugin.models.generator.linear import LoRAWeights, Projection
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -33,15 +35,15 @@ _UNSUPPORTED = (
 
 
 @dataclass(frozen=True, eq=False)
-class Adapter:
+class LoadedAdapter:
     """One loaded adapter version. Immutable: requests in flight keep the version they started with.
 
-    `layers`: fused layer name -> its low-rank pair. Compared and hashed by identity.
+    ``layers``: fused layer name -> its low-rank pair. Compared and hashed by identity.
     """
 
     name: str
     path: str
-    layers: dict[str, LowRank] = field(repr=False)
+    layers: dict[str, LoRAWeights] = field(repr=False)
 
 
 def read_adapter(
@@ -52,36 +54,36 @@ def read_adapter(
     projections: Mapping[str, Projection],
     dtype: torch.dtype,
     device: torch.device,
-) -> Adapter:
-    """Load the adapter in `path` for a model whose linear layers are `projections` (by module name).
+) -> LoadedAdapter:
+    """Load the adapter in ``path`` for a model whose linear layers are ``projections`` (by module name).
 
-    `base_model` is the served model's path or name, compared with the one the adapter was trained on. Raises
+    ``base_model`` is the served model's path or name, compared with the one the adapter was trained on. Raises
     NotFound when there is no adapter, ServingError when it does not fit; the message is one line.
     """
     config = _read_config(name, path)
     _check_config(name, config, base_model)
     pairs = _read_pairs(name, path, projections)
-    layers: dict[str, LowRank] = {}
+    layers: dict[str, LoRAWeights] = {}
     for projection in {id(p): p for p in projections.values()}.values():
         members = {n: pairs[n] for n in projection.names if n in pairs}
         if members:
             scalings = {n: _scaling(config, n) for n in members}
             layers[projection.key] = _fuse(projection, members, scalings, dtype, device)
-    return Adapter(name, str(path), layers)
+    return LoadedAdapter(name, str(path), layers)
 
 
 def _read_config(name: str, path: Path) -> LoraConfig:
     if not (path / CONFIG_NAME).is_file():
         raise NotFound(f"Loading lora {name} failed: No adapter found for {path}", param="lora_path")
     if not (path / WEIGHTS_NAME).is_file():
-        raise _misfit(name, f"{path} holds no {WEIGHTS_NAME} (pickled weights are not loaded)")
+        raise _load_error(name, f"{path} holds no {WEIGHTS_NAME} (pickled weights are not loaded)")
     try:
         raw = json.loads((path / CONFIG_NAME).read_text(encoding="utf-8"))
         if not isinstance(raw, dict) or raw.get("peft_type") != "LORA":
-            raise _misfit(name, f"{CONFIG_NAME} is not that of a LoRA adapter")
+            raise _load_error(name, f"{CONFIG_NAME} is not that of a LoRA adapter")
         config = LoraConfig.from_pretrained(str(path))
     except (ValueError, TypeError) as error:
-        raise _misfit(name, f"{CONFIG_NAME} cannot be read: {str(error).splitlines()[0]}") from error
+        raise _load_error(name, f"{CONFIG_NAME} cannot be read: {str(error).splitlines()[0]}") from error
     assert isinstance(config, LoraConfig)
     return config
 
@@ -89,12 +91,12 @@ def _read_config(name: str, path: Path) -> LoraConfig:
 def _check_config(name: str, config: LoraConfig, base_model: str) -> None:
     trained_on = config.base_model_name_or_path
     if trained_on and not same_model(trained_on, base_model):
-        raise _misfit(name, f"it was trained on {trained_on}, this server holds {base_model}")
+        raise _load_error(name, f"it was trained on {trained_on}, this server holds {base_model}")
     for option in _UNSUPPORTED:
         if getattr(config, option, None):
-            raise _misfit(name, f"{option} is not supported")
+            raise _load_error(name, f"{option} is not supported")
     if config.bias != "none":
-        raise _misfit(name, f"bias={config.bias!r} is not supported")
+        raise _load_error(name, f"bias={config.bias!r} is not supported")
 
 
 def same_model(trained_on: str, served: str) -> bool:
@@ -114,21 +116,21 @@ def _read_pairs(name: str, path: Path, projections: Mapping[str, Projection]) ->
     try:
         weights = load_file(path / WEIGHTS_NAME)
     except (SafetensorError, OSError) as error:
-        raise _misfit(name, f"{WEIGHTS_NAME} cannot be read: {error}") from error
+        raise _load_error(name, f"{WEIGHTS_NAME} cannot be read: {error}") from error
     halves: dict[str, dict[str, Tensor]] = {}
     for key, tensor in weights.items():
         module, _, half = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
         if half not in ("lora_A", "lora_B") or tensor.dim() != 2:
-            raise _misfit(name, f"unexpected weight {key}")
+            raise _load_error(name, f"unexpected weight {key}")
         if module not in projections:
-            raise _misfit(name, f"the model has no linear layer {module}")
+            raise _load_error(name, f"the model has no linear layer {module}")
         halves.setdefault(module, {})[half] = tensor
     if not halves:
-        raise _misfit(name, f"{WEIGHTS_NAME} holds no weights")
+        raise _load_error(name, f"{WEIGHTS_NAME} holds no weights")
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for module, both in halves.items():
         if len(both) != 2:
-            raise _misfit(name, f"lora_A and lora_B of {module} are not both there")
+            raise _load_error(name, f"lora_A and lora_B of {module} are not both there")
         pairs[module] = _check_shapes(name, module, both["lora_A"], both["lora_B"], projections[module])
     return pairs
 
@@ -136,13 +138,13 @@ def _read_pairs(name: str, path: Path, projections: Mapping[str, Projection]) ->
 def _check_shapes(name: str, module: str, a: Tensor, b: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
     out = projection.out_sizes[projection.names.index(module)]
     if a.shape[1] != projection.in_features or b.shape[0] != out or a.shape[0] != b.shape[1]:
-        raise _misfit(
+        raise _load_error(
             name,
             f"{module} is {projection.in_features} -> {out} in the model, "
             f"but {a.shape[1]} -> {a.shape[0]}, {b.shape[1]} -> {b.shape[0]} in the adapter",
         )
     if not (a.isfinite().all() and b.isfinite().all()):
-        raise _misfit(name, f"{module} has weights that are not finite")
+        raise _load_error(name, f"{module} has weights that are not finite")
     return a, b
 
 
@@ -159,7 +161,7 @@ def _fuse(
     scalings: Mapping[str, float],
     dtype: torch.dtype,
     device: torch.device,
-) -> LowRank:
+) -> LoRAWeights:
     rank = sum(a.shape[0] for a, _ in members.values())
     down = torch.cat([members[n][0].float() for n in projection.names if n in members])
     up = torch.zeros(sum(projection.out_sizes), rank)
@@ -170,8 +172,8 @@ def _fuse(
             up[row : row + size, column : column + b.shape[1]] = b
             column += b.shape[1]
         row += size
-    return LowRank(down.to(device, dtype), up.to(device, dtype))
+    return LoRAWeights(down.to(device, dtype), up.to(device, dtype))
 
 
-def _misfit(name: str, cause: str) -> ServingError:
+def _load_error(name: str, cause: str) -> ServingError:
     return ServingError(f"Loading lora {name} failed: {cause}", param="lora_path")

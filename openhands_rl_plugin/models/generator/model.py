@@ -1,5 +1,7 @@
 """A Hugging Face causal LM rebuilt for serving: slot attention, fused layers, several LoRA adapters at once."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +21,10 @@ from transformers import (
 from openhands_rl_plugin.models.generator.attention import ATTENTION_NAME, Row, StepPlan
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.errors import StartError
-from openhands_rl_plugin.models.generator.linear import Routing, Segment, replace_linears
-from openhands_rl_plugin.models.generator.lora import Adapter, read_adapter
-from openhands_rl_plugin.models.generator.pace import Pace
-from openhands_rl_plugin.models.generator.slots import SlotStore
+from openhands_rl_plugin.models.generator.kv_cache import KVCache
+from openhands_rl_plugin.models.generator.linear import LoRAMapping, LoRASegment, replace_linears
+from openhands_rl_plugin.models.generator.lora import LoadedAdapter, read_adapter
+from openhands_rl_plugin.models.generator.thread_tuner import ThreadTuner
 
 log = logging.getLogger(__name__)
 
@@ -32,15 +34,15 @@ _SELF_CHECK_TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class StepRow:
-    """The new tokens `ids` of one sequence, at positions `start ..` of `slot`, computed with `adapter`.
+    """The new tokens ``ids`` of one sequence, at positions ``start ..`` of ``slot``, computed with ``adapter``.
 
-    `wanted`: indices into `ids` whose next-token logits are asked for, ascending.
+    ``wanted``: indices into ``ids`` whose next-token logits are asked for, ascending.
     """
 
     slot: int
     start: int
     ids: Sequence[int]
-    adapter: Adapter | None
+    adapter: LoadedAdapter | None
     wanted: Sequence[int]
 
 
@@ -51,7 +53,7 @@ class ServedModel:
         """Load, rebuild and check the model. Raises StartError with one line when it cannot be served."""
         if config.threads:
             torch.set_num_threads(config.threads)
-        self._pace = Pace()
+        self._thread_tuner = ThreadTuner()
         self.name = config.model
         self.device = torch.device(_pick_device(config.device))
         self.dtype = _pick_dtype(config.dtype, self.device)
@@ -60,7 +62,7 @@ class ServedModel:
         self.vocabulary = cast(Tensor, self.model.get_input_embeddings().weight).shape[0]
         text_config = self.model.config.get_text_config()
         heads = text_config.num_attention_heads
-        self.slots = SlotStore(
+        self.slots = KVCache(
             layers=text_config.num_hidden_layers,
             slots=config.max_batch,
             kv_heads=getattr(text_config, "num_key_value_heads", None) or heads,
@@ -68,8 +70,8 @@ class ServedModel:
             dtype=self.dtype,
             device=self.device,
         )
-        self.max_len = self._longest(config)
-        self._routing = Routing()
+        self.max_model_len = self._longest(config)
+        self._lora_mapping = LoRAMapping()
         self._rebuild()
 
     def _longest(self, config: GeneratorConfig) -> int:
@@ -85,7 +87,7 @@ class ServedModel:
             )
         return min(wanted, fitting)
 
-    def read_adapter(self, name: str, path: Path) -> Adapter:
+    def read_adapter(self, name: str, path: Path) -> LoadedAdapter:
         """Load an adapter for this model. Safe to call from another thread while steps are computed."""
         return read_adapter(
             name, path, base_model=self.name, projections=self._projections, dtype=self.dtype, device=self.device
@@ -96,7 +98,7 @@ class ServedModel:
         """Compute one step of several sequences together.
 
         Stores the new tokens' keys and values in the slots. Returns float32 logits [wanted positions, vocabulary]
-        in the order of `rows`, each row's in the order of its `wanted`.
+        in the order of ``rows``, each row's in the order of its ``wanted``.
         """
         order = sorted(range(len(rows)), key=lambda i: (len(rows[i].ids) > 1, id(rows[i].adapter), rows[i].slot))
         self.slots.ensure(max(row.start + len(row.ids) for row in rows))
@@ -109,12 +111,12 @@ class ServedModel:
             ids.extend(rows[i].ids)
             positions.extend(range(rows[i].start, rows[i].start + len(rows[i].ids)))
         wanted = [offsets[i] + index for i, row in enumerate(rows) for index in row.wanted]
-        self._routing.segments = _segments([rows[i] for i in order])
-        return self._pace.run(len(ids), lambda: self._forward(ids, positions, wanted, plan))
+        self._lora_mapping.segments = _segments([rows[i] for i in order])
+        return self._thread_tuner.run(len(ids), lambda: self._forward(ids, positions, wanted, plan))
 
     def close(self) -> None:
         """End the model's helper threads."""
-        self._pace.close()
+        self._thread_tuner.close()
 
     @torch.inference_mode()
     def _forward(self, ids: list[int], positions: list[int], wanted: list[int], plan: StepPlan) -> Tensor:
@@ -135,7 +137,7 @@ class ServedModel:
         expected = self.model(torch.tensor([probe], device=self.device), use_cache=False).logits[0, -1].float()
         try:
             self.model.set_attn_implementation(ATTENTION_NAME)
-            self._projections = replace_linears(self.model, self._routing)
+            self._projections = replace_linears(self.model, self._lora_mapping)
             self.step([StepRow(0, 0, probe[:7], None, [])])
             self.step([StepRow(0, 7, probe[7:-1], None, [])])
             actual = self.step([StepRow(0, len(probe) - 1, probe[-1:], None, [0])])[0]
@@ -146,17 +148,17 @@ class ServedModel:
             raise StartError(f"{self.name}: this architecture cannot be served: its logits differ by {difference:.0%}")
 
 
-def _segments(rows: Sequence[StepRow]) -> tuple[Segment, ...]:
+def _segments(rows: Sequence[StepRow]) -> tuple[LoRASegment, ...]:
     """Runs of neighbouring token rows with one adapter; runs without an adapter are left out."""
-    segments: list[Segment] = []
+    segments: list[LoRASegment] = []
     start = 0
     for index, row in enumerate(rows):
         stop = start + len(row.ids)
         if row.adapter is not None:
             if index and segments and rows[index - 1].adapter is row.adapter:
-                segments[-1] = Segment(segments[-1].start, stop, row.adapter.layers)
+                segments[-1] = LoRASegment(segments[-1].start, stop, row.adapter.layers)
             else:
-                segments.append(Segment(start, stop, row.adapter.layers))
+                segments.append(LoRASegment(start, stop, row.adapter.layers))
         start = stop
     return tuple(segments)
 

@@ -1,22 +1,26 @@
 """Choose the next token of every row of a batch, each with its own parameters and random numbers."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-# Candidates looked at when top_p or top_k restricts a row: more, up to all, only for rows that need them.
+# Sizes of the first two ``topk`` calls for top-p and top-k, since a top-k of the whole vocabulary is slow: 256 candidates
+# hold the nucleus of nearly every step, 4096 of nearly all others; the rest falls back to the whole vocabulary.
 _CANDIDATES = (256, 4096)
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How one sequence is sampled.
+class DecodingParams:
+    """The resolved sampling parameters of one sequence: ``core.types.SamplingParams`` with every default filled in.
 
-    `temperature` 0 is greedy. `top_k` 0 is off. `top_logprobs`: how many alternatives to report per token, None
-    for none. `seed` fixes the sequence whatever else is in the batch (up to floating-point ties). `stop`: texts
-    that end the answer and are cut from it. `prompt_logprobs`: alternatives to report per prompt token, None for none.
+    ``temperature`` 0 is greedy. ``top_k`` 0 is off. ``top_logprobs``: how many alternatives to report per token, None
+    for none. ``seed`` fixes the sequence whatever else is in the batch (up to floating-point ties). ``stop``: texts
+    that end the answer and are cut from it. ``prompt_logprobs``: alternatives to report per prompt token, ``None`` for
+    none.
     """
 
     temperature: float = 1.0
@@ -35,7 +39,7 @@ class SamplingParams:
         """Whether some tokens are excluded from sampling."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
-    def with_seed(self, seed: int | None) -> "SamplingParams":
+    def with_seed(self, seed: int | None) -> DecodingParams:
         """The same parameters with another seed."""
         return replace(self, seed=seed)
 
@@ -44,8 +48,8 @@ TopTokens = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """One chosen token. `logprob` and `top` (most likely first) are of the model's own distribution."""
+class SampledToken:
+    """One chosen token. ``logprob`` and ``top`` (most likely first) are of the model's own distribution."""
 
     token: int
     logprob: float
@@ -53,8 +57,8 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class Observed:
-    """One given token's place in the model's distribution; `rank` 1 is the most likely token."""
+class ScoredToken:
+    """A prompt token's logprob under the model; ``rank`` 1 is the most likely token."""
 
     token: int
     logprob: float
@@ -62,8 +66,8 @@ class Observed:
     top: TopTokens
 
 
-def new_random(seed: int | None) -> torch.Generator:
-    """The random numbers of one sequence; from the system's entropy when no seed is given."""
+def new_rng(seed: int | None) -> torch.Generator:
+    """The random generator of one sequence; seeded from the system's entropy when ``seed`` is ``None``."""
     generator = torch.Generator()
     if seed is None:
         generator.seed()
@@ -72,17 +76,17 @@ def new_random(seed: int | None) -> torch.Generator:
     return generator
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], randoms: Sequence[torch.Generator]) -> list[Sampled]:
-    """logits: float32 [rows, vocabulary], one row per element of `params`.
+def sample(logits: Tensor, params: Sequence[DecodingParams], rngs: Sequence[torch.Generator]) -> list[SampledToken]:
+    """logits: float32 [rows, vocabulary], one row per element of ``params``.
 
-    The reported logprobs are `log_softmax(logits)`: temperature 1, before top_p and top_k, whatever was sampled
-    with (vLLM's default, `raw_logprobs`). One uniform number is drawn per sampled token.
+    The reported logprobs are ``log_softmax(logits)``: temperature 1, before top_p and top_k, whatever was sampled
+    with (vLLM's default, ``raw_logprobs``). One uniform number is drawn per sampled token.
     """
     normaliser = logits.logsumexp(-1)
     chosen = logits.argmax(-1)
     warm = [i for i, p in enumerate(params) if p.temperature > 0]
     if warm:
-        uniform = torch.cat([torch.rand(1, generator=randoms[i]) for i in warm]).to(logits.device)
+        uniform = torch.cat([torch.rand(1, generator=rngs[i]) for i in warm]).to(logits.device)
         temperature = torch.tensor([params[i].temperature for i in warm], device=logits.device)
         scaled = (logits if len(warm) == len(params) else logits[warm]) / temperature[:, None]
         picked = _draw(scaled, uniform)
@@ -94,28 +98,28 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], randoms: Sequence[t
         chosen[warm] = picked
     logprobs = (logits.gather(-1, chosen[:, None])[:, 0] - normaliser).tolist()
     tops = _tops(logits, normaliser, [p.top_logprobs for p in params])
-    return [Sampled(*row) for row in zip(chosen.tolist(), logprobs, tops, strict=True)]
+    return [SampledToken(*row) for row in zip(chosen.tolist(), logprobs, tops, strict=True)]
 
 
-def observe(logits: Tensor, tokens: Sequence[int], count: int) -> list[Observed]:
-    """logits: float32 [rows, vocabulary]; where each row's given token stands, with `count` alternatives."""
+def score_tokens(logits: Tensor, tokens: Sequence[int], count: int) -> list[ScoredToken]:
+    """logits: float32 [rows, vocabulary]; the logprob and rank of each row's token, with ``count`` alternatives."""
     normaliser = logits.logsumexp(-1)
     given = logits.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])
     ranks = ((logits > given).sum(-1) + 1).tolist()
     logprobs = (given[:, 0] - normaliser).tolist()
     tops = _tops(logits, normaliser, [count] * len(tokens))
-    return [Observed(*row) for row in zip(tokens, logprobs, ranks, tops, strict=True)]
+    return [ScoredToken(*row) for row in zip(tokens, logprobs, ranks, tops, strict=True)]
 
 
 def _draw(scaled: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse of the cumulative distribution at `uniform` [rows], for logits `scaled` [rows, vocabulary]."""
+    """Inverse of the cumulative distribution at ``uniform`` [rows], for logits ``scaled`` [rows, vocabulary]."""
     cumulative = torch.softmax(scaled, -1).cumsum(-1)
     target = uniform[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=scaled.shape[-1] - 1)
 
 
-def _draw_restricted(scaled: Tensor, params: Sequence[SamplingParams], uniform: Tensor) -> Tensor:
-    """`_draw` among the tokens that top_k and top_p leave; looks at few candidates first."""
+def _draw_restricted(scaled: Tensor, params: Sequence[DecodingParams], uniform: Tensor) -> Tensor:
+    """``_draw`` among the tokens that top_k and top_p leave; looks at few candidates first."""
     vocabulary = scaled.shape[-1]
     top_k = torch.tensor([p.top_k or vocabulary for p in params], device=scaled.device)[:, None]
     top_p = torch.tensor([p.top_p for p in params], device=scaled.device)[:, None]

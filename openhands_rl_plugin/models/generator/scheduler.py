@@ -1,5 +1,7 @@
 """Continuous batching: which sequences compute which tokens in the next step. Runs in one thread."""
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Hashable
 
@@ -9,8 +11,8 @@ from torch import Tensor
 from openhands_rl_plugin.core.memory import return_freed_memory
 from openhands_rl_plugin.models.generator.errors import RequestCancelled
 from openhands_rl_plugin.models.generator.model import ServedModel, StepRow
-from openhands_rl_plugin.models.generator.prefix import BLOCK_TOKENS, PrefixCache
-from openhands_rl_plugin.models.generator.sampling import observe, sample
+from openhands_rl_plugin.models.generator.prefix_cache import BLOCK_TOKENS, PrefixCache
+from openhands_rl_plugin.models.generator.sampling import sample, score_tokens
 from openhands_rl_plugin.models.generator.sequence import SequenceState
 
 # Rows of float32 logits that are made at once for prompt logprobs; more would need much memory.
@@ -40,26 +42,26 @@ class Scheduler:
     @torch.inference_mode()
     def step(self) -> list[SequenceState]:
         """Admit, compute one step, sample. Returns the sequences that left, their futures already settled."""
-        left = self._drop_cancelled()
+        left = self._remove_cancelled()
         self._admit()
         if not self._running:
             return left
-        batch = self._plan()
+        batch = self._schedule()
         logits = self._model.step([row for _, row in batch])
         offset = 0
         ready: list[tuple[SequenceState, int]] = []
         for sequence, row in batch:
             sequence.computed += len(row.ids)
             if sequence.params.prompt_logprobs is not None and sequence.computed <= sequence.prompt_len:
-                self._observe(sequence, row, logits[offset : offset + len(row.wanted)])
+                self._score_prompt(sequence, row, logits[offset : offset + len(row.wanted)])
             offset += len(row.wanted)
             if sequence.pending == 0:
                 ready.append((sequence, offset - 1))
         if ready:
             self._sample(ready, logits)
-        return left + self._retire()
+        return left + self._finish_completed()
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Give back the memory that only running sequences need. The prefix cache stays. To be called when idle."""
         self._model.slots.clear()
         return_freed_memory()
@@ -70,17 +72,17 @@ class Scheduler:
         """Cancel everything; returns the sequences that left."""
         left = [*self._waiting, *self._running]
         for sequence in left:
-            sequence.ticket.cancel()
-        return self._drop_cancelled()
+            sequence.handle.cancel()
+        return self._remove_cancelled()
 
-    def _drop_cancelled(self) -> list[SequenceState]:
-        left = [s for s in (*self._waiting, *self._running) if s.ticket.cancelled]
+    def _remove_cancelled(self) -> list[SequenceState]:
+        left = [s for s in (*self._waiting, *self._running) if s.handle.cancelled]
         if left:
-            self._waiting = deque(s for s in self._waiting if not s.ticket.cancelled)
-            self._running = [s for s in self._running if not s.ticket.cancelled]
+            self._waiting = deque(s for s in self._waiting if not s.handle.cancelled)
+            self._running = [s for s in self._running if not s.handle.cancelled]
             for sequence in left:
-                self._release(sequence)
-                sequence.ticket.future.set_exception(RequestCancelled("the request was cancelled"))
+                self._free_slot(sequence)
+                sequence.handle.future.set_exception(RequestCancelled("the request was cancelled"))
         return left
 
     def _admit(self) -> None:
@@ -119,7 +121,7 @@ class Scheduler:
             self._model.slots.write(slot, index * BLOCK_TOKENS, block)
         sequence.computed = sequence.cached = len(blocks) * BLOCK_TOKENS
 
-    def _plan(self) -> list[tuple[SequenceState, StepRow]]:
+    def _schedule(self) -> list[tuple[SequenceState, StepRow]]:
         """Every decoding sequence, and prompts as far as the budget of prompt tokens goes (oldest first)."""
         budget = self._prefill_tokens
         batch: list[tuple[SequenceState, StepRow]] = []
@@ -145,37 +147,37 @@ class Scheduler:
         return StepRow(sequence.slot, start, sequence.ids[start : start + count], sequence.adapter, wanted)
 
     @staticmethod
-    def _observe(sequence: SequenceState, row: StepRow, logits: Tensor) -> None:
+    def _score_prompt(sequence: SequenceState, row: StepRow, logits: Tensor) -> None:
         following = sequence.ids[row.start + 1 : min(row.start + len(row.ids) + 1, sequence.prompt_len)]
         if following:
             count = sequence.params.prompt_logprobs or 0
-            sequence.observed.extend(observe(logits[: len(following)], following, count))
+            sequence.observed.extend(score_tokens(logits[: len(following)], following, count))
 
     def _sample(self, ready: list[tuple[SequenceState, int]], logits: Tensor) -> None:
         indices = [index for _, index in ready]
         rows = logits if indices == list(range(logits.shape[0])) else logits[indices]
-        chosen = sample(rows, [s.params for s, _ in ready], [s.random for s, _ in ready])
+        chosen = sample(rows, [s.params for s, _ in ready], [s.rng for s, _ in ready])
         for (sequence, _), sampled in zip(ready, chosen, strict=True):
             if len(sequence.ids) == sequence.prompt_len:
-                self._remember(sequence)
+                self._cache_prefix(sequence)
             sequence.append(sampled, self._model.eos_ids)
 
-    def _retire(self) -> list[SequenceState]:
+    def _finish_completed(self) -> list[SequenceState]:
         finished = [s for s in self._running if s.finished]
         if finished:
             self._running = [s for s in self._running if not s.finished]
             for sequence in finished:
-                self._remember(sequence)
-                self._release(sequence)
-                sequence.ticket.future.set_result(sequence.result())
+                self._cache_prefix(sequence)
+                self._free_slot(sequence)
+                sequence.handle.future.set_result(sequence.result())
         return finished
 
-    def _remember(self, sequence: SequenceState) -> None:
+    def _cache_prefix(self, sequence: SequenceState) -> None:
         slots, slot = self._model.slots, sequence.slot
         ids = sequence.ids[: sequence.computed]
         self.cache.insert(sequence.adapter, ids, lambda start, stop: slots.read(slot, start, stop))
 
-    def _release(self, sequence: SequenceState) -> None:
+    def _free_slot(self, sequence: SequenceState) -> None:
         if sequence.slot >= 0:
             self._free.append(sequence.slot)
             sequence.slot = -1

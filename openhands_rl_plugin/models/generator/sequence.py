@@ -1,4 +1,6 @@
-"""One request inside the generation core: its parameters, its state, its result."""
+"""One request inside the generator: its handle, its state, its result."""
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -7,9 +9,9 @@ from enum import StrEnum
 
 from transformers import PreTrainedTokenizerFast
 
-from openhands_rl_plugin.models.generator.lora import Adapter
-from openhands_rl_plugin.models.generator.sampling import Observed, Sampled, SamplingParams, new_random
-from openhands_rl_plugin.models.generator.text import AnswerText
+from openhands_rl_plugin.models.generator.detokenizer import Detokenizer
+from openhands_rl_plugin.models.generator.lora import LoadedAdapter
+from openhands_rl_plugin.models.generator.sampling import DecodingParams, SampledToken, ScoredToken, new_rng
 
 
 class FinishReason(StrEnum):
@@ -23,18 +25,18 @@ class FinishReason(StrEnum):
 class Generation:
     """A finished answer.
 
-    `token_ids` are exactly the sampled ids, the end-of-sequence token included; `sampled[i]` gives the logprob of
-    `token_ids[i]` under the model's own distribution (temperature 1, nothing excluded). `text` has special tokens and
-    stop strings removed. `prompt`: per prompt token where it stood, None for the first; only when asked for.
-    `cached_tokens`: prompt tokens whose keys and values were re-used. `adapter`: the version sampled from.
+    ``token_ids`` are exactly the sampled ids, including the end-of-sequence token; ``sampled[i]`` has the logprob of
+    ``token_ids[i]`` at temperature 1, before top-p and top-k. ``text`` has special tokens and stop strings removed.
+    ``prompt``: the prompt tokens' logprobs, ``None`` for the first token; only with ``prompt_logprobs``.
+    ``cached_tokens``: prompt tokens whose keys and values were re-used. ``adapter``: the version sampled from.
     """
 
     prompt_ids: tuple[int, ...]
-    sampled: tuple[Sampled, ...]
+    sampled: tuple[SampledToken, ...]
     text: str
     finish_reason: FinishReason
     stop_reason: str | int | None
-    prompt: tuple[Observed | None, ...] | None
+    prompt: tuple[ScoredToken | None, ...] | None
     cached_tokens: int
     adapter: str | None
 
@@ -51,62 +53,62 @@ class Generation:
 
 @dataclass(frozen=True)
 class Delta:
-    """New tokens of an answer under way and the text that may now be shown."""
+    """New tokens of an unfinished generation, and the text that can be shown with them."""
 
-    sampled: tuple[Sampled, ...]
+    sampled: tuple[SampledToken, ...]
     text: str
 
 
-DeltaSink = Callable[[Delta], None]
+DeltaCallback = Callable[[Delta], None]
 
 
 @dataclass(eq=False)
-class Ticket:
-    """A submitted request: wait for `future`, or give up with `cancel()`."""
+class RequestHandle:
+    """A submitted request: wait for ``future``, or ``cancel()`` it."""
 
-    future: "Future[Generation]"
+    future: Future[Generation]
     _cancelled: list[bool] = field(default_factory=lambda: [False])
 
     def __post_init__(self) -> None:
-        # The scheduler settles the future; somebody who stops waiting for it must not cancel it under the scheduler.
+        # The scheduler sets the result; a caller that stops waiting must not cancel the future under it.
         self.future.set_running_or_notify_cancel()
 
     def cancel(self) -> None:
-        """Stop generating soon and free the slot; `future` then raises `RequestCancelled`. No effect when finished."""
+        """Stop at the next step; ``future`` then raises ``RequestCancelled``. No effect when finished."""
         self._cancelled[0] = True
 
     @property
     def cancelled(self) -> bool:
-        """Whether `cancel` was called."""
+        """Whether ``cancel`` was called."""
         return self._cancelled[0]
 
 
 class SequenceState:
-    """A request's state in the scheduler thread."""
+    """A request's state in the scheduler."""
 
     def __init__(
         self,
         prompt_ids: tuple[int, ...],
-        params: SamplingParams,
-        adapter: Adapter | None,
+        params: DecodingParams,
+        adapter: LoadedAdapter | None,
         tokenizer: PreTrainedTokenizerFast,
         limit: int,
-        on_delta: DeltaSink | None,
+        on_delta: DeltaCallback | None,
     ) -> None:
-        """`limit`: most tokens to sample, so that prompt and answer fit the model."""
+        """``limit``: most tokens to sample, so that prompt and answer fit the model."""
         self.prompt_len = len(prompt_ids)
         self.ids = list(prompt_ids)
         self.params = params
         self.adapter = adapter
-        self.random = new_random(params.seed)
-        self.ticket = Ticket(Future())
+        self.rng = new_rng(params.seed)
+        self.handle = RequestHandle(Future())
         self.slot = -1
         self.computed = 0
         self.cached = 0
-        self.observed: list[Observed | None] = [None]
-        self._sampled: list[Sampled] = []
+        self.observed: list[ScoredToken | None] = [None]
+        self._sampled: list[SampledToken] = []
         self._tokenizer = tokenizer
-        self._text = AnswerText(tokenizer, params.stop)
+        self._text = Detokenizer(tokenizer, params.stop)
         self._limit = limit
         self._on_delta = on_delta
         self._shown = 0
@@ -123,7 +125,7 @@ class SequenceState:
         """Whether the answer is complete."""
         return self._finish is not None
 
-    def append(self, sampled: Sampled, eos_ids: frozenset[int]) -> None:
+    def append(self, sampled: SampledToken, eos_ids: frozenset[int]) -> None:
         """Take the next sampled token and decide whether the answer ends with it."""
         self.ids.append(sampled.token)
         self._sampled.append(sampled)

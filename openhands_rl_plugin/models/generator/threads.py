@@ -1,5 +1,7 @@
 """Settings of torch's libraries that must be in the environment before torch is first imported."""
 
+from __future__ import annotations
+
 import os
 
 SPIN_COUNT = "4000"

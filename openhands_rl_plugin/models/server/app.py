@@ -1,5 +1,7 @@
 """The HTTP endpoints over a generator."""
 
+from __future__ import annotations
+
 import asyncio
 import os
 from collections.abc import Iterator, Sequence
@@ -16,35 +18,35 @@ from starlette.routing import Route
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.errors import InvalidUserInput, NotFound, Overloaded, ServingError
 from openhands_rl_plugin.models.generator.generator import Generator
-from openhands_rl_plugin.models.generator.lora import Adapter
-from openhands_rl_plugin.models.generator.sampling import SamplingParams
-from openhands_rl_plugin.models.generator.sequence import Generation, Ticket
+from openhands_rl_plugin.models.generator.lora import LoadedAdapter
+from openhands_rl_plugin.models.generator.sampling import DecodingParams
+from openhands_rl_plugin.models.generator.sequence import Generation, RequestHandle
 from openhands_rl_plugin.models.server.error_handlers import ERROR_HANDLERS
 from openhands_rl_plugin.models.server.formatting import Formatter, usage
 from openhands_rl_plugin.models.server.http import json_response, unless_disconnected
 from openhands_rl_plugin.models.server.middleware import access_middleware
-from openhands_rl_plugin.models.server.prompts import Prompts
+from openhands_rl_plugin.models.server.prompts import PromptRenderer
 from openhands_rl_plugin.models.server.requests import (
-    ChatRequest,
+    ChatCompletionRequest,
     CompletionRequest,
-    LoadAdapterRequest,
+    LoadLoRAAdapterRequest,
     TokenizeRequest,
-    UnloadAdapterRequest,
+    UnloadLoRAAdapterRequest,
 )
 from openhands_rl_plugin.models.server.responses import (
-    ChatAnswer,
+    ChatCompletionResponse,
+    CompletionResponse,
     ModelCard,
     ModelList,
-    TextAnswer,
-    TokenizeAnswer,
+    TokenizeResponse,
     new_id,
 )
-from openhands_rl_plugin.models.server.streaming import Feed, cancelling, chat_events, text_events
+from openhands_rl_plugin.models.server.streaming import DeltaQueue, cancelling, chat_events, text_events
 
 # Seconds that an adapter keeps taking requests after it was asked to be unloaded.
 _UNLOAD_GRACE = 0.25
 
-Job = tuple[tuple[int, ...], SamplingParams]
+PromptJob = tuple[tuple[int, ...], DecodingParams]
 
 
 def build_app(config: ServerConfig, generator: Generator) -> Starlette:
@@ -71,26 +73,26 @@ class Endpoints:
     def __init__(self, config: ServerConfig, generator: Generator) -> None:
         self._config = config
         self._generator = generator
-        self._prompts = Prompts(generator.tokenizer, generator.max_len, config.chat_template)
+        self._prompts = PromptRenderer(generator.tokenizer, generator.max_model_len, config.chat_template)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        body = await _read(request, ChatRequest)
-        feed = Feed() if body.stream else None
+        body = await _read(request, ChatCompletionRequest)
+        queue = DeltaQueue() if body.stream else None
         with self._model(body.model) as (adapter, model):
             ids = await run_in_threadpool(self._prompts.chat, body)
             top = (body.top_logprobs or 0) if body.logprobs else None
             limit = body.max_completion_tokens or body.max_tokens
             params = self._prompts.params(body, prompt_len=len(ids), max_tokens=limit, top_logprobs=top)
             jobs = _samples(ids, params, body.n or 1)
-            tickets = self._submit(jobs, adapter, feed)
+            handles = self._submit(jobs, adapter, queue)
         formatter = self._formatter(body.return_tokens_as_token_ids)
-        if feed:
-            return _stream(chat_events(feed, body, model, ids, formatter, len(jobs)), tickets)
-        answers = await self._answers(request, tickets)
+        if queue:
+            return _stream(chat_events(queue, body, model, ids, formatter, len(jobs)), handles)
+        answers = await self._answers(request, handles)
         tools = bool(body.tools) and body.tool_choice != "none"
         return json_response(
-            ChatAnswer(
+            ChatCompletionResponse(
                 id=new_id("chatcmpl"),
                 model=model,
                 choices=[
@@ -112,25 +114,25 @@ class Endpoints:
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
         body = await _read(request, CompletionRequest)
-        feed = Feed() if body.stream else None
+        queue = DeltaQueue() if body.stream else None
         with self._model(body.model) as (adapter, model):
             prompts = await run_in_threadpool(self._prompts.completion, body)
             if not prompts:
                 raise ServingError("The prompt is empty.", param="prompt")
-            jobs: list[Job] = []
+            jobs: list[PromptJob] = []
             for ids in prompts:
                 params = self._prompts.params(
                     body, prompt_len=len(ids), max_tokens=body.max_tokens or 16, top_logprobs=body.logprobs
                 )
                 jobs.extend(_samples(ids, params, body.n or 1))
-            tickets = self._submit(jobs, adapter, feed)
+            handles = self._submit(jobs, adapter, queue)
         formatter = self._formatter(body.return_tokens_as_token_ids)
-        if feed:
-            return _stream(text_events(feed, body, model, prompts, formatter, len(jobs)), tickets)
-        answers = await self._answers(request, tickets)
+        if queue:
+            return _stream(text_events(queue, body, model, prompts, formatter, len(jobs)), handles)
+        answers = await self._answers(request, handles)
         choices = [formatter.text_choice(index, answer, body) for index, answer in enumerate(answers)]
         return json_response(
-            TextAnswer(id=new_id("cmpl"), model=model, choices=choices, usage=usage(answers, body.n or 1))
+            CompletionResponse(id=new_id("cmpl"), model=model, choices=choices, usage=usage(answers, body.n or 1))
         )
 
     async def tokenize(self, request: Request) -> Response:
@@ -141,18 +143,20 @@ class Endpoints:
                 ids = await run_in_threadpool(self._prompts.chat, body)
             else:
                 ids = self._prompts.text(body.prompt, special=body.add_special_tokens is not False)
-        return json_response(TokenizeAnswer(count=len(ids), max_model_len=self._generator.max_len, tokens=list(ids)))
+        return json_response(
+            TokenizeResponse(count=len(ids), max_model_len=self._generator.max_model_len, tokens=list(ids))
+        )
 
     async def models(self, _: Request) -> Response:
         """GET /v1/models: the base model, then the adapters."""
         base = self._config.base_name
-        cards = [ModelCard(id=base, root=self._config.model, max_model_len=self._generator.max_len)]
+        cards = [ModelCard(id=base, root=self._config.model, max_model_len=self._generator.max_model_len)]
         cards += [ModelCard(id=a.name, root=a.path, parent=base) for a in self._generator.adapters]
         return json_response(ModelList(data=cards))
 
     async def load_adapter(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter."""
-        body = await _read(request, LoadAdapterRequest)
+        body = await _read(request, LoadLoRAAdapterRequest)
         if not body.lora_name or not body.lora_path:
             raise InvalidUserInput("Both 'lora_name' and 'lora_path' must be provided.")
         if body.lora_name == self._config.base_name:
@@ -165,7 +169,7 @@ class Endpoints:
 
         Requests that were sent before this one, but are still on their way through other connections, are served.
         """
-        body = await _read(request, UnloadAdapterRequest)
+        body = await _read(request, UnloadLoRAAdapterRequest)
         if not body.lora_name:
             raise InvalidUserInput("'lora_name' needs to be provided to unload a LoRA adapter.")
         if all(adapter.name != body.lora_name for adapter in self._generator.adapters):
@@ -181,56 +185,58 @@ class Endpoints:
         return Response()
 
     @contextmanager
-    def _model(self, name: str | None) -> Iterator[tuple[Adapter | None, str]]:
+    def _model(self, name: str | None) -> Iterator[tuple[LoadedAdapter | None, str]]:
         """(adapter or None for the base model, name to answer with); the adapter stays loaded meanwhile."""
         base = self._config.base_name
         if not name or name == base:
             yield None, base
         else:
-            with self._generator.hold(name) as adapter:
+            with self._generator.pin_adapter(name) as adapter:
                 yield adapter, name
 
     def _formatter(self, as_ids: bool | None) -> Formatter:
         return Formatter(self._generator.tokenizer, as_ids=bool(as_ids))
 
-    def _submit(self, jobs: Sequence[Job], adapter: Adapter | None, feed: Feed | None) -> list[Ticket]:
+    def _submit(
+        self, jobs: Sequence[PromptJob], adapter: LoadedAdapter | None, queue: DeltaQueue | None
+    ) -> list[RequestHandle]:
         """Submit all or none."""
-        tickets: list[Ticket] = []
+        handles: list[RequestHandle] = []
         try:
             for index, (ids, params) in enumerate(jobs):
-                sink = feed.sink(index) if feed else None
-                tickets.append(self._generator.submit(ids, params, adapter=adapter, on_delta=sink))
+                callback = queue.callback(index) if queue else None
+                handles.append(self._generator.submit(ids, params, adapter=adapter, on_delta=callback))
         except ServingError:
-            _cancel(tickets)
+            _cancel(handles)
             raise
-        if feed:
-            for index, ticket in enumerate(tickets):
-                feed.watch(index, ticket)
-        return tickets
+        if queue:
+            for index, handle in enumerate(handles):
+                queue.watch(index, handle)
+        return handles
 
-    async def _answers(self, request: Request, tickets: Sequence[Ticket]) -> list[Generation]:
+    async def _answers(self, request: Request, handles: Sequence[RequestHandle]) -> list[Generation]:
         """Wait for all tickets; cancel them when the client disconnects."""
         try:
             return await unless_disconnected(
-                request, asyncio.gather(*(asyncio.wrap_future(ticket.future) for ticket in tickets))
+                request, asyncio.gather(*(asyncio.wrap_future(handle.future) for handle in handles))
             )
         finally:
-            _cancel(tickets)
+            _cancel(handles)
 
 
 async def _read[B: BaseModel](request: Request, kind: type[B]) -> B:
     return kind.model_validate_json(await request.body())
 
 
-def _samples(ids: tuple[int, ...], params: SamplingParams, count: int) -> list[Job]:
-    """`count` jobs of one prompt; with a seed, choice i has seed + i (as in vLLM)."""
+def _samples(ids: tuple[int, ...], params: DecodingParams, count: int) -> list[PromptJob]:
+    """``count`` jobs of one prompt; with a seed, choice i has seed + i (as in vLLM)."""
     return [(ids, params.with_seed(None if params.seed is None else params.seed + i)) for i in range(count)]
 
 
-def _cancel(tickets: Sequence[Ticket]) -> None:
-    for ticket in tickets:
-        ticket.cancel()
+def _cancel(handles: Sequence[RequestHandle]) -> None:
+    for handle in handles:
+        handle.cancel()
 
 
-def _stream(events, tickets: Sequence[Ticket]) -> StreamingResponse:
-    return StreamingResponse(cancelling(events, lambda: _cancel(tickets)), media_type="text/event-stream")
+def _stream(events, handles: Sequence[RequestHandle]) -> StreamingResponse:
+    return StreamingResponse(cancelling(events, lambda: _cancel(handles)), media_type="text/event-stream")

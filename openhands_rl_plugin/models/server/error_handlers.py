@@ -13,14 +13,14 @@ from starlette.responses import Response
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.models.generator.errors import RequestCancelled, ServingError
 from openhands_rl_plugin.models.server.http import json_response
-from openhands_rl_plugin.models.server.responses import ErrorAnswer, ErrorInfo
+from openhands_rl_plugin.models.server.responses import ErrorInfo, ErrorResponse
 
 log = redacting_logger(__name__)
 
 
-def error_body(status: int, message: str, kind: str, param: str | None = None) -> ErrorAnswer:
+def error_body(status: int, message: str, kind: str, param: str | None = None) -> ErrorResponse:
     """``{"error": {"message", "type", "param", "code"}}``."""
-    return ErrorAnswer(error=ErrorInfo(message=message, type=kind, param=param, code=status))
+    return ErrorResponse(error=ErrorInfo(message=message, type=kind, param=param, code=status))
 
 
 def error_response(error: ServingError) -> Response:

@@ -1,41 +1,43 @@
 """From finished or partial answers to response bodies."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerFast
 
 from openhands_rl_plugin.core.types import ToolCall
-from openhands_rl_plugin.models.generator.sampling import Observed, Sampled
+from openhands_rl_plugin.models.generator.sampling import SampledToken, ScoredToken
 from openhands_rl_plugin.models.generator.sequence import Generation
 from openhands_rl_plugin.models.server.requests import CompletionRequest
 from openhands_rl_plugin.models.server.responses import (
-    AnsweredMessage,
     AnsweredToolCall,
+    AssistantMessage,
     CalledFunction,
-    ChatChoice,
+    ChatCompletionChoice,
     ChatLogprobs,
+    CompletionChoice,
+    CompletionLogprobs,
     ContentLogprob,
     PromptLogprob,
     PromptLogprobs,
     PromptTokensDetails,
-    TextChoice,
-    TextLogprobs,
     TokenLogprob,
-    Usage,
+    UsageInfo,
     new_id,
 )
-from openhands_rl_plugin.models.server.toolcalls import ParsedText, parse_tool_calls
+from openhands_rl_plugin.models.server.tool_calls import ParsedText, parse_tool_calls
 
 
 class Formatter:
-    """Writes tokens as text. `as_ids`: tokens in logprobs are written `token_id:<id>` (vLLM's option)."""
+    """Writes tokens as text. ``as_ids``: tokens in logprobs are written ``token_id:<id>`` (vLLM's option)."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids
 
-    def chat_logprobs(self, sampled: Sequence[Sampled]) -> ChatLogprobs:
-        """OpenAI's `logprobs` object of chat choices."""
+    def chat_logprobs(self, sampled: Sequence[SampledToken]) -> ChatLogprobs:
+        """OpenAI's ``logprobs`` object of chat choices."""
         return ChatLogprobs(
             content=[
                 ContentLogprob(
@@ -46,8 +48,8 @@ class Formatter:
             ]
         )
 
-    def text_logprobs(self, sampled: Sequence[Sampled], offset: int) -> TextLogprobs:
-        """OpenAI's `logprobs` object of text choices; `offset` is the text's length before these tokens.
+    def text_logprobs(self, sampled: Sequence[SampledToken], offset: int) -> CompletionLogprobs:
+        """OpenAI's ``logprobs`` object of text choices; ``offset`` is the text's length before these tokens.
 
         As in vLLM, the sampled token is always among the alternatives.
         """
@@ -55,7 +57,7 @@ class Formatter:
         offsets = [offset]
         for token in tokens[:-1]:
             offsets.append(offsets[-1] + len(token))
-        return TextLogprobs(
+        return CompletionLogprobs(
             text_offset=offsets[: len(tokens)],
             token_logprobs=[one.logprob for one in sampled],
             tokens=tokens,
@@ -65,7 +67,7 @@ class Formatter:
             ],
         )
 
-    def prompt_logprobs(self, observed: Sequence[Observed | None] | None) -> PromptLogprobs | None:
+    def prompt_logprobs(self, observed: Sequence[ScoredToken | None] | None) -> PromptLogprobs | None:
         """vLLM's shape: None for the first token, then the token (and alternatives) by id."""
         if observed is None:
             return None
@@ -73,21 +75,21 @@ class Formatter:
 
     def chat_choice(
         self, index: int, answer: Generation, *, logprobs: bool, token_ids: bool, tools: bool
-    ) -> ChatChoice:
+    ) -> ChatCompletionChoice:
         """A whole chat choice; tool calls are parsed when the request offered tools."""
         parsed = parse_tool_calls(answer.text) if tools else ParsedText(answer.text, ())
-        return ChatChoice(
+        return ChatCompletionChoice(
             index=index,
-            message=AnsweredMessage(content=parsed.content, tool_calls=answered_calls(parsed.calls) or None),
+            message=AssistantMessage(content=parsed.content, tool_calls=answered_calls(parsed.calls) or None),
             logprobs=self.chat_logprobs(answer.sampled) if logprobs else None,
             finish_reason="tool_calls" if parsed.calls else answer.finish_reason,
             stop_reason=answer.stop_reason,
             token_ids=list(answer.token_ids) if token_ids else None,
         )
 
-    def text_choice(self, index: int, answer: Generation, request: CompletionRequest) -> TextChoice:
+    def text_choice(self, index: int, answer: Generation, request: CompletionRequest) -> CompletionChoice:
         """A whole text choice."""
-        return TextChoice(
+        return CompletionChoice(
             index=index,
             text=answer.text,
             logprobs=self.text_logprobs(answer.sampled, 0) if request.logprobs is not None else None,
@@ -98,7 +100,7 @@ class Formatter:
             prompt_token_ids=list(answer.prompt_ids) if request.return_token_ids else None,
         )
 
-    def _prompt_entry(self, one: Observed) -> dict[int, PromptLogprob]:
+    def _prompt_entry(self, one: ScoredToken) -> dict[int, PromptLogprob]:
         entry = {
             token: PromptLogprob(logprob=logprob, rank=rank, decoded_token=self._decode(token))
             for rank, (token, logprob) in enumerate(one.top, 1)
@@ -125,12 +127,12 @@ def answered_calls(calls: Sequence[ToolCall]) -> list[AnsweredToolCall]:
     ]
 
 
-def usage(answers: Sequence[Generation], choices_per_prompt: int) -> Usage:
+def usage(answers: Sequence[Generation], choices_per_prompt: int) -> UsageInfo:
     """Counts of a request's answers: each prompt once, all sampled tokens."""
     firsts = answers[::choices_per_prompt]
     prompt = sum(len(answer.prompt_ids) for answer in firsts)
     sampled = sum(len(answer.sampled) for answer in answers)
-    return Usage(
+    return UsageInfo(
         prompt_tokens=prompt,
         completion_tokens=sampled,
         total_tokens=prompt + sampled,

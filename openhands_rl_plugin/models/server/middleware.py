@@ -21,7 +21,7 @@ def access_middleware(key: str, max_body_bytes: int) -> list[Middleware]:
 
 
 class RequireKey:
-    """Refuses requests without `Authorization: Bearer <key>`; compares in constant time."""
+    """Refuses requests without ``Authorization: Bearer <key>``; compares in constant time."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
@@ -37,7 +37,7 @@ class RequireKey:
 
 
 class LimitBody:
-    """Refuses bodies over `limit` bytes, announced or not, before they are held in memory."""
+    """Refuses bodies over ``limit`` bytes, announced or not, before they are held in memory."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app = app

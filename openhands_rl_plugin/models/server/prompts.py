@@ -1,5 +1,7 @@
 """From request bodies to token ids and sampling parameters."""
 
+from __future__ import annotations
+
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -13,12 +15,12 @@ from transformers import PreTrainedTokenizerFast
 from openhands_rl_plugin.core.templates.tool_call_json import render_tool_call
 from openhands_rl_plugin.core.types import ToolCall
 from openhands_rl_plugin.models.generator.errors import ServingError, StartError
-from openhands_rl_plugin.models.generator.sampling import SamplingParams
+from openhands_rl_plugin.models.generator.sampling import DecodingParams
 from openhands_rl_plugin.models.server.requests import (
+    ChatCompletionRequest,
     ChatMessage,
-    ChatRequest,
     CompletionRequest,
-    Sampling,
+    SamplingFields,
     TokenizeRequest,
     Tool,
 )
@@ -26,13 +28,13 @@ from openhands_rl_plugin.models.server.requests import (
 log = logging.getLogger(__name__)
 
 
-class Prompts:
+class PromptRenderer:
     """Renders conversations and texts to token ids with the model's tokenizer. Safe in any thread."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, max_len: int, chat_template: str | None) -> None:
-        """`chat_template`: a file that replaces the model's own template. Raises StartError if it cannot be read."""
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, max_model_len: int, chat_template: str | None) -> None:
+        """``chat_template``: a file that replaces the model's own template. Raises StartError if it cannot be read."""
         self._tokenizer = tokenizer
-        self._max_len = max_len
+        self._max_model_len = max_model_len
         try:
             own = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
             self._template = Path(chat_template).read_text(encoding="utf-8") if chat_template else own
@@ -40,7 +42,7 @@ class Prompts:
             raise StartError(f"cannot read the chat template {chat_template}: {error}") from error
         self._warned = False
 
-    def chat(self, request: ChatRequest | TokenizeRequest) -> tuple[int, ...]:
+    def chat(self, request: ChatCompletionRequest | TokenizeRequest) -> tuple[int, ...]:
         """The token ids of a conversation, ready for the model's turn. Raises ServingError."""
         if not self._template:
             raise ServingError("This model has no chat template; start the server with one, or use /v1/completions.")
@@ -72,18 +74,18 @@ class Prompts:
         return [p if isinstance(p, tuple) else self.text(p, special=request.add_special_tokens) for p in prompts]
 
     def params(
-        self, request: Sampling, *, prompt_len: int, max_tokens: int | None, top_logprobs: int | None
-    ) -> SamplingParams:
-        """Sampling parameters; `max_tokens` None is all that fits. Raises ServingError when it cannot fit."""
-        room = self._max_len - prompt_len
+        self, request: SamplingFields, *, prompt_len: int, max_tokens: int | None, top_logprobs: int | None
+    ) -> DecodingParams:
+        """Sampling parameters; ``max_tokens`` None is all that fits. Raises ServingError when it cannot fit."""
+        room = self._max_model_len - prompt_len
         if max_tokens is not None and max_tokens > room:
             raise ServingError(
-                f"This model's maximum context length is {self._max_len} tokens. However, you requested "
+                f"This model's maximum context length is {self._max_model_len} tokens. However, you requested "
                 f"{max_tokens + prompt_len} tokens ({prompt_len} in the messages, {max_tokens} in the completion). "
                 "Please reduce the length of the messages or completion.",
                 param="max_tokens",
             )
-        return SamplingParams(
+        return DecodingParams(
             temperature=1.0 if request.temperature is None else request.temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
             top_k=max(request.top_k or 0, 0),

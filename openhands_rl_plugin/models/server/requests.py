@@ -1,5 +1,7 @@
 """Bodies that the server accepts: OpenAI's fields and vLLM's extensions. Unknown fields are ignored, as vLLM does."""
 
+from __future__ import annotations
+
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
@@ -22,7 +24,7 @@ class StreamOptions(Body):
 
 
 class FunctionCall(Body):
-    """A call in an assistant message of the history; `arguments` is JSON text."""
+    """A call in an assistant message of the history; ``arguments`` is JSON text."""
 
     name: str
     arguments: str = "{}"
@@ -77,7 +79,7 @@ class Tool(Body):
     function: FunctionDefinition
 
 
-class Sampling(Body):
+class SamplingFields(Body):
     """Sampling fields that chat and text completions share."""
 
     model: str | None = None
@@ -110,7 +112,7 @@ class Sampling(Body):
         return (self.stop,) if isinstance(self.stop, str) else self.stop
 
     @model_validator(mode="after")
-    def _refuse_what_would_be_ignored(self) -> "Sampling":
+    def _refuse_what_would_be_ignored(self) -> SamplingFields:
         neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0}
         for name, value in neutral.items():
             if getattr(self, name) not in (None, value):
@@ -128,7 +130,7 @@ class Sampling(Body):
         return self
 
 
-class ChatRequest(Sampling):
+class ChatCompletionRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
     messages: tuple[ChatMessage, ...] = Field(min_length=1)
@@ -142,7 +144,7 @@ class ChatRequest(Sampling):
     chat_template_kwargs: dict[str, JsonValue] | None = None
 
     @model_validator(mode="after")
-    def _check_chat(self) -> "ChatRequest":
+    def _check_chat(self) -> ChatCompletionRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("when using `top_logprobs`, `logprobs` must be set to true.")
         if self.tool_choice not in (None, "none", "auto"):
@@ -152,8 +154,8 @@ class ChatRequest(Sampling):
         return self
 
 
-class CompletionRequest(Sampling):
-    """POST /v1/completions. `prompt`: one text, several texts, one list of token ids or several."""
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions. ``prompt``: one text, several texts, one list of token ids or several."""
 
     prompt: str | tuple[int, ...] | tuple[str, ...] | tuple[tuple[int, ...], ...]
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -161,7 +163,7 @@ class CompletionRequest(Sampling):
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
-    def _check_completion(self) -> "CompletionRequest":
+    def _check_completion(self) -> CompletionRequest:
         if self.echo:
             raise ValueError("echo is not supported by this server; use prompt_logprobs")
         return self
@@ -187,20 +189,20 @@ class TokenizeRequest(Body):
     chat_template_kwargs: dict[str, JsonValue] | None = None
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> "TokenizeRequest":
+    def _one_of_both(self) -> TokenizeRequest:
         if (self.prompt is None) == (not self.messages):
             raise ValueError("give either prompt or messages")
         return self
 
 
-class LoadAdapterRequest(Body):
+class LoadLoRAAdapterRequest(Body):
     """POST /v1/load_lora_adapter."""
 
     lora_name: str = ""
     lora_path: str = ""
 
 
-class UnloadAdapterRequest(Body):
+class UnloadLoRAAdapterRequest(Body):
     """POST /v1/unload_lora_adapter."""
 
     lora_name: str = ""

@@ -1,5 +1,7 @@
 """Bodies that the server answers with, in OpenAI's shape with vLLM's extensions."""
 
+from __future__ import annotations
+
 import time
 import uuid
 from typing import Literal
@@ -14,7 +16,7 @@ class Answer(BaseModel):
 
 
 def new_id(prefix: str) -> str:
-    """A fresh identifier such as `chatcmpl-...`."""
+    """A fresh identifier such as ``chatcmpl-...``."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
@@ -29,7 +31,7 @@ class PromptTokensDetails(Answer):
     cached_tokens: int
 
 
-class Usage(Answer):
+class UsageInfo(Answer):
     """Token counts of a request, all choices together."""
 
     prompt_tokens: int
@@ -70,7 +72,7 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
 class CalledFunction(Answer):
-    """The function that the model calls; `arguments` is JSON text as the model wrote it."""
+    """The function that the model calls; ``arguments`` is JSON text as the model wrote it."""
 
     name: str
     arguments: str
@@ -90,7 +92,7 @@ class DeltaToolCall(AnsweredToolCall):
     index: int
 
 
-class AnsweredMessage(Answer):
+class AssistantMessage(Answer):
     """The model's message."""
 
     role: Literal["assistant"] = "assistant"
@@ -99,31 +101,31 @@ class AnsweredMessage(Answer):
     tool_calls: list[AnsweredToolCall] | None = None
 
 
-class ChatChoice(Answer):
+class ChatCompletionChoice(Answer):
     """One sampled answer."""
 
     index: int
-    message: AnsweredMessage
+    message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
     stop_reason: str | int | None
     token_ids: list[int] | None
 
 
-class ChatAnswer(Answer):
+class ChatCompletionResponse(Answer):
     """The answer of /v1/chat/completions."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int = Field(default_factory=now)
     model: str
-    choices: list[ChatChoice]
-    usage: Usage
+    choices: list[ChatCompletionChoice]
+    usage: UsageInfo
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
 
 
-class MessageDelta(Answer):
+class DeltaMessage(Answer):
     """What is new in a streamed message."""
 
     role: Literal["assistant"] | None = None
@@ -131,11 +133,11 @@ class MessageDelta(Answer):
     tool_calls: list[DeltaToolCall] | None = None
 
 
-class ChatChunkChoice(Answer):
+class ChatCompletionChunkChoice(Answer):
     """What is new in one streamed choice."""
 
     index: int
-    delta: MessageDelta
+    delta: DeltaMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -147,19 +149,19 @@ class ChatChunkChoice(Answer):
         return {"finish_reason": None} | handler(self)
 
 
-class ChatChunk(Answer):
+class ChatCompletionChunk(Answer):
     """One event of a streamed chat answer."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | None = None
+    choices: list[ChatCompletionChunkChoice]
+    usage: UsageInfo | None = None
     prompt_token_ids: list[int] | None = None
 
 
-class TextLogprobs(Answer):
+class CompletionLogprobs(Answer):
     """The sampled tokens' logprobs in the older form: parallel lists."""
 
     text_offset: list[int]
@@ -168,12 +170,12 @@ class TextLogprobs(Answer):
     top_logprobs: list[dict[str, float]]
 
 
-class TextChoice(Answer):
+class CompletionChoice(Answer):
     """One sampled continuation."""
 
     index: int
     text: str
-    logprobs: TextLogprobs | None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     prompt_logprobs: PromptLogprobs | None = None
@@ -186,18 +188,18 @@ class TextChoice(Answer):
         return {"finish_reason": None} | handler(self)
 
 
-class TextAnswer(Answer):
+class CompletionResponse(Answer):
     """The answer, or one streamed event, of /v1/completions."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int = Field(default_factory=now)
     model: str
-    choices: list[TextChoice]
-    usage: Usage | None = None
+    choices: list[CompletionChoice]
+    usage: UsageInfo | None = None
 
 
-class TokenizeAnswer(Answer):
+class TokenizeResponse(Answer):
     """The answer of /tokenize."""
 
     count: int
@@ -233,7 +235,7 @@ class ErrorInfo(Answer):
     code: int
 
 
-class ErrorAnswer(Answer):
+class ErrorResponse(Answer):
     """The body of every refusal."""
 
     error: ErrorInfo

@@ -1,5 +1,7 @@
 """Run the embedded server: in the foreground, or in a thread beside the caller."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 

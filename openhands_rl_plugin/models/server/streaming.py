@@ -1,53 +1,55 @@
 """Answers as server-sent events, while they are generated."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from openhands_rl_plugin.models.generator.errors import RequestCancelled
-from openhands_rl_plugin.models.generator.sequence import Delta, DeltaSink, Generation, Ticket
+from openhands_rl_plugin.models.generator.sequence import Delta, DeltaCallback, Generation, RequestHandle
 from openhands_rl_plugin.models.server.error_handlers import error_body
 from openhands_rl_plugin.models.server.formatting import Formatter, answered_calls, usage
 from openhands_rl_plugin.models.server.http import SSE_DONE, sse_event
-from openhands_rl_plugin.models.server.requests import ChatRequest, CompletionRequest
+from openhands_rl_plugin.models.server.requests import ChatCompletionRequest, CompletionRequest
 from openhands_rl_plugin.models.server.responses import (
-    ChatChunk,
-    ChatChunkChoice,
+    ChatCompletionChunk,
+    ChatCompletionChunkChoice,
+    CompletionChoice,
+    CompletionResponse,
+    DeltaMessage,
     DeltaToolCall,
-    MessageDelta,
-    TextAnswer,
-    TextChoice,
     new_id,
     now,
 )
-from openhands_rl_plugin.models.server.toolcalls import parse_tool_calls, safe_length
+from openhands_rl_plugin.models.server.tool_calls import parse_tool_calls, safe_length
 
 Event = tuple[int, Delta | Generation | BaseException]
 
 
-class Feed:
+class DeltaQueue:
     """Carries the deltas and results of several tickets from the generator's thread into the event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Event] = asyncio.Queue()
 
-    def sink(self, index: int) -> DeltaSink:
-        """What to pass to `Generator.submit` as `on_delta` for the choice `index`."""
+    def callback(self, index: int) -> DeltaCallback:
+        """What to pass to ``Generator.submit`` as ``on_delta`` for the choice ``index``."""
         return lambda delta: self._put((index, delta))
 
-    def watch(self, index: int, ticket: Ticket) -> None:
+    def watch(self, index: int, handle: RequestHandle) -> None:
         """Have the end of a ticket come through the feed, after its last delta."""
 
-        def ended(future: "Future[Generation]") -> None:
+        def ended(future: Future[Generation]) -> None:
             error = future.exception()
             self._put((index, future.result() if error is None else error))
 
-        ticket.future.add_done_callback(ended)
+        handle.future.add_done_callback(ended)
 
     async def events(self, count: int) -> AsyncIterator[tuple[int, Delta | Generation]]:
-        """Everything of `count` choices, until the last has ended. Raises the first error of any of them."""
+        """Everything of ``count`` choices, until the last has ended. Raises the first error of any of them."""
         while count:
             index, event = await self._queue.get()
             if isinstance(event, BaseException):
@@ -70,7 +72,7 @@ class _Choice:
     sent: int = 0
 
     def add(self, text: str) -> str:
-        """The content that may be sent after `text` more of it."""
+        """The content that may be sent after ``text`` more of it."""
         self.whole += text
         stop = safe_length(self.whole) if self.tools else len(self.whole)
         fresh = self.whole[self.sent : stop]
@@ -87,68 +89,79 @@ class _Choice:
 
 
 async def chat_events(
-    feed: Feed, request: ChatRequest, model: str, prompt_ids: Sequence[int], formatter: Formatter, count: int
+    queue: DeltaQueue,
+    request: ChatCompletionRequest,
+    model: str,
+    prompt_ids: Sequence[int],
+    formatter: Formatter,
+    count: int,
 ) -> AsyncIterator[str]:
-    """The events of a chat answer with `count` choices, up to and including `[DONE]`."""
+    """The events of a chat answer with ``count`` choices, up to and including ``[DONE]``."""
     identifier, created = new_id("chatcmpl"), now()
     tools = bool(request.tools) and request.tool_choice != "none"
     choices = [_Choice(tools) for _ in range(count)]
     finished: dict[int, Generation] = {}
 
-    def chunk(choice: ChatChunkChoice, *, first: bool = False) -> str:
+    def chunk(choice: ChatCompletionChunkChoice, *, first: bool = False) -> str:
         ids = list(prompt_ids) if first and request.return_token_ids else None
-        return sse_event(ChatChunk(id=identifier, created=created, model=model, choices=[choice], prompt_token_ids=ids))
+        return sse_event(
+            ChatCompletionChunk(id=identifier, created=created, model=model, choices=[choice], prompt_token_ids=ids)
+        )
 
     for index in range(count):
-        yield chunk(ChatChunkChoice(index=index, delta=MessageDelta(role="assistant", content="")), first=index == 0)
-    async for index, event in feed.events(count):
+        yield chunk(
+            ChatCompletionChunkChoice(index=index, delta=DeltaMessage(role="assistant", content="")), first=index == 0
+        )
+    async for index, event in queue.events(count):
         if isinstance(event, Delta):
             yield chunk(_chat_delta(index, choices[index].add(event.text), event, request, formatter))
         else:
             finished[index] = event
             text, calls = choices[index].rest()
             yield chunk(
-                ChatChunkChoice(
+                ChatCompletionChunkChoice(
                     index=index,
-                    delta=MessageDelta(content=text or None, tool_calls=calls or None),
+                    delta=DeltaMessage(content=text or None, tool_calls=calls or None),
                     finish_reason="tool_calls" if calls else event.finish_reason,
                     stop_reason=event.stop_reason,
                 )
             )
     if request.stream_options and request.stream_options.include_usage:
         counts = usage([finished[i] for i in range(count)], count)
-        yield sse_event(ChatChunk(id=identifier, created=created, model=model, choices=[], usage=counts))
+        yield sse_event(ChatCompletionChunk(id=identifier, created=created, model=model, choices=[], usage=counts))
     yield SSE_DONE
 
 
-def _chat_delta(index: int, text: str, delta: Delta, request: ChatRequest, formatter: Formatter) -> ChatChunkChoice:
-    return ChatChunkChoice(
+def _chat_delta(
+    index: int, text: str, delta: Delta, request: ChatCompletionRequest, formatter: Formatter
+) -> ChatCompletionChunkChoice:
+    return ChatCompletionChunkChoice(
         index=index,
-        delta=MessageDelta(content=text or None),
+        delta=DeltaMessage(content=text or None),
         logprobs=formatter.chat_logprobs(delta.sampled) if request.logprobs else None,
         token_ids=[one.token for one in delta.sampled] if request.return_token_ids else None,
     )
 
 
 async def text_events(
-    feed: Feed,
+    queue: DeltaQueue,
     request: CompletionRequest,
     model: str,
     prompts: Sequence[Sequence[int]],
     formatter: Formatter,
     count: int,
 ) -> AsyncIterator[str]:
-    """The events of a text completion with `count` choices, up to and including `[DONE]`."""
+    """The events of a text completion with ``count`` choices, up to and including ``[DONE]``."""
     identifier, created = new_id("cmpl"), now()
     per_prompt = count // len(prompts)
     offsets = [0] * count
     finished: dict[int, Generation] = {}
 
-    def chunk(choice: TextChoice) -> str:
-        return sse_event(TextAnswer(id=identifier, created=created, model=model, choices=[choice]))
+    def chunk(choice: CompletionChoice) -> str:
+        return sse_event(CompletionResponse(id=identifier, created=created, model=model, choices=[choice]))
 
     started: set[int] = set()
-    async for index, event in feed.events(count):
+    async for index, event in queue.events(count):
         if isinstance(event, Delta):
             ids = None
             if request.return_token_ids and index not in started:
@@ -156,7 +169,7 @@ async def text_events(
             started.add(index)
             wanted = request.logprobs is not None
             yield chunk(
-                TextChoice(
+                CompletionChoice(
                     index=index,
                     text=event.text,
                     logprobs=formatter.text_logprobs(event.sampled, offsets[index]) if wanted else None,
@@ -168,16 +181,16 @@ async def text_events(
         else:
             finished[index] = event
             yield chunk(
-                TextChoice(index=index, text="", finish_reason=event.finish_reason, stop_reason=event.stop_reason)
+                CompletionChoice(index=index, text="", finish_reason=event.finish_reason, stop_reason=event.stop_reason)
             )
     if request.stream_options and request.stream_options.include_usage:
         counts = usage([finished[i] for i in range(count)], per_prompt)
-        yield sse_event(TextAnswer(id=identifier, created=created, model=model, choices=[], usage=counts))
+        yield sse_event(CompletionResponse(id=identifier, created=created, model=model, choices=[], usage=counts))
     yield SSE_DONE
 
 
 async def cancelling(events: AsyncIterator[str], cancel: Callable[[], None]) -> AsyncIterator[str]:
-    """`events`, with `cancel` called when the reader goes away; ends with an error event when the server stops."""
+    """``events``, with ``cancel`` called when the reader goes away; ends with an error event when the server stops."""
     try:
         async for event in events:
             yield event

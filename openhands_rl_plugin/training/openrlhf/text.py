@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from openhands_rl_plugin.core.errors import ModelError
 from openhands_rl_plugin.core.messages import to_wire
 from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
-from openhands_rl_plugin.models.server.toolcalls import ParsedText, parse_tool_calls
+from openhands_rl_plugin.models.server.tool_calls import ParsedText, parse_tool_calls
 
 _STAND_IN = "STAND-IN-FOR-WHAT-WAS-SAMPLED"
 

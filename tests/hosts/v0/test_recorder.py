@@ -19,7 +19,7 @@ from scripted_model import EMPTY, LOGPROB, ScriptedModel, message_ids, prompt_id
 from openhands_rl_plugin.core.types import Tokens
 from openhands_rl_plugin.hosts.shared.token_interceptor import TokenInterceptor
 from openhands_rl_plugin.hosts.v0.recorder import CallLog, RecordedCompletion, record_completions, recording
-from openhands_rl_plugin.models.gateway.idtext import KnownContexts
+from openhands_rl_plugin.models.gateway.token_id_text import ContextCache
 
 MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
 
@@ -125,13 +125,13 @@ def test_litellm_gets_the_answer_without_its_arrays():
     entry = {"token": "x", "logprob": -0.5, "bytes": None, "top_logprobs": []}
     choice = {"index": 0, "message": {"role": "assistant", "content": "Hi"}, "finish_reason": "stop"}
     sent = {"id": "1", "choices": [{**choice, "logprobs": {"content": [entry]}, "token_ids": [7]}], "object": "o"}
-    interceptor = TokenInterceptor(KnownContexts())
+    interceptor = TokenInterceptor(ContextCache())
     left = json.loads(interceptor.take(json.dumps({**sent, "prompt_token_ids": [5, 6]}).encode()))
     assert left == {"id": "1", "choices": [{**choice, "logprobs": None}], "object": "o"}
     assert interceptor.tokens == Tokens(prompt_ids=(5, 6), sampled_ids=(7,), logprobs=(-0.5,))
     odd = [{**sent, "prompt_token_ids": ids} for ids in ([1.5], ["a"], [-1], [2**40], None, "12")]
     for body in (b"<html>", b'{"choices": []}', *(json.dumps(each).encode() for each in odd)):
-        interceptor = TokenInterceptor(KnownContexts())
+        interceptor = TokenInterceptor(ContextCache())
         assert interceptor.take(body) == body and interceptor.tokens is None
 
 

@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from openhands_rl_plugin.models.generator.errors import ServingError
 from openhands_rl_plugin.models.generator.generator import Generator
-from openhands_rl_plugin.models.generator.sampling import SamplingParams
+from openhands_rl_plugin.models.generator.sampling import DecodingParams
 
 BASE = "tiny-base"
 
@@ -99,7 +99,7 @@ class SGLangDouble:
         if body["lora_path"] not in self.adapters:
             return JSONResponse({"error": {"message": "The following requested LoRA adapters are not loaded"}}, 400)
         assert body["return_logprob"] is True and body["logprob_start_len"] == 0
-        params = SamplingParams(
+        params = DecodingParams(
             temperature=0.0, max_tokens=body["sampling_params"]["max_new_tokens"], prompt_logprobs=0
         )
         ids = tuple(body["input_ids"])

@@ -24,7 +24,7 @@ from openhands_rl_plugin.models.adapters.servers import ServerKind
 from openhands_rl_plugin.models.adapters.store import PROBE, WEIGHTS, AdapterStore
 from openhands_rl_plugin.models.generator.config import GeneratorConfig, ServerConfig
 from openhands_rl_plugin.models.generator.generator import Generator
-from openhands_rl_plugin.models.generator.sampling import SamplingParams
+from openhands_rl_plugin.models.generator.sampling import DecodingParams
 from openhands_rl_plugin.models.server.server import running_server
 
 CANARY = tuple(range(2, 40))
@@ -83,7 +83,7 @@ def canary(reference: Generator, adapter: Adapter, moved: float = 0.0) -> Probe:
     name = f"{adapter.name}-{adapter.sha256[:12]}"
     if name not in {each.name for each in reference.adapters}:
         reference.load_adapter(name, Path(adapter.path))
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    params = DecodingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     prompt = reference.generate(CANARY, params, adapter=name).prompt or ()
     logprobs = tuple(each.logprob + moved for each in prompt[1:] if each is not None)
     return Probe(token_ids=CANARY, logprobs=logprobs, max_difference=0.01)

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.errors import StartError
 from openhands_rl_plugin.models.generator.generator import Generator
-from openhands_rl_plugin.models.generator.sampling import SamplingParams
-from openhands_rl_plugin.models.generator.sequence import FinishReason, Generation, Ticket
-from openhands_rl_plugin.models.generator.slots import SlotStore
+from openhands_rl_plugin.models.generator.kv_cache import KVCache
+from openhands_rl_plugin.models.generator.sampling import DecodingParams
+from openhands_rl_plugin.models.generator.sequence import FinishReason, Generation, RequestHandle
 
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+GREEDY = DecodingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:
@@ -128,15 +128,15 @@ def test_the_cache_keeps_to_its_bound(tiny_model: Path) -> None:
     config = GeneratorConfig(model=str(tiny_model), dtype="float32", threads=1, cache_bytes=3 * 16 * 512)
     with Generator(config) as generator:
         for salt in range(4):
-            generator.generate(prompt(40, salt), SamplingParams(max_tokens=1))
-        latest = generator.generate(prompt(40, 3), SamplingParams(max_tokens=1))
-        oldest = generator.generate(prompt(40, 0), SamplingParams(max_tokens=1))
+            generator.generate(prompt(40, salt), DecodingParams(max_tokens=1))
+        latest = generator.generate(prompt(40, 3), DecodingParams(max_tokens=1))
+        oldest = generator.generate(prompt(40, 0), DecodingParams(max_tokens=1))
     assert latest.cached_tokens == 32
     assert oldest.cached_tokens == 0
 
 
 def test_a_seed_fixes_the_answer_in_any_batch(generator: Generator) -> None:
-    params = SamplingParams(temperature=1.3, top_p=0.95, max_tokens=20, seed=5, ignore_eos=True)
+    params = DecodingParams(temperature=1.3, top_p=0.95, max_tokens=20, seed=5, ignore_eos=True)
     alone = generator.generate(prompt(30), params)
     tickets = [generator.submit(prompt(30, i), params.with_seed(i), adapter=["a", None][i % 2]) for i in range(6)]
     again = generator.submit(prompt(30), params)
@@ -146,7 +146,7 @@ def test_a_seed_fixes_the_answer_in_any_batch(generator: Generator) -> None:
 
 
 def test_logprobs_are_of_the_models_own_distribution(generator: Generator, tiny_model: Path) -> None:
-    params = SamplingParams(temperature=2, top_k=5, top_p=0.9, max_tokens=6, seed=3, top_logprobs=3, ignore_eos=True)
+    params = DecodingParams(temperature=2, top_k=5, top_p=0.9, max_tokens=6, seed=3, top_logprobs=3, ignore_eos=True)
     answer = generator.generate(prompt(10), params)
     plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     with torch.inference_mode():
@@ -162,7 +162,7 @@ def test_logprobs_are_of_the_models_own_distribution(generator: Generator, tiny_
 
 def test_prompt_logprobs(generator: Generator, tiny_model: Path) -> None:
     ids = prompt(150)
-    answer = generator.generate(ids, SamplingParams(max_tokens=1, prompt_logprobs=1))
+    answer = generator.generate(ids, DecodingParams(max_tokens=1, prompt_logprobs=1))
     plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     with torch.inference_mode():
         expected = plain(torch.tensor([ids])).logits[0].float().log_softmax(-1)
@@ -176,10 +176,10 @@ def test_prompt_logprobs(generator: Generator, tiny_model: Path) -> None:
 
 
 def test_stop_strings_are_cut_and_their_tokens_reported(generator: Generator) -> None:
-    whole = generator.generate(prompt(25), SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    whole = generator.generate(prompt(25), DecodingParams(temperature=0, max_tokens=30, ignore_eos=True))
     stop = whole.text[6:9]
     deltas: list[str] = []
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop=(stop, "never there"))
+    params = DecodingParams(temperature=0, max_tokens=30, ignore_eos=True, stop=(stop, "never there"))
     ticket = generator.submit(prompt(25), params, on_delta=lambda delta: deltas.append(delta.text))
     answer = ticket.future.result()
     assert answer.text == whole.text[: whole.text.index(stop)]
@@ -191,20 +191,20 @@ def test_stop_strings_are_cut_and_their_tokens_reported(generator: Generator) ->
 def test_stop_tokens(generator: Generator) -> None:
     whole = generator.generate(prompt(25), GREEDY)
     stop = whole.token_ids[5]
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop_token_ids=(stop,))
+    params = DecodingParams(temperature=0, max_tokens=30, ignore_eos=True, stop_token_ids=(stop,))
     answer = generator.generate(prompt(25), params)
     assert answer.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
     assert answer.stop_reason == stop
 
 
 def test_answers_end_where_the_context_ends(generator: Generator) -> None:
-    answer = generator.generate(prompt(500), SamplingParams(max_tokens=100, ignore_eos=True))
+    answer = generator.generate(prompt(500), DecodingParams(max_tokens=100, ignore_eos=True))
     assert len(answer.token_ids) == 12
     assert answer.finish_reason is FinishReason.LENGTH
 
 
 def test_bfloat16_stays_near_float32(tiny_model: Path, generator: Generator) -> None:
-    params = SamplingParams(temperature=0, max_tokens=1)
+    params = DecodingParams(temperature=0, max_tokens=1)
     with Generator(GeneratorConfig(model=str(tiny_model), dtype="bfloat16", threads=1)) as half:
         one, other = half.generate(prompt(60), params), generator.generate(prompt(60), params)
     assert one.logprobs == pytest.approx(other.logprobs, abs=0.3)
@@ -214,7 +214,7 @@ def test_the_memory_of_the_slots_bounds_the_context(tiny_model: Path) -> None:
     # 2 layers x 256 slots x 2 heads x 16 x (4 + 4) bytes = 128 KiB for each token of all slots.
     config = GeneratorConfig(model=str(tiny_model), dtype="float32", threads=1, max_batch=256, kv_bytes=16 * 2**20)
     with Generator(config) as generator:
-        assert generator.max_len == 128
+        assert generator.max_model_len == 128
     with pytest.raises(StartError, match="raise it"):
         Generator(config.model_copy(update={"kv_bytes": 2**20}))
 
@@ -237,7 +237,7 @@ def test_a_server_that_nobody_asks_gives_the_memory_of_sequences_back(tiny_model
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_slots_take_memory_where_they_are_written(dtype: torch.dtype) -> None:
     before = resident_bytes()
-    store = SlotStore(layers=8, slots=64, kv_heads=4, head_dim=64, dtype=dtype, device=torch.device("cpu"))
+    store = KVCache(layers=8, slots=64, kv_heads=4, head_dim=64, dtype=dtype, device=torch.device("cpu"))
     store.ensure(1024)
     whole = store.bytes_per_token * store.capacity
     assert whole > 500_000_000 and resident_bytes() - before < whole / 10
@@ -250,12 +250,12 @@ def test_slots_take_memory_where_they_are_written(dtype: torch.dtype) -> None:
 
 def test_the_number_of_threads_changes_nothing_but_the_pace(tiny_model: Path, generator: Generator) -> None:
     with Generator(GeneratorConfig(model=str(tiny_model), dtype="float32", threads=2)) as other:
-        params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        params = DecodingParams(temperature=0, max_tokens=100, ignore_eos=True)
         one, two = generator.generate(prompt(33), params), other.generate(prompt(33), params)
     assert one.token_ids == two.token_ids and len(one.token_ids) == 100
     assert one.logprobs == pytest.approx(two.logprobs, abs=1e-4)
 
 
 def test_somebody_who_stops_waiting_does_not_cancel_the_future_below_the_scheduler() -> None:
-    ticket = Ticket(Future())
+    ticket = RequestHandle(Future())
     assert not ticket.future.cancel() and not ticket.future.cancelled()

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from openhands_rl_plugin.models.generator.sampling import SamplingParams, new_random, observe, sample
+from openhands_rl_plugin.models.generator.sampling import DecodingParams, new_rng, sample, score_tokens
 
 DRAWS = 4000
 
 
-def frequencies(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    random = new_random(0)
+def frequencies(logits: torch.Tensor, params: DecodingParams) -> torch.Tensor:
+    random = new_rng(0)
     rows = sample(logits.expand(DRAWS, -1), [params] * DRAWS, [random] * DRAWS)
     return torch.bincount(torch.tensor([row.token for row in rows]), minlength=len(logits)) / DRAWS
 
@@ -18,20 +18,20 @@ def frequencies(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 def test_temperature(temperature: float) -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -30.0])
     expected = (logits / temperature).softmax(-1)
-    assert frequencies(logits, SamplingParams(temperature=temperature)) == pytest.approx(expected, abs=0.03)
+    assert frequencies(logits, DecodingParams(temperature=temperature)) == pytest.approx(expected, abs=0.03)
 
 
 @pytest.mark.parametrize(
     ("params", "kept"),
     [
-        (SamplingParams(top_k=2), 2),
-        (SamplingParams(top_p=0.8), 3),
-        (SamplingParams(top_p=1e-6), 1),
-        (SamplingParams(top_k=3, top_p=0.5), 2),
-        (SamplingParams(top_k=100, top_p=0.999999), 5),
+        (DecodingParams(top_k=2), 2),
+        (DecodingParams(top_p=0.8), 3),
+        (DecodingParams(top_p=1e-6), 1),
+        (DecodingParams(top_k=3, top_p=0.5), 2),
+        (DecodingParams(top_k=100, top_p=0.999999), 5),
     ],
 )
-def test_top_k_and_top_p(params: SamplingParams, kept: int) -> None:
+def test_top_k_and_top_p(params: DecodingParams, kept: int) -> None:
     probabilities = torch.tensor([0.3, 0.1, 0.4, 0.15, 0.05])
     order = probabilities.argsort(descending=True)[:kept]
     expected = torch.zeros(5)
@@ -41,15 +41,15 @@ def test_top_k_and_top_p(params: SamplingParams, kept: int) -> None:
 
 def test_a_flat_nucleus_wider_than_the_first_candidates() -> None:
     logits = torch.linspace(0, -1e-3, 6000)
-    random, params = new_random(0), SamplingParams(top_p=0.5)
+    random, params = new_rng(0), DecodingParams(top_p=0.5)
     drawn = {row.token for row in sample(logits.expand(DRAWS, -1), [params] * DRAWS, [random] * DRAWS)}
     assert len(drawn) > 1000 and max(drawn) < 3010
 
 
 def test_rows_keep_their_own_parameters() -> None:
     logits = torch.tensor([0.0, 3.0, 1.0])
-    params = [SamplingParams(temperature=0), SamplingParams(top_k=1), SamplingParams(temperature=5, seed=1)]
-    rows = sample(logits.expand(3, -1), params, [new_random(p.seed) for p in params])
+    params = [DecodingParams(temperature=0), DecodingParams(top_k=1), DecodingParams(temperature=5, seed=1)]
+    rows = sample(logits.expand(3, -1), params, [new_rng(p.seed) for p in params])
     assert [rows[0].token, rows[1].token] == [1, 1]
     expected = logits.log_softmax(-1)
     assert [row.logprob for row in rows] == pytest.approx([float(expected[row.token]) for row in rows], abs=1e-5)
@@ -57,7 +57,7 @@ def test_rows_keep_their_own_parameters() -> None:
 
 def test_observe_gives_ranks() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, 3.0, 1.0]])
-    first, second = observe(logits, [0, 1], 2)
+    first, second = score_tokens(logits, [0, 1], 2)
     assert (first.rank, second.rank) == (3, 1)
     assert [token for token, _ in first.top] == [1, 2]
     assert second.logprob == pytest.approx(float(logits[0].log_softmax(-1)[1]))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_model import write_adapter, write_model
 
 from openhands_rl_plugin.models.generator.generator import Generator
-from openhands_rl_plugin.models.generator.sampling import SamplingParams
+from openhands_rl_plugin.models.generator.sampling import DecodingParams
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_the_number_of_adapters_is_bounded(http: httpx.Client, adapter_a: Path) 
 
 
 def test_requests_in_flight_finish_on_their_version(generator: Generator, adapter_a: Path, adapter_b: Path) -> None:
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    params = DecodingParams(temperature=0, max_tokens=60, ignore_eos=True)
     expected = generator.generate([5, 6, 7], params, adapter="a")
     generator.load_adapter("same-name", adapter_a)
     ticket = generator.submit([5, 6, 7], params, adapter="same-name")

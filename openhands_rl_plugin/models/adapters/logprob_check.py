@@ -15,14 +15,14 @@ from typing import NamedTuple
 from openhands_rl_plugin.core.errors import PublishError
 from openhands_rl_plugin.core.types import Probe
 
-_SURE = 3.0
+_STANDARD_ERRORS = 3.0
 """Standard errors: how surely a server must be nearer to the version before to be refused."""
 
-_SAME = 1e-3
+_SAME_VERSION = 1e-3
 """Nats on average: versions that the trainer itself finds nearer than this cannot be told apart."""
 
 
-class Former(NamedTuple):
+class PreviousVersion(NamedTuple):
     """The version that was in use before: its name, and the same canary's logprobs by the trainer and by this server.
 
     The latter are ``None`` where they are not known. Against them, what the server always computes otherwise than the
@@ -34,39 +34,38 @@ class Former(NamedTuple):
     served: Sequence[float] | None = None
 
 
-def check_fresh(name: str, served: Sequence[float], canary: Probe, former: Former | None) -> float:
+def check_served_logprobs(name: str, served: Sequence[float], probe: Probe, previous: PreviousVersion | None) -> float:
     """The mean absolute difference from the trainer's logprobs, in nats.
 
-    Raises ``PublishError`` when it is above the canary's bound, and when the server has surely stayed where ``former``
-    was.
+    Raises ``PublishError`` when it is above the probe's bound, or when the server still serves ``previous``.
     """
-    difference = _mean_distance(served, canary.logprobs)
-    if not difference <= canary.max_difference:
+    difference = _mean_distance(served, probe.logprobs)
+    if not difference <= probe.max_difference:
         raise PublishError(
             f"{name} was refused: the server's logprobs differ from the trainer's by {difference:.4f} nats on average, "
-            f"the bound is {canary.max_difference:.4f}; the version in use stays. Does the server serve the base model "
+            f"the bound is {probe.max_difference:.4f}; the version in use stays. Does the server serve the base model "
             "that was trained?"
         )
-    if former is not None and _stayed(served, canary.logprobs, former):
+    if previous is not None and _unchanged(served, probe.logprobs, previous):
         raise PublishError(
-            f"{name} was refused: the server took it, but goes on answering as {former.name} did; the version in use "
+            f"{name} was refused: the server took it, but goes on answering as {previous.name} did; the version in use "
             "stays. Does it keep answers of a name, or fall back on another adapter? If nothing else helps, start it "
             "again"
         )
     return difference
 
 
-def _stayed(served: Sequence[float], trained: Sequence[float], former: Former) -> bool:
+def _unchanged(served: Sequence[float], trained: Sequence[float], previous: PreviousVersion) -> bool:
     """Whether the server moved less than half of the trainer's way, by more than chance explains."""
-    moved = [new - old for new, old in zip(trained, former.trained, strict=True)]
-    if _mean_distance(trained, former.trained) < _SAME:
+    moved = [new - old for new, old in zip(trained, previous.trained, strict=True)]
+    if _mean_distance(trained, previous.trained) < _SAME_VERSION:
         return False
-    start = former.trained if former.served is None else former.served
+    start = previous.trained if previous.served is None else previous.served
     seen = [new - old for new, old in zip(served, start, strict=True)]
     length = math.sqrt(sum(each * each for each in moved))
     along = sum(a * b for a, b in zip(seen, moved, strict=True)) / length
     noise = min(sum(each * each for each in seen), sum((a - b) ** 2 for a, b in zip(seen, moved, strict=True)))
-    return 0.5 * length - along > _SURE * math.sqrt(noise / len(seen))
+    return 0.5 * length - along > _STANDARD_ERRORS * math.sqrt(noise / len(seen))
 
 
 def _mean_distance(some: Sequence[float], others: Sequence[float]) -> float:

@@ -11,14 +11,14 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.types import JsonObject, Message, Usage
-from openhands_rl_plugin.models.gateway.arrays import PROMPT_IDS, SAMPLED_IDS, Cut, cut
-from openhands_rl_plugin.models.gateway.calls import ChatCall, Unrecordable
-from openhands_rl_plugin.models.gateway.idtext import Ids, canonical, ids_of, text_of
-from openhands_rl_plugin.models.gateway.jsontext import Json, read_object, write
+from openhands_rl_plugin.models.gateway.id_arrays import PROMPT_IDS, SAMPLED_IDS, StrippedBody, strip_id_arrays
+from openhands_rl_plugin.models.gateway.json_text import Json, dump_object, parse_object
+from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecordable
+from openhands_rl_plugin.models.gateway.token_id_text import TokenIds, canonical, ids_of, text_of
 
 _IDS = (PROMPT_IDS, SAMPLED_IDS)
 _ELSEWHERE = "provider_specific_fields"  # where litellm puts what OpenAI's format has no place for
-_TOLD_ELSEWHERE = frozenset({"choices", "object", "model", *_IDS})
+_RECORDED_ELSEWHERE = frozenset({"choices", "object", "model", *_IDS})
 _IN_MESSAGE = ("role", "content", "tool_calls", _ELSEWHERE)
 
 
@@ -47,7 +47,7 @@ _ANSWER = TypeAdapter(_Answer)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RecordedChoice:
     """One sampled answer. ``prompt`` is the inside of the array of the prompt's ids; ``None``: the server gave no ids.
 
     ``logprobs`` has one for each of ``sampled``, or none. ``extra`` is what the server said beside the message, such
@@ -57,27 +57,27 @@ class Choice:
     message: Message
     finish_reason: str | None
     prompt: bytes | None
-    sampled: Ids
+    sampled: TokenIds
     logprobs: list[float]
     extra: JsonObject
 
 
-class ChatAnswer:
+class UpstreamResponse:
     """A chat completion as the model server sent it."""
 
     def __init__(self, body: bytes) -> None:
         """Raises ``Unrecordable`` when ``body`` is no chat completion."""
         self._body = body
-        self._cut = cut(body)
+        self._cut = strip_id_arrays(body)
         document = _read(self._cut.rest)
         if document is not None and len(self._cut.texts) > sum(map(self._is_array, _arrays(document))):
             # An array of that name was cut in a place that nobody knows.
-            self._cut, document = Cut(body), _read(body)
+            self._cut, document = StrippedBody(body), _read(body)
         choices = document.get("choices") if document is not None else None
         if document is None or not isinstance(choices, list) or not choices:
             raise Unrecordable("the answer is no chat completion")
         self.document: Json = document
-        self.choices: Sequence[Choice] = [self._choice(each) for each in choices]
+        self.choices: Sequence[RecordedChoice] = [self._choice(each) for each in choices]
 
     @property
     def model(self) -> str:
@@ -87,7 +87,7 @@ class ChatAnswer:
     @property
     def about(self) -> JsonObject:
         """What the answer says beside its choices: id, time, usage and whatever else the server adds."""
-        about = {name: value for name, value in self.document.items() if name not in _TOLD_ELSEWHERE and value}
+        about = {name: value for name, value in self.document.items() if name not in _RECORDED_ELSEWHERE and value}
         if isinstance(fields := about.get(_ELSEWHERE), dict):
             about[_ELSEWHERE] = {name: value for name, value in fields.items() if name not in _IDS}
         return about
@@ -105,29 +105,29 @@ class ChatAnswer:
             calls=1,
         )
 
-    def seen_by(self, call: ChatCall) -> Json:
+    def for_client(self, call: ClientRequest) -> Json:
         """The answer as if the client had talked to the server itself, with marks in place of ids."""
         ids, logprobs = call.wants("return_token_ids"), call.wants("logprobs")
         # What was read for the recorder lacks most of the logprobs' objects.
-        document = (read_object(self._cut.rest) if logprobs else None) or self.document
+        document = (parse_object(self._cut.rest) if logprobs else None) or self.document
         answer = document if ids else _without_ids(document)
         return answer if logprobs else _without_logprobs(answer)
 
-    def body_for(self, call: ChatCall) -> bytes:
-        """``seen_by`` as the body of a response."""
+    def body_for(self, call: ClientRequest) -> bytes:
+        """``for_client`` as the body of a response."""
         if call.wants("return_token_ids") and call.wants("logprobs"):
             return self._body
-        return self.whole(write(self.seen_by(call)))
+        return self.restore_ids(dump_object(self.for_client(call)))
 
     def plain_body(self) -> bytes:
         """The answer as a body without token ids and logprobs."""
-        return self.whole(write(_without_logprobs(_without_ids(self.document))))
+        return self.restore_ids(dump_object(_without_logprobs(_without_ids(self.document))))
 
-    def whole(self, written: bytes) -> bytes:
-        """Put the ids back into a part of ``seen_by``."""
+    def restore_ids(self, written: bytes) -> bytes:
+        """Put the ids back into a part of ``for_client``."""
         return self._cut.paste(written)
 
-    def _choice(self, choice: Any) -> Choice:
+    def _choice(self, choice: Any) -> RecordedChoice:
         if not isinstance(choice, dict) or not isinstance(message := choice.get("message"), dict):
             raise Unrecordable("a choice of the answer has no message")
         try:
@@ -138,11 +138,11 @@ class ChatAnswer:
         prompt = next((text for place in places if (text := self._inside(place.get(PROMPT_IDS))) is not None), None)
         sampled = next((ids for place in places if (ids := self._ids(place.get(SAMPLED_IDS))) is not None), None)
         reason = choice.get("finish_reason")
-        return Choice(
+        return RecordedChoice(
             message=said,
             finish_reason=reason if isinstance(reason, str) else None,
             prompt=prompt if sampled is not None else None,
-            sampled=sampled or Ids(b"", []),
+            sampled=sampled or TokenIds(b"", []),
             logprobs=_logprobs(choice, len(sampled.numbers) if sampled is not None else 0),
             extra={name: value for name, value in message.items() if name not in _IN_MESSAGE and value},
         )
@@ -154,19 +154,19 @@ class ChatAnswer:
         """The inside of the array that stands where ids do; ``None`` when it is no array."""
         return text_of(value)[:-1] if isinstance(value, list) else self._cut.inside(value)
 
-    def _ids(self, value: object) -> Ids | None:
+    def _ids(self, value: object) -> TokenIds | None:
         if (inside := self._inside(value)) is None:
             return None
         text = canonical(inside)
         numbers = ids_of(text)
-        return Ids(text, numbers) if numbers is not None else None
+        return TokenIds(text, numbers) if numbers is not None else None
 
 
 def _read(text: bytes) -> Json | None:
     try:
         return dict(_ANSWER.validate_json(text))
     except ValidationError:
-        return read_object(text)
+        return parse_object(text)
 
 
 def _arrays(document: Json) -> Iterator[object]:

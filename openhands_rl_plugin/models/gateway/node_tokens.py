@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Tokens
-from openhands_rl_plugin.models.gateway.idtext import Ids, ids_of, text_of
+from openhands_rl_plugin.models.gateway.token_id_text import TokenIds, ids_of, text_of
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TokenSegment:
     """The canonical text of a sampled node's prompt delta and sampled ids; ``extends`` as in ``Tokens``."""
 
     extends: bool
     text: bytes
 
 
-class Contexts:
+class NodeTokens:
     """Token ids by node, as text. Holds seven bytes or so a token, each once.
 
     It takes the place of the ids in the tree, whose nodes lose them as soon as they are stored.
@@ -25,16 +25,16 @@ class Contexts:
 
     def __init__(self, tree: EpisodeTree) -> None:
         self._tree = tree
-        self._pieces: dict[int, Piece] = {}
+        self._pieces: dict[int, TokenSegment] = {}
         for index, node in enumerate(tree.nodes):
             if (tokens := node.tokens) is not None:
                 text = text_of(tokens.prompt_ids + tokens.sampled_ids)
-                self._pieces[index] = Piece(tokens.extends, text)
+                self._pieces[index] = TokenSegment(tokens.extends, text)
                 node.tokens = None
 
     def read(
-        self, parent: int | None, prompt: bytes, sampled: Ids, logprobs: list[float]
-    ) -> tuple[Tokens, Piece] | None:
+        self, parent: int | None, prompt: bytes, sampled: TokenIds, logprobs: list[float]
+    ) -> tuple[Tokens, TokenSegment] | None:
         """What to record of an answer below ``parent`` to a prompt (canonical text), and what to ``note`` for it.
 
         ``None`` when something in the prompt is no token id.
@@ -55,15 +55,15 @@ class Contexts:
         tokens = Tokens.model_construct(
             extends=extends, prompt_ids=tuple(ids), sampled_ids=tuple(sampled.numbers), logprobs=tuple(logprobs)
         )
-        return tokens, Piece(extends, new + sampled.text)
+        return tokens, TokenSegment(extends, new + sampled.text)
 
-    def note(self, node: int, piece: Piece) -> None:
+    def note(self, node: int, piece: TokenSegment) -> None:
         """Remember what ``read`` gave for the node that was made of it."""
         self._pieces[node] = piece
 
-    def _chain(self, node: int | None) -> list[Piece]:
+    def _chain(self, node: int | None) -> list[TokenSegment]:
         """The pieces of the nearest sampled node at or above ``node``, from the start of its segment."""
-        chain: list[Piece] = []
+        chain: list[TokenSegment] = []
         while node is not None:
             piece = self._pieces.get(node)
             if piece is not None:

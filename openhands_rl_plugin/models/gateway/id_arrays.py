@@ -22,7 +22,7 @@ _OPENING = re.compile(rb"\s*:\s*\[")
 Span = tuple[int, int]
 
 
-class Cut(NamedTuple):
+class StrippedBody(NamedTuple):
     """A JSON text without its arrays of ids, and the text inside of each."""
 
     rest: bytes
@@ -40,13 +40,13 @@ class Cut(NamedTuple):
         return _PLACE.sub(lambda place: b"[%s]" % self.texts[int(place[1])], written) if self.texts else written
 
 
-def cut(body: bytes) -> Cut:
+def strip_id_arrays(body: bytes) -> StrippedBody:
     """``body`` with a mark in the place of every array of ids; ``rest`` is JSON if ``body`` is."""
     texts: list[bytes] = []
     # The longest ones first, so that the others need not be looked for in them.
     rest = _without(body, _numbers(body, PROMPT_IDS), texts)
     rest = _without(rest, _numbers(rest, SAMPLED_IDS), texts)
-    return Cut(rest, tuple(texts))
+    return StrippedBody(rest, tuple(texts))
 
 
 def _without(body: bytes, spans: Iterator[Span], texts: list[bytes]) -> bytes:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from openhands_rl_plugin.core.messages import WireMessage, text_of
-from openhands_rl_plugin.models.gateway.jsontext import Json
+from openhands_rl_plugin.models.gateway.json_text import Json
 
 HEADER = "x-litellm-session-id"
 LONGEST = 200

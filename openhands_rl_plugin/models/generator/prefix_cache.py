@@ -1,5 +1,7 @@
 """Re-use of computed keys and values: a tree of fixed-size token blocks per adapter version."""
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -13,17 +15,17 @@ Block = tuple[int, ...]
 @dataclass(eq=False)
 class _Node:
     owner: Hashable
-    parent: "_Node | None" = None
+    parent: _Node | None = None
     tokens: Block = ()
     kv: Tensor | None = None
-    children: "dict[Block, _Node]" = field(default_factory=dict)
+    children: dict[Block, _Node] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class PrefixMatch:
     """What the cache knows of a prompt.
 
-    `blocks`: keys and values of its first `len(blocks) * BLOCK_TOKENS` tokens. `missing` identifies the first
+    ``blocks``: keys and values of its first ``len(blocks) * BLOCK_TOKENS`` tokens. ``missing`` identifies the first
     full block that is not there (None when all are), so that two prompts that both need it can be told.
     """
 
@@ -32,7 +34,7 @@ class PrefixMatch:
 
 
 class PrefixCache:
-    """Least recently used blocks go first when `max_bytes` is exceeded. Not thread-safe: one owner."""
+    """Least recently used blocks go first when ``max_bytes`` is exceeded. Not thread-safe: one owner."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -43,7 +45,7 @@ class PrefixCache:
         self._by_age: OrderedDict[_Node, None] = OrderedDict()
 
     def match(self, owner: Hashable, ids: Sequence[int]) -> PrefixMatch:
-        """The longest cached prefix of `ids` (never all of it: the last token must be computed)."""
+        """The longest cached prefix of ``ids`` (never all of it: the last token must be computed)."""
         node = self._roots.get(owner) or _Node(owner)
         found: list[_Node] = []
         missing: tuple[Hashable, Block] | None = None
@@ -58,7 +60,7 @@ class PrefixCache:
         return PrefixMatch(tuple(n.kv for n in found if n.kv is not None), missing)
 
     def insert(self, owner: Hashable, ids: Sequence[int], read: Callable[[int, int], Tensor]) -> None:
-        """Add the full blocks of `ids` that are new; `read(start, stop)` copies their keys and values."""
+        """Add the full blocks of ``ids`` that are new; ``read(start, stop)`` copies their keys and values."""
         if not self.max_bytes:
             return
         node = self._roots.setdefault(owner, _Node(owner))

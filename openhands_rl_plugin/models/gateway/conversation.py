@@ -32,10 +32,10 @@ class ClientConversation(HostConversation):
         return super()._child(parent, message)
 
     def _first_replay(self, index: int, message: WireMessage) -> bool:
-        return _alike(message, self._tree.nodes[index].message) and super()._first_replay(index, message)
+        return _same_answer(message, self._tree.nodes[index].message) and super()._first_replay(index, message)
 
 
-def _alike(message: WireMessage, answer: Message) -> bool:
+def _same_answer(message: WireMessage, answer: Message) -> bool:
     """Whether ``message`` can be ``answer`` in another form: cut, stripped of reasoning, with other white space."""
     if answer.tool_calls:
         return True  # told apart by the calls' ids

@@ -10,10 +10,17 @@ from hypothesis import strategies as st
 
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, Message, Tokens
-from openhands_rl_plugin.models.gateway.arrays import PROMPT_IDS, SAMPLED_IDS, Cut, cut
-from openhands_rl_plugin.models.gateway.contexts import Contexts
-from openhands_rl_plugin.models.gateway.idtext import Ids, KnownContexts, KnownPrompts, canonical, ids_of, text_of
-from openhands_rl_plugin.models.gateway.jsontext import read_object, write
+from openhands_rl_plugin.models.gateway.id_arrays import PROMPT_IDS, SAMPLED_IDS, StrippedBody, strip_id_arrays
+from openhands_rl_plugin.models.gateway.json_text import dump_object, parse_object
+from openhands_rl_plugin.models.gateway.node_tokens import NodeTokens
+from openhands_rl_plugin.models.gateway.token_id_text import (
+    ContextCache,
+    PromptIdCache,
+    TokenIds,
+    canonical,
+    ids_of,
+    text_of,
+)
 
 ID = st.integers(0, 2**31 - 1)
 IDS = st.lists(ID, max_size=12)
@@ -36,7 +43,7 @@ FIELDS = st.dictionaries(
 SPACING = st.sampled_from([{"separators": (",", ":")}, {}, {"indent": 2}])
 
 
-def with_ids_back(cut_up: Cut, value: Any) -> Any:
+def with_ids_back(cut_up: StrippedBody, value: Any) -> Any:
     if isinstance(value, dict):
         return {name: with_ids_back(cut_up, item) for name, item in value.items()}
     inside = cut_up.inside(value)
@@ -46,11 +53,11 @@ def with_ids_back(cut_up: Cut, value: Any) -> Any:
 @given(FIELDS, FIELDS, SPACING, st.booleans())
 def test_cutting_loses_nothing_and_cuts_nothing_else(outer: Any, inner: Any, spacing: Any, ascii_only: bool):
     document = {**outer, "inner": inner}
-    cut_up = cut(json.dumps(document, ensure_ascii=ascii_only, **spacing).encode())
-    found = read_object(cut_up.rest)
+    cut_up = strip_id_arrays(json.dumps(document, ensure_ascii=ascii_only, **spacing).encode())
+    found = parse_object(cut_up.rest)
     assert found is not None
     assert with_ids_back(cut_up, found) == document
-    assert json.loads(cut_up.paste(write(found))) == document
+    assert json.loads(cut_up.paste(dump_object(found))) == document
     arrays = [item for fields in (outer, inner) for name, item in fields.items() if name in NAMES and item]
     assert all(item not in arrays or name not in NAMES for name, item in found.items() if is_ids(item))
 
@@ -62,7 +69,7 @@ def is_ids(value: Any) -> bool:
 @given(st.binary(max_size=60), st.sampled_from(NAMES))
 def test_what_is_no_json_can_be_cut_too(noise: bytes, name: str):
     body = noise + b'"%s":[1,2' % name.encode() + noise
-    assert cut(body).paste(cut(body).rest) == body or read_object(body) is None
+    assert strip_id_arrays(body).paste(strip_id_arrays(body).rest) == body or parse_object(body) is None
 
 
 @given(
@@ -84,7 +91,7 @@ def test_text_and_numbers_are_the_same(ids: list[int]):
 
 @given(st.lists(st.tuples(st.integers(0, 3), IDS, st.sampled_from([",", ", ", " , "])), max_size=8), st.integers(1, 4))
 def test_known_prompts_are_read_as_if_they_were_new(prompts: list[tuple[int, list[int], str]], most: int):
-    known, told = KnownPrompts(most), [[]]
+    known, told = PromptIdCache(most), [[]]
     for earlier, new, comma in prompts:
         told.append(told[min(earlier, len(told) - 1)] + new)
         assert known.ids(comma.join(map(str, told[-1])).encode()) == tuple(told[-1])
@@ -97,21 +104,21 @@ def test_known_prompts_are_read_as_if_they_were_new(prompts: list[tuple[int, lis
 )
 def test_known_contexts_are_left_out(answers: list[tuple[int, bool, list[int], list[int], str]], most: int):
     """A prompt goes on from an earlier context or begins anew; either way its ids are those that were sent."""
-    known, made = KnownContexts(most), []
+    known, made = ContextCache(most), []
     for earlier, goes_on, new, sampled, comma in answers:
         after, context = made[earlier % len(made)] if made else (None, [])
         prompt = (context if goes_on else []) + new
-        tokens = known.tokens(comma.join(map(str, prompt)).encode(), Ids(text_of(sampled), sampled), [], after)
+        tokens = known.tokens(comma.join(map(str, prompt)).encode(), TokenIds(text_of(sampled), sampled), [], after)
         assert (tokens is not None and after is not None) or not tokens.extends
         assert (context if tokens.extends else []) + list(tokens.prompt_ids) == prompt
         made.append((tokens, prompt + sampled))
-    assert known.tokens(b"1, x", Ids(b"", []), []) is None
+    assert known.tokens(b"1, x", TokenIds(b"", []), []) is None
 
 
 @given(st.data())
 def test_deltas_are_those_that_a_tree_finds_by_comparing_numbers(data: st.DataObject):
     plain, texts = EpisodeTree(), EpisodeTree()
-    contexts, found = Contexts(texts), []
+    contexts, found = NodeTokens(texts), []
     prompts: list[list[int]] = [[1]]
     answer = Message(role="assistant", content="x")
     for _ in range(data.draw(st.integers(1, 6))):
@@ -120,7 +127,7 @@ def test_deltas_are_those_that_a_tree_finds_by_comparing_numbers(data: st.DataOb
         sampled = data.draw(IDS)
         whole = Tokens(prompt_ids=tuple(prompt), sampled_ids=tuple(sampled))
         plain.propose(Completion(message=answer, tokens=whole), parent=parent)
-        read = contexts.read(parent, text_of(prompt), Ids(text_of(sampled), sampled), [])
+        read = contexts.read(parent, text_of(prompt), TokenIds(text_of(sampled), sampled), [])
         assert read is not None
         node = texts.propose(Completion(message=answer, tokens=read[0]), parent=parent)
         contexts.note(node, read[1])

@@ -12,19 +12,19 @@ from openhands_rl_plugin.core.types import Message, SamplingParams
 from openhands_rl_plugin.environments.tools.environment import ToolCallStarted, ToolResult
 from openhands_rl_plugin.models.server.requests import Body, ChatMessage, StreamOptions
 from openhands_rl_plugin.models.server.responses import (
-    AnsweredMessage,
-    ChatAnswer,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    MessageDelta,
-    Usage,
+    AssistantMessage,
+    ChatCompletionChoice,
+    ChatCompletionChunk,
+    ChatCompletionChunkChoice,
+    ChatCompletionResponse,
+    DeltaMessage,
+    UsageInfo,
 )
 
 ToolEventName = Literal["started", "result"]
 
 
-class AgentChatRequest(Body):
+class AgentCompletionRequest(Body):
     """POST /v1/chat/completions. ``seed`` is that of the whole episode; the token bounds are those of one answer."""
 
     messages: tuple[ChatMessage, ...] = Field(min_length=1)
@@ -70,7 +70,7 @@ class AgentChatRequest(Body):
         )
 
 
-class ToolNews(Body):
+class ToolEventDelta(Body):
     """What a tool did, beside the text of a streamed answer."""
 
     event: ToolEventName
@@ -81,29 +81,29 @@ class ToolNews(Body):
     ok: bool | None = None
 
 
-class AgentDelta(MessageDelta):
+class AgentDelta(DeltaMessage):
     """What is new in a streamed answer."""
 
-    tool_event: ToolNews | None = None
+    tool_event: ToolEventDelta | None = None
 
 
-class AgentChunkChoice(ChatChunkChoice):
+class AgentChunkChoice(ChatCompletionChunkChoice):
     """The only choice of a streamed answer."""
 
     delta: AgentDelta
 
 
-class AgentChunk(ChatChunk):
+class AgentChunk(ChatCompletionChunk):
     """One event of a streamed answer."""
 
     choices: list[AgentChunkChoice]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen, so never written to)
 
 
-def news_of(event: ToolCallStarted | ToolResult) -> ToolNews:
+def tool_event_delta(event: ToolCallStarted | ToolResult) -> ToolEventDelta:
     """A tool event as it is streamed."""
     if isinstance(event, ToolCallStarted):
-        return ToolNews(event="started", id=event.call_id, name=event.name, arguments=event.arguments)
-    return ToolNews(event="result", id=event.call_id, name=event.name, content=event.content, ok=event.ok)
+        return ToolEventDelta(event="started", id=event.call_id, name=event.name, arguments=event.arguments)
+    return ToolEventDelta(event="result", id=event.call_id, name=event.name, content=event.content, ok=event.ok)
 
 
 def finish_reason(result: AgentResult) -> str:
@@ -116,24 +116,24 @@ def stop_reason(result: AgentResult) -> str | None:
     return None if result.answer is not None else result.stop.value
 
 
-def usage_of(result: AgentResult) -> Usage:
+def usage_of(result: AgentResult) -> UsageInfo:
     """All the tokens of the episode."""
     usage = result.trajectory.usage
-    return Usage(
+    return UsageInfo(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
     )
 
 
-def answer_of(identifier: str, model: str, result: AgentResult) -> ChatAnswer:
+def completion_response(identifier: str, model: str, result: AgentResult) -> ChatCompletionResponse:
     """The body of an answer that is not streamed."""
-    choice = ChatChoice(
+    choice = ChatCompletionChoice(
         index=0,
-        message=AnsweredMessage(content=result.answer),
+        message=AssistantMessage(content=result.answer),
         logprobs=None,
         finish_reason=finish_reason(result),
         stop_reason=stop_reason(result),
         token_ids=None,
     )
-    return ChatAnswer(id=identifier, model=model, choices=[choice], usage=usage_of(result))
+    return ChatCompletionResponse(id=identifier, model=model, choices=[choice], usage=usage_of(result))

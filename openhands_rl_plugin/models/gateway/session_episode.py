@@ -22,11 +22,11 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
     Usage,
 )
-from openhands_rl_plugin.models.gateway.answers import ChatAnswer, Choice
-from openhands_rl_plugin.models.gateway.calls import ChatCall
-from openhands_rl_plugin.models.gateway.contexts import Contexts
-from openhands_rl_plugin.models.gateway.dialogue import ClientConversation
-from openhands_rl_plugin.models.gateway.idtext import canonical
+from openhands_rl_plugin.models.gateway.conversation import ClientConversation
+from openhands_rl_plugin.models.gateway.node_tokens import NodeTokens
+from openhands_rl_plugin.models.gateway.requests import ClientRequest
+from openhands_rl_plugin.models.gateway.responses import RecordedChoice, UpstreamResponse
+from openhands_rl_plugin.models.gateway.token_id_text import canonical
 from openhands_rl_plugin.rollout.journal import GrowingEpisode
 
 ENVIRONMENT = "gateway"
@@ -82,7 +82,7 @@ class SessionEpisode:
         """The weights that gave the first answer."""
         return next((node.policy for node in self._tree.nodes if node.policy is not None), None)
 
-    async def record(self, call: ChatCall, answer: ChatAnswer, latency: float) -> None:
+    async def record(self, call: ClientRequest, answer: UpstreamResponse, latency: float) -> None:
         """Store an answer with what of its prompt is new. Raises ``StorageError``; then it is stored the next time.
 
         ``latency`` is in seconds.
@@ -126,10 +126,10 @@ class SessionEpisode:
 
     def _take(self, tree: EpisodeTree) -> None:
         self._tree = tree
-        self._contexts = Contexts(tree)
+        self._node_tokens = NodeTokens(tree)
         self._conversation = ClientConversation(tree)
 
-    def _begin(self, call: ChatCall, answer: ChatAnswer) -> GrowingEpisode:
+    def _begin(self, call: ClientRequest, answer: UpstreamResponse) -> GrowingEpisode:
         instruction = next((text_of(each.get("content")) for each in call.messages if each["role"] == "user"), None)
         request = self._key.request(instruction or "")
         self._tree.tools = call.tools
@@ -143,16 +143,16 @@ class SessionEpisode:
     def _propose(
         self,
         parent: int | None,
-        choice: Choice,
+        choice: RecordedChoice,
         metadata: JsonObject,
-        answer: ChatAnswer,
+        answer: UpstreamResponse,
         *,
         usage: Usage,
-        call: ChatCall,
+        call: ClientRequest,
     ) -> int:
         read = None
         if choice.prompt is not None:
-            read = self._contexts.read(parent, canonical(choice.prompt), choice.sampled, choice.logprobs)
+            read = self._node_tokens.read(parent, canonical(choice.prompt), choice.sampled, choice.logprobs)
         node = self._tree.propose(
             Completion(
                 message=choice.message,
@@ -166,10 +166,10 @@ class SessionEpisode:
             parent=parent,
         )
         if read is not None:
-            self._contexts.note(node, read[1])
+            self._node_tokens.note(node, read[1])
         return node
 
-    def _policy_of(self, answer: ChatAnswer, call: ChatCall) -> PolicyRef:
+    def _policy_of(self, answer: UpstreamResponse, call: ClientRequest) -> PolicyRef:
         served = answer.model or call.model
         policy = PolicyRef.from_served_name(self._base_model, served)
         return policy if policy.adapter is not None else PolicyRef(base_model=served)
@@ -187,7 +187,7 @@ class SessionEpisode:
 
 
 def _metadata(
-    call: ChatCall, answer: ChatAnswer, latency: float, *, rewritten: bool, tools: tuple[JsonObject, ...]
+    call: ClientRequest, answer: UpstreamResponse, latency: float, *, rewritten: bool, tools: tuple[JsonObject, ...]
 ) -> JsonObject:
     metadata: JsonObject = {"request": call.parameters, "response": answer.about, "latency": round(latency, 4)}
     if call.streams:

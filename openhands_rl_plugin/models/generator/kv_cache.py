@@ -1,5 +1,7 @@
 """Key/value storage of the sequences being generated: growing tensors, one slot per sequence."""
 
+from __future__ import annotations
+
 import math
 import mmap
 
@@ -12,8 +14,8 @@ GROWTH_TOKENS = 256
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
-class SlotStore:
-    """`keys`, `values`: [layers, slots, kv_heads, capacity, head_dim].
+class KVCache:
+    """``keys``, ``values``: [layers, slots, kv_heads, capacity, head_dim].
 
     Slots lie side by side so that a decoding step attends over a view of neighbouring slots, without a copy.
     The capacity (tokens per slot) grows with the longest sequence; on a CPU, memory is taken only where it is used.
@@ -27,7 +29,7 @@ class SlotStore:
     ) -> None:
         self.dtype = dtype
         self.device = device
-        self.wide_keys = device.type == "cpu" and dtype == torch.bfloat16
+        self.float32_keys = device.type == "cpu" and dtype == torch.bfloat16
         self._shape = (layers, slots, kv_heads, head_dim)
         self.clear()
 
@@ -43,7 +45,7 @@ class SlotStore:
         return layers * slots * heads * dim * (self.keys.element_size() + self.values.element_size())
 
     def ensure(self, tokens: int) -> None:
-        """Grow every slot to hold at least `tokens` tokens; what is stored stays."""
+        """Grow every slot to hold at least ``tokens`` tokens; what is stored stays."""
         if tokens > self.capacity:
             capacity = max(-(-tokens // GROWTH_TOKENS) * GROWTH_TOKENS, self.capacity * 3 // 2)
             self.keys = self._grown(self.keys, capacity)
@@ -51,11 +53,11 @@ class SlotStore:
 
     def clear(self) -> None:
         """Forget all sequences, and give their memory back."""
-        self.keys = self._zeros(0, torch.float32 if self.wide_keys else self.dtype)
+        self.keys = self._zeros(0, torch.float32 if self.float32_keys else self.dtype)
         self.values = self._zeros(0, self.dtype)
 
     def read(self, slot: int, start: int, stop: int) -> Tensor:
-        """A copy of the tokens `start:stop` of a slot: [layers, 2 (keys, values), kv_heads, tokens, head_dim]."""
+        """A copy of the tokens ``start:stop`` of a slot: [layers, 2 (keys, values), kv_heads, tokens, head_dim]."""
         layers, _, heads, dim = self._shape
         block = torch.empty((layers, 2, heads, stop - start, dim), dtype=self.dtype, device=self.device)
         block[:, 0] = self.keys[:, slot, :, start:stop]
@@ -63,7 +65,7 @@ class SlotStore:
         return block
 
     def write(self, slot: int, start: int, block: Tensor) -> None:
-        """Put a block that `read` gave into a slot, from token `start` on."""
+        """Put a block that ``read`` gave into a slot, from token ``start`` on."""
         stop = start + block.shape[3]
         self.keys[:, slot, :, start:stop] = block[:, 0]
         self.values[:, slot, :, start:stop] = block[:, 1]

@@ -19,7 +19,7 @@ _DIGITS = b"0123456789,"
 _LARGEST = 2**31
 
 
-class Ids(NamedTuple):
+class TokenIds(NamedTuple):
     """Token ids as canonical text and as numbers."""
 
     text: bytes
@@ -49,7 +49,7 @@ def ids_of(text: bytes) -> list[int] | None:
     return ids if max(ids, default=0) < _LARGEST else None
 
 
-class KnownPrompts:
+class PromptIdCache:
     """Turns arrays of prompt ids into numbers, of which those of an earlier prompt are the same objects.
 
     Nearly all of a prompt is that of the turn before, so that only what is new is read. ``most`` of them are
@@ -74,7 +74,7 @@ class KnownPrompts:
         return ids
 
 
-class KnownContexts:
+class ContextCache:
     """Tokens of answers, of which only what a prompt adds to the context it goes on from is read.
 
     The contexts of the last ``most`` answers are remembered. May be used from several threads.
@@ -82,11 +82,11 @@ class KnownContexts:
 
     def __init__(self, most: int = 16) -> None:
         self._most = most
-        self._prompts = KnownPrompts()
+        self._prompts = PromptIdCache()
         self._known: tuple[tuple[Tokens, bytes, bytes], ...] = ()
 
     def tokens(
-        self, inside: bytes, sampled: Ids, logprobs: Sequence[float], after: Tokens | None = None
+        self, inside: bytes, sampled: TokenIds, logprobs: Sequence[float], after: Tokens | None = None
     ) -> Tokens | None:
         """The tokens of an answer with the prompt's ids ``inside`` an array; ``None`` when something else is in it.
 

@@ -1,15 +1,17 @@
 """Text of a growing answer: incremental decoding and stop strings."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 
-class AnswerText:
+class Detokenizer:
     """Turns sampled token ids into text as they come and finds stop strings.
 
-    `text` is what may be shown. Until `finish`, an end that might grow into a stop string is withheld from it.
+    ``text`` is what may be shown. Until ``finish``, an end that might grow into a stop string is withheld from it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, stop: Sequence[str]) -> None:
@@ -36,7 +38,7 @@ class AnswerText:
         return False
 
     def finish(self, whole: str) -> None:
-        """Settle on the final text; `whole` is all tokens decoded at once (unfinished characters included)."""
+        """Settle on the final text; ``whole`` is all tokens decoded at once (unfinished characters included)."""
         if self.stopped_by is None:
             self.text = whole
 

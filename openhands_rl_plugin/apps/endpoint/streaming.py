@@ -12,14 +12,14 @@ from openhands_rl_plugin.core.types import Completion, JsonObject, Message, Samp
 from openhands_rl_plugin.environments.tools.environment import ToolEnvironment
 
 
-class SpeakingEngine:
+class TextStreamingEngine:
     """Passes on what of each answer is speech. An engine that cannot stream is asked as usual, and says it all at once.
 
     ``said`` is the speech of the last answer, as far as it was passed on.
     """
 
     def __init__(self, engine: LLMEngine, environment: ToolEnvironment, listener: Callable[[TextDelta], None]) -> None:
-        self.said = ""
+        self.streamed_text = ""
         self._engine = engine
         self._environment = environment
         self._listener = listener
@@ -37,12 +37,12 @@ class SpeakingEngine:
         if n != 1:
             return await self._engine.complete(messages, tools=tools, n=n, sampling=sampling)
         self._turn += 1
-        self.said = ""
+        self.streamed_text = ""
         if isinstance(self._engine, StreamingEngine):
             completion = await self._listen(self._engine.stream(messages, tools=tools, sampling=sampling))
         else:
             completion = (await self._engine.complete(messages, tools=tools, sampling=sampling))[0]
-        self._say(self._environment.read(completion.message).speech)
+        self._emit(self._environment.read(completion.message).speech)
         return [completion]
 
     async def _listen(self, stream: AsyncIterator[str | Completion]) -> Completion:
@@ -52,11 +52,11 @@ class SpeakingEngine:
                 if isinstance(piece, Completion):
                     return piece
                 text += piece
-                self._say(self._environment.said(text))
+                self._emit(self._environment.said(text))
         raise ModelError("the engine's stream ended without a completion")
 
-    def _say(self, speech: str) -> None:
+    def _emit(self, speech: str) -> None:
         """Pass on what is new. What no longer begins with what was said has become something else: then nothing."""
-        if speech.startswith(self.said) and (fresh := speech[len(self.said) :]):
-            self.said = speech
+        if speech.startswith(self.streamed_text) and (fresh := speech[len(self.streamed_text) :]):
+            self.streamed_text = speech
             self._listener(TextDelta(text=fresh, turn=self._turn))

@@ -16,13 +16,13 @@ Json = dict[str, Any]
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
-def read_object(text: bytes) -> Json | None:
+def parse_object(text: bytes) -> Json | None:
     """The object, or ``None`` when ``text`` is no JSON object."""
     found = _read(text)
     return found if isinstance(found, dict) else None
 
 
-def write(value: Mapping[str, Any]) -> bytes:
+def dump_object(value: Mapping[str, Any]) -> bytes:
     """``value`` on one line, without spaces."""
     return _ENCODER.encode(value).encode()
 

@@ -1,5 +1,7 @@
 """Hermes-style tool calls in the model's text, as an OpenAI-compatible answer shows them."""
 
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass
 
@@ -13,7 +15,7 @@ _OPEN = re.compile(re.escape(OPEN), re.IGNORECASE)
 class ParsedText:
     """The text around the calls without white space at its ends (None when there is none), and the calls.
 
-    `spoken` is that text as the model wrote it: what a stream has sent is the beginning of it.
+    ``spoken`` is that text as the model wrote it: what a stream has sent is the beginning of it.
     """
 
     content: str | None

@@ -13,8 +13,8 @@ from collections import OrderedDict
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectorySummary
 from openhands_rl_plugin.core.types import JsonObject, StopReason
-from openhands_rl_plugin.models.gateway.episodes import ENVIRONMENT, SessionEpisode, SessionKey
-from openhands_rl_plugin.models.gateway.retries import Flights
+from openhands_rl_plugin.models.gateway.deduplication import PendingCalls
+from openhands_rl_plugin.models.gateway.session_episode import ENVIRONMENT, SessionEpisode, SessionKey
 
 
 class Session:
@@ -24,7 +24,7 @@ class Session:
         self.key = key
         self.episode = episode
         self.last_used = last_used
-        self.flights = Flights()
+        self.pending = PendingCalls()
         first = episode.policy
         self.pinned = first.served_name if first is not None else ""
 
@@ -40,13 +40,13 @@ class SessionPool:
         self._base_model = base_model
         self._max_sessions = max_sessions
         self._idle = idle
-        self._awake: OrderedDict[str, Session] = OrderedDict()
-        self._asleep: dict[str, float] = {}
+        self._active: OrderedDict[str, Session] = OrderedDict()
+        self._evicted: dict[str, float] = {}
         # Opening, forgetting and ending take turns, so that no two objects write to one episode.
-        self._door = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     def __len__(self) -> int:
-        return len(self._awake)
+        return len(self._active)
 
     async def start(self) -> None:
         """Find the sessions that an earlier gateway of this run left open. Raises ``StorageError``."""
@@ -54,28 +54,28 @@ class SessionPool:
         await self._storage.drop((SessionKey(self._run_id, "").trajectory_id,))
         where = TrajectoryFilter(run_id=self._run_id, environment=ENVIRONMENT, finished=False)
         async for left in self._storage.summaries(where):
-            self._asleep[left.task_id] = left.times.finished
+            self._evicted[left.task_id] = left.times.finished
 
     async def open(self, name: str) -> Session:
         """The session of that name, as it stands. Raises ``StorageError``."""
-        session = self._awake.get(name)
+        session = self._active.get(name)
         if session is None:
-            async with self._door:
-                session = self._awake.get(name) or await self._wake(name)
-                self._forget_some(but=name)
-        self._awake.move_to_end(name)
+            async with self._lock:
+                session = self._active.get(name) or await self._load(name)
+                self._evict(but=name)
+        self._active.move_to_end(name)
         session.last_used = time.time()
         return session
 
     async def end(self, name: str, stop: StopReason, evidence: JsonObject) -> tuple[str, int] | None:
         """End a session when its calls have; the episode's id and number of nodes, ``None`` for an unknown name."""
         # Not behind the door: a call may take minutes, and others want in.
-        if (session := self._awake.get(name)) is not None:
-            await session.flights.settle()
-        async with self._door:
-            if name not in self._awake and not await self._is_open(name):
+        if (session := self._active.get(name)) is not None:
+            await session.pending.settle()
+        async with self._lock:
+            if name not in self._active and not await self._is_open(name):
                 return None
-            session = self._awake.get(name) or await self._wake(name)
+            session = self._active.get(name) or await self._load(name)
             return await self._close(session, stop, evidence)
 
     async def last_episode(self, name: str) -> str | None:
@@ -88,28 +88,28 @@ class SessionPool:
     async def end_idle(self) -> None:
         """End all sessions without a call for ``idle`` seconds. Raises ``StorageError``."""
         for name in self._names():
-            async with self._door:
-                session = self._awake.get(name)
-                last_used = session.last_used if session is not None else self._asleep.get(name, time.time())
-                if time.time() - last_used < self._idle or (session is not None and session.flights.busy):
+            async with self._lock:
+                session = self._active.get(name)
+                last_used = session.last_used if session is not None else self._evicted.get(name, time.time())
+                if time.time() - last_used < self._idle or (session is not None and session.pending.busy):
                     continue
-                session = session or await self._wake(name)
+                session = session or await self._load(name)
                 # Another gateway may have gone on with it.
                 if time.time() - session.last_used >= self._idle:
                     await self._close(session, StopReason.NO_ACTION, {"ended_by": "idle"})
 
-    async def close(self, patience: float) -> None:
-        """End every session; calls on their way get ``patience`` seconds. Raises ``StorageError``."""
-        await asyncio.gather(*(session.flights.settle(patience) for session in self._awake.values()))
+    async def close(self, timeout: float) -> None:
+        """End every session; calls on their way get ``timeout`` seconds. Raises ``StorageError``."""
+        await asyncio.gather(*(session.pending.settle(timeout) for session in self._active.values()))
         for name in self._names():
-            async with self._door:
-                session = self._awake.get(name) or await self._wake(name)
+            async with self._lock:
+                session = self._active.get(name) or await self._load(name)
                 await self._close(session, StopReason.NO_ACTION, {"ended_by": "shutdown"})
 
     def _names(self) -> list[str]:
-        return [*self._awake, *self._asleep]
+        return [*self._active, *self._evicted]
 
-    async def _wake(self, name: str) -> Session:
+    async def _load(self, name: str) -> Session:
         key = SessionKey(self._run_id, name)
         while (found := await self._summary(key)) is not None and found.stop is not StopReason.UNFINISHED:
             key = SessionKey(self._run_id, name, key.part + 1)
@@ -119,8 +119,8 @@ class SessionPool:
             async for stored, _ in self._storage.find(where):
                 episode = SessionEpisode.continued(self._storage, key, self._base_model, stored)
                 last_used = stored.times.finished
-        session = self._awake[name] = Session(key, episode, last_used)
-        self._asleep.pop(name, None)
+        session = self._active[name] = Session(key, episode, last_used)
+        self._evicted.pop(name, None)
         return session
 
     async def _is_open(self, name: str) -> bool:
@@ -133,14 +133,14 @@ class SessionPool:
             return found
         return None
 
-    def _forget_some(self, *, but: str) -> None:
-        spare = max(0, len(self._awake) - self._max_sessions)
-        unused = [name for name, each in self._awake.items() if name != but and not each.flights.busy]
+    def _evict(self, *, but: str) -> None:
+        spare = max(0, len(self._active) - self._max_sessions)
+        unused = [name for name, each in self._active.items() if name != but and not each.pending.busy]
         for name in unused[:spare]:
-            self._asleep[name] = self._awake.pop(name).last_used
+            self._evicted[name] = self._active.pop(name).last_used
 
     async def _close(self, session: Session, stop: StopReason, evidence: JsonObject) -> tuple[str, int] | None:
-        self._awake.pop(session.key.name, None)
-        await session.flights.settle()
+        self._active.pop(session.key.name, None)
+        await session.pending.settle()
         ended = await session.episode.end(stop, finished=session.last_used, evidence=evidence)
         return (ended, session.episode.nodes) if ended is not None else None

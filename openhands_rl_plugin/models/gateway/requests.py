@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from openhands_rl_plugin.core.messages import RECORDED_PARAMETERS, WireMessage
 from openhands_rl_plugin.core.types import JsonObject, SamplingParams
-from openhands_rl_plugin.models.gateway.jsontext import Json, read_object, write
+from openhands_rl_plugin.models.gateway.json_text import Json, dump_object, parse_object
 
 EXTENSIONS: Mapping[str, bool] = {"return_token_ids": True, "logprobs": True}
 """What is asked for beside the client's own wishes."""
@@ -23,7 +23,7 @@ class Unrecordable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class ChatCall:
+class ClientRequest:
     """One request for a chat completion. ``body`` is what the client sent, ``document`` the same as an object."""
 
     body: bytes
@@ -69,9 +69,9 @@ class ChatCall:
             return None
 
 
-def read_call(body: bytes) -> ChatCall:
+def parse_request(body: bytes) -> ClientRequest:
     """Raises ``Unrecordable`` for anything that is not a chat request."""
-    document = read_object(body)
+    document = parse_object(body)
     if document is None:
         raise Unrecordable("the request is no JSON object")
     messages = document.get("messages")
@@ -80,7 +80,7 @@ def read_call(body: bytes) -> ChatCall:
     tools = document.get("tools") or ()
     if not all(isinstance(tool, dict) for tool in tools):
         raise Unrecordable("a tool of the request is no object")
-    return ChatCall(
+    return ClientRequest(
         body=body,
         document=document,
         messages=[_recordable(at, message) for at, message in enumerate(messages)],
@@ -88,18 +88,18 @@ def read_call(body: bytes) -> ChatCall:
     )
 
 
-def upstream_body(call: ChatCall, model: str, extensions: Mapping[str, bool]) -> bytes:
+def upstream_body(call: ClientRequest, model: str, extensions: Mapping[str, bool]) -> bytes:
     """The body for the model server: never streamed, with ``extensions`` that the client left open."""
     document = call.document
     added = {name: value for name, value in extensions.items() if document.get(name) is None}
     untouched = model == call.model and not document.keys() & {"stream", "stream_options", *added}
     if not untouched:
         kept = {name: value for name, value in document.items() if name not in ("stream", "stream_options")}
-        return write({**kept, **added, "model": model})
+        return dump_object({**kept, **added, "model": model})
     if not added:
         return call.body
     opening = call.body.index(b"{") + 1
-    return b"".join((call.body[:opening], write(added)[1:-1], b",", call.body[opening:]))
+    return b"".join((call.body[:opening], dump_object(added)[1:-1], b",", call.body[opening:]))
 
 
 def _recordable(at: int, message: Any) -> WireMessage:

@@ -25,7 +25,7 @@ Digest = tuple[int, int]
 
 
 @dataclass(eq=False, slots=True)
-class Flight:
+class PendingCall:
     """One call of the model server and all who wait for its answer."""
 
     digest: Digest
@@ -41,52 +41,56 @@ class Flight:
         return not self.delivered if self.task.done() else not any(waits() for waits in self.waiting)
 
 
-class Flights:
+class PendingCalls:
     """The calls of one session that are on their way, and the last one that was answered and recorded."""
 
     def __init__(self) -> None:
-        self._flying: list[Flight] = []
-        self._last: Flight | None = None
+        self._pending: list[PendingCall] = []
+        self._last: PendingCall | None = None
 
     @property
     def busy(self) -> bool:
         """Whether a call is on its way."""
-        return bool(self._flying)
+        return bool(self._pending)
 
     def join(
         self, body: bytes, headers: Mapping[str, str], waits: Waiting, ask: Callable[[], Coroutine[Any, Any, Reply]]
-    ) -> Flight:
+    ) -> PendingCall:
         """The flight that answers this request: an earlier one when it is a retry, else a new one made by ``ask``."""
         # Keyed anew in every process, and unlike a digest of hashlib it does not give other threads the interpreter.
         digest = (len(body), hash(body))
-        for flight in self._flying:
-            if flight.digest == digest and flight.is_retried_by(headers):
-                flight.waiting.append(waits)
-                return flight
+        for call_in_flight in self._pending:
+            if call_in_flight.digest == digest and call_in_flight.is_retried_by(headers):
+                call_in_flight.waiting.append(waits)
+                return call_in_flight
         if self._last is not None and self._last.digest == digest:
             if self._last.is_retried_by(headers):
                 return self._last
             # A later retry will be one of the call that is made now.
             self._last = None
-        flight = Flight(digest, headers.get("idempotency-key", ""), asyncio.create_task(ask()), [waits])
-        self._flying.append(flight)
-        flight.task.add_done_callback(lambda task: self._land(flight))
-        return flight
+        call_in_flight = PendingCall(digest, headers.get("idempotency-key", ""), asyncio.create_task(ask()), [waits])
+        self._pending.append(call_in_flight)
+        call_in_flight.task.add_done_callback(lambda task: self._finish(call_in_flight))
+        return call_in_flight
 
-    async def settle(self, patience: float | None = None) -> None:
-        """Wait for the calls that are on their way; those that take longer than ``patience`` seconds are given up."""
-        while self._flying:
-            _, late = await asyncio.wait([flight.task for flight in self._flying], timeout=patience)
+    async def settle(self, timeout: float | None = None) -> None:
+        """Wait for the calls that are on their way; those that take longer than ``timeout`` seconds are given up."""
+        while self._pending:
+            _, late = await asyncio.wait([call_in_flight.task for call_in_flight in self._pending], timeout=timeout)
             for task in late:
                 task.cancel()
             await asyncio.sleep(0)
 
-    def _land(self, flight: Flight) -> None:
-        self._flying.remove(flight)
+    def _finish(self, call_in_flight: PendingCall) -> None:
+        self._pending.remove(call_in_flight)
         # Who waits holds its whole request.
-        flight.waiting.clear()
-        if not flight.task.cancelled() and flight.task.exception() is None and flight.task.result().recorded:
-            self._last = flight
+        call_in_flight.waiting.clear()
+        if (
+            not call_in_flight.task.cancelled()
+            and call_in_flight.task.exception() is None
+            and call_in_flight.task.result().recorded
+        ):
+            self._last = call_in_flight
 
 
 def _says_retry(headers: Mapping[str, str]) -> bool:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from openhands_rl_plugin.models.gateway.answers import ChatAnswer
-from openhands_rl_plugin.models.gateway.calls import ChatCall
-from openhands_rl_plugin.models.gateway.jsontext import Json, write
+from openhands_rl_plugin.models.gateway.json_text import Json, dump_object
+from openhands_rl_plugin.models.gateway.requests import ClientRequest
+from openhands_rl_plugin.models.gateway.responses import UpstreamResponse
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which readers of events skip."""
 
 _END = ("finish_reason", "stop_reason")
-_TOLD_ELSEWHERE = frozenset({"index", "message", *_END})
+_RECORDED_ELSEWHERE = frozenset({"index", "message", *_END})
 
 DONE = b"data: [DONE]\n\n"
 
 
-def events(answer: ChatAnswer, call: ChatCall) -> bytes:
+def events(answer: UpstreamResponse, call: ClientRequest) -> bytes:
     """All events of the answer, up to and including ``[DONE]``."""
-    seen = answer.seen_by(call)
+    seen = answer.for_client(call)
     usage = seen.get("usage")
     frame: Json = {name: value for name, value in seen.items() if name not in ("choices", "usage", "prompt_token_ids")}
     frame["object"] = "chat.completion.chunk"
@@ -30,7 +30,7 @@ def events(answer: ChatAnswer, call: ChatCall) -> bytes:
         chunks[0]["prompt_token_ids"] = seen["prompt_token_ids"]
     if call.wants_usage:
         chunks.append({**frame, "choices": [], "usage": usage})
-    return b"".join((*(event(answer.whole(write(chunk))) for chunk in chunks), DONE))
+    return b"".join((*(event(answer.restore_ids(dump_object(chunk))) for chunk in chunks), DONE))
 
 
 def event(data: bytes) -> bytes:
@@ -48,7 +48,7 @@ def _chunks(choice: Json) -> Iterator[Json]:
     yield chunk({"role": "assistant", "content": ""}, {})
     # What belongs to the choice as a whole (logprobs, token ids) comes with the text, as it does from a server.
     said = {name: value for name, value in message.items() if name not in ("role", "tool_calls") and value is not None}
-    about = {name: value for name, value in choice.items() if name not in _TOLD_ELSEWHERE and value is not None}
+    about = {name: value for name, value in choice.items() if name not in _RECORDED_ELSEWHERE and value is not None}
     if said or about:
         yield chunk(said, about)
     for at, tool_call in enumerate(message.get("tool_calls") or ()):

@@ -1,5 +1,7 @@
 """How many threads a small step runs on: decided by measuring, because it depends on what else the machine does."""
 
+from __future__ import annotations
+
 import statistics
 import time
 from collections import deque
@@ -16,7 +18,7 @@ TRY_STEPS = 3
 _REMEMBERED = 5
 
 
-class Pace:
+class ThreadTuner:
     """Runs small steps on the number of threads that was fastest lately.
 
     On idle cores more threads are faster. When another process uses a core, each of a step's hundreds of parallel
@@ -33,13 +35,13 @@ class Pace:
         # Setting it there also set what threads to come will start with.
         torch.set_num_threads(most)
         self._most = most
-        self._sizes: dict[int, _Size] = {}
+        self._sizes: dict[int, _StepTimes] = {}
 
     def run[T](self, tokens: int, compute: Callable[[], T]) -> T:
-        """The result of `compute`, a step of `tokens` tokens."""
+        """The result of ``compute``, a step of ``tokens`` tokens."""
         if tokens > SMALL_STEP_TOKENS or not self._pools:
             return compute()
-        size = self._sizes.setdefault(tokens.bit_length(), _Size((*self._pools, self._most)))
+        size = self._sizes.setdefault(tokens.bit_length(), _StepTimes((*self._pools, self._most)))
         count = size.choose()
         pool = self._pools.get(count)
         started = time.perf_counter()
@@ -53,7 +55,7 @@ class Pace:
             pool.shutdown()
 
 
-class _Size:
+class _StepTimes:
     """What is known of steps of about one size."""
 
     def __init__(self, counts: tuple[int, ...]) -> None:
