@@ -11,7 +11,7 @@ from openhands_rl_plugin.cli.options.versions import LATEST, find_version
 from openhands_rl_plugin.config.rl import ServingSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.models.adapters.for_settings import publisher_for
+from openhands_rl_plugin.models.adapters.publisher import publisher_for
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.core.types import Adapter

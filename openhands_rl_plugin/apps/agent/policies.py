@@ -19,8 +19,8 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, PublishError
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.types import Adapter, Probe
-from openhands_rl_plugin.models.adapters.for_settings import publisher_for
 from openhands_rl_plugin.models.adapters.logprob_check import PreviousVersion, check_served_logprobs
+from openhands_rl_plugin.models.adapters.publisher import publisher_for
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 from openhands_rl_plugin.models.generator.config import GeneratorConfig

@@ -12,7 +12,7 @@ from openhands_rl_plugin.core.protocols import EpisodeRunner, Reward, Trajectory
 from openhands_rl_plugin.core.types import StrategySpec
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
 from openhands_rl_plugin.environments.webshop.demonstrator import ORACLE, DemonstratorOptions, WebShopDemonstrator
-from openhands_rl_plugin.models.adapters.for_settings import publisher_for
+from openhands_rl_plugin.models.adapters.publisher import publisher_for
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.rollout.in_process import SessionRunner
 from openhands_rl_plugin.testing import ScriptedEngine

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from openhands_rl_plugin.cli.options.fields import checked
 from openhands_rl_plugin.config.rl import ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.models.adapters.for_settings import publisher_for
+from openhands_rl_plugin.models.adapters.publisher import publisher_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What no server serves, or this one does not, found before anything is sent to it."""
+"""Whether servers can serve an adapter, checked before anything is sent to one."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _UNSERVABLE = (
     "use_qalora",
     "use_bdlora",
 )
-# vLLM leaves an adapter of the head out of prompt_logprobs, so that no probe could vouch for it.
-_UNPROVABLE = frozenset({"lm_head", "embed_tokens"})
+# vLLM computes prompt_logprobs without LoRA on these modules, so that no probe could verify them.
+_UNVERIFIABLE = frozenset({"lm_head", "embed_tokens"})
 
 
 class _PeftConfig(BaseModel):
@@ -43,26 +43,28 @@ def check_servable(adapter: Adapter, capacity: Capacity | None = None) -> None:
     """Raise ``PublishError`` unless a server (one of this ``capacity``) can serve ``adapter`` as it was trained."""
     config = _read(adapter)
     if config.peft_type != "LORA":
-        raise _refusal(adapter, f"its {CONFIG} is not that of a LoRA adapter")
+        raise _publish_error(adapter, f"its {CONFIG} is not that of a LoRA adapter")
     if config.bias != "none":
-        raise _refusal(adapter, f"bias = {config.bias!r} cannot be served; train with bias = 'none'")
+        raise _publish_error(adapter, f"bias = {config.bias!r} cannot be served; train with bias = 'none'")
     options = config.model_extra or {}
     if found := [name for name in _UNSERVABLE if options.get(name)]:
-        raise _refusal(adapter, f"{', '.join(found)} cannot be served; train a plain LoRA or rsLoRA adapter")
+        raise _publish_error(adapter, f"{', '.join(found)} cannot be served; train a plain LoRA or rsLoRA adapter")
     targets = _targets(config)
-    if found := sorted(targets & _UNPROVABLE):
-        raise _refusal(adapter, f"an adapter of {', '.join(found)} cannot be proven; leave it out of target_modules")
+    if found := sorted(targets & _UNVERIFIABLE):
+        raise _publish_error(
+            adapter, f"an adapter of {', '.join(found)} cannot be verified; leave it out of target_modules"
+        )
     if capacity is not None:
         _check_capacity(adapter, capacity, max([config.r, *(config.rank_pattern or {}).values()]), targets)
 
 
 def _check_capacity(adapter: Adapter, capacity: Capacity, rank: int, targets: frozenset[str]) -> None:
     if capacity.rank is not None and rank > capacity.rank:
-        raise _refusal(
+        raise _publish_error(
             adapter, f"its rank is {rank} and the server takes {capacity.rank}; start it with --max-lora-rank {rank}"
         )
     if capacity.targets is not None and (missing := sorted(targets - capacity.targets)):
-        raise _refusal(
+        raise _publish_error(
             adapter,
             f"the server has no adapters of {', '.join(missing)}; start it with --lora-target-modules all",
         )
@@ -73,15 +75,15 @@ def _read(adapter: Adapter) -> _PeftConfig:
     try:
         return _PeftConfig.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
-        raise _refusal(adapter, f"{path} cannot be read: {describe(error)}") from error
+        raise _publish_error(adapter, f"{path} cannot be read: {describe(error)}") from error
 
 
 def _targets(config: _PeftConfig) -> frozenset[str]:
-    """The last parts of the modules' names; none where they are told by a pattern."""
+    """The last parts of the modules' names; empty when they are given by a pattern."""
     if not isinstance(config.target_modules, list):
         return frozenset()
     return frozenset(name.rpartition(".")[2] for name in config.target_modules)
 
 
-def _refusal(adapter: Adapter, cause: str) -> PublishError:
+def _publish_error(adapter: Adapter, cause: str) -> PublishError:
     return PublishError(f"{adapter.name} was not published: {cause}")

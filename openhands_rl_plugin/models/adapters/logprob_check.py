@@ -1,9 +1,9 @@
-"""Whether a server samples with a version of an adapter, and not still with the one that was in use before.
+"""Check by its logprobs that a server samples with a new version of an adapter, and not still with the previous one.
 
-Two versions that follow each other differ by less than two sound implementations of one model may: in runs of the demo
-by 0.06 to 0.13 nats on average, where bfloat16 alone is allowed 0.15. So that the logprobs of a canary are near the
-trainer's proves the base model and the kind of weights, but not the version. That is proven by the direction in which
-they have moved since the version before: over a hundred tokens, noise has none.
+Successive versions differ by less than two correct implementations of one model may: in runs of the demo by 0.06 to
+0.13 nats on average, where bfloat16 alone is allowed 0.15. So logprobs near the trainer's prove the base model and the
+kind of weights, but not the version. The version is proven by the direction in which the logprobs have moved since the
+previous version: over a hundred tokens, noise has no direction.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from openhands_rl_plugin.core.errors import PublishError
 from openhands_rl_plugin.core.types import Probe
 
 _STANDARD_ERRORS = 3.0
-"""Standard errors: how surely a server must be nearer to the version before to be refused."""
+"""How many standard errors nearer to the previous version a server must be to be refused."""
 
 _SAME_VERSION = 1e-3
-"""Nats on average: versions that the trainer itself finds nearer than this cannot be told apart."""
+"""Mean nats: versions that are nearer than this by the trainer's own logprobs cannot be distinguished."""
 
 
 class PreviousVersion(NamedTuple):
-    """The version that was in use before: its name, and the same canary's logprobs by the trainer and by this server.
+    """The version in use before: its name, and the trainer's and this server's logprobs of the same probe.
 
-    The latter are ``None`` where they are not known. Against them, what the server always computes otherwise than the
-    trainer cancels out.
+    The latter are ``None`` when unknown. Compared with them, the constant difference of the two implementations cancels
+    out.
     """
 
     name: str
@@ -48,9 +48,9 @@ def check_served_logprobs(name: str, served: Sequence[float], probe: Probe, prev
         )
     if previous is not None and _unchanged(served, probe.logprobs, previous):
         raise PublishError(
-            f"{name} was refused: the server took it, but goes on answering as {previous.name} did; the version in use "
-            "stays. Does it keep answers of a name, or fall back on another adapter? If nothing else helps, start it "
-            "again"
+            f"{name} was refused: the server took it, but still answers as {previous.name} did; the version in use "
+            "stays. Does it cache responses by model name, or fall back to another adapter? If nothing else helps, "
+            "restart it"
         )
     return difference
 

@@ -1,8 +1,8 @@
-"""Adapters into servers that are serving: check, load, prove, move the pointer, unload what is stale.
+"""Publish adapters to running servers: check, load, probe, move the pointer, unload old versions.
 
-An adapter is in use only after every server's logprobs of a fixed text, the canary, were found to be the trainer's, and
-to have moved as the trainer's did since the version before; otherwise it is unloaded again, from all that had it not
-before, and the old one stays.
+An adapter comes into use only after every server's logprobs of the probe text match the trainer's, and have moved from
+the previous version as the trainer's did. Otherwise it is unloaded from every server that did not have it before, and
+the previous version stays in use.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from types import TracebackType
 
+from openhands_rl_plugin.config.rl import ServingSettings
 from openhands_rl_plugin.core.errors import PublishError
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, Frozen, Probe
@@ -26,10 +27,10 @@ log = redacting_logger(__name__)
 
 
 class PublishReport(Frozen):
-    """How a publication went. ``difference`` is the mean absolute difference of the canary's logprobs, in nats.
+    """The result of a publication. ``difference``: mean absolute difference of the probe's logprobs, in nats.
 
-    It is the largest of all servers, and ``None`` where there was no canary to compare with. ``unloaded`` versions are
-    served no more; ``stale`` ones could not be unloaded and are tried again with the next publication.
+    It is the largest of all servers, and ``None`` without a probe. ``unloaded`` versions are no longer served;
+    ``stale`` ones could not be unloaded, which is tried again with the next publication.
     """
 
     adapter: str
@@ -67,7 +68,7 @@ class AdapterPublisher:
         self._store = store
         self._keep = keep
         self._served_logprobs: dict[tuple[str, str], tuple[float, ...]] = {}
-        """What each server said of the canary, by its URL and the version that it had just proven."""
+        """Each server's logprobs of the last successful probe, by URL and version."""
 
     async def __aenter__(self) -> AdapterPublisher:
         return self
@@ -85,8 +86,8 @@ class AdapterPublisher:
     async def publish(self, adapter: Adapter, probe: Probe | None = None) -> PublishReport:
         """Bring ``adapter`` into use. Raises ``PublishError``; then the version that was in use still is.
 
-        The probe is kept beside the weights and vouches for them in later publications, to a server that was started
-        again, say. Without any, only the checksum does.
+        The probe is stored beside the weights and used again when they are published later, for example to a restarted
+        server. Without any probe, only the checksum is verified.
         """
         started = time.monotonic()
         self._store.verify(adapter)
@@ -115,7 +116,7 @@ class AdapterPublisher:
         await _on_all(await self._open_servers(), lambda server: server.unload(name))
 
     async def served_model(self, adapter: Adapter) -> str:
-        """What a completion must ask for as ``model`` to be sampled with ``adapter``."""
+        """The ``model`` of a completion request that is to be sampled with ``adapter``."""
         return await (await self._open_servers())[0].served_model(adapter.name)
 
     async def loaded(self) -> tuple[tuple[str, frozenset[str]], ...]:
@@ -130,7 +131,7 @@ class AdapterPublisher:
         return self._servers
 
     async def _prepare(self, server: AdapterServer, adapter: Adapter) -> None:
-        """Check that the server can take one more adapter, and unload versions that nobody uses where it could not."""
+        """Check that the server can load one more adapter, and unload unused versions to make room."""
         capacity = await server.capacity()
         check_servable(adapter, capacity)
         if capacity.in_batch is not None and capacity.in_batch < self._keep:
@@ -161,7 +162,7 @@ class AdapterPublisher:
     async def _retire_older(
         self, servers: Sequence[AdapterServer], adapter: Adapter
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Unload all but the newest: (what is served no more, what could not be unloaded everywhere)."""
+        """Unload all but the newest ``keep`` versions: (unloaded, not unloaded everywhere)."""
         unloaded: dict[str, bool] = {}
 
         async def retire(server: AdapterServer) -> None:
@@ -187,15 +188,15 @@ class AdapterPublisher:
         if path == adapter.path and self._store.was_loaded(adapter, server.url):
             return
         if path is not None:
-            # Another run's version of the same name, perhaps at the same place, or this one before it was moved.
+            # Another run's version of the same name, perhaps at the same path, or this one before it was moved.
             await server.unload(adapter.name)
-        # A load that failed may have left something behind too.
+        # A failed load may leave the adapter behind too.
         undo.push_async_callback(_unload_quietly, server, adapter.name)
         await server.load(adapter)
         self._store.note_loaded(adapter, server.url)
 
     async def _probe_servers(self, servers: Sequence[AdapterServer], adapter: Adapter, probe: Probe) -> list[float]:
-        """Each server's mean absolute difference in nats. Raises ``PublishError`` when one is not fresh."""
+        """Each server's mean absolute difference in nats. Raises ``PublishError`` when a server fails the probe."""
         older = self._store.previous_probe(adapter, probe.token_ids)
         served_logprobs: dict[tuple[str, str], tuple[float, ...]] = {}
 
@@ -215,13 +216,28 @@ class AdapterPublisher:
         return self._store.versions(_name(adapter))
 
 
+def publisher_for(serving: ServingSettings, store: AdapterStore, *, keep: int | None = None) -> AdapterPublisher:
+    """A publisher to all servers of ``[rl.serving]``, with its key, kind and timeout. Raises ``ConfigError``.
+
+    ``keep``: versions that stay loaded; by default one less than ``max_adapters``, so that a new one fits.
+    """
+    return AdapterPublisher(
+        serving.publish_urls,
+        store,
+        api_key=serving.api_key(),
+        keep=max(1, serving.max_adapters - 1) if keep is None else keep,
+        timeout=serving.request_timeout,
+        server=serving.server,
+    )
+
+
 async def _unload_quietly(server: AdapterServer, name: str) -> None:
     with suppress(PublishError):
         await server.unload(name)
 
 
 async def _on_all[S, T](servers: Sequence[S], act: Callable[[S], Awaitable[T]]) -> list[T]:
-    """The results, when every one succeeded; all have ended when this returns or raises."""
+    """The results of ``act`` on all servers at once; when it raises, every call has ended."""
     ended = await asyncio.gather(*(act(server) for server in servers), return_exceptions=True)
     failures = [each for each in ended if isinstance(each, BaseException)]
     if failures:

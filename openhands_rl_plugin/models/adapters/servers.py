@@ -149,7 +149,7 @@ class VLLMServer(_HTTPServer):
 
 
 class EmbeddedServer(VLLMServer):
-    """``openhands-rl serve``: vLLM's routes. It refuses more than ``--max-adapters``, but does not report that number."""
+    """``openhands-rl serve``: vLLM's routes. It refuses more than ``--max-adapters``, which it does not report."""
 
     _HINT: ClassVar[str] = ""
 

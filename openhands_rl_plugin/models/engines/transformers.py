@@ -1,7 +1,7 @@
 """Completions from a Hugging Face causal LM in this process.
 
-A path is served by a ``Generator``, as in the embedded server: continuous batching, prefix cache, LoRA. A model object is
-not changed (it may be in training) and is sampled with a plain loop, one call at a time.
+A path is served by a ``Generator``, as in the embedded server: continuous batching, prefix cache, LoRA. A model object
+is not changed (it may be in training) and is sampled with a plain loop, one call at a time.
 """
 
 from __future__ import annotations

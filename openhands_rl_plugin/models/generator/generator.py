@@ -69,8 +69,10 @@ class Generator:
 
         ``adapter`` names a loaded adapter (or is one from ``pin_adapter``), ``None`` is the base model; the request
         finishes on the version it started with, even if that is unloaded meanwhile. ``on_delta`` is called in the
-        generator's thread for every token and must not block. Raises NotFound for an unknown adapter, ServingError for a
-        prompt that is empty, too long or not of this vocabulary, Overloaded when the queue is full.
+        generator's thread for every token and must not block.
+
+        Raises ``NotFound`` for an unknown adapter, ``ServingError`` for a prompt that is empty, too long or outside the
+        vocabulary, ``Overloaded`` when the queue is full.
         """
         ids = tuple(prompt_ids)
         self._check_prompt(ids, params)
@@ -135,8 +137,8 @@ class Generator:
     def unload_adapter(self, name: str) -> Future[None]:
         """Take an adapter out of service; the future is done when its last request in flight is.
 
-        New requests for the name fail at once; a pinned adapter counts as in flight. Raises ``NotFound`` for a name that
-        is not loaded.
+        New requests for the name fail at once; a pinned adapter counts as in flight. Raises ``NotFound`` for a
+        name that is not loaded.
         """
         with self._lock:
             adapter = self._adapters.pop(name, None)

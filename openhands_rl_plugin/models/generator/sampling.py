@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# Sizes of the first two ``topk`` calls for top-p and top-k, since a top-k of the whole vocabulary is slow: 256 candidates
-# hold the nucleus of nearly every step, 4096 of nearly all others; the rest falls back to the whole vocabulary.
+# Sizes of the first two ``topk`` calls for top-p and top-k, since a top-k of the whole vocabulary is slow:
+# 256 candidates hold the nucleus of nearly every step, 4096 of most others; the rest needs the whole vocabulary.
 _CANDIDATES = (256, 4096)
 
 

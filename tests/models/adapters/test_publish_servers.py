@@ -172,7 +172,7 @@ async def test_a_server_that_goes_on_answering_as_the_version_before_is_found_ou
             sglang.answers_as = {second.name: first.name}
             async with AdapterPublisher(url, store) as other:
                 now = other if again else publisher
-                with pytest.raises(PublishError, match=f"goes on answering as {first.name} did"):
+                with pytest.raises(PublishError, match=f"still answers as {first.name} did"):
                     await now.publish(second, after.model_copy(update={"max_difference": bound}))
                 assert store.current("live") == first and set(sglang.adapters) == {first.name}
                 sglang.answers_as = {}
@@ -192,7 +192,7 @@ async def test_going_back_is_compared_with_what_was_in_use(
             for adapter in (first, second):
                 await publisher.publish(adapter, canary(reference, adapter).model_copy(update=bound))
             sglang.answers_as = {first.name: second.name}
-            with pytest.raises(PublishError, match=f"goes on answering as {second.name} did"):
+            with pytest.raises(PublishError, match=f"still answers as {second.name} did"):
                 await publisher.publish(first)
             assert store.current("live") == second
             sglang.answers_as = {}
@@ -338,7 +338,7 @@ async def test_the_canary_stays_with_the_version(
         ({"modules_to_save": ["lm_head"]}, "modules_to_save cannot be served"),
         ({"use_dora": True}, "use_dora cannot be served; train a plain LoRA or rsLoRA adapter"),
         ({"bias": "lora_only"}, "bias = 'lora_only' cannot be served"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "an adapter of lm_head cannot be proven"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "an adapter of lm_head cannot be verified"),
         ({"peft_type": "IA3"}, "not that of a LoRA adapter"),
         ({"r": "many"}, "adapter_config.json cannot be read"),
     ],
