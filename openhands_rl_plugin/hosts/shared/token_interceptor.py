@@ -17,8 +17,8 @@ import httpx
 from openai import OpenAI
 
 from openhands_rl_plugin.core.types import Tokens
-from openhands_rl_plugin.models.gateway.responses import UpstreamResponse
 from openhands_rl_plugin.models.gateway.requests import Unrecordable
+from openhands_rl_plugin.models.gateway.responses import UpstreamResponse
 from openhands_rl_plugin.models.gateway.token_id_text import ContextCache
 
 # Model servers of one process; a client that is dropped from the cache costs a new connection only.
