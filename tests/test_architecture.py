@@ -42,8 +42,8 @@ ARROWS: dict[str, set[str]] = {
     "training": GROUND | {"config", "models", "rollout", "trajectories"},
     "rewards": GROUND | {"training"},
     "evals": GROUND | {"config", "environments", "hosts", "rollout", "trajectories"},
-    "apps": GROUND | {"config", "environments", "evals", "hosts", "models", "rewards", "rollout", "testing"}
-    | {"training", "trajectories"},
+    "apps": GROUND | {"config", "environments", "evals", "hosts", "models", "rewards", "rollout", "training"}
+    | {"trajectories"},
     "cli": GROUND | {"apps", "config", "environments", "evals", "models", "rewards", "rollout", "training"}
     | {"trajectories"},
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """Names -> classes: a built-in table, then entry points of installed packages, then ``"module:Class"``.
 
-Plugins are known as strings only, so asking for one imports that one and nothing else. A guest package joins with
+Plugins are known as strings only, so loading one imports no other. Another package adds one with an entry point:
 
     [project.entry-points."openhands_rl_plugin.strategies"]
     MyStrategy = "my_package.strategies:MyStrategy"
@@ -66,20 +66,20 @@ _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z")
 
 
 def names(kind: Kind) -> tuple[str, ...]:
-    """Every name of a kind that can be asked for, without importing any of them."""
+    """All known names of a kind. Imports nothing."""
     return tuple(sorted({*BUILTINS[kind], *_guests(kind)}))
 
 
 def check(kind: Kind, name: str) -> None:
-    """Raise ``ConfigError`` unless something answers to ``name``. Imports nothing."""
+    """Raise ``ConfigError`` for an unknown ``name``. Imports nothing."""
     _target(kind, name)
 
 
 def load(kind: Kind, name: str) -> type[Any]:
     """The class behind ``name``. Raises ``ConfigError`` for an unknown name or one that cannot be imported.
 
-    An environment's name may go on after a slash, as in ``agentgym/babyai``; every environment that has no class of its
-    own is taken for a server of the simple ``/reset`` and ``/step`` protocol.
+    For an environment, the part before a slash decides, as in ``agentgym/babyai``; an environment without a class of
+    its own is a server of the simple ``/reset`` and ``/step`` protocol.
     """
     target = _target(kind, name)
     module, _, attribute = target.partition(":")

@@ -31,7 +31,7 @@ from openhands_rl_plugin.core.types import JsonObject, Limits, SamplingParams
 from openhands_rl_plugin.core.validation import Location, problems
 
 Locate = Callable[[Location], str]
-"""Names the section (and file) that a setting was read from."""
+"""Gives the section that a setting was read from."""
 
 _SECRET_KEY = re.compile(r"(^|_)(api_?key|password|passwd|secret|token|credentials?)\Z", re.IGNORECASE)
 _URL_WITH_PASSWORD = re.compile(r"\w://[^/@\s]*:[^/@\s]*@")
@@ -49,9 +49,10 @@ def _registered(kind: registry.Kind) -> AfterValidator:
 
 
 class StorageSettings(Settings):
-    """``[rl.storage]``: where trajectories go. ``durable``: a record is acknowledged only when it is on the disk.
+    """``[rl.storage]``: where trajectories are stored.
 
-    ``path`` is for the file storage, ``uri_env`` and ``database`` are for MongoDB.
+    ``durable``: a write is acknowledged only after it reached the disk. ``path`` is for the file storage; ``uri_env``
+    and ``database`` are for MongoDB.
     """
 
     path: str = Field(default="~/.openhands/rl_trajectories", min_length=1)
@@ -65,7 +66,7 @@ class StorageSettings(Settings):
         return Path(self.path).expanduser()
 
     def connection_string(self, environ: Mapping[str, str] | None = None) -> str:
-        """What ``uri_env`` names, or a server on this machine; raises ``ConfigError`` if the variable is not set."""
+        """The value of the variable ``uri_env``; without one, a local server. Raises ``ConfigError`` if it is unset."""
         if not self.uri_env:
             return "mongodb://localhost:27017/"
         if found := (os.environ if environ is None else environ).get(self.uri_env):
@@ -77,7 +78,7 @@ class StorageSettings(Settings):
 
 
 class SamplingSettings(Settings):
-    """``[rl.sampling]``: how rollouts sample. ``seed`` is the run's; every episode derives its own from it."""
+    """``[rl.sampling]``: sampling of rollouts. ``seed`` is the run's; every episode derives its own from it."""
 
     temperature: float = Field(default=1.0, ge=0, le=10)
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -85,11 +86,10 @@ class SamplingSettings(Settings):
 
 
 class ServingSettings(Settings):
-    """``[rl.serving]``: the OpenAI-compatible server of the policy, and where its adapters lie.
+    """``[rl.serving]``: the OpenAI-compatible server of the policy, and the folder of its adapters.
 
-    ``model`` is the name by which the server knows the base model; ``request_timeout`` is in seconds. ``base_urls`` are
-    the replicas behind ``base_url``, where adapters are published one by one. ``max_lora_rank`` is what the server was
-    started with; 0: not known.
+    ``model`` is the base model's name on the server; ``request_timeout`` is in seconds. ``base_urls`` are the replicas
+    behind ``base_url``; adapters are published to one after another. ``max_lora_rank`` is the server's; 0: unknown.
     """
 
     base_url: HttpUrl = ""
@@ -105,7 +105,7 @@ class ServingSettings(Settings):
 
     @property
     def publish_urls(self) -> tuple[str, ...]:
-        """Every server that an adapter must be on; none when no server is named."""
+        """Every server that an adapter is published to; empty without a server."""
         return self.base_urls or ((self.base_url,) if self.base_url else ())
 
     @property
@@ -114,7 +114,7 @@ class ServingSettings(Settings):
         return Path(self.adapters_path).expanduser()
 
     def api_key(self, environ: Mapping[str, str] | None = None) -> str | None:
-        """The key that ``api_key_env`` names, ``None`` when no key is used; raises ``ConfigError`` if it is not set."""
+        """The value of the variable ``api_key_env``, ``None`` without one. Raises ``ConfigError`` if it is unset."""
         if not self.api_key_env:
             return None
         if key := (os.environ if environ is None else environ).get(self.api_key_env):
@@ -126,11 +126,11 @@ class ServingSettings(Settings):
 
 
 class VerifierSettings(Settings):
-    """``[rl.verifier]``: what `openhands-rl train --verifier` learns to tell apart, and how that is judged.
+    """``[rl.verifier]``: labels, data and calibration of `openhands-rl train --verifier`.
 
-    ``label``: "resolved" (the evidence), or a reward whose stored scores say success from ``label_at`` on.
-    ``max_length``: tokens of an episode with the question about it; longer episodes lose their middle. ``negatives``:
-    failures for every success, in training; 0 keeps all. ``held_out``: share of the tasks.
+    ``label``: "resolved" (from the evidence), or the name of a reward: stored scores of at least ``label_at`` are
+    successes. ``max_length``: tokens of an episode and the question about it; longer episodes are cut in the middle.
+    ``negatives``: failures per success in training; 0 keeps all. ``held_out``: fraction of the tasks to evaluate on.
     """
 
     label: str = Field(default="resolved", min_length=1)
@@ -142,22 +142,22 @@ class VerifierSettings(Settings):
 
 
 class RewardSettings(Settings):
-    """``[rl.reward]``: what an episode is worth in training. ``options`` are those of the reward of that ``name``."""
+    """``[rl.reward]``: the reward that training maximises, by ``name``, and its ``options``."""
 
     name: Annotated[str, _registered("rewards")] = "return"
     options: JsonObject = Field(default_factory=dict)
 
     def overridden(self, name: str | None, options: JsonObject | None = None) -> Self:
-        """With another reward, whose options are the given ones, or with other options for this one."""
+        """A copy with another reward and the given options, or with other options for the same reward."""
         if options is None:
             options = self.options if name in (None, self.name) else {}
         return self.model_copy(update={"name": name or self.name, "options": options})
 
 
 class LoopSettings(Settings):
-    """``[rl.loop]``: whether rollouts go on while the policy is trained, how far they may be behind it, and its sizes.
+    """``[rl.loop]``: synchronous or asynchronous rollouts, the staleness they may have, and the sizes of a run.
 
-    ``max_staleness`` is in versions of the policy. ``patience`` is in seconds: how long a model server may be away.
+    ``max_staleness`` is in policy versions. ``patience``: seconds that the model server may be unreachable.
     ``held_out`` and ``demonstrations`` count tasks, ``samples_per_task`` episodes; ``success_at`` is a reward.
     """
 
@@ -175,20 +175,20 @@ class LoopSettings(Settings):
 
     @property
     def kept_versions(self) -> int:
-        """Versions that a server must keep loaded for episodes to end on."""
+        """Versions that a server must keep loaded, so that running episodes can finish on theirs."""
         return 2 if self.kind == "sync" else self.max_staleness + 1
 
     @property
     def stages(self) -> int:
-        """Stages of a whole run: evaluations and iterations, and what demonstrations bring with them."""
+        """Number of stages of a run: iterations, evaluations, and those of a warm start on demonstrations."""
         return self.iterations + (5 if self.demonstrations else 2)
 
 
 class RLSettings(Settings):
-    """The ``[rl]`` section. The lengths are in tokens; ``max_workers`` is the number of episodes played at a time.
+    """The ``[rl]`` section. Lengths are in tokens; ``max_workers`` is the number of concurrent episodes.
 
     ``strategy`` is ``[rl.strategy]``: the options of the strategy that ``rollout_strategy`` names. ``environment`` is
-    ``[rl.environment]``: those of the environment that ``env_name`` names.
+    ``[rl.environment]``: the options of the environment that ``env_name`` names.
     """
 
     max_turns: int = Field(default=10, ge=1)
@@ -236,7 +236,7 @@ class RLSettings(Settings):
         return urlunsplit(parts._replace(netloc=address))
 
     def limits(self) -> Limits:
-        """The bounds of one episode."""
+        """The limits of one episode."""
         return Limits(
             max_turns=self.max_turns,
             max_prompt_length=self.max_prompt_length,
@@ -245,7 +245,7 @@ class RLSettings(Settings):
         )
 
     def sampling_params(self, seed: int | None = None) -> SamplingParams:
-        """How a rollout samples; ``seed`` is the episode's own."""
+        """The sampling parameters of one episode, with its own ``seed``."""
         return SamplingParams(
             temperature=self.sampling.temperature,
             top_p=self.sampling.top_p,
@@ -260,8 +260,8 @@ def section_of(location: Location) -> str:
 
 
 def _wrong_options(settings: RLSettings, locate: Locate) -> Iterator[str]:
-    """What is wrong with plugins' options. The keys are a plugin's own; it is loaded only where there are some, and a
-    reward where it may want some."""
+    """One line per wrong option of a plugin. A strategy or environment is imported only if it has options; a reward
+    also if it was chosen, as it may require some."""
     strategy, environment, reward = settings.rollout_strategy, settings.env_name, settings.reward
     if settings.strategy:
         yield from _wrong_section(("strategy",), "strategies", strategy, settings.strategy, locate)

@@ -1,8 +1,8 @@
 """``config.toml`` -> ``RLSettings``.
 
-Three places are read, each overriding the ones before it key by key: ``[rl]``, then ``[extended.rl]``, then
-``[agent.RLAgent.rl]``. OpenHands itself warns about a top-level ``[rl]`` unless the plugin is loaded; the other two are
-places that it hands to plugins.
+Three sections are merged key by key, later ones override earlier ones: ``[rl]``, ``[extended.rl]``,
+``[agent.RLAgent.rl]``. OpenHands warns about a top-level ``[rl]`` unless the plugin is loaded; the others it passes
+on to plugins.
 """
 
 from __future__ import annotations
@@ -12,30 +12,12 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from openhands_rl_plugin.config.rl import (
-    RLSettings,
-    SamplingSettings,
-    ServingSettings,
-    StorageSettings,
-    TrainingSettings,
-)
+from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.validation import Location
 
-__all__ = [
-    "SECTIONS",
-    "RLSettings",
-    "SamplingSettings",
-    "ServingSettings",
-    "StorageSettings",
-    "TrainingSettings",
-    "load_settings",
-    "settings_from_mapping",
-    "settings_from_sections",
-]
-
 SECTIONS: tuple[Location, ...] = (("rl",), ("extended", "rl"), ("agent", "RLAgent", "rl"))
-"""Where settings are looked for; a later section overrides an earlier one."""
+"""The sections that hold settings; later ones override earlier ones."""
 
 Table = Mapping[str, object]
 
@@ -43,8 +25,8 @@ Table = Mapping[str, object]
 def load_settings(path: Path, environ: Mapping[str, str] | None = None) -> RLSettings:
     """Read a TOML file. A file without any of the sections gives the defaults.
 
-    Raises ``ConfigError`` with one line for each wrong setting, naming the file, the section and the remedy, and when
-    ``api_key_env`` or ``uri_env`` names a variable that is not in ``environ`` (default: the process's).
+    Raises ``ConfigError`` with one line per wrong setting, which names the file, the section and the remedy; also when
+    ``api_key_env`` or ``uri_env`` names a variable that is not set in ``environ`` (default: the process's).
     """
     try:
         settings = settings_from_sections(_read(path))
@@ -55,11 +37,6 @@ def load_settings(path: Path, environ: Mapping[str, str] | None = None) -> RLSet
     except ConfigError as error:
         raise ConfigError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from error
     return settings
-
-
-def settings_from_mapping(mapping: Table) -> RLSettings:
-    """The contents of one ``[rl]`` table. Raises ``ConfigError``."""
-    return RLSettings.model_validate(mapping)
 
 
 def settings_from_sections(document: Table) -> RLSettings:

@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import Environment, LLMEngine, Strategy, TrajectoryStorage
 from openhands_rl_plugin.core.records import trajectory_id
-from openhands_rl_plugin.core.types import EpisodeRequest, Limits, PolicyRef, StopReason, StrategySpec, Trajectory
+from openhands_rl_plugin.core.types import (
+    Completion,
+    EpisodeRequest,
+    JsonObject,
+    Limits,
+    Message,
+    PolicyRef,
+    SamplingParams,
+    StopReason,
+    StrategySpec,
+    Trajectory,
+)
 from openhands_rl_plugin.rollout.journal import stored_episode
 from openhands_rl_plugin.rollout.session import AgentSession
 
 
-class SessionRunner:
-    """An ``EpisodeRunner`` over ``AgentSession``. The factories are called for every session, so nothing is shared.
+class NoEngine:
+    """The engine of strategies that sample nothing, such as a script."""
 
-    With a ``storage`` episodes are stored as they are played. One that is found there finished is not played again; an
-    unfinished one is resumed where it stood if its environment can be brought there again, else it is restarted.
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[JsonObject] = (),
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+    ) -> list[Completion]:
+        """Raises ``ConfigError``: a strategy that samples needs an engine."""
+        raise ConfigError("the strategy samples completions, but its runner was made without an engine")
+
+
+class SessionRunner:
+    """An ``EpisodeRunner`` over ``AgentSession``. The factories are called once per session, so nothing is shared.
+
+    ``make_engine`` may be left out for a strategy that samples nothing. With a ``storage``, episodes are stored while
+    they are played. A finished episode that is found there is not played again; an unfinished one is resumed if its
+    environment can be brought back to the same state, else it is played from the start.
     """
 
     def __init__(
@@ -23,7 +51,7 @@ class SessionRunner:
         *,
         make_environment: Callable[[EpisodeRequest], Environment],
         make_strategy: Callable[[EpisodeRequest], Strategy],
-        make_engine: Callable[[EpisodeRequest], LLMEngine],
+        make_engine: Callable[[EpisodeRequest], LLMEngine] | None = None,
         strategy_spec: StrategySpec,
         base_model: str,
         limits: Limits | None = None,
@@ -31,7 +59,7 @@ class SessionRunner:
     ) -> None:
         self._make_environment = make_environment
         self._make_strategy = make_strategy
-        self._make_engine = make_engine
+        self._make_engine = make_engine or (lambda request: NoEngine())
         self._spec = strategy_spec
         self._base_model = base_model
         self._limits = limits

@@ -7,8 +7,8 @@ import pytest
 
 from openhands_rl_plugin import RLAgentConfig
 from openhands_rl_plugin.config import fields
-from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.config.toml import RLSettings, load_settings, settings_from_mapping
+from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
+from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Limits, SamplingParams
 
@@ -86,7 +86,7 @@ def test_a_file_about_other_things_gives_the_defaults(tmp_path: Path) -> None:
 
 
 def test_settings_become_limits_sampling_and_an_address() -> None:
-    settings = settings_from_mapping(
+    settings = RLSettings.model_validate(
         {"max_turns": 3, "max_prompt_length": 100, "max_response_length": 20, "max_obs_length": 30, "env_port": 36001}
     )
     assert settings.limits() == Limits(

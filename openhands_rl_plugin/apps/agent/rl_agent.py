@@ -42,7 +42,9 @@ __all__ = ["ConversationMessage", "EpisodeResult", "ExcludedEpisodes", "RLAgent"
 
 
 class RLAgent:
-    """A model, an environment, a strategy and a storage, put together from one configuration.
+    """The Python API: plays episodes and trains on them, without OpenHands. This is ``openhands_rl_plugin.RLAgent``.
+
+    The agent of the same name that OpenHands loads (``agent = "RLAgent"``) is ``hosts.v0.agent.RLAgent``.
 
     Args:
         model: a transformers model object; a model's directory (or cached hub name); or the URL of an OpenAI-compatible

@@ -13,7 +13,7 @@ from openhands_rl_plugin.apps.demo.model import NAME, ensure_model
 from openhands_rl_plugin.apps.demo.options import CONTEXT_TOKENS, SEPARATOR, DemoOptions
 from openhands_rl_plugin.apps.demo.report import comparisons, write_report
 from openhands_rl_plugin.apps.loop.claim import claim
-from openhands_rl_plugin.apps.loop.parts import open_parts, probe_ids, shop_demonstrator
+from openhands_rl_plugin.apps.loop.parts import open_parts, probe_ids
 from openhands_rl_plugin.config.rl import LoopSettings, RLSettings
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.webshop import WebShop
@@ -76,7 +76,7 @@ async def _run(stage: _Stage, listener: LoopListener | None) -> DemoResult:
             model=stage.model,
             directory=directory,
             runner=runner,
-            demonstrator=shop_demonstrator(stage.settings, shop, storage),
+            shop=shop,
             storage=storage,
             reward=ReturnReward(),
             objective=SuccessBonusReward(),

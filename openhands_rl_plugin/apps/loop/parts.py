@@ -1,4 +1,4 @@
-"""The parts of a loop that are the same whatever is played: model, adapters, servers, and the script of the shop."""
+"""The parts of a loop that do not depend on its tasks: trainer, adapters, servers, and the scripted shop player."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from openhands_rl_plugin.environments.webshop.demonstrator import ORACLE, Demons
 from openhands_rl_plugin.models.adapters.publisher import publisher_for
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.rollout.in_process import SessionRunner
-from openhands_rl_plugin.testing import ScriptedEngine
 from openhands_rl_plugin.training.loop.stages import LoopParts
 
 STATE = "state.json"
 PROBE = "Instruction: [SEP] Find me soft cotton socks with color: blue [SEP] Back to Search [SEP] Buy Now"
-"""Ordinary text, on whose logprobs server and trainer must agree."""
+"""Ordinary text: trainer and server must give the same logprobs for it before a new adapter is used."""
 
 
 def probe_ids(model: Path) -> tuple[int, ...]:
-    """The canary of every publication, for the model in that directory. Raises ``TrainingError``."""
+    """The token ids of ``PROBE`` for the model in that directory. Raises ``TrainingError``."""
     from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
 
     return tuple(load_tokenizer(str(model))(PROBE).input_ids)
@@ -37,14 +36,15 @@ async def open_parts(
     model: Path,
     directory: Path,
     runner: EpisodeRunner,
-    demonstrator: EpisodeRunner,
+    shop: DemonstratorOptions,
     storage: TrajectoryStorage,
     reward: Reward,
     objective: Reward,
 ) -> AsyncIterator[LoopParts]:
-    """What a loop composes; ``model`` is the directory of the base model. Publishes to all servers of ``[rl.serving]``.
+    """What a loop is composed of; publishes to all servers of ``[rl.serving]``.
 
-    Raises ``ConfigError`` and ``TrainingError``.
+    ``model`` is the directory of the base model; ``shop`` the options that the embedded shop was started with, for its
+    demonstrations. Raises ``ConfigError`` and ``TrainingError``.
     """
     from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
     from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
@@ -56,7 +56,7 @@ async def open_parts(
     try:
         yield LoopParts(
             runner=runner,
-            demonstrator=demonstrator,
+            demonstrator=_shop_demonstrator(settings, shop, storage),
             storage=storage,
             reward=reward,
             objective=objective,
@@ -70,14 +70,13 @@ async def open_parts(
         await publisher.aclose()
 
 
-def shop_demonstrator(settings: RLSettings, shop: DemonstratorOptions, storage: TrajectoryStorage) -> SessionRunner:
-    """The script that plays the embedded shop; ``shop`` says how that was started."""
+def _shop_demonstrator(settings: RLSettings, shop: DemonstratorOptions, storage: TrajectoryStorage) -> SessionRunner:
+    """Plays the embedded shop by the script of its oracle; nothing is sampled."""
     environment = HttpEnvironmentOptions(base_url=settings.environment_url, react_format=settings.react_format)
     strategy = WebShopDemonstrator(shop)
     return SessionRunner(
         make_environment=lambda request: WebEnvClient(environment),
         make_strategy=lambda request: strategy,
-        make_engine=lambda request: ScriptedEngine([]),
         strategy_spec=StrategySpec(name="webshop-oracle", options=shop.model_dump()),
         base_model=ORACLE.base_model,
         limits=settings.limits(),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from openhands_rl_plugin.apps.loop.claim import CHECKOUTS, EVALUATION
 from openhands_rl_plugin.apps.loop.graded import GradedRunner
-from openhands_rl_plugin.apps.loop.parts import STATE, open_parts, probe_ids, shop_demonstrator
+from openhands_rl_plugin.apps.loop.parts import STATE, open_parts, probe_ids
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks
 from openhands_rl_plugin.config.build import make_environment, make_reward, make_strategy, open_storage
 from openhands_rl_plugin.config.rl import RewardSettings, RLSettings
@@ -158,7 +158,7 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
                 model=job.model,
                 directory=job.directory,
                 runner=runner,
-                demonstrator=shop_demonstrator(job.settings, DemonstratorOptions(), storage),
+                shop=DemonstratorOptions(),
                 storage=storage,
                 reward=reward,
                 objective=objective,

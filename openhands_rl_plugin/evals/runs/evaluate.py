@@ -8,8 +8,8 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 from openhands_rl_plugin.config.build import make_strategy
-from openhands_rl_plugin.config.rl import ServingSettings
-from openhands_rl_plugin.config.toml import RLSettings, load_settings
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
+from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.types import StrategySpec

@@ -68,7 +68,10 @@ class _Play:
 
 
 class RLAgent(CodeActAgent):
-    """CodeAct whose every turn a strategy decides. It plays the bound episode, or its own, which it stores itself.
+    """The agent that OpenHands loads by the name "RLAgent": CodeAct whose every turn a strategy decides.
+
+    The Python API ``openhands_rl_plugin.RLAgent`` is another class (``apps.agent.rl_agent``), which runs without
+    OpenHands. This one plays the bound episode, or its own, which it stores itself.
 
     In workspace mode the model gets CodeAct's prompt and tools. In environment mode it gets only what the environment
     says, and its answers go to the environment, which stands behind OpenHands' runtime.

@@ -7,7 +7,7 @@ import logging
 import pytest
 from openhands.core.config import AgentConfig, OpenHandsConfig
 from openhands.core.config.extended_config import ExtendedConfig
-from openhands.core.config.utils import load_openhands_config
+from openhands.core.config.utils import load_from_toml, load_openhands_config
 from openhands.core.logger import openhands_logger
 
 from openhands_rl_plugin.core.errors import ConfigError
@@ -46,6 +46,18 @@ def test_only_the_one_warning_is_held_back(tmp_path):
     assert passes("Unknown section [rll] in config.toml")
     assert passes("Unknown section [rl] in config.toml", logging.ERROR)
     assert rl_filter.file == tmp_path / "config.toml"
+
+
+def test_openhands_still_warns_in_the_words_that_the_filter_reads(tmp_path, monkeypatch):
+    """Only this warning says which file has an ``[rl]`` section. A release that words it differently fails here;
+    otherwise it would silently play with the default settings."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / "config.toml"
+    file.write_text(f'[core]\nfile_store = "memory"\ncache_dir = "{tmp_path}"\n[rl]\nmax_turns = 3\n')
+    rl_filter = RLSectionFilter()
+    monkeypatch.setattr(openhands_logger, "filters", [rl_filter])  # not the plugin's own, which holds the warning back
+    load_from_toml(OpenHandsConfig(), str(file))
+    assert rl_filter.file == file
 
 
 def test_openhands_hands_over_the_agents_own_table(tmp_path, monkeypatch):

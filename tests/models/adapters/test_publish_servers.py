@@ -15,8 +15,7 @@ from sglang_double import BASE, SGLangDouble, running_sglang
 from tiny_model import write_adapter, write_model
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.config.rl import ServingSettings
-from openhands_rl_plugin.config.toml import settings_from_mapping
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError, PublishError, StorageError
 from openhands_rl_plugin.core.types import Adapter, Probe
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
@@ -371,9 +370,11 @@ async def test_weights_that_are_not_finite_are_refused(embedded: str, model: Pat
 
 def test_the_settings_name_the_kinds_of_servers() -> None:
     assert get_args(ServingSettings.model_fields["server"].annotation) == get_args(ServerKind)
-    serving = settings_from_mapping({"serving": {"base_url": "http://a:1/v1", "server": "vllm"}}).serving
+    serving = RLSettings.model_validate({"serving": {"base_url": "http://a:1/v1", "server": "vllm"}}).serving
     assert serving.publish_urls == ("http://a:1/v1",)
-    many = settings_from_mapping({"serving": {"base_url": "http://a:1", "base_urls": ["http://b:1", "http://c:1/"]}})
+    many = RLSettings.model_validate(
+        {"serving": {"base_url": "http://a:1", "base_urls": ["http://b:1", "http://c:1/"]}}
+    )
     assert many.serving.publish_urls == ("http://b:1", "http://c:1")
 
 
@@ -391,7 +392,7 @@ def test_the_settings_name_the_kinds_of_servers() -> None:
 )
 def test_what_cannot_be_served_is_refused_at_configuration(table: dict[str, object], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as raised:
-        settings_from_mapping(table)
+        RLSettings.model_validate(table)
     assert len(str(raised.value).splitlines()) == 1
 
 

@@ -15,8 +15,7 @@ import torch
 from made_samples import EXACT, adapter_of, assert_same, make_samples
 
 from openhands_rl_plugin.cli.train.train import training_progress
-from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.config.toml import settings_from_mapping
+from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, TrainingError
 from openhands_rl_plugin.core.types import PolicyRef, Sample
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
@@ -75,7 +74,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_remedy(package: str
     if importlib.util.find_spec(package) is not None:
         pytest.skip(f"{package} is installed")
     with pytest.raises(ConfigError, match=rf"training: .*pip install 'openhands_rl_plugin\[{package}\]'") as raised:
-        settings_from_mapping({"training": {"tracker": package}})
+        RLSettings.model_validate({"training": {"tracker": package}})
     assert len(str(raised.value).splitlines()) == 1
 
 

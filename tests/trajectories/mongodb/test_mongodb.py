@@ -17,7 +17,7 @@ from pymongo import monitoring
 from pymongo.database import Database
 
 from openhands_rl_plugin.config.build import open_storage
-from openhands_rl_plugin.config.toml import settings_from_mapping
+from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.records import EpisodeGrowth, NodeMark, TrajectoryFilter, TrajectoryOrder
 from openhands_rl_plugin.core.types import Message, Node, Trajectory
@@ -209,7 +209,7 @@ async def test_a_score_whose_writer_died_half_way_counts(storage: MongoDBTraject
 
 async def test_the_settings_name_it(mongodb: MongoServer, database: Stored) -> None:
     table = {"storage_backend": "mongodb", "storage": {"uri_env": "SHOP_MONGODB", "database": database.name}}
-    settings = settings_from_mapping(table)
+    settings = RLSettings.model_validate(table)
     with pytest.raises(ConfigError, match=r"\[rl.storage\] uri_env: the environment variable SHOP_MONGODB is not set"):
         open_storage(settings, {})
     storage = open_storage(settings, {"SHOP_MONGODB": mongodb.url})
