@@ -1,4 +1,4 @@
-"""The episodes behind ``RLAgent.run``: how they are set up from the settings, and how they are shown to the caller."""
+"""The episodes behind ``RLAgent.run``: built from the settings, and returned in the caller's form."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from openhands_rl_plugin.core.types import EpisodeRequest, Failure, Limits, Scor
 from openhands_rl_plugin.models.engines.seeded import SeededEngine
 from openhands_rl_plugin.rollout.in_process import SessionRunner
 
-# Larger than any number of answers to one call, whose seeds are consecutive.
+# The range of an episode's seed: far larger than the number of completions of a call, whose seeds are consecutive.
 _SEEDS = 2**31
 
 ConversationMessage = TypedDict(
     "ConversationMessage", {"from": Literal["human", "gpt"], "value": str, "loss": bool | None}
 )
-"""A message in AgentGym's form; ``loss`` is true for what the model sampled and ``None`` for what it was told."""
+"""A message in AgentGym's form; ``loss`` is true for sampled messages and ``None`` for all others."""
 
 
 class EpisodeResult(TypedDict):
     """One episode of ``RLAgent.run``.
 
     ``reward`` is that of ``[rl.reward]`` (default: the return), or ``None`` when there is no valid one; then
-    ``failure`` says why. ``text`` is the whole conversation. ``trajectory_id`` finds the episode in the storage.
+    ``failure`` says why. ``text`` is the whole conversation. ``trajectory_id`` is its id in the storage.
     """
 
     conversation: list[ConversationMessage]
@@ -46,9 +46,9 @@ def session_runner(
     seed: str,
     storage: TrajectoryStorage | None = None,
 ) -> SessionRunner:
-    """Plays the episodes of one run over one engine, each with its own environment, strategy and random numbers.
+    """A runner for the episodes of one run over one engine, each with its own environment, strategy and seed.
 
-    With a ``storage`` they are stored as they are played.
+    With a ``storage``, episodes are stored while they are played.
     """
 
     def engine_for(request: EpisodeRequest) -> SeededEngine:
@@ -68,7 +68,7 @@ def session_runner(
 
 
 def result_of(trajectory: Trajectory, outcome: Score | Failure) -> EpisodeResult:
-    """An episode and its judgement in the caller's form."""
+    """An episode and its score in the caller's form."""
     conversation = [_message(trajectory, index) for index in trajectory.path()]
     speakers = {"human": "Human", "gpt": "Assistant"}
     return EpisodeResult(

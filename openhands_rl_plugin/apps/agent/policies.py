@@ -46,31 +46,31 @@ class Policy(ABC):
 
     def __init__(self, base_model: str, settings: RLSettings) -> None:
         self.base_model = base_model
-        # A server may have another working directory, so that the paths it is told must be absolute.
+        # A server may have another working directory, so the paths that are sent to it must be absolute.
         self.store = AdapterStore(settings.serving.adapters_directory.resolve())
         self.adapter: Adapter | None = None
         self.settings = settings
 
     @property
     def served_model(self) -> str:
-        """The name of the weights that are sampled now."""
+        """The name of the weights that are sampled from."""
         return self.base_model if self.adapter is None else self.adapter.name
 
     @property
     def kept(self) -> int:
-        """Versions that stay loaded beside a new one that is being tried."""
+        """Versions that stay loaded while a new one is checked."""
         return max(1, self.settings.serving.max_adapters - 1)
 
     async def resume(self) -> None:
-        """Go on with the version that the store's pointer names, if it belongs to this base model."""
+        """Use the version that the store's pointer names, if it belongs to this base model."""
         current = self.store.current(self.settings.serving.adapter)
         if current is not None and current.base_model == self.base_model:
             await self.adopt(current)
 
     async def adopt(self, adapter: Adapter, probe: Probe | None = None) -> None:
-        """Bring ``adapter`` into use, checked against ``probe``.
+        """Sample from ``adapter`` from now on; its logprobs are checked against ``probe`` first.
 
-        Raises ``PublishError``; then the version that was in use still is.
+        Raises ``PublishError``; the previous version then stays in use.
         """
         await self.publish(adapter, probe)
         self.adapter = adapter
@@ -116,18 +116,18 @@ class InProcessPolicy(Policy):
         self._generator = Generator(GeneratorConfig.model_validate(config))
 
     def engine(self) -> ClosableEngine:
-        """Shares the generation core, which keeps running when the engine is closed."""
+        """An engine on the shared generator, which keeps running when the engine is closed."""
         from openhands_rl_plugin.models.engines.transformers import TransformersEngine
 
         adapter = self.adapter.name if self.adapter is not None else None
         return TransformersEngine(self._generator, self._tokenizer, adapter=adapter, base_model=self.base_model)
 
     def training_weights(self) -> str:
-        """What is served."""
+        """The directory of the served base model."""
         return self.base_model
 
     async def publish(self, adapter: Adapter, probe: Probe | None) -> None:
-        """As ``AdapterPublisher`` does it on a server."""
+        """The same steps as ``AdapterPublisher`` on a server: verify, load, probe, move the pointer, unload."""
         self.store.verify(adapter)
         if probe is not None:
             self.store.keep_probe(adapter, probe)
@@ -138,7 +138,7 @@ class InProcessPolicy(Policy):
             await asyncio.wrap_future(self._generator.unload_adapter(name))
 
     async def close(self) -> None:
-        """End the generation core."""
+        """Stop the generator."""
         await asyncio.to_thread(self._generator.close)
 
     def _load(self, adapter: Adapter, probe: Probe | None) -> None:
@@ -167,9 +167,9 @@ class InProcessPolicy(Policy):
 
 
 class EndpointPolicy(Policy):
-    """A server that is already running. ``weights``: its base model's directory, where the server does not tell.
+    """A server that is already running. ``weights``: its base model's directory, if the server does not report it.
 
-    Raises ``ConfigError`` when it cannot be told which model is meant, ``InfrastructureError`` when nothing answers.
+    Raises ``ConfigError`` when the base model is ambiguous, ``InfrastructureError`` when the server does not answer.
     """
 
     def __init__(self, url: str, weights: Path | None, settings: RLSettings) -> None:
@@ -184,7 +184,7 @@ class EndpointPolicy(Policy):
         self._asked = base.name
 
     def engine(self) -> ClosableEngine:
-        """Connections of its own."""
+        """An engine with its own connections."""
         timeout = self.settings.serving.request_timeout
         return OpenAIEngine(self.served_model, self._url, self._key, base_model=self.base_model, timeout=timeout)
 
@@ -199,7 +199,7 @@ class EndpointPolicy(Policy):
 
     @property
     def served_model(self) -> str:
-        """What this kind of server must be asked for."""
+        """The model name to request from this kind of server."""
         return self.base_model if self.adapter is None else self._asked
 
     async def publish(self, adapter: Adapter, probe: Probe | None) -> None:

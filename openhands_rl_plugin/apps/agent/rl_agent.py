@@ -52,9 +52,9 @@ class RLAgent:
             and served and trained from there: an adapter is bound to exact weights, and an object may change.
         tokenizer: needed with a model object. With an endpoint: the directory of the model's weights, to train where
             the server does not tell one.
-        config: what ``[rl]`` in ``config.toml`` says; the defaults when it is left out.
+        config: the ``[rl]`` section of ``config.toml``; default: all defaults.
 
-    An agent goes on with the adapter that ``[rl.serving] adapter`` names where one was trained on the same base model.
+    An agent resumes the latest version of ``[rl.serving] adapter`` if that was trained on the same base model.
     All methods are synchronous and may be called from anywhere, from inside a running event loop too; calls from
     several threads wait for each other. ``close()``, or the end of a ``with`` block, releases what was started.
 
@@ -101,15 +101,15 @@ class RLAgent:
         """Play and store episodes; return one result an episode, in the order of ``task_indices``.
 
         Args:
-            task_description: what the model is told to do, in the opening of every episode.
-            max_rounds: the most turns of an episode; ``config.max_turns`` when left out.
-            task_indices: which of the environment's tasks; the first one when left out.
-            parallel: up to ``config.max_workers`` episodes at a time, else one after another.
-            batch_size: episodes of every task. Training compares them, so that it learns most from 4 or more.
+            task_description: the instruction, in the first prompt of every episode.
+            max_rounds: maximum turns of an episode; default: ``config.max_turns``.
+            task_indices: indices of the environment's tasks; default: the first one.
+            parallel: play up to ``config.max_workers`` episodes concurrently, else one after another.
+            batch_size: episodes per task (the group size); training compares them, so use 4 or more.
             metadata: kept with the stored tasks.
 
-        An episode that failed is part of the result, with ``failure`` set and without a reward. Raises ``StorageError``
-        when an episode cannot be stored, ``ConfigError`` for arguments that cannot be used.
+        A failed episode is part of the result, with ``failure`` set and ``reward`` ``None``. Raises ``StorageError``
+        when an episode cannot be stored, ``ConfigError`` for invalid arguments.
         """
         tasks = self._tasks(task_description, [0] if task_indices is None else task_indices, metadata)
         for name, value in (("batch_size", batch_size), ("max_rounds", 1 if max_rounds is None else max_rounds)):
@@ -140,24 +140,24 @@ class RLAgent:
         env_name: str | None = None,
         task_id: int | str | None = None,
     ) -> TrainReport:
-        """Learn from what this agent's model did, as far as it is in the storage, and use the new adapter from now on.
+        """Train on this policy's stored episodes, and sample from the new adapter from now on.
 
-        By ``[rl.training] algorithm`` (default: REINFORCE++ with a group baseline) over the recorded token ids, where
-        episodes of one task differ in their rewards; else fine-tuning on the episodes with a positive one. The reward
-        is that of ``[rl.reward]`` (default: the return); scores of its version that are stored count. What is
-        left out is taken from ``config.training`` (1e-5, 3 epochs, 8 episodes a step, 1.0).
+        Uses ``[rl.training] algorithm`` (default: REINFORCE++ with a group baseline) on the recorded token ids if
+        episodes of one task differ in reward; else supervised fine-tuning on the episodes with a positive reward. The
+        reward is that of ``[rl.reward]`` (default: the return); stored scores of its version are used. Arguments that
+        are left out are taken from ``config.training`` (1e-5, 3 epochs, 8 episodes per step, 1.0).
 
         Args:
-            learning_rate: of AdamW.
+            learning_rate: AdamW's learning rate.
             num_epochs: passes over the episodes.
-            batch_size: episodes an optimiser step.
-            max_grad_norm: where the gradient is clipped.
-            env_name: the environment whose episodes are used; ``config.env_name`` when left out.
+            batch_size: episodes per optimiser step.
+            max_grad_norm: the norm that gradients are clipped to.
+            env_name: use only this environment's episodes; default: ``config.env_name``.
             task_id: use only the episodes of this task: its index, or the ``task_id`` of a result.
 
-        Raises ``TrainingError`` when there is nothing to learn from, ``ConfigError`` when the weights of an endpoint's
-        model are not on this machine, ``PublishError`` when the new adapter does not do in serving what it did in
-        training. The adapter that was in use stays in use then.
+        Raises ``TrainingError`` when no stored episode can be trained on, ``ConfigError`` when the weights of an
+        endpoint's model are not on this machine, ``PublishError`` when the served adapter's logprobs differ from the
+        trainer's; the previous adapter then stays in use.
         """
         given = {
             "learning_rate": learning_rate,
@@ -200,7 +200,7 @@ class RLAgent:
         return TrainReport(algorithm=dataset.algorithm, adapter=adapter, used=used, excluded=excluded, metrics=figures)
 
     def create_prompt(self, task_description: str) -> str:
-        """How the environment's first task is put to the model, as text. Opens (and closes) an episode to see it.
+        """The first prompt of the environment's first task, as text. Opens and closes an episode for it.
 
         Raises ``RLError`` when the environment does not answer.
         """
@@ -230,7 +230,7 @@ class RLAgent:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """One call at a time: an adapter must not be exchanged below episodes that are being played."""
+        """One call at a time: the adapter must not change while episodes are played."""
         with self._one_call:
             if self._closed:
                 raise RuntimeError("the agent is closed")
@@ -257,7 +257,7 @@ class RLAgent:
             with boundary(FailureKind.ENVIRONMENT, "environment.reset"):
                 opening = await environment.reset(task)
         finally:
-            # What the opening says is known already, so that a failed farewell does not matter.
+            # The opening is known already, so a failure of close does not matter.
             with suppress(CaughtFailure), boundary(FailureKind.INFRASTRUCTURE, "environment.close"):
                 await environment.close()
         return "\n\n".join(f"{message.role}: {message.content or ''}" for message in opening.messages)

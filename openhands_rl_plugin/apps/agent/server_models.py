@@ -1,4 +1,4 @@
-"""What an OpenAI-compatible server says about the models that it serves."""
+"""The base model of an OpenAI-compatible server, from its list of models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOT_OFFERED = (404, 405, 501)
 
 
 class ServedBase(Frozen):
-    """The base model of a server: the name to ask for, and its weights where they lie on this machine."""
+    """The base model of a server: its name, and the directory of its weights if that is on this machine."""
 
     name: str
     weights: Path | None
@@ -51,7 +51,7 @@ def normalised_url(url: str) -> str:
 def served_base(base_url: str, wanted: str, api_key: str | None, timeout: float) -> ServedBase:
     """Ask ``GET {base_url}/models`` for the base model; ``wanted`` chooses one by name, empty takes the only one.
 
-    Raises ``ConfigError`` when it cannot be told which model is meant, ``InfrastructureError`` when nothing answers.
+    Raises ``ConfigError`` when the base model is ambiguous, ``InfrastructureError`` when the server does not answer.
     """
     cards = _cards(base_url, api_key, timeout)
     if cards is None:

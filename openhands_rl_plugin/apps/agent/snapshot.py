@@ -1,8 +1,7 @@
-"""A model object on disk, as the fixed base of adapters.
+"""A model object saved to disk, as the fixed base model of adapters.
 
-An adapter means something only together with the exact weights below it, and an object can change at any moment (it may
-even be in the middle of another training). So the object is written once; it is served and trained from there, and the
-object itself is never touched.
+An adapter is valid only with the exact weights it was trained on, and a model object can change at any time. So the
+object is saved once, and served and trained from there; the object itself is never modified.
 """
 
 from __future__ import annotations

@@ -1,1 +1,4 @@
-"""Rolling out, training and publishing by turns: runs put together from settings, for ``loop`` and ``demo``."""
+"""The training loop (roll out, train, publish, repeat) built from settings, for ``openhands-rl loop`` and ``demo``.
+
+Start with ``run``.
+"""

@@ -1,6 +1,6 @@
-"""A run's directory belongs to one set of options, so that a run is never continued as another one.
+"""A run's directory belongs to one set of options and to one process at a time.
 
-It belongs to one process at a time, too: two of them would take each other's stages for their own.
+So a run is never resumed with other options, and two processes never execute the same stages.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def claim(directory: Path, options: JsonObject) -> None:
 
 
 def run_id_of(directory: Path) -> str:
-    """The id of the run in ``directory``, made once; no other run of a shared store has it."""
+    """The id of the run in ``directory``: created once, unique in a shared store."""
     noted = directory / _RUN
     if not noted.exists():
         write_file(noted, f"loop-{uuid.uuid4().hex[:12]}")
@@ -70,7 +70,7 @@ def run_id_of(directory: Path) -> str:
 
 
 def forget(directory: Path) -> None:
-    """Delete what a run needs to go on, and only that: its episodes and adapters stay."""
+    """Delete the files that a run is resumed from; its episodes and adapters stay."""
     for name in _FOLDERS:
         shutil.rmtree(directory / name, ignore_errors=True)
     for name in _FILES:

@@ -1,4 +1,4 @@
-"""Software tasks in a loop: an episode ends with the verdict of its tests, which is stored as its score."""
+"""Software tasks in a loop: an episode ends with its tests, whose result is stored as its score."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run over a suite: its plan from the settings, its parts opened, the loop played, and what it changed."""
+"""One training run over a suite: the plan from the settings, the open parts, the loop, and its results."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ RETURN, TESTS = "return", "tests"
 
 @dataclass(frozen=True)
 class LoopJob:
-    """What is to be run: settings that lead to all servers, tasks, the base model's directory and the run's own.
+    """A run: settings that name all servers, tasks, and the directories of the base model and of the run.
 
-    ``start``: the adapter that a new run goes on from. ``backend`` is for software tasks. ``processes``: workers that
-    OpenHands' controllers are spread over; 0 plays in this one. ``limits`` bound an episode; the other times are in
+    ``start``: the adapter that a new run starts from. ``backend`` is for software tasks. ``processes``: worker
+    processes for OpenHands' controllers; 0 plays in this process. ``limits`` are those of an episode; times are in
     seconds.
     """
 
@@ -63,14 +63,14 @@ class LoopJob:
 
 @dataclass(frozen=True)
 class LoopResult:
-    """The finished stages, and what each kind of learning changed in the success on held-out tasks."""
+    """The finished stages, and the changes of the success rate on held-out tasks by SFT and by RL."""
 
     state: LoopState
     changes: tuple[tuple[str, Estimate], ...]
 
 
 def check_trainable(settings: RLSettings) -> None:
-    """Raise ``ConfigError`` for settings by which a loop would learn nothing, or could not serve what it learnt."""
+    """Raise ``ConfigError`` for settings that a loop cannot train with, or whose adapter could not be served."""
     training = settings.training
     training.check_servable()
     if algorithm_of(training).kind != "reinforcement":
@@ -92,7 +92,7 @@ def check_trainable(settings: RLSettings) -> None:
 
 
 def _sampled_by(settings: RLSettings) -> Iterator[tuple[str, float]]:
-    """What shapes the distribution that actions are sampled from: the settings, and what the strategy sets itself."""
+    """All temperatures and ``top_p`` that actions are sampled with: the settings', and the strategy's own."""
     yield "[rl.sampling] temperature", settings.sampling.temperature
     yield "[rl.sampling] top_p", settings.sampling.top_p
     options: object = getattr(make_strategy(settings), "options", None)
@@ -104,7 +104,7 @@ def _sampled_by(settings: RLSettings) -> Iterator[tuple[str, float]]:
 
 
 def objective_of(tasks: LoopTasks, settings: RLSettings) -> RewardSettings:
-    """What is maximised: ``[rl.reward]``. The return of a software task is the verdict of its tests."""
+    """The reward that is maximised: ``[rl.reward]``. The return of a software task is the result of its tests."""
     return settings.reward.overridden(TESTS) if _is_verdict(tasks, settings) else settings.reward
 
 
@@ -113,7 +113,7 @@ def _is_verdict(tasks: LoopTasks, settings: RLSettings) -> bool:
 
 
 def loop_plan(job: LoopJob, canary: tuple[int, ...]) -> LoopPlan:
-    """The stages that the settings stand for. The warm start is ``[rl.training]`` as fine-tuning of episodes."""
+    """The plan of the settings. The warm start is ``[rl.training]`` with ``algorithm = "sft"``."""
     settings = job.settings
     loop, training, sampling = settings.loop, settings.training, settings.sampling_params()
     return LoopPlan(
@@ -138,9 +138,9 @@ def loop_plan(job: LoopJob, canary: tuple[int, ...]) -> LoopPlan:
 
 
 async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopResult:
-    """Run it, or go on where ``job.directory`` says that it stands. Raises any ``RLError`` of the parts.
+    """Run, or resume from the state in ``job.directory``. Raises any ``RLError`` of the parts.
 
-    A store, an environment or an adapter that cannot be used is told of before anything is played.
+    A store, an environment or an adapter that cannot be used is an error before anything is played.
     """
     check_trainable(job.settings)
     if not job.tasks.suite.software:
@@ -171,7 +171,7 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
 
 
 def _note_start(job: LoopJob) -> None:
-    """Where a new run begins; one that goes on knows it."""
+    """Save the adapter that a new run starts from; a resumed run has it saved."""
     file = job.directory / STATE
     if job.start is None or file.exists():
         return
@@ -203,7 +203,7 @@ async def _open_runner(job: LoopJob, storage: TrajectoryStorage) -> AsyncIterato
 
 
 def _played(job: LoopJob, settings: RLSettings) -> EvaluationPlan:
-    """How ``openhands-rl evaluate`` would play the same tasks."""
+    """The plan by which ``openhands-rl evaluate`` would play the same tasks."""
     serving = settings.serving
     return EvaluationPlan(
         suite=job.tasks.suite.name,
@@ -229,7 +229,7 @@ def _played(job: LoopJob, settings: RLSettings) -> EvaluationPlan:
 
 
 async def _greet(settings: RLSettings, task: Task) -> None:
-    """Open and leave an episode, so that an environment that is not there ends the run before it begins."""
+    """Open and close an episode, so that an unreachable environment is an error before the run begins."""
     environment = make_environment(settings)
     try:
         with boundary(FailureKind.ENVIRONMENT, f"{settings.env_name} at {settings.environment_url}"):
@@ -240,7 +240,7 @@ async def _greet(settings: RLSettings, task: Task) -> None:
 
 
 async def _changes(plan: LoopPlan, parts: LoopParts) -> tuple[tuple[str, Estimate], ...]:
-    """Paired differences of the success rates over the tasks that were played validly both times."""
+    """Paired differences of the success rates, over the tasks with a valid episode before and after."""
     stages = ["base", *(["warm-start"] if plan.demonstrations else []), "final"]
     names = {"warm-start": "After SFT", "final": "After RL"}
     began = LoopState.load(parts.state_file).start or "the base model"

@@ -1,4 +1,4 @@
-"""Which tasks a run trains on, and which it is measured by: disjoint, from one suite."""
+"""The tasks that a run trains on and those that it is evaluated on: disjoint, from one suite."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from openhands_rl_plugin.evals.runs.suites import (
 _SPLITS: Mapping[str, tuple[str, str]] = {LOCAL: ("train", HELD_OUT), WEBSHOP: ("train", HELD_OUT)}
 """Suite -> its split for training, and the one that is held out."""
 
-_HELD_OUT_ORDER = 20_240  # fixed, so that runs of all seeds are measured by the same tasks
+_HELD_OUT_ORDER = 20_240  # an arbitrary constant: runs with any seed are evaluated on the same tasks
 
 
 class TaskSource(Frozen):
@@ -50,7 +50,7 @@ class TaskSource(Frozen):
 
 
 class LoopTasks(NamedTuple):
-    """What a run plays: tasks for demonstrations, for training, and those that are only measured."""
+    """The tasks of a run: for demonstrations, for training, and held out for evaluation only."""
 
     suite: Suite
     demonstrations: tuple[EvalTask, ...]
@@ -110,7 +110,7 @@ def _check(tasks: LoopTasks, settings: RLSettings) -> None:
             f"--demonstrations: only the {WEBSHOP} has a script that plays them, not {tasks.suite.name}; leave it at 0"
         )
     if loop.demonstrations and settings.react_format:
-        raise ConfigError("--demonstrations: the script says bare actions: set react_format = false in [rl]")
+        raise ConfigError("--demonstrations: the script plays plain actions: set react_format = false in [rl]")
     both = {_what(tasks.suite, entry) for entry in (*tasks.demonstrations, *tasks.training)} & {
         _what(tasks.suite, entry) for entry in tasks.held_out
     }
