@@ -44,7 +44,7 @@ __all__ = ["ConversationMessage", "EpisodeResult", "ExcludedEpisodes", "RLAgent"
 class RLAgent:
     """The Python API: plays episodes and trains on them, without OpenHands. This is ``openhands_rl_plugin.RLAgent``.
 
-    The agent of the same name that OpenHands loads (``agent = "RLAgent"``) is ``hosts.v0.agent.RLAgent``.
+    The agent of the same name that OpenHands loads (``agent = "RLAgent"``) is the one of ``hosts/v0/agent.py``.
 
     Args:
         model: a transformers model object; a model's directory (or cached hub name); or the URL of an OpenAI-compatible
