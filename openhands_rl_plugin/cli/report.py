@@ -56,7 +56,7 @@ def read_judged_runs(args: argparse.Namespace, paths: Sequence[Path]) -> tuple[R
 def output_report(args: argparse.Namespace, runs: Sequence[RunRecord], comparison: Comparison | None = None) -> None:
     """Print the report and write its files."""
     from openhands_rl_plugin.evals.report.figures import figures_of
-    from openhands_rl_plugin.evals.report.report_files import EvaluationReport, write_report
+    from openhands_rl_plugin.evals.report.page import EvaluationReport, write_report
     from openhands_rl_plugin.trajectories.view.terminal import print_json
 
     groups = figures_of(runs)

@@ -1,1 +1,1 @@
-"""Evaluation: suites of tasks, runs of an agent over them, and reports that can be trusted."""
+"""Evaluation: suites of tasks, runs of an agent over them, and reports. Start with ``runs/evaluate``."""

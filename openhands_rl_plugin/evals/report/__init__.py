@@ -1,1 +1,4 @@
-"""Reports and comparisons of evaluation runs: tables, figures, pages."""
+"""Reports of evaluation runs and comparisons of two: ``run_records`` reads runs, ``figures`` computes, ``page`` writes.
+
+Start with ``figures``.
+"""

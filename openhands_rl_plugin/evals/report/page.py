@@ -1,10 +1,14 @@
-"""The report of evaluations as one HTML page that needs no other file."""
+"""The report of evaluations: ``report.json``, and ``report.html``, a page that needs no other file."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
+from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.files import PRIVATE, write_file
+from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.report.charts import (
     COLOURS,
     Bar,
@@ -18,6 +22,27 @@ from openhands_rl_plugin.evals.report.charts import (
 from openhands_rl_plugin.evals.report.comparison import Comparison
 from openhands_rl_plugin.evals.report.figures import AtK, EvaluationFigures
 from openhands_rl_plugin.evals.report.tables import HEADINGS, comparison_rows, figure_row, kind_counts, share
+
+JSON, HTML = "report.json", "report.html"
+
+
+class EvaluationReport(Frozen):
+    """What ``report.json`` holds."""
+
+    version: int = 1
+    groups: tuple[EvaluationFigures, ...]
+    comparison: Comparison | None = None
+
+
+def write_report(folder: Path, groups: Sequence[EvaluationFigures], comparison: Comparison | None = None) -> None:
+    """Write both files into ``folder``, which is made. Raises ``StorageError``."""
+    report = EvaluationReport(groups=tuple(groups), comparison=comparison)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot be made: {error.strerror}") from error
+    write_file(folder / JSON, report.model_dump_json(indent=1) + "\n", PRIVATE)
+    write_file(folder / HTML, report_page(groups, comparison), PRIVATE)
 
 
 def report_page(groups: Sequence[EvaluationFigures], comparison: Comparison | None = None) -> str:

@@ -58,8 +58,7 @@ def outcome_of_row(row: JsonObject, run: int = 0) -> Outcome:
 
     Raises ``ConfigError``.
     """
-    result = row.get("test_result")
-    result = result if isinstance(result, dict) else {}
+    result = json_object(row.get("test_result"))
     own = result.get("outcome")
     try:
         return Outcome.model_validate(own) if isinstance(own, dict) else _foreign(row, result, run)
@@ -85,9 +84,10 @@ def _foreign(row: JsonObject, result: JsonObject, run: int) -> Outcome:
     error = row.get("error")
     history = row.get("history")
     events = [event for event in history if isinstance(event, dict)] if isinstance(history, list) else []
-    usage = _at(_object(row.get("metrics")), "accumulated_token_usage")
+    metrics = json_object(row.get("metrics"))
+    usage = json_object(metrics.get("accumulated_token_usage"))
     timed_out = isinstance(error, str) and error.startswith("Timeout after")
-    cost = _object(row.get("metrics")).get("accumulated_cost")
+    cost = metrics.get("accumulated_cost")
     return Outcome(
         instance_id=str(row["instance_id"]),
         run=run,
@@ -105,7 +105,7 @@ def _foreign(row: JsonObject, result: JsonObject, run: int) -> Outcome:
 
 
 def _foreign_kind(row: JsonObject, result: JsonObject, patched: bool, timed_out: bool) -> OutcomeKind:
-    report = _object(result.get("report") or row.get("report"))
+    report = json_object(result.get("report") or row.get("report"))
     told = {
         "error_eval": OutcomeKind.INFRASTRUCTURE,
         "resolved": OutcomeKind.RESOLVED,
@@ -127,12 +127,9 @@ def _systems(events: list[JsonObject]) -> int:
     return sum(event.get("action") == "system" for event in events)
 
 
-def _object(value: JsonValue) -> JsonObject:
+def json_object(value: JsonValue) -> JsonObject:
+    """``value`` where it is a JSON object, else an empty one."""
     return value if isinstance(value, dict) else {}
-
-
-def _at(value: JsonObject, key: str) -> JsonObject:
-    return _object(value.get(key))
 
 
 def _whole(value: JsonValue) -> int:

@@ -13,11 +13,10 @@ from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import FailureKind, JsonObject
 from openhands_rl_plugin.evals.runs.episodes import EvalRunner, EvalTask, GradedEpisode
 from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind, outcome_of
-from openhands_rl_plugin.evals.runs.output_rows import completion_files, metadata_of, output_row
+from openhands_rl_plugin.evals.runs.output_rows import completion_files, metadata_of, output_row, write_run_report
 from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan, Run
 from openhands_rl_plugin.evals.runs.resume import check_same_settings
 from openhands_rl_plugin.evals.runs.run_files import RunFiles
-from openhands_rl_plugin.evals.runs.run_report import write_run_report
 
 SCRATCH = ".work"
 """Where checkouts lie, below the folder of an evaluation; what a killed process left there is removed."""

@@ -11,7 +11,7 @@ from pydantic import JsonValue
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.redaction import redact_json
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.evals.report.run_records import read_metadata
+from openhands_rl_plugin.evals.report.run_records import json_object, read_metadata
 from openhands_rl_plugin.evals.runs.output_rows import metadata_of
 from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan, Run
 from openhands_rl_plugin.evals.runs.run_files import METADATA, OUTPUT, read_rows
@@ -52,13 +52,13 @@ def _held(directory: Path) -> JsonObject:
     """The metadata of the run, which each of its lines has too."""
     if found := read_metadata(directory / METADATA):
         return found
-    return _object(next(read_rows(directory / OUTPUT), {}).get("metadata"))
+    return json_object(next(read_rows(directory / OUTPUT), {}).get("metadata"))
 
 
 def _deciding(metadata: JsonObject) -> JsonObject:
     """What decides the results and is not in the folder's name, as far as it is noted."""
     noted = redact_json(metadata)  # as it is in lines
-    parts = ((_MODEL, _object(noted.get("llm_config"))), (_DETAILS, _object(noted.get("details"))))
+    parts = ((_MODEL, json_object(noted.get("llm_config"))), (_DETAILS, json_object(noted.get("details"))))
     return {name: part[name] for names, part in parts for name in names if name in part}
 
 
@@ -68,10 +68,6 @@ def _differences(name: str, was: JsonValue, now: JsonValue) -> Iterator[str]:
             yield from _differences(f"{name}.{key}", was.get(key), now.get(key))
     elif was != now:
         yield f"{name}: {_shown(was)}, now {_shown(now)}"
-
-
-def _object(value: JsonValue) -> JsonObject:
-    return value if isinstance(value, dict) else {}
 
 
 def _shown(value: JsonValue) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,6 @@ from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
-from openhands_rl_plugin.evals.tasks.duplicates import duplicates
 from openhands_rl_plugin.evals.tasks.lineage import Check, Lineage, TaskLineage, read_lineage, write_lineage
 
 NO_OP = """diff --git a/no_op.txt b/no_op.txt
@@ -25,6 +25,10 @@ new file mode 100644
 +Nothing is changed.
 """
 """A patch that applies and changes nothing: what an empty one cannot show, because nobody runs it."""
+
+SAME_STATEMENT = 0.9
+"""Of the runs of five words in two statements, the share that both have."""
+_RUN = 5
 
 type OnProgress = Callable[[int, int, str], None]
 """Tasks done, tasks in all, the id of the last one."""
@@ -157,3 +161,36 @@ def _why(verdicts: Sequence[PatchVerdict]) -> str:
 def _unknown(instance: Instance) -> TaskLineage:
     source = instance.extra.get("source")
     return TaskLineage(instance_id=instance.instance_id, source=source if isinstance(source, dict) else {})
+
+
+def duplicates(instances: Sequence[Instance], lineage: Mapping[str, TaskLineage]) -> dict[str, str]:
+    """Task -> the earlier one that it repeats: the same function, the same failing tests, or almost the same words."""
+    found: dict[str, str] = {}
+    by_repo: dict[str, list[tuple[Instance, frozenset[str]]]] = {}
+    for instance in instances:
+        words = _shingles(instance.problem_statement)
+        earlier = by_repo.setdefault(instance.repo, [])
+        for other, their_words in earlier:
+            if _same_task(instance, other, lineage) or _overlap(words, their_words) >= SAME_STATEMENT:
+                found[instance.instance_id] = other.instance_id
+                break
+        earlier.append((instance, words))
+    return found
+
+
+def _same_task(one: Instance, other: Instance, lineage: Mapping[str, TaskLineage]) -> bool:
+    if one.patch == other.patch or set(one.fail_to_pass) == set(other.fail_to_pass):
+        return True
+    mine, theirs = lineage.get(one.instance_id), lineage.get(other.instance_id)
+    if mine is None or theirs is None or not mine.function:
+        return False
+    return (mine.source, mine.path, mine.function) == (theirs.source, theirs.path, theirs.function)
+
+
+def _shingles(text: str) -> frozenset[str]:
+    words = re.findall(r"\w+|[^\w\s]", text.lower())
+    return frozenset(" ".join(words[at : at + _RUN]) for at in range(max(1, len(words) - _RUN + 1)))
+
+
+def _overlap(one: frozenset[str], other: frozenset[str]) -> float:
+    return len(one & other) / max(1, len(one | other))

@@ -158,7 +158,7 @@ def _instance(prepared: PreparedPackage, tree: Tree, key: str, failing: frozense
     base = tree.changed(without_tests(prepared.tree, sorted(failing)))
     with tempfile.TemporaryDirectory(prefix="openhands-rl-tasks-") as folder:
         repository = GitRepository.create(Path(folder) / "task.git")
-        message = commit_message(prepared.package.label)
+        message = prepared.package.label
         base_commit = repository.commit(base, message, "base")
         with_tests = repository.commit(tree, message, "tests")
         solved = repository.commit(prepared.tree, message, "solved")
@@ -176,11 +176,6 @@ def _instance(prepared: PreparedPackage, tree: Tree, key: str, failing: frozense
         pass_to_pass=tuple(sorted(prepared.tests - failing)),
         extra=_columns(prepared),
     )
-
-
-def commit_message(label: str) -> str:
-    """The message of the one commit of a task's repository."""
-    return label
 
 
 def _columns(prepared: PreparedPackage) -> JsonObject:

@@ -12,8 +12,8 @@ from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.bugs.table import NAMES
-from openhands_rl_plugin.evals.tasks.duplicates import duplicates
 from openhands_rl_plugin.evals.tasks.lineage import Lineage, read_lineage, require_checked
+from openhands_rl_plugin.evals.tasks.quality_gate import duplicates
 from openhands_rl_plugin.evals.tasks.sources.package_layout import is_test
 from openhands_rl_plugin.evals.tasks.sources.packages import SUITE_PLAN, read_plan, suite_file
 from openhands_rl_plugin.evals.tasks.statements.bug_report import changed_lines, leaks

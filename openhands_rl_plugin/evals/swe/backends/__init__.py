@@ -1,1 +1,4 @@
-"""Where tests of a patch run: on this machine in a sandbox (``local``) or in Docker (``docker``)."""
+"""Where instances are set up and patches are tested: in a sandbox here (``local``) or in Docker (``docker``).
+
+Start with ``local``; ``layers`` caches environments and installed repositories.
+"""

@@ -1,6 +1,6 @@
 """Where an instance's repository comes from: a folder of mirrors, a clone, or the archive that its row names.
 
-Whatever it is, what leaves here holds the base commit and its ancestors alone: an ``Origin``.
+Whatever the source, ``make_origin`` writes a repository that holds the base commit and its ancestors only.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.environments.workspace.processes import checked, run
@@ -21,15 +21,6 @@ ORIGIN_INSIDE = "/var/lib/repository/origin.git"
 _CLONE_TIME = 3600.0
 _MOST_FILES = 60
 """Of one commit's packs, before all is packed anew."""
-
-
-class Origin(NamedTuple):
-    """What the official scripts clone from. ``origin`` borrows all its objects from ``store``, so that repacking a
-    clone of it costs nothing.
-    """
-
-    origin: Path
-    store: Path
 
 
 class RepositorySource(Protocol):
@@ -90,7 +81,8 @@ async def find_repository(instance: Instance, sources: Sequence[RepositorySource
 
 async def make_origin(cache: Cache, git: Path, instance: Instance, into: Path, branches: Sequence[str]) -> None:
     """Write ``into/origin.git`` and ``into/store.git``: the base commit under ``branches``, its ancestors, and the
-    tags on these. What instances of a repository share is packed once. Raises ``InfrastructureError``.
+    tags on these. The origin borrows all its objects from the store, so that repacking a clone costs nothing.
+    What instances of a repository share is packed once. Raises ``InfrastructureError``.
     """
     store, origin = into / "store.git", into / "origin.git"
     what = f"{instance.repo} at {instance.base_commit[:12]}"

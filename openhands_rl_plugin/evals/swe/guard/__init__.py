@@ -1,1 +1,1 @@
-"""Guards against patches that fake a verdict. Start with ``guard``."""
+"""Reward-hack guard: rules over patches, a channel beside the test log, agents' commands. Start with ``guard``."""

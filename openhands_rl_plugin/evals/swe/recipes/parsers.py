@@ -20,13 +20,7 @@ _PROGRESS = re.compile(r"FAILED\s*\[.*?\]")
 
 def parse_pytest(log: str) -> Statuses:
     """The summary of ``pytest -rA``: the status, then the test up to the first blank."""
-    found: Statuses = {}
-    for line in log.split("\n"):
-        if line.startswith(STATUSES):
-            words = (line.replace(" - ", " ") if line.startswith("FAILED") else line).split()
-            if len(words) > 1:
-                found[words[1]] = words[0]
-    return found
+    return dict(found for line in log.split("\n") if (found := _summary_line(line)) is not None)
 
 
 def parse_pytest_pydantic(log: str) -> Statuses:
@@ -34,15 +28,19 @@ def parse_pytest_pydantic(log: str) -> Statuses:
     found: Statuses = {}
     for raw in log.split("\n"):
         line = _PROGRESS.sub("FAILED", _COLOUR.sub("", raw).translate(_CONTROL))
-        if line.startswith(STATUSES):
-            words = (line.replace(" - ", " ") if line.startswith("FAILED") else line).split()
-            if len(words) > 1:
-                found[words[1]] = words[0]
-        elif line.endswith(STATUSES):
-            words = line.split()
-            if len(words) > 1:
-                found[words[0]] = words[1]
+        if (summary := _summary_line(line)) is not None:
+            found[summary[0]] = summary[1]
+        elif not line.startswith(STATUSES) and line.endswith(STATUSES) and len(words := line.split()) > 1:
+            found[words[0]] = words[1]
     return found
+
+
+def _summary_line(line: str) -> tuple[str, str] | None:
+    """The test and its status; ``None`` for a line that does not begin with a status and a test."""
+    if not line.startswith(STATUSES):
+        return None
+    words = (line.replace(" - ", " ") if line.startswith("FAILED") else line).split()
+    return (words[1], words[0]) if len(words) > 1 else None
 
 
 _OWN: Mapping[str, Parser] = {"pytest": parse_pytest, "pytest_pydantic": parse_pytest_pydantic}

@@ -1,1 +1,1 @@
-"""Injected bugs: the kinds of them, and how a syntax tree is changed without touching the rest of a file."""
+"""Injected bugs: the modifiers, in the ``table``, and edits of source text by position. Start with ``table``."""

@@ -7,9 +7,17 @@ import re
 from collections.abc import Iterator
 from typing import TypeGuard
 
-from openhands_rl_plugin.evals.tasks.bugs.base import FunctionSite, Mutation, one
-from openhands_rl_plugin.evals.tasks.bugs.layout import delete_statement, unindented
-from openhands_rl_plugin.evals.tasks.bugs.positions import Edit, Source, blocks, own_nodes
+from openhands_rl_plugin.evals.tasks.bugs.positions import (
+    Edit,
+    FunctionSite,
+    Mutation,
+    Source,
+    blocks,
+    delete_statement,
+    one,
+    own_nodes,
+    unindented,
+)
 
 _OPPOSITE: dict[type[ast.cmpop], str] = {
     ast.Eq: "!=",

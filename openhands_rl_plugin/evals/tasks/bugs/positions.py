@@ -1,10 +1,13 @@
-"""Python source as bytes with positions, so that a change touches nothing but what it changes."""
+"""Edits of Python source by byte positions, which leave the rest of the file as it is; and what a modifier takes
+(``FunctionSite``, ``ClassSite``) and returns (``Mutation``).
+"""
 
 from __future__ import annotations
 
 import ast
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from openhands_rl_plugin.core.types import Frozen
 
@@ -138,3 +141,69 @@ def blocks(function: Function) -> Iterator[list[ast.stmt]]:
             inner = getattr(node, name, None)
             if isinstance(inner, list) and inner and isinstance(inner[0], ast.stmt):
                 yield inner
+
+
+@dataclass(frozen=True)
+class FunctionSite:
+    """A function of a file: where a modifier may change something."""
+
+    source: Source
+    node: Function
+    name: str
+
+
+@dataclass(frozen=True)
+class ClassSite:
+    """A class of a file."""
+
+    source: Source
+    node: Definition
+    name: str
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One possible bug: the edits, and the line (from 1) that has to be executed for the bug to show."""
+
+    edits: tuple[Edit, ...]
+    line: int
+
+
+type FunctionModifier = Callable[[FunctionSite], Iterator[Mutation]]
+type ClassModifier = Callable[[ClassSite], Iterator[Mutation]]
+
+
+def one(edit: Edit, line: int) -> Mutation:
+    """A bug of a single edit."""
+    return Mutation((edit,), line)
+
+
+def delete_statement(source: Source, block: Sequence[ast.stmt], statement: ast.stmt) -> Edit | None:
+    """The edit that removes ``statement`` from its block; ``pass`` stands for the last one. ``None``: not possible."""
+    if not source.stands_alone(statement):
+        return None
+    start, end = source.lines(statement)
+    return Edit(start=start, end=end, text=f"{source.indentation(statement)}pass\n" if len(block) == 1 else "")
+
+
+def unindented(source: Source, outer: ast.stmt, body: Sequence[ast.stmt]) -> Edit | None:
+    """The edit that puts ``body`` at the place of the statement around it. ``None``: not possible."""
+    if not source.stands_alone(outer) or not all(source.stands_alone(each) for each in body):
+        return None
+    if any(_spans_lines(node) for each in body for node in ast.walk(each)):
+        return None
+    start, end = source.lines(outer)
+    first, last = source.lines(body[0], body[-1])
+    inner, own = source.indentation(body[0]), source.indentation(outer)
+    lines = source.between(first, last).splitlines(keepends=True)
+    if not inner.startswith(own) or not all(line.startswith(inner) or not line.strip(" \t\n#") for line in lines):
+        return None
+    text = "".join(own + line[len(inner) :] if line.strip() else line for line in lines)
+    return Edit(start=start, end=end, text=text)
+
+
+def _spans_lines(node: ast.AST) -> bool:
+    """Whether a text runs over a line's end: its own white space must stay."""
+    if isinstance(node, ast.Constant) and not isinstance(node.value, str | bytes):
+        return False
+    return isinstance(node, ast.JoinedStr | ast.Constant) and node.end_lineno != node.lineno

@@ -6,9 +6,19 @@ import ast
 import itertools
 from collections.abc import Iterator
 
-from openhands_rl_plugin.evals.tasks.bugs.base import ClassSite, FunctionSite, Mutation, one
-from openhands_rl_plugin.evals.tasks.bugs.layout import delete_statement, unindented
-from openhands_rl_plugin.evals.tasks.bugs.positions import FUNCTIONS, Edit, Function, blocks, own_nodes
+from openhands_rl_plugin.evals.tasks.bugs.positions import (
+    FUNCTIONS,
+    ClassSite,
+    Edit,
+    Function,
+    FunctionSite,
+    Mutation,
+    blocks,
+    delete_statement,
+    one,
+    own_nodes,
+    unindented,
+)
 
 _PLAIN = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr)
 

@@ -7,11 +7,14 @@ from collections.abc import Iterator, Mapping
 
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.tasks.bugs import conditions, statements, values
-from openhands_rl_plugin.evals.tasks.bugs.base import ClassModifier, ClassSite, FunctionModifier, FunctionSite
 from openhands_rl_plugin.evals.tasks.bugs.positions import (
     FUNCTIONS,
+    ClassModifier,
+    ClassSite,
     Definition,
     Edit,
+    FunctionModifier,
+    FunctionSite,
     Source,
     definitions,
     edited,

@@ -7,8 +7,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 
-from openhands_rl_plugin.evals.tasks.bugs.base import FunctionSite, Mutation, one
-from openhands_rl_plugin.evals.tasks.bugs.positions import Edit, Source, own_nodes
+from openhands_rl_plugin.evals.tasks.bugs.positions import Edit, FunctionSite, Mutation, Source, one, own_nodes
 
 _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
 _OPERATORS: dict[type[ast.operator], tuple[str, str]] = {

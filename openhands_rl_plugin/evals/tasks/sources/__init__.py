@@ -1,1 +1,1 @@
-"""Repositories that tasks are made from: fetched, surveyed, installed. Start with ``sources``."""
+"""Packages for tasks: named (``packages``), fetched, installed, tested. Start with ``prepared_package``."""

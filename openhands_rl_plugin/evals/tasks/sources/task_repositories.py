@@ -12,7 +12,6 @@ from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.sources.download import fetch
 from openhands_rl_plugin.evals.tasks.sources.git_repository import GitRepository
 from openhands_rl_plugin.evals.tasks.sources.packages import Package, Release
-from openhands_rl_plugin.evals.tasks.task_builder import commit_message
 
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -51,9 +50,9 @@ class TaskRepositories:
         package = _package(source)
         label = str(source.get("label") or package.label)
         _, tree = fetch(package, self._cache)
-        solved = repository.commit(tree, commit_message(label), "solved")
+        solved = repository.commit(tree, label, "solved")
         taken_back = (instance.patch, instance.test_patch)
-        base = repository.without(solved, taken_back, commit_message(label), "main")
+        base = repository.without(solved, taken_back, label, "main")
         repository.git("update-ref", "-d", "refs/heads/solved")
         if base != instance.base_commit:
             raise InfrastructureError(

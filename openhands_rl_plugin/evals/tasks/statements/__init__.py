@@ -1,1 +1,1 @@
-"""Problem statements: a bug report made from the tests that fail."""
+"""Problem statements: a bug report made from the tests that fail. Start with ``bug_report``."""

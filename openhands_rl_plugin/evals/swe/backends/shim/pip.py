@@ -28,10 +28,6 @@ RENAMED = {
     "-C": "--config-setting",
     "--config-settings": "--config-setting",
 }
-WITH_VALUE = {
-    *("-r", "--requirement", "-c", "--constraint", "-e", "--editable", "-i", "--index-url", "--extra-index-url"),
-    *("-f", "--find-links", "-t", "--target", "--no-binary", "--only-binary", "--config-setting", "--prefix"),
-}
 EDITABLE = ("-e", "--editable")
 
 
