@@ -183,7 +183,7 @@ def _temperatures(args: argparse.Namespace, model: EvaluatedModel) -> tuple[floa
     try:
         return tuple(float(each) for each in args.temperatures.split(","))
     except ValueError as error:
-        raise ConfigError(f"--temperatures {args.temperatures}: give numbers separated by commas") from error
+        raise ConfigError(f"--temperatures {args.temperatures}: give numbers with commas between them") from error
 
 
 def _check_temperature(args: argparse.Namespace, by: AgentStrategy | None) -> None:
