@@ -1,4 +1,4 @@
-"""The algorithms by name: how rewards become advantages, how these become a loss, and what counts the same in a batch.
+"""The algorithms by name: advantage estimator, objective and loss aggregation.
 
 An algorithm is an estimator, an objective and weights; everything else is a named option of ``[rl.training]``. Bounds
 and weights are those of the papers (see ``estimators`` and ``objectives``) and can be overridden one by one.

@@ -1,4 +1,4 @@
-"""Advantages inside a search tree, and step rewards from what search thinks of its states.
+"""Advantages inside a search tree, and step rewards from the values that search found.
 
 A tree holds more than the path that was acted on: siblings that were tried in forks, with the mean return that search
 saw below each. Comparing an action with its siblings says which turn was good, where a whole rollout only says that the
@@ -59,7 +59,7 @@ def state_before(trajectory: Trajectory, at: int) -> tuple[str, ...]:
 
 
 def search_rewards(trajectory: Trajectory) -> dict[int, float]:
-    """``node -> reward`` by how much search raised its opinion of the episode with each turn.
+    """``node -> reward`` as the change of the episode's expected return with each turn.
 
     The value of a turn's action is the return expected from there on. What was earned so far plus that is the expected
     return of the episode; a turn's reward is the change of it (potential-based shaping, Ng et al. 1999), so that the

@@ -1,4 +1,4 @@
-"""The loop in which rollouts go on while the policy is trained.
+"""The asynchronous loop: rollouts continue while the policy is trained.
 
 The stages are those of ``loop``; only the iterations differ. Episodes are played all the time, each on the newest
 weights at its start. An iteration takes the groups that are finished, trains, publishes; the next episodes begin on
@@ -83,7 +83,7 @@ class AsyncLoop(LoopStages):
                         buffer.close(self._batch_size, self._limit)
                 buffer.stop()
         except ExceptionGroup as errors:
-            # What stops a run stops all of its episodes in the same way: one of them tells it all.
+            # What stops a run stops all of its episodes in the same way: the first error is enough.
             raise errors.exceptions[0] from errors
 
     async def _iterate(self, stage: str, buffer: RolloutBuffer, player: GroupRunner) -> StageRecord:
@@ -197,10 +197,10 @@ class AsyncLoop(LoopStages):
 
 
 def _require_some(played: list[Trajectory]) -> None:
-    """Raise ``InfrastructureError`` where a whole batch failed for want of infrastructure. Nothing of it is used up."""
+    """Raise ``InfrastructureError`` where a whole batch failed because of the infrastructure. None of it is used up."""
     lost = [each.failure for each in played if each.failure and each.failure.kind is FailureKind.INFRASTRUCTURE]
     if played and len(lost) == len(played):
         raise InfrastructureError(
-            f"all {len(played)} episodes of a batch failed for want of infrastructure, the last with: "
+            f"all {len(played)} episodes of a batch failed because of the infrastructure, the last with: "
             f"{lost[-1].message}. Nothing was trained on them: mend it, then run the same again"
         )

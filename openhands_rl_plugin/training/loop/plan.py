@@ -107,7 +107,7 @@ class LoopState(Frozen):
         try:
             return cls.model_validate_json(path.read_text())
         except ValidationError as error:
-            raise StorageError(f"{path} is not the state of a run: move it away to start anew") from error
+            raise StorageError(f"{path} is not the state of a run: move it away to start a new run") from error
 
     def save(self, path: Path) -> None:
         """Replace the state file atomically and durably. Raises ``StorageError``."""

@@ -1,4 +1,4 @@
-"""Groups of episodes that are played ahead of the trainer, as far as the bound on staleness lets."""
+"""Groups of rollouts ahead of the trainer, bounded by the maximal staleness."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Group:
 
 
 class RolloutBuffer:
-    """Plays groups and hands them over, of those that are finished the oldest first.
+    """Rolls out groups concurrently and returns finished ones, the oldest first.
 
     ``held`` groups have been handed over already. A group is open from its beginning until ``close``: that of a batch
     when what was learnt from it is in use, so that with a ``limit`` of ``(max_staleness + 1)`` batches an episode that
@@ -41,16 +41,16 @@ class RolloutBuffer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Play on as tasks of ``tasks``, until ``stop``; what stops one of them stops them all."""
+        """Roll out as tasks of ``tasks`` until ``stop``; an error in one of them stops all."""
         self._spawn(tasks, self._produce(tasks))
 
     def stop(self) -> None:
-        """Give up what is being played; it is stored as far as it got."""
+        """Cancel the rollouts in progress; they are stored as far as they got."""
         for task in self._tasks:
             task.cancel()
 
     async def take(self) -> Group:
-        """The oldest finished group, when there is one."""
+        """Wait for a finished group; the oldest one."""
         while not self._finished:
             self._more.clear()
             await self._more.wait()
@@ -81,7 +81,7 @@ class RolloutBuffer:
 
 
 class ThroughputMeter:
-    """What became of the places that episodes are played in."""
+    """Throughput of the rollout slots."""
 
     def __init__(self, places: int) -> None:
         self._places = places

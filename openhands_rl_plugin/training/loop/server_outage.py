@@ -1,6 +1,6 @@
-"""A model server that may be away for a while: who needs it waits, instead of collecting failed episodes.
+"""Outages of the model server: callers wait until it is back, instead of collecting failed episodes.
 
-Away is a server that does not answer, or whose proxy answers for it (429, 502, 503, 504).
+A server is away when it does not answer, or its proxy answers 429, 502, 503 or 504.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _MODEL_SERVER = frozenset({FailureKind.INFRASTRUCTURE, FailureKind.MODEL})
 
 
 class OutageTolerantServer:
-    """The server of a publisher. ``patience`` is in seconds; ``tell`` hears why it is waited for, and ``""`` when not.
+    """The server of a publisher. ``patience`` is in seconds.
+
+    ``tell`` is called with the cause of a wait, and with ``""`` at its end.
 
     A server that was started again has forgotten its adapters, so asking whether it is there brings the version in use
     into it once more. While the base model is all that is in use, an answer is enough.
@@ -44,8 +46,8 @@ class OutageTolerantServer:
         self._checked = -1.0
 
     async def publish(self, adapter: Adapter, probe: Probe | None = None) -> PublishReport:
-        """As ``AdapterPublisher.publish``, as soon as somebody answers. Raises ``InfrastructureError`` when nobody does
-        for too long, ``PublishError`` when the server is there and refuses."""
+        """As ``AdapterPublisher.publish``, as soon as the server answers. Raises ``InfrastructureError`` when it does
+        not for too long, ``PublishError`` when the server is there and refuses."""
         async with self._turn:
             report = await self._answer(lambda: self._publisher.publish(adapter, probe))
             self._adapter = adapter

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class _CancelledTraining(Exception):
-    """Ends the thread of a training that nobody waits for any more."""
+    """Ends the thread of a cancelled training."""
 
 
 class Learn(Protocol):
@@ -50,7 +50,7 @@ class Learn(Protocol):
 
 
 class LoopListener:
-    """What a loop tells while it runs. The base class listens to nothing; override what you want to show."""
+    """Callbacks of a loop. The base class ignores all of them; override those that you want to show."""
 
     def stage_started(self, name: str) -> None:
         """A stage begins."""

@@ -1,4 +1,4 @@
-"""Logprobs of chosen tokens, and what to watch while training."""
+"""Logprobs of given tokens, and training diagnostics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS_AT_A_TIME = 128
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """Means over the trained tokens of one pass or more; add passes with ``+``.
+    """Means over the trained tokens of one or more micro-batches; ``+`` combines them.
 
     ``ratio``: probability now / when sampled. ``approx_kl``: the k3 estimate of KL(sampler || now), in nats.
     ``clip_share``: share of tokens whose gradient the clip has cut off. ``entropy``: of the next-token distribution.
@@ -46,7 +46,7 @@ class Diagnostics:
 
 @torch.no_grad()
 def diagnose(batch: TokenBatch, entropies: Tensor, *, ratio: Tensor, low: float, high: float) -> Diagnostics:
-    """Diagnostics of one pass. ``ratio`` ([K]) is what the clip's bounds 1 - low and 1 + high are for."""
+    """Diagnostics of one micro-batch. ``ratio`` ([K]) is what the clip's bounds 1 - low and 1 + high are for."""
     log_ratio = batch.logprobs - batch.old
     cut = ((ratio > 1 + high) & (batch.advantages > 0)) | ((ratio < 1 - low) & (batch.advantages < 0))
     return Diagnostics(

@@ -1,4 +1,4 @@
-"""The loss of one pass, by the algorithm that the settings name: token losses, or preferences between rollouts."""
+"""The loss of a micro-batch, by the algorithm that the settings name: token losses or preference losses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from openhands_rl_plugin.training.losses.objectives import TokenBatch
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The K trained tokens of S items that went through the model together.
+    """The K trained tokens of S samples after one forward pass.
 
     ``logprobs`` (with gradient) and ``entropies``: [K], in the order of the items; ``weights``: [S], how much a token
     of each item counts in the optimiser batch.
@@ -32,47 +32,47 @@ class MicroBatch:
 
     @property
     def sequence(self) -> Tensor:
-        """[K]: the number of each token's item."""
+        """[K]: the index of each token's sample."""
         counts = torch.tensor([len(item.positions) for item in self.items], device=self.logprobs.device)
         return torch.repeat_interleave(torch.arange(len(self.items), device=counts.device), counts)
 
     def tokens(self, parts: Sequence[Tensor]) -> Tensor:
-        """[K] of one tensor an item."""
+        """[K]: one tensor per sample, concatenated."""
         return torch.cat(list(parts)).to(self.logprobs.device)
 
 
 class MicroBatchLoss(Protocol):
-    """A loss that can be computed in passes: those of a batch add up."""
+    """A loss with gradient accumulation: the losses of a batch's micro-batches add up to the loss of the batch."""
 
     whole_units: bool
-    """Whether the items of a unit must be in one pass."""
+    """Whether the samples of a unit must be in one micro-batch."""
 
     recompute_old_logprobs: bool
     """Whether ``TrainingSample.old`` is recomputed by the policy before the first step, instead of the recorded one."""
 
     needs_reference: bool
-    """Whether ``TrainingSample.reference`` must be what the base model says."""
+    """Whether ``TrainingSample.reference`` must be set, the base model's logprobs."""
 
     def weights(self, batch: Sequence[TrainingSample]) -> Tensor:
-        """[S]: how much a token of each item of an optimiser batch counts."""
+        """[S]: the weight of a token of each sample of an optimiser batch."""
         ...
 
     def counts(self, item: TrainingSample) -> bool:
-        """Whether the item has any say; the others count in the weights, but need no computation."""
+        """Whether the sample has a gradient; the others count in the weights, but need no computation."""
         ...
 
     def __call__(self, one: MicroBatch) -> tuple[Tensor, Diagnostics]:
-        """The pass's share of the batch's loss, with gradient."""
+        """The micro-batch's share of the batch's loss, with gradient."""
         ...
 
 
 class Imitation:
-    """Negative log-likelihood."""
+    """Negative log-likelihood (supervised fine-tuning)."""
 
     whole_units = recompute_old_logprobs = needs_reference = False
 
     def __init__(self, settings: TrainingSettings) -> None:
-        # The settings may name an algorithm that found nothing to compare; its weights are not meant for this.
+        # The settings may name an algorithm that had nothing to compare; its aggregation is not meant for SFT.
         self._settings = settings.as_fine_tuning()
 
     def weights(self, batch: Sequence[TrainingSample]) -> Tensor:
@@ -80,7 +80,7 @@ class Imitation:
         return batch_weights(batch, self._settings)
 
     def counts(self, item: TrainingSample) -> bool:
-        """Advantages are not looked at."""
+        """Always: advantages are ignored."""
         return True
 
     def __call__(self, one: MicroBatch) -> tuple[Tensor, Diagnostics]:
@@ -90,7 +90,7 @@ class Imitation:
 
 
 class Reinforcement:
-    """A policy gradient: the objective, the divergence from the base model and the correction of stale tokens."""
+    """A policy gradient: the clipped objective, the KL term and the importance correction of stale tokens."""
 
     whole_units = False
 
@@ -107,7 +107,7 @@ class Reinforcement:
         return batch_weights(batch, self._settings)
 
     def counts(self, item: TrainingSample) -> bool:
-        """Without an advantage there is no gradient, unless the divergence has one."""
+        """With an advantage other than zero, or a KL term in the loss."""
         return self._kl_in_loss or bool(item.advantages.any())
 
     def __call__(self, one: MicroBatch) -> tuple[Tensor, Diagnostics]:
@@ -161,7 +161,7 @@ class Reinforcement:
 
 
 class Preference:
-    """DPO: the better half of a pair gains on the other, measured from where the adapter started."""
+    """DPO (Rafailov et al. 2023, arXiv 2305.18290); the reference is the policy that training started from."""
 
     whole_units = recompute_old_logprobs = True
     needs_reference = False
@@ -174,7 +174,7 @@ class Preference:
         return torch.full((len(batch),), 1.0 / len({item.unit for item in batch}))
 
     def counts(self, item: TrainingSample) -> bool:
-        """Every pair has a say."""
+        """Always."""
         return True
 
     def __call__(self, one: MicroBatch) -> tuple[Tensor, Diagnostics]:
@@ -199,7 +199,7 @@ class Preference:
 
 
 def batch_weights(batch: Sequence[TrainingSample], settings: TrainingSettings) -> Tensor:
-    """[S] weights of the tokens of each item, from all items of an optimiser batch."""
+    """[S]: the weight of a token of each sample, from all samples of an optimiser batch."""
     lengths = torch.tensor([float(len(item.positions)) for item in batch])
     match aggregation_of(settings):
         case "token":

@@ -1,4 +1,4 @@
-"""The batch type of the trainer: samples with what is known of their trained tokens."""
+"""Optimiser batches and micro-batches of training samples."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ BatchOrder = Literal["shuffled", "prefix"]
 class TrainingSample:
     """A sample and its K trained tokens; all tensors [K] float32, on the CPU.
 
-    ``recorded``: logprobs when sampled. ``old``: logprobs that the clip is around, and that a preference is measured
-    from; ``reference``: those of the base model. ``unit``: items of one rollout, or one pair, have the same, and are in
-    the same optimiser batch. ``chosen``: it belongs to the better half of its pair.
+    ``recorded``: logprobs when sampled. ``old``: the old policy's logprobs, the denominator of the importance ratio
+    (for DPO, the reference's); ``reference``: those of the base model, for KL. ``unit``: the number of the rollout or
+    pair; samples of a unit are in the same optimiser batch. ``chosen``: it is the chosen half of its pair.
     """
 
     sample: Sample
@@ -44,13 +44,13 @@ class TrainingSample:
 
 
 def samples_from_rollouts(samples: Sequence[Sample]) -> list[TrainingSample]:
-    """One unit a trajectory."""
+    """Training samples of rollouts; a unit is a trajectory."""
     units: dict[str, int] = {}
     return [TrainingSample(sample, units.setdefault(sample.trajectory_id, len(units))) for sample in samples]
 
 
 def samples_from_pairs(pairs: Sequence[PreferencePair]) -> list[TrainingSample]:
-    """One unit a pair."""
+    """Training samples of preference pairs; a unit is a pair."""
     return [
         TrainingSample(sample, unit, chosen)
         for unit, pair in enumerate(pairs)
@@ -64,8 +64,8 @@ def batches(
 ) -> list[list[TrainingSample]]:
     """Optimiser batches of all epochs: ``size`` units each, in a new order every epoch.
 
-    With ``"prefix"``, units with a common prefix, as the rollouts of a group do, are in the same batches, and only the
-    batches are shuffled: what they have in common is computed once a batch.
+    With ``"prefix"``, units with a common prefix, such as the rollouts of a group, are in the same batches, and only
+    the batches are shuffled: a shared prefix is computed once a batch.
     """
     by_unit: dict[int, list[TrainingSample]] = {}
     for item in items:
@@ -86,7 +86,7 @@ def _shuffled(by_unit: Mapping[int, Sequence[TrainingSample]], size: int, source
 
 def _by_prefix(by_unit: Mapping[int, Sequence[TrainingSample]], size: int, source: random.Random) -> list[list[int]]:
     order = sorted(by_unit, key=lambda unit: by_unit[unit][0].sample.input_ids)
-    # Begun elsewhere in every epoch, or the same units would always meet.
+    # The first unit differs in every epoch, or the same units would always be in one batch.
     begin = source.randrange(len(order)) if order else 0
     order = order[begin:] + order[:begin]
     made = [order[start : start + size] for start in range(0, len(order), size)]
@@ -95,7 +95,7 @@ def _by_prefix(by_unit: Mapping[int, Sequence[TrainingSample]], size: int, sourc
 
 
 def micro_batches(items: Sequence[TrainingSample], max_tokens: int, *, whole_units: bool) -> list[list[TrainingSample]]:
-    """Groups of at most ``max_tokens`` rows; with ``whole_units``, items of a unit are in one, however long it is."""
+    """Micro-batches of at most ``max_tokens`` rows; with ``whole_units`` a unit is in one, however long it is."""
     if whole_units:
         return _micro_batches_of_units(items, max_tokens)
     by_sample = {id(item.sample): item for item in items}

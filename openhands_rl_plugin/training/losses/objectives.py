@@ -2,7 +2,7 @@
 
 Everything is a flat vector of K sampled tokens; ``sequence[k]`` says which of S sequences token k belongs to. A loss is
 a sum of ``weights * losses``: the weights of a batch (``token_mean`` and the others) are made from all of its sequences
-before it is cut into passes, so that the result does not depend on the cut.
+before it is split into micro-batches, so the result does not depend on the split.
 """
 
 from __future__ import annotations
@@ -71,11 +71,6 @@ def cispo(batch: TokenBatch, *, low: float | None = 0.2, high: float = 0.28) -> 
     ratio = torch.exp(batch.logprobs.detach() - batch.old)
     weight = ratio.clamp(min=None if low is None else 1 - low, max=1 + high)
     return -weight * batch.advantages * batch.logprobs
-
-
-def likelihood(batch: TokenBatch) -> Tensor:
-    """Negative log-likelihood in nats: fine-tuning. Returns [K] losses."""
-    return -batch.logprobs
 
 
 def kl_penalty(logprobs: Tensor, reference: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:

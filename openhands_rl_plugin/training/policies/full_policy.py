@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from shutil import copyfile
 
 import torch
+from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import StorageError, TrainingError, describe
+from openhands_rl_plugin.training.distributed.sharding import full_tensor
 from openhands_rl_plugin.training.policies.full_layers import trained_token_logprobs
 from openhands_rl_plugin.training.policies.fused import fuse_layers
 from openhands_rl_plugin.training.policies.packed_model import PackedModel
@@ -81,38 +83,35 @@ class FullPolicy(PackedModel):
             raise StorageError(f"the model cannot be written to {directory}: {describe(error)}") from error
 
     def _write(self, directory: Path) -> None:
-        files = _files({name: parameter.numel() * self.dtype.itemsize for name, parameter in self.parameters.items()})
+        """Write what ``save_pretrained`` would, a tensor at a time.
+
+        ``save_pretrained`` itself needs the whole state dict, which a rank with sharded weights has no memory for.
+        """
+        files = self._files()
         weights = self.stored()
-        for file, names in files.items():
+        for file, names in files.filename_to_tensors.items():
             save_file({name: next(weights) for name in names}, directory / file, {"format": "pt"})
-        if len(files) > 1:
-            places = {name: file for file, names in files.items() for name in names}
-            total = sum(parameter.numel() for parameter in self.parameters.values()) * self.dtype.itemsize
-            index = {"metadata": {"total_size": total}, "weight_map": places}
+        if files.is_sharded:
+            index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
             (directory / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
 
+    def _files(self) -> StateDictSplit:
+        sizes = {name: parameter.numel() * self.dtype.itemsize for name, parameter in self.parameters.items()}
+        return split_state_dict_into_shards_factory(
+            sizes,
+            get_storage_size=lambda size: size,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=_SHARD_BYTES,
+        )
+
     def stored(self) -> Iterator[Tensor]:
-        """Every trained weight whole, in the order of ``parameters``, as it is written into files."""
-        for parameter in self.parameters.values():
-            yield parameter.detach().to(self.dtype).cpu().contiguous()
+        """Every trained weight whole, in the order of the files. A collective where the weights are sharded."""
+        for names in self._files().filename_to_tensors.values():
+            for name in names:
+                yield full_tensor(self.parameters[name].detach().to(self.dtype)).cpu().contiguous()
 
     def _score(self, hidden: Tensor, targets: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor]:
         return trained_token_logprobs(hidden, targets, head.weight, head.bias)
-
-
-def _files(sizes: Mapping[str, int]) -> dict[str, list[str]]:
-    """The names in each file, no more of them than fit; ``sizes``: bytes of each tensor."""
-    shards: list[list[str]] = [[]]
-    used = 0
-    for name, size in sizes.items():
-        if used and used + size > _SHARD_BYTES:
-            shards.append([])
-            used = 0
-        shards[-1].append(name)
-        used += size
-    if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
-    return {f"model-{at:05d}-of-{len(shards):05d}.safetensors": names for at, names in enumerate(shards, start=1)}
 
 
 def _hand_over(master: nn.Parameter):

@@ -1,14 +1,12 @@
-"""A model of which every weight is trained, split among the ranks: none has to hold it in float32."""
+"""Full fine-tuning with sharded weights: no rank has to hold the whole model in float32."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from openhands_rl_plugin.core.errors import TrainingError
-from openhands_rl_plugin.training.distributed.sharding import full_tensor, local_shard, shard_all
+from openhands_rl_plugin.training.distributed.sharding import local_shard, shard_all
 from openhands_rl_plugin.training.policies.full_policy import FullPolicy
 from openhands_rl_plugin.training.policies.packed_attention import PackedRows
 
@@ -47,11 +45,6 @@ class ShardedFullPolicy(FullPolicy):
         with torch.no_grad():
             for name, part in mine.items():
                 part.copy_(tensors[name])
-
-    def stored(self) -> Iterator[Tensor]:
-        """As for one process; all ranks must take all of them, for each is fetched from all."""
-        for parameter in self.parameters.values():
-            yield full_tensor(parameter.detach().to(self.dtype)).cpu().contiguous()
 
     def _compute(self, packed: PackedRows, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         if self._root is None:  # it is still whole

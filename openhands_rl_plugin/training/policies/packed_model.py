@@ -1,4 +1,4 @@
-"""A causal language model over packed sequences, checked against the original; what of it is trained, others say."""
+"""A causal language model over packed sequences, checked against the original. Subclasses say what is trained."""
 
 from __future__ import annotations
 

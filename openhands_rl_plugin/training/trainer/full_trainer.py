@@ -104,15 +104,3 @@ class FullTrainer(Trainer):
 _FINE_TUNES = (
     'all weights are trained by fine-tuning only: set algorithm = "sft" or "rejection-sampling", or method = "lora"'
 )
-
-
-def verify_model(directory: Path) -> TrainedModel:
-    """The manifest of a trained model. Raises ``TrainingError`` unless its weights are those that were written."""
-    try:
-        made = TrainedModel.model_validate_json((directory / MANIFEST).read_bytes())
-        wrong = [name for name, digest in made.sha256.items() if file_sha256(directory / name) != digest]
-    except (OSError, ValueError) as error:
-        raise TrainingError(f"{directory} is no trained model: {describe(error)}") from error
-    if wrong:
-        raise TrainingError(f"{directory / wrong[0]} was changed since it was made (sha256 differs)")
-    return made

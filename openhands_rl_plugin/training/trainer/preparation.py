@@ -1,4 +1,4 @@
-"""What is done with the samples of a call before the first step: checks, and logprobs of other policies."""
+"""Preparation of the samples before the first step: checks, and logprobs of the old and the reference policy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_samples(samples: Sequence[Sample], *, longest: int, vocabulary: int) -
 
 
 def trained_tokens(items: Sequence[TrainingSample]) -> list[tuple[int, int]]:
-    """Pairs (number of the item, position) of the sampled tokens of one pass, item by item."""
+    """Pairs (number of the item, position) of the sampled tokens of a micro-batch, sample by sample."""
     return [(number, at) for number, item in enumerate(items) for at in item.positions]
 
 
@@ -46,7 +46,7 @@ def trained_tokens(items: Sequence[TrainingSample]) -> list[tuple[int, int]]:
 def policy_logprobs(
     policy: PackedModel, items: Sequence[TrainingSample], max_tokens: int, ranks: Ranks
 ) -> list[Tensor]:
-    """The policy's logprobs of the trained tokens of each item, in the order of the items, on the CPU."""
+    """The policy's logprobs of the trained tokens of each sample, in order, on the CPU."""
     found = {id(item): torch.zeros(len(item.positions)) for item in items}
     mine, idle = shard_micro_batches(ranks, items, max_tokens, whole_units=False)
     for number, group in enumerate((*mine, *idle)):
@@ -59,10 +59,10 @@ def policy_logprobs(
 
 
 def subtract_divergence(items: Sequence[TrainingSample], settings: TrainingSettings) -> None:
-    """Take ``kl_coefficient`` times the divergence from the base model that is still to come off each advantage.
+    """Subtract from each advantage ``kl_coefficient`` times the KL divergence of the tokens from here on.
 
-    That is the return to go of a reward of ``-kl_coefficient * kl`` at every token, as in OpenRLHF; algorithms that
-    whiten do so with the sum. Divergence is counted within a sequence.
+    That is the return to go of a reward of ``-kl_coefficient * kl`` at every token, as in OpenRLHF; whitening, where
+    the algorithm has it, comes after. KL is summed within a sequence.
     """
     assert settings.kl != "none"
     for item in items:
@@ -79,9 +79,9 @@ def subtract_divergence(items: Sequence[TrainingSample], settings: TrainingSetti
 def scale_negative_advantages(items: Sequence[TrainingSample], negative_scale: float) -> None:
     """Multiply negative advantages by ``negative_scale``.
 
-    A negative advantage takes probability from what was sampled and gives it to everything else, most of which nobody
-    has tried; a positive one gives it to what has worked. With few samples a task, weighing the second more is the
-    safer update (Arnal et al. 2025, arXiv 2506.20520, who lower the baseline to the same end).
+    A negative advantage moves probability from a sampled action to all others, most of them never tried; a positive
+    one moves it to an action that worked. With few samples a task, weighting positive ones more is the safer update
+    (Arnal et al. 2025, arXiv 2506.20520, who lower the baseline to the same end).
     """
     for item in items:
         item.advantages = torch.where(item.advantages < 0, item.advantages * negative_scale, item.advantages)

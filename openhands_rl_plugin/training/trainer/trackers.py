@@ -1,7 +1,7 @@
-"""Who hears of the training steps besides the terminal and ``metrics.jsonl``: nobody, trackio or Weights & Biases.
+"""Experiment trackers: accelerate's back ends (``accelerate.tracking``), none of which may end a training run.
 
-Neither package is needed; the one that is named is imported when training begins. Both read their own environment
-variables (``WANDB_MODE=offline``, ``TRACKIO_DIR``, ...), and keep their keys to themselves.
+No tracker package is required; the one that is named is imported when training begins. Each reads its own environment
+variables (``WANDB_MODE=offline``, ``TRACKIO_DIR``, ...) and keys.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+from accelerate import PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import CaughtFailure, TrainingError, boundary
@@ -22,110 +25,73 @@ from openhands_rl_plugin.core.types import FailureKind
 log = redacting_logger(__name__)
 
 PROJECT = "openhands-rl"
-"""Where W&B's own variable WANDB_PROJECT names no other."""
+"""The project of a run, unless W&B's own variable WANDB_PROJECT names another."""
 
 
 class Tracker(Protocol):
-    """Hears of one training run."""
+    """Records one training run."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Note what a step measured."""
+        """Record the metrics of a step."""
         ...
 
     def finish(self, *, failed: bool) -> None:
-        """The run has ended."""
+        """End the run."""
         ...
 
 
 class NoTracker:
-    """Nobody."""
+    """Records nothing."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Nothing happens."""
+        """Do nothing."""
 
     def finish(self, *, failed: bool) -> None:
-        """Nothing happens."""
-
-
-class TrackioTracker:
-    """trackio: a database on this machine, or the Space or server that its variables name; `trackio show` shows it.
-
-    It has no word for a run that failed. What it prints goes to stderr.
-    """
-
-    def __init__(self, name: str, settings: TrainingSettings) -> None:
-        import trackio  # pyright: ignore[reportMissingImports]  # an extra
-
-        config = settings.model_dump(mode="json")
-        with redirect_stdout(sys.stderr):
-            self._run = trackio.init(project=PROJECT, name=name, config=config, resume="allow", embed=False)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        # It has a column of its own for the step.
-        self._run.log({name: value for name, value in values.items() if name != "step"}, step=step)
-
-    def finish(self, *, failed: bool) -> None:
-        with redirect_stdout(sys.stderr):
-            self._run.finish()
-
-
-class WandbTracker:
-    """Weights & Biases. ``directory``: for what it keeps until it is sent; else where the process works."""
-
-    def __init__(self, name: str, settings: TrainingSettings, directory: Path | None) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]  # an extra
-
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=name,
-            id=name,
-            resume="allow",
-            reinit="create_new",
-            config=settings.model_dump(mode="json"),
-            dir=directory,
-            # What is on the terminal and in the working directory is nobody's business.
-            settings=wandb.Settings(console="off", disable_git=True, disable_code=True),
-        )
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def finish(self, *, failed: bool) -> None:
-        self._run.finish(exit_code=int(failed))
+        """Do nothing."""
 
 
 class SafeTracker:
-    """A tracker that may fail without the training: it is told once, and the tracker is asked no more."""
+    """A back end of accelerate whose errors do not end the training: the first is logged, then it is not used again.
 
-    def __init__(self, tracker: Tracker) -> None:
-        self._tracker: Tracker = tracker
+    What the back end prints goes to stderr.
+    """
+
+    def __init__(self, tracker: GeneralTracker) -> None:
+        self._tracker: Any = tracker
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        with self._forgiven():
-            self._tracker.log(step, values)
+        """Record the metrics of a step; ``step`` becomes ``global_step``, a reserved name in some back ends."""
+        renamed = {"global_step" if name == "step" else name: value for name, value in values.items()}
+        with self._errors_logged() as tracker:
+            if tracker is not None:
+                tracker.log(renamed, step=step)
 
     def finish(self, *, failed: bool) -> None:
-        with self._forgiven():
-            self._tracker.finish(failed=failed)
+        """End the run; W&B alone can mark it as failed."""
+        with self._errors_logged() as tracker, redirect_stdout(sys.stderr):
+            if tracker is not None and failed and tracker.name == "wandb":
+                tracker.tracker.finish(exit_code=1)
+            elif tracker is not None:
+                tracker.finish()
 
     @contextmanager
-    def _forgiven(self) -> Iterator[None]:
+    def _errors_logged(self) -> Iterator[Any]:
         try:
             with boundary(FailureKind.INFRASTRUCTURE, "tracker"):
-                yield
+                yield self._tracker
         except CaughtFailure as caught:
-            self._tracker = NoTracker()
-            log.warning("the tracker hears no more of this run, the training goes on: %s", caught.failure.message)
+            self._tracker = None
+            log.warning("tracking stops, the training continues: %s", caught.failure.message)
 
 
 @contextmanager
 def tracked(settings: TrainingSettings, fingerprint: str, directory: Path | None = None) -> Iterator[Tracker]:
-    """The tracker that the settings name, for one run; one of the same ``fingerprint`` and directory is gone on with.
+    """The tracker that the settings name, for one run; a run of the same ``fingerprint`` and directory is resumed.
 
     Raises ``TrainingError`` when the tracker cannot begin.
     """
     title = re.sub(r"[^\w.-]", "-", directory.stem if directory is not None else "training")
-    tracker = _begun(settings, f"{title[:50]}-{fingerprint[:12]}", directory)
+    tracker = _started(settings, f"{title[:50]}-{fingerprint[:12]}", directory)
     failed = True
     try:
         yield tracker
@@ -134,19 +100,40 @@ def tracked(settings: TrainingSettings, fingerprint: str, directory: Path | None
         tracker.finish(failed=failed)
 
 
-def _begun(settings: TrainingSettings, name: str, directory: Path | None) -> Tracker:
+def _started(settings: TrainingSettings, name: str, directory: Path | None) -> Tracker:
+    if settings.tracker == "none":
+        return NoTracker()
     try:
-        with boundary(FailureKind.INFRASTRUCTURE, "tracker"):
-            match settings.tracker:
-                case "none":
-                    return NoTracker()
-                case "trackio":
-                    return SafeTracker(TrackioTracker(name, settings))
-                case "wandb":
-                    return SafeTracker(WandbTracker(name, settings, directory))
+        with boundary(FailureKind.INFRASTRUCTURE, "tracker"), redirect_stdout(sys.stderr):
+            PartialState()  # accelerate's loggers need it
+            kind = LOGGER_TYPE_TO_CLASS[settings.tracker]
+            project = os.environ.get("WANDB_PROJECT", PROJECT) if settings.tracker == "wandb" else PROJECT
+            config = settings.model_dump(mode="json")
+            options = _options(settings.tracker, name, config, directory)
+            place = (str(directory or "."),) if kind.requires_logging_directory else ()
+            tracker = kind(project, *place, **options)
+            tracker.start()
+            if "config" not in options:
+                tracker.store_init_configuration({key: str(value) for key, value in config.items()})
+            return SafeTracker(tracker)
     except CaughtFailure as caught:
         offline = "WANDB_MODE=offline or " if settings.tracker == "wandb" else ""
         raise TrainingError(
             f"{settings.tracker} cannot begin a run ({caught.failure.message}): set {offline}[rl.training] tracker = "
             '"none"'
         ) from caught
+
+
+def _options(tracker: str, name: str, config: dict[str, Any], directory: Path | None) -> dict[str, Any]:
+    """Arguments that a back end takes beside the project: those that name a run, and let it be resumed."""
+    if tracker == "trackio":
+        return {"name": name, "config": config, "resume": "allow", "embed": False}
+    if tracker != "wandb":
+        return {}
+    import wandb  # pyright: ignore[reportMissingImports]  # an extra
+
+    return {
+        **{"name": name, "id": name, "resume": "allow", "reinit": "create_new", "config": config, "dir": directory},
+        # The terminal's content and the working directory stay private.
+        "settings": wandb.Settings(console="off", disable_git=True, disable_code=True),
+    }

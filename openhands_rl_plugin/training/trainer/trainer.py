@@ -1,4 +1,4 @@
-"""Trains a model on recorded samples: one trainer, one batch type; the algorithm is a loss over passes."""
+"""Trains a policy on recorded samples: one trainer, one batch type; an algorithm is a loss over micro-batches."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
@@ -49,7 +51,6 @@ from openhands_rl_plugin.training.trainer.resume import (
     ShardedCheckpoint,
 )
 from openhands_rl_plugin.training.trainer.run_files import MetricsFile, fingerprint
-from openhands_rl_plugin.training.trainer.schedule import learning_rate_at
 from openhands_rl_plugin.training.trainer.trackers import NoTracker, tracked
 
 OnProgress = Callable[[TrainProgress], None]
@@ -69,7 +70,7 @@ class Trainer:
         self.settings = settings
         self.step = 0
         """Optimiser steps so far, over all calls."""
-        self._call = range(0)
+        self._learning_rate = learning_rates(settings, range(0))
         self.pending = PendingCheckpoint()
         """The checkpoints of the calls so far, until ``finish``."""
         self._version = version
@@ -89,8 +90,8 @@ class Trainer:
     ) -> TrainMetrics:
         """Fine-tune for ``num_epochs``: minimise the mean negative log-likelihood of the sampled tokens, in nats.
 
-        Advantages and recorded logprobs are not looked at. ``run``: a directory for the metrics and checkpoints of this
-        call; until ``finish`` says that its result is saved, the same call goes on where one that was killed stood.
+        Advantages and recorded logprobs are ignored. ``run``: a directory for the metrics and checkpoints of this call;
+        until ``finish`` says that its result is saved, the same call resumes one that was killed.
         Raises ``TrainingError`` or ``StorageError``.
         """
         return self._train(samples_from_rollouts(self._checked(samples)), Imitation(self.settings), on_progress, run)
@@ -100,7 +101,7 @@ class Trainer:
     ) -> TrainMetrics:
         """A policy gradient for ``num_epochs`` by the algorithm of the settings. ``run``: as for ``sft``.
 
-        The old policy is the one that was recorded, or, where stale rollouts are corrected, this one as it is now.
+        The old logprobs are the recorded ones, or, with importance correction, those of this policy as it is now.
         Samples with an advantage of zero are not computed; their tokens still count in the mean. A step that has no
         other samples is skipped. Raises ``TrainingError`` or ``StorageError``.
         """
@@ -113,9 +114,9 @@ class Trainer:
     def prefer(
         self, pairs: Sequence[PreferencePair], on_progress: OnProgress | None = None, *, run: Path | None = None
     ) -> TrainMetrics:
-        """DPO for ``num_epochs``, measured from the policy as it is now. ``run``: as for ``sft``.
+        """DPO for ``num_epochs``; the reference model is the policy as it is now. ``run``: as for ``sft``.
 
-        A pair goes through the model in one pass, however long it is. Raises ``TrainingError`` or ``StorageError``.
+        A pair is always in one micro-batch, however long it is. Raises ``TrainingError`` or ``StorageError``.
         """
         self._checked([sample for pair in pairs for sample in (*pair.chosen, *pair.rejected)])
         return self._train(samples_from_pairs(pairs), Preference(self.settings), on_progress, run)
@@ -135,17 +136,19 @@ class Trainer:
         )
 
     def finish(self) -> None:
-        """Forget the checkpoints of the calls so far, whose results are saved now; to be called by all ranks."""
+        """Delete the checkpoints of the calls so far, because their results are saved now. A collective."""
         self.pending.delete()
 
     def save_state(self, directory: Path) -> None:
         """Write weights, optimiser and step counter into one file, atomically. Raises ``StorageError``.
 
         Shuffling depends on the seed and the step counter only, so these are the whole state of the random numbers.
-        Raises ``TrainingError`` where every rank has a part only: such a state is kept by giving ``run`` to ``sft``.
+        Raises ``TrainingError`` for sharded weights: give ``run`` to ``sft`` to checkpoint those.
         """
         if self._policy.sharded:
-            raise TrainingError("the weights are split among processes, one file cannot hold them; give run= to sft")
+            raise TrainingError(
+                "the weights are sharded over processes, so one file cannot hold them; give run= to sft"
+            )
         save_checkpoint(directory, self._state(), self._counters())
 
     def load_state(self, directory: Path) -> None:
@@ -201,7 +204,7 @@ class Trainer:
             seed=f"{self.settings.seed}:{first_step}",
             order=self.settings.batch_order,
         )
-        self._call = range(first_step, first_step + len(order))
+        self._learning_rate = learning_rates(self.settings, range(first_step, first_step + len(order)))
         started = time.monotonic() - tally.seconds
         with tracked(self.settings, name, run) if self.is_main_process else nullcontext(NoTracker()) as tracker:
             for number, batch in enumerate(order[done:], start=done + 1):
@@ -224,7 +227,7 @@ class Trainer:
         return tally.metrics(len(items), staleness(samples, newest))
 
     def _is_kept(self, number: int, last: int) -> bool:
-        """The last step is kept too, until what was learnt is saved elsewhere."""
+        """The last step is saved too, until the trained weights are."""
         each = self.settings.checkpoint_steps
         return each > 0 and (number % each == 0 or number == last)
 
@@ -233,7 +236,7 @@ class Trainer:
         return kind(run, name, self._ranks)
 
     def _name(self, samples: list[Sample], loss: MicroBatchLoss, run: Path | None) -> str:
-        """Names the run where somebody needs a name for it; all ranks must have the same."""
+        """The fingerprint of the run, where it has a directory, ranks or a tracker; the same on all ranks."""
         if run is None and self._ranks.size == 1 and self.settings.tracker == "none":
             return ""
         name = self._fingerprint(samples, loss)
@@ -247,7 +250,7 @@ class Trainer:
     def _begin(
         self, items: list[TrainingSample], loss: MicroBatchLoss, kept: RunCheckpoint | None
     ) -> tuple[int, int, RunningMetrics]:
-        """Steps that were done before this call was killed, the step that it began with, and its sums."""
+        """Steps done before this call was killed, the step that it began with, and its metrics so far."""
         found = kept.resume() if kept is not None else None
         done, first_step, tally, old = 0, self.step, RunningMetrics(), None
         if found is not None:
@@ -295,7 +298,7 @@ class Trainer:
             total, diagnostics = total + share, diagnostics + found
         for group in idle:
             self._backward(group, [0.0] * len(group), loss)
-        if not self._policy.sharded:  # parts are added up as they are computed
+        if not self._policy.sharded:  # FSDP sums them in the backward pass
             self._ranks.all_reduce(
                 [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
             )
@@ -307,12 +310,12 @@ class Trainer:
                 f"step {self.step + 1}: the loss is {total} and the gradient norm {norm}; the weights are unchanged. "
                 "Lower learning_rate, or check the recorded logprobs"
             )
-        self._optimizer.param_groups[0]["lr"] = learning_rate_at(self.step, self._call, self.settings)
+        self._optimizer.param_groups[0]["lr"] = self._learning_rate(self.step)
         self._optimizer.step()
         self.step += 1
         return_freed_memory()
         if not tally.losses:
-            # Nothing was trained before this step, so that what differs from the record is no learning.
+            # Before the first step a difference from the recorded logprobs is no learning.
             tally.drift = diagnostics.drift
         tally.losses.append(total)
         tally.norms.append(norm)
@@ -322,14 +325,14 @@ class Trainer:
         return diagnostics
 
     def _clip_gradients(self) -> float:
-        """Their norm before."""
+        """Clip by global norm; returns the norm before."""
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters.values(), self.settings.max_grad_norm)
         return full_tensor(norm).item()
 
     def _backward(
         self, group: list[TrainingSample], weights: list[float], loss: MicroBatchLoss
     ) -> tuple[float, Diagnostics]:
-        """Add one pass's share of the batch's gradient; returns its share of the loss."""
+        """Accumulate the gradient of one micro-batch; returns its share of the loss."""
         layout = lay_out([item.sample.input_ids for item in group])
         logprobs, entropies = self._policy.logprobs(layout, trained_tokens(group))
         share, diagnostics = loss(MicroBatch(group, logprobs, entropies, logprobs.new_tensor(weights)))
@@ -337,7 +340,7 @@ class Trainer:
         return share.item(), diagnostics
 
     def _record(self, progress: TrainProgress, found: Diagnostics, tally: RunningMetrics) -> dict[str, float]:
-        """A line of the metrics."""
+        """One line of the metrics file."""
         speed = tally.tokens / tally.seconds if tally.seconds else 0.0
         rate = self._optimizer.param_groups[0]["lr"]
         own = {"step": self.step, "learning_rate": rate, "seconds": tally.seconds, "tokens_per_second": speed}
@@ -354,7 +357,22 @@ class Trainer:
         return fingerprint(what, samples, sums.tolist(), self.step)
 
 
+def learning_rates(settings: TrainingSettings, call: range) -> Callable[[int], float]:
+    """The learning rate by optimiser step: transformers' ``get_scheduler`` with a warm-up that starts above zero.
+
+    ``call``: the steps that the call plans. The warm-up is over the trainer's first steps; "linear" and "cosine" decay
+    to zero at the end of a call, and a later call of the same trainer starts at the peak again.
+    """
+    name = "constant_with_warmup" if settings.schedule == "constant" else settings.schedule
+    shift = max(call.start, settings.warmup_steps) - settings.warmup_steps - 1
+    unused = torch.optim.SGD([torch.zeros(1)])  # it wants an optimiser; only the function of the step is used
+    scheduler = get_scheduler(name, unused, settings.warmup_steps + 1, call.stop - shift)
+    assert isinstance(scheduler, LambdaLR)
+    factor = scheduler.lr_lambdas[0]
+    return lambda step: settings.learning_rate * factor(step - shift)
+
+
 def _progress(number: int, total: int, found: Diagnostics, tally: RunningMetrics) -> TrainProgress:
-    """After a step; one without tokens was skipped."""
+    """After a step; a step without tokens was skipped."""
     loss, norm = (tally.losses[-1], tally.norms[-1]) if found.tokens else (0.0, 0.0)
     return TrainProgress(number, total, loss, norm, found.ratio, found.approx_kl, found.entropy)

@@ -13,14 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from launchers import free_port
-from made_samples import EXACT, assert_same
+from made_samples import EXACT, assert_same, read_trained
 from safetensors.torch import load_file
 from train_together import train
 
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.training.distributed.ranks import ProcessGroup, SingleProcess, join_ranks
 from openhands_rl_plugin.training.trainer.checkpoint import STATE_FILE
-from openhands_rl_plugin.training.trainer.full_trainer import verify_model
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.resume import ShardedCheckpoint
 
@@ -97,7 +96,7 @@ def check_same_model(model: Path, together: Path, alone: Path, kind: str, *, par
     assert found.pop("parts") == expected.pop("parts") * parts
     low = "low" in kind
     assert found == pytest.approx(expected, rel=3e-2 if low else 1e-5, abs=3e-2 if low else 1e-5)
-    made = verify_model(together / kind / "model")
+    made = read_trained(together / kind / "model")
     ours, theirs = (load_file(each / kind / "model" / "model.safetensors") for each in (together, alone))
     assert ours.keys() == theirs.keys() and made.step == expected["steps"]
     before = load_file(model / "model.safetensors")

@@ -17,7 +17,6 @@ from openhands_rl_plugin.training.losses.objectives import (
     fixed_length,
     gspo,
     kl_penalty,
-    likelihood,
     ppo,
     preference,
     rollout_mean,
@@ -83,11 +82,6 @@ def test_on_policy_every_objective_has_the_gradient_of_reinforce():
         batch = TokenBatch(values, values.detach().clone(), advantages, torch.tensor([0, 0, 1]), 2)
         objective(batch).sum().backward()
         assert torch.allclose(values.grad, -advantages), objective.__name__
-
-
-def test_fine_tuning_is_the_likelihood():
-    batch = golden_batch()
-    assert torch.equal(likelihood(batch), -batch.logprobs)
 
 
 def test_estimates_of_the_divergence_agree_where_they_should():

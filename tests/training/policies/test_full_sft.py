@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from made_samples import EXACT, assert_same, make_samples
+from made_samples import EXACT, assert_same, make_samples, read_trained
 from tiny_model import write_model
 from train_store import episode, store_of
 from transformers import AutoModelForCausalLM
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.errors import PublishError, StorageError, TrainingError
 from openhands_rl_plugin.core.types import Sample
-from openhands_rl_plugin.training.trainer.full_trainer import FullTrainer, verify_model
+from openhands_rl_plugin.training.trainer.full_trainer import FullTrainer
 
 FULL = EXACT.model_copy(update={"method": "full", "algorithm": "sft", "learning_rate": 1e-3, "aggregation": "token"})
 
@@ -62,7 +62,7 @@ def test_a_model_directory_comes_out_and_is_what_was_trained(model: Path, tmp_pa
     metrics = trainer.sft(make_samples(4))
     assert metrics.last_loss < metrics.first_loss
     made = trainer.save_model(tmp_path / "made", base_model="tiny", metrics=metrics.as_floats())
-    assert verify_model(tmp_path / "made") == made and made.step == 4
+    assert read_trained(tmp_path / "made") == made and made.step == 4
     loaded = AutoModelForCausalLM.from_pretrained(made.path)
     ids = torch.arange(3, 40)
     logprobs = torch.log_softmax(loaded(ids[None]).logits[0, :-1], -1).gather(1, ids[1:, None])[:, 0]
@@ -72,15 +72,14 @@ def test_a_model_directory_comes_out_and_is_what_was_trained(model: Path, tmp_pa
     assert again.first_loss < metrics.first_loss
     with pytest.raises(StorageError, match="never overwritten"):
         trainer.save_model(tmp_path / "made", base_model="tiny")
-    weights = tmp_path / "made" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
-    with pytest.raises(TrainingError, match=r"model.safetensors was changed since it was made \(sha256 differs\)"):
-        verify_model(tmp_path / "made")
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
-def test_large_models_are_written_in_parts(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openhands_rl_plugin.training.policies.full_policy._SHARD_BYTES", 60_000)
+@pytest.mark.parametrize("shard", [60_000, 10_000], ids=["several tensors a file", "tensors larger than a file"])
+def test_large_models_are_written_in_parts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: int
+) -> None:
+    monkeypatch.setattr("openhands_rl_plugin.training.policies.full_policy._SHARD_BYTES", shard)
     trainer = FullTrainer(model, FULL)
     made = trainer.save_model(tmp_path / "made", base_model="tiny")
     assert len(made.sha256) > 2
@@ -149,7 +148,7 @@ def test_the_command_writes_a_model_and_will_not_publish_it(
         assert cli.main(words) == 0
         printed = capsys.readouterr().out
         assert "optimiser" in printed and f"policy-model-v00000{number}: steps 1, " in printed
-    assert verify_model(tmp_path / "out" / "policy-model-v000001").base_model == "tiny"
+    assert read_trained(tmp_path / "out" / "policy-model-v000001").base_model == "tiny"
     assert cli.main([*words, "--publish", "http://127.0.0.1:9/v1"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "is not loaded into a running server as an adapter" in line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory
-from openhands_rl_plugin.training.trainer.schedule import learning_rate_at
+from openhands_rl_plugin.training.trainer.trainer import learning_rates
 
 DORA = EXACT.model_copy(update={"lora_variant": "dora"})
 
@@ -98,11 +99,29 @@ def test_qlora_trains_an_adapter_on_a_base_of_four_bits(tmp_path: Path) -> None:
 
 def test_schedules_warm_up_and_end_at_zero() -> None:
     settings = TrainingSettings(learning_rate=1.0, warmup_steps=4, schedule="cosine")
-    rates = [learning_rate_at(step, range(0, 24), settings) for step in range(24)]
+    rates = list(map(learning_rates(settings, range(0, 24)), range(24)))
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert rates[14] == pytest.approx(0.5) and rates[23] < 0.01 and sorted(rates[4:], reverse=True) == rates[4:]
     linear = settings.model_copy(update={"schedule": "linear"})
-    assert learning_rate_at(14, range(0, 24), linear) == pytest.approx(0.5)
-    assert learning_rate_at(24, range(24, 44), linear) == 1.0, "another call starts at the top again"
+    assert learning_rates(linear, range(0, 24))(14) == pytest.approx(0.5)
+    assert learning_rates(linear, range(24, 44))(24) == 1.0, "another call starts at the top again"
     constant = settings.model_copy(update={"schedule": "constant"})
-    assert [learning_rate_at(step, range(0, 24), constant) for step in (0, 4, 23)] == [0.2, 1.0, 1.0]
+    assert list(map(learning_rates(constant, range(0, 24)), (0, 4, 23))) == [0.2, 1.0, 1.0]
+
+
+def expected_rate(step: int, call: range, settings: TrainingSettings) -> float:
+    """The schedule by its formula, as it was before transformers' was used."""
+    if settings.schedule == "constant" or step < settings.warmup_steps:
+        return settings.learning_rate * min(1.0, (step + 1) / (settings.warmup_steps + 1))
+    peak = max(call.start, settings.warmup_steps)
+    done = min(1.0, (step - peak) / max(1, call.stop - peak))
+    return settings.learning_rate * (1 - done if settings.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 1, 7])
+@pytest.mark.parametrize("call", [range(0, 3), range(0, 20), range(5, 9), range(12, 30)])
+def test_schedules_have_the_numbers_that_they_always_had(schedule: str, warmup: int, call: range) -> None:
+    settings = TrainingSettings.model_validate({"learning_rate": 0.3, "warmup_steps": warmup, "schedule": schedule})
+    rates = learning_rates(settings, call)
+    assert [rates(step) for step in call] == pytest.approx([expected_rate(step, call, settings) for step in call])
