@@ -415,7 +415,7 @@ def test_the_command_lists_publishes_and_goes_back(
     table = capsys.readouterr().out
     assert "policy-v000001" in table and embedded in table and "in use" in table
     assert cli.main(["adapters", "rollback", *where, "--base-url", embedded]) == 1
-    assert "none to go back to" in capsys.readouterr().err
+    assert "no earlier one to roll back to" in capsys.readouterr().err
     assert cli.main(["adapters", "publish", *where, "--version", "9", "--base-url", embedded]) == 1
     assert "it has: 1, 2" in capsys.readouterr().err
     assert cli.main(["adapters", "publish", *where, "--base-url", "nowhere"]) == 1
