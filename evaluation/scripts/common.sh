@@ -19,11 +19,24 @@ rollout() {
         ${MIRROR:+--mirror "$MIRROR"} ${BACKEND:+--backend "$BACKEND"} "$@"
 }
 
-# grade FILE WORKERS ROWS [OPTION...]: verdicts on the patches of an output.jsonl, beside it.
+# rollout_eval SUITE LIMIT MODEL [NUM_WORKERS] [N_RUNS] [OPTION...]
+rollout_eval() {
+    local suite="$1" limit="$2"
+    shift 2
+    case "${1:-}" in "" | -h | --help) usage ;; esac
+    local model="$1" workers=64 runs=1
+    shift
+    case "${1:-}" in [0-9]*) workers="$1" && shift ;; esac
+    case "${1:-}" in [0-9]*) runs="$1" && shift ;; esac
+    rollout "$suite" "$model" "${EXP_NAME:-t0}" "$limit" 100 "$workers" "$runs" "$@"
+}
+
+# grade OUTPUT_JSONL NUM_WORKERS [OPTION...]: grade the patches of an output.jsonl; verdicts go beside it.
 grade() {
-    local output="$1" workers="$2" rows="$3"
-    shift 3
-    local folder
+    case "${1:-}" in "" | -h | --help) usage ;; esac
+    local output="$1" workers="${2:?NUM_WORKERS is missing}"
+    local folder rows="${DATASET_FILE:?set DATASET_FILE to the rows of the data set}"
+    shift 2
     folder="$(dirname "$output")"
     if [ ! -e "$folder/predictions.jsonl" ]; then # of OpenHands' own harness
         $OPENHANDS_RL import "$output" --format output-jsonl --into "$folder/imported"
