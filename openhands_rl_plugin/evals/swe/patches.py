@@ -64,22 +64,11 @@ def added_lines(patch: str) -> dict[str, list[tuple[int, str]]]:
     """The lines that the patch adds, with their numbers, by file."""
     found: dict[str, list[tuple[int, str]]] = {}
     lines: list[tuple[int, str]] = []
-    before = after = number = 0
-    for line in patch.split("\n"):
-        if before > 0 or after > 0:
-            if line.startswith("+"):
-                lines.append((number, line[1:].rstrip("\r")))
-            if line.startswith(("-", "+", " ", "\\")) or not line.strip():
-                before -= not line.startswith(("+", "\\"))
-                after -= not line.startswith(("-", "\\"))
-                number += not line.startswith(("-", "\\"))
-                continue
-            before = after = 0
-        if line.startswith("+++ "):
+    for line, number in _numbered(patch):
+        if number is not None and line.startswith("+"):
+            lines.append((number, line[1:].rstrip("\r")))
+        elif number is None and line.startswith("+++ "):
             lines = found.setdefault(_name(line[4:], "b/") or "", [])
-        elif match := _HUNK.match(line):
-            before, after = (int(match[at]) if match[at] is not None else 1 for at in (1, 3))
-            number = int(match[2])
     return {file: each for file, each in found.items() if file}
 
 
@@ -104,18 +93,26 @@ def refusal(patch: str) -> str | None:
 
 
 def _headers(patch: str) -> Iterator[str]:
-    """The lines around hunks and the hunks' first lines, but not what the hunks hold."""
-    before = after = 0
+    """The lines outside of hunks, with the hunks' ``@@`` lines."""
+    return (line for line, number in _numbered(patch) if number is None)
+
+
+def _numbered(patch: str) -> Iterator[tuple[str, int | None]]:
+    """Every line of a patch with its number in the new file; ``None`` for lines outside of hunks."""
+    before = after = number = 0
     for line in patch.split("\n"):
         if before > 0 or after > 0:
             if line.startswith(("-", "+", " ", "\\")) or not line.strip():
+                yield line, number
                 before -= not line.startswith(("+", "\\"))
                 after -= not line.startswith(("-", "\\"))
+                number += not line.startswith(("-", "\\"))
                 continue
             before = after = 0
         if match := _HUNK.match(line):
             before, after = (int(match[at]) if match[at] is not None else 1 for at in (1, 3))
-        yield line
+            number = int(match[2])
+        yield line, None
 
 
 def _name(text: str, prefix: str) -> str | None:

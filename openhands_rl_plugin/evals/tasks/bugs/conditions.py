@@ -12,7 +12,7 @@ from openhands_rl_plugin.evals.tasks.bugs.positions import (
     FunctionSite,
     Mutation,
     Source,
-    blocks,
+    block_statements,
     delete_statement,
     one,
     own_nodes,
@@ -104,18 +104,16 @@ def drop_clause(site: FunctionSite) -> Iterator[Mutation]:
 
 def drop_guard(site: FunctionSite) -> Iterator[Mutation]:
     """A condition without ``else`` goes, with all that it guards."""
-    for block in blocks(site.node):
-        for statement in block:
-            if _is_plain(statement, site.source) and (edit := delete_statement(site.source, block, statement)):
-                yield one(edit, statement.lineno)
+    for block, statement in block_statements(site.node):
+        if _is_plain(statement, site.source) and (edit := delete_statement(site.source, block, statement)):
+            yield one(edit, statement.lineno)
 
 
 def drop_condition(site: FunctionSite) -> Iterator[Mutation]:
     """A condition without ``else`` goes; what it guarded is always done."""
-    for block in blocks(site.node):
-        for statement in block:
-            if _is_plain(statement, site.source) and (edit := unindented(site.source, statement, statement.body)):
-                yield one(edit, statement.body[0].lineno)
+    for _, statement in block_statements(site.node):
+        if _is_plain(statement, site.source) and (edit := unindented(site.source, statement, statement.body)):
+            yield one(edit, statement.body[0].lineno)
 
 
 def _is_plain(statement: ast.stmt, source: Source) -> TypeGuard[ast.If]:

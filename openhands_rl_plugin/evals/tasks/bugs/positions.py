@@ -143,6 +143,11 @@ def blocks(function: Function) -> Iterator[list[ast.stmt]]:
                 yield inner
 
 
+def block_statements(function: Function) -> Iterator[tuple[list[ast.stmt], ast.stmt]]:
+    """Every statement of a function's ``blocks``, with its block."""
+    return ((block, statement) for block in blocks(function) for statement in block)
+
+
 @dataclass(frozen=True)
 class FunctionSite:
     """A function of a file: where a modifier may change something."""

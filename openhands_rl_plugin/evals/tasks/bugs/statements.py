@@ -13,6 +13,7 @@ from openhands_rl_plugin.evals.tasks.bugs.positions import (
     Function,
     FunctionSite,
     Mutation,
+    block_statements,
     blocks,
     delete_statement,
     one,
@@ -26,27 +27,25 @@ _PLAIN = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr)
 def drop_assignment(site: FunctionSite) -> Iterator[Mutation]:
     """An attribute or an item is not set, a name not changed: what had a value before keeps it."""
     known = {argument.arg for argument in ast.walk(site.node.args) if isinstance(argument, ast.arg)}
-    for block in blocks(site.node):
-        for statement in block:
-            if isinstance(statement, ast.AugAssign):
-                droppable = True
-            elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-                target = statement.targets[0]
-                droppable = not isinstance(target, ast.Name) or target.id in known
-                known |= {name.id for name in ast.walk(target) if isinstance(name, ast.Name)}
-            else:
-                continue
-            if droppable and (edit := delete_statement(site.source, block, statement)):
-                yield one(edit, statement.lineno)
+    for block, statement in block_statements(site.node):
+        if isinstance(statement, ast.AugAssign):
+            droppable = True
+        elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            target = statement.targets[0]
+            droppable = not isinstance(target, ast.Name) or target.id in known
+            known |= {name.id for name in ast.walk(target) if isinstance(name, ast.Name)}
+        else:
+            continue
+        if droppable and (edit := delete_statement(site.source, block, statement)):
+            yield one(edit, statement.lineno)
 
 
 def drop_call(site: FunctionSite) -> Iterator[Mutation]:
     """A call whose result nobody uses is not made."""
-    for block in blocks(site.node):
-        for statement in block:
-            called = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
-            if called and (edit := delete_statement(site.source, block, statement)):
-                yield one(edit, statement.lineno)
+    for block, statement in block_statements(site.node):
+        called = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
+        if called and (edit := delete_statement(site.source, block, statement)):
+            yield one(edit, statement.lineno)
 
 
 def stop_loop_early(site: FunctionSite) -> Iterator[Mutation]:
@@ -64,20 +63,18 @@ def stop_loop_early(site: FunctionSite) -> Iterator[Mutation]:
 
 def drop_loop(site: FunctionSite) -> Iterator[Mutation]:
     """A loop is not run at all."""
-    for block in blocks(site.node):
-        for statement in block:
-            if isinstance(statement, ast.For | ast.While) and (edit := delete_statement(site.source, block, statement)):
-                yield one(edit, statement.body[0].lineno)
+    for block, statement in block_statements(site.node):
+        if isinstance(statement, ast.For | ast.While) and (edit := delete_statement(site.source, block, statement)):
+            yield one(edit, statement.body[0].lineno)
 
 
 def drop_try(site: FunctionSite) -> Iterator[Mutation]:
     """What was tried is done without a handler."""
-    for block in blocks(site.node):
-        for statement in block:
-            if not isinstance(statement, ast.Try) or statement.orelse or statement.finalbody:
-                continue
-            if edit := unindented(site.source, statement, statement.body):
-                yield one(edit, statement.handlers[0].body[0].lineno)
+    for _, statement in block_statements(site.node):
+        if not isinstance(statement, ast.Try) or statement.orelse or statement.finalbody:
+            continue
+        if edit := unindented(site.source, statement, statement.body):
+            yield one(edit, statement.handlers[0].body[0].lineno)
 
 
 def narrow_handler(site: FunctionSite) -> Iterator[Mutation]:

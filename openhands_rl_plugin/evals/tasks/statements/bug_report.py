@@ -106,7 +106,7 @@ def _shown(example: FailureExample, run: RunSnippet) -> ShownExample | None:
     if not as_expected:
         return None
     called = f"`{claim.called}()`" if claim.called else "the code below"
-    raised = _raised(with_bug)
+    raised = _quoted_error(with_bug["error"], with_bug.get("message", "")) if "error" in with_bug else ""
     if claim.kind == "raises":
         expected = f"It should raise `{claim.expected}`."
         actual = f"Instead it raises {raised}." if raised else "Nothing is raised."
@@ -140,22 +140,18 @@ def _plain(texts: Callable[[str], str | None], failures: dict[str, FailureNote])
             found.append((len(code), test, code))
     for _, test, code in sorted(found):
         note = failures[test]
-        message = next((line for line in note.message.splitlines() if line.strip()), "")[:300]
-        raised = f"`{note.error}: {message}`" if message else f"`{note.error}`"
         text = (
-            f"```python\n{code}\n```\n\nThe last step fails with {raised}. (It is part of a test, whose set-up"
-            " makes what is not defined here.)"
+            f"```python\n{code}\n```\n\nThe last step fails with {_quoted_error(note.error, note.message)}."
+            " (It is part of a test, whose set-up makes what is not defined here.)"
         )
         if not _UNSTABLE.search(text):
             return f"Wrong behaviour: {_words(function_of(test))}", text, test
     return None
 
 
-def _raised(result: dict[str, str]) -> str:
-    if "error" not in result:
-        return ""
-    message = next((line for line in result.get("message", "").splitlines() if line.strip()), "")[:300]
-    return f"`{result['error']}: {message}`" if message else f"`{result['error']}`"
+def _quoted_error(kind: str, text: str) -> str:
+    message = next((line for line in text.splitlines() if line.strip()), "")[:300]
+    return f"`{kind}: {message}`" if message else f"`{kind}`"
 
 
 def _value(label: str, text: str) -> str:
