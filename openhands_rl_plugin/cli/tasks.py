@@ -152,14 +152,14 @@ def _plan(args: argparse.Namespace) -> TaskPlan:
 async def _check(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.cli.options.progress import progress_bar
     from openhands_rl_plugin.evals.swe.backends.caching import default_cache
-    from openhands_rl_plugin.evals.tasks.grading import local_backend
+    from openhands_rl_plugin.evals.runs.backends import make_backend
     from openhands_rl_plugin.evals.tasks.quality_gate import QualityGate, check_tasks
     from openhands_rl_plugin.evals.tasks.sources.packages import tasks_file
 
     path, cache = tasks_file(args.file), args.cache or default_cache()
     low, high = args.pass_rate
     gate = QualityGate(repeats=args.repeats, workers=args.workers, timeout=args.timeout, low=low, high=high)
-    backend = local_backend(cache)
+    backend = make_backend("local", cache=cache)
     try:
         with progress_bar("checking") as bar:
             report = await check_tasks(

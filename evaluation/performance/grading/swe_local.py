@@ -15,11 +15,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.swe.backends.caching import default_cache
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict
-from openhands_rl_plugin.evals.tasks.grading import local_backend
 from openhands_rl_plugin.evals.tasks.quality_gate import NO_OP
 from openhands_rl_plugin.evals.tasks.sources.packages import suite_file
 
@@ -51,7 +51,7 @@ def outcome(verdicts: list[PatchVerdict]) -> list[tuple[str, frozenset[str], fro
 async def measure(args: argparse.Namespace) -> int:
     """Print a line a round; 1 when a round is not as it has to be."""
     instances = read_instances(args.file)
-    backend = local_backend(args.cache)
+    backend = make_backend("local", cache=args.cache)
     await backend.check()
     wrong, seconds, first = 0, [], None
     for at in range(args.rounds):

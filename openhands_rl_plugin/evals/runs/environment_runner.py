@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +11,14 @@ from urllib.parse import urlsplit
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.errors import ConfigError, describe
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, Score, StopReason, StrategySpec, Task, Trajectory
 from openhands_rl_plugin.environments.webshop import Split, WebShop, running_webshop
-from openhands_rl_plugin.evals.runs.episodes import EvalTask, GradedEpisode, HostRunner, stored_with_scores
+from openhands_rl_plugin.evals.runs.episodes import EvalTask, GradedEpisode, stored_with_scores
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
+from openhands_rl_plugin.evals.swe.dataset import read_rows
+from openhands_rl_plugin.hosts.local import HostRunner
 from openhands_rl_plugin.rollout.scoring import judge
 
 _AS_RETURNED = "return-1"
@@ -67,10 +67,10 @@ def indexed_tasks(environment: str, indices: range | tuple[int, ...], split: str
 
 
 def row_tasks(environment: str, file: Path, split: str) -> tuple[EvalTask, ...]:
-    """A task for each line of a .jsonl file, which its environment gets as the row. Raises ``ConfigError``."""
+    """A task for each row of a file, which its environment gets as it is. Raises ``ConfigError``."""
     name = _NO_NAME.sub("__", environment)
     eval_tasks = []
-    for index, row in enumerate(_rows(file)):
+    for index, row in enumerate(read_rows(file)):
         task = Task(id=f"{name}-{index}", environment=environment, data={"idx": index, "row": row}, split=split)
         eval_tasks.append(EvalTask(task, {"idx": index, "environment": environment, "row": row}))
     return tuple(eval_tasks)
@@ -89,24 +89,6 @@ def shop_for(settings: RLSettings) -> Iterator[RLSettings]:
         base = f"{parts.scheme}://{parts.hostname}"
         here = {"env_name": "webshop", "env_server_base": base, "env_port": parts.port}
         yield settings.model_copy(update=here if settings.env_name == "webshop" else {**here, "environment": {}})
-
-
-def _rows(file: Path) -> Iterator[JsonObject]:
-    try:
-        # Not splitlines(): a JSON text may hold other line separators.
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: cannot be read ({describe(error)})") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{file}: line {number} is not JSON") from error
-        if not isinstance(row, dict):
-            raise ConfigError(f"{file}: line {number} is not a JSON object")
-        yield row
 
 
 def _reported(trajectory: Trajectory, resolved: bool) -> GradedEpisode:

@@ -9,7 +9,6 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, Score, StopReason, StrategySpec, Task, Trajectory
-from openhands_rl_plugin.environments.workspace.place import Place
 from openhands_rl_plugin.evals.swe.guard.commands import flags_of_commands
 from openhands_rl_plugin.evals.swe.types import Flag, Instance, PatchVerdict
 
@@ -37,18 +36,6 @@ class EvalTask(NamedTuple):
     task: Task
     row: JsonObject
     instance: Instance | None = None
-
-
-class HostRunner(Protocol):
-    """Rolls out episodes with the host, in this process or in worker processes."""
-
-    async def run(self, request: EpisodeRequest, place: Place | None = None) -> Trajectory:
-        """Play one episode. A failed one is returned with ``failure`` set, not raised."""
-        ...
-
-    async def close(self) -> None:
-        """Release workers and connections."""
-        ...
 
 
 class EvalRunner(Protocol):

@@ -14,7 +14,7 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.types import StrategySpec
 from openhands_rl_plugin.evals.runs.environment_runner import EnvironmentRunner, shop_for
-from openhands_rl_plugin.evals.runs.episodes import EvalRunner, EvalTask, HostRunner
+from openhands_rl_plugin.evals.runs.episodes import EvalRunner, EvalTask
 from openhands_rl_plugin.evals.runs.evaluation import Evaluation
 from openhands_rl_plugin.evals.runs.outcome import Outcome
 from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan
@@ -22,6 +22,7 @@ from openhands_rl_plugin.evals.runs.prompts import REPLIES
 from openhands_rl_plugin.evals.runs.suites import WEBSHOP, Suite
 from openhands_rl_plugin.evals.runs.swe_runner import SweRunner
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
+from openhands_rl_plugin.hosts.local import HostRunner
 from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
 

@@ -14,7 +14,6 @@ from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import trajectory_id
-from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     Failure,
@@ -26,16 +25,18 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.environments.workspace.place import Place, PlaceMount
-from openhands_rl_plugin.evals.runs.episodes import EvalTask, GradedEpisode, HostRunner, stored_with_scores
+from openhands_rl_plugin.evals.runs.episodes import EvalTask, GradedEpisode, stored_with_scores
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.runs.prompts import directory_of
+from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
+from openhands_rl_plugin.evals.swe.run_evaluation import grade_with_retries
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
+from openhands_rl_plugin.hosts.local import HostRunner
 from openhands_rl_plugin.rollout.failed import failed_episode
 from openhands_rl_plugin.rollout.scoring import judge
 
 _CHECKOUT = "instance.checkout"
-_BACKOFF = Backoff(first=1.0, longest=10.0)
 
 
 class SweRunner:
@@ -135,18 +136,12 @@ class SweRunner:
             return _verdict(instance, VerdictKind.INFRASTRUCTURE, why)
         if trajectory.evidence.get("git_patch_cut"):
             return _verdict(instance, VerdictKind.REFUSED, "the change is larger than a recorded patch may be")
-        logs = self._plan.out / trajectory.run_id / "eval_logs" / instance.instance_id
-        for attempt in range(self._plan.retries + 1):
-            if attempt:
-                await _BACKOFF.wait(attempt)
-            try:
-                with boundary(FailureKind.GRADER, "instance.grade"):
-                    verdict = await grader.grade(instance, patch, logs=logs, timeout=self._plan.test_timeout)
-            except (CaughtFailure, ConfigError) as error:
-                verdict = _verdict(instance, VerdictKind.INFRASTRUCTURE, str(error))
-            if verdict.kind is not VerdictKind.INFRASTRUCTURE:
-                break
-        return verdict
+        logs = InstanceLogs(self._plan.out / trajectory.run_id / "eval_logs" / instance.instance_id)
+        timeout, retries = self._plan.test_timeout, self._plan.retries
+        try:
+            return await grade_with_retries(grader, instance, patch, logs, timeout=timeout, retries=retries)
+        except ConfigError as error:
+            return _verdict(instance, VerdictKind.INFRASTRUCTURE, str(error))
 
     async def _scored(self, trajectory: Trajectory, verdict: PatchVerdict) -> GradedEpisode:
         score = await judge(self._reward, trajectory)

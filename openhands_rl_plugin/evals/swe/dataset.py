@@ -79,6 +79,15 @@ def instance_of(row: Mapping[str, JsonValue]) -> Instance:
     return Instance.model_validate({**texts, **tests, "extra": extra})
 
 
+def read_rows(file: Path) -> Iterator[JsonObject]:
+    """The rows of a .json, .jsonl or .parquet file, in its order. Raises ``ConfigError`` for one that is no object."""
+    for at, row in _rows(file):
+        try:
+            yield _object(row)
+        except ConfigError as error:
+            raise ConfigError(f"{at}: {error}") from error
+
+
 def row_of(instance: Instance) -> JsonObject:
     """The row as SWE-bench publishes it: the test names as JSON in a string, the other columns beside."""
     plain = instance.model_dump(mode="json", exclude={"extra", *_TESTS.values()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,11 +12,14 @@ from typing import NamedTuple
 
 from openhands_rl_plugin.core.errors import CaughtFailure, boundary
 from openhands_rl_plugin.core.files import PRIVATE, write_file
+from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import FailureKind, Frozen
 from openhands_rl_plugin.evals.swe.dataset import PatchPrediction
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs, run_report
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
+
+_BACKOFF = Backoff(first=1.0, longest=10.0)
 
 OnVerdict = Callable[[PatchVerdict], None]
 
@@ -74,8 +78,11 @@ async def grade_all(
         logs = instance_logs(out, plan.run_id, prediction)
         verdict = settled(logs, prediction)
         if verdict is None:
+            instance, patch = rows[prediction.instance_id], prediction.model_patch or ""
             async with places:
-                verdict = await _graded(backend, rows[prediction.instance_id], prediction, plan, logs)
+                verdict = await grade_with_retries(
+                    backend, instance, patch, logs, timeout=plan.timeout, retries=plan.retries
+                )
         verdicts[prediction.instance_id] = verdict
         on_verdict(verdict)
 
@@ -89,24 +96,26 @@ async def grade_all(
     return GradedPredictions(verdicts, reports)
 
 
-async def _graded(
-    backend: InstanceBackend, instance: Instance, prediction: PatchPrediction, plan: GradingPlan, logs: InstanceLogs
+async def grade_with_retries(
+    backend: InstanceBackend, instance: Instance, patch: str, logs: InstanceLogs, *, timeout: float, retries: int
 ) -> PatchVerdict:
-    patch = prediction.model_patch or ""
-    verdict: PatchVerdict | None = None
-    for _ in range(plan.retries + 1):
+    """Grade one patch, again after infrastructure failures, at most ``retries`` times.
+
+    The last failure is a verdict of kind ``INFRASTRUCTURE``. Raises ``ConfigError``.
+    """
+    for attempt in itertools.count():
         try:
-            with boundary(FailureKind.GRADER, "grading"):
-                verdict = await backend.grade(instance, patch, logs=logs.folder, timeout=plan.timeout)
+            with boundary(FailureKind.GRADER, "instance.grade"):
+                verdict = await backend.grade(instance, patch, logs=logs.folder, timeout=timeout)
         except CaughtFailure as caught:
             verdict = PatchVerdict(
                 instance_id=instance.instance_id, kind=VerdictKind.INFRASTRUCTURE, reason=caught.failure.message
             )
             logs.write_verdict(verdict)
-        if verdict.kind is not VerdictKind.INFRASTRUCTURE:
-            break
-    assert verdict is not None
-    return verdict
+        if verdict.kind is not VerdictKind.INFRASTRUCTURE or attempt >= retries:
+            return verdict
+        await _BACKOFF.wait(attempt + 1)
+    raise AssertionError("unreachable")
 
 
 def write_reports(

@@ -13,8 +13,8 @@ from needs import needs_bubblewrap
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.swe.dataset import read_instances
-from openhands_rl_plugin.evals.tasks.grading import local_backend
 from openhands_rl_plugin.evals.tasks.lineage import read_lineage, require_checked
 from openhands_rl_plugin.evals.tasks.sources.task_repositories import TaskRepositories
 from openhands_rl_plugin.evals.tasks.statements.bug_report import leaks
@@ -200,4 +200,4 @@ def test_a_row_that_was_changed_has_no_repository(repository: Path, tmp_path: Pa
     (instance,) = read_instances(file)
     with pytest.raises(InfrastructureError, match="has been changed"):
         asyncio.run(TaskRepositories(tmp_path / "cache").find(instance))
-    assert local_backend(tmp_path / "cache").name == "local"
+    assert make_backend("local", cache=tmp_path / "cache").name == "local"
