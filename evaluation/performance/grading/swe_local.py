@@ -17,15 +17,15 @@ from pathlib import Path
 
 from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.swe.backends.caching import default_cache
-from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.dataset import read_instances
+from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict
 from openhands_rl_plugin.evals.tasks.quality_gate import NO_OP
 from openhands_rl_plugin.evals.tasks.sources.packages import suite_file
 
 
 async def round_of(
-    backend: LocalBackend, instances: tuple[Instance, ...], workers: int, *, no_op: bool
+    backend: InstanceBackend, instances: tuple[Instance, ...], workers: int, *, no_op: bool
 ) -> tuple[float, list[PatchVerdict]]:
     """Wall time in seconds and the verdicts, in the order of the instances."""
     turns = asyncio.Semaphore(workers)
