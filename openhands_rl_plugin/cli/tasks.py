@@ -151,8 +151,8 @@ def _plan(args: argparse.Namespace) -> TaskPlan:
 
 async def _check(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.cli.options.progress import progress_bar
-    from openhands_rl_plugin.evals.swe.backends.caching import default_cache
     from openhands_rl_plugin.evals.runs.backends import make_backend
+    from openhands_rl_plugin.evals.swe.backends.caching import default_cache
     from openhands_rl_plugin.evals.tasks.quality_gate import QualityGate, check_tasks
     from openhands_rl_plugin.evals.tasks.sources.packages import tasks_file
 
