@@ -49,16 +49,14 @@ def _registered(kind: registry.Kind) -> AfterValidator:
 
 
 class StorageSettings(Settings):
-    """``[rl.storage]``: where trajectories are stored.
+    """``[rl.storage]``: where trajectories are stored."""
 
-    ``durable``: a write is acknowledged only after it reached the disk. ``path`` is for the file storage; ``uri_env``
-    and ``database`` are for MongoDB.
-    """
-
-    path: str = Field(default="~/.openhands/rl_trajectories", min_length=1)
-    durable: bool = True
-    uri_env: VariableName = ""
-    database: DatabaseName = "openhands_rl"
+    path: str = Field(default="~/.openhands/rl_trajectories", min_length=1, description="directory of the file storage")
+    durable: bool = Field(default=True, description="acknowledge a write only after it reached the disk")
+    uri_env: VariableName = Field(
+        default="", description="NAME of the environment variable with MongoDB's connection string"
+    )
+    database: DatabaseName = Field(default="openhands_rl", description="name of the MongoDB database")
 
     @property
     def directory(self) -> Path:
@@ -78,30 +76,36 @@ class StorageSettings(Settings):
 
 
 class SamplingSettings(Settings):
-    """``[rl.sampling]``: sampling of rollouts. ``seed`` is the run's; every episode derives its own from it."""
+    """``[rl.sampling]``: sampling of rollouts."""
 
-    temperature: float = Field(default=1.0, ge=0, le=10)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    seed: int = Field(default=0, ge=0)
+    temperature: float = Field(
+        default=1.0, ge=0, le=10, description="sampling temperature of rollouts; 0: greedy; RL needs 1"
+    )
+    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling; RL needs 1")
+    seed: int = Field(default=0, ge=0, description="seed of the run; every episode derives its own from it")
 
 
 class ServingSettings(Settings):
-    """``[rl.serving]``: the OpenAI-compatible server of the policy, and the folder of its adapters.
+    """``[rl.serving]``: the OpenAI-compatible server of the policy, and the folder of its adapters."""
 
-    ``model`` is the base model's name on the server; ``request_timeout`` is in seconds. ``base_urls`` are the replicas
-    behind ``base_url``; adapters are published to one after another. ``max_lora_rank`` is the server's; 0: unknown.
-    """
-
-    base_url: HttpUrl = ""
-    base_urls: tuple[HttpUrl, ...] = Field(default=(), strict=False)
-    server: Literal["auto", "embedded", "vllm", "sglang"] = "auto"
-    model: str = ""
-    adapter: SafeName = "policy"
-    adapters_path: str = Field(default="~/.openhands/rl_adapters", min_length=1)
-    api_key_env: VariableName = ""
-    max_adapters: int = Field(default=2, ge=1, le=64)
-    max_lora_rank: int = Field(default=0, ge=0)
-    request_timeout: float = Field(default=120.0, gt=0)
+    base_url: HttpUrl = Field(default="", description="OpenAI-compatible endpoint of the policy")
+    base_urls: tuple[HttpUrl, ...] = Field(
+        default=(), strict=False, description="replicas behind base_url; adapters are published to all or none"
+    )
+    server: Literal["auto", "embedded", "vllm", "sglang"] = Field(
+        default="auto", description="kind of server; auto: detected"
+    )
+    model: str = Field(default="", description="served name of the base model")
+    adapter: SafeName = Field(
+        default="policy", description="name of the adapter; its versions are served as NAME-v000001, NAME-v000002, ..."
+    )
+    adapters_path: str = Field(
+        default="~/.openhands/rl_adapters", min_length=1, description="directory of the adapter versions"
+    )
+    api_key_env: VariableName = Field(default="", description="NAME of the environment variable with the server's key")
+    max_adapters: int = Field(default=2, ge=1, le=64, description="adapter versions kept loaded")
+    max_lora_rank: int = Field(default=0, ge=0, description="the server's maximum rank of an adapter; 0: unknown")
+    request_timeout: float = Field(default=120.0, gt=0, description="seconds per request")
 
     @property
     def publish_urls(self) -> tuple[str, ...]:
@@ -126,26 +130,33 @@ class ServingSettings(Settings):
 
 
 class VerifierSettings(Settings):
-    """``[rl.verifier]``: labels, data and calibration of `openhands-rl train --verifier`.
+    """``[rl.verifier]``: labels, data and calibration of `openhands-rl train --verifier`."""
 
-    ``label``: "resolved" (from the evidence), or the name of a reward: stored scores of at least ``label_at`` are
-    successes. ``max_length``: tokens of an episode and the question about it; longer episodes are cut in the middle.
-    ``negatives``: failures per success in training; 0 keeps all. ``held_out``: fraction of the tasks to evaluate on.
-    """
-
-    label: str = Field(default="resolved", min_length=1)
-    label_at: float = 1.0
-    max_length: int = Field(default=10_240, ge=1)
-    negatives: float = Field(default=1.0, ge=0)
-    held_out: float = Field(default=0.2, gt=0, lt=1)
-    calibration: Literal["none", "temperature", "platt"] = "none"
+    label: str = Field(
+        default="resolved",
+        min_length=1,
+        description="target: resolved (from the evidence), or a reward's name (its stored scores)",
+    )
+    label_at: float = Field(default=1.0, description="for a reward: a score of at least this is a success")
+    max_length: int = Field(
+        default=10_240,
+        ge=1,
+        description="tokens of an episode and the question about it; longer episodes are cut in the middle",
+    )
+    negatives: float = Field(default=1.0, ge=0, description="failures per success in training; 0: all")
+    held_out: float = Field(
+        default=0.2, gt=0, lt=1, description="fraction of the tasks for evaluation, never trained on"
+    )
+    calibration: Literal["none", "temperature", "platt"] = Field(
+        default="none", description="calibration of the predictions, fitted on the held-out tasks"
+    )
 
 
 class RewardSettings(Settings):
     """``[rl.reward]``: the reward that training maximises, by ``name``, and its ``options``."""
 
-    name: Annotated[str, _registered("rewards")] = "return"
-    options: JsonObject = Field(default_factory=dict)
+    name: Annotated[str, _registered("rewards")] = Field(default="return", description="reward that training maximises")
+    options: JsonObject = Field(default_factory=dict, description="options of that reward")
 
     def overridden(self, name: str | None, options: JsonObject | None = None) -> Self:
         """A copy with another reward and the given options, or with other options for the same reward."""
@@ -155,23 +166,32 @@ class RewardSettings(Settings):
 
 
 class LoopSettings(Settings):
-    """``[rl.loop]``: synchronous or asynchronous rollouts, the staleness they may have, and the sizes of a run.
+    """``[rl.loop]``: synchronous or asynchronous rollouts, the staleness they may have, and the sizes of a run."""
 
-    ``max_staleness`` is in policy versions. ``patience``: seconds that the model server may be unreachable.
-    ``held_out`` and ``demonstrations`` count tasks, ``samples_per_task`` episodes; ``success_at`` is a reward.
-    """
-
-    kind: Literal["sync", "async"] = "sync"
-    max_staleness: int = Field(default=1, ge=0, le=64)
-    partial_rollouts: Literal["finish", "continue"] = "finish"
-    patience: float = Field(default=600.0, ge=0)
-    iterations: int = Field(default=5, ge=0)
-    tasks_per_iteration: int = Field(default=8, ge=1)
-    samples_per_task: int = Field(default=8, ge=2)
-    held_out: int = Field(default=50, ge=1)
-    success_at: float = 0.999
-    demonstrations: int = Field(default=0, ge=0)
-    warm_start_epochs: int = Field(default=2, ge=1)
+    kind: Literal["sync", "async"] = Field(
+        default="sync", description="async: rollouts continue while the policy is trained"
+    )
+    max_staleness: int = Field(
+        default=1, ge=0, le=64, description="async: policy versions that an episode may be behind the policy it trains"
+    )
+    partial_rollouts: Literal["finish", "continue"] = Field(
+        default="finish",
+        description="async: a running episode keeps its policy version, or continues with the newest one",
+    )
+    patience: float = Field(
+        default=600.0, ge=0, description="async: seconds that the model server may be unreachable before the run ends"
+    )
+    iterations: int = Field(default=5, ge=0, description="iterations of rollouts, training and publishing")
+    tasks_per_iteration: int = Field(default=8, ge=1, description="training tasks per iteration")
+    samples_per_task: int = Field(default=8, ge=2, description="episodes per task: the group size")
+    held_out: int = Field(
+        default=50, ge=1, description="tasks to evaluate on before and after training, never trained on"
+    )
+    success_at: float = Field(default=0.999, description="an episode with at least this reward counts as a success")
+    demonstrations: int = Field(
+        default=0, ge=0, description="webshop: scripted demonstrations for SFT before RL; 0: none"
+    )
+    warm_start_epochs: int = Field(default=2, ge=1, description="epochs of that SFT")
 
     @property
     def kept_versions(self) -> int:
@@ -185,26 +205,42 @@ class LoopSettings(Settings):
 
 
 class RLSettings(Settings):
-    """The ``[rl]`` section. Lengths are in tokens; ``max_workers`` is the number of concurrent episodes.
+    """The ``[rl]`` section. ``strategy`` and ``environment`` hold the options of the named plugins."""
 
-    ``strategy`` is ``[rl.strategy]``: the options of the strategy that ``rollout_strategy`` names. ``environment`` is
-    ``[rl.environment]``: the options of the environment that ``env_name`` names.
-    """
-
-    max_turns: int = Field(default=10, ge=1)
-    max_prompt_length: int = Field(default=2048, ge=1)
-    max_response_length: int = Field(default=512, ge=1)
-    max_obs_length: int = Field(default=1024, ge=1)
-    react_format: bool = True
-    env_name: str = Field(default="webshop", min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")
-    env_port: int = Field(default=8000, ge=1, le=65535)
-    env_server_base: HttpUrl = Field(default="http://127.0.0.1", min_length=1)
-    rollout_strategy: Annotated[str, _registered("strategies")] = "StandardReAct"
-    storage_backend: Annotated[str, _registered("storages")] = "file"
-    max_workers: int = Field(default=10, ge=1, le=4096)
-    executor: Literal["processes", "ray"] = "processes"
-    strategy: JsonObject = Field(default_factory=dict)
-    environment: JsonObject = Field(default_factory=dict)
+    max_turns: int = Field(default=10, ge=1, description="completions per episode")
+    max_prompt_length: int = Field(
+        default=2048, ge=1, description="tokens of the longest prompt; an episode ends when its next prompt is longer"
+    )
+    max_response_length: int = Field(default=512, ge=1, description="tokens per completion")
+    max_obs_length: int = Field(default=1024, ge=1, description="tokens per observation; longer ones are truncated")
+    react_format: bool = Field(
+        default=True, description="true: Thought and Action; false: the whole answer is the action"
+    )
+    env_name: str = Field(
+        default="webshop",
+        min_length=1,
+        max_length=200,
+        pattern=r"^[^\x00-\x1f\x7f]+$",
+        description="name of the environment",
+    )
+    env_port: int = Field(default=8000, ge=1, le=65535, description="port of the environment's server")
+    env_server_base: HttpUrl = Field(
+        default="http://127.0.0.1", min_length=1, description="address of the environment's server, without the port"
+    )
+    rollout_strategy: Annotated[str, _registered("strategies")] = Field(
+        default="StandardReAct", description="name of the rollout strategy"
+    )
+    storage_backend: Annotated[str, _registered("storages")] = Field(
+        default="file", description="name of the trajectory storage"
+    )
+    max_workers: int = Field(default=10, ge=1, le=4096, description="concurrent episodes")
+    executor: Literal["processes", "ray"] = Field(
+        default="processes", description="where OpenHands episodes run: local worker processes, or Ray actors"
+    )
+    strategy: JsonObject = Field(
+        default_factory=dict, description="options of the strategy that rollout_strategy names"
+    )
+    environment: JsonObject = Field(default_factory=dict, description="options of the environment that env_name names")
     storage: StorageSettings = StorageSettings()
     sampling: SamplingSettings = SamplingSettings()
     reward: RewardSettings = RewardSettings()

@@ -63,66 +63,152 @@ def _probed_targets(value: tuple[str, ...]) -> tuple[str, ...]:
 class TrainingSettings(Settings):
     """``[rl.training]``: the algorithm, its options, the adapter and its optimiser.
 
-    ``batch_size`` is in trajectories (of DPO: pairs) per optimiser step. 0 or "auto" for a clip bound or the
-    aggregation takes the value of the algorithm's paper; see ``training/algorithms.py``. A key that is set to another
-    value than its default, and has no effect on the algorithm, is refused. ``imitate_above`` is never refused: other
-    algorithms fall back to fine-tuning where all rewards of a group are equal.
+    0 or "auto" for a clip bound or the aggregation takes the value of the algorithm's paper; see
+    ``training/algorithms.py``. A key with another value than its default and no effect on the algorithm is refused;
+    not ``imitate_above``, as other algorithms fall back to fine-tuning where all rewards of a group are equal.
     """
 
     renamed_keys: ClassVar = {"max_tokens_per_pass": "max_tokens_per_micro_batch"}
     renamed_values: ClassVar = {"batch_order": {"alike": "prefix"}}
 
-    algorithm: AlgorithmName = "reinforce++-baseline"
-    method: Literal["lora", "qlora", "full"] = "lora"
-    learning_rate: float = Field(default=1e-5, gt=0, le=1)
-    num_epochs: int = Field(default=3, ge=1)
-    batch_size: int = Field(default=8, ge=1)
-    batch_order: Literal["shuffled", "prefix"] = "shuffled"
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    lora_rank: int = Field(default=16, ge=1, le=1024)
-    lora_alpha: int = Field(default=32, ge=1)
-    lora_variant: Literal["lora", "rslora", "dora"] = "lora"
+    algorithm: AlgorithmName = Field(default="reinforce++-baseline", description="training algorithm")
+    method: Literal["lora", "qlora", "full"] = Field(
+        default="lora",
+        description="what is trained: an adapter, qlora: on a 4-bit base model, or full: all weights",
+    )
+    learning_rate: float = Field(default=1e-5, gt=0, le=1, description="learning rate of AdamW")
+    num_epochs: int = Field(default=3, ge=1, description="epochs over the collected trajectories")
+    batch_size: int = Field(default=8, ge=1, description="trajectories per optimiser step; dpo: pairs")
+    batch_order: Literal["shuffled", "prefix"] = Field(
+        default="shuffled",
+        description="order of the samples; prefix: those with a common prefix in one step",
+    )
+    max_grad_norm: float = Field(default=1.0, gt=0, description="gradient clipping norm")
+    lora_rank: int = Field(default=16, ge=1, le=1024, description="rank of the adapter")
+    lora_alpha: int = Field(
+        default=32, ge=1, description="LoRA alpha; the adapter's scale is alpha / rank, with rslora alpha / sqrt(rank)"
+    )
+    lora_variant: Literal["lora", "rslora", "dora"] = Field(
+        default="lora", description="variant of LoRA; dora cannot be served"
+    )
     target_modules: Annotated[tuple[str, ...], AfterValidator(_probed_targets)] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         min_length=1,
         strict=False,
+        description="modules that the adapter is added to",
     )
-    clip_low: Annotated[float, _Only((*_PPO, "gspo"))] = Field(default=0.0, ge=0, lt=1)
-    clip_high: Annotated[float, _Only(_RL)] = Field(default=0.0, ge=0)
-    negative_scale: Annotated[float, _Only(_RL)] = Field(default=1.0, ge=0, le=1)
-    dual_clip: Annotated[float, _Only(_PPO)] = Field(default=0.0, ge=0)
-    cispo_low: Annotated[float, _Only(("cispo",))] = Field(default=0.2, gt=0, le=1)
-    variance: Annotated[Literal["biased", "unbiased"], _Only(("reinforce++", "reinforce++-baseline"))] = "biased"
-    std_epsilon: Annotated[float, _Only(("grpo", "dapo", "gspo", "cispo"))] = Field(default=1e-6, ge=0)
-    aggregation: Annotated[Literal["auto", "token", "sequence", "fixed", "rollout"], _Only(_NOT_DPO)] = "auto"
-    fixed_length: Annotated[int, _Only(_NOT_DPO, "aggregation", ("fixed",))] = Field(default=0, ge=0)
-    overlong: Literal["keep", "leave-out"] = "keep"
-    kl: Annotated[Literal["none", "k1", "k2", "k3"], _Only(_RL)] = "none"
-    kl_coefficient: Annotated[float, _KL] = Field(default=0.001, ge=0)
-    kl_in: Annotated[Literal["loss", "reward"], _KL] = "loss"
-    correction: Annotated[Literal["none", "truncate", "mask"], _Only(_RL)] = "none"
-    correction_level: Annotated[Literal["token", "sequence", "sequence-product"], _CORRECTION] = "token"
-    correction_low: Annotated[float, _Only(_RL, "correction", ("mask",))] = Field(default=0.5, ge=0, le=1)
-    correction_high: Annotated[float, _CORRECTION] = Field(default=2.0, ge=1)
-    step_rewards: Annotated[Literal["episode", "environment", "search"], _Only(_RL)] = "episode"
-    discount: Annotated[float, _Only(_RL)] = Field(default=1.0, gt=0, le=1)
-    state_weight: Annotated[float, _Only(_RL)] = Field(default=0.0, ge=0)
-    tree: Annotated[Literal["path", "branches"], _Only((*_RL, "dpo"))] = "path"
-    tree_weight: Annotated[float, _Only(_RL, *_BRANCHES)] = Field(default=1.0, ge=0)
-    tree_visits: Annotated[int, _Only((*_RL, "dpo"), *_BRANCHES)] = Field(default=1, ge=1)
-    imitate_above: float = 0.0
-    keep_best: Annotated[int, _Only(("rejection-sampling",))] = Field(default=1, ge=1)
-    dpo_beta: Annotated[float, _Only(("dpo",))] = Field(default=0.1, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    warmup_steps: int = Field(default=0, ge=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
-    gradient_checkpointing: bool = False
-    checkpoint_steps: int = Field(default=20, ge=0)
-    sharding: Literal["auto", "none", "layers"] = "auto"
-    seed: int = Field(default=0, ge=0)
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    tracker: Literal["none", "trackio", "wandb"] = "none"
+    clip_low: Annotated[float, _Only((*_PPO, "gspo"))] = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="the probability ratio is clipped at 1 - this; 0: the algorithm's own bound",
+    )
+    clip_high: Annotated[float, _Only(_RL)] = Field(
+        default=0.0, ge=0, description="the probability ratio is clipped at 1 + this; 0: the algorithm's own bound"
+    )
+    negative_scale: Annotated[float, _Only(_RL)] = Field(
+        default=1.0, ge=0, le=1, description="factor of negative advantages"
+    )
+    dual_clip: Annotated[float, _Only(_PPO)] = Field(
+        default=0.0, ge=0, description="dual-clip PPO: upper bound of the ratio for negative advantages; 0: off"
+    )
+    cispo_low: Annotated[float, _Only(("cispo",))] = Field(
+        default=0.2, gt=0, le=1, description="cispo: the importance weight is at least 1 - this"
+    )
+    variance: Annotated[Literal["biased", "unbiased"], _Only(("reinforce++", "reinforce++-baseline"))] = Field(
+        default="biased", description="estimator of the variance that advantages are whitened by"
+    )
+    std_epsilon: Annotated[float, _Only(("grpo", "dapo", "gspo", "cispo"))] = Field(
+        default=1e-6, ge=0, description="added to the group's standard deviation of rewards"
+    )
+    aggregation: Annotated[Literal["auto", "token", "sequence", "fixed", "rollout"], _Only(_NOT_DPO)] = Field(
+        default="auto", description="what the loss is averaged over; auto: as in the algorithm's paper"
+    )
+    fixed_length: Annotated[int, _Only(_NOT_DPO, "aggregation", ("fixed",))] = Field(
+        default=0,
+        ge=0,
+        description='aggregation "fixed": divisor of each sequence, in tokens; 0: the longest of the batch',
+    )
+    overlong: Literal["keep", "leave-out"] = Field(
+        default="keep", description="whether to train on episodes that were cut off by a limit"
+    )
+    kl: Annotated[Literal["none", "k1", "k2", "k3"], _Only(_RL)] = Field(
+        default="none", description="estimator of the KL divergence to the base model"
+    )
+    kl_coefficient: Annotated[float, _KL] = Field(default=0.001, ge=0, description="coefficient of the KL divergence")
+    kl_in: Annotated[Literal["loss", "reward"], _KL] = Field(
+        default="loss",
+        description="where the KL divergence is subtracted: from the objective, or from each token's advantage",
+    )
+    correction: Annotated[Literal["none", "truncate", "mask"], _Only(_RL)] = Field(
+        default="none",
+        description="importance weights for off-policy rollouts: truncated, or masked outside of the bounds",
+    )
+    correction_level: Annotated[Literal["token", "sequence", "sequence-product"], _CORRECTION] = Field(
+        default="token",
+        description="importance weight per token, or a mean or product over the sequence",
+    )
+    correction_low: Annotated[float, _Only(_RL, "correction", ("mask",))] = Field(
+        default=0.5, ge=0, le=1, description='correction "mask": tokens with a lower weight are masked'
+    )
+    correction_high: Annotated[float, _CORRECTION] = Field(
+        default=2.0,
+        ge=1,
+        description='largest weight ("truncate"), or the weight above which tokens are masked ("mask")',
+    )
+    step_rewards: Annotated[Literal["episode", "environment", "search"], _Only(_RL)] = Field(
+        default="episode",
+        description="rewards that advantages are computed from; environment, search: per turn, from its reward-to-go",
+    )
+    discount: Annotated[float, _Only(_RL)] = Field(
+        default=1.0, gt=0, le=1, description="discount factor of step rewards, per turn"
+    )
+    state_weight: Annotated[float, _Only(_RL)] = Field(
+        default=0.0,
+        ge=0,
+        description="weight of the advantage among the group's turns in the same state (GiGPO); 0: off",
+    )
+    tree: Annotated[Literal["path", "branches"], _Only((*_RL, "dpo"))] = Field(
+        default="path", description="what of a search tree is trained on: the acted path, or all branches"
+    )
+    tree_weight: Annotated[float, _Only(_RL, *_BRANCHES)] = Field(
+        default=1.0, ge=0, description="weight of an action's advantage over its siblings"
+    )
+    tree_visits: Annotated[int, _Only((*_RL, "dpo"), *_BRANCHES)] = Field(
+        default=1, ge=1, description="minimum visits of a branch to be trained on"
+    )
+    imitate_above: float = Field(
+        default=0.0, description="sft, rejection-sampling: train on episodes with a reward above this"
+    )
+    keep_best: Annotated[int, _Only(("rejection-sampling",))] = Field(
+        default=1, ge=1, description="best episodes per task to train on"
+    )
+    dpo_beta: Annotated[float, _Only(("dpo",))] = Field(default=0.1, gt=0, description="beta of DPO")
+    weight_decay: float = Field(default=0.0, ge=0, description="weight decay of AdamW")
+    warmup_steps: int = Field(default=0, ge=0, description="linear warm-up of the learning rate, in optimiser steps")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="learning rate after the warm-up: constant, or decayed to 0"
+    )
+    max_tokens_per_micro_batch: int = Field(
+        default=4096, ge=1, description="tokens of one forward and backward pass; fewer need less memory"
+    )
+    gradient_checkpointing: bool = Field(
+        default=False, description="recompute activations in the backward pass: less memory, slower"
+    )
+    checkpoint_steps: int = Field(
+        default=20, ge=0, description="optimiser steps between checkpoints; 0: no checkpoints"
+    )
+    sharding: Literal["auto", "none", "layers"] = Field(
+        default="auto",
+        description="sharding of the base model over processes (FSDP2); auto: accelerate's",
+    )
+    seed: int = Field(default=0, ge=0, description="seed of the samples' order")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        default="auto", description="floating-point type of the base model; auto: bfloat16 where the processor has it"
+    )
+    tracker: Literal["none", "trackio", "wandb"] = Field(
+        default="none", description="experiment tracker besides metrics.jsonl"
+    )
 
     @model_validator(mode="before")
     @classmethod
