@@ -26,7 +26,7 @@ EPILOG = """examples:
   openhands-rl adapters rollback --config config.toml
   openhands-rl adapters rollback --config config.toml --to 3
 
-A version comes into use when every server reproduces the trainer's logprobs of its canary (a fixed text); otherwise all
+A version comes into use when every server reproduces the trainer's logprobs of its probe (a fixed text); otherwise all
 servers keep the old one. vLLM needs --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True. SGLang needs --enable-lora
 --max-lora-rank N --lora-target-modules all; its name of an adapter is BASE:VERSION.
 """
@@ -71,7 +71,7 @@ async def run(args: argparse.Namespace) -> int:
     async with publisher_for(serving, store) as publisher:
         report = await publisher.publish(adapter)
         served = await publisher.served_model(adapter)
-    proof = "no canary" if report.difference is None else f"canary within {report.difference:.4f} nats"
+    proof = "no probe" if report.difference is None else f"probe within {report.difference:.4f} nats"
     print(f"{adapter.name} is in use after {report.seconds:.1f} s ({proof}); its model name is {served}")
     for what, names in (("unloaded", report.unloaded), ("could not be unloaded yet", report.stale)):
         if names:
@@ -88,7 +88,7 @@ async def _list(store: AdapterStore, serving: ServingSettings) -> None:
     if not versions:
         print(f"{serving.adapter} has no versions in {store.root}")
         return
-    columns = ["version", "parent", "base model", "step", "canary", "in use"]
+    columns = ["version", "parent", "base model", "step", "probe", "in use"]
     rows = [
         [
             each.name,

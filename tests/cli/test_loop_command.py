@@ -29,7 +29,8 @@ from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.types import Score, Trajectory
 from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.evals.runs.suites import local_rows
-from openhands_rl_plugin.models.adapters.store import WEIGHTS, AdapterStore
+from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
+from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.server import running_server
 from openhands_rl_plugin.training.data.eligibility import is_off_temperature
@@ -207,7 +208,7 @@ def test_a_run_goes_on_from_an_adapter_that_is_there(
     made = Path(adapters.get(first).path)
 
     def copied(folder: Path) -> None:
-        for file in ("adapter_config.json", WEIGHTS):
+        for file in ("adapter_config.json", WEIGHTS_FILE):
             shutil.copyfile(made / file, folder / file)
 
     foreign = adapters.create(adapters.get(first).name.rpartition("-v")[0], copied, base_model="another-model")

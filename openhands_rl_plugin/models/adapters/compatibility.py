@@ -8,23 +8,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from openhands_rl_plugin.core.errors import PublishError, describe
 from openhands_rl_plugin.core.types import Adapter
+from openhands_rl_plugin.models.adapters.peft_format import CONFIG_FILE, UNSUPPORTED_OPTIONS
 from openhands_rl_plugin.models.adapters.servers import Capacity
 
-CONFIG = "adapter_config.json"
-
-# Options of PEFT that change what the weights mean, beyond the plain low-rank term.
-_UNSERVABLE = (
-    "modules_to_save",
-    "use_dora",
-    "lora_bias",
-    "fan_in_fan_out",
-    "trainable_token_indices",
-    "layer_replication",
-    "target_parameters",
-    "alora_invocation_tokens",
-    "use_qalora",
-    "use_bdlora",
-)
 # vLLM computes prompt_logprobs without LoRA on these modules, so that no probe could verify them.
 _UNVERIFIABLE = frozenset({"lm_head", "embed_tokens"})
 
@@ -43,11 +29,11 @@ def check_servable(adapter: Adapter, capacity: Capacity | None = None) -> None:
     """Raise ``PublishError`` unless a server (one of this ``capacity``) can serve ``adapter`` as it was trained."""
     config = _read(adapter)
     if config.peft_type != "LORA":
-        raise _publish_error(adapter, f"its {CONFIG} is not that of a LoRA adapter")
+        raise _publish_error(adapter, f"its {CONFIG_FILE} is not that of a LoRA adapter")
     if config.bias != "none":
         raise _publish_error(adapter, f"bias = {config.bias!r} cannot be served; train with bias = 'none'")
     options = config.model_extra or {}
-    if found := [name for name in _UNSERVABLE if options.get(name)]:
+    if found := [name for name in UNSUPPORTED_OPTIONS if options.get(name)]:
         raise _publish_error(adapter, f"{', '.join(found)} cannot be served; train a plain LoRA or rsLoRA adapter")
     targets = _targets(config)
     if found := sorted(targets & _UNVERIFIABLE):
@@ -71,7 +57,7 @@ def _check_capacity(adapter: Adapter, capacity: Capacity, rank: int, targets: fr
 
 
 def _read(adapter: Adapter) -> _PeftConfig:
-    path = Path(adapter.path) / CONFIG
+    path = Path(adapter.path) / CONFIG_FILE
     try:
         return _PeftConfig.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:

@@ -21,8 +21,8 @@ from pydantic import ValidationError
 from openhands_rl_plugin.core.errors import ConfigError, PublishError, StorageError, describe
 from openhands_rl_plugin.core.files import file_sha256, sync, write_file
 from openhands_rl_plugin.core.types import Adapter, Frozen, Probe, versioned_name
+from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
 
-WEIGHTS = "adapter_model.safetensors"
 MANIFEST = "manifest.json"
 PROBE = "probe.json"
 LOADED = "loaded.json"
@@ -121,7 +121,7 @@ class AdapterStore:
 
     def verify(self, adapter: Adapter) -> None:
         """Raise ``PublishError`` unless the weights are those that were written."""
-        weights = Path(adapter.path) / WEIGHTS
+        weights = Path(adapter.path) / WEIGHTS_FILE
         if not weights.is_file():
             raise PublishError(f"{adapter.name}: {weights} is missing")
         if file_sha256(weights) != adapter.sha256:
@@ -188,7 +188,7 @@ class AdapterStore:
                 parent=parent,
                 path=str(target),
                 base_model=base_model,
-                sha256=file_sha256(fresh / WEIGHTS),
+                sha256=file_sha256(fresh / WEIGHTS_FILE),
                 step=step,
                 metrics=metrics,
             )

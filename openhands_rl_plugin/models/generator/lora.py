@@ -14,24 +14,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from openhands_rl_plugin.models.adapters.peft_format import CONFIG_FILE, UNSUPPORTED_OPTIONS, WEIGHTS_FILE
 from openhands_rl_plugin.models.generator.errors import NotFound, ServingError
 from openhands_rl_plugin.models.generator.linear import LoRAWeights, Projection
 
-CONFIG_NAME = "adapter_config.json"
-WEIGHTS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# Options of LoraConfig that change what the weights mean, beyond the plain low-rank term.
-_UNSUPPORTED = (
-    "use_dora",
-    "fan_in_fan_out",
-    "modules_to_save",
-    "lora_bias",
-    "trainable_token_indices",
-    "layer_replication",
-    "target_parameters",
-    "alora_invocation_tokens",
-    "use_qalora",
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,17 +60,17 @@ def read_adapter(
 
 
 def _read_config(name: str, path: Path) -> LoraConfig:
-    if not (path / CONFIG_NAME).is_file():
+    if not (path / CONFIG_FILE).is_file():
         raise NotFound(f"Loading lora {name} failed: No adapter found for {path}", param="lora_path")
-    if not (path / WEIGHTS_NAME).is_file():
-        raise _load_error(name, f"{path} holds no {WEIGHTS_NAME} (pickled weights are not loaded)")
+    if not (path / WEIGHTS_FILE).is_file():
+        raise _load_error(name, f"{path} holds no {WEIGHTS_FILE} (pickled weights are not loaded)")
     try:
-        raw = json.loads((path / CONFIG_NAME).read_text(encoding="utf-8"))
+        raw = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
         if not isinstance(raw, dict) or raw.get("peft_type") != "LORA":
-            raise _load_error(name, f"{CONFIG_NAME} is not that of a LoRA adapter")
+            raise _load_error(name, f"{CONFIG_FILE} is not that of a LoRA adapter")
         config = LoraConfig.from_pretrained(str(path))
     except (ValueError, TypeError) as error:
-        raise _load_error(name, f"{CONFIG_NAME} cannot be read: {str(error).splitlines()[0]}") from error
+        raise _load_error(name, f"{CONFIG_FILE} cannot be read: {str(error).splitlines()[0]}") from error
     assert isinstance(config, LoraConfig)
     return config
 
@@ -92,7 +79,7 @@ def _check_config(name: str, config: LoraConfig, base_model: str) -> None:
     trained_on = config.base_model_name_or_path
     if trained_on and not same_model(trained_on, base_model):
         raise _load_error(name, f"it was trained on {trained_on}, this server holds {base_model}")
-    for option in _UNSUPPORTED:
+    for option in UNSUPPORTED_OPTIONS:
         if getattr(config, option, None):
             raise _load_error(name, f"{option} is not supported")
     if config.bias != "none":
@@ -114,9 +101,9 @@ def same_model(trained_on: str, served: str) -> bool:
 
 def _read_pairs(name: str, path: Path, projections: Mapping[str, Projection]) -> dict[str, tuple[Tensor, Tensor]]:
     try:
-        weights = load_file(path / WEIGHTS_NAME)
+        weights = load_file(path / WEIGHTS_FILE)
     except (SafetensorError, OSError) as error:
-        raise _load_error(name, f"{WEIGHTS_NAME} cannot be read: {error}") from error
+        raise _load_error(name, f"{WEIGHTS_FILE} cannot be read: {error}") from error
     halves: dict[str, dict[str, Tensor]] = {}
     for key, tensor in weights.items():
         module, _, half = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
@@ -126,7 +113,7 @@ def _read_pairs(name: str, path: Path, projections: Mapping[str, Projection]) ->
             raise _load_error(name, f"the model has no linear layer {module}")
         halves.setdefault(module, {})[half] = tensor
     if not halves:
-        raise _load_error(name, f"{WEIGHTS_NAME} holds no weights")
+        raise _load_error(name, f"{WEIGHTS_FILE} holds no weights")
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for module, both in halves.items():
         if len(both) != 2:

@@ -17,13 +17,11 @@ from transformers import PreTrainedModel
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe
+from openhands_rl_plugin.models.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from openhands_rl_plugin.training.distributed.sharding import shard_layers
-from openhands_rl_plugin.training.policies.adapter_shape import CONFIG_FILE
 from openhands_rl_plugin.training.policies.fused import fuse_layers
 from openhands_rl_plugin.training.policies.lora_layers import adapter_config
 from openhands_rl_plugin.training.policies.packed_model import PackedModel
-
-WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 class TrainablePolicy(PackedModel):

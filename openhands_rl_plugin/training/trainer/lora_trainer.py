@@ -8,9 +8,10 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.core.types import Adapter
+from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
 from openhands_rl_plugin.training.distributed.sharding import is_sharded
 from openhands_rl_plugin.training.policies.adapter_shape import check_start
-from openhands_rl_plugin.training.policies.lora_policy import WEIGHTS_FILE, TrainablePolicy
+from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
 from openhands_rl_plugin.training.trainer.trainer import Trainer
 
 

@@ -15,10 +15,11 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe
 from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.core.types import Sample
+from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
 from openhands_rl_plugin.training.data.batch import pack
 from openhands_rl_plugin.training.data.layout import lay_out
 from openhands_rl_plugin.training.policies.adapter_shape import read_shape
-from openhands_rl_plugin.training.policies.lora_policy import WEIGHTS_FILE, TrainablePolicy
+from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
 from openhands_rl_plugin.training.policies.packed_attention import PackedRows, hidden_states
 from openhands_rl_plugin.training.verifier.card import VerifierCard, VerifierOutput
 from openhands_rl_plugin.training.verifier.prompt import VerifierPrompts, load_tokenizer

@@ -24,7 +24,8 @@ from openhands_rl_plugin.core.types import (
     Times,
     Trajectory,
 )
-from openhands_rl_plugin.models.adapters.store import WEIGHTS, AdapterStore
+from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
+from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -70,7 +71,7 @@ STATE = LoopState(
 
 
 def written(folder: Path) -> None:
-    (folder / WEIGHTS).write_bytes(b"weights")
+    (folder / WEIGHTS_FILE).write_bytes(b"weights")
 
 
 @pytest.fixture

@@ -23,7 +23,8 @@ from openhands_rl_plugin.cli.doctor_checks.findings import Finding, Level
 from openhands_rl_plugin.cli.doctor_checks.installation import check_installation
 from openhands_rl_plugin.cli.doctor_checks.services import check_environment_server, check_model_server
 from openhands_rl_plugin.environments.webshop import WebShop, running_webshop
-from openhands_rl_plugin.models.adapters.store import WEIGHTS, AdapterStore
+from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
+from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import GeneratorConfig, ServerConfig
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.server.server import running_server
@@ -119,7 +120,7 @@ def published(root: Path) -> AdapterStore:
     store = AdapterStore(root)
 
     def write(folder: Path) -> None:
-        (folder / WEIGHTS).write_bytes(b"weights")
+        (folder / WEIGHTS_FILE).write_bytes(b"weights")
 
     store.point(store.create("policy", write, base_model="m"))
     return store
@@ -139,7 +140,7 @@ def test_a_pointer_to_nothing_is_told(tmp_path: Path, damage: str) -> None:
     published(tmp_path)
     match damage:
         case "weights":
-            (version / WEIGHTS).write_bytes(b"other")
+            (version / WEIGHTS_FILE).write_bytes(b"other")
         case "version":
             version.rename(tmp_path / "elsewhere")
         case _:

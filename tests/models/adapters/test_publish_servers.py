@@ -18,9 +18,10 @@ from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError, PublishError, StorageError
 from openhands_rl_plugin.core.types import Adapter, Probe
+from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.servers import ServerKind
-from openhands_rl_plugin.models.adapters.store import PROBE, WEIGHTS, AdapterStore
+from openhands_rl_plugin.models.adapters.store import PROBE, AdapterStore
 from openhands_rl_plugin.models.generator.config import GeneratorConfig, ServerConfig
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.generator.sampling import DecodingParams
@@ -91,8 +92,8 @@ def canary(reference: Generator, adapter: Adapter, moved: float = 0.0) -> Probe:
 def nearly(adapter: Adapter, path: Path) -> None:
     """The adapter as one more step of training may leave it."""
     shutil.copytree(adapter.path, path, dirs_exist_ok=True)
-    tensors = load_file(Path(adapter.path) / WEIGHTS)
-    save_file({name: tensor * 1.02 for name, tensor in tensors.items()}, path / WEIGHTS)
+    tensors = load_file(Path(adapter.path) / WEIGHTS_FILE)
+    save_file({name: tensor * 1.02 for name, tensor in tensors.items()}, path / WEIGHTS_FILE)
 
 
 def mean_distance(some: Probe, other: Probe) -> float:
@@ -358,9 +359,9 @@ async def test_weights_that_are_not_finite_are_refused(embedded: str, model: Pat
 
     def write(path: Path) -> None:
         write_adapter(path, model, seed=0)
-        weights = load_file(path / WEIGHTS)
+        weights = load_file(path / WEIGHTS_FILE)
         next(iter(weights.values())).fill_(float("nan"))
-        save_file(weights, path / WEIGHTS)
+        save_file(weights, path / WEIGHTS_FILE)
 
     async with AdapterPublisher(embedded, store) as publisher:
         with pytest.raises(PublishError, match="not finite"):

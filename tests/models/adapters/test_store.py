@@ -16,8 +16,9 @@ from tiny_model import write_model, write_tokenizer
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, PublishError, StorageError
 from openhands_rl_plugin.core.types import Adapter, Sample
+from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
-from openhands_rl_plugin.models.adapters.store import WEIGHTS, AdapterStore
+from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.server import running_server
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
@@ -26,7 +27,7 @@ PROBE = tuple(range(2, 40))
 
 
 def write(directory: Path) -> None:
-    (directory / WEIGHTS).write_bytes(b"weights")
+    (directory / WEIGHTS_FILE).write_bytes(b"weights")
     (directory / "adapter_config.json").write_text("{}")
 
 
@@ -51,7 +52,7 @@ def test_what_killed_writers_left_is_swept_after_a_day(tmp_path: Path) -> None:
     names = [".new-old", ".verifier-old", ".new-now"]
     for name in names:
         (tmp_path / name).mkdir()
-        (tmp_path / name / WEIGHTS).write_bytes(b"half")
+        (tmp_path / name / WEIGHTS_FILE).write_bytes(b"half")
     for name in names[:2]:
         os.utime(tmp_path / name, (0, 0))
     AdapterStore(tmp_path).create("shop", write, base_model="base")
@@ -89,11 +90,12 @@ def test_a_failed_write_leaves_nothing_visible(tmp_path: Path) -> None:
 def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
     program = (
         "import resource, sys; from pathlib import Path;"
-        "from openhands_rl_plugin.models.adapters.store import AdapterStore, WEIGHTS;"
+        "from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE;"
+        "from openhands_rl_plugin.models.adapters.store import AdapterStore;"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY));"
         "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
         f"store = AdapterStore({str(tmp_path)!r});"
-        "store.create('shop', lambda d: (d / WEIGHTS).write_bytes(b'x' * 10**6), base_model='b')"
+        "store.create('shop', lambda d: (d / WEIGHTS_FILE).write_bytes(b'x' * 10**6), base_model='b')"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "StorageError: the adapter cannot be written" in ended.stderr
@@ -103,7 +105,7 @@ def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
 def test_damaged_weights_are_found(tmp_path: Path) -> None:
     store = AdapterStore(tmp_path)
     adapter = store.create("shop", write, base_model="base")
-    (Path(adapter.path) / WEIGHTS).write_bytes(b"Weights")
+    (Path(adapter.path) / WEIGHTS_FILE).write_bytes(b"Weights")
     with pytest.raises(PublishError, match="damaged"):
         store.verify(adapter)
 
@@ -174,7 +176,7 @@ async def test_damage_and_absence_are_publish_errors(model: Path, server: str, t
     async with AdapterPublisher("http://127.0.0.1:9", store) as away:
         with pytest.raises(PublishError, match="nothing answers"):
             await away.publish(adapter)
-    (Path(adapter.path) / WEIGHTS).write_bytes(b"cut")
+    (Path(adapter.path) / WEIGHTS_FILE).write_bytes(b"cut")
     async with AdapterPublisher(server, store) as publisher:
         with pytest.raises(PublishError, match="damaged"):
             await publisher.publish(adapter)

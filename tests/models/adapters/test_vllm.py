@@ -19,8 +19,9 @@ from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import PublishError
 from openhands_rl_plugin.core.types import Adapter, Sample
+from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
-from openhands_rl_plugin.models.adapters.store import WEIGHTS, AdapterStore
+from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.server import running_server
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
@@ -98,12 +99,14 @@ async def test_what_is_not_the_trainers_is_refused_and_the_old_one_serves_on(
 ) -> None:
     def cut(path: Path) -> None:
         old.save_adapter(path)
-        (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:3000])
+        (path / WEIGHTS_FILE).write_bytes((path / WEIGHTS_FILE).read_bytes()[:3000])
 
     def not_finite(path: Path) -> None:
         old.save_adapter(path)
-        weights = {name: torch.full_like(tensor, float("nan")) for name, tensor in load_file(path / WEIGHTS).items()}
-        save_file(weights, path / WEIGHTS)
+        weights = {
+            name: torch.full_like(tensor, float("nan")) for name, tensor in load_file(path / WEIGHTS_FILE).items()
+        }
+        save_file(weights, path / WEIGHTS_FILE)
 
     async with AdapterPublisher(vllm, store) as publisher:
         old = trainer(model, 0)

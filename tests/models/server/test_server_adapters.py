@@ -83,6 +83,7 @@ def test_unfit_adapters_are_refused_with_one_line(http: httpx.Client, adapter_a:
         (wrong_shape, 400, "trained on"),
         (claimed, 400, "in the model"),
         (edited_config(tmp_path / "dora", adapter_a, use_dora=True), 400, "use_dora is not supported"),
+        (edited_config(tmp_path / "bdlora", adapter_a, use_bdlora={"nblocks": 2}), 400, "use_bdlora is not supported"),
         (edited_config(tmp_path / "kind", adapter_a, peft_type="IA3"), 400, "not that of a LoRA"),
         (pickled, 400, "pickled weights are not loaded"),
         (broken, 400, "cannot be read"),
