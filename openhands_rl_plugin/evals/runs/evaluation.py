@@ -14,7 +14,7 @@ from openhands_rl_plugin.core.types import FailureKind, JsonObject
 from openhands_rl_plugin.evals.runs.episodes import EvalRunner, EvalTask, GradedEpisode
 from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind, outcome_of
 from openhands_rl_plugin.evals.runs.output_rows import completion_files, metadata_of, output_row, write_run_report
-from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan, Run
+from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan, RunSpec
 from openhands_rl_plugin.evals.runs.resume import check_same_settings
 from openhands_rl_plugin.evals.runs.run_files import RunFiles
 
@@ -30,7 +30,7 @@ OnOutcome = Callable[[Outcome], None]
 class Work:
     """What one run has still to do."""
 
-    run: Run
+    run: RunSpec
     files: RunFiles
     metadata: JsonObject
     eval_tasks: tuple[EvalTask, ...]
@@ -109,7 +109,7 @@ class Evaluation:
             work.files.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
-    async def _attempt(self, runner: EvalRunner, run: Run, eval_task: EvalTask) -> GradedEpisode:
+    async def _attempt(self, runner: EvalRunner, run: RunSpec, eval_task: EvalTask) -> GradedEpisode:
         """The first attempt that did not fail for want of infrastructure, or the last one.
 
         Failed attempts of an earlier process are passed over, and do not count.

@@ -12,7 +12,7 @@ from openhands_rl_plugin.core.types import JsonObject, Trajectory
 from openhands_rl_plugin.evals.report.run_records import outcome_of_row
 from openhands_rl_plugin.evals.runs.episodes import EvalTask, GradedEpisode
 from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind
-from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan, Run
+from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan, RunSpec
 from openhands_rl_plugin.evals.runs.run_files import OUTPUT, PREDICTIONS, read_rows
 from openhands_rl_plugin.evals.swe.logs import run_report
 from openhands_rl_plugin.evals.swe.types import Flag, PatchVerdict, VerdictKind
@@ -22,7 +22,7 @@ from openhands_rl_plugin.trajectories.exchange.dates import date_of
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
 
 
-def metadata_of(plan: EvaluationPlan, run: Run, started: float, by: AgentStrategy | None = None) -> JsonObject:
+def metadata_of(plan: EvaluationPlan, run: RunSpec, started: float, by: AgentStrategy | None = None) -> JsonObject:
     """``metadata.json``, with OpenHands' keys; what it has no key for is in ``details``. ``by`` is the strategy."""
     own: JsonObject = {
         "suite": plan.suite,

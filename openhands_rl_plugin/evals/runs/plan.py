@@ -14,7 +14,7 @@ from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
 _LIMIT_S = 7200.0
 
 
-class Run(Frozen):
+class RunSpec(Frozen):
     """One of the runs over all tasks. ``temperature`` of ``None`` leaves it to the model's settings."""
 
     index: int
@@ -62,21 +62,21 @@ class EvaluationPlan(Frozen):
     retries: int = Field(default=2, ge=0)
     completions: bool = True
 
-    def each_run(self) -> tuple[Run, ...]:
+    def each_run(self) -> tuple[RunSpec, ...]:
         """The runs with their temperatures."""
         steps = self.temperatures
         return tuple(
-            Run(index=index, temperature=steps[min(index, len(steps) - 1)] if steps else self.model.temperature)
+            RunSpec(index=index, temperature=steps[min(index, len(steps) - 1)] if steps else self.model.temperature)
             for index in range(self.runs)
         )
 
-    def run_name(self, run: Run) -> str:
+    def run_name(self, run: RunSpec) -> str:
         """The run's folder below ``out``, as OpenHands' evaluation names it; also its id in the store."""
         model = re.sub(r"[^\w.@+-]", "_", self.model.name.rpartition("/")[2].replace("@", "-"))
         dataset = f"{self.dataset.replace('/', '__')}-{self.split}"
         return f"{dataset}/{self.agent}/{model}_maxiter_{self.max_iterations}_N_{self.note}-run_{run.index}"
 
-    def run_directory(self, run: Run) -> Path:
+    def run_directory(self, run: RunSpec) -> Path:
         """Where the run's files are."""
         return self.out / self.run_name(run)
 
@@ -89,7 +89,7 @@ class EvaluationPlan(Frozen):
             timeout=self.timeout,
         )
 
-    def request(self, run: Run, task: Task, attempt: int = 0) -> EpisodeRequest:
+    def request(self, run: RunSpec, task: Task, attempt: int = 0) -> EpisodeRequest:
         """One episode. Its seed depends on the plan's seed, the run and the task, not on what else is played."""
         name = self.run_name(run)
         return EpisodeRequest(

@@ -13,7 +13,7 @@ from openhands_rl_plugin.core.redaction import redact_json
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.evals.report.run_records import json_object, read_metadata
 from openhands_rl_plugin.evals.runs.output_rows import metadata_of
-from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan, Run
+from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan, RunSpec
 from openhands_rl_plugin.evals.runs.run_files import METADATA, OUTPUT, read_rows
 
 _MODEL = ("model", "top_p", "max_output_tokens", "max_message_chars", "native_tool_calling")
@@ -21,7 +21,7 @@ _DETAILS = ("temperature", "seed", "timeout", "test_timeout", "strategy", "strat
 _LONGEST = 60
 
 
-def check_same_settings(plan: EvaluationPlan, run: Run, by: AgentStrategy | None) -> None:
+def check_same_settings(plan: EvaluationPlan, run: RunSpec, by: AgentStrategy | None) -> None:
     """Raise ``ConfigError`` when the run's folder holds results that were played otherwise than these would be.
 
     What is not noted there, as in runs of older versions, contradicts nothing.

@@ -7,9 +7,9 @@ import hashlib
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from openhands_rl_plugin.evals.tasks.bugs.positions import FUNCTIONS, Edit, Function, Source, definitions
+from openhands_rl_plugin.evals.tasks.bugs.positions import FUNCTIONS, Edit, Function, PythonSource, definitions
 from openhands_rl_plugin.evals.tasks.bugs.table import Bug, bugs_of
-from openhands_rl_plugin.evals.tasks.sources.trees import Tree
+from openhands_rl_plugin.evals.tasks.sources.trees import SourceTree
 
 REOPENED = "reopen_fix"
 """The modifier that is none: a function as it was in an older version."""
@@ -20,20 +20,20 @@ def key_of(bug: Bug) -> str:
     return hashlib.sha256(bug.model_dump_json(exclude={"modifier"}).encode()).hexdigest()[:12]
 
 
-def buggy(tree: Tree, bug: Bug) -> Tree:
+def buggy(tree: SourceTree, bug: Bug) -> SourceTree:
     """The tree with the bug. Raises ``ValueError`` when the file is not the one that the bug was made for."""
     text = tree.text(bug.path)
     if text is None:
         raise ValueError(f"{bug.path} is no text")
-    return tree.changed({bug.path: Source(text).apply(bug.edits)})
+    return tree.changed({bug.path: PythonSource(text).apply(bug.edits)})
 
 
 def candidates(
-    tree: Tree,
+    tree: SourceTree,
     code: Iterable[str],
     covered: Mapping[str, Mapping[int, int]],
     least: float,
-    older: Tree | None,
+    older: SourceTree | None,
     seed: str,
 ) -> list[Bug]:
     """The bugs that tests may notice, in an order that ``seed`` alone decides: modifiers take turns, functions too.
@@ -84,7 +84,7 @@ def _reopened(path: str, text: str, old_text: str | None) -> list[Bug]:
     if old_text is None or old_text == text:
         return []
     try:
-        new, old = Source(text), Source(old_text)
+        new, old = PythonSource(text), PythonSource(old_text)
     except SyntaxError:
         return []
     before = {name: node for name, node in definitions(old.tree) if isinstance(node, FUNCTIONS)}

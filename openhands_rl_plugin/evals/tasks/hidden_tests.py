@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Mapping, Sequence
 
-from openhands_rl_plugin.evals.tasks.bugs.positions import FUNCTIONS, Edit, Source, definitions, parse
-from openhands_rl_plugin.evals.tasks.sources.trees import Tree
+from openhands_rl_plugin.evals.tasks.bugs.positions import FUNCTIONS, Edit, PythonSource, definitions, parse
+from openhands_rl_plugin.evals.tasks.sources.trees import SourceTree
 
 
 def file_of(test: str) -> str:
@@ -19,7 +19,7 @@ def function_of(test: str) -> str:
     return test.partition("[")[0].split("::")[-1] if "::" in test else ""
 
 
-def without_tests(tree: Tree, tests: Iterable[str]) -> Mapping[str, str | None]:
+def without_tests(tree: SourceTree, tests: Iterable[str]) -> Mapping[str, str | None]:
     """New texts of the test files, without the functions of ``tests``; ``None`` where the whole file goes.
 
     A file goes as a whole when a test in it is not written out as a function, or when no test is left.
@@ -34,7 +34,7 @@ def _without(text: str | None, names: set[str]) -> str | None:
     if text is None:
         return None
     try:
-        source = Source(text)
+        source = PythonSource(text)
     except SyntaxError:
         return None
     found = [(parent, node) for parent, node in _functions(source.tree) if node.name in names]
@@ -64,7 +64,7 @@ def _functions(tree: ast.Module) -> Iterable[tuple[ast.Module | ast.ClassDef, as
                 yield parent, statement
 
 
-def _deletions(source: Source, parent: ast.Module | ast.ClassDef, gone: Sequence[ast.stmt]) -> list[Edit]:
+def _deletions(source: PythonSource, parent: ast.Module | ast.ClassDef, gone: Sequence[ast.stmt]) -> list[Edit]:
     if isinstance(parent, ast.ClassDef) and not _needed(source, parent, gone):
         return [_deletion(source, parent)]
     edits = [_deletion(source, node) for node in gone]
@@ -74,14 +74,14 @@ def _deletions(source: Source, parent: ast.Module | ast.ClassDef, gone: Sequence
     return edits
 
 
-def _needed(source: Source, owner: ast.ClassDef, gone: Sequence[ast.stmt]) -> bool:
+def _needed(source: PythonSource, owner: ast.ClassDef, gone: Sequence[ast.stmt]) -> bool:
     """Whether a class has more than ``gone`` and a docstring, or others name it."""
     left = [node for node in owner.body if node not in gone and not _is_text(node)]
     named = any(isinstance(node, ast.Name) and node.id == owner.name for node in ast.walk(source.tree))
     return bool(left) or named
 
 
-def _deletion(source: Source, node: ast.stmt) -> Edit:
+def _deletion(source: PythonSource, node: ast.stmt) -> Edit:
     """Its lines, and the empty ones before them."""
     start, end = source.lines(node)
     before = source.data[:start]

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.workspace.bubblewrap import isolate
-from openhands_rl_plugin.evals.tasks.sources.trees import Tree
+from openhands_rl_plugin.evals.tasks.sources.trees import SourceTree
 
 INSIDE = "/tmp/testbed"
 MEMORY_KIB = 4 * 1024**2
@@ -69,7 +69,9 @@ class Sandbox:
         self._paths = tuple(paths)
         self._timeout = timeout
 
-    def run_tests(self, tree: Tree, arguments: Sequence[str], *, covered: bool = False, hash_seed: int = 0) -> TestRun:
+    def run_tests(
+        self, tree: SourceTree, arguments: Sequence[str], *, covered: bool = False, hash_seed: int = 0
+    ) -> TestRun:
         """Run the tests of a tree once."""
         words = ["python", "-m", "pytest", "-p", "openhands_rl_reporter", *PYTEST, "-q", *arguments]
         variables = {"OPENHANDS_RL_REPORT": "/tmp/out/report.json", "PYTHONHASHSEED": str(hash_seed)}
@@ -88,7 +90,7 @@ class Sandbox:
                 last = next((line for line in reversed(printed.splitlines()) if line.strip()), "nothing was printed")
                 return TestRun(crashed=last.strip()[:300], seconds=seconds)
 
-    def run_snippet(self, tree: Tree, script: str) -> dict[str, str]:
+    def run_snippet(self, tree: SourceTree, script: str) -> dict[str, str]:
         """Run a script; what it leaves in the names ``ACTUAL`` and ``EXPECTED``, and ``error``, each as a ``repr``.
 
         Empty when it ran too long or ended the process.
@@ -104,7 +106,7 @@ class Sandbox:
                 return {}
             return {} if timed_out else {str(name): str(value) for name, value in found.items()}
 
-    def _run(self, folder: Path, tree: Tree, words: list[str], variables: Mapping[str, str]) -> tuple[str, bool]:
+    def _run(self, folder: Path, tree: SourceTree, words: list[str], variables: Mapping[str, str]) -> tuple[str, bool]:
         """What was printed, and whether the time ran out."""
         work, out, tools = folder / "work", folder / "out", folder / "tools"
         tree.write(work)

@@ -17,7 +17,7 @@ from openhands_rl_plugin.evals.tasks.lineage import TaskLineage, Validation
 from openhands_rl_plugin.evals.tasks.sandbox import FailureNote, TestRun
 from openhands_rl_plugin.evals.tasks.sources.git_repository import GitRepository
 from openhands_rl_plugin.evals.tasks.sources.prepared_package import PreparedPackage
-from openhands_rl_plugin.evals.tasks.sources.trees import Tree
+from openhands_rl_plugin.evals.tasks.sources.trees import SourceTree
 from openhands_rl_plugin.evals.tasks.statements.bug_report import RunSnippet, leaks, statement_of
 
 LEAST_SHARE, LARGEST_SHARE = 0.01, 0.6
@@ -95,8 +95,8 @@ def try_bug(prepared: PreparedPackage, bug: Bug) -> TriedBug:
     return try_change(prepared, change, buggy(prepared.tree, bug))
 
 
-def try_change(prepared: PreparedPackage, change: Change, tree: Tree) -> TriedBug:
-    """RunSnippet the tests twice on ``tree``, which has the bug, and write the task when it is a good one."""
+def try_change(prepared: PreparedPackage, change: Change, tree: SourceTree) -> TriedBug:
+    """Run the tests twice on ``tree``, which has the bug, and write the task when it is a good one."""
     first = prepared.sandbox.run_tests(tree, prepared.arguments)
     if (reason := _refusal(prepared, change.modifier, first)) is not None:
         return TriedBug(key=change.key, reason=reason)
@@ -154,7 +154,9 @@ def _statement(prepared: PreparedPackage, run: TestRun, failing: Iterable[str], 
     return statement_of(prepared.package.label, prepared.plan.python, prepared.tree.text, failures, snippet)
 
 
-def _instance(prepared: PreparedPackage, tree: Tree, key: str, failing: frozenset[str], statement: str) -> Instance:
+def _instance(
+    prepared: PreparedPackage, tree: SourceTree, key: str, failing: frozenset[str], statement: str
+) -> Instance:
     base = tree.changed(without_tests(prepared.tree, sorted(failing)))
     with tempfile.TemporaryDirectory(prefix="openhands-rl-tasks-") as folder:
         repository = GitRepository.create(Path(folder) / "task.git")

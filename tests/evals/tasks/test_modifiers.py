@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from openhands_rl_plugin.evals.tasks.bugs import positions
 from openhands_rl_plugin.evals.tasks.bugs import table as modifiers
-from openhands_rl_plugin.evals.tasks.bugs.positions import Edit, Source
+from openhands_rl_plugin.evals.tasks.bugs.positions import Edit, PythonSource
 from openhands_rl_plugin.evals.tasks.bugs.table import NAMES, Bug, bugs_of
 from openhands_rl_plugin.evals.tasks.candidates import REOPENED, buggy, candidates, key_of
 from openhands_rl_plugin.evals.tasks.sources.git_repository import GitRepository
-from openhands_rl_plugin.evals.tasks.sources.trees import PLAIN, Tree, TreeFile
+from openhands_rl_plugin.evals.tasks.sources.trees import PLAIN, SourceTree, TreeFile
 from openhands_rl_plugin.evals.tasks.statements import bug_report as statements
 
 SHOP = '''"""A shop that has something of everything."""
@@ -72,8 +72,8 @@ def words(text, first=1):
 '''
 
 
-def tree_of(**files: str) -> Tree:
-    return Tree({f"{name}.py": TreeFile(PLAIN, text.encode()) for name, text in files.items()})
+def tree_of(**files: str) -> SourceTree:
+    return SourceTree({f"{name}.py": TreeFile(PLAIN, text.encode()) for name, text in files.items()})
 
 
 BUGS = list(bugs_of("shop.py", SHOP))
@@ -86,14 +86,14 @@ def test_every_modifier_finds_something() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_bugs_parse_and_differ(name: str) -> None:
     for bug in (bug for bug in BUGS if bug.modifier == name):
-        changed = Source(SHOP).apply(bug.edits)
+        changed = PythonSource(SHOP).apply(bug.edits)
         assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(SHOP))
         assert "# What costs nothing is left out." in changed or name in ("drop_loop", "drop_method")
 
 
 def test_edits_leave_the_other_lines_alone() -> None:
     for bug in BUGS:
-        gone = set(SHOP.splitlines()) - set(Source(SHOP).apply(bug.edits).splitlines())
+        gone = set(SHOP.splitlines()) - set(PythonSource(SHOP).apply(bug.edits).splitlines())
         start, end = min(edit.start for edit in bug.edits), max(edit.end for edit in bug.edits)
         touched = SHOP.encode()[SHOP.encode().rfind(b"\n", 0, start) + 1 : SHOP.encode().find(b"\n", end)].decode()
         assert gone <= set(touched.splitlines()), bug
@@ -157,7 +157,7 @@ def test_the_package_itself_can_be_broken() -> None:
         found = list(bugs_of("module.py", text))
         assert len(found) > 10
         for bug in found[::20]:
-            ast.parse(Source(text).apply(bug.edits))
+            ast.parse(PythonSource(text).apply(bug.edits))
 
 
 @settings(max_examples=200, deadline=None)
@@ -171,9 +171,9 @@ def test_edits_by_position_are_edits_of_bytes(text: str, data: st.DataObject) ->
         expected = (raw[:start] + b"new" + raw[end:]).decode()
     except UnicodeDecodeError:
         return
-    assert Source(text).apply([Edit(start=start, end=end, text="new")]) == expected
+    assert PythonSource(text).apply([Edit(start=start, end=end, text="new")]) == expected
 
 
 def test_edits_that_overlap_are_refused() -> None:
     with pytest.raises(ValueError, match="overlap"):
-        Source("abc = 1\n").apply([Edit(start=0, end=3, text="x"), Edit(start=2, end=5, text="y")])
+        PythonSource("abc = 1\n").apply([Edit(start=0, end=3, text="x"), Edit(start=2, end=5, text="y")])

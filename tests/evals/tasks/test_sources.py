@@ -21,7 +21,7 @@ from openhands_rl_plugin.evals.tasks.sources.packages import (
     read_plan,
     suite_file,
 )
-from openhands_rl_plugin.evals.tasks.sources.trees import PLAIN, Tree, TreeFile, read_archive
+from openhands_rl_plugin.evals.tasks.sources.trees import PLAIN, SourceTree, TreeFile, read_archive
 
 
 def archive(path: Path, **files: str) -> Path:
@@ -108,7 +108,7 @@ def test_code_tests_and_requirements_are_told_apart() -> None:
     )
     files = {path: TreeFile(PLAIN, b"") for path in paths}
     metadata = "Name: shop\nRequires-Dist: attrs>=20\nRequires-Dist: tox; extra == 'dev'\n\nText\n"
-    found = layout_of(Tree({**files, "PKG-INFO": TreeFile(PLAIN, metadata.encode())}))
+    found = layout_of(SourceTree({**files, "PKG-INFO": TreeFile(PLAIN, metadata.encode())}))
     assert found.code == ("src/shop/__init__.py", "src/shop/basket.py")
     assert found.arguments == ("src/shop/tests", "tests")
     assert (found.paths, found.requirements) == (("src",), ("attrs>=20",))
@@ -116,7 +116,7 @@ def test_code_tests_and_requirements_are_told_apart() -> None:
 
 def test_test_files_of_another_name_are_given_to_pytest_by_name() -> None:
     files = {path: TreeFile(PLAIN, b"") for path in ("thing.py", "tests.py")}
-    found = layout_of(Tree(files))
+    found = layout_of(SourceTree(files))
     assert (found.code, found.arguments, found.paths) == (("thing.py",), ("tests.py",), ())
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from openhands_rl_plugin.evals.tasks.hidden_tests import without_tests
 from openhands_rl_plugin.evals.tasks.sandbox import FailureNote
-from openhands_rl_plugin.evals.tasks.sources.trees import PLAIN, Tree, TreeFile
+from openhands_rl_plugin.evals.tasks.sources.trees import PLAIN, SourceTree, TreeFile
 from openhands_rl_plugin.evals.tasks.statements.bug_report import leaks, statement_of
 from openhands_rl_plugin.evals.tasks.statements.examples import FailureExample, example_of
 
@@ -165,7 +165,7 @@ def test_a_leak_is_a_long_changed_line() -> None:
 
 
 def without(*tests: str, text: str = TESTS) -> str | None:
-    tree = Tree({"tests/test_a.py": TreeFile(PLAIN, text.encode())})
+    tree = SourceTree({"tests/test_a.py": TreeFile(PLAIN, text.encode())})
     return without_tests(tree, [f"tests/test_a.py::{test}" for test in tests])["tests/test_a.py"]
 
 

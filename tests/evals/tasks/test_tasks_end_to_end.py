@@ -170,7 +170,7 @@ def test_a_killed_run_goes_on_where_it_was(repository: Path, tmp_path: Path, mon
     real, tried = task_builder.try_change, []
 
     def counted(
-        prepared: task_builder.PreparedPackage, change: task_builder.Change, tree: task_builder.Tree
+        prepared: task_builder.PreparedPackage, change: task_builder.Change, tree: task_builder.SourceTree
     ) -> task_builder.TriedBug:
         if len(tried) == 2:
             raise KeyboardInterrupt

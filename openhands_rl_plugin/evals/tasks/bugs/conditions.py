@@ -11,7 +11,7 @@ from openhands_rl_plugin.evals.tasks.bugs.positions import (
     Edit,
     FunctionSite,
     Mutation,
-    Source,
+    PythonSource,
     block_statements,
     delete_statement,
     one,
@@ -116,16 +116,16 @@ def drop_condition(site: FunctionSite) -> Iterator[Mutation]:
             yield one(edit, statement.body[0].lineno)
 
 
-def _is_plain(statement: ast.stmt, source: Source) -> TypeGuard[ast.If]:
+def _is_plain(statement: ast.stmt, source: PythonSource) -> TypeGuard[ast.If]:
     """An ``if`` with neither ``else`` nor ``elif``, which is no ``elif`` itself."""
     return isinstance(statement, ast.If) and not statement.orelse and not _is_elif(source, [statement])
 
 
-def _is_elif(source: Source, statements: list[ast.stmt]) -> bool:
+def _is_elif(source: PythonSource, statements: list[ast.stmt]) -> bool:
     return isinstance(statements[0], ast.If) and source.text(statements[0]).startswith("elif")
 
 
-def _other_comparison(source: Source, node: ast.Compare, others: dict[type[ast.cmpop], str]) -> Edit | None:
+def _other_comparison(source: PythonSource, node: ast.Compare, others: dict[type[ast.cmpop], str]) -> Edit | None:
     if len(node.ops) != 1 or (new := others.get(type(node.ops[0]))) is None:
         return None
     start, end = source.span(node.left)[1], source.span(node.comparators[0])[0]
@@ -136,5 +136,5 @@ def _other_comparison(source: Source, node: ast.Compare, others: dict[type[ast.c
     return Edit(start=start, end=end, text=f"{found[1]}{new}{found[3]}")
 
 
-def _swapped(source: Source, first: ast.expr, second: ast.expr) -> tuple[Edit, Edit]:
+def _swapped(source: PythonSource, first: ast.expr, second: ast.expr) -> tuple[Edit, Edit]:
     return source.replaced(first, source.text(second)), source.replaced(second, source.text(first))

@@ -25,7 +25,7 @@ class Edit(Frozen):
     text: str
 
 
-class Source:
+class PythonSource:
     """The text of one Python file. Raises ``SyntaxError`` when it is none that can be edited by position."""
 
     def __init__(self, text: str) -> None:
@@ -152,7 +152,7 @@ def block_statements(function: Function) -> Iterator[tuple[list[ast.stmt], ast.s
 class FunctionSite:
     """A function of a file: where a modifier may change something."""
 
-    source: Source
+    source: PythonSource
     node: Function
     name: str
 
@@ -161,7 +161,7 @@ class FunctionSite:
 class ClassSite:
     """A class of a file."""
 
-    source: Source
+    source: PythonSource
     node: Definition
     name: str
 
@@ -183,7 +183,7 @@ def one(edit: Edit, line: int) -> Mutation:
     return Mutation((edit,), line)
 
 
-def delete_statement(source: Source, block: Sequence[ast.stmt], statement: ast.stmt) -> Edit | None:
+def delete_statement(source: PythonSource, block: Sequence[ast.stmt], statement: ast.stmt) -> Edit | None:
     """The edit that removes ``statement`` from its block; ``pass`` stands for the last one. ``None``: not possible."""
     if not source.stands_alone(statement):
         return None
@@ -191,7 +191,7 @@ def delete_statement(source: Source, block: Sequence[ast.stmt], statement: ast.s
     return Edit(start=start, end=end, text=f"{source.indentation(statement)}pass\n" if len(block) == 1 else "")
 
 
-def unindented(source: Source, outer: ast.stmt, body: Sequence[ast.stmt]) -> Edit | None:
+def unindented(source: PythonSource, outer: ast.stmt, body: Sequence[ast.stmt]) -> Edit | None:
     """The edit that puts ``body`` at the place of the statement around it. ``None``: not possible."""
     if not source.stands_alone(outer) or not all(source.stands_alone(each) for each in body):
         return None

@@ -15,7 +15,7 @@ from openhands_rl_plugin.evals.tasks.bugs.positions import (
     Edit,
     FunctionModifier,
     FunctionSite,
-    Source,
+    PythonSource,
     definitions,
     edited,
     parse,
@@ -75,7 +75,7 @@ def bugs_of(path: str, text: str) -> Iterator[Bug]:
     A file that cannot be edited by position has none.
     """
     try:
-        source = Source(text)
+        source = PythonSource(text)
     except SyntaxError:
         return
     for name, node in definitions(source.tree):
@@ -90,7 +90,7 @@ def bugs_of(path: str, text: str) -> Iterator[Bug]:
                     yield Bug(path=path, modifier=label, function=name, line=mutation.line, edits=mutation.edits)
 
 
-def _meaning(source: Source, node: Definition, edits: tuple[Edit, ...]) -> str | None:
+def _meaning(source: PythonSource, node: Definition, edits: tuple[Edit, ...]) -> str | None:
     """What a definition says after ``edits``, which lie within it; ``None`` when that is no Python."""
     start, end = source.lines(node)
     inside = [edit.model_copy(update={"start": edit.start - start, "end": edit.end - start}) for edit in edits]

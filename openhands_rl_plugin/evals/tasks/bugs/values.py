@@ -7,7 +7,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 
-from openhands_rl_plugin.evals.tasks.bugs.positions import Edit, FunctionSite, Mutation, Source, one, own_nodes
+from openhands_rl_plugin.evals.tasks.bugs.positions import Edit, FunctionSite, Mutation, PythonSource, one, own_nodes
 
 _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
 _OPERATORS: dict[type[ast.operator], tuple[str, str]] = {
@@ -167,7 +167,7 @@ def swap_results(site: FunctionSite) -> Iterator[Mutation]:
                 yield from _exchange(site.source, first, second)
 
 
-def _without_keyword(source: Source, node: ast.Call) -> Iterator[Mutation]:
+def _without_keyword(source: PythonSource, node: ast.Call) -> Iterator[Mutation]:
     parts: Sequence[ast.expr | ast.keyword] = sorted(
         (*node.args, *node.keywords), key=lambda part: (part.lineno, part.col_offset)
     )
@@ -178,7 +178,7 @@ def _without_keyword(source: Source, node: ast.Call) -> Iterator[Mutation]:
                 yield one(Edit(start=start, end=end, text=""), part.lineno)
 
 
-def _exchange(source: Source, first: ast.expr, second: ast.expr) -> Iterator[Mutation]:
+def _exchange(source: PythonSource, first: ast.expr, second: ast.expr) -> Iterator[Mutation]:
     one_text, other_text = source.text(first), source.text(second)
     if one_text != other_text and "\n" not in one_text + other_text:
         yield Mutation((source.replaced(first, other_text), source.replaced(second, one_text)), first.lineno)

@@ -17,7 +17,7 @@ from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.evals.swe.backends.interpreters import find_uv
 from openhands_rl_plugin.evals.tasks.sources.git_repository import GitRepository
 from openhands_rl_plugin.evals.tasks.sources.packages import Package, Release
-from openhands_rl_plugin.evals.tasks.sources.trees import Tree, bounded, read_archive
+from openhands_rl_plugin.evals.tasks.sources.trees import SourceTree, bounded, read_archive
 
 _SECONDS = 600
 
@@ -40,7 +40,7 @@ class SourceOrigin(Frozen):
         return {"sdist": self.name, "version": self.version, "sha256": self.pin}
 
 
-def fetch(package: Package, cache: Path) -> tuple[SourceOrigin, Tree]:
+def fetch(package: Package, cache: Path) -> tuple[SourceOrigin, SourceTree]:
     """The files of a package. Raises ``ConfigError`` for an unknown one, ``InfrastructureError`` without network."""
     if package.git is not None:
         return _from_git(package, cache)
@@ -52,7 +52,7 @@ def fetch(package: Package, cache: Path) -> tuple[SourceOrigin, Tree]:
     return fetch_release(package.name, package.release, cache)
 
 
-def fetch_release(name: str, release: Release, cache: Path) -> tuple[SourceOrigin, Tree]:
+def fetch_release(name: str, release: Release, cache: Path) -> tuple[SourceOrigin, SourceTree]:
     """The source archive of a release, from the cache or the index. Raises as ``fetch`` does, and for another hash."""
     folder = cache / "sdists" / f"{name.lower()}-{release.version}"
     archive = next((path for path in sorted(folder.glob("*")) if not path.name.startswith(".")), None)
@@ -108,7 +108,7 @@ def _why_not(name: str, version: str, said: str) -> ConfigError | Infrastructure
     return ConfigError(f"{name} {version} could not be fetched: {last.strip()}")
 
 
-def _from_git(package: Package, cache: Path) -> tuple[SourceOrigin, Tree]:
+def _from_git(package: Package, cache: Path) -> tuple[SourceOrigin, SourceTree]:
     repository = open_git(package, cache)
     try:
         commit = repository.text("rev-parse", "--verify", f"{package.commit}^{{commit}}").strip()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
-from openhands_rl_plugin.evals.tasks.sources.trees import PLAIN, Tree, TreeFile, bounded
+from openhands_rl_plugin.evals.tasks.sources.trees import PLAIN, SourceTree, TreeFile, bounded
 
 _WHO = "swe-local <swe-local@localhost>"
 _WHEN = "946684800 +0000"
@@ -30,7 +30,7 @@ class GitRepository:
             repository.git("init", "--quiet", "--bare", "--initial-branch=main", ".")
         return repository
 
-    def commit(self, tree: Tree, message: str, branch: str) -> str:
+    def commit(self, tree: SourceTree, message: str, branch: str) -> str:
         """Make ``branch`` the one commit, without a parent, that holds ``tree``; its hash."""
         said = (message.rstrip("\n") + "\n").encode()
         head = f"commit refs/heads/{branch}\ncommitter {_WHO} {_WHEN}\ndata {len(said)}\n".encode()
@@ -60,7 +60,7 @@ class GitRepository:
         self.git("update-ref", f"refs/heads/{branch}", made)
         return made
 
-    def tree(self, commit: str) -> Tree:
+    def tree(self, commit: str) -> SourceTree:
         """All files of a commit, without submodules. Raises ``ConfigError`` for an unknown one."""
         entries = [
             (meta.split()[0], meta.split()[2], path)
@@ -76,7 +76,7 @@ class GitRepository:
             size = int(answer[at:end].split()[2])
             files[path] = TreeFile(mode or PLAIN, answer[end + 1 : end + 1 + size])
             at = end + size + 2
-        return bounded(Tree(files), f"{self.path} at {commit[:12]}")
+        return bounded(SourceTree(files), f"{self.path} at {commit[:12]}")
 
     def text(self, *arguments: str) -> str:
         """What a git command prints."""

@@ -8,7 +8,7 @@ from email.parser import Parser
 from pathlib import PurePosixPath
 
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.evals.tasks.sources.trees import Tree
+from openhands_rl_plugin.evals.tasks.sources.trees import SourceTree
 
 _TEST_FOLDERS = {"tests", "test", "testing"}
 _OTHER_FOLDERS = {
@@ -32,7 +32,7 @@ class PackageLayout(Frozen):
     requirements: tuple[str, ...]
 
 
-def layout_of(tree: Tree) -> PackageLayout:
+def layout_of(tree: SourceTree) -> PackageLayout:
     """Look through a package's files."""
     python = [PurePosixPath(path) for path in tree.files if path.endswith(".py")]
     paths = tuple(root for root in ("src", "lib") if any(_is_package(tree, path, root) for path in python))
@@ -54,7 +54,7 @@ def is_test(path: str) -> bool:
     return bool(_TEST_FOLDERS & set(parts[:-1])) or bool(_TEST_FILE.fullmatch(name)) or name == "conftest.py"
 
 
-def _is_package(tree: Tree, path: PurePosixPath, root: str) -> bool:
+def _is_package(tree: SourceTree, path: PurePosixPath, root: str) -> bool:
     parts = path.parts
     return parts[0] == root and (len(parts) == 2 or f"{root}/{parts[1]}/__init__.py" in tree.files)
 
@@ -69,7 +69,7 @@ def _root_of(path: PurePosixPath, paths: tuple[str, ...]) -> bool:
     return path.parts[0] in paths if paths else True
 
 
-def _in_package(tree: Tree, path: PurePosixPath, paths: tuple[str, ...]) -> bool:
+def _in_package(tree: SourceTree, path: PurePosixPath, paths: tuple[str, ...]) -> bool:
     """A module at a root, or a file of a package there."""
     inside = path.parts[1:] if paths else path.parts
     root = f"{path.parts[0]}/" if paths else ""
@@ -92,7 +92,7 @@ def _arguments(tests: list[PurePosixPath]) -> tuple[str, ...]:
     return tuple(sorted(folders | alone))
 
 
-def _requirements(tree: Tree) -> tuple[str, ...]:
+def _requirements(tree: SourceTree) -> tuple[str, ...]:
     if (text := tree.text("PKG-INFO")) is not None:
         found = Parser().parsestr(text, headersonly=True).get_all("Requires-Dist") or []
         return tuple(sorted(each for each in found if "extra ==" not in each.replace("'", '"')))

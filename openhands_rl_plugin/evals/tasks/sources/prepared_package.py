@@ -14,7 +14,7 @@ from openhands_rl_plugin.evals.tasks.sandbox import PYTEST, Sandbox, TestRun
 from openhands_rl_plugin.evals.tasks.sources.download import SourceOrigin, fetch, fetch_release
 from openhands_rl_plugin.evals.tasks.sources.package_layout import PackageLayout, layout_of
 from openhands_rl_plugin.evals.tasks.sources.packages import Package, TaskPlan
-from openhands_rl_plugin.evals.tasks.sources.trees import Tree
+from openhands_rl_plugin.evals.tasks.sources.trees import SourceTree
 from openhands_rl_plugin.evals.tasks.sources.virtualenv import make_environment
 
 _READABLE = re.compile(r"[\x21-\x7e]+")
@@ -27,8 +27,8 @@ class PreparedPackage:
     package: Package
     plan: TaskPlan
     origin: SourceOrigin
-    tree: Tree
-    older: Tree | None
+    tree: SourceTree
+    older: SourceTree | None
     layout: PackageLayout
     sandbox: Sandbox
     requirements: tuple[str, ...]
@@ -70,7 +70,7 @@ def prepare_package(package: Package, plan: TaskPlan, cache: Path) -> PreparedPa
 
 
 def prepare_tree(
-    package: Package, plan: TaskPlan, origin: SourceOrigin, tree: Tree, older: Tree | None, cache: Path
+    package: Package, plan: TaskPlan, origin: SourceOrigin, tree: SourceTree, older: SourceTree | None, cache: Path
 ) -> PreparedPackage:
     """A prepared of files that are there already. Raises as ``prepare_package`` does."""
     found = layout_of(tree)

@@ -24,7 +24,7 @@ class TreeFile:
 
 
 @dataclass(frozen=True)
-class Tree:
+class SourceTree:
     """Files by their path from the root, with ``/`` between the parts."""
 
     files: Mapping[str, TreeFile]
@@ -39,7 +39,7 @@ class Tree:
         except UnicodeDecodeError:
             return None
 
-    def changed(self, changes: Mapping[str, str | None]) -> Tree:
+    def changed(self, changes: Mapping[str, str | None]) -> SourceTree:
         """This tree with other texts at some paths; ``None`` removes the file."""
         files = dict(self.files)
         for path, text in changes.items():
@@ -48,7 +48,7 @@ class Tree:
             else:
                 mode = files[path].mode if path in files else PLAIN
                 files[path] = TreeFile(mode, text.encode())
-        return Tree(files)
+        return SourceTree(files)
 
     def write(self, directory: Path) -> None:
         """Write all files below ``directory``, which is made."""
@@ -67,17 +67,17 @@ class Tree:
                 target.chmod(0o755)
 
 
-def read_archive(path: Path) -> Tree:
+def read_archive(path: Path) -> SourceTree:
     """The files of a ``.tar.gz`` or ``.zip`` below its one top folder. Raises ``ConfigError`` for what is none."""
     try:
         members = dict(_zip_members(path) if zipfile.is_zipfile(path) else _tar_members(path))
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError) as error:
         raise ConfigError(f"{path} is no source archive that can be read: {error}") from error
     files = {name.partition("/")[2]: file for name, file in members.items() if name.find("/") > 0}
-    return bounded(Tree({name: files[name] for name in sorted(files) if _is_inside(name)}), str(path))
+    return bounded(SourceTree({name: files[name] for name in sorted(files) if _is_inside(name)}), str(path))
 
 
-def bounded(tree: Tree, what: str) -> Tree:
+def bounded(tree: SourceTree, what: str) -> SourceTree:
     """``tree``. Raises ``ConfigError`` when it is empty, or larger than a task's repository may be."""
     if not tree.files:
         raise ConfigError(f"{what} holds no files")

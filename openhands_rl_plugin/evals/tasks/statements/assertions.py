@@ -8,7 +8,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Literal
 
-from openhands_rl_plugin.evals.tasks.bugs.positions import Source
+from openhands_rl_plugin.evals.tasks.bugs.positions import PythonSource
 
 type Kind = Literal["equal", "holds", "raises", "runs"]
 
@@ -70,13 +70,13 @@ class AssertedClaim:
         return [*self.actual.splitlines(), "HOLDS = True"]
 
 
-def claim_of(source: Source, statement: ast.stmt) -> AssertedClaim | None:
+def claim_of(source: PythonSource, statement: ast.stmt) -> AssertedClaim | None:
     """The claim of the statement at which a test failed; ``None`` when it needs the test around it."""
     claim = _claim(source, statement)
     return None if claim is None or "self" in claim.names else claim
 
 
-def _claim(source: Source, statement: ast.stmt) -> AssertedClaim | None:
+def _claim(source: PythonSource, statement: ast.stmt) -> AssertedClaim | None:
     if isinstance(statement, ast.Assert):
         test = statement.test
         if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
@@ -91,7 +91,7 @@ def _claim(source: Source, statement: ast.stmt) -> AssertedClaim | None:
     return AssertedClaim("runs", code, "", _names(statement), called_in(source, statement))
 
 
-def _unittest(source: Source, call: ast.Call) -> AssertedClaim | None:
+def _unittest(source: PythonSource, call: ast.Call) -> AssertedClaim | None:
     name, texts = ast.unparse(call.func), [_text(source, each) for each in call.args]
     if call.keywords or any(isinstance(each, ast.Starred) for each in call.args):
         return None
@@ -112,7 +112,7 @@ def _unittest(source: Source, call: ast.Call) -> AssertedClaim | None:
 _SOLID = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant, ast.List, ast.Dict)
 
 
-def _equal(source: Source, first: ast.expr, second: ast.expr) -> AssertedClaim:
+def _equal(source: PythonSource, first: ast.expr, second: ast.expr) -> AssertedClaim:
     """The side that computes is the actual one; of two that do, the first."""
     if not _computes(first) and (_computes(second) or isinstance(first, ast.Constant)):
         first, second = second, first
@@ -122,13 +122,13 @@ def _equal(source: Source, first: ast.expr, second: ast.expr) -> AssertedClaim:
     )
 
 
-def _holds(source: Source, text: str, parts: list[ast.expr]) -> AssertedClaim:
+def _holds(source: PythonSource, text: str, parts: list[ast.expr]) -> AssertedClaim:
     names = frozenset().union(*map(_names, parts))
     called = next((found for part in parts if (found := called_in(source, part))), "")
     return AssertedClaim("holds", text, "", names, called)
 
 
-def _raised_within(source: Source, statement: ast.With) -> AssertedClaim | None:
+def _raised_within(source: PythonSource, statement: ast.With) -> AssertedClaim | None:
     call = statement.items[0].context_expr
     if not (isinstance(call, ast.Call) and ast.unparse(call.func) in _RAISING and call.args):
         code = textwrap.dedent(source.between(*source.lines(statement))).rstrip()
@@ -138,7 +138,7 @@ def _raised_within(source: Source, statement: ast.With) -> AssertedClaim | None:
     return AssertedClaim("raises", code, _error_name(call.args[0]), names, called_in(source, statement.body[-1]))
 
 
-def called_in(source: Source, node: ast.AST) -> str:
+def called_in(source: PythonSource, node: ast.AST) -> str:
     """The outermost function that is called in ``node``, by the name that it is called by."""
     for each in ast.walk(node):
         if isinstance(each, ast.Call):
@@ -159,7 +159,7 @@ def _computes(node: ast.AST) -> bool:
     return any(isinstance(each, ast.Call | ast.BinOp | ast.Subscript | ast.Attribute) for each in ast.walk(node))
 
 
-def _text(source: Source, node: ast.expr) -> str:
+def _text(source: PythonSource, node: ast.expr) -> str:
     text = source.text(node)
     return text if "\n" not in text else ast.unparse(node)
 

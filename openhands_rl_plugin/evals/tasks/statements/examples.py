@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from openhands_rl_plugin.evals.tasks.bugs.positions import DEFINITIONS, FUNCTIONS, Function, Source, definitions
+from openhands_rl_plugin.evals.tasks.bugs.positions import DEFINITIONS, FUNCTIONS, Function, PythonSource, definitions
 from openhands_rl_plugin.evals.tasks.hidden_tests import function_of
 from openhands_rl_plugin.evals.tasks.sandbox import FailureNote
 from openhands_rl_plugin.evals.tasks.statements.assertions import AssertedClaim, claim_of
@@ -49,7 +49,7 @@ def example_of(text: str, test: str, note: FailureNote) -> FailureExample | None
     for name in (name for name in note.values if name.startswith("self.")):
         text = re.sub(rf"\bself\.{name[5:]}\b", name[5:], text)
     try:
-        source = Source(text)
+        source = PythonSource(text)
     except SyntaxError:
         return None
     function = _function(source, function_of(test), note.line)
@@ -68,7 +68,7 @@ def example_of(text: str, test: str, note: FailureNote) -> FailureExample | None
 
 
 def _lines(
-    source: Source, values: dict[str, str], before: Sequence[ast.stmt], names: frozenset[str]
+    source: PythonSource, values: dict[str, str], before: Sequence[ast.stmt], names: frozenset[str]
 ) -> list[str] | None:
     """What has to come before code that reads ``names``; ``None`` when that is not known."""
     needs = _Needs(source, values)
@@ -82,7 +82,7 @@ def _lines(
 def body_of(text: str, test: str, note: FailureNote) -> str | None:
     """The lines of a failed test up to where it fails; ``None`` when they are too many."""
     try:
-        source = Source(text)
+        source = PythonSource(text)
     except SyntaxError:
         return None
     function = _function(source, function_of(test), note.line)
@@ -98,7 +98,7 @@ def fits(code: str) -> bool:
     return len(code) <= MOST_SIGNS and code.count("\n") < MOST_LINES
 
 
-def shown(source: Source, statement: ast.stmt) -> list[str]:
+def shown(source: PythonSource, statement: ast.stmt) -> list[str]:
     """The lines of a statement, moved to the left edge."""
     spans = any(
         isinstance(node, ast.Constant) and isinstance(node.value, str | bytes) and node.end_lineno != node.lineno
@@ -109,7 +109,7 @@ def shown(source: Source, statement: ast.stmt) -> list[str]:
     return textwrap.dedent(source.between(*source.lines(statement))).rstrip().splitlines()
 
 
-def _function(source: Source, name: str, line: int) -> Function | None:
+def _function(source: PythonSource, name: str, line: int) -> Function | None:
     for _, node in definitions(source.tree):
         if isinstance(node, FUNCTIONS) and node.name == name and node.lineno <= line <= (node.end_lineno or 0):
             return node
@@ -129,7 +129,7 @@ def _split(function: Function, line: int) -> tuple[Sequence[ast.stmt], ast.stmt 
 class _Needs:
     """What has to come before some statements of a test file so that they can be run alone."""
 
-    source: Source
+    source: PythonSource
     values: dict[str, str]
     names: set[str] = field(default_factory=set)
     bound: set[str] = field(default_factory=set)
