@@ -1,4 +1,4 @@
-"""Charts as self-contained SVG, and the page that they stand on."""
+"""Charts as self-contained SVG, and the HTML page around them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two evaluations over the same tasks: which is better, by how much, and how sure that is."""
+"""Comparison of two evaluations over the same tasks: difference, confidence interval, p-value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROUNDING = 1e-12
 
 
 class Comparison(Frozen):
-    """``second`` against ``first``, over the ``tasks`` of which both know something.
+    """``second`` against ``first``, over the ``tasks`` with known outcomes in both.
 
     ``difference`` is that of the mean success rates, its interval a bootstrap over tasks. ``p_value`` is two-sided, by
     ``test``: McNemar's exact one where every task has one attempt on either side, else a permutation of the signs of
@@ -69,16 +69,16 @@ def compare(first: Sequence[RunRecord], second: Sequence[RunRecord]) -> Comparis
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """The exact two-sided p-value of McNemar's test: tasks that only one side solves, as throws of a fair coin."""
-    thrown = gained + lost
-    if thrown == 0:
+    """The exact two-sided p-value of McNemar's test: tasks that only one side solves, as tosses of a fair coin."""
+    tosses = gained + lost
+    if tosses == 0:
         return 1.0
-    tail = sum(math.comb(thrown, each) for each in range(min(gained, lost) + 1))
-    return min(1.0, 2 * tail / 2**thrown)
+    tail = sum(math.comb(tosses, each) for each in range(min(gained, lost) + 1))
+    return min(1.0, 2 * tail / 2**tosses)
 
 
 def sign_permutation(differences: Sequence[float]) -> float:
-    """The two-sided p-value that the differences of pairs are as often positive as negative, by their mean.
+    """The two-sided p-value of a sign permutation test on the mean of paired differences.
 
     Every assignment of signs is tried for up to 14 differences that are not zero, else 10,000 seeded ones.
     """

@@ -1,4 +1,4 @@
-"""The figures of an evaluation: how often a task is solved, by one attempt and by several, and what it took."""
+"""The metrics of an evaluation: pass@1, pass@k, best@k, failures, tokens, cost, time."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _MOST_K = 64
 
 
 class Share(Frozen):
-    """How many of how many."""
+    """A fraction ``count`` of ``of``."""
 
     count: int
     of: int
 
     @property
     def value(self) -> float:
-        """The share; not a number of nothing."""
+        """The fraction; NaN for 0 of 0."""
         return self.count / self.of if self.of else math.nan
 
 
@@ -36,20 +36,20 @@ class RunFigures(Frozen):
 
 
 class AtK(Frozen):
-    """A figure of ``k`` attempts, over the tasks that have at least so many."""
+    """A metric of ``k`` attempts, over the tasks with at least ``k`` attempts."""
 
     k: int
     estimate: Estimate
 
 
 class EvaluationFigures(Frozen):
-    """Runs that differ in their number only: same data, agent, model and note.
+    """The metrics of a group of runs with the same data, agent, model and note.
 
     ``pass_at_1`` is the mean over tasks of the share of attempts that solved them. ``kinds`` counts all attempts; those
-    of which nothing is known are in no rate of success. ``flagged``: attempts whose patch or run a guard flagged;
-    ``commands_flagged``: those that looked for the solution elsewhere. ``malformed`` is a share of the model's answers,
-    the other rates are shares of the attempts. Tokens and ``cost`` are sums, ``turns`` a mean, ``seconds`` an episode's
-    median.
+    with unknown outcomes are excluded from success rates. ``flagged``: attempts whose patch or run a guard flagged;
+    ``commands_flagged``: those that searched for the solution elsewhere. ``malformed`` is a share of the model's
+    answers, the other rates are shares of the attempts. Tokens and ``cost`` are sums, ``turns`` a mean, ``seconds`` the
+    median of episodes.
     """
 
     name: str
@@ -88,7 +88,7 @@ def figures_of(runs: Sequence[RunRecord]) -> tuple[EvaluationFigures, ...]:
 
 
 def attempts_by_task(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
-    """The attempts of which something is known, by their task."""
+    """The attempts with known outcomes, by task."""
     tasks: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         if outcome.resolved is not None:
@@ -97,7 +97,7 @@ def attempts_by_task(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
 
 
 def success_rates(outcomes: Iterable[Outcome]) -> dict[str, float]:
-    """The share of a task's attempts that solved it, for every task of which something is known."""
+    """The share of a task's attempts that solved it, for every task with known outcomes."""
     tasks = attempts_by_task(outcomes)
     return {name: sum(bool(each.resolved) for each in own) / len(own) for name, own in tasks.items()}
 
@@ -155,8 +155,8 @@ def _pass_at_k(tasks: dict[str, list[Outcome]]) -> tuple[AtK, ...]:
 
 
 def _best_at_k(tasks: dict[str, list[Outcome]]) -> tuple[AtK, ...]:
-    """Over the attempts that a verifier has scored; nothing without any."""
-    judged = [
+    """Best@k over the attempts with a verifier score; empty without any."""
+    scored = [
         [(each.verifier, float(bool(each.resolved))) for each in own if each.verifier is not None]
         for own in tasks.values()
     ]
@@ -166,17 +166,17 @@ def _best_at_k(tasks: dict[str, list[Outcome]]) -> tuple[AtK, ...]:
             estimate=over_tasks(
                 [
                     best_at_k([each for each, _ in own], [solved for _, solved in own], k)
-                    for own in judged
+                    for own in scored
                     if len(own) >= k
                 ]
             ),
         )
-        for k in _each_k([len(own) for own in judged])
+        for k in _each_k([len(own) for own in scored])
     )
 
 
 def _each_k(counts: Sequence[int]) -> range:
-    """1 to the number of attempts that at least half of the tasks have: fewer tasks would be another data set."""
+    """1 to the number of attempts that at least half of the tasks have: a larger k would be measured on other tasks."""
     return range(1, min(_MOST_K, math.floor(statistics.median_low(counts))) + 1) if counts else range(0)
 
 

@@ -1,4 +1,4 @@
-"""The report of evaluations: ``report.json``, and ``report.html``, a page that needs no other file."""
+"""The report of evaluations: ``report.json`` and the self-contained page ``report.html``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ JSON, HTML = "report.json", "report.html"
 
 
 class EvaluationReport(Frozen):
-    """What ``report.json`` holds."""
+    """The content of ``report.json``."""
 
     version: int = 1
     groups: tuple[EvaluationFigures, ...]
@@ -46,7 +46,7 @@ def write_report(folder: Path, groups: Sequence[EvaluationFigures], comparison: 
 
 
 def report_page(groups: Sequence[EvaluationFigures], comparison: Comparison | None = None) -> str:
-    """Tables of all figures, a curve of Pass@k and Best@k, and bars of what became of the attempts."""
+    """Tables of all figures, a curve of Pass@k and Best@k, and bars of outcomes."""
     body = ["<h1>Evaluation</h1>", html_table(HEADINGS, [figure_row(group) for group in groups])]
     if comparison is not None:
         body += ["<h2>Comparison</h2>", html_table(("", ""), comparison_rows(comparison))]

@@ -1,4 +1,4 @@
-"""What a person sees of a running evaluation: a bar with the time left, and what came out until now."""
+"""The progress display of an evaluation: a bar with the remaining time and the results so far."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _EVERY = 20
 
 
 class EvaluationProgress:
-    """Draws on stderr; where that is no terminal, a line every twenty attempts. Use as a context manager."""
+    """Draws on stderr; without a terminal, prints a line every twenty attempts. Use as a context manager."""
 
     def __init__(self, left: int, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
@@ -50,7 +50,7 @@ class EvaluationProgress:
             self._console.print(f"{done} of {self._left}: {self.line()}", highlight=False, soft_wrap=True)
 
     def line(self) -> str:
-        """What came out until now."""
+        """The results so far."""
         resolved = self._outcomes.count(OutcomeKind.RESOLVED)
         unknown = sum(kind in UNKNOWN for kind in self._outcomes)
         parts = [f"resolved {resolved}/{len(self._outcomes) - unknown}"]

@@ -1,4 +1,4 @@
-"""Runs as reports read them: our own, and those of OpenHands' evaluation, which know less."""
+"""Reads runs for reports: of this package and of OpenHands' evaluation, whose lines have fewer fields."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def read_metadata(file: Path) -> JsonObject:
 
 
 def outcome_of_row(row: JsonObject, run: int = 0) -> Outcome:
-    """The attempt in a line of ``output.jsonl``; what only our harness writes is left open in those of others.
+    """The attempt in a line of ``output.jsonl``. Fields that OpenHands' harness does not write keep their defaults.
 
     Raises ``ConfigError``.
     """
@@ -106,14 +106,14 @@ def _foreign(row: JsonObject, result: JsonObject, run: int) -> Outcome:
 
 def _foreign_kind(row: JsonObject, result: JsonObject, patched: bool, timed_out: bool) -> OutcomeKind:
     report = json_object(result.get("report") or row.get("report"))
-    told = {
+    flags = {
         "error_eval": OutcomeKind.INFRASTRUCTURE,
         "resolved": OutcomeKind.RESOLVED,
         "empty_generation": OutcomeKind.EMPTY_PATCH,
         "failed_apply_patch": OutcomeKind.UNAPPLIED,
         "test_timeout": OutcomeKind.TIMED_OUT,
     }
-    for name, kind in told.items():
+    for name, kind in flags.items():
         if report.get(name) is True:
             return kind
     if isinstance(report.get("resolved"), bool):

@@ -1,4 +1,4 @@
-"""Figures as the texts of tables, on the terminal and on the page."""
+"""Formats metrics as table cells, for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def share(count: int, of: int) -> str:
 
 
 def interval(estimate: Estimate) -> str:
-    """Its bounds; ``-`` when it is over nothing."""
+    """The bounds of an estimate; ``-`` without data."""
     return f"{estimate.low:.3f} to {estimate.high:.3f}" if estimate.n else "-"
 
 
 def number(value: float) -> str:
-    """Three places; ``-`` for what is not known."""
+    """Three decimals; ``-`` for NaN."""
     return "-" if math.isnan(value) else f"{value:.3f}"
 
 

@@ -1,4 +1,4 @@
-"""What a verifier has said about attempts, read from the store in which their episodes are."""
+"""Reads the verifier scores of attempts from the store of their episodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from openhands_rl_plugin.core.types import Score
 from openhands_rl_plugin.evals.report.run_records import RunRecord
 
 VERIFIER = "verifier"
-"""How the versions of verifiers' scores begin."""
+"""The prefix of the ``reward_version`` of verifiers' scores."""
 
 _AT_ONCE = 200
 
@@ -23,8 +23,8 @@ async def with_verifier(
     scores: dict[str, float] = {}
     for start in range(0, len(ids), _AT_ONCE):
         where = TrajectoryFilter(ids=tuple(ids[start : start + _AT_ONCE]))
-        async for trajectory, judged in storage.find(where):
-            if (score := _newest(judged, version)) is not None:
+        async for trajectory, found in storage.find(where):
+            if (score := _newest(found, version)) is not None:
                 scores[trajectory.id] = score
     return tuple(
         run.model_copy(
@@ -39,6 +39,6 @@ async def with_verifier(
     )
 
 
-def _newest(judged: Iterable[Score], version: str) -> float | None:
-    own = [score.reward for score in judged if score.reward_version.startswith(version) and score.reward is not None]
+def _newest(scores: Iterable[Score], version: str) -> float | None:
+    own = [score.reward for score in scores if score.reward_version.startswith(version) and score.reward is not None]
     return own[-1] if own else None

@@ -1,4 +1,4 @@
-"""Where instances are set up and graded, by name."""
+"""The back ends that set up and grade instances, by name."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ BackendName = Literal["local", "docker"]
 def make_backend(
     name: BackendName, *, mirror: Path | None = None, cache: Path | None = None, network: bool = False
 ) -> InstanceBackend:
-    """The back end of that name. ``mirror``: a folder of git repositories, in place of clones from GitHub.
+    """The back end of that name. ``mirror``: a folder of git repositories to use instead of clones from GitHub.
 
-    Repositories of our own tasks are made from the packages that their rows name. ``network``: tests may use it.
-    Cheats are always looked for. Raises ``ConfigError``.
+    Repositories of ``swe-local`` tasks are made from the packages in their rows. ``network``: tests may use it.
+    The reward-hack guard is always on. Raises ``ConfigError``.
     """
     if mirror is not None and not mirror.is_dir():
         raise ConfigError(f"--mirror {mirror}: no such folder")

@@ -1,4 +1,4 @@
-"""Tasks behind HTTP: episodes in an environment, which gives the rewards itself."""
+"""Tasks of an environment server, which returns the rewards itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NO_NAME = re.compile(r"[^\w.-]+")
 
 
 class EnvironmentRunner:
-    """Plays tasks with ``host``, which stores episodes. A return of at least ``success_at`` resolves a task."""
+    """Rolls out tasks with ``host``, which stores episodes. A return of at least ``success_at`` resolves a task."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class EnvironmentRunner:
         self._strategy = strategy
         self._storage = storage
         self._host = host
-        self._playing = asyncio.Semaphore(plan.workers)
+        self._rollouts = asyncio.Semaphore(plan.workers)
         self._success: Reward = registry.build("rewards", "success", {"threshold": success_at})
 
     async def run(self, request: EpisodeRequest, eval_task: EvalTask) -> GradedEpisode:
@@ -48,26 +48,26 @@ class EnvironmentRunner:
         found = await stored_with_scores(self._storage, trajectory_id(request), self._strategy)
         trajectory, scores = found or (None, ())
         if trajectory is None or trajectory.stop is StopReason.UNFINISHED:
-            async with self._playing:
+            async with self._rollouts:
                 trajectory = await self._host.run(request)
         if trajectory.failure is not None:
             return GradedEpisode(trajectory)
         score = await judge(self._success, trajectory)
         if isinstance(score, Score) and score.reward_version not in {each.reward_version for each in scores}:
             await self._storage.add_scores([score])
-        # An action that time ran out on got no answer: the task is not solved, which the reward cannot say.
+        # After a timeout the last action has no observation: the task is not resolved, and the reward has no value.
         return _reported(trajectory, isinstance(score, Score) and score.reward == 1.0)
 
 
 def indexed_tasks(environment: str, indices: range | tuple[int, ...], split: str) -> tuple[EvalTask, ...]:
-    """A task for each index that the environment's ``reset`` understands. Ids are fit for the names of folders."""
+    """A task for each index that the environment's ``reset`` takes. Ids are valid folder names."""
     name = _NO_NAME.sub("__", environment)
     tasks = (Task(id=f"{name}-{index}", environment=environment, data={"idx": index}, split=split) for index in indices)
     return tuple(EvalTask(task, {"idx": task.data["idx"], "environment": environment}) for task in tasks)
 
 
 def row_tasks(environment: str, file: Path, split: str) -> tuple[EvalTask, ...]:
-    """A task for each row of a file, which its environment gets as it is. Raises ``ConfigError``."""
+    """A task for each row of a file; ``reset`` gets the row. Raises ``ConfigError``."""
     name = _NO_NAME.sub("__", environment)
     eval_tasks = []
     for index, row in enumerate(read_rows(file)):
@@ -83,7 +83,7 @@ def webshop_tasks(split: Split) -> tuple[EvalTask, ...]:
 
 @contextmanager
 def shop_for(settings: RLSettings) -> Iterator[RLSettings]:
-    """Run the embedded shop; the settings that are yielded lead to it."""
+    """Run the embedded shop; yields the settings that connect to it."""
     with running_webshop() as url:
         parts = urlsplit(url)
         base = f"{parts.scheme}://{parts.hostname}"
@@ -92,7 +92,7 @@ def shop_for(settings: RLSettings) -> Iterator[RLSettings]:
 
 
 def _reported(trajectory: Trajectory, resolved: bool) -> GradedEpisode:
-    """The episode with its return and its success where software tasks have the report of their tests."""
+    """The episode with its return and success in ``test_result``, as for SWE-bench instances."""
     total = trajectory.episode_return
     result: JsonObject = {"reward": total, "report": {"resolved": resolved}}
     score = Score(trajectory_id=trajectory.id, reward=total, detail={"resolved": resolved}, reward_version=_AS_RETURNED)

@@ -1,4 +1,4 @@
-"""An episode together with what its grader said, and who plays such episodes."""
+"""Graded episodes, evaluation tasks, and the protocol of runners."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from openhands_rl_plugin.evals.swe.types import Flag, Instance, PatchVerdict
 
 
 class GradedEpisode(NamedTuple):
-    """``trajectory`` has the report of its tests in its evidence; ``verdict`` is there for software tasks only.
+    """An episode with its score. ``trajectory.evidence`` has ``test_result``; ``verdict`` is for SWE-bench instances.
 
-    Without a score nothing is known about the attempt.
+    Without a score the outcome of the attempt is unknown.
     """
 
     trajectory: Trajectory
@@ -25,13 +25,13 @@ class GradedEpisode(NamedTuple):
 
     @property
     def commands(self) -> tuple[Flag, ...]:
-        """What the agent did to find the solution elsewhere; nothing in tasks without a repository."""
+        """Flags of commands that searched for the solution elsewhere; none for tasks without a repository."""
         repo = self.trajectory.task.data.get("repo")
         return flags_of_commands(self.trajectory, repo) if isinstance(repo, str) else ()
 
 
 class EvalTask(NamedTuple):
-    """A task of a suite: how it is played, and its row of the dataset."""
+    """A task of a suite with its row of the dataset."""
 
     task: Task
     row: JsonObject
@@ -39,10 +39,10 @@ class EvalTask(NamedTuple):
 
 
 class EvalRunner(Protocol):
-    """Plays and judges episodes of one suite."""
+    """Rolls out and grades episodes of one suite."""
 
     async def run(self, request: EpisodeRequest, eval_task: EvalTask) -> GradedEpisode:
-        """Play, store, judge and score. A failed episode is returned, not raised; what is stored is not played again.
+        """Roll out, store, grade and score. A failed episode is returned, not raised; a stored one is reused.
 
         Raises what must stop an evaluation: ``ConfigError`` and ``StorageError``.
         """
@@ -52,16 +52,16 @@ class EvalRunner(Protocol):
 async def stored_with_scores(
     storage: TrajectoryStorage, identity: str, by: StrategySpec
 ) -> tuple[Trajectory, tuple[Score, ...]] | None:
-    """What an earlier process left of an episode, finished or not, with its scores.
+    """The stored episode of an earlier process, finished or not, with its scores.
 
-    Raises ``ConfigError`` for a finished one that another strategy than ``by`` played, and ``StorageError``.
+    Raises ``ConfigError`` for a finished one of another strategy than ``by``, and ``StorageError``.
     """
     where = TrajectoryFilter(ids=(identity,), finished=None)
     found = next(iter([found async for found in storage.find(where)]), None)
     if found is not None and found[0].stop is not StopReason.UNFINISHED and found[0].strategy != by:
         raise ConfigError(
-            f"the store has {found[0].task.id} of this run as {_shown(found[0].strategy)} played it, not {_shown(by)}: "
-            "tell this run apart by --note, or give another --store"
+            f"the store holds {found[0].task.id} of this run with {_shown(found[0].strategy)}, not {_shown(by)}: "
+            "give another --note or another --store"
         )
     return found
 

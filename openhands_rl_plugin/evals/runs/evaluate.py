@@ -1,4 +1,4 @@
-"""An evaluation put together: settings, runner, back end and store of a plan."""
+"""Runs an evaluation plan: opens settings, host, runner and store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
 
 STORE = "trajectories"
-"""The folder of the store, below that of the evaluation, where no other is named."""
+"""The default folder of the store, below that of the evaluation."""
 
 _MOST_PROCESSES = 8
 
@@ -45,11 +45,11 @@ async def evaluate(
     processes: int = 0,
     started: Callable[[Evaluation], Callable[[Outcome], None] | None] | None = None,
 ) -> None:
-    """Do what is left of a plan. ``started`` is told of it and gives the listener of its outcomes.
+    """Run the unfinished attempts of a plan. ``started`` gets the evaluation and returns the callback for outcomes.
 
-    ``processes``: worker processes that OpenHands' controllers are spread over; 0 plays in this one.
+    ``processes``: worker processes for OpenHands' controllers; 0 runs them in this one.
 
-    Raises ``ConfigError`` and ``StorageError``; an interruption keeps what was finished.
+    Raises ``ConfigError`` and ``StorageError``; an interruption keeps finished attempts.
     """
     if suite.software and backend is None:
         raise ConfigError(f"{suite.name} needs a back end for its instances")
@@ -99,15 +99,15 @@ def open_swe_runner(
     *,
     grade: bool = True,
 ) -> SweRunner:
-    """Who plays software tasks in checkouts of ``backend``, which grades them too."""
+    """A runner for SWE-bench instances. ``backend`` gives the checkouts and grades."""
     grader = backend if grade else None
     return SweRunner(plan, host, strategy=strategy, storage=storage, checkouts=backend, grader=grader, scratch=scratch)
 
 
 def options_of(plan: EvaluationPlan, suite: Suite, processes: int) -> HostOptions:
-    """How OpenHands' controller plays the plan. Raises ``ConfigError`` for an agent that cannot play the suite."""
+    """The host options of a plan. Raises ``ConfigError`` for an agent that does not support the suite."""
     if plan.agent != RL_AGENT and not suite.software:
-        raise ConfigError(f"{suite.name} is an environment, which only {RL_AGENT} can play, not {plan.agent}")
+        raise ConfigError(f"{suite.name} is an environment, which only {RL_AGENT} supports, not {plan.agent}")
     return HostOptions(
         environment_mode=not suite.software,
         isolation="required",
@@ -123,9 +123,9 @@ def options_of(plan: EvaluationPlan, suite: Suite, processes: int) -> HostOption
 
 
 def settings_of(plan: EvaluationPlan, config: Path | None) -> RLSettings:
-    """``[rl]`` of the configuration file, with what the plan says about model, strategy and bounds.
+    """``[rl]`` of the configuration file, with the plan's model, strategy and limits.
 
-    Raises ``ConfigError``, also for a strategy that the plan's agent would not ask.
+    Raises ``ConfigError``, also for a strategy with an agent that does not use one.
     """
     if plan.agent != RL_AGENT and (plan.strategy or plan.strategy_options):
         option = "--strategy" if plan.strategy else "--strategy-option"
@@ -151,12 +151,12 @@ def settings_of(plan: EvaluationPlan, config: Path | None) -> RLSettings:
         }
     )
     if plan.agent == RL_AGENT:
-        make_strategy(chosen)  # a wrong one is refused before anything is played
+        make_strategy(chosen)  # an invalid one is refused before the first episode
     return chosen
 
 
 def agent_strategy(plan: EvaluationPlan, settings: RLSettings) -> AgentStrategy | None:
-    """The strategy of ``settings`` that plays the plan; ``None`` for an agent that has none."""
+    """The agent's strategy; ``None`` for an agent without strategies."""
     if plan.agent != RL_AGENT:
         return None
     own: object = getattr(getattr(make_strategy(settings), "options", None), "temperature", None)
@@ -168,5 +168,5 @@ def agent_strategy(plan: EvaluationPlan, settings: RLSettings) -> AgentStrategy 
 
 
 def process_count(workers: int) -> int:
-    """Worker processes for so many episodes at a time: no more than processors, which one process cannot fill."""
+    """The number of worker processes for ``workers`` concurrent episodes: at most one for each CPU."""
     return max(1, min(workers, os.cpu_count() or 1, _MOST_PROCESSES))

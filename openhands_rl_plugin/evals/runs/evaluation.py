@@ -1,4 +1,4 @@
-"""An evaluation: every task in every run, played, graded and written down, until nothing is left to do."""
+"""An evaluation: every task of every run is rolled out, graded and written to disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from openhands_rl_plugin.evals.runs.resume import check_same_settings
 from openhands_rl_plugin.evals.runs.run_files import RunFiles
 
 SCRATCH = ".work"
-"""Where checkouts lie, below the folder of an evaluation; what a killed process left there is removed."""
+"""The folder of checkouts below that of the evaluation; leftovers of a killed process are removed."""
 
 _BACKOFF = Backoff(first=0.5, longest=10.0)
 
@@ -28,7 +28,7 @@ OnOutcome = Callable[[Outcome], None]
 
 @dataclass(frozen=True)
 class Work:
-    """What one run has still to do."""
+    """The tasks of one run that are not finished."""
 
     run: RunSpec
     files: RunFiles
@@ -37,10 +37,10 @@ class Work:
 
 
 class Evaluation:
-    """The runs of a plan over ``eval_tasks``, resumed where an earlier process left them. One process at a time.
+    """The runs of a plan over ``eval_tasks``; finished attempts are skipped. One process at a time; close it.
 
-    ``by``: the strategy that plays it, where the agent has one. ``retry_failed`` plays again what failed for want of
-    infrastructure. Close it. Raises ``ConfigError``, also for runs that were played otherwise.
+    ``by``: the agent's strategy, if it has one. ``retry_failed`` repeats attempts that ended with an infrastructure
+    failure. Raises ``ConfigError``, also for runs that were made with other settings.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Evaluation:
 
     @property
     def scratch(self) -> Path:
-        """Where the runner may put what it needs while it plays."""
+        """The runner's folder for temporary files."""
         return self.plan.out / SCRATCH
 
     @property
@@ -76,9 +76,9 @@ class Evaluation:
         return sum(len(work.eval_tasks) for work in self.work)
 
     async def run(self, runner: EvalRunner, on_outcome: OnOutcome | None = None) -> None:
-        """Do what is left, then write predictions and the run reports. Every attempt is on disk when it is told of.
+        """Run what is left, then write predictions and run reports. ``on_outcome`` gets attempts that are stored.
 
-        An interrupted evaluation keeps what was finished. Raises ``ConfigError`` and ``StorageError``.
+        An interrupted evaluation keeps finished attempts. Raises ``ConfigError`` and ``StorageError``.
         """
         for work in self.work:
             work.files.write_metadata(work.metadata)
@@ -96,7 +96,7 @@ class Evaluation:
                     for eval_task in work.eval_tasks:
                         group.create_task(attempt(work, eval_task))
         except ExceptionGroup as errors:
-            # What stops an evaluation (a full disk, say) stops every attempt in the same way: one tells it all.
+            # What stops an evaluation (a full disk, say) stops every attempt in the same way: one error is enough.
             raise errors.exceptions[0] from errors
         for work in self.work:
             write_run_report(
@@ -104,15 +104,15 @@ class Evaluation:
             )
 
     def close(self) -> None:
-        """Let others at the runs, and remove what is left of the checkouts."""
+        """Release the locks of the runs, and remove remaining checkouts."""
         for work in self.work:
             work.files.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     async def _attempt(self, runner: EvalRunner, run: RunSpec, eval_task: EvalTask) -> GradedEpisode:
-        """The first attempt that did not fail for want of infrastructure, or the last one.
+        """The first attempt without an infrastructure failure, or the last one.
 
-        Failed attempts of an earlier process are passed over, and do not count.
+        Failed attempts of an earlier process are skipped and do not count as retries.
         """
         task = eval_task.task.model_copy(update={"limits": eval_task.task.limits or self.plan.limits()})
         started, attempt, failures = time.time(), 0, 0

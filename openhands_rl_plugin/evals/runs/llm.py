@@ -14,7 +14,7 @@ from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.core.validation import problems, unknown_name
 
 KEY_VARIABLE = "OPENHANDS_RL_LLM_API_KEY"
-"""Where a key that stands in config.toml goes, so that it is handed on by name and never written."""
+"""The environment variable for a key from config.toml: keys are passed by variable name and never written."""
 
 OPENAI_URL = "https://api.openai.com/v1"
 _OPENAI_COMPATIBLE = ("openai/", "hosted_vllm/", "litellm_proxy/", "custom_openai/")
@@ -23,8 +23,8 @@ _OPENAI_COMPATIBLE = ("openai/", "hosted_vllm/", "litellm_proxy/", "custom_opena
 class EvaluatedModel(Frozen):
     """An OpenAI-compatible model. ``timeout`` is in seconds, prices are for one token, lengths of answers in tokens.
 
-    ``api_key_env`` names the variable that holds the key; empty for a server that wants none. ``token_ids``: ask for
-    token ids and logprobs, which training needs and which only servers of one's own know.
+    ``api_key_env`` names the variable that holds the key; empty for a server without keys. ``token_ids``: request
+    token ids and logprobs, which training needs and which hosted APIs do not return.
     """
 
     name: str = Field(min_length=1)
@@ -42,7 +42,7 @@ class EvaluatedModel(Frozen):
     output_cost_per_token: float | None = Field(default=None, ge=0)
 
     def cost(self, prompt_tokens: int, completion_tokens: int) -> float | None:
-        """What the tokens cost, ``None`` where no price is known."""
+        """The cost of the tokens; ``None`` without prices."""
         if self.input_cost_per_token is None and self.output_cost_per_token is None:
             return None
         return prompt_tokens * (self.input_cost_per_token or 0) + completion_tokens * (self.output_cost_per_token or 0)
@@ -62,7 +62,7 @@ def evaluated_model(
 ) -> EvaluatedModel:
     """The model that ``[llm.<section>]`` over ``[llm]`` of ``config`` describes, ``options`` over both.
 
-    ``section`` may begin with ``llm.``, as in OpenHands' own commands. A key that stands in the file is moved to the
+    ``section`` may begin with ``llm.``, as in OpenHands' own commands. A key in the file is moved to the
     environment variable ``KEY_VARIABLE`` of this process. Raises ``ConfigError``.
     """
     table = _section(config, section) if config is not None else {}

@@ -1,4 +1,4 @@
-"""What became of one attempt at one task: the row of every report."""
+"""The outcome of one attempt at one task: the row of every report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from openhands_rl_plugin.hosts.shared.episode import LAST_ERROR
 
 
 class OutcomeKind(StrEnum):
-    """A verdict's kind, or why there is none."""
+    """The kind of a verdict, or the reason for having none."""
 
     RESOLVED = VerdictKind.RESOLVED.value
     UNRESOLVED = VerdictKind.UNRESOLVED.value
@@ -25,20 +25,20 @@ class OutcomeKind(StrEnum):
     REFUSED = VerdictKind.REFUSED.value
     INFRASTRUCTURE = VerdictKind.INFRASTRUCTURE.value
     FAILED = "failed"
-    """The episode failed, by the model server's or the environment's fault: no sample of the agent."""
+    """The episode failed because of the model server or the environment, so it says nothing about the agent."""
     UNGRADED = "ungraded"
 
 
 UNKNOWN = frozenset({OutcomeKind.INFRASTRUCTURE, OutcomeKind.FAILED, OutcomeKind.UNGRADED})
-"""Kinds that say nothing about the agent: they are counted, and left out of every rate of success."""
+"""Kinds that say nothing about the agent: counted, but excluded from success rates."""
 
 
 class Outcome(Frozen):
-    """One attempt. ``cost`` is in the currency of the model's prices, ``None`` where none are known; times in seconds.
+    """One attempt. ``cost`` is in the currency of the model's prices, ``None`` without prices; times in seconds.
 
-    ``answers`` are all that the model gave, ``malformed`` those that could not be read; ``turns`` are those acted upon.
-    ``flags`` are rules of the guard that saw something in the patch or its run; ``commands_flagged`` turns looked for
-    the solution elsewhere. ``verifier`` is what a verifier thinks of the attempt, if one has scored it.
+    ``answers`` counts model answers, ``malformed`` those that could not be parsed, ``turns`` those that were executed.
+    ``flags``: guard rules that matched the patch or its run; ``commands_flagged``: turns that searched for the
+    solution elsewhere. ``verifier``: the score of a verifier, if there is one.
     """
 
     instance_id: str
@@ -66,12 +66,12 @@ class Outcome(Frozen):
 
     @property
     def resolved(self) -> bool | None:
-        """Whether the task was solved; ``None`` when nothing is known about it."""
+        """Whether the instance was resolved; ``None`` when that is unknown."""
         return None if self.kind in UNKNOWN else self.kind is OutcomeKind.RESOLVED
 
 
 def outcome_of(graded: GradedEpisode, run: int, model: EvaluatedModel) -> Outcome:
-    """The row of an attempt that was just played, or found in the store."""
+    """The outcome of a graded attempt."""
     trajectory, verdict = graded.trajectory, graded.verdict
     usage, times = trajectory.usage, trajectory.times
     patch = trajectory.evidence.get("git_patch")
@@ -101,7 +101,7 @@ def outcome_of(graded: GradedEpisode, run: int, model: EvaluatedModel) -> Outcom
 
 
 def is_stuck(error: JsonValue) -> bool:
-    """Whether OpenHands' stuck detector ended the episode, by what it said."""
+    """Whether OpenHands' stuck detector ended the episode, by its error message."""
     said = error.lower() if isinstance(error, str) else ""
     return "stuck in a loop" in said or "stuckinloop" in said
 
@@ -115,7 +115,7 @@ def kind_of_failure(trajectory: Trajectory) -> OutcomeKind | None:
 
 
 def count_kinds(outcomes: Iterable[Outcome]) -> dict[str, int]:
-    """How many there are of every kind, also of those that did not occur."""
+    """The number of outcomes of every kind, zeros included."""
     found = [outcome.kind for outcome in outcomes]
     return {kind.value: found.count(kind) for kind in OutcomeKind}
 

@@ -1,4 +1,4 @@
-"""The files of a run as OpenHands' evaluation leaves them, made of a graded episode."""
+"""The output files of a run, in the format of OpenHands' evaluation, from graded episodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
 
 
 def metadata_of(plan: EvaluationPlan, run: RunSpec, started: float, by: AgentStrategy | None = None) -> JsonObject:
-    """``metadata.json``, with OpenHands' keys; what it has no key for is in ``details``. ``by`` is the strategy."""
+    """``metadata.json``, with OpenHands' keys; other settings are in ``details``. ``by``: the strategy."""
     own: JsonObject = {
         "suite": plan.suite,
         "run": run.index,
@@ -48,9 +48,9 @@ def metadata_of(plan: EvaluationPlan, run: RunSpec, started: float, by: AgentStr
 
 
 def output_row(graded: GradedEpisode, eval_task: EvalTask, outcome: Outcome, metadata: JsonObject) -> JsonObject:
-    """A line of ``output.jsonl``: the fields of V0's ``EvalOutput`` without the absent ones and without secrets.
+    """A line of ``output.jsonl``: the fields of V0's ``EvalOutput`` without absent fields and secrets.
 
-    What reports need beside them stands in ``test_result.outcome``.
+    ``test_result.outcome`` has what reports need in addition.
     """
     trajectory = graded.trajectory
     held = trajectory.evidence.get("test_result")
@@ -74,7 +74,7 @@ def output_row(graded: GradedEpisode, eval_task: EvalTask, outcome: Outcome, met
 
 
 def completion_files(trajectory: Trajectory) -> Iterator[tuple[str, JsonObject]]:
-    """``<model>-<number>.json`` with its content, for every call: what ``llm_completions/<instance>`` consists of."""
+    """The files of ``llm_completions/<instance>``: one ``<model>-<number>.json`` for every model call."""
     try:
         for name, row in llm_completions.rows(trajectory, ()):
             yield PurePosixPath(name).name, redact_json(row)
@@ -83,7 +83,7 @@ def completion_files(trajectory: Trajectory) -> Iterator[tuple[str, JsonObject]]
 
 
 def prediction_of(row: JsonObject, model: str) -> JsonObject | None:
-    """A SWE-bench prediction of a line of ``output.jsonl``; ``None`` for a line without a patch."""
+    """The SWE-bench prediction in a line of ``output.jsonl``; ``None`` for a line without a patch."""
     result = row.get("test_result")
     patch = result.get("git_patch") if isinstance(result, dict) else None
     if not isinstance(patch, str):
@@ -92,7 +92,7 @@ def prediction_of(row: JsonObject, model: str) -> JsonObject | None:
 
 
 def _history(trajectory: Trajectory) -> list[JsonObject]:
-    """The events; an episode that failed before anything was said has none."""
+    """The events; none for an episode that failed before its first message."""
     try:
         row = next(output_jsonl.rows(trajectory, ()))
     except LeftOutError:
@@ -143,7 +143,7 @@ def _error(trajectory: Trajectory) -> str | None:
 
 
 def write_run_report(directory: Path, model: str, instance_ids: Sequence[str]) -> None:
-    """Write ``predictions.jsonl`` and ``<model>.<run>.json`` for what the run has finished. Raises ``StorageError``."""
+    """Write ``predictions.jsonl`` and ``<model>.<run>.json`` of the finished instances. Raises ``StorageError``."""
     predictions: list[str] = []
     outcomes: list[Outcome] = []
     for row in read_rows(directory / OUTPUT):
@@ -158,7 +158,7 @@ def write_run_report(directory: Path, model: str, instance_ids: Sequence[str]) -
 
 
 def _verdict(outcome: Outcome) -> PatchVerdict:
-    """What the report needs of an attempt. An episode that failed is an error there, as with the official harness."""
+    """An attempt as a verdict for the report. A failed episode is an error, as in the official harness."""
     kind = VerdictKind.INFRASTRUCTURE if outcome.kind is OutcomeKind.FAILED else VerdictKind(outcome.kind.value)
     flags = tuple(Flag(rule=rule, where="") for rule in outcome.flags)
     return PatchVerdict(instance_id=outcome.instance_id, kind=kind, reason=outcome.reason, flags=flags)

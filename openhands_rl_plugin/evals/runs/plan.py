@@ -1,4 +1,4 @@
-"""What is evaluated: which agent with which model on which tasks, how often, within which bounds."""
+"""The plan of an evaluation: agent, model, tasks, number of runs, limits."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _LIMIT_S = 7200.0
 
 
 class RunSpec(Frozen):
-    """One of the runs over all tasks. ``temperature`` of ``None`` leaves it to the model's settings."""
+    """One of the runs over all tasks. ``temperature``: ``None`` for that of the model's settings."""
 
     index: int
     temperature: float | None = None
 
 
 class AgentStrategy(Frozen):
-    """The strategy that plays a plan, as options and settings decide it.
+    """The agent's strategy, from options and settings.
 
-    ``temperature``: that of a search, which sets its own whatever a run has; ``None`` for other strategies.
+    ``temperature``: that of a search, which overrides the run's; ``None`` for other strategies.
     """
 
     strategy: str
@@ -35,9 +35,9 @@ class AgentStrategy(Frozen):
 class EvaluationPlan(Frozen):
     """One evaluation. ``timeout`` bounds an episode and ``test_timeout`` the tests of one patch, in seconds.
 
-    ``base_model``: what the server calls the model without its adapter, where ``model`` is one's version; else empty.
-    ``temperatures``: the n-th run takes the n-th, the rest the last; empty leaves them to the model. ``retries`` bounds
-    the replacements of an episode, and of a grading, that failed for want of infrastructure.
+    ``base_model``: the served name of the base model when ``model`` is an adapter; else empty. ``temperatures``: one
+    for each run, the last one repeated; empty for the model's. ``retries`` bounds the retries of an episode, and of a
+    grading, after infrastructure failures.
     """
 
     suite: str
@@ -77,7 +77,7 @@ class EvaluationPlan(Frozen):
         return f"{dataset}/{self.agent}/{model}_maxiter_{self.max_iterations}_N_{self.note}-run_{run.index}"
 
     def run_directory(self, run: RunSpec) -> Path:
-        """Where the run's files are."""
+        """The folder of the run's files."""
         return self.out / self.run_name(run)
 
     def limits(self) -> Limits:
@@ -90,7 +90,7 @@ class EvaluationPlan(Frozen):
         )
 
     def request(self, run: RunSpec, task: Task, attempt: int = 0) -> EpisodeRequest:
-        """One episode. Its seed depends on the plan's seed, the run and the task, not on what else is played."""
+        """One episode. Its seed depends on the plan's seed, the run and the task only."""
         name = self.run_name(run)
         return EpisodeRequest(
             task=task,

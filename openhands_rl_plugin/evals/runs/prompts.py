@@ -1,5 +1,5 @@
-"""What a model is told of a software-engineering task. The words are SWE-Gym's, byte for byte: models are trained on
-them, and numbers compare only under the same ones.
+"""The prompts of SWE-bench instances. They are SWE-Gym's, byte for byte: models are trained on them, and results
+compare only under the same prompts.
 """
 
 from __future__ import annotations

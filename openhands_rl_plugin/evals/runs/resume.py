@@ -1,4 +1,4 @@
-"""A run goes on as what it was: its folder's name does not tell one strategy from another, its metadata does."""
+"""Checks that a run is resumed with the same settings: they are in its metadata, not in its folder's name."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _LONGEST = 60
 
 
 def check_same_settings(plan: EvaluationPlan, run: RunSpec, by: AgentStrategy | None) -> None:
-    """Raise ``ConfigError`` when the run's folder holds results that were played otherwise than these would be.
+    """Raise ``ConfigError`` when the run's folder holds results of other settings.
 
-    What is not noted there, as in runs of older versions, contradicts nothing.
+    Settings that its metadata lacks, as in runs of older versions, are not compared.
     """
     directory = plan.run_directory(run)
     held, now = _deciding(_held(directory)), _deciding(metadata_of(plan, run, 0.0, by))
@@ -33,31 +33,31 @@ def check_same_settings(plan: EvaluationPlan, run: RunSpec, by: AgentStrategy | 
     said = [line for name, was in held.items() if was is not None for line in _differences(name, was, now[name])]
     if said:
         raise ConfigError(
-            f"{directory} holds a run with other settings ({'; '.join(said)}): give the same ones to go on with it, or "
-            "tell this one apart by --note or another --out"
+            f"{directory} holds a run with other settings ({'; '.join(said)}): give the same ones to resume it, or "
+            "choose another --note or another --out"
         )
 
 
 def _forgive(held: JsonObject, now: JsonObject, plan: EvaluationPlan, by: AgentStrategy) -> None:
-    """Leave out what older versions noted in another way."""
+    """Skip settings that older versions recorded in another way."""
     if by.temperature is not None:
-        held.pop("temperature", None)  # they noted the run's; a search's own is one of its options
+        held.pop("temperature", None)  # they recorded the run's; that of a search is one of its options
     if "strategy" in held and held["strategy"] is None:
-        # They noted a strategy, and what it was made with, only where an option named it.
+        # They recorded a strategy and its options only when an option named it.
         held.pop("strategy_options", None)
         held["strategy"] = "that of [rl] rollout_strategy" if plan.strategy else now["strategy"]
 
 
 def _held(directory: Path) -> JsonObject:
-    """The metadata of the run, which each of its lines has too."""
+    """The metadata of the run; every line has a copy."""
     if found := read_metadata(directory / METADATA):
         return found
     return json_object(next(read_rows(directory / OUTPUT), {}).get("metadata"))
 
 
 def _deciding(metadata: JsonObject) -> JsonObject:
-    """What decides the results and is not in the folder's name, as far as it is noted."""
-    noted = redact_json(metadata)  # as it is in lines
+    """The recorded settings that affect results and are not in the folder's name."""
+    noted = redact_json(metadata)  # as in the lines
     parts = ((_MODEL, json_object(noted.get("llm_config"))), (_DETAILS, json_object(noted.get("details"))))
     return {name: part[name] for names, part in parts for name in names if name in part}
 

@@ -1,7 +1,7 @@
-"""The folder of one run: what is done stands in ``output.jsonl``, and a killed process leaves it readable.
+"""The folder of one run: finished instances are lines of ``output.jsonl``, which survives a killed process.
 
-A line is one instance that is finished; it is written in one piece and flushed to the disk, and half a line that a
-killed process left is cut off. So a run that goes on loses no instance and does none twice.
+Each line is written at once and flushed to disk; a partial last line is cut off. So a resumed run loses no instance
+and repeats none.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RunFiles:
             write_file(self.directory / METADATA, json.dumps(metadata), PRIVATE)
 
     def append(self, row: JsonObject) -> None:
-        """Add a finished instance, from any thread. Raises ``StorageError``, also for one that is there."""
+        """Add a finished instance, from any thread. Raises ``StorageError``, also for a duplicate."""
         identity = row["instance_id"]
         assert isinstance(identity, str)
         line = json.dumps(row).encode() + b"\n"
@@ -79,7 +79,7 @@ class RunFiles:
             raise StorageError(f"{folder}: cannot be written: {error.strerror}") from error
 
     def forget(self, unwanted: Callable[[JsonObject], bool]) -> int:
-        """Take lines out of ``output.jsonl`` so that their instances are played again; how many they were."""
+        """Remove lines of ``output.jsonl``, so that their instances run again. Returns their number."""
         kept = [row for row in read_rows(self.directory / OUTPUT) if not unwanted(row)]
         gone = len(self.done) - len(kept)
         if gone:
@@ -88,7 +88,7 @@ class RunFiles:
         return gone
 
     def close(self) -> None:
-        """Close the files and let others in."""
+        """Close the files and release the lock."""
         with self._one_at_a_time:
             self._closed = True
             if self._output is not None:
@@ -97,9 +97,9 @@ class RunFiles:
 
 
 def lock_folder(directory: Path, taken: str) -> int:
-    """Hold a folder that is there, until the descriptor is closed or the process ends, however it does.
+    """Lock an existing folder until the returned descriptor is closed or the process ends.
 
-    Raises ``ConfigError``, with the words ``taken`` where another process holds it.
+    Raises ``ConfigError``, with the text ``taken`` when another process holds the lock.
     """
     try:
         lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -115,7 +115,7 @@ def lock_folder(directory: Path, taken: str) -> int:
 
 
 def read_rows(file: Path) -> Iterator[JsonObject]:
-    """The whole lines of ``output.jsonl``; nothing where there is no such file. Raises ``ConfigError``."""
+    """The complete lines of ``output.jsonl``; none without the file. Raises ``ConfigError``."""
     try:
         with file.open("rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -152,7 +152,7 @@ def _row(file: Path, number: int, line: bytes) -> JsonObject:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"{file}: line {number} is not JSON; remove it to have its instance played again") from error
+        raise ConfigError(f"{file}: line {number} is not JSON; remove it to run its instance again") from error
     if not isinstance(row, dict) or not isinstance(row.get("instance_id"), str):
         raise ConfigError(f"{file}: line {number} has no instance_id; it is not a line of OpenHands' evaluation")
     return row

@@ -1,4 +1,4 @@
-"""Which tasks of a suite are played."""
+"""The selection of a suite's tasks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Selection(Frozen):
     limit: int | None = Field(default=None, ge=1)
 
     def of[T](self, items: Sequence[T], id_of: Callable[[T], str]) -> tuple[T, ...]:
-        """The chosen items. Raises ``ConfigError`` for an id or pattern that nothing answers to."""
+        """The chosen items. Raises ``ConfigError`` for an id or pattern without a match."""
         ids = [id_of(item) for item in items]
         for wanted in self.include:
             if not any(fnmatchcase(each, wanted) for each in ids):

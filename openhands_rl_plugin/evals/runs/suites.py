@@ -1,4 +1,4 @@
-"""Suites by name: which tasks they have, and where these come from."""
+"""Suites by name, and their tasks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEPT = ("instance_id", "repo", "version", "base_commit", "problem_statement")
 
 
 class Suite(Frozen):
-    """A suite by name. ``dataset`` is its name in the folders of runs; on the hub too, if ``on_hub``."""
+    """A suite by name. ``dataset`` is its name in run folders, and on the Hugging Face hub if ``on_hub``."""
 
     name: str
     dataset: str
@@ -57,7 +57,7 @@ def find_suite(name: str, split: str | None = None) -> Suite:
 
 
 def swe_tasks(suite: Suite, dataset_file: Path | None = None) -> tuple[EvalTask, ...]:
-    """The tasks of a suite of software. Rows of the hub are downloaded with ``datasets``, unless a file has them.
+    """The tasks of a SWE-bench suite. Rows of the hub are downloaded with ``datasets`` unless a file is given.
 
     Raises ``ConfigError``.
     """
@@ -73,7 +73,7 @@ def swe_tasks(suite: Suite, dataset_file: Path | None = None) -> tuple[EvalTask,
 
 
 def swe_task(instance: Instance, suite: Suite) -> EvalTask:
-    """An instance as a task. The task does not hold the solution; the row does, and no agent sees that."""
+    """An instance as a task. The task does not hold the gold patch; the row does, and no agent sees it."""
     row = row_of(instance)
     task = Task(
         id=instance.instance_id,

@@ -1,4 +1,4 @@
-"""Software-engineering tasks: a checkout, an episode in it, and a verdict on the patch that came out."""
+"""SWE-bench instances: check out the repository, roll out an episode in it, grade the patch."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _CHECKOUT = "instance.checkout"
 
 
 class SweRunner:
-    """Plays instances with ``host``, which stores episodes, and grades them with ``grader`` (``None``: not at all).
+    """Rolls out instances with ``host``, which stores episodes, and grades them with ``grader`` (``None``: no grading).
 
-    Checkouts and episodes take turns by the plan's ``workers``, gradings by its ``graders``, so that patches are tested
-    while other episodes wait for the model. ``scratch`` holds the checkouts that are in use.
+    The plan's ``workers`` bound checkouts and episodes, its ``graders`` bound gradings, so that patches are tested
+    while other episodes wait for the model. ``scratch`` holds the checkouts in use.
     """
 
     def __init__(
@@ -65,24 +65,24 @@ class SweRunner:
         self._host = host
         self._strategy = strategy
         self._reward: Reward = registry.build("rewards", "tests")
-        self._playing = asyncio.Semaphore(plan.workers)
-        self._grading = asyncio.Semaphore(plan.graders)
+        self._rollouts = asyncio.Semaphore(plan.workers)
+        self._gradings = asyncio.Semaphore(plan.graders)
 
     async def run(self, request: EpisodeRequest, eval_task: EvalTask) -> GradedEpisode:
         """As in ``EvalRunner``."""
         assert eval_task.instance is not None
         stored = await self._stored(trajectory_id(request))
         if stored is None or stored.trajectory.stop is StopReason.UNFINISHED:
-            async with self._playing:
+            async with self._rollouts:
                 stored = GradedEpisode(await self._roll_out(request, eval_task.instance))
         if stored.verdict is not None or stored.trajectory.failure is not None or self._grader is None:
             return stored
-        async with self._grading:
+        async with self._gradings:
             verdict = await self._grade(stored.trajectory, eval_task.instance, self._grader)
         return await self._scored(with_verdict(stored.trajectory, verdict), verdict)
 
     async def _stored(self, identity: str) -> GradedEpisode | None:
-        """What an earlier process left of the episode, with its verdict if it came to that."""
+        """The stored episode of an earlier process, with its verdict if it was graded."""
         found = await stored_with_scores(self._storage, identity, self._strategy)
         if found is None:
             return None
@@ -114,7 +114,7 @@ class SweRunner:
         except CaughtFailure as caught:
             return caught.failure
         except ConfigError as error:
-            # A row that cannot be set up costs itself, not the evaluation.
+            # One invalid row must not stop the evaluation.
             return Failure(kind=FailureKind.ENVIRONMENT, message=str(error)[:500], boundary=_CHECKOUT)
         return Place(
             root=root,
@@ -152,9 +152,9 @@ class SweRunner:
 
 
 def with_verdict(trajectory: Trajectory, verdict: PatchVerdict) -> Trajectory:
-    """The episode with the report of its tests in its evidence, where OpenHands' evaluation has it.
+    """The episode with ``test_result`` in its evidence, as in OpenHands' evaluation.
 
-    The stored episode stays as it was before anyone graded it; its score holds the verdict.
+    The stored episode does not change; its score holds the verdict.
     """
     patch = trajectory.evidence.get("git_patch")
     result: JsonObject = {

@@ -150,7 +150,7 @@ def test_whose_adapter_is_evaluated(rows: Path, config: Path, tmp_path: Path, ca
         (["ROWS", "--temperatures", "0;1"], "numbers with commas"),
         (["ROWS", "--api-key-env", "NOT_THERE_AT_ALL"], "NOT_THERE_AT_ALL is not set"),
         (["environment", "--agent", "RLAgent"], "--tasks N"),
-        (["webshop"], "webshop is an environment, which only RLAgent can play, not CodeActAgent"),
+        (["webshop"], "webshop is an environment, which only RLAgent supports, not CodeActAgent"),
         (["swe-local", "--dataset-file", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )

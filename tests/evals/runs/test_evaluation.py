@@ -215,7 +215,7 @@ async def test_the_shop_is_started_for_the_run(model: str, tmp_path: Path):
     assert {each.stop for each in outcomes} == {"max_turns"}
     (row, *_) = lines(next(plan.out.rglob("output.jsonl")))
     assert row["test_result"]["report"] == {"resolved": False} and row["instance"]["environment"] == "webshop"
-    with pytest.raises(ConfigError, match="only RLAgent can play"):
+    with pytest.raises(ConfigError, match="only RLAgent supports"):
         await played(plan.model_copy(update={"agent": "CodeActAgent"}), entries, None, suite)
 
 

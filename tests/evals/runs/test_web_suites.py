@@ -126,7 +126,7 @@ async def test_an_episode_that_another_strategy_has_played_is_not_taken_for_its_
         entries = environment_tasks(SUITE, "openenv/grid_world", 1)
         (first,) = await outcomes_of(config, model, entries, tmp_path / "first", store=tmp_path / "store")
         assert await outcomes_of(config, model, entries, tmp_path / "again", store=tmp_path / "store") == [first]
-        with pytest.raises(ConfigError, match=r"as StandardReAct played it, not BestOfN: .*--note"):
+        with pytest.raises(ConfigError, match=r"with StandardReAct, not BestOfN: .*--note"):
             await outcomes_of(config, model, entries, tmp_path / "other", store=tmp_path / "store", strategy="BestOfN")
         (noted,) = await outcomes_of(
             config, model, entries, tmp_path / "other", store=tmp_path / "store", strategy="BestOfN", note="best"
