@@ -11,17 +11,13 @@ import atexit
 from pathlib import Path
 
 from openhands.core.config import OpenHandsConfig
-from openhands.core.config.mcp_config import MCPConfig, MCPStdioServerConfig
 from openhands.core.exceptions import AgentRuntimeError
 from openhands.events import EventSource
 from openhands.events.action import (
-    BrowseInteractiveAction,
-    BrowseURLAction,
     CmdRunAction,
     FileEditAction,
     FileReadAction,
     FileWriteAction,
-    IPythonRunCellAction,
     MessageAction,
 )
 from openhands.events.action.mcp import MCPAction
@@ -29,7 +25,6 @@ from openhands.events.event import Event
 from openhands.events.observation import ErrorObservation, Observation
 from openhands.events.observation.mcp import MCPObservation
 from openhands.microagent import BaseMicroagent
-from openhands.runtime.base import Runtime
 from openhands.runtime.runtime_status import RuntimeStatus
 
 from openhands_rl_plugin.config.build import make_environment
@@ -42,13 +37,12 @@ from openhands_rl_plugin.hosts.shared.environment_forks import EnvironmentWorld
 from openhands_rl_plugin.hosts.shared.environment_reply import RESET_TOOL, STEP_TOOL
 from openhands_rl_plugin.hosts.shared.episode import current_episode
 from openhands_rl_plugin.hosts.shared.hosted_environment import HostedEnvironment
-from openhands_rl_plugin.hosts.shared.sessions import register_runtime, stop_deciding
 from openhands_rl_plugin.hosts.shared.standalone_run import task_from_environment_variable
-from openhands_rl_plugin.hosts.v0.session_state import is_stop
+from openhands_rl_plugin.hosts.v0.session_runtime import SessionRuntime
 from openhands_rl_plugin.hosts.v0.settings import host_settings
 
 
-class EnvironmentRuntime(Runtime):
+class EnvironmentRuntime(SessionRuntime):
     """One episode behind OpenHands' runtime interface. The task is the bound episode's; without one it is that of
     ``[rl] env_name`` with the number in ``OPENHANDS_RL_TASK_INDEX``. Raises ``ConfigError`` from the constructor."""
 
@@ -63,7 +57,12 @@ class EnvironmentRuntime(Runtime):
         # Before the host's constructor, which leaves threads and an exit handler behind if anything fails after it.
         self.hosted = HostedEnvironment(self.make_environment(settings, task), task)
         super().__init__(config, *args, **kwargs)
-        register_runtime(self.sid, self)
+
+    def unsupported(self, what: str) -> ErrorObservation:
+        """The observation for an action that needs ``what``."""
+        return ErrorObservation(
+            f"This runtime is an environment and has no {what}: only {RESET_TOOL} and {STEP_TOOL} work."
+        )
 
     def world(self, limits: Limits) -> EnvironmentWorld | None:
         """The live episode as search may see it; ``limits`` are the episode's."""
@@ -74,10 +73,7 @@ class EnvironmentRuntime(Runtime):
         return make_environment(settings)
 
     def on_event(self, event: Event) -> None:
-        """Also takes the user's first message (``-t``) as the words of a task that no runner gave, and ends the search
-        that is under way or about to begin when the user stops the agent."""
-        if is_stop(event):
-            stop_deciding(self.sid, event.id)
+        """Also takes the user's first message (``-t``) as the instruction of a task that no runner provided."""
         if self._instructed_by_user and isinstance(event, MessageAction) and event.source == EventSource.USER:
             self.hosted.instruct(event.content)
         super().on_event(event)
@@ -108,10 +104,6 @@ class EnvironmentRuntime(Runtime):
         reply = background().wait_for(self.hosted.reply_to(action.name, action.arguments))
         return MCPObservation(content=reply.model_dump_json(), name=action.name, arguments=action.arguments)
 
-    def get_mcp_config(self, extra_stdio_servers: list[MCPStdioServerConfig] | None = None) -> MCPConfig:
-        """No servers: the environment's actions are not offered as tools."""
-        return MCPConfig()
-
     def get_microagents_from_selected_repo(self, selected_repository: str | None) -> list[BaseMicroagent]:
         """None: an environment has no files."""
         return []
@@ -122,47 +114,29 @@ class EnvironmentRuntime(Runtime):
         return Path(INSIDE)
 
     def run(self, action: CmdRunAction) -> Observation:
-        """Refused."""
-        return _refusal("shell")
-
-    def run_ipython(self, action: IPythonRunCellAction) -> Observation:
-        """Refused."""
-        return _refusal("Jupyter")
+        """Not supported."""
+        return self.unsupported("shell")
 
     def read(self, action: FileReadAction) -> Observation:
-        """Refused."""
-        return _refusal("files")
+        """Not supported."""
+        return self.unsupported("files")
 
     def write(self, action: FileWriteAction) -> Observation:
-        """Refused."""
-        return _refusal("files")
+        """Not supported."""
+        return self.unsupported("files")
 
     def edit(self, action: FileEditAction) -> Observation:
-        """Refused."""
-        return _refusal("files")
-
-    def browse(self, action: BrowseURLAction) -> Observation:
-        """Refused."""
-        return _refusal("browser")
-
-    def browse_interactive(self, action: BrowseInteractiveAction) -> Observation:
-        """Refused."""
-        return _refusal("browser")
+        """Not supported."""
+        return self.unsupported("files")
 
     def copy_to(self, host_src: str, sandbox_dest: str, recursive: bool = False) -> None:
-        """Refused with ``AgentRuntimeError``."""
+        """Raises ``AgentRuntimeError``: an environment has no files."""
         raise AgentRuntimeError("an environment has no files to copy to")
 
     def copy_from(self, path: str) -> Path:
-        """Refused with ``AgentRuntimeError``."""
+        """Raises ``AgentRuntimeError``: an environment has no files."""
         raise AgentRuntimeError("an environment has no files to copy from")
 
     def list_files(self, path: str | None = None) -> list[str]:
         """Nothing: an environment has no files."""
         return []
-
-
-def _refusal(what: str) -> ErrorObservation:
-    return ErrorObservation(
-        f"This runtime is an environment and has no {what}: only {RESET_TOOL} and {STEP_TOOL} work."
-    )

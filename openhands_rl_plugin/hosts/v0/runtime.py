@@ -21,11 +21,8 @@ import zipfile
 from pathlib import Path
 
 from openhands.core.config import OpenHandsConfig
-from openhands.core.config.mcp_config import MCPConfig, MCPStdioServerConfig
 from openhands.core.logger import openhands_logger
 from openhands.events.action import (
-    BrowseInteractiveAction,
-    BrowseURLAction,
     CmdRunAction,
     FileEditAction,
     FileReadAction,
@@ -33,7 +30,7 @@ from openhands.events.action import (
     IPythonRunCellAction,
 )
 from openhands.events.action.mcp import MCPAction
-from openhands.events.event import Event, FileEditSource, FileReadSource
+from openhands.events.event import FileEditSource, FileReadSource
 from openhands.events.observation import (
     CmdOutputObservation,
     ErrorObservation,
@@ -42,7 +39,6 @@ from openhands.events.observation import (
     FileWriteObservation,
     Observation,
 )
-from openhands.runtime.base import Runtime
 from openhands.runtime.runtime_status import RuntimeStatus
 from openhands_aci.utils.diff import get_diff
 
@@ -69,14 +65,14 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
 )
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError, Shell
 from openhands_rl_plugin.hosts.shared.episode import current_episode
-from openhands_rl_plugin.hosts.shared.sessions import register_runtime, stop_deciding
-from openhands_rl_plugin.hosts.v0.session_state import SessionTaskList, is_stop
+from openhands_rl_plugin.hosts.v0.session_runtime import SessionRuntime
+from openhands_rl_plugin.hosts.v0.session_state import SessionTaskList
 
 _START_TIMEOUT = 14.0
 _ENDED = "[The sandbox ended and a new one is started: background processes and the shell's state are lost.]"
 
 
-class WorkspaceRuntime(Runtime):
+class WorkspaceRuntime(SessionRuntime):
     """Runs a session's commands and file actions: in bubblewrap where that works, else as subprocesses, with a warning.
 
     Raises ``ConfigError`` from the constructor when a ``bwrap`` is installed that does not work: it is relied on.
@@ -107,7 +103,6 @@ class WorkspaceRuntime(Runtime):
         self._editor: WorkspaceEditor | None = None
         start = f"{self._sandbox.workspace}/{place.repository}" if place and place.repository else None
         self._shell = Shell(self._sandbox, self._variables(), self.limits, start=start)
-        register_runtime(self.sid, self)
 
     def make_sandbox(self, config: OpenHandsConfig, root: Path) -> Sandbox:
         """Where the commands of the workspace at ``root`` run."""
@@ -141,12 +136,6 @@ class WorkspaceRuntime(Runtime):
         self._shell.close()
         remove_tree(self._private)
         super().close()
-
-    def on_event(self, event: Event) -> None:
-        """Also ends the search that is under way or about to begin when the user stops the agent."""
-        if is_stop(event):
-            stop_deciding(self.sid, event.id)
-        super().on_event(event)
 
     def conclude(self) -> tuple[JsonObject | None, Failure | None]:
         """What the session changed in its workspace. Blocks; a second call repeats the answer."""
@@ -279,26 +268,12 @@ class WorkspaceRuntime(Runtime):
         return self._editor
 
     def run_ipython(self, action: IPythonRunCellAction) -> Observation:
-        """Refused: there is no Jupyter here."""
-        return ErrorObservation(
-            "This runtime has no Jupyter: run Python with a shell command (enable_jupyter = false)."
-        )
-
-    def browse(self, action: BrowseURLAction) -> Observation:
-        """Refused: there is no browser here."""
-        return ErrorObservation("This runtime has no browser (enable_browsing = false).")
-
-    def browse_interactive(self, action: BrowseInteractiveAction) -> Observation:
-        """Refused: there is no browser here."""
-        return ErrorObservation("This runtime has no browser (enable_browsing = false).")
+        """Not supported; the observation tells the model what to do instead."""
+        return self.unsupported("Jupyter: run Python with a shell command (enable_jupyter = false)")
 
     async def call_tool_mcp(self, action: MCPAction) -> Observation:
-        """Refused: there are no MCP servers here."""
-        return ErrorObservation(f"This runtime has no MCP servers, so the tool {action.name!r} cannot be called.")
-
-    def get_mcp_config(self, extra_stdio_servers: list[MCPStdioServerConfig] | None = None) -> MCPConfig:
-        """No servers: a session reaches nothing but its workspace."""
-        return MCPConfig()
+        """Not supported."""
+        return self.unsupported(f"MCP servers, so the tool {action.name!r} cannot be called")
 
     def copy_to(self, host_src: str, sandbox_dest: str, recursive: bool = False) -> None:
         """Copy a file, or with ``recursive`` a directory, into the directory ``sandbox_dest`` (or to that file name
