@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from openhands_rl_plugin.hosts.v0.controller_session import ControllerSession
 
-_RUNTIMES = {"auto": "WorkspaceRuntime", "required": "BubblewrapRuntime", "none": "SubprocessRuntime"}
 _UNUSED = "StandardReAct"
 # A session's threads end at once unless a model call is under way; then they are left to end by themselves.
 _CLOSE_PATIENCE = 5.0
@@ -120,16 +119,10 @@ class ControllerRunner:
 
         return controller_config(
             self._settings,
-            runtime=runtime_path(self._options),
+            self._options,
             model=episode.request.served_model,
             limits=episode.limits,
-            native_tool_calling=self._options.native_tool_calling,
-            command_timeout=self._options.command_timeout,
-            agent=self._options.agent,
             sampling=episode.sampling_for(None, 0),
-            token_ids=self._options.token_ids,
-            stuck_detection=self._options.stuck_detection,
-            num_retries=self._options.llm_retries,
         )
 
     async def _release(self, session: ControllerSession) -> None:
@@ -141,13 +134,6 @@ class ControllerRunner:
     async def _in_thread[T](self, call: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, contextvars.copy_context().run, call)
-
-
-def runtime_path(options: HostOptions) -> str:
-    """The class path of the OpenHands runtime for these options."""
-    if options.environment_mode:
-        return "openhands_rl_plugin.hosts.v0.environment_runtime.EnvironmentRuntime"
-    return f"openhands_rl_plugin.hosts.v0.runtime.{_RUNTIMES[options.isolation]}"
 
 
 def _check_agent(options: HostOptions) -> None:

@@ -25,7 +25,8 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.hosts.pool.runner import WorkerPoolRunner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
-from openhands_rl_plugin.hosts.v0.driver import ControllerRunner, runtime_path
+from openhands_rl_plugin.hosts.v0.controller_config import runtime_path
+from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
 
 EXAMPLE = Path(__file__).parents[3] / "config.toml.example"

@@ -40,7 +40,7 @@ from openhands_rl_plugin.hosts.pool.runner import WorkerPoolRunner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.shared.standalone_run import TASK_INDEX_VARIABLE
 from openhands_rl_plugin.hosts.v0.controller_config import controller_config
-from openhands_rl_plugin.hosts.v0.driver import ControllerRunner, runtime_path
+from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 
 LONGEST = 60
 
@@ -178,7 +178,7 @@ def test_openhands_main_searches_in_forks_of_an_environment(
     tree_of_thoughts = {"num_branches": 2, "depth": 2, "beam": 1, "value": "none", "temperature": 0.6}
     settings = settings_for(server, shop, "main", rollout_strategy="ToT", strategy=tree_of_thoughts)
     given = settings.model_dump(exclude={"serving"}, exclude_unset=True)
-    config = controller_config(settings, runtime=runtime_path(HostOptions()))
+    config = controller_config(settings, HostOptions())
     config.extended = ExtendedConfig({"rl": {**given, "storage": {"path": str(tmp_path)}}})
 
     async def read() -> list[Trajectory]:

@@ -30,7 +30,7 @@ from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.v0.controller_config import controller_config
-from openhands_rl_plugin.hosts.v0.driver import ControllerRunner, runtime_path
+from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 
 pytestmark = needs_bubblewrap
 
@@ -92,7 +92,7 @@ def standalone(server: ScriptedModel, folder: Path, model: str, meddle: Callable
     """What is stored of a session as under ``python -m openhands.core.main``, with ``meddle`` called in mid-search."""
     settings = settings_for(server, model)
     given = settings.model_dump(exclude={"serving"}, exclude_unset=True)
-    config = controller_config(settings, runtime=runtime_path(HostOptions(environment_mode=False)))
+    config = controller_config(settings, HostOptions(environment_mode=False))
     config.extended = ExtendedConfig({"rl": {**given, "storage": {"path": str(folder / "store")}}})
 
     async def play() -> None:

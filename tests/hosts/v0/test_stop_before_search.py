@@ -27,7 +27,6 @@ from openhands_rl_plugin.hosts.shared.episode import HostEpisode, bind_episode
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.v0.controller_config import controller_config
 from openhands_rl_plugin.hosts.v0.controller_session import SessionController, SessionEventStream, SessionMemory
-from openhands_rl_plugin.hosts.v0.driver import runtime_path
 from openhands_rl_plugin.hosts.v0.runtime import WorkspaceRuntime
 from openhands_rl_plugin.hosts.v0.session_state import is_stop
 
@@ -91,7 +90,7 @@ def test_the_search_that_would_follow_does_not_begin_and_the_next_one_does(serve
         stands[state].set()
 
     episode = bound(server)
-    config = controller_config(episode.settings, runtime=runtime_path(HostOptions(environment_mode=False)))
+    config = controller_config(episode.settings, HostOptions(environment_mode=False))
     with bind_episode(episode):
         llms = LLMRegistry(config)
         agent = create_agent(config, llms)
