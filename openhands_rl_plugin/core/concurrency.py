@@ -10,8 +10,9 @@ import asyncio
 import contextvars
 import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any
 
 # Every completion in flight holds a thread, because OpenHands' LLM is synchronous. Threads are made on demand.
@@ -123,3 +124,13 @@ def background() -> LoopThread:
         if _current is None or _current.pid != os.getpid():
             _current = LoopThread("rl-strategies")
         return _current
+
+
+@contextmanager
+def bound[T](variable: contextvars.ContextVar[T | None], value: T) -> Iterator[T]:
+    """Set a context variable to ``value`` until the end of the block."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Protocol
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.clipping import clip
-from openhands_rl_plugin.core.concurrency import background
+from openhands_rl_plugin.core.concurrency import background, bound
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.protocols import Forkable, LLMEngine, Strategy
 from openhands_rl_plugin.core.records import EpisodeStart, trajectory_id
@@ -227,14 +226,9 @@ class HostEpisode:
 _BOUND: ContextVar[HostEpisode | None] = ContextVar("rl_controller_episode", default=None)
 
 
-@contextmanager
-def bind_episode(episode: HostEpisode) -> Iterator[HostEpisode]:
-    """The ``RLAgent`` that is made in this context plays ``episode``."""
-    token = _BOUND.set(episode)
-    try:
-        yield episode
-    finally:
-        _BOUND.reset(token)
+def bind_episode(episode: HostEpisode) -> AbstractContextManager[HostEpisode]:
+    """An ``RLAgent`` that is created in this context runs ``episode``."""
+    return bound(_BOUND, episode)
 
 
 def current_episode() -> HostEpisode | None:

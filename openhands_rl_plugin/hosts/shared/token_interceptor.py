@@ -8,7 +8,7 @@ they would have got without asking for ids.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cache, lru_cache
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 from openai import OpenAI
 
+from openhands_rl_plugin.core.concurrency import bound
 from openhands_rl_plugin.core.types import Tokens
 from openhands_rl_plugin.models.gateway.requests import Unrecordable
 from openhands_rl_plugin.models.gateway.responses import UpstreamResponse
@@ -56,15 +57,9 @@ class TokenInterceptor:
 _INTERCEPTOR: ContextVar[TokenInterceptor | None] = ContextVar("rl_token_interceptor", default=None)
 
 
-@contextmanager
-def intercepting(contexts: ContextCache, after: Tokens | None = None) -> Iterator[TokenInterceptor]:
+def intercepting(contexts: ContextCache, after: Tokens | None = None) -> AbstractContextManager[TokenInterceptor]:
     """Responses that come through ``intercepting_client`` in this context pass the interceptor."""
-    interceptor = TokenInterceptor(contexts, after)
-    token = _INTERCEPTOR.set(interceptor)
-    try:
-        yield interceptor
-    finally:
-        _INTERCEPTOR.reset(token)
+    return bound(_INTERCEPTOR, TokenInterceptor(contexts, after))
 
 
 def intercepting_client(asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,7 @@ from openhands.llm.llm import LLM
 from pydantic import JsonValue
 from pydantic_core import from_json
 
+from openhands_rl_plugin.core.concurrency import bound
 from openhands_rl_plugin.core.errors import describe
 from openhands_rl_plugin.core.messages import RECORDED_PARAMETERS, WireMessage, text_of, whole_json, whole_message
 from openhands_rl_plugin.core.types import (
@@ -76,14 +77,9 @@ class CallLog:
 _LOG: ContextVar[CallLog | None] = ContextVar("rl_call_log", default=None)
 
 
-@contextmanager
-def recording(log: CallLog) -> Iterator[CallLog]:
-    """Attempts made in this context go to ``log``."""
-    token = _LOG.set(log)
-    try:
-        yield log
-    finally:
-        _LOG.reset(token)
+def recording(log: CallLog) -> AbstractContextManager[CallLog]:
+    """Attempts made in this context are appended to ``log``."""
+    return bound(_LOG, log)
 
 
 def record_completions(llm: LLM) -> None:
