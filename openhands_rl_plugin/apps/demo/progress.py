@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from openhands_rl_plugin.apps.demo.summary import evaluations
+from openhands_rl_plugin.apps.demo.summary import COLUMNS, evaluation_rows
 from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
 from openhands_rl_plugin.training.loop.sync import LoopListener
 
@@ -74,15 +74,8 @@ _SHOWN = {"success": "success", "reward": "reward", "last_loss": "loss", "approx
 def final_table(state: LoopState, tasks: str = "goals") -> Table:
     """The evaluations as a table; ``tasks``: the word for tasks."""
     table = Table(title=f"Held-out {tasks}")
-    for heading in ("stage", "success", "95% interval", "mean reward", "turns", tasks):
+    for heading in (*COLUMNS, tasks):
         table.add_column(heading, justify="left" if heading == "stage" else "right")
-    for one in evaluations(state):
-        table.add_row(
-            one.stage.removeprefix("evaluate-"),
-            f"{one.success.mean:.3f}",
-            f"{one.success.low:.3f} to {one.success.high:.3f}",
-            f"{one.reward:.3f}",
-            f"{one.turns:.1f}",
-            str(one.success.n),
-        )
+    for row in evaluation_rows(state):
+        table.add_row(*row)
     return table

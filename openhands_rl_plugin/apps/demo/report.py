@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from openhands_rl_plugin.apps.demo.summary import comparison_sentence, evaluations, success_difference
+from openhands_rl_plugin.apps.demo.summary import (
+    COLUMNS,
+    comparison_sentence,
+    evaluation_rows,
+    evaluations,
+    success_difference,
+)
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Adapter, Trajectory
 from openhands_rl_plugin.evals.report.charts import Point, Series, html_page, line_chart
@@ -29,7 +35,7 @@ async def write_report(
         *(f"<p>{escape(sentence)}</p>" for sentence in await comparisons(storage, run_id)),
         "<h2>Held-out success and reward</h2>",
         _curves(state),
-        _evaluation_table(state),
+        f"<table>{_row((*COLUMNS, 'goals'), 'th')}{''.join(map(_row, evaluation_rows(state)))}</table>",
         "<h2>Adapters</h2>",
         _lineage_table(lineage),
         "<h2>Before and after: the goals with the largest gain in return</h2>",
@@ -94,17 +100,8 @@ def _short(stage: str) -> str:
     )
 
 
-def _evaluation_table(state: LoopState) -> str:
-    rows = "".join(
-        f"<tr><td>{escape(one.stage)}</td><td>{one.success.mean:.3f}</td>"
-        f"<td>{one.success.low:.3f} to {one.success.high:.3f}</td><td>{one.reward:.3f}</td>"
-        f"<td>{one.turns:.1f}</td><td>{one.success.n}</td></tr>"
-        for one in evaluations(state)
-    )
-    return (
-        "<table><tr><th>stage</th><th>success</th><th>95% interval</th><th>mean reward</th><th>turns</th>"
-        f"<th>goals</th></tr>{rows}</table>"
-    )
+def _row(cells: Sequence[str], tag: str = "td") -> str:
+    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 def _lineage_table(lineage: Sequence[Adapter]) -> str:

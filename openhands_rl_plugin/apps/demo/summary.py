@@ -38,6 +38,24 @@ def evaluations(state: LoopState) -> tuple[Evaluation, ...]:
     )
 
 
+COLUMNS = ("stage", "success", "95% interval", "mean reward", "turns")
+
+
+def evaluation_rows(state: LoopState) -> list[tuple[str, ...]]:
+    """The evaluations as text: a cell for each of ``COLUMNS``, and the number of tasks."""
+    return [
+        (
+            one.stage.removeprefix("evaluate-"),
+            f"{one.success.mean:.3f}",
+            f"{one.success.low:.3f} to {one.success.high:.3f}",
+            f"{one.reward:.3f}",
+            f"{one.turns:.1f}",
+            str(one.success.n),
+        )
+        for one in evaluations(state)
+    ]
+
+
 def success_difference(before: Sequence[Trajectory], after: Sequence[Trajectory]) -> Estimate:
     """Paired difference of the success rates over the tasks with a valid episode in both evaluations."""
     first = {trajectory.task.id: float(trajectory.episode_return >= SUCCESS) for trajectory in before}

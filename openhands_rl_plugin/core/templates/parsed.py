@@ -66,11 +66,6 @@ class ParsedAnswer:
     thought: str = ""
 
     @property
-    def is_final(self) -> bool:
-        """Whether the model only spoke: no call, and nothing that looks like a broken one."""
-        return not self.calls and not self.problems
-
-    @property
     def feedback(self) -> str:
         """All problems as one message to the model; empty when there is none."""
         return "\n".join(problem.message for problem in self.problems)

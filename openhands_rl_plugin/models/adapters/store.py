@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from openhands_rl_plugin.core.errors import ConfigError, PublishError, StorageError, describe
-from openhands_rl_plugin.core.files import file_sha256, sync, write_file
+from openhands_rl_plugin.core.files import draft_folder, file_sha256, sync, write_file
 from openhands_rl_plugin.core.types import Adapter, Frozen, Probe, versioned_name
 from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
 
@@ -68,14 +67,10 @@ class AdapterStore:
         """
         check_name(name)
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
             sweep(self.root)
-            fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=self.root))
-            try:
+            with draft_folder(self.root, ".new-") as fresh:
                 write(fresh)
                 return self._commit(name, fresh, base_model, parent, step, metrics or {})
-            finally:
-                shutil.rmtree(fresh, ignore_errors=True)
         except OSError as error:
             raise StorageError(
                 f"the adapter cannot be written below {self.root}: {describe(error)}; free some space or choose "

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import PublishError, StorageError, TrainingError, describe
-from openhands_rl_plugin.core.files import file_sha256, sync
+from openhands_rl_plugin.core.files import draft_folder, file_sha256, sync
 from openhands_rl_plugin.core.types import Frozen, Sample
 from openhands_rl_plugin.training.data.imitation import PreferencePair
 from openhands_rl_plugin.training.distributed.sharding import is_sharded
@@ -72,9 +70,7 @@ class FullTrainer(Trainer):
         if target.exists():
             raise StorageError(f"{target} is there already: a model is never overwritten; choose another directory")
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=target.parent))
-            try:
+            with draft_folder(target.parent, ".new-") as fresh:
                 self._model.save(fresh)
                 made = TrainedModel(
                     path=str(target),
@@ -87,8 +83,6 @@ class FullTrainer(Trainer):
                 for path in (*fresh.iterdir(), fresh):
                     sync(path)
                 os.rename(fresh, target)
-            finally:
-                shutil.rmtree(fresh, ignore_errors=True)
         except OSError as error:
             raise StorageError(f"the model cannot be written to {target}: {describe(error)}") from error
         return made

@@ -128,9 +128,9 @@ async def test_every_adapter_names_the_one_that_it_came_from(page: str) -> None:
         ["shop-v000003", "shop-v000002", "3"],
     ]
     assert [row[0] for row in rows(page, "Held-out success and reward")] == [
-        "evaluate-base",
-        "evaluate-warm-start",
-        "evaluate-final",
+        "base",
+        "warm-start",
+        "final",
     ]
 
 

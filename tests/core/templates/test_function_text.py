@@ -169,7 +169,7 @@ def test_problems_can_be_fed_back() -> None:
     assert answer.feedback == (
         "The call of 'f' was not executed: unknown parameter 'pth'; did you mean 'path'? available: path."
     )
-    assert not answer.is_final and not answer.calls
+    assert not answer.calls
 
 
 def test_schemas_with_holes_are_tolerated() -> None:
