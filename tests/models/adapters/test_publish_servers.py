@@ -418,6 +418,6 @@ def test_the_command_lists_publishes_and_goes_back(
     assert cli.main(["adapters", "rollback", *where, "--base-url", embedded]) == 1
     assert "no earlier one to roll back to" in capsys.readouterr().err
     assert cli.main(["adapters", "publish", *where, "--version", "9", "--base-url", embedded]) == 1
-    assert "it has: 1, 2" in capsys.readouterr().err
+    assert "available: 1, 2" in capsys.readouterr().err
     assert cli.main(["adapters", "publish", *where, "--base-url", "nowhere"]) == 1
     assert "--base-url: must be an http:// or https:// URL" in capsys.readouterr().err
