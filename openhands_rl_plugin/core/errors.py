@@ -41,7 +41,7 @@ class PublishError(RLError):
 
 
 class EpisodeError(RLError):
-    """An episode could not be played to a valid end. ``kind`` says whose fault it was."""
+    """An episode did not reach a valid end. ``kind`` is the cause of the failure."""
 
     kind: ClassVar[FailureKind]
 

@@ -115,7 +115,7 @@ class Environment(Protocol):
 
         Raises:
             InfrastructureError: no episode can be opened now; another attempt may succeed.
-            BadEnvironmentError: the task cannot be played here.
+            BadEnvironmentError: the task cannot be run here.
         """
         ...
 
@@ -163,7 +163,7 @@ class Forkable(Protocol):
         """Copy the episode as it stands.
 
         Returns:
-            An independent environment that is open already; whoever forked it closes it.
+            An independent environment that is open already; the caller closes it.
 
         Raises:
             InfrastructureError: there is no room for one more.
@@ -222,7 +222,7 @@ class Strategy(Protocol):
 class TrajectoryStorage(Protocol):
     """Where trajectories live. What a call acknowledged survives a crash; every method may raise ``StorageError``.
 
-    An episode is stored at once by ``add``, or as it is played by ``begin``, ``grow`` and ``end``. All of them may be
+    An episode is stored at once by ``add``, or as it runs by ``begin``, ``grow`` and ``end``. All of them may be
     repeated: what is known already is not stored again.
 
     Example:
@@ -344,7 +344,7 @@ class EpisodeRunner(Protocol):
             The trajectory; a failed one has ``failure`` set.
 
         Raises:
-            StorageError: the episode cannot be stored while it is played.
+            StorageError: the episode cannot be stored while it runs.
         """
         ...
 

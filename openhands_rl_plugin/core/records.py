@@ -76,7 +76,7 @@ class EpisodeStart(Frozen):
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Self:
-        """The part of a trajectory that was known before it was played."""
+        """The part of a trajectory that was known before the episode ran."""
         return cls(
             schema_version=trajectory.schema_version,
             id=trajectory.id,
@@ -158,7 +158,7 @@ class TrajectoryOrder(StrEnum):
 
 HELD_OUT = "heldout"
 HELD_OUT_SPLITS = frozenset({HELD_OUT, "held-out", "validation"})
-"""Splits that only measure: nothing is learnt from their episodes unless a filter names the split.
+"""Splits that only measure: no training on their episodes unless a filter names the split.
 
 ``test`` is none of them: it is also what rows and environments have that say nothing of splits.
 """
@@ -197,7 +197,7 @@ class TrajectoryFilter(Frozen):
     limit: int | None = Field(default=None, ge=0)
 
     def only_measures(self, split: str) -> bool:
-        """Whether what this filter finds of ``split`` must not be learnt from."""
+        """Whether what this filter finds of ``split`` must not be trained on."""
         return self.split is None and split in HELD_OUT_SPLITS
 
 

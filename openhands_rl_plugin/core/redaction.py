@@ -5,7 +5,7 @@ process's own secret environment variables are found wherever they stand, whatev
 
 Token ids spell the text that they were made from. So a node whose text held a secret keeps no ids, and neither do the
 nodes below it: their prompts hold the same secret, and ids of a prompt without it were never seen by the model. Such a
-path can be read, but not trained on from there. ``redact_nodes`` does that for an episode that is being played,
+path can be read, but not trained on from there. ``redact_nodes`` does that for a running episode,
 ``redact_trajectory`` for a whole one.
 """
 
@@ -128,7 +128,7 @@ class _Redaction:
         self._own = _own() if known is None else known
 
     def suspects(self, nodes: Sequence[Node]) -> bool:
-        """False when nothing in ``nodes`` is a secret. All texts are looked at in one go, because that is faster."""
+        """False when nothing in ``nodes`` is a secret. All texts are scanned at once, which is faster."""
         texts: list[str] = []
         named: list[tuple[str, str]] = []
         for node in nodes:

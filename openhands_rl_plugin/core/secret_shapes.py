@@ -392,7 +392,7 @@ def _is_generated(value: str, *, at_least: int) -> bool:
 
 
 def _is_random(value: str) -> bool:
-    """As ``_is_generated``, but such as nobody would give to a variable or a file."""
+    """As ``_is_generated``, but unlike any name of a variable or a file."""
     return _has_random_part(value) and len(value) >= 16 and not _DOTTED.match(value)
 
 

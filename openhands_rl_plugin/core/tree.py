@@ -63,7 +63,7 @@ class EpisodeTree:
     """All that was said in one episode, as nodes with integer parents; ``head`` is where the episode stands.
 
     ``turns_left`` and ``longest_prompt`` (in tokens) bound how far the episode may continue from there (``None``: no
-    bound), and strategies do not plan beyond. Whoever plays the episode sets them before each decision.
+    bound), and strategies do not plan beyond. The runner of the episode sets them before each decision.
     """
 
     def __init__(self, *, tools: Sequence[JsonObject] = ()) -> None:
@@ -92,9 +92,9 @@ class EpisodeTree:
         return tree
 
     def observe(self, observation: Observation) -> None:
-        """Add what the environment said below ``head``; its reward belongs to the action that caused it.
+        """Add an observation below ``head``; its reward belongs to the action that caused it.
 
-        Where a simulation was answered the same, its nodes become the real ones, with all that search knows below them.
+        If a simulation got the same observation, its nodes become the real ones and keep their statistics.
         """
         if self.head is not None and self.nodes[self.head].sampled:
             action = self.nodes[self.head]
@@ -167,7 +167,7 @@ class EpisodeTree:
         return sum(self.nodes[index].sampled for index in self.path())
 
     def tokens_before(self, node: int | None) -> Tokens | None:
-        """The tokens of the last sampled node at or above ``node`` that has some: an answer below goes on from them."""
+        """The tokens of the last sampled node at or above ``node`` that has some: an answer below extends them."""
         previous = self._nearest_sampled(node)
         return self.nodes[previous].tokens if previous is not None else None
 
@@ -237,7 +237,7 @@ class EpisodeTree:
         return index
 
     def _answer(self, parent: int | None, message: Message) -> int | None:
-        """The node below ``parent`` in which an environment has already said ``message``."""
+        """The observation ``message`` below ``parent``, if it is in the tree already."""
         return next(
             (at for at in self.children(parent) if not self.nodes[at].sampled and self.nodes[at].message == message),
             None,
@@ -260,7 +260,7 @@ class EpisodeTree:
 
 
 def usage_of(nodes: Sequence[Node]) -> Usage:
-    """What the nodes tell of the tokens and calls that an episode cost.
+    """The tokens and calls of an episode, counted from its nodes.
 
     Every sampled node counts as one call with its whole prompt. Cached tokens are not known, nor calls whose answers
     are no part of the tree.

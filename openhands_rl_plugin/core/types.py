@@ -197,7 +197,7 @@ class StopReason(StrEnum):
     TIMEOUT = "timeout"
     NO_ACTION = "no_action"
     ERROR = "error"
-    UNFINISHED = "unfinished"  # not ended yet, or the process that played it is gone
+    UNFINISHED = "unfinished"  # not ended yet, or its process has died
 
 
 class FailureKind(StrEnum):

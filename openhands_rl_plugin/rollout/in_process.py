@@ -1,4 +1,4 @@
-"""Episodes played in this process, without OpenHands: one environment, one strategy and one session a request."""
+"""Episodes run in this process, without OpenHands: one environment, one strategy and one session a request."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class SessionRunner:
     """An ``EpisodeRunner`` over ``AgentSession``. The factories are called once per session, so nothing is shared.
 
     ``make_engine`` may be left out for a strategy that samples nothing. With a ``storage``, episodes are stored while
-    they are played. A finished episode that is found there is not played again; an unfinished one is resumed if its
-    environment can be brought back to the same state, else it is played from the start.
+    they run. A finished episode that is found there is not repeated; an unfinished one is resumed if its
+    environment can be brought back to the same state, else it restarts.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class SessionRunner:
         self._storage = storage
 
     async def run(self, request: EpisodeRequest) -> Trajectory:
-        """Play one episode; a failed one comes back with ``failure`` set. Raises ``StorageError``."""
+        """Run one episode; a failed one comes back with ``failure`` set. Raises ``StorageError``."""
         if self._storage is not None and (stored := await stored_episode(self._storage, trajectory_id(request))):
             if stored.stop is not StopReason.UNFINISHED:
                 return stored
@@ -75,7 +75,7 @@ class SessionRunner:
         return await self._session(request).run(request)
 
     async def close(self) -> None:
-        """Nothing outlives an episode here."""
+        """Does nothing: no resource outlives an episode."""
 
     def _session(self, request: EpisodeRequest) -> AgentSession:
         return AgentSession(

@@ -1,4 +1,4 @@
-"""Stores an episode while it is played, so that a killed run keeps every call that was answered."""
+"""Stores an episode while it runs, so that a killed run keeps every answered call."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class EpisodeSink(Protocol):
 
 
 class GrowingEpisode:
-    """Writes what is new in the tree of one episode. What ``keep`` returned from survives a crash.
+    """Writes the new nodes of one episode's tree. They survive a crash once ``keep`` has returned.
 
-    It remembers only what may still change of the stored nodes, so that a gateway may hold hundreds of long episodes.
-    Writes take turns.
+    It remembers only the mutable fields of stored nodes, so that a gateway may hold hundreds of long episodes.
+    Writes run one at a time.
     """
 
     def __init__(self, storage: EpisodeSink, start: EpisodeStart) -> None:
@@ -110,8 +110,8 @@ class GrowingEpisode:
 class EpisodeJournal(GrowingEpisode):
     """Stores one episode from its first node to its end, and remembers all of it to compare it with the end.
 
-    The episode is opened by the first write, which drops an unfinished one of the same id: what was played before is no
-    part of this one. A write that has begun is waited for even when its caller is cancelled.
+    The episode is opened by the first write, which drops an unfinished one of the same id: its nodes are no
+    part of this one. A started write is awaited even when its caller is cancelled.
     """
 
     def __init__(self, storage: EpisodeSink, start: EpisodeStart) -> None:

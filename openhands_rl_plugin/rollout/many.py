@@ -23,9 +23,9 @@ OnFinished = Callable[[Trajectory], None]
 
 
 class RolloutPlan(Frozen):
-    """Which episodes to play. ``run_id`` names them: the same plan under the same run id resumes.
+    """Which episodes to run. ``run_id`` names them: the same plan under the same run id resumes.
 
-    Every task is played ``samples_per_task`` times; these episodes form one group (one baseline). ``retries`` bounds
+    Every task is run ``samples_per_task`` times; these episodes form one group (one baseline). ``retries`` bounds
     the replacements of an episode that failed because of the infrastructure. Raises ``ConfigError`` when two tasks have
     the same id, also of different environments: their episodes would be one group.
     """
@@ -45,7 +45,7 @@ class RolloutPlan(Frozen):
             if times > 1:
                 raise ConfigError(
                     f"{times} tasks of run {self.run_id!r} have the id {identity!r}: give each an id of its own,"
-                    " or raise samples_per_task to play one task several times"
+                    " or raise samples_per_task to run one task several times"
                 )
         return self
 
@@ -73,12 +73,12 @@ async def roll_out(
     storage: TrajectoryStorage,
     on_finished: OnFinished | None = None,
 ) -> tuple[Trajectory, ...]:
-    """Play what the store does not hold yet; return one trajectory a request, in the order of the plan.
+    """Run the episodes that the store does not hold yet; return one trajectory a request, in the order of the plan.
 
-    Each episode is stored as soon as it ends, failed ones too; a runner that has the storage too stores it while it is
-    played, and takes care of what an earlier, killed run left unfinished (resumed, or dropped and restarted). One
-    process at a time may play a run. An episode that failed because of the infrastructure is
-    replaced up to ``plan.retries`` times; after that its failed trajectory stands for it.
+    Each episode is stored as soon as it ends, failed ones too; a runner that has the storage too stores it while it
+    runs, and resumes or restarts the episodes that a killed run left unfinished. Only one process at a time may execute
+    a run. An episode that failed because of the infrastructure is replaced up to ``plan.retries`` times; after that its
+    failed trajectory is returned.
     """
     stored = {t.id: t async for t, _ in storage.find(TrajectoryFilter(run_id=plan.run_id))}
     gate = asyncio.Semaphore(plan.concurrency)

@@ -1,4 +1,4 @@
-"""Scores what is stored with one reward: task by task, kept as it goes, so that a run that was killed can be resumed.
+"""Scores what is stored with one reward: task by task, kept as it goes, so that a killed run can be resumed.
 
 What was judged before is never judged again by the same version, and never overwritten.
 """
@@ -19,7 +19,7 @@ AT_ONCE = 32
 
 @dataclass(frozen=True)
 class ScoreProgress:
-    """How many of how many episodes were looked at, and how many of those had a score already."""
+    """Counts of a run: episodes examined so far, of how many, and how many of those had a score already."""
 
     done: int
     total: int

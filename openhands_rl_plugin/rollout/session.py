@@ -40,10 +40,10 @@ _Begin = Callable[[Task, Limits], Awaitable[None]]
 
 
 class AgentSession:
-    """Plays one episode of one environment. Single use, like the environment it owns.
+    """Runs one episode of one environment. Single use, like the environment it owns.
 
-    With a ``storage`` the episode is stored as it is played: a completion before it is executed, an observation before
-    the next completion is asked for.
+    With a ``storage`` the episode is stored as it runs: a completion before it is executed, an observation before
+    the next completion is requested.
     """
 
     def __init__(
@@ -70,16 +70,16 @@ class AgentSession:
         self.tree = EpisodeTree(tools=tools or offered)
 
     async def run(self, request: EpisodeRequest) -> Trajectory:
-        """Play until a limit is reached. Failures are part of the result; raises ``StorageError``."""
+        """Run until a limit is reached. Failures are part of the result; raises ``StorageError``."""
         start = self._start(request)
         if self._storage is not None:
             self._journal = EpisodeJournal(self._storage, start)
         return await self._run(request, start.started, self._open)
 
     async def resume(self, request: EpisodeRequest, unfinished: Trajectory) -> Trajectory | None:
-        """Resume a stored episode of ``request``, in an environment that is brought to where it stood.
+        """Resume a stored episode of ``request``, in an environment that is brought back to its state.
 
-        What was acted is executed again, and no stored completion is asked for again; the limit of time starts again.
+        Its actions are executed again, and no stored completion is sampled again; the time limit starts again.
         ``None`` when the stored episode is not one of this session, or the environment does not answer as it did:
         then the environment is used up, and the episode has to be restarted.
         """
@@ -149,7 +149,7 @@ class AgentSession:
         await self._keep()
 
     async def _replay(self, task: Task, limits: Limits) -> None:
-        """Act again what was acted, then execute the answer that was committed and perhaps not executed."""
+        """Replay the actions, then execute the committed answer, which may not have been executed."""
         path = [self.tree.nodes[index] for index in self.tree.path()]
         if not path:
             return await self._open(task, limits)
@@ -197,7 +197,7 @@ class AgentSession:
             await self._journal.keep(self.tree)
 
     async def _close(self) -> None:
-        # A failed close leaks a server-side episode but does not spoil the one that was played.
+        # A failed close leaks a server-side episode but does not affect the finished one.
         with suppress(CaughtFailure), boundary(FailureKind.INFRASTRUCTURE, "environment.close"):
             await self._environment.close()
 

@@ -42,7 +42,7 @@ def tags_of(text: str) -> list[Tag]:
 
 
 class _Broken(Exception):
-    """The call at hand cannot be read; reading goes on at the tag ``index``."""
+    """The call at hand cannot be read; reading continues at the tag ``index``."""
 
     def __init__(self, kind: ProblemKind, reason: str, index: int) -> None:
         super().__init__(reason)
@@ -95,7 +95,7 @@ class Reader:
         return index
 
     def resume(self, index: int) -> int:
-        """Where to go on when nothing closed up to the end: a thought's end, once, else the end."""
+        """Where to continue when nothing closed up to the end: a thought's end, once, else the end."""
         if self._resumed:
             return len(self._tags)
         self._resumed = True
@@ -272,7 +272,7 @@ class _Call:
             raise _Broken(ProblemKind.STRAY_TEXT if gap else ProblemKind.UNCLOSED, what, self._next_end(at))
 
     def _next_end(self, at: int) -> int:
-        """The tag where reading can go on after a broken call: its closing tag, or what stands outside of it."""
+        """The tag where reading can continue after a broken call: its closing tag, or what stands outside of it."""
         while self._reader.kind(at) in ("parameter", "/parameter"):
             at += 1
         return at

@@ -1,4 +1,4 @@
-"""What searches note on the nodes of a tree, and when two actions are one."""
+"""Search statistics in the nodes' metadata, and the equality of two actions."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def times_merged(noted: JsonObject) -> int:
 
 
 def action_key(message: Message) -> tuple[object, ...]:
-    """Equal for answers that say the same: the text without white space around it, and the calls without their ids,
+    """A key that is equal for equal answers: the text without white space around it, and the calls without their ids,
     and without the white space and the order of keys in their arguments.
 
-    The whole text counts: two ways to think that end in the same ``Action:`` are two actions, because only the
+    The whole text counts: two thoughts that end in the same ``Action:`` are two actions, because only the
     environment knows how it reads an answer.
     """
     calls = tuple((call.name, _arguments(call.arguments)) for call in message.tool_calls)

@@ -1,4 +1,4 @@
-"""What the searching strategies share: one search a turn, its account, and its report."""
+"""The base of the search strategies: one search per turn, its budget account, and its report."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _LOG = redacting_logger(__name__)
 
 
 class SearchStrategy(ABC):
-    """A strategy that looks at several actions before it decides. ``value`` says how good a state is.
+    """A strategy that evaluates several actions before it decides. ``value`` estimates a state's return.
 
-    Where a world refuses forks as it stands, a strategy and a value that need none do without for that turn.
+    If the environment refuses a fork, a strategy and a value that need none do without for that turn.
 
     Raises ``ConfigError`` for a budget that is too small for one move.
     """
@@ -55,17 +55,17 @@ class SearchStrategy(ABC):
                 if bound is not None and bound < needed:
                     raise ConfigError(
                         f"{name}.{what}: {bound} is too small for one move of {self.name}, which takes {needed}: "
-                        "raise it, or let fewer branches be looked at"
+                        "raise it, or use fewer branches"
                     )
 
     def least_of_a_move(self, judgement: Least) -> Least:
-        """The fewest calls and steps that a search of one turn takes, of which each judgement takes so many."""
+        """The fewest calls and steps of one turn's search, including those of each judgement."""
         return judgement.after(Least(1, 1))
 
     async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
         """Search below ``tree.head`` and return the action to commit.
 
-        Raises ``ConfigError`` when the search needs a world that can fork and there is none, and ``CaughtFailure`` when
+        Raises ``ConfigError`` when the search needs forks and the environment cannot fork, and ``CaughtFailure`` when
         every branch died.
         """
         self.check_world(world)
@@ -79,7 +79,7 @@ class SearchStrategy(ABC):
 
     @abstractmethod
     async def choose(self, search: Search) -> int | None:
-        """The best action that was found, ``None`` when the budget did not allow to look at any."""
+        """The best action that was found, ``None`` when the budget did not allow to evaluate any."""
 
     def favourite(self, search: Search) -> int | None:
         """The best of the actions that are known from earlier turns, without spending anything."""
@@ -150,14 +150,14 @@ class SearchStrategy(ABC):
         known = self.favourite(search)
         if known is not None:
             return known
-        # Where the model refuses what follows, the environment is alive, and the episode can still be played.
+        # The model refused the prompt behind an action, but the environment is alive: the episode can continue.
         if search.log.dropped and not search.log.refused:
             raise CaughtFailure(_all_dead(search))
         return await search.plain()
 
 
 def count_return(node: DraftNode, value: float) -> None:
-    """Let a return that was seen from an action on join the mean of all."""
+    """Add an observed return of an action to its mean."""
     node.visits += 1
     node.value = value if node.value is None else node.value + (value - node.value) / node.visits
 

@@ -1,4 +1,4 @@
-"""Best-of-n: sample several actions, execute the one that is worth most."""
+"""Best-of-n: sample several actions, execute the one with the highest value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a search may spend, and what it has spent."""
+"""The budget of a search, and the account of its use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, JsonValue
 from openhands_rl_plugin.core.types import Completion, Frozen, JsonObject
 
 Counted = Literal["calls", "steps"]
-"""What is counted before it is requested."""
+"""Counted before it is requested."""
 
 
 class StrictOptions(Frozen):
@@ -24,8 +24,8 @@ class StrictOptions(Frozen):
 class SearchBudget(StrictOptions):
     """Bounds; ``None`` is none.
 
-    ``calls``: completions asked for. ``steps``: of forked environments, with those that lead back to a state. Both are
-    entered before they are asked for, so that branches side by side keep to them together. ``tokens``: prompt and
+    ``calls``: completions requested. ``steps``: of forked environments, including replays to reach a state. Both are
+    counted before they are requested, so that concurrent branches keep to them together. ``tokens``: prompt and
     sampled tokens, as the server bills them; they are known when a call is answered, so that the calls under way may go
     over. ``seconds``: of wall time while turns are searched, not of that between them; what is under way when they are
     over is given up, and its tokens are not known. They alone bound what a verifier or a reward computes to judge a
@@ -54,12 +54,12 @@ class Least(NamedTuple):
 
 
 class SpentError(Exception):
-    """A budget does not allow what was asked for."""
+    """A budget does not allow the request."""
 
 
 @dataclass
 class Spending:
-    """A running account against a budget. Its clock stands still until ``begin`` and after ``pause``."""
+    """A running account against a budget. Its clock runs between ``begin`` and ``pause``."""
 
     budget: SearchBudget = field(default_factory=SearchBudget)
     calls: int = 0
@@ -77,7 +77,7 @@ class Spending:
         return cls(budget, **counts, before=known.get("seconds", 0.0))
 
     def begin(self) -> None:
-        """Let the clock run."""
+        """Start the clock."""
         self.since = time.monotonic()
 
     def pause(self) -> None:
@@ -95,7 +95,7 @@ class Spending:
         return None if self.budget.seconds is None else self.budget.seconds - self.seconds
 
     def enter(self, what: Counted, count: int) -> None:
-        """Count calls or steps that are asked for now."""
+        """Count calls or steps that are requested now."""
         setattr(self, what, getattr(self, what) + count)
 
     def charge(self, completion: Completion) -> None:
@@ -111,7 +111,7 @@ class Spending:
         return None
 
     def left(self, what: Counted, wanted: int) -> int:
-        """How many of ``wanted`` calls or steps may be asked for."""
+        """How many of ``wanted`` calls or steps may be requested."""
         bound = getattr(self.budget, what)
         return wanted if bound is None else max(0, min(wanted, bound - getattr(self, what)))
 

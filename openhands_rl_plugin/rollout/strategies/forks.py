@@ -1,4 +1,4 @@
-"""The forks that a search holds: so many at a time, each at the state where it stands, and what worlds say of forks."""
+"""The pool of forks that a search holds, by state, and the capabilities of environments that concern forks."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from openhands_rl_plugin.core.types import FailureKind, Message
 
 @runtime_checkable
 class SaysWhetherItPays(Protocol):
-    """A world that says whether its steps can earn rewards. One that does not say so pays."""
+    """An environment that says whether its steps can have rewards. Without this protocol they can."""
 
     @property
     def pays_rewards(self) -> bool:
-        """Where it is false, only a judgement tells what an ended episode is worth."""
+        """If false, only a judgement gives the value of an ended episode."""
         ...
 
 
 @runtime_checkable
 class SaysWhatForksCost(Protocol):
-    """A world whose forks may have to play again what was played. One that does not say so copies."""
+    """An environment whose forks may have to replay the actions. Without this protocol it copies."""
 
     @property
     def fork_steps(self) -> int:
-        """The steps that the next fork takes before it stands where this one does."""
+        """Steps that the next fork replays to reach the state of this one."""
         ...
 
 
 @runtime_checkable
 class SaysHowLongStepsMayTake(Protocol):
-    """A world whose steps have limits of their own. One that does not say so needs no particular time."""
+    """An environment whose steps have time limits of their own."""
 
     def step_seconds(self, action: Message) -> float:
-        """The seconds that a fork must have for ``action`` to be answered as the live world would answer it."""
+        """Seconds that a fork needs for ``action`` to end as in the live environment."""
         ...
 
 
@@ -75,12 +75,11 @@ async def in_step_time(world: object, step_timeout: float, actions: Iterable[Mes
 class ForkPool:
     """Forks by the states at which they stand, at most ``most`` at a time.
 
-    A fork has a place from before it is made until it is closed. Where all places are taken, the kept fork that was not
-    used for longest is closed for who needs one; a fork that is being copied is not. Nobody waits for a place while he
-    copies a fork, so that there is always a way on.
+    A fork has a place from before it is made until it is closed. If all places are taken, the least recently used fork
+    is closed, unless it is being copied. No task waits for a place while it copies a fork, so there is no deadlock.
 
-    A close that has begun goes on when who asked for it is cancelled, since nobody would do it again. It is given up
-    after ``patience`` seconds.
+    A started close continues when its caller is cancelled, as no other task would close the fork. It is given up after
+    ``patience`` seconds.
     """
 
     def __init__(self, most: int, patience: float) -> None:
@@ -120,7 +119,7 @@ class ForkPool:
 
     @contextmanager
     def copied(self, state: int | None) -> Iterator[None]:
-        """While what is kept at ``state`` is copied, it stays open."""
+        """Keep the fork at ``state`` open while it is copied."""
         self._copied[state] += 1
         try:
             yield
@@ -129,7 +128,7 @@ class ForkPool:
             self._changed.set()
 
     async def keep(self, state: int | None, environment: Environment) -> None:
-        """Hold a fork, which has a place, until somebody else needs the place."""
+        """Keep a fork, which has a place, until another fork needs the place."""
         if self._left:
             return await self.end(environment)
         self._kept[state] = environment

@@ -28,7 +28,7 @@ class MCTSOptions(SearchOptions):
     gets more with its visits, as ``first_branches * visits ** widening``, up to ``num_branches``. ``depth`` bounds the
     actions below the head, ``parallel`` the simulations at a time (they avoid each other by virtual losses).
     ``decide_by``: the most ``visits``, the highest mean ``value``, or the ``best`` return that a simulation reached,
-    which suits worlds where the same actions always do the same: what was found once is then played again.
+    which suits deterministic environments: the best path can then be repeated.
     """
 
     num_simulations: int = Field(default=50, ge=1)
@@ -83,7 +83,7 @@ class MCTSStrategy(SearchStrategy):
         return self.favourite(search)
 
     def favourite(self, search: Search) -> int | None:
-        """The best of the actions that were visited, or else of those that are known; equals are told apart by their
+        """The best of the actions that were visited, or else of those that are known; ties are broken by
         visits."""
         known = search.actions(search.root)
         visited = [at for at in known if search.tree.nodes[at].visits]
@@ -117,7 +117,7 @@ class _Walk:
         self._judging: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def simulate(self, count: int) -> bool:
-        """So many simulations side by side; false when there is nowhere to go.
+        """Run so many simulations concurrently; false when no action is left to simulate.
 
         Which one is answered first makes no difference: they choose their ways in their order, and what they found is
         backed up in their order when all are done.
@@ -155,7 +155,8 @@ class _Walk:
                 return await self._judge(action, state)
 
     async def _judge(self, action: int, state: int) -> Estimate | None:
-        # Simulations that meet at a state judge it one after the other, because rollouts go on from what they find.
+        # Simulations that meet at a state judge it one after the other, because a rollout continues from
+        # the nodes of the one before.
         async with self._judging[state]:
             estimate = await value_after(self._value, self._search, action, state)
         self._search.log.unjudged += estimate is None
@@ -183,10 +184,10 @@ class _Walk:
         return grown
 
     def _is_barren(self, state: int | None, allowed: int) -> bool:
-        """Whether asking for another action there gave none that is new.
+        """Whether the last request for another action there gave no new one.
 
-        A peaked policy repeats itself, so that for the move itself it is asked again with every further action that its
-        visits allow. Below it each such call costs a prompt, and there are many states.
+        A peaked policy repeats itself, so at the root every further action that the visits allow is requested again.
+        Below it each such call costs a prompt, and there are many states.
         """
         if state == self._search.root:
             return self._barren.get(state, 0) >= allowed
@@ -201,7 +202,7 @@ class _Walk:
 
     def _arm(self, at: int, prior: float | None) -> Arm:
         """Simulations that are under way count as visits that earn nothing, which keeps others away from them; those
-        that told nothing count as visits, too, and leave the mean return as it is."""
+        without an estimate count as visits, too, and leave the mean return as it is."""
         node, under_way = self._tree.nodes[at], self._under_way[at]
         visits = node.visits + self._unjudged[at]
         value = (node.value or 0.0) * visits / (visits + under_way) if visits else 0.0

@@ -14,16 +14,16 @@ from openhands_rl_plugin.rollout.strategies.budget import SearchBudget, StrictOp
 
 
 class SearchOptions(StrictOptions):
-    """What all searches have in common.
+    """The options that all searches share.
 
     ``temperature`` makes branches differ. ``seed`` makes a search repeatable as long as no budget cuts it and no branch
     dies: a call's seed follows from it, from the episode's own where the engine says that, and from the actions before
-    the call, not from what is asked side by side (``None`` leaves seeds to the engine). ``sampling`` holds what else is
-    asked for. ``turn_budget`` bounds the search for one turn, ``episode_budget`` that of all turns together; once the
+    the call, not from concurrent calls (``None`` leaves seeds to the engine). ``sampling`` holds the other sampling
+    parameters. ``turn_budget`` bounds the search for one turn, ``episode_budget`` that of all turns together; once the
     latter is spent every turn is one plain completion. A budget with fewer calls or steps than one move takes is
     refused. ``step_timeout`` is in seconds, for one step of a fork together with making it, and for closing one; in a
     workspace the commands' own limits count where they are longer. ``open_worlds`` bounds the forks held at a time and
-    ``max_nodes`` the tree. ``value`` names what judges a state.
+    ``max_nodes`` the tree. ``value`` names the function that judges a state.
     """
 
     value: str = "model"
@@ -71,8 +71,8 @@ def options_of[O: SearchOptions](kind: type[O], options: O | None, changes: Mapp
 class SearchLog:
     """What happened in one search, for the decided node's metadata.
 
-    ``dropped`` branches died or were refused by the model, ``unjudged`` states are those that nothing could be said
-    about, and of the ``undecided`` ones the model said neither yes nor no. ``refused``: the model took no prompt in a
+    ``dropped`` branches died or were refused by the model, ``unjudged`` states have no estimate, and of the
+    ``undecided`` ones the model said neither yes nor no. ``refused``: the model took no prompt in a
     branch, which does not mean that it will take none in the episode.
     """
 

@@ -14,7 +14,7 @@ class ReActOptions(Frozen):
 
 
 class StandardReActStrategy:
-    """Asks once and commits the answer."""
+    """Samples once and commits the answer."""
 
     Options = ReActOptions
 

@@ -1,7 +1,7 @@
 """One search below the head of an episode's tree: candidates, simulated steps, and what both cost.
 
-The live environment is never stepped: a simulation walks in forks of it. A fork is kept at every state that was
-reached, up to a limit, so that going on from there costs one fork and one step; a state whose fork was given up is
+The live environment is never stepped: a simulation runs in forks of it. A fork is kept at every state that was
+reached, up to a limit, so that another step from there costs one fork and one step; a state whose fork was closed is
 reached again by replaying the actions that lead to it. A fork at which the episode ended is kept until that end was
 judged.
 """
@@ -170,7 +170,7 @@ class Search:
         noted on it.
         """
         assert self.world is not None
-        # Those who come to an action side by side wait for one step of it.
+        # Concurrent simulations of one action share one step of it.
         async with self._stepping[action]:
             if self.stepped(action) or not self.alive((action,)):
                 return bool(self.alive((action,)))
@@ -191,7 +191,7 @@ class Search:
             await self._worlds.end(environment)
 
     async def without_forks(self) -> str | None:
-        """Go without a world for the rest of the turn if it refuses to be forked as it stands; the reason why.
+        """Search without forks for the rest of the turn if the environment refuses them; returns the reason.
 
         A fork that was made for this is used for the first step.
         """
@@ -235,7 +235,7 @@ class Search:
 
     @asynccontextmanager
     async def world_at(self, state: int | None) -> AsyncIterator[Environment]:
-        """A fork that stands at ``state``, to be looked at; where the episode has ended, the one that came there.
+        """A fork at ``state``, for reading; if the episode has ended, the one that reached the end.
 
         Raises what forking and stepping raise, and ``SpentError`` when no budget allows the way back to the state.
         """
@@ -248,7 +248,7 @@ class Search:
     async def _start(self, state: int | None, steps: int) -> _Start:
         """Where a fork at ``state`` comes from, with a place for it; its steps and ``steps`` more are entered.
 
-        Raises ``SpentError``. What is said here is true until others have their turn.
+        Raises ``SpentError``. The answer is valid until the next ``await``.
         """
         if (kept := self._worlds.get(state)) is not None and self._is_last(state, kept):
             self._enter_steps(steps)
@@ -280,7 +280,7 @@ class Search:
         except BaseException:
             self._worlds.leave()
             raise
-        # A server says that it cannot copy only when it is asked to.
+        # A server reports that it cannot copy only on the first request.
         self._count_steps(max(0, fork_steps(start.origin) - known))
         try:
             await self._replay(environment, start.way)
@@ -323,12 +323,12 @@ class Search:
                     raise
 
     async def _replay(self, environment: Environment, way: Sequence[int]) -> None:
-        """Go that way again; the answers must be those that the tree holds."""
+        """Replay the actions; the observations must be those in the tree."""
         for action in way:
             answer = whole_observation(await environment.step(self.tree.nodes[action].message))
             path = self.tree.path(self.state(action))
             if answer.messages != tuple(self.tree.nodes[at].message for at in path[path.index(action) + 1 :]):
-                raise BadEnvironmentError("the environment answered a replayed action otherwise than before")
+                raise BadEnvironmentError("the environment answered a replayed action differently")
 
     def _observe(self, action: int, observation: Observation) -> None:
         node = self.tree.nodes[action]

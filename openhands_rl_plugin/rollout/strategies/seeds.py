@@ -1,4 +1,4 @@
-"""The seed of a search's call: it follows from what is asked and in which episode, not from when."""
+"""The seed of a search's call: it depends on the call and its episode, not on the time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _of_episode(engine: LLMEngine) -> int:
 
 
 def _place(tree: EpisodeTree, parent: int | None, asking: int) -> int:
-    """A number that tells the calls of an episode apart by where and how often they ask, not by when."""
+    """A number of a call within its episode, by its place in the tree and its count there, not by time."""
     said = 0
     for at in tree.path(parent) if parent is not None else ():
         if tree.nodes[at].sampled:

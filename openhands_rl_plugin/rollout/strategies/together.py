@@ -8,8 +8,8 @@ from typing import Any
 
 
 async def together[T](work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run side by side and return the results in order. Where one raises, the others are ended and waited for, so that
-    nothing goes on behind a search; then its exception is raised."""
+    """Run concurrently and return the results in order. If one raises, the others are cancelled and awaited, so that
+    no task outlives a search; then the exception is raised."""
     tasks: list[asyncio.Task[T]] = []
     first: BaseException | None = None
     try:

@@ -1,7 +1,7 @@
 """Tree of Thoughts with breadth-first search (Yao et al. 2023, arXiv 2305.10601, algorithm 1).
 
-A thought is an action here. Where the world can fork, the tree grows over what the environment really answers; where
-it cannot, nobody knows what would follow an action, so that the tree is one level deep, which the report says.
+A thought is an action here. Where the world can fork, the tree grows over real observations; where it
+cannot, observations are unknown, so the tree is one level deep, which the report says.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class ToTStrategy(SearchStrategy):
         return judgement.after(Least(1, 1)).times(self.options.num_branches)
 
     async def choose(self, search: Search) -> int | None:
-        """Grow level by level; a branch that ended, or that the budget did not allow to look beyond, stays in the race
-        with what is known of it."""
+        """Grow level by level; a branch that ended, or that the budget did not allow to expand, remains a candidate
+        with its current value."""
         beam: list[tuple[int, ...]] = [()]
         reached = 0
         while reached < self._levels(search) and not search.exhausted():

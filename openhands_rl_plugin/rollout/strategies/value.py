@@ -1,4 +1,4 @@
-"""How good is a state? The return that search expects from there on."""
+"""Value functions: the expected return from a state on."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class ValueFunction(Protocol):
     needs_world: bool
 
     async def estimate(self, search: Search, state: int) -> Estimate | None:
-        """``state`` is a node of ``search.tree``. ``None`` where nothing can be said, which is not the same as 0.0."""
+        """``state`` is a node of ``search.tree``. ``None`` where there is no estimate, which is not the same as 0.0."""
         ...
 
 
 @runtime_checkable
 class SaysWhatItTakes(Protocol):
-    """A value that says what one judgement takes at least. One that does not say so takes nothing."""
+    """A value with a minimum cost of one judgement. Without this protocol the cost is nothing."""
 
     @property
     def least(self) -> Least:
@@ -61,13 +61,13 @@ class SaysWhatItTakes(Protocol):
 
 
 def least_of(value: ValueFunction) -> Least:
-    """What one judgement takes at least."""
+    """The minimum cost of one judgement."""
     return value.least if isinstance(value, SaysWhatItTakes) else Least()
 
 
 @runtime_checkable
 class JudgesEnds(Protocol):
-    """A value that also says what an ended episode is worth, where rewards do not. A capability, not a flag."""
+    """A value that also judges an ended episode, where rewards do not. A capability, not a flag."""
 
     async def estimate_end(self, search: Search, state: int) -> Estimate | None:
         """As ``ValueFunction.estimate``, for a state in which the episode has ended."""
@@ -77,7 +77,7 @@ class JudgesEnds(Protocol):
 async def value_after(value: ValueFunction, search: Search, action: int, state: int) -> Estimate | None:
     """What is expected beyond the rewards that were seen, at ``state``, to which ``action`` led.
 
-    ``None`` where nothing can be said, which a value that is not finite does not either; the log says why.
+    ``None`` where there is no estimate, or one that is not finite; the log says why.
     """
     estimate = await _estimated(value, search, action, state)
     if estimate is None or math.isfinite(estimate.value):
@@ -131,7 +131,7 @@ class RolloutOptions(StrictOptions):
 
 
 class RolloutValue:
-    """The return of one episode that the policy itself plays to its end, in a fork. Its actions join the tree."""
+    """The return of one rollout of the policy to the episode's end, in a fork. Its actions join the tree."""
 
     Options = RolloutOptions
     name = "rollout"
@@ -142,7 +142,7 @@ class RolloutValue:
         self._depth = (options or RolloutOptions()).depth
 
     async def estimate(self, search: Search, state: int) -> Estimate | None:
-        """Play on, as long as the live episode would. One that a budget cuts or that dies tells nothing."""
+        """Roll out as long as the live episode would. ``None`` if a budget cuts it or it dies."""
         path: list[int] = []
         while len(path) < self._depth and search.goes_on(state):
             sampled = search.alive(await search.candidates(state, 1))
@@ -180,7 +180,7 @@ class ModelValue:
         self._options = options or ModelValueOptions()
 
     async def estimate(self, search: Search, state: int) -> Estimate | None:
-        """Ask once. An answer that is neither yes nor no counts as undecided, half of the scale; the report says how
+        """Sample once. An answer that is neither yes nor no counts as undecided, half of the scale; the report says how
         many there were, because a model that thinks before it answers gives no others."""
         question = Message(role="user", content=self._options.question)
         answer = await search.ask((*search.tree.messages(state), question), max_tokens=4)
@@ -211,7 +211,7 @@ class RewardValueOptions(StrictOptions):
 
 
 class RewardValue:
-    """What a reward function (a verifier, say) makes of the episode up to the state, with the fork's evidence.
+    """A reward function's score (a verifier's, say) of the episode up to the state, with the fork's evidence.
 
     Raises ``ConfigError`` for the reward ``tests``: what it reads is there only when an episode was graded.
     """
@@ -230,7 +230,7 @@ class RewardValue:
         self._reward = reward
 
     async def estimate(self, search: Search, state: int) -> Estimate | None:
-        """Judge once; nothing is said of what cannot be judged. Rewards that were paid are not counted twice."""
+        """Judge once; ``None`` if it cannot be judged. Rewards that were paid are not counted twice."""
         score = await judged_in_time(search, self._reward, _so_far(search, state))
         return None if score is None else Estimate(score - earned(search, state))
 
@@ -240,8 +240,8 @@ class RewardValue:
 
 
 async def judged_in_time(search: Search, reward: Reward, episode: Coroutine[Any, Any, Trajectory]) -> float | None:
-    """What ``reward`` makes of ``episode``; ``None`` where it fails, does not know, or the seconds of a budget are over
-    before it does. The log says why."""
+    """The score of ``episode`` by ``reward``; ``None`` where it fails, has none, or the seconds of a budget are over
+    before it ends. The log says why."""
 
     async def judge() -> Score:
         with boundary(FailureKind.GRADER, f"value {reward.version}"):

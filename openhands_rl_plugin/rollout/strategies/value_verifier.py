@@ -1,4 +1,4 @@
-"""The probability of success that a trained verifier sees in an episode up to a state."""
+"""The probability of success of an episode up to a state, by a trained verifier."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class VerifierValueOptions(StrictOptions):
 
 
 class VerifierValue:
-    """What a verifier makes of the episode up to a state. It reads the conversation, so that no fork is needed; states
-    that are judged side by side, as the candidates of a turn are, share the computation of what they have in common.
+    """A verifier's score of the episode up to a state. It reads the conversation, so no fork is needed; states that are
+    judged together, as the candidates of a turn are, share the computation of their common prefix.
     """
 
     Options = VerifierValueOptions
@@ -44,7 +44,7 @@ class VerifierValue:
         self._verifier = verifier
 
     async def estimate(self, search: Search, state: int) -> Estimate | None:
-        """Judge once; nothing is said of what cannot be judged."""
+        """Judge once; ``None`` if it cannot be judged."""
         score = await judged_in_time(search, self._verifier, _so_far(search, state))
         return None if score is None else Estimate(self._scale * score - earned(search, state))
 

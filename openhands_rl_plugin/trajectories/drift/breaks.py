@@ -15,7 +15,7 @@ class Difference(Frozen):
     """How a prompt differs from the context before it, in token ids.
 
     ``at`` is the first place that differs. There ``removed`` of the context is missing and ``inserted`` stands instead;
-    behind that both go on alike, unless they do not meet again (``meets`` is false; then it is all of the rest).
+    after that both are equal, unless they do not meet again (``meets`` is false; then it is all of the rest).
     """
 
     at: int
@@ -116,7 +116,7 @@ def _meeting(before: Sequence[int], after: Sequence[int]) -> tuple[int, int] | N
     pieces = ((at, tuple(after[at : at + _MEETS_AFTER])) for at in range(len(after) - _MEETS_AFTER + 1))
     meetings = [(places[piece], at) for at, piece in pieces if piece in places]
     for skipped, added in sorted(meetings, key=sum):
-        # Every prompt ends alike, so a run that ends with it says nothing.
+        # Every prompt has the same end, so a match that ends with it says nothing.
         if not _ends_with_prompt(before[skipped:], after[added:]):
             return skipped, added
     for size in range(min(_MEETS_AFTER - 1, len(before)), 0, -1):
@@ -138,7 +138,7 @@ def _sampled_above(trajectory: Trajectory, at: int | None) -> int | None:
 
 
 def _is_rewritten(trajectory: Trajectory, index: int, ancestor: int | None) -> bool:
-    """Whether the recorder says so, or an answer stands on the path that nobody sampled there."""
+    """Whether the recorder says so, or an answer on the path was not sampled there."""
     nodes = trajectory.nodes
     if nodes[index].metadata.get("history_rewritten"):
         return True

@@ -59,7 +59,7 @@ _FEW = 3
 
 
 def cause_of(trajectory: Trajectory, found: Break, decode: Decode | None = None) -> Cause:
-    """The cause of a break; ``decode`` tells a difference of text from one of tokens."""
+    """The cause of a break; ``decode`` distinguishes a difference of text from one of tokens."""
     if found.rewritten:
         return _of_rewriting(trajectory, found)
     difference = found.difference

@@ -55,7 +55,7 @@ class DriftReport(Frozen):
 async def drift_of(
     found: AsyncIterator[tuple[Trajectory, tuple[Score, ...]]], decode: Decode | None = None
 ) -> DriftReport:
-    """Look at every episode of ``found``, one at a time; the costliest cause comes first."""
+    """Analyse every episode of ``found``, one at a time; the costliest cause comes first."""
     count = _Count(decode)
     async for trajectory, _ in found:
         count.add(trajectory)

@@ -1,4 +1,4 @@
-"""Reading what others wrote: null means absent, unknown fields are left alone, and every error names its field."""
+"""Records of other programs: null means absent, unknown fields are left alone, and every error names its field."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ExchangeError(RLError):
 
 
 class LeftOutError(ExchangeError):
-    """A trajectory has nothing that a format could carry; the others are written."""
+    """A trajectory that a format cannot represent; the others are written."""
 
 
 class Foreign(BaseModel):

@@ -39,7 +39,7 @@ _EVERYTHING = TrajectoryFilter(finished=None)
 
 @dataclass(frozen=True)
 class Format:
-    """``read`` or ``rows`` is ``None`` for a format that goes one way only.
+    """``read`` or ``rows`` is ``None`` for a format that is for import or export only.
 
     ``scope`` says which trajectories it is for, where a person does not say otherwise. ``columns`` are those of a
     Parquet file, and ``None`` where rows have no fixed ones. ``folder`` formats write a file a row.
@@ -69,7 +69,7 @@ class Format:
 
 
 def _each(rows: Rows) -> Files:
-    """Rows of one file. Rendering may bring the parts of a secret together, so what is written is looked at as well."""
+    """Rows of one file. Rendering may bring the parts of a secret together, so the written text is checked as well."""
     return _clean(_as_they_are(rows))
 
 

@@ -50,7 +50,7 @@ def patch_of(trajectory: Trajectory) -> str | None:
 
 
 def identity_columns(trajectory: Trajectory, scores: Sequence[Score]) -> JsonObject:
-    """The columns by which a row is told from others and judged."""
+    """The columns that identify a row and judge it."""
     return {
         "trajectory_id": trajectory.id,
         "instance_id": trajectory.task.id,

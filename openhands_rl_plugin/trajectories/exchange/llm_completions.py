@@ -1,8 +1,8 @@
 """OpenHands V0's ``llm_completions``: a folder an instance, in it a file a call of the model.
 
-All calls of an instance become one tree: where a prompt extends the one before it the path goes on, and where the host
-rewrote what was said before (a condenser, a changed prompt) a branch begins. A condenser's own calls are trees beside
-it. For models that were prompted with text a file has the calls in native form too, and those are read.
+All calls of an instance become one tree: a prompt that extends the one before continues its path, and where the host
+rewrote the history (a condenser, a changed prompt) a branch begins. A condenser's own calls are trees beside it.
+For models that were prompted with text a file has the calls in native form too, and those are read.
 """
 
 from __future__ import annotations

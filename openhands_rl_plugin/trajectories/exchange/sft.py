@@ -78,7 +78,7 @@ class SftRow(Foreign):
 def text_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
     """One row: the acted path with calls as text, results as what the user says, up to the last answer.
 
-    Raises ``LeftOutError`` for an episode in which nobody answered, or whose calls no text can carry.
+    Raises ``LeftOutError`` for an episode without an answer, or whose calls no text can carry.
     """
     turns = single_call_turns(_answered(trajectory))
     if turns.unanswered:
@@ -97,7 +97,7 @@ def text_messages(messages: Sequence[Message], tools: Sequence[JsonObject]) -> I
     """Messages with at most one call each in the text form. Raises ``LeftOutError``."""
     if tools and (not messages or messages[0].role != "system"):
         yield {"role": "system", "content": system_prompt("", tools)}
-    # A reader has the tools from the prompt alone, which tells less of a type than a schema does.
+    # A reader has the tools from the prompt alone, which says less about a type than a schema does.
     by_name = {str(_named(tool)): tool for tool in read_system_prompt(system_prompt("", tools)).tools}
     for at, message in enumerate(messages):
         content = message.content or ""
@@ -191,7 +191,7 @@ def _imported(format: str, record: SftRow, messages: list[Message], tools: tuple
 def _answered(trajectory: Trajectory) -> tuple[Message, ...]:
     messages = trajectory.messages()
     if not any(message.role == "assistant" for message in messages):
-        raise LeftOutError("nobody answered in it")
+        raise LeftOutError("it has no answer")
     return messages
 
 

@@ -1,4 +1,4 @@
-"""What the model was told and what it answered, out of OpenHands V0's event history.
+"""The model's prompts and answers, from OpenHands V0's event history.
 
 An agent's action holds the model's whole response, so answers and calls are exact. Observations are worded as
 OpenHands words them for the model. Not in the events, and so lost: text that OpenHands renders from its own templates

@@ -49,7 +49,7 @@ class Call(Foreign):
     function: WireFunction | None = None
 
     def made(self, event: Event) -> ToolCall:
-        """As a call of ours; what it lacks the event tells."""
+        """As a call of ours; missing fields are taken from the event."""
         said = self.function or self
         return ToolCall(id=self.id or event.tool_call_id, name=said.name or event.tool_name, arguments=said.arguments)
 

@@ -78,7 +78,7 @@ def joined(sections: Sequence[LogSection]) -> str:
 
 
 def log_sections(messages: Sequence[Message], tools: Sequence[JsonObject]) -> list[LogSection]:
-    """The parts of the log in order: what the agent was told in general, the instruction, and every other message."""
+    """The parts of the log in order: the system prompt, the instruction, and every other message."""
     sections: list[LogSection] = []
     if messages and messages[0].role == "system":
         text = f"*** System Message that describes the assistant's behavior ***\n{messages[0].content or ''}\n"

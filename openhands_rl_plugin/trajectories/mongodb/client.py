@@ -136,7 +136,7 @@ class MongoDatabase:
 
     @property
     def _database(self) -> AsyncDatabase[dict[str, Any]]:
-        # Whether an id is known is asked of the primary, whatever the connection string prefers.
+        # Ids are looked up at the primary, whatever the connection string prefers.
         return self._connected().client.get_database(
             self._name, write_concern=self._concern, read_preference=ReadPreference.PRIMARY
         )
@@ -148,7 +148,7 @@ class MongoDatabase:
             try:
                 client = AsyncMongoClient(self._connection_string, **self._time_outs)
             except (ConfigurationError, ValueError) as error:
-                # Its text may quote any part of the connection string, so nobody can tell where the password is.
+                # Its text may quote any part of the connection string, so the password's place in it is unknown.
                 raise StorageError(
                     f"the connection string of MongoDB is not valid ({type(error).__name__}); write it as "
                     "mongodb://user:password@host:27017/ with special characters of the password percent-encoded"

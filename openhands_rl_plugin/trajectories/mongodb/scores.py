@@ -1,7 +1,7 @@
 """Judgements beside the episodes of a MongoDB store, and what an episode's own document says of the newest one.
 
 A score comes first, and then the document of its episode; in between, and as long as there is no such episode, the
-score is ``pending``. Whoever looks for rewards settles what is pending first, so a process that was killed in between
+score is ``pending``. A reader of rewards settles pending scores first, so a process that was killed in between
 does no harm.
 """
 

@@ -24,7 +24,7 @@ from openhands_rl_plugin.core.types import SCHEMA_VERSION
 
 FILE_NAME = "trajectories.sqlite"
 
-# "OHRL": what file(1) and sqlite3 show, and what tells this from any other database.
+# "OHRL": shown by file(1) and sqlite3, and distinguishes this from any other database.
 _APPLICATION_ID = 0x4F48524C
 _BUSY_SECONDS = 60.0
 # Smaller than usual, because what does not fill a page is lost and a turn is about two pages.
@@ -179,7 +179,9 @@ def _cause(error: sqlite3.Error, file: Path) -> str:
     if name == "SQLITE_FULL" or name in ("SQLITE_IOERR_WRITE", "SQLITE_IOERR_FSYNC", "SQLITE_IOERR_SHMSIZE"):
         return f"no space left for {file}, or its disk fails ({error}); nothing was stored; free some space"
     if name in ("SQLITE_NOTADB", "SQLITE_CORRUPT") or name.startswith("SQLITE_CORRUPT"):
-        return f"{file} is damaged or no database ({error}); restore it from a backup, or move it away to start anew"
+        return (
+            f"{file} is damaged or no database ({error}); restore it from a backup, or move it away to start a new one"
+        )
     if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
         return f"{file} and its folder may not be written or read ({error}); change their permissions"
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):

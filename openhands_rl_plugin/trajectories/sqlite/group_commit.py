@@ -42,7 +42,7 @@ class GroupCommitter[Writer]:
         self._commit = commit
         self._around = around
         self._waiting: list[Call[Writer]] = []
-        self._called = False  # whether the thread has been told that something waits
+        self._called = False  # whether the thread has been notified of waiting calls
         self._lock = threading.Lock()  # of what is above
         self._settling = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
@@ -71,7 +71,7 @@ class GroupCommitter[Writer]:
         return self._settling
 
     def _wake(self) -> None:
-        """Have the thread store what waits, unless it has been told already."""
+        """Have the thread store what waits, unless it has been notified already."""
         with self._lock:
             if self._called or not self._waiting:
                 return
@@ -101,7 +101,7 @@ class GroupCommitter[Writer]:
                 raise
             finally:
                 for loop, calls in groupby(group, lambda call: call.outcome.get_loop()):
-                    # A loop that was closed has nobody in it who waits.
+                    # No caller waits in a closed loop.
                     with suppress(RuntimeError):
                         loop.call_soon_threadsafe(_tell, tuple(calls))
 
@@ -116,7 +116,7 @@ def _pack(call: Call[Any]) -> None:
 def _tell(calls: Sequence[Call[Any]]) -> None:
     for call in calls:
         if call.outcome.done():
-            continue  # nobody waits any more, but it is stored
+            continue  # no caller waits any more, but it is stored
         if call.error is None:
             call.outcome.set_result(call.answer)
         else:

@@ -47,7 +47,7 @@ class _Episode(NamedTuple):
 
 
 def row_numbers(connection: sqlite3.Connection, where: TrajectoryFilter) -> array[int]:
-    """The rows of what matches, in the order that is asked for: 8 bytes each, however many there are."""
+    """The rows of what matches, in the requested order: 8 bytes each, however many there are."""
     condition, values = _condition(where)
     direction = "DESC" if where.descending else "ASC"
     order = {
@@ -112,7 +112,7 @@ def newest_score(connection: sqlite3.Connection, trajectory_id: str) -> Score | 
 
 
 def read_start(connection: sqlite3.Connection, row: int, identity: str) -> EpisodeStart:
-    """What was known of an episode before it was played."""
+    """What was known of an episode before it ran."""
     (document,) = connection.execute("SELECT start FROM documents WHERE episode = ?", (row,)).fetchone()
     return parsed_json(EpisodeStart, identity, document)
 

@@ -184,7 +184,7 @@ class FileTrajectoryStorage:
         return await self._committer.call(pack, store)
 
     def _guarded(self, growth: EpisodeGrowth) -> EpisodeGrowth:
-        """What this process has not played itself is on the disk, because its nodes were acknowledged."""
+        """An episode of another process is on the disk, because its nodes were acknowledged."""
         if not self._guard.knows(growth):
             where = TrajectoryFilter(ids=(growth.trajectory_id,), finished=None)
             for trajectory, _ in self._ask(lambda connection: load(connection, row_numbers(connection, where)), []):
@@ -208,7 +208,7 @@ class FileTrajectoryStorage:
             raise
 
     def _undo(self, waiting: Sequence[_Call], error: BaseException) -> None:
-        # Closing the connection undoes what was written; the next call starts afresh.
+        # Closing the connection undoes what was written; the next call opens a new one.
         self._disconnect()
         for item in waiting:
             item.error = item.error or error

@@ -1,4 +1,4 @@
-"""The last gate before a store: nothing is written with a secret in it, whoever hands it over."""
+"""The last gate before a store: no record is written with a secret in it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SecretGuard:
     """Redacts what a storage is given. Remembers which nodes of open episodes held a secret, because the token ids of
     those below them spell it. May be used from several threads.
 
-    Whoever appends asks ``knows`` first, and lets it ``recall`` what is stored of an episode that others have played.
+    A storage calls ``knows`` before it appends, and ``recall`` with the stored part of an episode of another process.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class SecretGuard:
         return redact_value(end)
 
     def drop(self, trajectory_ids: Sequence[str]) -> Sequence[str]:
-        """Episodes that are forgotten; what is played under their ids later has other nodes."""
+        """Forget episodes; a later episode with the same id has other nodes."""
         for identity in trajectory_ids:
             self._forget(identity)
         return trajectory_ids

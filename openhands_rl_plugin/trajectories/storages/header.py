@@ -1,4 +1,4 @@
-"""What of an episode is listed, filtered and sorted by, computed in one place for all storages."""
+"""The fields of an episode that lists, filters and sorting use, computed in one place for all storages."""
 
 from __future__ import annotations
 
@@ -122,9 +122,9 @@ class EpisodeHeader(NamedTuple):
         )
 
     def sorting_reward(self, newest: Score | None) -> float | None:
-        """What filters and sorting look at: the newest score's reward, or the return when nothing scored it yet.
+        """The reward of filters and sorting: the newest score's reward, or the return when nothing scored it yet.
 
-        A failed episode has none, whoever scored it.
+        A failed episode has none, even if it was scored.
         """
         return self.episode_return if newest is None or self.failed else newest.reward
 

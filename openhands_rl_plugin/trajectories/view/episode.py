@@ -1,4 +1,4 @@
-"""One stored episode as a person looks at it: its turns, its segments and what they add up to."""
+"""One stored episode for display: its turns, its segments and their totals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from openhands_rl_plugin.core.types import (
 )
 
 MOST_NAMED = 10
-"""So many of the ids that a beginning fits are told."""
+"""How many of the ids that match a prefix are listed."""
 
 
 class Turn(Frozen):

@@ -13,7 +13,7 @@ from openhands_rl_plugin.trajectories.view.episode import Episode, Turn
 from openhands_rl_plugin.trajectories.view.terminal import number, one_line, visible
 
 MOST_LINES, MOST_CHARACTERS = 12, 1200
-"""How much of a message is shown unless all of it is asked for."""
+"""How much of a message is shown by default."""
 
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "magenta"}
 _LINE_WIDTH = 70

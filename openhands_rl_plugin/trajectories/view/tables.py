@@ -17,7 +17,7 @@ _LONGEST_NAME = 40
 
 
 def list_table(summaries: Sequence[TrajectorySummary]) -> Table:
-    """An episode in a row; the ids are cut to what tells these apart."""
+    """An episode in a row; the ids are cut to their shortest distinct prefixes."""
     ids = short_ids([summary.id for summary in summaries])
     rows = [
         (

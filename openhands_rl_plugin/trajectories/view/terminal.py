@@ -54,7 +54,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Seq
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """The values as bars, the lowest to the highest; all alike are in the middle, and what has no height is blank."""
+    """The values as bars, the lowest to the highest; equal ones are in the middle, and missing ones are blank."""
     heights = [value for value in values if math.isfinite(value)]
     if not heights:
         return ""

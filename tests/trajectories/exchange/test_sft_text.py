@@ -89,7 +89,7 @@ def test_observations_after_the_last_answer_are_no_part_of_a_row() -> None:
 def test_an_episode_that_no_text_can_carry_is_left_out() -> None:
     with pytest.raises(LeftOutError, match="not JSON"):
         list(text_rows(trajectory((CODE[1], said(ToolCall(id="x", name="execute_bash", arguments='{"comm')))), ()))
-    with pytest.raises(LeftOutError, match="nobody answered"):
+    with pytest.raises(LeftOutError, match="has no answer"):
         list(text_rows(trajectory(CODE[:2]), ()))
 
 
