@@ -163,6 +163,7 @@ async def test_openenv_is_full_or_dies():
         with pytest.raises(InfrastructureError, match="see whether the server died"):
             await first.step(said("RIGHT"))
         await first.close()
+        process.wait()
         third = openenv(url, retries=0)
         with pytest.raises(InfrastructureError, match="nothing answers"):
             await third.reset(task())

@@ -201,8 +201,10 @@ async def test_an_interrupted_run_loses_nothing_and_trains_nothing_twice(world: 
     plan, parts = make_plan("again"), world.parts(tmp_path)
     with pytest.raises(Killed):
         await AsyncLoop(plan, parts, BEHIND, KillInTraining(ITERATIONS[1])).run()
-    before = {each.id: each for each in await rollouts(parts)}
+    # What was being stored when the run ended is on the disk once the storage is closed.
     await finish(parts)
+    before = {each.id: each for each in await rollouts(parts)}
+    await parts.storage.close()
     chosen = LoopState.load(tmp_path / "state.json").batch
     assert chosen is not None and chosen.stage == ITERATIONS[1] and len(chosen.trajectories) == 8
 
