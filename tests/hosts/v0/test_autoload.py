@@ -79,3 +79,25 @@ def test_switched_off_host_is_not_touched(tmp_path):
 def test_other_imports_pass_by():
     done = python("import wave, sys; print(sum('Watch' in str(f) for f in sys.meta_path))")
     assert done.stdout == "1\n"
+
+
+def python_with_the_line(folder: Path, *more: Path) -> subprocess.CompletedProcess[str]:
+    """An interpreter whose only site directory is ``folder``, which has the .pth file."""
+    line = Path(openhands_rl_plugin.__file__).parent / "hosts" / "v0" / "autoload.pth"
+    (folder / "openhands_rl_autoload.pth").write_bytes(line.read_bytes())
+    code = (
+        f"import site, sys; sys.path[1:1] = {[str(path) for path in more]!r}; site.addsitedir({str(folder)!r});"
+        "print([getattr(each, '__name__', '') for each in sys.meta_path])"
+    )
+    command = [sys.executable, "-S", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=folder, env={})
+
+
+def test_the_line_is_silent_where_the_package_is_hidden(tmp_path: Path):
+    done = python_with_the_line(tmp_path)
+    assert WATCH not in done.stdout and done.stderr == ""
+
+
+def test_the_line_begins_to_wait_where_the_package_is_there(tmp_path: Path):
+    done = python_with_the_line(tmp_path, Path(openhands_rl_plugin.__file__).parents[1])
+    assert done.stdout.count(WATCH) == 1 and done.stderr == ""
