@@ -1,7 +1,7 @@
 # `make demo` and `make test` make their own environment the first time (.ci/setup) and start at once the next time.
 # Options go into ARGS:  make demo ARGS=--tiny    make test ARGS="-k storage"    A Python of your choice: make PYTHON=...
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-vllm lint format clean
+.PHONY: help setup demo test test-slow test-vllm test-peers lint format clean
 .DELETE_ON_ERROR:
 
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -29,18 +29,21 @@ test-slow: $(READY) ## Run the tests that need more than ten seconds each
 test-vllm: $(READY) ## Publish to a real vLLM on this machine's processor
 	OPENHANDS_RL_VLLM_PYTHON="$${OPENHANDS_RL_VLLM_PYTHON:-install}" $(BIN)/pytest -m slow tests/models/adapters/test_vllm.py $(ARGS)
 
-# Pyright runs on Node.js; without one the check is left to continuous integration.
+# Makes .peers, up to 10 GB; ARGS="openenv ray" chooses some.
+test-peers: $(READY) ## Test against OpenEnv, NeMo Gym, AgentGym, Ray and vLLM
+	.ci/peers $(ARGS)
+
 lint: $(READY) ## Check the style and the types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	@if command -v node >/dev/null; then $(BIN)/pyright; else echo "pyright skipped: no node on PATH"; fi
+	$(BIN)/pyright
 
 format: $(READY) ## Format the code
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 clean: ## Remove the environment
-	rm -rf .venv .uv
+	rm -rf .venv .uv .peers
 
 $(READY): pyproject.toml uv.lock .ci/setup
 	@PYTHON="$(PYTHON)" .ci/setup

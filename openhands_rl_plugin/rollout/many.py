@@ -106,7 +106,8 @@ async def _play_until_valid(
     storage: TrajectoryStorage,
     stored: dict[str, Trajectory],
 ) -> Trajectory:
-    for attempt in range(retries + 1):
+    attempt = 0
+    while True:
         request = request.model_copy(update={"attempt": attempt})
         trajectory = stored.get(trajectory_id(request))
         if trajectory is None:
@@ -114,9 +115,9 @@ async def _play_until_valid(
                 await _BACKOFF.wait(attempt)
             trajectory = await runner.run(request)
             await storage.add(trajectory)
-        if not _worth_replacing(trajectory):
-            break
-    return trajectory
+        if attempt == retries or not _worth_replacing(trajectory):
+            return trajectory
+        attempt += 1
 
 
 def _worth_replacing(trajectory: Trajectory) -> bool:

@@ -241,11 +241,11 @@ def train(job: Job) -> None:
         def on_train_begin(self, *args: object, **kwargs: object) -> None:
             budget.begin()
 
-        def on_log(self, args: object, state: Any, control: object, logs: dict[str, float], **kwargs: object) -> None:
+        def on_log(self, args: object, state: Any, control: object, **kwargs: Any) -> None:
             step = state.global_step
             adapter = job.out / "adapters" / f"step-{step:04d}"
             trainer.model.save_pretrained(adapter)  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue]
-            own = {f"trl/{name}": value for name, value in logs.items() if isinstance(value, float)}
+            own = {f"trl/{name}": value for name, value in kwargs["logs"].items() if isinstance(value, float)}
             figures, rollouts.figures = own | rollouts.figures, {}
             if budget.mark(step, adapter, figures):
                 shutil.rmtree(adapter.with_name(f"step-{step - 1:04d}"), ignore_errors=True)

@@ -343,7 +343,7 @@ class WebEnvClient(BaseEnvClient):
         """``POST /step``."""
         return ServerAnswer.parse(await self.post("/step", {"action": action, **self._key()}), "/step")
 
-    async def fork_episode(self, twin: Self) -> bool:
+    async def fork_episode(self, twin: BaseEnvClient) -> bool:
         """``POST /fork`` where the server has it, answered with a new ``session``.
 
         Raises ``BadEnvironmentError`` for a server without sessions: a second episode of its index would be the first.
@@ -363,6 +363,7 @@ class WebEnvClient(BaseEnvClient):
         session = answer.get("session") if isinstance(answer, dict) else None
         if not isinstance(session, str | int) or session == self._session:
             raise BadEnvironmentError(f"/fork answered {excerpt(str(answer))}, which holds no new 'session'")
+        assert isinstance(twin, WebEnvClient), "a twin is of the same class"
         twin._index, twin._session = self._index, session
         return True
 

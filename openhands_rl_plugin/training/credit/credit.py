@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.types import Sample, Trajectory
@@ -121,7 +120,8 @@ def _state_advantages(
     return _compared(turns, states, estimator.baseline if estimator.grouped else dr_grpo, settings)
 
 
-class _Turn(NamedTuple):
+@dataclass(frozen=True)
+class _Turn:
     """Node ``at`` of trajectory ``index``, which is the ``number``-th answer of an episode of ``group``.
 
     ``tokens``: how many were sampled; ``to_go``: the discounted return from here on.

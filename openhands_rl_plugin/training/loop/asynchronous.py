@@ -96,12 +96,13 @@ class AsyncLoop(LoopStages):
         credit = await self._credit(where, played)
         metrics |= credit.baseline.as_floats()
         adapter = None
+        trainer = learned = None
         if credit.samples:
             trainer = await self._reinforcement_trainer()
             learned = await self._learn(stage, trainer.reinforce, credit.samples)
             metrics |= learned.as_floats() | {"training_seconds": time.time() - chosen}
         metrics |= self._staleness(batch, played)
-        if credit.samples:
+        if trainer is not None and learned is not None:
             adapter = await self._publish(stage, trainer, learned.steps, metrics)
             await asyncio.to_thread(trainer.save_state, self._trainer_directory(adapter))
             trainer.finish()

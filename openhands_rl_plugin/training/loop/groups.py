@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from itertools import count
 
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter, trajectory_id
@@ -76,8 +75,8 @@ class GroupRunner:
         if last is not None and not _failed_for(last, FailureKind.INFRASTRUCTURE):
             return last
         failed = 0
-        for attempt in count(attempts):
-            request = request.model_copy(update={"attempt": attempt})
+        while True:
+            request = request.model_copy(update={"attempt": attempts})
             if failed:
                 await _BACKOFF.wait(failed)
             outages = self._server.outages
@@ -86,11 +85,11 @@ class GroupRunner:
             # A version that the server has unloaded, or lost when it was started again, is refused as unknown.
             outdated = (excused or asked != self._newest()) and _failed_for(trajectory, FailureKind.MODEL)
             if not (outdated or _failed_for(trajectory, FailureKind.INFRASTRUCTURE)):
-                break
+                return trajectory
             failed += not excused
             if failed > _RETRIES:
-                break
-        return trajectory
+                return trajectory
+            attempts += 1
 
     async def _play(self, request: EpisodeRequest) -> tuple[Trajectory, str]:
         async with self._gate:

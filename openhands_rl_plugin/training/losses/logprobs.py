@@ -95,6 +95,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor, _grad_entropies: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+        grad_logprobs, _ = grad_outputs
         (slopes,) = ctx.saved_tensors
         return (slopes * grad_logprobs[:, None]).to(slopes.dtype), None, None, None

@@ -26,6 +26,7 @@ from openhands_rl_plugin.core.templates.base import ChatTemplate
 from openhands_rl_plugin.core.templates.families import template_for
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
+    Failure,
     Frozen,
     JsonObject,
     PolicyRef,
@@ -176,16 +177,17 @@ class Rollouts:
             raise ConfigError("images are not supported: set --data.max_images_per_prompt 0")
         task = self.config.task(prompt, label, tuple(getattr(tokenizer, "all_special_tokens", ())))
         longest_answer = self.config.settings.limits().max_response_length
-        for _ in range(self.config.retries + 1):
+        failures: list[Failure] = []
+        while len(failures) <= self.config.retries:
             engine = OpenRLHFEngine(generator, tokenizer, sampling, longest=max_length, answer=longest_answer)
             trajectory = await self._played(task, engine, max_length)
             score = await judge(self.config.reward, trajectory)
             if isinstance(score, Score):
                 return _rollout(trajectory, score, prompt, label, with_logprobs=sampling.logprobs is not None)
-            failure = score
+            failures.append(score)
         raise TrainingError(
-            f"task {task.id} failed {self.config.retries + 1} times, at last with: {failure.message} "
-            f"({failure.boundary}); mend it or leave the task out"
+            f"task {task.id} failed {len(failures)} times, at last with: {failures[-1].message} "
+            f"({failures[-1].boundary}); mend it or leave the task out"
         )
 
     async def _played(self, task: Task, engine: OpenRLHFEngine, max_length: int) -> Trajectory:

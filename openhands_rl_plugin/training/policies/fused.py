@@ -66,7 +66,8 @@ class _Norm(torch.autograd.Function):
         return (wide * scale).to(x.dtype).mul_(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (grad,) = grad_outputs
         x, weight, scale = ctx.saved_tensors
         normal = x.float() * scale
         slope_of_weight = None
@@ -84,6 +85,7 @@ class _Gate(torch.autograd.Function):
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
+        (grad,) = grad_outputs
         gate, up = ctx.saved_tensors
         return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)

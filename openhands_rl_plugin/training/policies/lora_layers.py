@@ -52,7 +52,8 @@ class _LoraLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor, Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None, Tensor, Tensor, None]:
+        (grad,) = grad_outputs
         x, weight, low_down, low_up, inner = ctx.saved_tensors
         grad_inner = grad @ low_up
         grad_x = None

@@ -159,7 +159,8 @@ class _PackedAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grad_outputs
         query, key, value, *kept = ctx.saved_tensors
         rows, scale = ctx.rows, ctx.scale
         grad = grad.contiguous()

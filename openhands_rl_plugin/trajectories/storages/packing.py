@@ -60,10 +60,10 @@ _NODE_LIST = TypeAdapter(tuple[Node, ...])
 
 
 class PackedNodes(NamedTuple):
-    """Consecutive nodes of an episode: ``count`` of them from index ``first`` on."""
+    """Consecutive nodes of an episode: ``length`` of them from index ``first`` on."""
 
     first: int
-    count: int
+    length: int
     blob: bytes
 
 
