@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializeAsAny, model_validator
 
 from openhands_rl_plugin.apps.endpoint.events import AgentResult
 from openhands_rl_plugin.core.messages import to_message
@@ -88,9 +88,9 @@ class AgentDelta(DeltaMessage):
 
 
 class AgentChunkChoice(ChatCompletionChunkChoice):
-    """The only choice of a streamed answer."""
+    """The only choice of a streamed answer. Its ``delta`` is an ``AgentDelta``, written with all of its fields."""
 
-    delta: AgentDelta
+    delta: SerializeAsAny[DeltaMessage]
 
 
 class AgentChunk(ChatCompletionChunk):

@@ -6,11 +6,13 @@ import time
 import uuid
 from typing import Literal
 
-from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 
-class Answer(BaseModel, frozen=True):
+class Answer(BaseModel):
     """Base of all answers."""
+
+    model_config = ConfigDict(frozen=True)
 
 
 def new_id(prefix: str) -> str:
