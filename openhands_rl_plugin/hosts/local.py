@@ -6,7 +6,7 @@ from typing import Protocol
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
-from openhands_rl_plugin.environments.workspace.place import Place
+from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 
@@ -14,7 +14,7 @@ from openhands_rl_plugin.rollout.journal import EpisodeSink
 class HostRunner(Protocol):
     """An ``EpisodeRunner`` over OpenHands, which can also be given the workspace of an episode."""
 
-    async def run(self, request: EpisodeRequest, place: Place | None = None) -> Trajectory:
+    async def run(self, request: EpisodeRequest, workspace: TaskWorkspace | None = None) -> Trajectory:
         """Run one episode. A failed one is returned with ``failure`` set; errors that must stop a run are raised."""
         ...
 

@@ -20,7 +20,7 @@ from pydantic import Field
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.workspace.bubblewrap import find_bubblewrap, isolate, root_mounts
-from openhands_rl_plugin.environments.workspace.place import Place, PlaceMount
+from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace, WorkspaceMount
 
 INSIDE = "/workspace"
 """Where a session finds its workspace, whichever directory that is on the host."""
@@ -106,8 +106,8 @@ class BubblewrapSandbox:
     capabilities, and no network unless asked for.
 
     Hidden are the host's directories for temporary files, where other sessions live, and the directory that holds
-    the workspace, unless the interpreter or the user's home is in it. With a ``place``, of the host's files only the
-    system's programs and the place's own mounts are shown: nothing that could hold the solution of a task.
+    the workspace, unless the interpreter or the user's home is in it. With a ``task_workspace``, only the system's
+    programs and its own mounts are shown of the host: nothing that could hold the solution of a task.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class BubblewrapSandbox:
         *,
         network: bool = False,
         temporary: int = SandboxLimits().temporary,
-        place: Place | None = None,
+        task_workspace: TaskWorkspace | None = None,
     ) -> None:
         self.workspace = INSIDE
         self.home = "/tmp/home"
@@ -126,7 +126,7 @@ class BubblewrapSandbox:
         self._around: tuple[str, ...] = ()
         self._network = network
         self._temporary = temporary
-        self._place = place
+        self._task_workspace = task_workspace
 
     def over(self, directory: Path, around: Sequence[str] = ()) -> BubblewrapSandbox:
         """This sandbox with another directory as the workspace; what it hides of the host stays hidden.
@@ -141,12 +141,12 @@ class BubblewrapSandbox:
         """``command`` behind ``bwrap`` and its mounts. Raises ``ConfigError`` where there is no bubblewrap."""
         # Behind ``around`` this user may be root in a namespace of its own.
         user = ("--uid", str(os.getuid()), "--gid", str(os.getgid())) if self._around else ()
-        mounts = root_mounts(_is_shown if self._place is None else _is_system)
+        mounts = root_mounts(_is_shown if self._task_workspace is None else _is_system)
         return [
             *self._around,
             *isolate(mounts, network=self._network, options=("--as-pid-1", *user)),
             *("--size", str(self._temporary), "--tmpfs", "/tmp"),
-            *(self._masks() if self._place is None else _interpreter_mounts()),
+            *(self._masks() if self._task_workspace is None else _interpreter_mounts()),
             *(part for mount in self._mounts for part in ("--ro-bind", str(mount.host), mount.inside)),
             *("--bind", self._bound, INSIDE),
             *(part for path in shared for part in ("--bind", str(path), str(path))),
@@ -169,16 +169,16 @@ class BubblewrapSandbox:
         return frozenset(path.split("/")[2] for path in shown if path != "/tmp" and _is_within(path, "/tmp"))
 
     @property
-    def _mounts(self) -> tuple[PlaceMount, ...]:
-        """The place's; what shows a part of the workspace shows that of this sandbox."""
-        if self._place is None:
+    def _mounts(self) -> tuple[WorkspaceMount, ...]:
+        """The task workspace's; what shows a part of the workspace shows that of this sandbox."""
+        if self._task_workspace is None:
             return ()
         own = Path(self._root)
         return tuple(
             mount.model_copy(update={"host": Path(self._bound) / mount.host.relative_to(own)})
             if mount.host.is_relative_to(own)
             else mount
-            for mount in self._place.mounts
+            for mount in self._task_workspace.mounts
         )
 
     def _masks(self) -> list[str]:

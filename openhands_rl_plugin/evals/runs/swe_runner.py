@@ -24,7 +24,7 @@ from openhands_rl_plugin.core.types import (
     StrategySpec,
     Trajectory,
 )
-from openhands_rl_plugin.environments.workspace.place import Place, PlaceMount
+from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace, WorkspaceMount
 from openhands_rl_plugin.evals.runs.episodes import EvalTask, GradedEpisode, stored_with_scores
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.runs.prompts import directory_of
@@ -105,7 +105,7 @@ class SweRunner:
         finally:
             await asyncio.to_thread(shutil.rmtree, root, True)
 
-    async def _place(self, instance: Instance, root: Path) -> Place | Failure:
+    async def _place(self, instance: Instance, root: Path) -> TaskWorkspace | Failure:
         directory = root / directory_of(instance)
         try:
             with boundary(FailureKind.INFRASTRUCTURE, _CHECKOUT):
@@ -116,10 +116,10 @@ class SweRunner:
         except ConfigError as error:
             # One invalid row must not stop the evaluation.
             return Failure(kind=FailureKind.ENVIRONMENT, message=str(error)[:500], boundary=_CHECKOUT)
-        return Place(
+        return TaskWorkspace(
             root=root,
             repository=directory.name,
-            mounts=tuple(PlaceMount(host=mount.host, inside=mount.inside) for mount in checkout.mounts),
+            mounts=tuple(WorkspaceMount(host=mount.host, inside=mount.inside) for mount in checkout.mounts),
             variables=checkout.variables,
         )
 

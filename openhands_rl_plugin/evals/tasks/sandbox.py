@@ -58,7 +58,7 @@ class TestRun(Frozen):
         return frozenset(name for name, outcome in self.outcomes.items() if outcome == "passed")
 
 
-class Sandbox:
+class TreeSandbox:
     """Runs things on trees with one environment. ``paths`` are the folders of a tree that are imported from.
 
     ``timeout`` is in seconds of wall time, for each run.

@@ -10,7 +10,7 @@ from typing import Protocol
 from openhands_rl_plugin.core.errors import InfrastructureError, RLError, boundary, describe
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Trajectory
-from openhands_rl_plugin.environments.workspace.place import Place
+from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.pool.messages import (
     FROM_WORKER,
     EpisodeResult,
@@ -68,14 +68,14 @@ class WorkerConnection:
         self.was_ready = False
         self.alive = True
 
-    async def run(self, request: EpisodeRequest, place: Place | None, timeout: float | None) -> Trajectory:
+    async def run(self, request: EpisodeRequest, workspace: TaskWorkspace | None, timeout: float | None) -> Trajectory:
         """Run an episode. Raises ``InfrastructureError`` when the worker dies or does not answer within ``timeout``
         seconds (it is killed then), and errors that must stop the run."""
         self.load += 1
         try:
             async with asyncio.timeout(_START_TIMEOUT):
                 await self._started.wait()
-            return await self._result(request, place, timeout)
+            return await self._result(request, workspace, timeout)
         except TimeoutError as error:
             late = (
                 f"did not answer within {timeout:g} s" if self.was_ready else f"was not ready in {_START_TIMEOUT:g} s"
@@ -90,13 +90,15 @@ class WorkerConnection:
         await self._channel.close()
         await self._listener
 
-    async def _result(self, request: EpisodeRequest, place: Place | None, timeout: float | None) -> Trajectory:
+    async def _result(
+        self, request: EpisodeRequest, workspace: TaskWorkspace | None, timeout: float | None
+    ) -> Trajectory:
         if self._error is not None:
             raise self._error
         number = next(self._numbers)
         result = self._results[number] = asyncio.get_running_loop().create_future()
         try:
-            await self._channel.send(to_line(RunEpisode(number=number, request=request, place=place)))
+            await self._channel.send(to_line(RunEpisode(number=number, request=request, workspace=workspace)))
             async with asyncio.timeout(timeout):
                 return await result
         finally:

@@ -20,7 +20,7 @@ from openhands_rl_plugin.core.errors import (
 )
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart
 from openhands_rl_plugin.core.types import EpisodeRequest, Frozen, Trajectory
-from openhands_rl_plugin.environments.workspace.place import Place
+from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 
@@ -46,7 +46,7 @@ class RunEpisode(Frozen):
     kind: Literal["run"] = "run"
     number: int
     request: EpisodeRequest
-    place: Place | None = None
+    workspace: TaskWorkspace | None = None
 
 
 class Stored(Frozen):

@@ -15,7 +15,7 @@ from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import trajectory_id
 from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, FailureKind, StopReason, Trajectory
-from openhands_rl_plugin.environments.workspace.place import Place
+from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.pool.connection import WorkerChannel, WorkerConnection
 from openhands_rl_plugin.hosts.pool.messages import Start
 from openhands_rl_plugin.hosts.pool.processes import ProcessChannel
@@ -57,13 +57,13 @@ class WorkerPoolRunner:
         self._failed_starts = 0
         self._starting = asyncio.Lock()
 
-    async def run(self, request: EpisodeRequest, place: Place | None = None) -> Trajectory:
+    async def run(self, request: EpisodeRequest, workspace: TaskWorkspace | None = None) -> Trajectory:
         """Run one episode. A failed one is returned with ``failure`` set; errors that must stop a run are raised."""
         async with self._free_sessions:
             started = time.time()
             try:
                 worker = await self._least_busy()
-                return await worker.run(request, place, timeout=self._timeout(request))
+                return await worker.run(request, workspace, timeout=self._timeout(request))
             except InfrastructureError as error:
                 return await self._failed(request, error, started)
 

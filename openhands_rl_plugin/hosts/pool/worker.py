@@ -132,7 +132,7 @@ class EpisodeWorker:
     async def _run(self, runner: HostRunner, message: RunEpisode) -> None:
         try:
             with boundary(FailureKind.INFRASTRUCTURE, "worker"):
-                trajectory = await runner.run(message.request, message.place)
+                trajectory = await runner.run(message.request, message.workspace)
         except RLError as error:
             await self._send(Refused.of(message.number, error))
         else:

@@ -33,7 +33,7 @@ from openhands_rl_plugin.core.types import (
     Tokens,
     Trajectory,
 )
-from openhands_rl_plugin.environments.workspace.place import Place
+from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.shared.environment_reply import EnvironmentReply
 from openhands_rl_plugin.hosts.shared.loop_storage import LoopBoundStorage
 from openhands_rl_plugin.rollout.journal import EpisodeJournal, EpisodeSink
@@ -57,10 +57,10 @@ class SessionWorld(Forkable, Protocol):
 class HostEpisode:
     """The state that ``RLAgent`` and its runner share. Written by one session, frozen when that has ended.
 
-    ``environment_mode``: the model sees only what the environment says; else it works in a workspace with the tools
-    of OpenHands' CodeAct agent, in ``place`` if there is one. ``base_model`` is the served name of the weights below
-    any adapter, ``token_ids`` whether the server is asked for them. ``error`` is what must stop the run: OpenHands'
-    controller takes any exception for one more reason to end a session.
+    ``environment_mode``: the model sees only what the environment says; else it works with the tools of
+    OpenHands' CodeAct agent in a workspace, ``workspace`` if that is given. ``base_model`` is the served name of the
+    weights below any adapter, ``token_ids`` whether the server is asked for them. ``error`` is what must stop the run:
+    OpenHands' controller takes any exception for one more reason to end a session.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class HostEpisode:
         strategy_spec: StrategySpec,
         base_model: str,
         environment_mode: bool,
-        place: Place | None = None,
+        workspace: TaskWorkspace | None = None,
         token_ids: bool = True,
     ) -> None:
         self.request = request
@@ -81,7 +81,7 @@ class HostEpisode:
         self.strategy_spec = strategy_spec
         self.base_model = base_model
         self.environment_mode = environment_mode
-        self.place = place
+        self.workspace = workspace
         self.token_ids = token_ids
         self.limits = request.task.limits or _limits_of(settings, environment_mode)
         # The length of an answer is bounded by the limits, which may be the task's own.

@@ -20,7 +20,7 @@ from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError
 from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
 from openhands_rl_plugin.core.validation import unknown_name
-from openhands_rl_plugin.environments.workspace.place import Place
+from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
 from openhands_rl_plugin.rollout.journal import EpisodeSink
@@ -60,20 +60,20 @@ class ControllerRunner:
         self._threads = ThreadPoolExecutor(2 * sessions, thread_name_prefix="rl-session")
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def run(self, request: EpisodeRequest, place: Place | None = None) -> Trajectory:
+    async def run(self, request: EpisodeRequest, workspace: TaskWorkspace | None = None) -> Trajectory:
         """Play one episode. A failed one is returned with ``failure`` set; errors that must stop a run are raised."""
         async with self._gate:
-            return await self._play(request, place)
+            return await self._play(request, workspace)
 
     async def close(self) -> None:
         """Wait for the sessions that are still closing, and end the threads."""
         await asyncio.gather(*self._closing)
         await asyncio.to_thread(self._threads.shutdown)
 
-    async def _play(self, request: EpisodeRequest, place: Place | None) -> Trajectory:
+    async def _play(self, request: EpisodeRequest, workspace: TaskWorkspace | None) -> Trajectory:
         from openhands_rl_plugin.hosts.v0.controller_session import ControllerSession
 
-        episode = self._episode(request, place)
+        episode = self._episode(request, workspace)
         if self._storage is not None:
             episode.keep_in(self._storage, asyncio.get_running_loop())
         sid = f"rl-{uuid.uuid4().hex[:24]}"
@@ -102,7 +102,7 @@ class ControllerRunner:
         stock = self._options.agent != RL_AGENT
         return registry.build("strategies", _UNUSED if stock else self._spec.name, self._spec.options)
 
-    def _episode(self, request: EpisodeRequest, place: Place | None) -> HostEpisode:
+    def _episode(self, request: EpisodeRequest, workspace: TaskWorkspace | None) -> HostEpisode:
         return HostEpisode(
             request,
             self._settings,
@@ -110,7 +110,7 @@ class ControllerRunner:
             strategy_spec=self._spec,
             base_model=self._settings.serving.model,
             environment_mode=self._options.environment_mode,
-            place=place,
+            workspace=workspace,
             token_ids=self._options.token_ids,
         )
 

@@ -86,8 +86,8 @@ class WorkspaceRuntime(SessionRuntime):
         # Before the host's constructor, which leaves threads and an exit handler behind if anything fails after it.
         self._private = Path(tempfile.mkdtemp(prefix="openhands-rl-")).resolve()
         bound = current_episode()
-        place = self._place = bound.place if bound else None
-        base = place.root if place else config.workspace_base
+        task = self._task_workspace = bound.workspace if bound else None
+        base = task.root if task else config.workspace_base
         root = Path(base).expanduser().resolve() if base else self._private / "workspace"
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -97,11 +97,11 @@ class WorkspaceRuntime(SessionRuntime):
             raise
         super().__init__(config, *args, **kwargs)
         self._tree = Tree(root)
-        self._baseline = Baseline(root, self._private, place.repository if place else "")
+        self._baseline = Baseline(root, self._private, task.repository if task else "")
         self._evidence: JsonObject | None = None
         self.files = Workspace(root)
         self._editor: WorkspaceEditor | None = None
-        start = f"{self._sandbox.workspace}/{place.repository}" if place and place.repository else None
+        start = f"{self._sandbox.workspace}/{task.repository}" if task and task.repository else None
         self._shell = Shell(self._sandbox, self._variables(), self.limits, start=start)
 
     def make_sandbox(self, config: OpenHandsConfig, root: Path) -> Sandbox:
@@ -109,7 +109,7 @@ class WorkspaceRuntime(SessionRuntime):
         try:
             return self._bubblewrap(config, root)
         except ConfigError as error:
-            if self._place is not None or shutil.which("bwrap"):
+            if self._task_workspace is not None or shutil.which("bwrap"):
                 raise
             openhands_logger.warning(f"commands run on this host without isolation: {error}")
             return SubprocessSandbox(root, self._private)
@@ -117,7 +117,7 @@ class WorkspaceRuntime(SessionRuntime):
     def _bubblewrap(self, config: OpenHandsConfig, root: Path) -> Sandbox:
         check_bubblewrap()
         network, temporary = config.sandbox.use_host_network, self.limits.temporary
-        return BubblewrapSandbox(root, network=network, temporary=temporary, place=self._place)
+        return BubblewrapSandbox(root, network=network, temporary=temporary, task_workspace=self._task_workspace)
 
     async def connect(self) -> None:
         """Start the sandbox. Raises ``InfrastructureError`` when it does not start."""
@@ -336,7 +336,7 @@ class WorkspaceRuntime(SessionRuntime):
             for who in ("AUTHOR", "COMMITTER")
             for what, value in (("NAME", name), ("EMAIL", email))
         }
-        own = self._place.variables if self._place else {}
+        own = self._task_workspace.variables if self._task_workspace else {}
         return {**git, **self.initial_env_vars, **self.config.sandbox.runtime_startup_env_vars, **own}
 
 

@@ -22,7 +22,7 @@ from openhands_rl_plugin.core.types import (
     Task,
     Trajectory,
 )
-from openhands_rl_plugin.environments.workspace.place import Place
+from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.evals.runs.evaluation import Evaluation
 from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
@@ -71,9 +71,9 @@ class SessionsInPlaces:
         self._log = log
         self._pace = random.Random()
 
-    async def run(self, request: EpisodeRequest, place: Place | None = None) -> Trajectory:
-        assert place is not None
-        directory = place.root / place.repository
+    async def run(self, request: EpisodeRequest, workspace: TaskWorkspace | None = None) -> Trajectory:
+        assert workspace is not None
+        directory = workspace.root / workspace.repository
         runner = SessionRunner(
             make_environment=lambda _: Repairs(directory, self._pace),
             make_strategy=lambda _: StandardReActStrategy(),

@@ -22,7 +22,7 @@ from openhands_rl_plugin.core.types import (
     Task,
     Trajectory,
 )
-from openhands_rl_plugin.environments.workspace.place import Place, PlaceMount
+from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace, WorkspaceMount
 from openhands_rl_plugin.hosts.shared.episode import LAST_ERROR
 from openhands_rl_plugin.hosts.shared.options import HostOptions, UserReplies
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
@@ -132,12 +132,12 @@ async def test_agents_that_cannot_play(model: ScriptedModel, changed: dict, said
 @needs_bubblewrap
 @pytest.mark.parametrize("agent", ["CodeActAgent", "RLAgent"])
 async def test_an_episode_in_a_place_of_its_own(model: ScriptedModel, tmp_path: Path, agent: str):
-    name = f"m-place-{agent}"
+    name = f"m-workspace-{agent}"
     show = 'pwd; cat "$NOTE"; git log --oneline; echo fixed > code.py; ls -d /home; ls ..'
     model.script(name, [bash(show), FINISH])
-    place = repository_place(tmp_path)
+    workspace = repository_workspace(tmp_path)
     async with controller(model, name, STOCK.model_copy(update={"agent": agent})) as runner:
-        played = await runner.run(request(f"place-{agent}"), place)
+        played = await runner.run(request(f"workspace-{agent}"), workspace)
     said = heard(played, "tool")[0]
     assert said.startswith("/workspace/owner__repo__1.0\na note\n"), said
     assert "the only commit" in said and "owner__repo__1.0" in said
@@ -147,7 +147,7 @@ async def test_an_episode_in_a_place_of_its_own(model: ScriptedModel, tmp_path: 
     assert played.evidence["changed_files"] == {"code.py": "modified"}
 
 
-def repository_place(folder: Path) -> Place:
+def repository_workspace(folder: Path) -> TaskWorkspace:
     directory = folder / "root" / "owner__repo__1.0"
     directory.mkdir(parents=True)
     (directory / "code.py").write_text("broken\n")
@@ -156,6 +156,6 @@ def repository_place(folder: Path) -> Place:
     note = folder / "elsewhere" / "note.txt"
     note.parent.mkdir()
     note.write_text("a note\n")
-    mount = PlaceMount(host=note.parent, inside="/opt/notes")
+    mount = WorkspaceMount(host=note.parent, inside="/opt/notes")
     variables = {"NOTE": "/opt/notes/note.txt"}
-    return Place(root=folder / "root", repository=directory.name, mounts=(mount,), variables=variables)
+    return TaskWorkspace(root=folder / "root", repository=directory.name, mounts=(mount,), variables=variables)

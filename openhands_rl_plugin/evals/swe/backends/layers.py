@@ -23,7 +23,7 @@ from openhands_rl_plugin.evals.swe.backends.repositories import (
     find_repository,
     make_origin,
 )
-from openhands_rl_plugin.evals.swe.backends.sandbox import Room, Sandbox, Shown, git_settings, shim_digest
+from openhands_rl_plugin.evals.swe.backends.sandbox import InstanceSandbox, Room, Shown, git_settings, shim_digest
 from openhands_rl_plugin.evals.swe.backends.uv_cache import shared_folder
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
 from openhands_rl_plugin.evals.swe.types import Instance
@@ -47,7 +47,7 @@ class Layers:
         self._cache = cache
         self._sources = tuple(sources)
 
-    async def environment(self, recipe: Recipe, interpreter: Interpreter, sandbox: Sandbox) -> Path:
+    async def environment(self, recipe: Recipe, interpreter: Interpreter, sandbox: InstanceSandbox) -> Path:
         """The environment of a recipe. Raises ``InfrastructureError`` with the script's last words."""
         place = self._cache.path("environments", environment_key(recipe, interpreter))
 
@@ -61,7 +61,9 @@ class Layers:
         await self._cache.made(place, make, within=self._building())
         return place
 
-    async def instance(self, instance: Instance, recipe: Recipe, interpreter: Interpreter, sandbox: Sandbox) -> Path:
+    async def instance(
+        self, instance: Instance, recipe: Recipe, interpreter: Interpreter, sandbox: InstanceSandbox
+    ) -> Path:
         """The environment with the instance's repository installed. Raises ``InfrastructureError``."""
         key = _digest(environment_key(recipe, interpreter), recipe.install_script, instance.base_commit)
         place = self._cache.path("instances", f"{instance.instance_id}.{key}")
@@ -95,7 +97,7 @@ class Layers:
 
     async def _script(
         self,
-        sandbox: Sandbox,
+        sandbox: InstanceSandbox,
         layer: Path,
         place: Path,
         text: str,

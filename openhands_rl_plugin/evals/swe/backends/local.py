@@ -19,9 +19,9 @@ from openhands_rl_plugin.evals.swe.backends.repositories import CloneSource, Rep
 from openhands_rl_plugin.evals.swe.backends.sandbox import (
     ENVIRONMENTS,
     PARTS,
+    InstanceLimits,
+    InstanceSandbox,
     Room,
-    Sandbox,
-    SandboxLimits,
     Shown,
     check_bubblewrap,
     git_settings,
@@ -60,7 +60,7 @@ class LocalBackend:
         cache: Path | None = None,
         sources: Sequence[RepositorySource] | None = None,
         guard: Guard | None = None,
-        limits: SandboxLimits | None = None,
+        limits: InstanceLimits | None = None,
         network: bool = False,
     ) -> None:
         self._cache = Cache(cache or default_cache())
@@ -143,21 +143,21 @@ class LocalBackend:
     async def _read(self, instance: Instance, path: str) -> str | None:
         return await file_at(await find_repository(instance, self._sources), instance.base_commit, path)
 
-    async def _layer(self, instance: Instance, recipe: Recipe) -> tuple[Path, Interpreter, Sandbox]:
+    async def _layer(self, instance: Instance, recipe: Recipe) -> tuple[Path, Interpreter, InstanceSandbox]:
         if not recipe.environment_script:
             raise ConfigError(
                 f"{instance.instance_id}: its row names an image, but not how to install {instance.repo}; "
                 "use --backend docker"
             )
         interpreter = await asyncio.to_thread(find_python, recipe.python)
-        sandbox = await asyncio.to_thread(Sandbox, self._cache, interpreter, recipe.exclude_newer, self._limits)
+        sandbox = await asyncio.to_thread(InstanceSandbox, self._cache, interpreter, recipe.exclude_newer, self._limits)
         return await self._layers.instance(instance, recipe, interpreter, sandbox), interpreter, sandbox
 
     def _runs(self) -> Path:
         return self._cache.path("runs", "any").parent
 
     @asynccontextmanager
-    async def _box(self, layer: Path, sandbox: Sandbox, equipment: GuardEquipment) -> AsyncIterator[LocalBox]:
+    async def _box(self, layer: Path, sandbox: InstanceSandbox, equipment: GuardEquipment) -> AsyncIterator[LocalBox]:
         scratch = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=self._runs()))
         try:
             yield await _open(layer, sandbox, equipment, scratch, shared_folder(self._cache), self._network)
@@ -169,7 +169,7 @@ class LocalBox:
     """A layer with changes of its own on top, in ``scratch``."""
 
     def __init__(
-        self, sandbox: Sandbox, room: Room, equipment: GuardEquipment, scratch: Path, *, network: bool
+        self, sandbox: InstanceSandbox, room: Room, equipment: GuardEquipment, scratch: Path, *, network: bool
     ) -> None:
         self._sandbox = sandbox
         self._room = room
@@ -205,7 +205,7 @@ class LocalBox:
 
 
 async def _open(
-    layer: Path, sandbox: Sandbox, equipment: GuardEquipment, scratch: Path, uv_cache: Path, network: bool
+    layer: Path, sandbox: InstanceSandbox, equipment: GuardEquipment, scratch: Path, uv_cache: Path, network: bool
 ) -> LocalBox:
     for name in ("tmp", "guard", "out"):
         (scratch / name).mkdir(mode=0o700)

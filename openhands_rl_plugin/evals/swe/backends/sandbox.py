@@ -51,7 +51,7 @@ _ROOT = ("--unshare-user", "--uid", "0", "--gid", "0")
 _SYSTEM = frozenset({"bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr"})
 
 
-class SandboxLimits(Frozen):
+class InstanceLimits(Frozen):
     """Bounds of everything that runs in a sandbox: bytes of private memory a process, and bytes of one file."""
 
     memory: int = 16 * _GIBIBYTE
@@ -80,15 +80,15 @@ class Shown(NamedTuple):
     writable: bool = False
 
 
-class Sandbox:
+class InstanceSandbox:
     """Command lines that run a program in a room, for one interpreter."""
 
     def __init__(
-        self, cache: Cache, interpreter: Interpreter, exclude_newer: str, limits: SandboxLimits | None = None
+        self, cache: Cache, interpreter: Interpreter, exclude_newer: str, limits: InstanceLimits | None = None
     ) -> None:
         self._interpreter = interpreter
         self._exclude_newer = exclude_newer
-        self._limits = limits or SandboxLimits()
+        self._limits = limits or InstanceLimits()
         self._uv = find_uv()
         self._shims = _write_shims(cache)
         self._cache = cache

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.tasks.hidden_tests import file_of
-from openhands_rl_plugin.evals.tasks.sandbox import PYTEST, Sandbox, TestRun
+from openhands_rl_plugin.evals.tasks.sandbox import PYTEST, TestRun, TreeSandbox
 from openhands_rl_plugin.evals.tasks.sources.download import SourceOrigin, fetch, fetch_release
 from openhands_rl_plugin.evals.tasks.sources.package_layout import PackageLayout, layout_of
 from openhands_rl_plugin.evals.tasks.sources.packages import Package, TaskPlan
@@ -30,7 +30,7 @@ class PreparedPackage:
     tree: SourceTree
     older: SourceTree | None
     layout: PackageLayout
-    sandbox: Sandbox
+    sandbox: TreeSandbox
     requirements: tuple[str, ...]
     first_run: TestRun
     tests: frozenset[str]
@@ -81,7 +81,7 @@ def prepare_tree(
         raise ConfigError(f"{package.label}: no Python code found in it beside the tests")
     requirements = tuple(dict.fromkeys([*plan.requirements, *package.requirements, *found.requirements]))
     environment = make_environment(plan.python, requirements, cache)
-    sandbox = Sandbox(environment, package.paths or found.paths, plan.timeout)
+    sandbox = TreeSandbox(environment, package.paths or found.paths, plan.timeout)
     first = sandbox.run_tests(tree, arguments, covered=True)
     _refuse_useless(package, first, plan.timeout)
     second = sandbox.run_tests(tree, arguments, hash_seed=1)

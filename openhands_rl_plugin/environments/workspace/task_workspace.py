@@ -1,4 +1,4 @@
-"""The place of one episode: a directory of the host that its session works in, and what it sees beside it."""
+"""The workspace of one task: a directory of the host that its session works in, and what it sees beside it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pydantic import Field
 from openhands_rl_plugin.core.types import Frozen
 
 
-class PlaceMount(Frozen):
+class WorkspaceMount(Frozen):
     """A directory or file of the host that the session sees, read-only, under another name."""
 
     host: Path
     inside: str
 
 
-class Place(Frozen):
-    """Where an episode with a repository of its own is played; of the host it shows the system's programs only.
+class TaskWorkspace(Frozen):
+    """The workspace of a task with its own repository; of the host it shows the system's programs only.
 
     ``root`` is ``/workspace`` inside. ``repository`` is the name of the directory below it in which the session begins
     and whose changes are evidence; empty for the root itself. ``mounts`` and ``variables`` are what its programs need.
@@ -25,5 +25,5 @@ class Place(Frozen):
 
     root: Path
     repository: str = ""
-    mounts: tuple[PlaceMount, ...] = ()
+    mounts: tuple[WorkspaceMount, ...] = ()
     variables: dict[str, str] = Field(default_factory=dict)
