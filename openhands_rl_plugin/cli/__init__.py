@@ -79,8 +79,8 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(formatter_class=_Formatter, **settings)
 
-    def parse_known_args(self, *args: Any, **options: Any) -> Any:
-        known, unknown = super().parse_known_args(*args, **options)
+    def parse_known_args(self, *args: Any, **more: Any) -> Any:
+        known, unknown = super().parse_known_args(*args, **more)
         for word in unknown:
             options = [option for action in self._actions for option in action.option_strings]
             if word.startswith("--") and (nearest := get_close_matches(word.partition("=")[0], options, n=1)):

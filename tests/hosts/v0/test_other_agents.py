@@ -131,7 +131,7 @@ async def test_agents_that_cannot_play(model: ScriptedModel, changed: dict, said
 
 @needs_bubblewrap
 @pytest.mark.parametrize("agent", ["CodeActAgent", "RLAgent"])
-async def test_an_episode_in_a_place_of_its_own(model: ScriptedModel, tmp_path: Path, agent: str):
+async def test_an_episode_in_a_workspace_of_its_own(model: ScriptedModel, tmp_path: Path, agent: str):
     name = f"m-workspace-{agent}"
     show = 'pwd; cat "$NOTE"; git log --oneline; echo fixed > code.py; ls -d /home; ls ..'
     model.script(name, [bash(show), FINISH])
