@@ -37,7 +37,7 @@ from openhands_rl_plugin.apps.demo.model import NAME, ensure_model
 from openhands_rl_plugin.apps.demo.options import DemoOptions
 from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.types import Task
-from openhands_rl_plugin.models.adapters.store import WEIGHTS
+from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
 from openhands_rl_plugin.training.loop.plan import LoopState
 
 SIDES = ("ours", "trl")
@@ -136,7 +136,7 @@ def trained_part(side: str, job: Job) -> Part:
 def taken_part(job: Job, run: Path) -> Part:
     """Our side as a finished demo run has it. Exits when it did not go on from the job's adapter."""
     mine = sft_adapter(run)
-    if (mine / WEIGHTS).read_bytes() != (job.adapter / WEIGHTS).read_bytes():
+    if (mine / WEIGHTS_FILE).read_bytes() != (job.adapter / WEIGHTS_FILE).read_bytes():
         raise SystemExit(f"{run} went on from another adapter than {job.run}")
     records = LoopState.load(run / "state.json").records
     learnt = [record for record in records if record.name.startswith("iteration-")]

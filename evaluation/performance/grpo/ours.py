@@ -15,7 +15,8 @@ from evaluation.performance.grpo.budget import CpuBudget, Job
 from openhands_rl_plugin.apps.demo.model import NAME
 from openhands_rl_plugin.apps.demo.options import ADAPTER, DemoOptions
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.models.adapters.store import WEIGHTS, AdapterStore
+from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
+from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
 from openhands_rl_plugin.training.loop.sync import LoopListener
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -81,7 +82,7 @@ def begin_after_warm_start(job: Job, directory: Path) -> None:
     store = AdapterStore(directory / "adapters")
 
     def copy(target: Path) -> None:
-        for name in ("adapter_config.json", WEIGHTS):
+        for name in ("adapter_config.json", WEIGHTS_FILE):
             shutil.copyfile(job.adapter / name, target / name)
 
     adapter = store.create(ADAPTER, copy, base_model=NAME)

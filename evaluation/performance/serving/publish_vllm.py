@@ -32,7 +32,8 @@ from evaluation.performance.serving.vllm_server import NAME, NoVLLMError, runnin
 from openhands_rl_plugin.core.errors import PublishError
 from openhands_rl_plugin.core.types import Adapter, Probe
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
-from openhands_rl_plugin.models.adapters.store import WEIGHTS, AdapterStore
+from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
+from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.generator.sampling import DecodingParams
@@ -157,10 +158,10 @@ async def corrupted(
 
     def cut(target: Path) -> None:
         _copy(Path(spare[0].path))(target)
-        (target / WEIGHTS).write_bytes((Path(spare[0].path) / WEIGHTS).read_bytes()[:1000])
+        (target / WEIGHTS_FILE).write_bytes((Path(spare[0].path) / WEIGHTS_FILE).read_bytes()[:1000])
 
     unreadable = store.create(ADAPTER, cut, base_model=NAME)
-    weights = Path(last[0].path) / WEIGHTS
+    weights = Path(last[0].path) / WEIGHTS_FILE
     damaged = bytearray(weights.read_bytes())
     damaged[-1] ^= 1
     weights.write_bytes(damaged)
