@@ -98,7 +98,7 @@ class Job[T]:
 
 
 async def shielded[T](work: Awaitable[T]) -> T:
-    """Wait for ``work`` even when the caller is cancelled, however often; what it raises comes before that."""
+    """Wait for ``work`` even when the caller is cancelled, however often; its exception takes precedence."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

@@ -37,7 +37,7 @@ class TrainingError(RLError):
 
 
 class PublishError(RLError):
-    """An adapter was refused, or the server does not serve what was trained. The old version stays in use."""
+    """An adapter was refused, or the server does not serve the trained weights. The old version stays in use."""
 
 
 class EpisodeError(RLError):

@@ -24,7 +24,7 @@ _STOP_SECONDS = 5
 
 
 class PortUnavailableError(ConfigError):
-    """The address cannot be listened on: it is taken, forbidden or unknown. One line that says what to do."""
+    """The address cannot be listened on: it is taken, forbidden or unknown. One line with the remedy."""
 
 
 @contextmanager

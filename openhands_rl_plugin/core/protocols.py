@@ -57,9 +57,9 @@ class LLMEngine(Protocol):
 
         Args:
             messages: the conversation so far; it does not end with an answer.
-            tools: what the model may call, in OpenAI's form.
+            tools: the functions that the model may call, in OpenAI's form.
             n: how many independent answers.
-            sampling: what it leaves open is the engine's choice.
+            sampling: unset parameters are the engine's choice.
 
         Returns:
             ``n`` completions.
@@ -126,7 +126,7 @@ class Environment(Protocol):
             action: an assistant message; a malformed one is answered, not raised.
 
         Returns:
-            What the policy sees next, with the step's reward. ``terminated`` is not ``truncated``.
+            The next observation, with the step's reward. ``terminated`` is not ``truncated``.
 
         Raises:
             InfrastructureError: the environment is gone.
@@ -206,7 +206,7 @@ class Strategy(Protocol):
 
         Args:
             tree: the episode so far; it is grown in place.
-            engine: what samples the candidates.
+            engine: samples the candidates.
             world: the environment, where it can be forked; forks are closed by the strategy.
 
         Returns:
@@ -214,13 +214,13 @@ class Strategy(Protocol):
 
         Raises:
             ConfigError: the strategy needs forks and ``world`` is ``None``.
-            EpisodeError: what the engine or a fork raised.
+            EpisodeError: raised by the engine or a fork.
         """
         ...
 
 
 class TrajectoryStorage(Protocol):
-    """Where trajectories live. What a call acknowledged survives a crash; every method may raise ``StorageError``.
+    """A store of trajectories. An acknowledged call survives a crash; every method may raise ``StorageError``.
 
     An episode is stored at once by ``add``, or as it runs by ``begin``, ``grow`` and ``end``. All of them may be
     repeated: what is known already is not stored again.
@@ -271,13 +271,13 @@ class TrajectoryStorage(Protocol):
         ...
 
     def find(self, where: TrajectoryFilter | None = None) -> AsyncIterator[tuple[Trajectory, tuple[Score, ...]]]:
-        """Stream what matches. What is added meanwhile is not part of it.
+        """Stream the matches. Trajectories added meanwhile are not part of it.
 
         Args:
             where: ``None`` finds all finished trajectories.
 
         Returns:
-            Trajectories in the order that ``where`` asks for, each with its scores, oldest first.
+            Trajectories in the order of ``where``, each with its scores, oldest first.
         """
         ...
 
@@ -338,7 +338,7 @@ class EpisodeRunner(Protocol):
         """Play one episode.
 
         Args:
-            request: what to play; equal requests are the same episode.
+            request: the episode to run; equal requests are the same episode.
 
         Returns:
             The trajectory; a failed one has ``failure`` set.

@@ -1,4 +1,4 @@
-"""What storages take and give, beside whole trajectories and scores."""
+"""The records of storages, besides whole trajectories and scores."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def trajectory_id(request: EpisodeRequest) -> str:
 
 
 class EpisodeStart(Frozen):
-    """What is known of an episode before anything was said. ``started`` is a Unix time in seconds."""
+    """What is known of an episode before its first node. ``started`` is a Unix time in seconds."""
 
     schema_version: int = SCHEMA_VERSION
     id: str
@@ -91,7 +91,7 @@ class EpisodeStart(Frozen):
 
 
 class NodeMark(Frozen):
-    """What became known of a node after it was stored: the step's reward, or what search thinks of it.
+    """Facts about a stored node that became known later: the step's reward, or the search's statistics.
 
     ``search`` is all that the strategy noted, under that key of the node's metadata; ``None`` leaves it as it was.
     """
@@ -110,7 +110,7 @@ class NodeMark(Frozen):
 
 
 class EpisodeGrowth(Frozen):
-    """What an episode has grown by: ``nodes`` are those from index ``first`` on, ``marks`` belong to earlier ones."""
+    """What was appended to an episode: ``nodes`` from index ``first`` on; ``marks`` of earlier ones."""
 
     trajectory_id: str
     first: int = Field(ge=0)
@@ -149,7 +149,7 @@ class EpisodeEnd(Frozen):
 
 
 class TrajectoryOrder(StrEnum):
-    """What a listing is sorted by; equal ones stay in the order in which they were stored."""
+    """The sort key of a listing; equal ones stay in the order in which they were stored."""
 
     STORED = "stored"
     FINISHED = "finished"
@@ -160,7 +160,7 @@ HELD_OUT = "heldout"
 HELD_OUT_SPLITS = frozenset({HELD_OUT, "held-out", "validation"})
 """Splits that only measure: no training on their episodes unless a filter names the split.
 
-``test`` is none of them: it is also what rows and environments have that say nothing of splits.
+``test`` is none of them: rows and environments without a split have it too.
 """
 
 
@@ -170,7 +170,7 @@ class TrajectoryFilter(Frozen):
     ``reward_*`` and ``TrajectoryOrder.REWARD`` look at the newest score's reward, or at the return of the episode when
     nothing scored it yet. An episode that failed has none, nor one that nothing scored and of which no step was
     rewarded: no bound matches it, and it comes last in either direction. ``since`` and ``until`` bound the time at
-    which the episode finished. Unfinished episodes (no sample of anything yet) are left out unless asked for:
+    which the episode finished. Unfinished episodes (no sample of anything yet) are left out by default:
     ``finished=False`` finds only them, ``None`` finds both. ``limit`` and ``offset`` make pages.
     """
 
@@ -197,12 +197,12 @@ class TrajectoryFilter(Frozen):
     limit: int | None = Field(default=None, ge=0)
 
     def only_measures(self, split: str) -> bool:
-        """Whether what this filter finds of ``split`` must not be trained on."""
+        """Whether this filter's matches of ``split`` must not be trained on."""
         return self.split is None and split in HELD_OUT_SPLITS
 
 
 class TrajectorySummary(Frozen):
-    """A stored trajectory without its nodes: what a list needs. ``reward`` is that of the newest score, if any.
+    """A stored trajectory without its nodes, for lists. ``reward`` is that of the newest score, if any.
 
     ``episode_return`` is ``None`` for a failed episode, and for one in which no step was rewarded.
     """

@@ -1,4 +1,4 @@
-"""Takes secrets out of text before it reaches a store, a log or a report; ``secret_shapes`` says what a secret is.
+"""Takes secrets out of text before it reaches a store, a log or a report; ``secret_shapes`` defines a secret.
 
 Each becomes ``[redacted]``; what was redacted before stays as it is. Besides the known shapes, the values of this
 process's own secret environment variables are found wherever they stand, whatever they look like.
@@ -68,7 +68,7 @@ def redact_nodes(
     """The redacted ``nodes``, of which the first has index ``first``, and the indices of all tainted nodes so far.
 
     A node is tainted when its text held a secret or its parent is tainted; a tainted node keeps no token ids.
-    ``tainted`` is what the call for the nodes before ``first`` returned.
+    ``tainted`` is the result of the call for the nodes before ``first``.
     """
     redaction = _Redaction()
     known = set(tainted)
@@ -100,7 +100,7 @@ def _without_tokens(node: Node) -> Node:
 
 
 class RedactingFilter(logging.Filter):
-    """Takes secrets out of what a logger is about to write, also out of an exception that goes with it."""
+    """Takes secrets out of log records, also out of their exceptions."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Always true: a record is changed, never dropped."""
@@ -113,7 +113,7 @@ class RedactingFilter(logging.Filter):
 
 
 def redacting_logger(name: str) -> logging.Logger:
-    """The logger of that name; what is written through it holds no secrets."""
+    """The logger of that name; its records hold no secrets."""
     logger = logging.getLogger(name)
     if not any(isinstance(each, RedactingFilter) for each in logger.filters):
         logger.addFilter(RedactingFilter())
@@ -138,7 +138,7 @@ class _Redaction:
     def text(self, text: str) -> str:
         if len(text) < SHORTEST_OWN:
             return text
-        # What stood behind a secret may be one itself, seen only without it.
+        # The text after a secret may be one itself, found only without it.
         for _ in range(_MOST_PASSES):
             if (clean := self._pass(text)) == text:
                 break

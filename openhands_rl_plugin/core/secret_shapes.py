@@ -1,4 +1,4 @@
-"""Finds secrets in text: what has the shape of a key, and what is assigned to a name that says so.
+"""Finds secrets in text: text with the shape of a key, and values assigned to a name of a secret.
 
 A name alone is not enough, or half of all source code would be secret: ``token = tokenizer(text)``, ``password: str``
 and ``max_tokens=512`` stay. Next to an ordinary name the value must look generated (letters and digits, no path, no
@@ -94,7 +94,7 @@ _ASSIGNED = re.compile(
         (?P<value>[^\s"'`\\,;&<>(){{}}\[\]$|=:]{{4,}}+)""",
     re.VERBOSE | re.IGNORECASE | re.DOTALL,
 )
-# A value may go on behind a ``:`` or ``=``; looked at only once its beginning is taken for a secret, or many of them in
+# A value may continue after a ``:`` or ``=``; checked only once its beginning is taken for a secret, or many of them in
 # a row would take quadratic time.
 _REST = re.compile(r"""[^\s"'`\\,;&<>(){}\[\]$|]*+""")
 _REST_OF_LIST = re.compile(r"""[^\s"'`\\;&<>(){}\[\]$|]*+""")
@@ -172,7 +172,7 @@ def _values(value: str, kind: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def _kind_of_secret(name: str) -> Literal["", "one", "many"]:
-    """What a variable of that name holds."""
+    """Whether a variable of that name holds no secret, one, or many."""
     match = _SECRET_VARIABLE.search(name)
     if match is None:
         return ""
@@ -275,7 +275,7 @@ def _in_other_words(text: str, at: int) -> Span | None:
 
 
 def _end_of_secret(text: str, match: re.Match[str]) -> int | None:
-    """Where what is assigned ends, if it is a secret."""
+    """The end of the assigned value, if it is a secret."""
     if match["open"] and match["sign"] in ("=", ":") and match["word"].lower().startswith("p"):
         phrase = _PHRASE.match(text, match.start("value"))
         if phrase and " " in phrase[0].strip() and _is_phrase(phrase[0]):
@@ -287,7 +287,7 @@ def _end_of_secret(text: str, match: re.Match[str]) -> int | None:
 
 
 def _is_secret(text: str, match: re.Match[str]) -> bool:
-    """Whether what is assigned is a secret: by the name, by how it is written, and by the value."""
+    """Whether an assigned value is a secret: by the name, by how it is written, and by the value."""
     value, sign, word = match["value"], match["sign"], match["word"].lower()
     quoted = match["open"] is not None
     padded = _PADDING.match(text, match.end())
@@ -348,7 +348,7 @@ def _is_value_of_short_name(text: str, match: re.Match[str], name: str, *, varia
 
 
 def _is_in_connection(text: str, at: int) -> bool:
-    """Whether what begins at ``at`` is one of the fields ``;name=value`` with which a database is opened."""
+    """Whether the text at ``at`` is one of the fields ``;name=value`` with which a database is opened."""
     return text[at - 1 : at] == ";" and _ACCOUNT.search(text[max(0, at - 256) : at]) is not None
 
 

@@ -1,7 +1,7 @@
 """The mutable builder of one episode: observe, propose, commit, and in the end freeze.
 
 It is the only mutable thing on a task's way from the environment to the store. Strategies add candidates to it, the
-session (or a host) commits one of them and adds what the environment answered.
+session (or a host) commits one of them and adds the environment's observation.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class DraftNode:
 
 
 class EpisodeTree:
-    """All that was said in one episode, as nodes with integer parents; ``head`` is where the episode stands.
+    """The messages of one episode as nodes with integer parents; ``head`` is the current one.
 
     ``turns_left`` and ``longest_prompt`` (in tokens) bound how far the episode may continue from there (``None``: no
     bound), and strategies do not plan beyond. The runner of the episode sets them before each decision.

@@ -41,7 +41,7 @@ class Limits(Frozen):
 
 
 class Task(Frozen):
-    """Something to do in an environment. ``data`` is what the environment's ``reset`` needs."""
+    """A task of an environment. ``data`` is the input of the environment's ``reset``."""
 
     id: str
     environment: str
@@ -132,7 +132,7 @@ class Usage(Frozen):
 
 
 class SamplingParams(Frozen):
-    """How a completion was asked for. ``None`` leaves the choice to the server."""
+    """The sampling parameters of a completion. ``None`` leaves the choice to the server."""
 
     temperature: float | None = Field(default=None, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -154,7 +154,7 @@ class Completion(Frozen):
 
 
 class Observation(Frozen):
-    """What an environment answered. ``reward`` is that of this one step.
+    """An answer of an environment. ``reward`` is that of this one step.
 
     ``terminated``: the task ended; ``truncated``: a limit cut it short.
     """
@@ -348,7 +348,7 @@ class Probe(Frozen):
 
 
 class EpisodeRequest(Frozen):
-    """What a runner needs to play one episode. The same request gives the same trajectory id.
+    """The input of a runner for one episode. The same request gives the same trajectory id.
 
     ``sample`` counts the episodes of one task in its group; ``attempt`` counts the replacements of one that failed.
     """

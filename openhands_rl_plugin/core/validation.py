@@ -1,4 +1,4 @@
-"""Validation errors in words that a person who wrote the input understands."""
+"""Validation errors in words for the author of the input."""
 
 from __future__ import annotations
 

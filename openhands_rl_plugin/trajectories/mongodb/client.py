@@ -1,4 +1,4 @@
-"""The connection to a MongoDB server: time-outs, durability, indexes, and what its errors mean."""
+"""The connection to a MongoDB server: time-outs, durability, indexes, and its errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _EPISODE_INDEXES = (
 
 
 class _Opened(NamedTuple):
-    """A client and what belongs to the same event loop."""
+    """A client and its event loop's other objects."""
 
     loop: asyncio.AbstractEventLoop
     client: AsyncMongoClient[dict[str, Any]]
@@ -73,7 +73,7 @@ class MongoDatabase:
     def __init__(self, connection_string: str, name: str, *, durable: bool) -> None:
         self._connection_string = connection_string
         self._name = name
-        # What is written without a journal is lost by a crash of the server within its commit interval (100 ms).
+        # Writes without a journal are lost by a crash of the server within its commit interval (100 ms).
         self._concern = WriteConcern("majority", _REPLICATION_MS, j=True) if durable else WriteConcern(1)
         self._process = os.getpid()
         self._opened: _Opened | None = None
@@ -81,12 +81,12 @@ class MongoDatabase:
 
     @property
     def episodes(self) -> Collection:
-        """One small document for each episode: what it is found by, and which of its chunks are valid."""
+        """One small document for each episode: the fields of queries, and which of its chunks are valid."""
         return self._database["episodes"]
 
     @property
     def chunks(self) -> Collection:
-        """What episodes consist of, in the order in which it came."""
+        """The parts of episodes, in the order of writing."""
         return self._database["chunks"]
 
     @property
@@ -125,7 +125,7 @@ class MongoDatabase:
 
     @asynccontextmanager
     async def explained(self) -> AsyncIterator[None]:
-        """Turn what goes wrong with the server into a ``StorageError`` that says what to do, without any password."""
+        """Turn errors of the server into a ``StorageError`` with the remedy, without any password."""
         if os.getpid() != self._process:
             raise StorageError("a storage cannot be carried over a fork; open it in the process that uses it")
         try:
@@ -216,7 +216,7 @@ def _cause(error: Exception, server: str) -> str:
 
 
 def _said(error: Exception) -> tuple[int | None, str]:
-    """The server's code and the first line of what it said."""
+    """The server's code and the first line of its message."""
     code, text = (error.code if isinstance(error, OperationFailure) else None), str(error)
     if isinstance(error, BulkWriteError):
         details = error.details

@@ -1,4 +1,4 @@
-"""The small document of each episode, and what a filter means in MongoDB's query language."""
+"""The small document of each episode, and filters in MongoDB's query language."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StoredEpisode(NamedTuple):
         return cls(header, *(document[name] for name in cls._fields[1:]))
 
     def summary(self) -> TrajectorySummary:
-        """What a list shows."""
+        """The summary for lists."""
         return self.header.summary(self.score)
 
 
@@ -70,7 +70,7 @@ def score_change(number: int, reward: float | None) -> list[Query]:
 
 
 def query_of(where: TrajectoryFilter) -> Query:
-    """What matches, ``offset`` and ``limit`` aside."""
+    """The query of a filter, without ``offset`` and ``limit``."""
     equal = {name: getattr(where, name) for name in _EQUAL if getattr(where, name) is not None}
     query: Query = {name: str(value) if isinstance(value, str) else value for name, value in equal.items()}
     if where.ids is not None:
@@ -78,7 +78,7 @@ def query_of(where: TrajectoryFilter) -> Query:
     if where.finished is not None:
         query["open"] = not where.finished
     if where.failed is not None:
-        # Beside a kind that may be asked for, too.
+        # Combined with the filter's own kind.
         query["$and"] = [{"failure_kind": {"$ne": None} if where.failed else None}]
     if reward := _bounds(where.reward_at_least, where.reward_at_most):
         # The index begins with whether the reward is known.
@@ -89,7 +89,7 @@ def query_of(where: TrajectoryFilter) -> Query:
 
 
 def order_of(where: TrajectoryFilter) -> list[tuple[str, int]]:
-    """What to sort by."""
+    """The sort keys."""
     direction = _DIRECTIONS[where.descending]
     return {
         TrajectoryOrder.STORED: [("order", direction)],
@@ -99,7 +99,7 @@ def order_of(where: TrajectoryFilter) -> list[tuple[str, int]]:
 
 
 def asks_for_reward(where: TrajectoryFilter) -> bool:
-    """Whether what matches, or its order, depends on scores."""
+    """Whether the matches or their order depend on scores."""
     return where.sort is TrajectoryOrder.REWARD or not (where.reward_at_least is None and where.reward_at_most is None)
 
 
@@ -122,7 +122,7 @@ def _columns(header: EpisodeHeader) -> dict[str, Any]:
 
 
 def _reward(value: float | None) -> dict[str, Any]:
-    """What rewards are filtered and sorted by. Nothing can be said about a NaN, so it is unknown."""
+    """The reward of filters and sorting. A NaN counts as unknown."""
     known = None if value is None or math.isnan(value) else value
     return {"reward": known, "unrewarded": known is None}
 

@@ -1,4 +1,4 @@
-"""What an episode consists of, as a log of small documents.
+"""An episode's content as a log of small documents.
 
 Each record (the start, some nodes with later marks, the end) is one document of the ``chunks`` collection or, when it
 is large, several: ``part`` of ``parts``. An ``_id`` is a place in one log (``generation``) of an episode. Two writers
@@ -43,7 +43,7 @@ class Record(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """What the ``length`` documents of a log say."""
+    """The content of the ``length`` documents of a log."""
 
     start: EpisodeStart
     length: int
@@ -63,7 +63,7 @@ def end_record(packed: bytes) -> Record:
 
 
 def growth_records(nodes: Sequence[Node], first: int, head: int | None, marks: Sequence[NodeMark]) -> list[Record]:
-    """What an episode grew by at once, in packs that are read one by one."""
+    """One append to an episode, in packs that are read one by one."""
     packs = [chunk.blob for chunk in pack_in_chunks(nodes, first)] or [b""]
     last = Record(_GROWTH, packs[-1], True, head, pack_document(_MARKS.dump_json(tuple(marks))) if marks else b"")
     return [*(Record(_GROWTH, pack) for pack in packs[:-1]), last]

@@ -22,7 +22,7 @@ _ATTEMPTS = 5
 
 
 async def matching_ids(database: MongoDatabase, where: TrajectoryFilter) -> list[str]:
-    """The ids of what matches, in the requested order."""
+    """The ids of the matches, in the requested order."""
     if where.limit == 0:
         return []
     found = database.episodes.find(query_of(where), {"_id": 1}).sort(order_of(where)).skip(where.offset)

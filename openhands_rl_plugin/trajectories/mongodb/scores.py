@@ -1,4 +1,4 @@
-"""Judgements beside the episodes of a MongoDB store, and what an episode's own document says of the newest one.
+"""Judgements beside the episodes of a MongoDB store, and the newest one in the episode's own document.
 
 A score comes first, and then the document of its episode; in between, and as long as there is no such episode, the
 score is ``pending``. A reader of rewards settles pending scores first, so a process that was killed in between
@@ -43,7 +43,7 @@ class ScoreBook:
         await self._apply({first + at: (score.trajectory_id, score.reward) for at, score in enumerate(scores)})
 
     async def settle(self) -> None:
-        """Let every episode's document say what its newest score is."""
+        """Write the newest score into every episode's document."""
         pending = self._database.scores.find({"pending": True}, {"episode": 1, "reward": 1})
         await self._apply({each["_id"]: (each["episode"], each["reward"]) async for each in pending})
 

@@ -22,7 +22,7 @@ from openhands_rl_plugin.trajectories.storages.guard import SecretGuard
 
 Found = tuple[Trajectory, tuple[Score, ...]]
 
-# So many trajectories, or summaries, are in memory at a time while a reader streams.
+# Trajectories, or summaries, in memory at a time while a reader streams.
 _READ_AHEAD = 16
 _SUMMARIES_AHEAD = 256
 
@@ -31,7 +31,7 @@ class MongoDBTrajectoryStorage:
     """The database ``database_name`` of a MongoDB server (4.2 or later), which several machines may share.
 
     A call that writes returns when a majority of the replica set has the record in its journal (write concern
-    ``majority`` with ``j``), so what was acknowledged survives a crash of the server, and half a record is never read.
+    ``majority`` with ``j``), so an acknowledged record survives a crash of the server, and half a record is never read.
     With ``durable=False`` it returns when the primary has it in memory (``w=1``): a crash of the server loses the last
     0.1 s, and a change of the primary what was not replicated yet.
 
@@ -99,7 +99,7 @@ class MongoDBTrajectoryStorage:
         return None
 
     async def find(self, where: TrajectoryFilter | None = None) -> AsyncIterator[Found]:
-        """Stream what matches, with its scores (oldest first). By default in the order in which it was begun or added.
+        """Stream the matches with their scores (oldest first). By default in the order in which it was begun or added.
 
         A few records are held at a time. What is added while the stream is read is not part of it; an unfinished
         episode is read as it stands when the stream comes to it. Raises ``StorageError``, also for a damaged record.
@@ -141,7 +141,7 @@ class MongoDBTrajectoryStorage:
         await self.close()
 
     async def _ids(self, where: TrajectoryFilter, *, settled: bool) -> Sequence[str]:
-        """What matches; ``settled``: every episode's newest score is known first."""
+        """The ids of the matches; ``settled``: every episode's newest score is known first."""
         async with self._database.explained():
             if settled:
                 await self._scores.settle()

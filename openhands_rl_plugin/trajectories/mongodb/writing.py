@@ -1,8 +1,8 @@
 """Every change to the episodes of a MongoDB store, atomic to readers without transactions.
 
-A stand-alone server has none. So what is new goes into the log first (``mongodb_log``), where no reader looks, and then
+A stand-alone server has none. So what is new goes into the log first (``log``), where no reader looks, and then
 one change of the episode's own document makes it valid. The first document of a log that is not valid yet, or no more,
-says since when it is ``pending``, so that a later process takes away what a killed one left.
+says since when it is ``pending``, so that a later process removes the remains of a killed one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from openhands_rl_plugin.trajectories.storages.documents import packed_end, pack
 from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, Spine, marked
 
 _DUPLICATE_KEY = 11000
-# Writers of one episode make way for each other; so many defeats in a row mean something else.
+# Writers of one episode make way for each other; so many conflicts in a row have another cause.
 _ATTEMPTS = 20
 # So many open episodes are remembered, which spares reading their nodes again whenever they grow.
 _REMEMBERED = 256
@@ -118,7 +118,7 @@ class EpisodeWriter:
         return sum([await self._drop(identity) for identity in trajectory_ids])
 
     async def sweep(self) -> None:
-        """Take away what killed processes have left."""
+        """Remove the remains of killed processes."""
         old = {"pending": {"$lt": time.time() - _ABANDONED_SECONDS}}
         found = self._database.chunks.find(old, {"episode": 1}).limit(_ABANDONED_AT_ONCE)
         for chunk in await found.to_list():

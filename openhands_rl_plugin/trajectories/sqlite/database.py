@@ -1,4 +1,4 @@
-"""The SQLite file of a store: how it is made, opened and what its errors mean.
+"""The SQLite file of a store: its creation, opening and errors.
 
 It is made whole under another name and then renamed, so that it is never seen half made. Its tables:
 
@@ -130,14 +130,14 @@ def make_database(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create ``folder`` and what is missing above it, all of them private, unlike ``mkdir(parents=True)``."""
+    """Create ``folder`` and its missing parents, all of them private, unlike ``mkdir(parents=True)``."""
     with explained(folder):
         _make_folder(folder)
 
 
 @contextmanager
 def explained(file: Path) -> Iterator[None]:
-    """Turn what goes wrong with ``file`` into a ``StorageError`` that says what to do about it."""
+    """Turn errors of ``file`` into a ``StorageError`` with the remedy."""
     try:
         yield
     except sqlite3.Error as error:

@@ -43,7 +43,7 @@ class GroupCommitter[Writer]:
         self._around = around
         self._waiting: list[Call[Writer]] = []
         self._called = False  # whether the thread has been notified of waiting calls
-        self._lock = threading.Lock()  # of what is above
+        self._lock = threading.Lock()  # guards the fields above
         self._settling = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
 
@@ -60,7 +60,7 @@ class GroupCommitter[Writer]:
         return await call.outcome
 
     async def close(self) -> None:
-        """Store what waits and end the thread. Later calls start a new one."""
+        """Store the waiting calls and end the thread. Later calls start a new one."""
         self._wake()
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -71,7 +71,7 @@ class GroupCommitter[Writer]:
         return self._settling
 
     def _wake(self) -> None:
-        """Have the thread store what waits, unless it has been notified already."""
+        """Have the thread store the waiting calls, unless it has been notified already."""
         with self._lock:
             if self._called or not self._waiting:
                 return
@@ -86,7 +86,7 @@ class GroupCommitter[Writer]:
             self._settle()
 
     def _settle(self) -> None:
-        """Store all that waits, and tell those who wait for it."""
+        """Store the waiting calls, and wake their callers."""
         with self._settling:
             with self._lock:
                 group, self._waiting, self._called = self._waiting, [], False

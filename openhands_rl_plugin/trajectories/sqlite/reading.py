@@ -32,7 +32,7 @@ FINISHED = f"stop <> '{StopReason.UNFINISHED.value}'"
 UNFINISHED = f"stop = '{StopReason.UNFINISHED.value}'"
 
 NO_RETURN = "none"
-"""What the column of the return says where there is none; NULL is not allowed there."""
+"""The return's column where there is none; NULL is not allowed there."""
 
 
 class _Episode(NamedTuple):
@@ -47,7 +47,7 @@ class _Episode(NamedTuple):
 
 
 def row_numbers(connection: sqlite3.Connection, where: TrajectoryFilter) -> array[int]:
-    """The rows of what matches, in the requested order: 8 bytes each, however many there are."""
+    """The rows of the matches, in the requested order: 8 bytes each, however many there are."""
     condition, values = _condition(where)
     direction = "DESC" if where.descending else "ASC"
     order = {
@@ -125,7 +125,7 @@ def header_from(columns: Sequence[object]) -> EpisodeHeader:
 
 
 def _condition(where: TrajectoryFilter) -> tuple[str, list[object]]:
-    """What a filter means in SQL."""
+    """A filter in SQL."""
     compared = (
         ("run_id =", where.run_id),
         ("group_id =", where.group_id),

@@ -45,7 +45,7 @@ class FileTrajectoryStorage:
     """``trajectories.sqlite`` in the folder ``path``, which several processes of one machine may share.
 
     A call that writes returns when the record is on the disk; calls that wait at the same time share one transaction
-    and one flush. What was acknowledged survives ``kill -9`` and a loss of power, and half a record is never read.
+    and one flush. An acknowledged record survives ``kill -9`` and a loss of power, and half a record is never read.
     With ``durable=False`` nothing is flushed before a call returns: that survives ``kill -9`` too, but a loss of power
     or a crash of the system loses the last calls (up to about the last thousand pages, all of them from the end).
     """
@@ -95,7 +95,7 @@ class FileTrajectoryStorage:
         return None
 
     async def find(self, where: TrajectoryFilter | None = None) -> AsyncIterator[Found]:
-        """Stream what matches, with its scores (oldest first). By default in the order in which it was begun or added.
+        """Stream the matches with their scores (oldest first). By default in the order in which it was begun or added.
 
         A few records are held at a time. What is added while the stream is read is not part of it; an unfinished
         episode is read as it stands when the stream comes to it. Raises ``StorageError``, also for a damaged record.
@@ -238,7 +238,7 @@ class FileTrajectoryStorage:
 
 
 def _apply(connection: sqlite3.Connection, writer: EpisodeWriter, item: _Call) -> None:
-    """Run one call; what is wrong with it leaves the others of the transaction alone."""
+    """Run one call; its error leaves the others of the transaction alone."""
     connection.execute("SAVEPOINT call")
     try:
         item.answer = item.store(writer, item.packed)

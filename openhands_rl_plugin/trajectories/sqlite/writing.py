@@ -198,7 +198,7 @@ class EpisodeWriter:
         )
 
     def _empty(self, row: int) -> None:
-        """Take away what an unfinished episode has beside its row."""
+        """Remove an unfinished episode's records beside its row."""
         self._spines.pop(row, None)
         for table in ("documents", "chunks", "marks"):
             self._connection.execute(f"DELETE FROM {table} WHERE episode = ?", (row,))

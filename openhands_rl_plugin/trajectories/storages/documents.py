@@ -23,7 +23,7 @@ def packed_json(value: Frozen, without: frozenset[str] = frozenset()) -> bytes:
 
 
 def parsed_json[Value: Frozen](kind: type[Value], identity: str, packed: bytes) -> Value:
-    """What ``packed_json`` made. Raises ``StorageError`` for damage and for what a later release wrote."""
+    """The inverse of ``packed_json``. Raises ``StorageError`` for damage and for what a later release wrote."""
     document = unpack_document(packed)
     try:
         return kind.model_validate_json(document)
@@ -40,6 +40,6 @@ def packed_end(start: EpisodeStart, end: EpisodeEnd) -> bytes:
 
 
 def parsed_end(start: EpisodeStart, packed: bytes) -> EpisodeEnd:
-    """What ``packed_end`` made. Raises ``StorageError``."""
+    """The inverse of ``packed_end``. Raises ``StorageError``."""
     end = parsed_json(EpisodeEnd, start.id, packed)
     return end if "tools" in end.model_fields_set else end.model_copy(update={"tools": start.tools})

@@ -53,7 +53,7 @@ class EpisodeHeader(NamedTuple):
 
     @classmethod
     def begun(cls, start: EpisodeStart) -> Self:
-        """That of an episode in which nothing was said yet.
+        """That of an episode without nodes.
 
         Raises ``StorageError`` when its time is no number, or its id has a NUL, with which SQLite's JSON ends a text.
         """
@@ -101,7 +101,7 @@ class EpisodeHeader(NamedTuple):
         )
 
     def summary(self, reward: float | None) -> TrajectorySummary:
-        """What a list shows; ``reward`` is that of the newest score."""
+        """The summary for lists; ``reward`` is that of the newest score."""
         return TrajectorySummary(
             id=self.id,
             run_id=self.run_id,
@@ -135,7 +135,7 @@ class EpisodeHeader(NamedTuple):
 
 
 class Spine:
-    """The part of an episode's nodes that decides its header: their parents, who said them, and the rewards."""
+    """The node fields that an episode's header depends on: their parents, whether they were sampled, and the rewards."""
 
     def __init__(self, nodes: Iterable[Node] = ()) -> None:
         self._nodes: list[tuple[int | None, bool, float | None]] = []

@@ -87,7 +87,7 @@ def pack_in_chunks(nodes: Sequence[Node], first: int = 0) -> Iterator[PackedNode
 
 
 def unpack_nodes(blob: bytes) -> tuple[Node, ...]:
-    """What ``pack_nodes`` packed. Raises ``StorageError`` for a damaged pack and for one of a later format."""
+    """The inverse of ``pack_nodes``. Raises ``StorageError`` for a damaged pack and for one of a later format."""
     data = memoryview(_decompress(blob, _NODES))
     try:
         return _read_nodes(data)
@@ -101,7 +101,7 @@ def pack_document(document: bytes) -> bytes:
 
 
 def unpack_document(blob: bytes) -> bytes:
-    """What ``pack_document`` packed. Raises ``StorageError`` for a damaged pack and for one of a later format."""
+    """The inverse of ``pack_document``. Raises ``StorageError`` for a damaged pack and for one of a later format."""
     return _decompress(blob, _DOCUMENT)
 
 
@@ -170,7 +170,7 @@ def _ids_out(ids: list[int]) -> tuple[int, bytes]:
             if sys.byteorder == "big":
                 packed.byteswap()
             return width, packed.tobytes()
-    raise StorageError("token ids must be whole numbers of at most 64 bits; ask the model server for what it gave")
+    raise StorageError("token ids must be whole numbers of at most 64 bits; check the model server's output")
 
 
 def _ids_in(data: memoryview, width: int) -> tuple[int, ...]:

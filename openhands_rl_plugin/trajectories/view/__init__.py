@@ -1,1 +1,1 @@
-"""Views of what is stored: one episode, a list of them, and figures over all. Reads only; needs no plugin."""
+"""Views of a store: one episode, a list of them, and figures over all. Reads only; needs no plugin."""

@@ -105,11 +105,11 @@ async def find_episode(storage: TrajectoryStorage, beginning: str) -> Episode:
         raise StorageError(f"{len(ids)} episodes have an id that begins with {beginning!r}; give more of it: {named}")
     async for trajectory, scores in storage.find(TrajectoryFilter(ids=tuple(ids), finished=None)):
         return view_of(trajectory, scores)
-    raise StorageError(f"no episode has an id that begins with {beginning!r}; `openhands-rl list` shows what there is")
+    raise StorageError(f"no episode has an id that begins with {beginning!r}; `openhands-rl list` lists them")
 
 
 def view_of(trajectory: Trajectory, scores: Sequence[Score] = ()) -> Episode:
-    """What there is to see of a trajectory."""
+    """The view of a trajectory."""
     turns = _turns(trajectory)
     sampled = [turn for turn in turns if turn.acted and turn.turn is not None]
     times = trajectory.times
@@ -178,6 +178,6 @@ def _turns(trajectory: Trajectory) -> tuple[Turn, ...]:
 
 
 def _notes(node: Node) -> JsonObject:
-    """What a strategy noted. A guest's may be of any form."""
+    """A strategy's notes. Those of a plugin may have any form."""
     notes = node.metadata.get("search")
     return notes if isinstance(notes, dict) else {}

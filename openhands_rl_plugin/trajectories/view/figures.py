@@ -13,7 +13,7 @@ from openhands_rl_plugin.core.statistics import NORMAL_95, Estimate, paired_diff
 from openhands_rl_plugin.core.types import Frozen, StopReason
 
 GROUPINGS = ("run", "environment", "split", "strategy", "version", "task")
-"""What episodes may be grouped by."""
+"""The keys that episodes may be grouped by."""
 
 _MOST_RESAMPLED = 300
 _CURVE_POINTS = 24

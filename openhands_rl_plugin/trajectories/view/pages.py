@@ -1,4 +1,4 @@
-"""An episode on the terminal: the acted path with all that was said, or the tree with a line for each node."""
+"""An episode on the terminal: the acted path with all messages, or the tree with a line for each node."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LINE_WIDTH = 70
 
 
 def print_episode(console: Console, episode: Episode, *, full: bool = False) -> None:
-    """Print the acted path: what was said, and under it what it cost and earned."""
+    """Print the acted path: each message, and below it its cost and reward."""
     _print_head(console, episode)
     segment = 1
     for turn in episode.acted:
@@ -53,7 +53,7 @@ def _print_head(console: Console, episode: Episode) -> None:
 
 
 def _print_report(console: Console, turn: Turn, indent: str) -> None:
-    """In a line, what was spent on the search that decided for this answer."""
+    """In a line, the cost of the search that chose this answer."""
     if turn.search_report is not None:
         entries = ((name, entry) for name, entry in turn.search_report.items() if entry is not None)
         told = "; ".join(f"{name.replace('_', ' ')} {_entry(entry)}" for name, entry in entries)
