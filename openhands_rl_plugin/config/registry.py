@@ -95,8 +95,8 @@ def load(kind: Kind, name: str) -> type[Any]:
 def check_options(kind: Kind, name: str, options: Mapping[str, object] | None = None) -> BaseModel:
     """The validated options of ``name``. The plugin's module is imported, but nothing is built.
 
-    The class's ``Options`` model says which options there are; a class without one takes those of its constructor.
-    ``Parts`` of a class with ``Options`` says which options name other plugins (option -> kind); their options,
+    The class's ``Options`` model declares the options; a class without one takes those of its constructor.
+    ``Parts`` of a class with ``Options`` declares which options name other plugins (option -> kind); their options,
     ``<option>_options``, are validated too. Raises ``ConfigError`` with one line a wrong field.
     """
     plugin = load(kind, name)

@@ -246,13 +246,13 @@ class TrainingSettings(Settings):
         return self
 
     def as_fine_tuning(self) -> Self:
-        """The same with ``algorithm = "sft"``; what has no effect on it is set to its default."""
+        """The same with ``algorithm = "sft"``; keys without effect on it are set to their defaults."""
         chosen = self.model_copy(update={"algorithm": "sft"})
         fields = type(self).model_fields
         return chosen.model_copy(update={name: fields[name].default for name, _ in chosen._without_effect()})
 
     def check_servable(self) -> None:
-        """Raise ``ConfigError`` for what no server can load as an adapter while it runs."""
+        """Raise ``ConfigError`` for settings whose result no running server can load as an adapter."""
         if self.method == "full":
             raise ConfigError(
                 '[rl.training] method = "full" makes a whole model, which is not loaded into a running server as an '

@@ -32,7 +32,7 @@ class Block:
 
 @dataclass(slots=True)
 class Blocks:
-    """What was found so far, in and out of the thought."""
+    """The findings so far, in and out of the thought."""
 
     spoken: list[Block] = field(default_factory=list)
     thought_of: list[Block] = field(default_factory=list)

@@ -39,7 +39,7 @@ def parse_bare_json(text: str, tools: Sequence[JsonObject] = ()) -> ParsedAnswer
 
 
 class _Reader:
-    """Reads the object that begins at a tag. Nothing of it raises on what a model wrote."""
+    """Reads the object that begins at a tag. It never raises on a model's text."""
 
     def __init__(self, text: str, tags: Sequence[Tag]) -> None:
         self._text = text

@@ -1,4 +1,4 @@
-"""What a model family's template offers, and the pieces that the families share."""
+"""The interface of a model family's template, and the pieces that the families share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ChatTemplate(Protocol):
     def render(
         self, messages: Sequence[Message], tools: Sequence[JsonObject] = (), *, add_generation_prompt: bool = True
     ) -> str:
-        """The prompt's text. Raises RenderError for what the family cannot express."""
+        """The prompt's text. Raises ``RenderError`` for messages that the family cannot express."""
         ...
 
     def parse(self, text: str, tools: Sequence[JsonObject] = ()) -> ParsedAnswer:
@@ -35,7 +35,7 @@ class ChatTemplate(Protocol):
 
 
 def to_json(value: object, indent: int | None = None) -> str:
-    """What the ``tojson`` filter of Hugging Face's templates prints: nothing escaped, nothing sorted."""
+    """JSON as the ``tojson`` filter of Hugging Face's templates prints it: nothing escaped, nothing sorted."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

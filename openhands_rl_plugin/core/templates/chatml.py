@@ -28,7 +28,7 @@ _HERMES_FOOT = (
 )
 _PYTHON = {"string": "str", "number": "float", "integer": "int", "boolean": "bool"}
 _NO_TYPE = "Union[]"
-"""What the template prints for a schema without a type (and for the items of a list, which it looks up wrongly)."""
+"""The template's text for a schema without a type (and for the items of a list, which it looks up wrongly)."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class _Broken(Exception):
 
 
 class Reader:
-    """Reads the block that begins at a tag. None of its public methods raises on what a model wrote."""
+    """Reads the block that begins at a tag. Its public methods never raise on a model's text."""
 
     def __init__(self, text: str, tags: Sequence[Tag], tools: Sequence[JsonObject], newlines: Newlines) -> None:
         self._text = text

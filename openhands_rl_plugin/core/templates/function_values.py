@@ -19,7 +19,7 @@ _INTEGER = re.compile(r"[+-]?\d{1,4000}", re.ASCII)
 
 
 class Newlines(StrEnum):
-    """What line breaks next to the tags mean."""
+    """The meaning of line breaks next to the tags."""
 
     WRAPPED = "wrapped"  # SWE-Gym's rows, the V1 SDK and our writer: one break at each end is not part of the value
     VERBATIM = "verbatim"  # OpenHands 1.6: values stand between their tags as they are
@@ -37,7 +37,7 @@ def write_value(value: JsonValue, parameter: Parameter) -> str:
 
 
 def read_value(text: str, parameter: Parameter, newlines: Newlines) -> JsonValue:
-    """The value that ``text`` stands for. Text that cannot be of the parameter's types stays text."""
+    """The value of ``text``. Text that cannot be of the parameter's types stays text."""
     if newlines is Newlines.WRAPPED and len(text) > 1 and text[0] == text[-1] == "\n":
         text = text[1:-1]
     stripped = text.strip()

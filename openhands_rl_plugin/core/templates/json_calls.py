@@ -37,7 +37,7 @@ Notes = list[tuple[ProblemKind, str]]
 
 
 def call_of(text: str, decoded: DecodedObject, notes: Notes) -> ToolCall:
-    """The call that an object of ``text`` is; what was put right is added to ``notes``. Raises BadCall."""
+    """The call in an object of ``text``; corrections are added to ``notes``. Raises ``BadCall``."""
     members = decoded.members
     if "name" not in members and isinstance(members.get("function", _ABSENT).value, dict):
         inner = members["function"]

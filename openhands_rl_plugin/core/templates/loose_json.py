@@ -37,7 +37,7 @@ class NotJson(ValueError):
 
 
 class Decoded(NamedTuple):
-    """A JSON value, where its text ends, and what had to be read loosely (empty: it was strict JSON)."""
+    """A JSON value, the end of its text, and the deviations from strict JSON."""
 
     value: JsonValue
     end: int
@@ -120,7 +120,7 @@ def decode_object(text: str, at: int, stop: int) -> DecodedObject:
 
 
 def _refuse_depth(text: str, at: int, stop: int) -> None:
-    """Refuse what is nested too deep to be read by anyone. Few brackets need no closer look."""
+    """Refuse text that is nested too deep for JSON readers. Few brackets need no closer check."""
     if text.count("[", at, stop) + text.count("{", at, stop) <= MAX_DEPTH:
         return
     depth = 0
@@ -233,7 +233,7 @@ class _Loose:
         return found, end
 
     def _sequence(self, at: int, closer: str, depth: int, read: Callable[[int], int]) -> int:
-        """What stands between the opening mark at ``at`` and ``closer``, separated by commas."""
+        """The parts between the opening mark at ``at`` and ``closer``, separated by commas."""
         if depth >= MAX_DEPTH:
             raise NotJson(f"it is nested deeper than {MAX_DEPTH} levels")
         at = skip_space(self._text, at + 1)

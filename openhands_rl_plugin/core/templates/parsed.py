@@ -1,4 +1,4 @@
-"""What was read out of a model's answer. Errors are values here: nothing in this folder raises on a model's text."""
+"""The parsed answer of a model. Errors are values here: nothing in this folder raises on a model's text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class RenderError(RLError):
 
 
 class ProblemKind(StrEnum):
-    """What is wrong with a call, or what was put right to read it."""
+    """The error of a call, or the correction made to read it."""
 
     UNCLOSED = "unclosed"  # a block or a value does not end
     BAD_JSON = "bad_json"  # what should be JSON is not
@@ -40,7 +40,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """``message`` says cause and remedy in words that can be fed back to the model."""
+    """``message`` names cause and remedy, to be fed back to the model."""
 
     kind: ProblemKind
     message: str

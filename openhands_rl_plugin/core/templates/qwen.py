@@ -105,7 +105,7 @@ class Qwen3:
 
 
 class _Spoken(NamedTuple):
-    """An assistant's content as it is written, and what of it is no thought."""
+    """An assistant's content as it is written, and the part of it outside of thoughts."""
 
     written: str
     content: str

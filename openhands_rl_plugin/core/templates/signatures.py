@@ -1,4 +1,4 @@
-"""What the offered tools declare, and whether a call keeps to it."""
+"""The declarations of the offered tools, and the check of calls against them."""
 
 from __future__ import annotations
 

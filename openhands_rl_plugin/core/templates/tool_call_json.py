@@ -43,7 +43,7 @@ def parse_tool_call_json(text: str, tools: Sequence[JsonObject] = ()) -> ParsedA
 
 
 class _Reader:
-    """Reads the block that begins at a tag. Nothing of it raises on what a model wrote."""
+    """Reads the block that begins at a tag. It never raises on a model's text."""
 
     def __init__(self, text: str, tags: Sequence[Tag]) -> None:
         self._text = text

@@ -20,7 +20,7 @@ from openhands_rl_plugin.trajectories.exchange.judgement import resolved
 from openhands_rl_plugin.trajectories.exchange.reading import Source
 from openhands_rl_plugin.trajectories.exchange.writing import Sink
 
-# So many episodes are in memory at a time, and share a flush of the store.
+# Episodes in memory at a time, which share a flush of the store.
 _BATCH = 16
 
 Advanced = Callable[[int], None]
@@ -28,7 +28,7 @@ Advanced = Callable[[int], None]
 
 @dataclass
 class ExportReport:
-    """What became of the trajectories that were found. ``left_out``: reason -> how many."""
+    """Counts of an export. ``left_out``: reason -> how many."""
 
     trajectories: int = 0
     rows: int = 0
@@ -37,7 +37,7 @@ class ExportReport:
 
 @dataclass
 class ImportReport:
-    """What became of the records. ``bad`` has the message of each one that was skipped."""
+    """Counts of an import. ``bad`` has the message of each one that was skipped."""
 
     records: int = 0
     new: int = 0
@@ -54,7 +54,7 @@ async def export_store(
     wanted: bool | None = None,
     advanced: Advanced = lambda done: None,
 ) -> ExportReport:
-    """Write what matches, without secrets. ``wanted`` keeps the resolved (or unresolved) ones only.
+    """Write the matches, without secrets. ``wanted`` keeps the resolved (or unresolved) ones only.
 
     ``where.limit`` counts what is written. ``advanced`` is called with how many trajectories were read.
     """
@@ -98,7 +98,7 @@ async def import_source(
 ) -> ImportReport:
     """Store every record, once. Raises ``ExchangeError`` with its place for the first bad one, unless skipped.
 
-    What was stored before a bad record stays; the same import continues where it stopped.
+    Records before a bad one stay stored; the same import continues where it stopped.
     """
     report = ImportReport()
     for batch in batched(_episodes(source, skip_bad, advanced, report), _BATCH):

@@ -55,7 +55,7 @@ class Call(Foreign):
 
 
 class Event(Foreign):
-    """One event of any kind; what a kind does not have is absent."""
+    """One event of any kind; fields of other kinds are absent."""
 
     id: str = ""
     kind: str = ""
@@ -117,7 +117,7 @@ class _Reader:
         self._answers: dict[str, int] = {}
 
     def take(self, event: Event) -> None:
-        """Add what the event says below the event that it names, or below the last one."""
+        """Add the event's message below the event that it names, or below the last one."""
         if event.parent_id is not None and event.parent_id in self.places:
             self.tree.head = self.places[event.parent_id]
         match event.kind:

@@ -1,4 +1,4 @@
-"""Where exported rows go. What is half written never has the final name, and only the owner can read it."""
+"""Files of exported rows. A half-written file never has the final name, and only its owner can read it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class _Staged(ABC):
 
     @abstractmethod
     def _close(self) -> None:
-        """Write what is held back, and close."""
+        """Write the buffered rows, and close."""
 
 
 class JsonFile(_Staged):
@@ -116,7 +116,7 @@ class ParquetFile(_Staged):
         self._rows: list[JsonObject] = []
 
     def write(self, name: str, row: JsonObject) -> None:
-        """Add a row; what belongs to no column is dropped."""
+        """Add a row; values without a column are dropped."""
         self._rows.append({**row, **{column: to_json(row[column]).decode() for column in self._json}})
         if len(self._rows) >= _ROW_GROUP:
             self._write_rows()

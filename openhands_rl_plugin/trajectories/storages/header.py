@@ -135,7 +135,7 @@ class EpisodeHeader(NamedTuple):
 
 
 class Spine:
-    """The node fields that an episode's header depends on: their parents, whether they were sampled, and the rewards."""
+    """The node fields that an episode's header depends on: parents, rewards, and which nodes were sampled."""
 
     def __init__(self, nodes: Iterable[Node] = ()) -> None:
         self._nodes: list[tuple[int | None, bool, float | None]] = []
