@@ -1,1 +1,1 @@
-"""Hosts: the places in which somebody else's controller plays the episode. Importing this package loads no host."""
+"""Hosts: agent frameworks whose own controller runs the episode. Importing this package imports no host."""

@@ -1,4 +1,4 @@
-"""The one file that names a host: a runner of its episodes in this process. Importing this imports no OpenHands."""
+"""The only module that names a host: its runner in this process. Importing it does not import OpenHands."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Episodes in worker processes of this machine (``processes``) or of a Ray cluster (``ray``)."""
+"""Episodes in worker processes of this machine (``processes``) or of a Ray cluster (``ray_workers``)."""

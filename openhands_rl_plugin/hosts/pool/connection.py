@@ -1,4 +1,4 @@
-"""The pool's side of one worker, over whichever channel: the episodes that it runs, and what it stores."""
+"""The pool's side of one worker, over any channel: its episodes and their records for the storage."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from openhands_rl_plugin.hosts.pool.messages import (
     to_line,
 )
 
-# Importing OpenHands takes ten seconds on an idle machine; a cluster may have to start a machine first.
+# Seconds. Importing OpenHands takes ten on an idle machine, and a cluster may have to start a machine first.
 _START_TIMEOUT = 600.0
 
 
 class WorkerChannel(Protocol):
-    """Lines of ``messages`` to and from one worker, on whichever machine."""
+    """Lines of ``messages`` to and from one worker, on any machine."""
 
     async def send(self, line: bytes) -> None:
         """Send a line. Returns silently when the worker is gone: ``receive`` reports that."""
         ...
 
     async def receive(self) -> Sequence[bytes]:
-        """The next lines, at least one; none when the worker is gone. Raises ``InfrastructureError`` for other data."""
+        """The next lines; empty when the worker is gone. Raises ``InfrastructureError`` for other data."""
         ...
 
     async def exit_message(self) -> str:
@@ -53,7 +53,7 @@ class WorkerChannel(Protocol):
 
 
 class WorkerConnection:
-    """One worker. ``load`` is the number of its episodes, ``was_ready`` whether it ever could run any."""
+    """One worker. ``load`` is the number of its running episodes, ``was_ready`` whether it has ever been ready."""
 
     def __init__(self, channel: WorkerChannel, start: Start, storage: TrajectoryStorage | None) -> None:
         self._channel = channel

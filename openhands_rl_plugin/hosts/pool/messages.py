@@ -25,13 +25,13 @@ from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 
 MAX_LINE_BYTES = 256 * 1024 * 1024
-"""Far above the longest episodes (tens of MiB with token ids); bounds what a broken worker can make the pool read."""
+"""Far above the longest episodes (tens of MiB with token ids); limits the memory for a broken worker's line."""
 
 
 class Start(Frozen):
-    """To a worker, first: how to make its runner. It holds names of environment variables, but no secrets.
+    """To a worker, first: the settings of its runner, with names of environment variables, but no secrets.
 
-    ``stores``: whether the pool has a storage for the episodes.
+    ``stores``: whether the pool has a storage.
     """
 
     kind: Literal["start"] = "start"
@@ -73,7 +73,7 @@ class EpisodeResult(Frozen):
 
 
 class Store(Frozen):
-    """From a worker: records for the pool's storage, written in the order of the fields. The episode waits for it."""
+    """From a worker: records for the pool's storage, written in the order of the fields. The episode waits."""
 
     kind: Literal["store"] = "store"
     number: int
@@ -98,7 +98,7 @@ class Store(Frozen):
 
 
 class Refused(Frozen):
-    """From a worker: an error that must stop the run. ``number`` is ``None`` when its runner could not be made."""
+    """From a worker: an error that must stop the run. ``number`` is ``None`` when its runner could not be created."""
 
     kind: Literal["refused"] = "refused"
     number: int | None
@@ -111,7 +111,7 @@ class Refused(Frozen):
         return cls(number=number, error=type(error).__name__, message=str(error))
 
     def as_error(self) -> RLError:
-        """The error again, as an instance of its class."""
+        """The error as an instance of its class."""
         return _ERRORS.get(self.error, RLError)(self.message)
 
 
@@ -119,7 +119,7 @@ _ERRORS: dict[str, type[RLError]] = {
     error.__name__: error for error in (ConfigError, PublishError, StorageError, TrainingError)
 }
 _ERRORS[MissingExtraError.__name__] = ConfigError
-# An error that a runner should not raise costs its episode only.
+# A runner should not raise this error; it fails only its episode.
 _ERRORS[CaughtFailure.__name__] = InfrastructureError
 
 ToWorker = Start | RunEpisode | Stored

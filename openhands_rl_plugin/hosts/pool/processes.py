@@ -1,4 +1,4 @@
-"""A worker process of this machine: messages go through its stdin and stdout."""
+"""A worker process of this machine, with messages on its stdin and stdout."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _MODULE = "openhands_rl_plugin.hosts.pool.worker"
 CLOSE_TIMEOUT = 10.0
 """Seconds for a worker to close its sessions; one takes up to five (``_CLOSE_TIMEOUT`` of a host's runner)."""
 
-# A traceback ends with its cause, so that a few lines suffice.
+# Lines of stderr. A traceback ends with its cause, so a few are enough.
 _KEPT_LINES = 20
 
 
 class ProcessChannel:
-    """A ``WorkerChannel`` to a child process. ``start`` makes one."""
+    """A ``WorkerChannel`` to a child process. Create it with ``start``."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None and process.stdout is not None

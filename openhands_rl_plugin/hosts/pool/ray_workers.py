@@ -1,9 +1,9 @@
 """Workers on a Ray cluster: actors instead of processes of this machine.
 
-Everything else is as in ``runner``: the bound on episodes at a time, replaced workers, and one process (this one) that
-stores for all of them. The machines of the cluster need this package, the model server's and the environment's
-addresses, and the environment variables that the settings name; their values are never sent. Ray carries the messages
-as bytes and reads none.
+Everything else is as in ``runner``: the limit of concurrent episodes, the replacement of workers, and the storage,
+which only this process writes to. The machines of the cluster need this package, access to the model server and the
+environment, and the environment variables that the settings name, whose values are never sent. Messages are bytes to
+Ray.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ENVIRONMENT = {
 class RayPoolRunner(WorkerPoolRunner):
     """A ``WorkerPoolRunner`` of ``workers`` Ray actors, each with ``cpus`` of its machine.
 
-    It uses the cluster of ``RAY_ADDRESS``, else the one that this program has joined already, else it starts one here.
+    It uses the cluster of ``RAY_ADDRESS``, else the one that this process is connected to, else it starts a local one.
     Raises ``MissingExtraError`` without Ray, ``InfrastructureError`` when the cluster does not answer.
     """
 
@@ -59,7 +59,7 @@ class RayPoolRunner(WorkerPoolRunner):
 
 
 class EpisodeActor:
-    """What the cluster runs: one worker. Ray calls the methods, several at a time."""
+    """One worker on the cluster. Ray calls the methods, several concurrently."""
 
     def __init__(self) -> None:
         self._outbox: asyncio.Queue[FromWorker] = asyncio.Queue()
@@ -89,7 +89,7 @@ class RayChannel:
         self._exit_message = ""
 
     async def send(self, line: bytes) -> None:
-        """As in ``WorkerChannel``. An actor that raises is ended, as a process would end by itself."""
+        """As in ``WorkerChannel``. An actor that raises is killed; a process would exit by itself."""
         try:
             await _called(self._actor.receive.remote(line))
         except InfrastructureError as error:

@@ -1,7 +1,7 @@
 """Runs a host's episodes in several workers, each with many sessions: one process is limited by its interpreter lock.
 
-Workers are new Python processes, so they inherit nothing by accident. They get the settings as JSON and find their
-secrets by the names of environment variables.
+Workers are new Python processes, not forks, so they inherit no state. They get the settings as JSON and read secrets
+from the environment variables that the settings name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.rollout.failed import failed_episode
 from openhands_rl_plugin.rollout.journal import stored_episode
 
-# A worker keeps an episode's limit of time itself; opening, closing and storing the session come on top.
+# Seconds beyond an episode's time limit, which the worker enforces: to open, close and store the session.
 _TIME_BEYOND_LIMIT = 60.0
 # Between starts that fail: long enough to spare a machine that is out of memory, short enough to recover soon.
 _BACKOFF = Backoff(first=2.0, longest=30.0)
@@ -32,9 +32,10 @@ _BACKOFF = Backoff(first=2.0, longest=30.0)
 class WorkerPoolRunner:
     """An ``EpisodeRunner`` over ``workers`` processes of this machine.
 
-    ``options.sessions`` bounds the sessions of each process (default: ``[rl] max_workers`` divided among them). When a
-    worker dies, its episodes are returned as infrastructure failures, and the worker is replaced. With a ``storage``
-    every episode is stored while it runs, by this process for all workers. Raises ``ValueError`` for ``workers < 1``.
+    ``options.sessions`` limits the sessions of each process (default: ``[rl] max_workers`` divided by ``workers``).
+    When a worker dies, its episodes are returned as infrastructure failures, and the worker is replaced. With a
+    ``storage`` this process stores the episodes of all workers while they run. Raises ``ValueError`` for
+    ``workers < 1``.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class WorkerPoolRunner:
         self._workers = [None] * len(self._workers)
 
     async def _connect(self) -> WorkerChannel:
-        """A new worker, which need not be ready. Raises ``InfrastructureError``."""
+        """Start a worker; returns before it is ready. Raises ``InfrastructureError``."""
         return await ProcessChannel.start()
 
     async def _least_busy(self) -> WorkerConnection:
@@ -100,7 +101,7 @@ class WorkerPoolRunner:
         return None if limits.timeout is None else limits.timeout + _TIME_BEYOND_LIMIT
 
     async def _failed(self, request: EpisodeRequest, error: InfrastructureError, started: float) -> Trajectory:
-        """The episode of a worker that is gone, with what is stored of it: it may even be complete."""
+        """The episode of a dead worker, with its stored part, which may even be complete."""
         stored = await stored_episode(self._storage, trajectory_id(request)) if self._storage is not None else None
         if stored is not None and stored.stop is not StopReason.UNFINISHED:
             return stored

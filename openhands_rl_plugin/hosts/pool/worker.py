@@ -36,7 +36,7 @@ from openhands_rl_plugin.hosts.pool.messages import (
 class PoolStorage:
     """The pool's storage, as a worker's runner uses it: a call returns when the pool has stored the record.
 
-    One process writes for all workers, so that their episodes share a flush and no worker needs the storage's secrets.
+    One process writes for all workers: their episodes share a flush, and workers need no secrets of the storage.
     """
 
     def __init__(self, send: Callable[[FromWorker], Awaitable[None]]) -> None:
@@ -75,7 +75,7 @@ class PoolStorage:
             waiting.set_result(answer)
 
     def disconnect(self) -> None:
-        """The pool is gone: fail the calls that wait for an answer."""
+        """Fail the calls that wait for an answer: the pool is gone."""
         for number in list(self._waiting):
             self.answered(Stored(number=number, error="the worker pool is gone"))
 
@@ -90,7 +90,7 @@ class PoolStorage:
 
 
 class EpisodeWorker:
-    """Handles the messages of one pool. ``send`` takes a message to the pool."""
+    """Handles the messages of one pool. ``send`` sends a message to the pool."""
 
     def __init__(self, send: Callable[[FromWorker], Awaitable[None]]) -> None:
         os.environ.setdefault("LOG_LEVEL", "ERROR")
@@ -101,7 +101,7 @@ class EpisodeWorker:
         self._runner: HostRunner | None = None
 
     async def receive(self, line: bytes) -> None:
-        """Handle one message. Episodes run as tasks beside it."""
+        """Handle one message. Episodes run as background tasks."""
         message = from_line(TO_WORKER, line)
         if isinstance(message, Stored):
             self._storage.answered(message)
@@ -140,7 +140,7 @@ class EpisodeWorker:
 
 
 async def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Serve a pool until its end of the pipe closes."""
+    """Serve a pool until it closes the pipe."""
     writing = asyncio.Lock()
 
     def write(line: bytes) -> None:
@@ -161,7 +161,7 @@ async def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Keep stdout for messages, whatever the host's libraries print, and leave interrupts to the pool."""
+    """Serve a pool on stdin and stdout. Output of other libraries goes to stderr; the pool handles interrupts."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -172,10 +172,10 @@ def main() -> None:
         asyncio.run(_serve(requests, answers))
         status = 0
     except BrokenPipeError:
-        pass  # the pool is gone, so there is nowhere to report it
+        pass  # the pool is gone: nothing can be reported
     finally:
         sys.stderr.flush()
-        # Threads of the host may hang in a model call that is not needed any more.
+        # OpenHands' threads may still wait for a model call.
         os._exit(status)
 
 

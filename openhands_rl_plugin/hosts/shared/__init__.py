@@ -1,1 +1,1 @@
-"""What every host of OpenHands shares, without importing OpenHands: episodes, recording, sessions, branches."""
+"""Shared by all hosts of OpenHands, without importing OpenHands: episodes, recording, sessions, forks."""

@@ -1,4 +1,4 @@
-"""Forks of an environment behind OpenHands' runtime, as search sees them: they answer what the live one would."""
+"""Forks of an environment behind OpenHands' runtime, for search: they answer as the live one would."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from openhands_rl_plugin.hosts.shared.open_forks import OpenForks
 
 
 class EnvironmentWorld:
-    """The live episode, which can only be forked: nothing here steps it."""
+    """The live episode, which can only be forked: it is never stepped here."""
 
     def __init__(self, environment: Forkable, limits: Limits) -> None:
         self._environment = environment
@@ -18,16 +18,16 @@ class EnvironmentWorld:
 
     @property
     def fork_steps(self) -> int:
-        """As its environment says."""
+        """The environment's own."""
         return getattr(self._environment, "fork_steps", 0)
 
     @property
     def pays_rewards(self) -> bool:
-        """As its environment says."""
+        """The environment's own."""
         return getattr(self._environment, "pays_rewards", True)
 
     async def fork(self) -> Environment:
-        """A copy of the live episode as it stands. Raises what its environment raises."""
+        """A fork of the live episode. Raises what its environment raises."""
         return await self.branch(self._environment)
 
     async def branch(self, environment: Forkable) -> Environment:
@@ -35,7 +35,7 @@ class EnvironmentWorld:
         return await self._branches.add(self._fork(environment))
 
     async def step(self, environment: Environment, action: Message) -> Observation:
-        """As the runtime sends an action on, and as the episode cuts the answer."""
+        """As the runtime forwards an action and the episode clips the observation."""
         sent = Message(role="assistant", content=action.content or "")
         return clip(await environment.step(sent), self._limits)
 
@@ -48,9 +48,9 @@ class EnvironmentWorld:
         await self._branches.close()
 
     async def _fork(self, environment: Forkable) -> EnvironmentBranch:
-        twin = await environment.fork()
-        branch = ForkableEnvironmentBranch if isinstance(twin, Forkable) else EnvironmentBranch
-        return branch(self, twin)
+        fork = await environment.fork()
+        branch = ForkableEnvironmentBranch if isinstance(fork, Forkable) else EnvironmentBranch
+        return branch(self, fork)
 
 
 class EnvironmentBranch:
@@ -61,8 +61,8 @@ class EnvironmentBranch:
         self.environment = environment
 
     async def reset(self, task: Task) -> Observation:
-        """Refused: a fork stands in the middle of an episode."""
-        raise RuntimeError("a fork goes on from where it was made")
+        """Not supported: a fork begins in the middle of an episode."""
+        raise RuntimeError("a fork cannot be reset: it continues an episode")
 
     async def step(self, action: Message) -> Observation:
         """As the live environment would answer."""
@@ -83,10 +83,10 @@ class ForkableEnvironmentBranch(EnvironmentBranch):
 
     @property
     def fork_steps(self) -> int:
-        """As its environment says."""
+        """The environment's own."""
         return getattr(self.environment, "fork_steps", 0)
 
     async def fork(self) -> Environment:
-        """A copy of this fork as it stands."""
+        """A fork of this fork."""
         assert isinstance(self.environment, Forkable)
         return await self.world.branch(self.environment)

@@ -1,6 +1,7 @@
-"""One episode that OpenHands' controller plays: its tree, its limits, and how it ended.
+"""One episode in a session of OpenHands' controller: its tree, its limits, and why it ended.
 
-A runner binds one for the agent that is made next; without one the agent makes its own. Nothing here imports OpenHands.
+A runner binds it for the agent that it creates next; without one the agent creates its own. Nothing here imports
+OpenHands.
 """
 
 from __future__ import annotations
@@ -40,27 +41,27 @@ from openhands_rl_plugin.rollout.journal import EpisodeJournal, EpisodeSink
 from openhands_rl_plugin.rollout.session import context_tokens, reached
 
 LAST_ERROR = "last_error"
-"""The key of an episode's evidence under which OpenHands' own last error stands, if there was one."""
+"""The key of OpenHands' own last error in an episode's evidence."""
 
 _SEEDS = 2**31
 _LARGEST_ID = 2**63 - 1
 
 
 class SessionWorld(Forkable, Protocol):
-    """The live session during one decision, for strategies that look ahead in forks of it."""
+    """The live session during one decision, for strategies that search in forks of it."""
 
     async def close(self) -> None:
-        """Close every fork that was made."""
+        """Close all forks."""
         ...
 
 
 class HostEpisode:
-    """The state that ``RLAgent`` and its runner share. Written by one session, frozen when that has ended.
+    """The state that ``RLAgent`` and its runner share. Modified by one session and frozen at its end.
 
-    ``environment_mode``: the model sees only what the environment says; else it works with the tools of
-    OpenHands' CodeAct agent in a workspace, ``workspace`` if that is given. ``base_model`` is the served name of the
-    weights below any adapter, ``token_ids`` whether the server is asked for them. ``error`` is what must stop the run:
-    OpenHands' controller takes any exception for one more reason to end a session.
+    ``environment_mode``: the model sees only the environment's observations; else it works in a workspace with the
+    tools of OpenHands' CodeAct agent, in ``workspace`` if given. ``base_model`` is the served name of the model without
+    an adapter, ``token_ids`` whether token ids are requested from the server. ``error`` must stop the whole run; it is
+    kept here because OpenHands' controller handles any exception by ending only the session.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class HostEpisode:
         self._wrong_tokens = False
 
     async def decide(self, engine: LLMEngine, world: SessionWorld | None) -> int:
-        """The node to act on next, by the strategy. However it ends, no fork of ``world`` is left."""
+        """The node that the strategy chooses to execute. All forks of ``world`` are closed, also after an error."""
         self.tree.turns_left = self.limits.max_turns - max(self.turns, self.tree.turns)
         self.tree.longest_prompt = self.limits.max_prompt_length
         try:
@@ -108,27 +109,27 @@ class HostEpisode:
                 await world.close()
 
     def end_here(self, stop: StopReason) -> None:
-        """Note why the episode is over. A last answer that search has tried out is now a real one."""
+        """Set why the episode ended. A last answer that search simulated is marked as a real one."""
         self.stop = stop
         last = self.tree.nodes[self.tree.head] if self.tree.head is not None else None
         if last is not None and last.sampled and last.simulated:
             last.reward, last.simulated = None, False
 
     def keep_in(self, storage: EpisodeSink, loop: asyncio.AbstractEventLoop) -> None:
-        """Store the episode from now on while it is played. ``storage`` is used on ``loop`` only."""
+        """Store the episode while it runs. ``storage`` is used on ``loop`` only."""
         start = EpisodeStart.for_request(
             self.request, strategy=self.strategy_spec, policy=self._policy, started=self.started
         )
         self._journal = EpisodeJournal(LoopBoundStorage(storage, loop), start)
 
     def keep(self) -> None:
-        """Store what was said and sampled since the last call. Blocks, and is not to be called on an event loop that
-        this waits for: the storage's, or that of ``background``. Raises ``StorageError``."""
+        """Store the nodes since the last call. Blocks: do not call it on the storage's event loop or that of
+        ``background``. Raises ``StorageError``."""
         if self._journal is not None:
             background().wait_for(self.keep_up())
 
     async def keep_up(self) -> None:
-        """``keep`` for those who are on the loop of ``background``, where strategies change the tree."""
+        """``keep`` for callers on the loop of ``background``, where strategies modify the tree."""
         if self._journal is None:
             return
         self._drop_wrong_tokens()
@@ -139,13 +140,13 @@ class HostEpisode:
             raise
 
     async def end(self, trajectory: Trajectory) -> None:
-        """Close the episode in the storage, if it is stored while it is played. Raises ``StorageError``."""
+        """Close the episode in the storage, if it is stored while it runs. Raises ``StorageError``."""
         if self._journal is not None:
             end = self._journal.end(trajectory)
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(end, background().loop))
 
     def refuse(self, error: ConfigError) -> None:
-        """Note that the episode cannot be played with these settings."""
+        """Fail the episode with an error of the settings, which also stops the run."""
         self.error = error
         self.failure = Failure(kind=FailureKind.ENVIRONMENT, message=str(error)[:500], boundary="strategy.decide")
 
@@ -161,7 +162,7 @@ class HostEpisode:
             self.failure = reply.failure
 
     def limit_reached(self) -> StopReason | None:
-        """The reason to ask for no further completion, or ``None``. Answers that did not parse count as turns."""
+        """The limit that was reached, or ``None``. Answers that OpenHands could not parse count as turns."""
         if (stop := reached(self.tree, self.limits.model_copy(update={"max_prompt_length": None}))) is not None:
             return stop
         if self.turns >= self.limits.max_turns:
@@ -174,9 +175,9 @@ class HostEpisode:
         return None
 
     def sampling_for(self, asked: SamplingParams | None, number: int) -> SamplingParams:
-        """How a completion is sampled: the strategy's wishes over the request's over the settings'.
+        """The sampling parameters of a completion: the strategy's, else the request's, else the settings'.
 
-        Every call has a seed of its own, which is the episode's or the strategy's moved on by ``number``.
+        Every call has its own seed: the strategy's or the episode's plus ``number``.
         """
         wanted = overlay(self.sampling, asked or SamplingParams())
         seed = self.request.seed if wanted.seed is None else wanted.seed
@@ -190,8 +191,8 @@ class HostEpisode:
         failure: Failure | None = None,
         evidence: JsonObject | None = None,
     ) -> Trajectory:
-        """The episode as a value. A failure makes it an error; the agent's own wins, because it came first and knows
-        more than what the controller made of it. ``stop`` and ``evidence`` win over what the agent noted."""
+        """The episode as a trajectory. With a failure it ends as an error; the agent's own failure takes precedence,
+        because it came first and says more. ``stop`` and ``evidence`` take precedence over the agent's."""
         failure = self.failure = self.failure or failure or self._drop_wrong_tokens()
         return self.tree.freeze(
             self.request,
@@ -205,9 +206,9 @@ class HostEpisode:
         )
 
     def _drop_wrong_tokens(self) -> Failure | None:
-        """Without ids that are whole numbers no part of the episode can be trained on, since each builds on the others.
+        """Drop all token ids if any is not a whole number: no turn of the episode can be trained on without the others.
 
-        Looks at the nodes that came since the last call.
+        Checks the nodes since the last call.
         """
         new, self._checked_nodes = self.tree.nodes[self._checked_nodes :], len(self.tree.nodes)
         self._wrong_tokens |= not all(_whole_numbers(node.tokens) for node in new if node.tokens is not None)
@@ -237,7 +238,7 @@ def current_episode() -> HostEpisode | None:
 
 
 def overlay(below: SamplingParams, above: SamplingParams) -> SamplingParams:
-    """``above``, with what it leaves open taken from ``below``."""
+    """``above``, with values from ``below`` where it has none."""
     given = {name: value for name, value in above if value not in (None, ())}
     return below.model_copy(update=given)
 
@@ -250,6 +251,6 @@ def _limits_of(settings: RLSettings, environment_mode: bool) -> Limits:
     limits = settings.limits()
     if environment_mode or settings.max_prompt_length != RLSettings.model_fields["max_prompt_length"].default:
         return limits
-    # The default is made for short conversations; the CodeAct agent's own instructions are longer than that. So it can
-    # be meant by nobody, also where it is written out: in a copied example, or in what a worker process is sent.
+    # The default is made for short conversations, and the CodeAct agent's own instructions are longer. So it is no
+    # limit in a workspace, even where it is written out: in a copied example, or in the settings of a worker process.
     return limits.model_copy(update={"max_prompt_length": None})

@@ -1,4 +1,4 @@
-"""An environment behind a host's runtime or tool, which must never raise: the host would wait for an answer."""
+"""An environment behind a host's runtime or tool. It never raises: the host would wait forever for an answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from openhands_rl_plugin.hosts.shared.environment_reply import RESET_TOOL, STEP_
 
 
 class HostedEnvironment:
-    """One episode of one environment: its replies hold failures, and its evidence is gathered before it is closed."""
+    """One episode of one environment: failures are in its replies, and evidence is collected before it is closed."""
 
     def __init__(self, environment: Environment, task: Task) -> None:
         self._environment = environment
@@ -24,11 +24,11 @@ class HostedEnvironment:
         self.failure: Failure | None = None
 
     def world(self, limits: Limits) -> EnvironmentWorld | None:
-        """The episode for search; ``None`` when the environment cannot be forked."""
+        """The episode, for search to fork; ``None`` when the environment cannot be forked."""
         return EnvironmentWorld(self._environment, limits) if isinstance(self._environment, Forkable) else None
 
     def instruct(self, instruction: str) -> None:
-        """Set the instruction of a task that has none and has not begun."""
+        """Set the instruction of a task without one, before the episode begins."""
         if not self._opened and not self._task.instruction:
             self._task = self._task.model_copy(update={"instruction": instruction})
 
@@ -51,9 +51,9 @@ class HostedEnvironment:
         )
 
     async def conclude(self) -> None:
-        """Gather the evidence of an episode that did not end by itself, then close. A second call does nothing.
+        """Collect the evidence of an episode that did not end by itself, then close. Idempotent.
 
-        A failed close leaks a server-side episode but does not spoil the one that was played.
+        A failed close leaks an episode on the server, but the finished episode stays valid.
         """
         if self._closed:
             return

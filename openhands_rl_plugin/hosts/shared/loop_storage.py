@@ -1,4 +1,4 @@
-"""A storage that belongs to another event loop than the one that an episode runs on."""
+"""A storage for episodes that run on another event loop than the storage's."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _CHECK_INTERVAL = 1.0
 
 
 class LoopBoundStorage:
-    """An ``EpisodeSink`` that calls another one on that one's loop.
+    """An ``EpisodeSink`` that calls ``storage`` on its own event loop ``loop``.
 
-    Raises what the storage raises, and ``InfrastructureError`` when that loop is closed before it has answered.
+    Raises what the storage raises, and ``InfrastructureError`` when that loop is closed before the call ends.
     """
 
     def __init__(self, storage: EpisodeSink, loop: asyncio.AbstractEventLoop) -> None:
@@ -50,7 +50,7 @@ class LoopBoundStorage:
             return await call
         if not self._loop.is_closed():
             answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
-            # A loop that is stopped drops its work without an error.
+            # A stopped loop drops its tasks without an error.
             while not (await asyncio.wait([answer], timeout=_CHECK_INTERVAL))[0] and not self._loop.is_closed():
                 pass
             if answer.done():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from openhands_rl_plugin.core.errors import EpisodeError, InfrastructureError, ModelError, describe
 
-# Refusals that pass: a timeout, a conflict, a request sent too early, too many requests.
+# Temporary errors: a timeout, a conflict, a request sent too early, too many requests.
 _WORTH_A_RETRY = frozenset({408, 409, 425, 429})
 
 

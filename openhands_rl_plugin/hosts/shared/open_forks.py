@@ -1,4 +1,4 @@
-"""The forks of one decision, all of which are closed when it ends, for whatever reason."""
+"""The forks of one decision, all of which are closed when it ends or fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TIMEOUT = 10.0
 
 
 class OpenForks:
-    """Forks that are being made or are in use."""
+    """Forks that are being created or in use."""
 
     def __init__(self) -> None:
         self._making: set[asyncio.Task[Any]] = set()
@@ -25,7 +25,10 @@ class OpenForks:
         self._closed = False
 
     async def add[E: Environment](self, make: Coroutine[Any, Any, E]) -> E:
-        """Wait for a fork. One that is finished after its caller was cancelled is closed by ``close``."""
+        """Wait for a fork. If the caller is cancelled, ``close`` closes the fork.
+
+        Raises ``InfrastructureError`` after ``close``.
+        """
         if self._closed:
             make.close()
             raise InfrastructureError("the search has ended: no more forks")
@@ -39,7 +42,7 @@ class OpenForks:
         self._open.discard(branch)
 
     async def close(self) -> None:
-        """Close all forks, also those that are still being made. One that does not open or close in time is
+        """Close all forks, also those that are still being created. One that does not open or close in time is
         abandoned. Closing continues even when the caller is cancelled."""
         await shielded(self._close_all())
 

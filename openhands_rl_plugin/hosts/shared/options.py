@@ -1,4 +1,4 @@
-"""Options of a host beside ``[rl]``: where an episode runs, with which agent, and within which bounds."""
+"""Options of a host beside ``[rl]``: where an episode runs, with which agent, and within which limits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RL_AGENT = "RLAgent"
 
 
 class UserReplies(Frozen):
-    """Answers of a simulated user who cannot help: ``first``, and from the second time on ``first`` and ``later``."""
+    """Replies of a simulated user who cannot help: ``first``, and from the second reply on ``first`` plus ``later``."""
 
     first: str
     later: str = ""
@@ -22,12 +22,12 @@ class UserReplies(Frozen):
 class HostOptions(Frozen):
     """How a host runs its sessions.
 
-    ``environment_mode``: the model sees only what an environment says; else it works in a workspace with OpenHands' own
-    tools. ``isolation`` of a workspace: in bubblewrap where it is installed ("auto"), in bubblewrap or not at all
-    ("required"), or as plain subprocesses ("none"). ``sessions`` bounds the sessions at a time (default:
+    ``environment_mode``: the model sees only an environment's observations; else it works in a workspace with
+    OpenHands' own tools. ``isolation`` of a workspace: bubblewrap where it is installed ("auto"), always bubblewrap
+    ("required"), or plain subprocesses ("none"). ``sessions`` limits concurrent sessions (default:
     ``[rl] max_workers``), ``command_timeout`` is in seconds, ``strategy_options`` override those of ``[rl.strategy]``.
-    ``agent`` is ``RLAgent`` or an agent of OpenHands, which decides by itself, without the strategy. ``token_ids``: ask
-    the server for token ids and logprobs, which some servers refuse. ``stuck_detection`` is OpenHands' own. ``replies``
+    ``agent`` is ``RLAgent`` or an agent of OpenHands, which does not use the strategy. ``token_ids``: request token ids
+    and logprobs, which some servers reject. ``stuck_detection`` is OpenHands' own. ``replies``
     answer an agent that sends a message without a tool call (default: OpenHands' own text).
     """
 

@@ -1,7 +1,7 @@
-"""Where agent and runtime of one OpenHands session meet: OpenHands makes them apart and does not register_runtime them.
+"""The registry of sessions: OpenHands creates agent and runtime of a session separately, without references.
 
-Both know the session's id. The runtime says what it can do for a search; the agent says that one is under way, so that
-whoever ends the session can end it first.
+Both know the session's id. The agent finds its runtime here and registers a running search, so that the code that ends
+the session can cancel the search first.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from openhands_rl_plugin.hosts.shared.episode import SessionWorld
 
 @runtime_checkable
 class EpisodeRuntime(Protocol):
-    """A runtime that hands over what rewards will need before it is closed."""
+    """A runtime that returns the evidence for rewards before it is closed."""
 
     def conclude(self) -> tuple[JsonObject | None, Failure | None]:
-        """The evidence, if there is any, and the environment's failure. Blocks; a second call repeats the answer."""
+        """The evidence and the environment's failure, if any. Blocks; a second call returns the same."""
         ...
 
 
@@ -32,44 +32,47 @@ class EnvironmentHost(Protocol):
     """A runtime with an environment behind it."""
 
     def world(self, limits: Limits) -> SessionWorld | None:
-        """The live episode as search may see it, ``None`` when it cannot be forked."""
+        """The live episode, for search to fork; ``None`` when it cannot be forked."""
         ...
 
 
 class _Decision(NamedTuple):
-    """A job, and the id of the last event that its controller had heard of when it began."""
+    """A job, and the id of the last event that its controller had processed when the job began."""
 
     job: Job[Any]
-    heard: int
+    last_event: int
 
 
 _runtimes: WeakValueDictionary[str, object] = WeakValueDictionary()
 _decisions: dict[str, _Decision] = {}
-# Runtime of a session -> the id of the last event with which it was stopped.
+# Runtime of a session -> the id of the last event that stopped the session.
 _stops: WeakKeyDictionary[object, float] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 def register_runtime(session: str, runtime: object) -> None:
-    """Let the agent of this session find its runtime, for as long as that lives."""
+    """Register the runtime of a session, by a weak reference."""
     with _lock:
         _runtimes[session] = runtime
 
 
 def runtime_of(session: str) -> object | None:
-    """The runtime that was introduced for this session, ``None`` for one that this package did not make."""
+    """The runtime that is registered for this session; ``None`` for a runtime of another package."""
     with _lock:
         return _runtimes.get(session)
 
 
 @contextmanager
-def deciding(session: str, job: Job[Any], heard: int) -> Iterator[None]:
-    """``job`` decides the session's next action meanwhile, for a controller that has heard of the events up to the id
-    ``heard``. Where a stop came after that, which the controller will hear of next, the job is ended at once."""
+def deciding(session: str, job: Job[Any], last_event: int) -> Iterator[None]:
+    """Register ``job``, which decides the session's next action, until the end of the block.
+
+    ``last_event`` is the id of the last event that the controller has processed. If the session was stopped by a later
+    event, which the controller has not processed yet, the job is cancelled at once.
+    """
     with _lock:
-        _decisions[session] = _Decision(job, heard)
+        _decisions[session] = _Decision(job, last_event)
         runtime = _runtimes.get(session)
-        stopped = runtime is not None and _stops.get(runtime, -math.inf) >= heard
+        stopped = runtime is not None and _stops.get(runtime, -math.inf) >= last_event
     try:
         if stopped:
             job.cancel()
@@ -80,14 +83,14 @@ def deciding(session: str, job: Job[Any], heard: int) -> Iterator[None]:
 
 
 def stop_deciding(session: str, stop: float = math.inf) -> None:
-    """End the decision that is under way or about to begin, and wait until nothing of it is left. Blocks.
+    """Cancel the session's running or next decision and wait until it has ended. Blocks.
 
-    ``stop`` is the id of the event that stops the session; by default it is stopped for good. A controller that has
-    heard of later events was set running again since, so that its decisions go on.
+    ``stop`` is the id of the event that stops the session; by default the session is stopped permanently. Decisions
+    after later events are not cancelled: the session was resumed meanwhile.
     """
     with _lock:
         if (runtime := _runtimes.get(session)) is not None:
             _stops[runtime] = max(stop, _stops.get(runtime, stop))
         decision = _decisions.get(session)
-    if decision is not None and decision.heard <= stop:
+    if decision is not None and decision.last_event <= stop:
         decision.job.cancel()

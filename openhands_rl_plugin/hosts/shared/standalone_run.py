@@ -1,6 +1,6 @@
-"""An episode that nobody drives, as under ``python -m openhands.core.main``: from ``[rl]``, stored as it is played.
+"""An episode without a runner, as under ``python -m openhands.core.main``: from ``[rl]``, stored while it runs.
 
-What a killed process leaves can be read as an unfinished episode; ``TrajectoryStorage.drop`` removes it.
+A killed process leaves an unfinished episode that can be read; ``TrajectoryStorage.drop`` removes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 WORKSPACE = "workspace"
 
 TASK_INDEX_VARIABLE = "OPENHANDS_RL_TASK_INDEX"
-"""Which task ``python -m openhands.core.main`` plays, as a number that the environment understands; default 0."""
+"""The index of the environment's task for ``python -m openhands.core.main``; default 0."""
 
 
 def standalone_episode(
@@ -31,7 +31,7 @@ def standalone_episode(
     """The episode of an OpenHands session. Raises ``ConfigError`` for a strategy that cannot be loaded.
 
     In environment mode its task is the environment's, else the session itself. With a ``[rl.sampling] seed`` the same
-    task is sampled the same again; without one no two runs are.
+    task is sampled the same way in every run; without one every run differs.
     """
     task = Task(id=session, environment=WORKSPACE, instruction=instruction)
     if environment_mode:
@@ -65,7 +65,7 @@ def task_from_environment_variable(settings: RLSettings) -> Task:
 
 
 class StandaloneRun:
-    """Stores an episode while it is played, and closes it when it ends or the process does. Raises ``ConfigError``."""
+    """Stores an episode while it runs; closes it when it or the process ends. Raises ``ConfigError``."""
 
     def __init__(self, episode: HostEpisode) -> None:
         self._episode = episode
@@ -81,7 +81,7 @@ class StandaloneRun:
             background().wait_for(self._store(self._episode.freeze(stop=stop, failure=failure)))
 
     def _keep_at_exit(self) -> None:
-        # The interpreter starts no threads any more, so the storage is neither reached through one nor closed.
+        # The interpreter no longer starts threads, so a new storage is used here, and left open.
         if self._episode.tree.nodes and self._claim():
             asyncio.run(open_storage(self._episode.settings).add(self._episode.freeze()))
 

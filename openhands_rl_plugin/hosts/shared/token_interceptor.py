@@ -1,8 +1,8 @@
 """Takes token ids and logprobs out of a response before litellm reads it.
 
 litellm parses, validates, copies and logs the whole response, and 35,000 prompt ids cost it several milliseconds a
-call. So they are removed from the body as it comes from the model server. litellm and OpenHands get the response that
-they would have got without asking for ids.
+call. So they are removed from the body of the model server's response. litellm and OpenHands get the response that they
+would get without a request for ids.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from openhands_rl_plugin.models.gateway.requests import Unrecordable
 from openhands_rl_plugin.models.gateway.responses import UpstreamResponse
 from openhands_rl_plugin.models.gateway.token_id_text import ContextCache
 
-# Model servers of one process; a client that is dropped from the cache costs a new connection only.
+# Model servers of one process. A client that is dropped from the cache costs only a new connection.
 _CLIENTS = 16
 
 
 class TokenInterceptor:
-    """``tokens`` of the first choice of the first response, and ``rest``, the body that litellm got.
+    """``tokens`` of the first choice of the first response, and ``rest``, the body that litellm receives.
 
     Both are ``None`` when no response was intercepted. ``after``: see ``ContextCache.tokens``.
     """
@@ -39,7 +39,7 @@ class TokenInterceptor:
         self.rest: bytes | None = None
 
     def take(self, body: bytes) -> bytes:
-        """The body for litellm. Without prompt ids and sampled ids it is the whole body, so that nothing is lost."""
+        """The body for litellm, unchanged unless it has prompt ids and sampled ids."""
         try:
             answer = UpstreamResponse(body)
         except Unrecordable:

@@ -1,4 +1,4 @@
-"""The conversation of a session in a workspace, whose next messages search may have seen coming."""
+"""The conversation of a session in a workspace, some of whose messages search may have simulated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from openhands_rl_plugin.core.messages import WireMessage, says
 
 
 class WorkspaceConversation(HostConversation):
-    """Where a simulation was told the same as the session is now, its nodes become the real ones."""
+    """Where the session's messages equal those of a simulation, the simulated nodes become the real ones."""
 
     def _is(self, index: int, message: WireMessage) -> bool:
         node = self._tree.nodes[index]

@@ -1,4 +1,4 @@
-"""``RLAgent`` inside OpenHands' controller: the CodeAct agent, with a strategy deciding and everything recorded."""
+"""``RLAgent`` inside OpenHands' controller: the CodeAct agent with a strategy for every turn, fully recorded."""
 
 from __future__ import annotations
 
@@ -52,35 +52,35 @@ WORKSPACE_RUNTIME = "WorkspaceRuntime"
 
 # Model names for which OpenHands leaves out its worked example of a tool call.
 _WITHOUT_EXAMPLE = ("openhands-lm", "devstral")
-_NOT_ISOLATED = ". This workspace has no isolation, without which it is not forked: install bubblewrap"
+_NOT_ISOLATED = ". A workspace without isolation cannot be forked: install bubblewrap"
 _TOOLS_OF_OTHER_RUNTIMES = frozenset({"browser", "execute_ipython_cell"})
 
 
 @dataclass
-class _Play:
-    """What belongs to one episode. ``keeper`` is there when nobody but the agent would store it."""
+class _ActiveEpisode:
+    """The state of one episode. ``standalone`` stores it when no runner does."""
 
     episode: HostEpisode
     engine: ControllerEngine
     conversation: WorkspaceConversation
-    dialogue: EnvironmentActions
-    keeper: StandaloneRun | None
+    environment: EnvironmentActions
+    standalone: StandaloneRun | None
 
 
 class RLAgent(CodeActAgent):
-    """The agent that OpenHands loads by the name "RLAgent": CodeAct whose every turn a strategy decides.
+    """The agent that OpenHands loads by the name "RLAgent": CodeAct, with a strategy that decides every turn.
 
     The Python API ``openhands_rl_plugin.RLAgent`` is another class (``apps.agent.rl_agent``), which runs without
-    OpenHands. This one plays the bound episode, or its own, which it stores itself.
+    OpenHands. This one runs the bound episode, or else an episode of its own, which it stores itself.
 
-    In workspace mode the model gets CodeAct's prompt and tools. In environment mode it gets only what the environment
-    says, and its answers go to the environment, which stands behind OpenHands' runtime.
+    In workspace mode the model gets CodeAct's prompt and tools. In environment mode it gets only the environment's
+    observations, and its answers are the actions of the environment, which runs behind OpenHands' runtime.
     """
 
     config_model = RLAgentHostConfig
 
     _state: State | None = None
-    _play: _Play | None = None
+    _active: _ActiveEpisode | None = None
 
     def __init__(self, config: AgentConfig, llm_registry: LLMRegistry) -> None:
         bound = current_episode()
@@ -91,33 +91,32 @@ class RLAgent(CodeActAgent):
             raise ConfigError("RLAgent needs one model for a whole episode; remove [model_routing] from config.toml")
         self._settings = bound.settings if bound else host_settings(config, llm_registry.config)
         if bound is not None:
-            self._play = self._begin(bound)
+            self._active = self._begin(bound)
 
     def step(self, state: State) -> Action:
-        """The next action: one that is pending, or the first of a newly decided answer.
+        """The next action: a pending one, or the first of a new answer.
 
-        Raises OpenHands' own exceptions: for an answer that it cannot read, and for a model server that fails.
+        Raises OpenHands' own exceptions for an answer that it cannot parse and for a model server that fails.
         """
         self._state = state
         if self.pending_actions:
-            return self._hand_over(self.pending_actions.popleft())
-        if self._play is None:
-            self._play = self._begin_own(state)
+            return self._emit(self.pending_actions.popleft())
+        if self._active is None:
+            self._active = self._begin_standalone(state)
         step = self._step_in_environment if self._environment_mode else self._step_in_workspace
-        return step(self._play, state)
+        return step(self._active, state)
 
     def reset(self) -> None:
-        """Called by the controller when it stops or fails: no step will follow, so a search that is under way is ended,
-        and an own episode is stored."""
+        """Called by the controller when it stops or fails: cancels a running search and stores a standalone episode."""
         super().reset()
         if self._state is None:
             return
-        stop_deciding(self._state.session_id, _last_heard(self._state))
-        if self._play is not None and self._play.keeper is not None:
-            self._keep(self._play, *controller_end(self._state.agent_state.value, self._state.last_error))
+        stop_deciding(self._state.session_id, _last_event(self._state))
+        if self._active is not None and self._active.standalone is not None:
+            self._store(self._active, *controller_end(self._state.agent_state.value, self._state.last_error))
 
     def get_system_message(self) -> SystemMessageAction | None:
-        """CodeAct's, or none in environment mode: the environment opens the conversation itself."""
+        """CodeAct's message; ``None`` in environment mode, where the environment begins the conversation."""
         return None if self._environment_mode else super().get_system_message()
 
     def _get_tools(self) -> list[Any]:
@@ -126,7 +125,7 @@ class RLAgent(CodeActAgent):
             return tools
         return [tool for tool in tools if tool["function"]["name"] not in _TOOLS_OF_OTHER_RUNTIMES]
 
-    def _begin_own(self, state: State) -> _Play:
+    def _begin_standalone(self, state: State) -> _ActiveEpisode:
         episode = standalone_episode(
             self._settings,
             session=state.session_id,
@@ -136,40 +135,40 @@ class RLAgent(CodeActAgent):
         )
         return self._begin(episode, StandaloneRun(episode))
 
-    def _begin(self, episode: HostEpisode, keeper: StandaloneRun | None = None) -> _Play:
+    def _begin(self, episode: HostEpisode, standalone: StandaloneRun | None = None) -> _ActiveEpisode:
         if (longest := episode.limits.max_obs_length) is not None:
             # OpenHands cuts observations by this key; the configuration object is this LLM's own copy.
             config = self.llm.config
             config.max_message_chars = min(config.max_message_chars, longest * CHARACTERS_PER_TOKEN)
-        return _Play(
+        return _ActiveEpisode(
             episode=episode,
             engine=ControllerEngine(self.llm, episode, None if self._environment_mode else self._read_actions),
             conversation=WorkspaceConversation(episode.tree),
-            dialogue=EnvironmentActions(),
-            keeper=keeper,
+            environment=EnvironmentActions(),
+            standalone=standalone,
         )
 
-    def _step_in_workspace(self, play: _Play, state: State) -> Action:
+    def _step_in_workspace(self, active: _ActiveEpisode, state: State) -> Action:
         latest = state.get_last_user_message()
         if latest is not None and latest.content.strip() == "/exit":
-            return self._finish(play, StopReason.NO_ACTION)
+            return self._finish(active, StopReason.NO_ACTION)
         view = self.condenser.condensed_history(state)
         if isinstance(view, Condensation):
             return view.action
         initial = self._get_initial_user_message(state.history)
-        write = partial(self._write, initial, view.forgotten_event_ids)
-        turn = self._workspace_turn(play, state, *write(view.events))
-        if (stop := play.episode.limit_reached()) is not None:
-            return self._finish(play, stop)
+        write = partial(self._prompt, initial, view.forgotten_event_ids)
+        turn = self._workspace_turn(active, state, *write(view.events))
+        if (stop := active.episode.limit_reached()) is not None:
+            return self._finish(active, stop)
         runtime, world = runtime_of(state.session_id), None
         if isinstance(runtime, ForkableRuntime) and runtime.forkable:
-            world = WorkspaceWorld(runtime, Position(tuple(view.events), turn), play.engine, write)
-        return self._decide(play, state, turn, world)
+            world = WorkspaceWorld(runtime, Position(tuple(view.events), turn), active.engine, write)
+        return self._decide(active, state, turn, world)
 
-    def _write(
+    def _prompt(
         self, initial: MessageAction, forgotten: set[int], events: Sequence[Event]
     ) -> tuple[Sequence[WireMessage], Sequence[WireMessage]]:
-        """The prompt over these events, as OpenHands gives it to its LLM and as that sends it."""
+        """The prompt for these events, as OpenHands passes it to its LLM and as the LLM sends it."""
         prompt = self.llm.format_messages_for_llm(self._get_messages(list(events), initial, forgotten))
         if self.llm.is_function_calling_active():
             return prompt, prompt
@@ -180,11 +179,11 @@ class RLAgent(CodeActAgent):
         return check_tools(self.tools, self.llm.config)
 
     def _workspace_turn(
-        self, play: _Play, state: State, prompt: Sequence[WireMessage], wire: Sequence[WireMessage]
+        self, active: _ActiveEpisode, state: State, prompt: Sequence[WireMessage], wire: Sequence[WireMessage]
     ) -> HostTurn:
-        """What OpenHands would send now; afterwards the tree's head is the end of it."""
-        tools, tree = self._offered, play.episode.tree
-        rewritten = play.conversation.follow(wire)
+        """What OpenHands would send now. Moves the tree's head to the end of that prompt."""
+        tools, tree = self._offered, active.episode.tree
+        rewritten = active.conversation.follow(wire)
         if self.llm.is_function_calling_active():
             tree.tools = tree.tools or tuple(tools)
         return HostTurn(
@@ -203,26 +202,26 @@ class RLAgent(CodeActAgent):
         example = not any(name in self.llm.config.model for name in _WITHOUT_EXAMPLE)
         return convert_fncall_messages_to_non_fncall_messages(prompt, tools, add_in_context_learning_example=example)
 
-    def _step_in_environment(self, play: _Play, state: State) -> Action:
-        if not play.dialogue.opened:
-            return play.dialogue.reset()
-        play.episode.observe(play.dialogue.reply(state.history))
-        if play.episode.failure is not None:
-            return self._finish(play, StopReason.ERROR)
-        if (stop := play.episode.limit_reached()) is not None:
-            return self._finish(play, stop)
+    def _step_in_environment(self, active: _ActiveEpisode, state: State) -> Action:
+        if not active.environment.opened:
+            return active.environment.reset()
+        active.episode.observe(active.environment.reply(state.history))
+        if active.episode.failure is not None:
+            return self._finish(active, StopReason.ERROR)
+        if (stop := active.episode.limit_reached()) is not None:
+            return self._finish(active, stop)
         runtime = runtime_of(state.session_id)
-        world = runtime.world(play.episode.limits) if isinstance(runtime, EnvironmentHost) else None
+        world = runtime.world(active.episode.limits) if isinstance(runtime, EnvironmentHost) else None
         turn = HostTurn(session=state.session_id, step=state.iteration_flag.current_value)
-        return self._decide(play, state, turn, world)
+        return self._decide(active, state, turn, world)
 
-    def _decide(self, play: _Play, state: State, turn: HostTurn, world: SessionWorld | None) -> Action:
-        episode = play.episode
-        play.engine.open(turn)
+    def _decide(self, active: _ActiveEpisode, state: State, turn: HostTurn, world: SessionWorld | None) -> Action:
+        episode = active.episode
+        active.engine.open(turn)
         episode.failure = None
-        job = background().start(episode.decide(play.engine, world))
+        job = background().start(episode.decide(active.engine, world))
         try:
-            with deciding(turn.session, job, _last_heard(state)), boundary(FailureKind.MODEL, "strategy.decide"):
+            with deciding(turn.session, job, _last_event(state)), boundary(FailureKind.MODEL, "strategy.decide"):
                 chosen = job.result()
         except asyncio.CancelledError:
             return NullAction()
@@ -232,34 +231,34 @@ class RLAgent(CodeActAgent):
             episode.refuse(refused)
             raise refused from error
         except CaughtFailure as caught:
-            return self._undecided(play, caught)
+            return self._undecided(active, caught)
         episode.turns += 1
         node = episode.tree.nodes[chosen]
         if self._environment_mode:
             episode.tree.commit(chosen)
             episode.keep()
-            return play.dialogue.act(node.message)
-        outcome = play.engine.outcome(node.message)
+            return active.environment.act(node.message)
+        outcome = active.engine.outcome(node.message)
         if outcome.error is not None:
-            # The answer stays beside the acted path: OpenHands tells the model what was wrong, but never replays it.
+            # The answer stays off the executed path: OpenHands reports the error to the model, without the answer.
             episode.keep()
             raise outcome.error
-        play.conversation.acted(chosen)
+        active.conversation.acted(chosen)
         episode.keep()
         self.pending_actions.extend(outcome.fresh_actions())
-        return self._hand_over(self.pending_actions.popleft())
+        return self._emit(self.pending_actions.popleft())
 
-    def _undecided(self, play: _Play, caught: CaughtFailure) -> Action:
-        """Give OpenHands its own exception back, which it knows how to handle; without a condenser a full context
-        window is an end."""
-        play.episode.failure = caught.failure
+    def _undecided(self, active: _ActiveEpisode, caught: CaughtFailure) -> Action:
+        """Raise OpenHands' own exception, which its controller handles. Without a condenser, a full context window
+        ends the episode."""
+        active.episode.failure = caught.failure
         error = caught.__cause__
         host_error = (error and error.__cause__) or error or caught
         assert isinstance(host_error, Exception)
         stuck = self._environment_mode or isinstance(self.condenser, NoOpCondenser)
         if isinstance(host_error, ContextWindowExceededError) and stuck:
-            play.episode.failure = None
-            return self._finish(play, StopReason.MAX_TOKENS)
+            active.episode.failure = None
+            return self._finish(active, StopReason.MAX_TOKENS)
         raise host_error
 
     def _read_actions(self, response: ModelResponse) -> Sequence[Action]:
@@ -268,44 +267,44 @@ class RLAgent(CodeActAgent):
         except FunctionCallConversionError as error:
             raise FunctionCallValidationError(str(error)) from error
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            # Arguments that are JSON, but not an object of the right types, trip OpenHands' reading of them.
+            # OpenHands' parser fails with these for JSON arguments that are no object of the right types.
             raise FunctionCallValidationError(f"The tool call's arguments cannot be used: {describe(error)}") from error
         for action in actions:
             _check_texts(action)
         return actions
 
-    def _hand_over(self, action: Action) -> Action:
-        if isinstance(action, AgentFinishAction) and self._play is not None:
-            self._end(self._play, StopReason.TERMINATED)
+    def _emit(self, action: Action) -> Action:
+        if isinstance(action, AgentFinishAction) and self._active is not None:
+            self._end(self._active, StopReason.TERMINATED)
         return action
 
-    def _finish(self, play: _Play, stop: StopReason) -> Action:
-        self._end(play, stop)
+    def _finish(self, active: _ActiveEpisode, stop: StopReason) -> Action:
+        self._end(active, stop)
         return AgentFinishAction(final_thought=f"The episode is over: {stop.value}.")
 
-    def _end(self, play: _Play, stop: StopReason) -> None:
-        play.episode.end_here(stop)
-        if play.keeper is not None:
-            self._keep(play)
+    def _end(self, active: _ActiveEpisode, stop: StopReason) -> None:
+        active.episode.end_here(stop)
+        if active.standalone is not None:
+            self._store(active)
 
-    def _keep(self, play: _Play, stop: StopReason | None = None, failure: Failure | None = None) -> None:
-        """Store an own episode with its evidence; nothing is played any more."""
-        assert play.keeper is not None and self._state is not None
+    def _store(self, active: _ActiveEpisode, stop: StopReason | None = None, failure: Failure | None = None) -> None:
+        """Store a standalone episode with its evidence, and end it."""
+        assert active.standalone is not None and self._state is not None
         runtime = runtime_of(self._state.session_id)
         if isinstance(runtime, EpisodeRuntime):
             evidence, broken = runtime.conclude()
-            play.episode.evidence, failure = evidence or play.episode.evidence, failure or broken
-        play.keeper.keep(stop=stop, failure=failure)
-        self._play = None
+            active.episode.evidence, failure = evidence or active.episode.evidence, failure or broken
+        active.standalone.keep(stop=stop, failure=failure)
+        self._active = None
 
 
-def _last_heard(state: State) -> int:
-    """The id of the last event that the controller has come to, of those that it tells the agent of."""
+def _last_event(state: State) -> int:
+    """The id of the last event in the agent's history; -1 when that is empty."""
     return state.history[-1].id if state.history else -1
 
 
 def _check_texts(action: Action) -> None:
-    """OpenHands puts a call's arguments into actions unchecked; a number for a command would fail in the runtime."""
+    """OpenHands copies a call's arguments into actions unchecked: a number as a command would fail in the runtime."""
     for field in fields(action):
         value = getattr(action, field.name)
         if field.type in (str, "str") and not isinstance(value, str):

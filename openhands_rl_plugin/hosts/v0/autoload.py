@@ -1,4 +1,4 @@
-"""Registers ``RLAgent`` as soon as somebody imports OpenHands' agents.
+"""Registers ``RLAgent`` when OpenHands' agents are imported.
 
 A ``.pth`` file imports this module in every Python process, so it costs next to nothing: one entry on
 ``sys.meta_path`` that waits for ``openhands.agenthub`` and then removes itself. ``OPENHANDS_RL_AUTOLOAD=0`` switches it
@@ -21,7 +21,7 @@ SWITCH = "OPENHANDS_RL_AUTOLOAD"
 
 
 class AgentHubWatch:
-    """A meta-path finder that finds nothing itself; it adds one step after the import of OpenHands' agents."""
+    """A meta-path finder that only adds the registration after the import of OpenHands' agents."""
 
     @classmethod
     def find_spec(
@@ -49,13 +49,13 @@ class AgentHubWatch:
 def _register() -> None:
     try:
         import openhands_rl_plugin.hosts.v0.agent  # noqa: F401 - the module registers its class, as OpenHands' own do
-    # Outermost line of a guest in somebody else's process: whatever is broken here must not break the host.
+    # This runs inside other programs' processes: an error here must not break them.
     except Exception as error:
         import logging
 
         logging.getLogger("openhands").warning(
-            "openhands_rl_plugin could not register RLAgent (%s: %s); OpenHands goes on without it. Set %s=0 to switch "
-            "the plugin off.",
+            "openhands_rl_plugin could not register RLAgent (%s: %s); OpenHands continues without it. Set %s=0 to "
+            "disable the plugin.",
             type(error).__name__,
             error,
             SWITCH,
@@ -63,7 +63,7 @@ def _register() -> None:
 
 
 def install() -> None:
-    """Start waiting, unless switched off, already waiting, or too late (``openhands.agenthub`` is imported)."""
+    """Install the finder, unless it is disabled, already installed, or ``openhands.agenthub`` is imported."""
     if os.environ.get(SWITCH) != "0" and AgentHubWatch not in sys.meta_path and AWAITED not in sys.modules:
         sys.meta_path.insert(0, AgentHubWatch)
 

@@ -1,8 +1,7 @@
-"""One session of OpenHands' ``AgentController``, played to its end for one episode.
+"""One session of OpenHands' ``AgentController``, run to its end for one episode.
 
-It does what ``openhands.core.main.run_controller`` does, less what keeps many sessions from sharing a process: no
-signal handlers, no polling for the end, no state on disk. A failure in any of the session's threads ends it; the stock
-loop would wait for ever.
+Like ``openhands.core.main.run_controller``, but many sessions can share a process: there are no signal handlers, no
+polling and no state on disk. A failure in any of the session's threads ends it; OpenHands' own loop would wait forever.
 """
 
 from __future__ import annotations
@@ -39,13 +38,14 @@ from openhands_rl_plugin.hosts.v0.agent import RLAgent
 from openhands_rl_plugin.hosts.v0.other_agents import record_agent
 from openhands_rl_plugin.hosts.v0.session_state import controller_end
 
+# Characters of OpenHands' last error in the evidence: enough for its message, without a long response body.
 _LONGEST_ERROR = 2000
 _ENDS = frozenset({AgentState.FINISHED, AgentState.REJECTED, AgentState.ERROR, AgentState.STOPPED, AgentState.PAUSED})
 
 
 @dataclass
 class _End:
-    """Why the session ended: the first reason counts."""
+    """Why the session ended. Only the first reason is kept."""
 
     state: AgentState | None = None
     failure: Failure | None = None
@@ -53,7 +53,7 @@ class _End:
 
 
 class ControllerSession:
-    """Plays one episode. ``open``, ``conclude`` and ``close`` block and belong on a thread; ``ended`` is awaited."""
+    """Runs one episode. ``open``, ``conclude`` and ``close`` block: call them on a thread. ``ended`` is awaited."""
 
     def __init__(
         self, config: OpenHandsConfig, episode: HostEpisode, sid: str, replies: UserReplies | None = None
@@ -66,14 +66,14 @@ class ControllerSession:
         self._ended = asyncio.Event()
         self._end = _End()
         self._lock = threading.Lock()
-        # A session that is given up while it opens is closed when it has opened.
+        # ``close`` waits for an ``open`` that is still running.
         self._opening = threading.Lock()
         self._stream: SessionEventStream | None = None
         self._runtime: Runtime | None = None
         self._controller: SessionController | None = None
 
     def open(self) -> None:
-        """Make agent, runtime, memory and controller, and give the controller its task."""
+        """Create agent, runtime, memory and controller, and send the task as the user's first message."""
         with self._opening, boundary(FailureKind.INFRASTRUCTURE, "openhands.start"), bind_episode(self._episode):
             llms = LLMRegistry(self._config)
             stats = ConversationStats(None, self._sid, None)
@@ -102,11 +102,11 @@ class ControllerSession:
             stream.add_event(MessageAction(content=task.instruction or task.id), EventSource.USER)
 
     async def ended(self) -> None:
-        """Wait until the controller, or anything it needs, has come to an end."""
+        """Wait until the controller has ended, or a part of the session has failed."""
         await self._ended.wait()
 
     def conclude(self, *, timed_out: bool = False, failure: Failure | None = None) -> Trajectory:
-        """The episode's trajectory. Raises an ``RLError`` that must stop the run, if one ended the session."""
+        """The episode's trajectory. Raises the ``RLError`` that ended the session, if it must stop the run."""
         stop_deciding(self._sid)
         if (error := self._episode.error or self._end.error) is not None:
             raise error
@@ -120,9 +120,9 @@ class ControllerSession:
         return self._episode.freeze(stop=stop, failure=failure, evidence=evidence)
 
     def close(self) -> None:
-        """Release the runtime, then wait for the session's threads (as long as a call that they are in takes)."""
+        """Close the runtime, then wait until the session's threads have finished their current call."""
         with self._opening:
-            # Not before, when the runtime may still be unknown.
+            # After opening: before, the runtime may not be registered.
             stop_deciding(self._sid)
             if self._runtime is not None:
                 self._runtime.close()
@@ -140,7 +140,7 @@ class ControllerSession:
         if state is AgentState.AWAITING_USER_INPUT:
             return StopReason.NO_ACTION, None
         stop, failure = controller_end(state.value, controller.state.last_error)
-        # The agent knows whose fault it was; OpenHands keeps one line.
+        # The agent's failure has its kind; OpenHands keeps only a line of text.
         return stop, failure and (self._episode.failure or failure)
 
     def _on_state(self, state: AgentState) -> None:
@@ -179,7 +179,7 @@ OnFailure = Callable[[Failure | RLError], None]
 
 
 class SessionEventStream(EventStream):
-    """An event stream in memory that reports what its subscribers raise, and that can be closed while they work."""
+    """An event stream in memory that reports its subscribers' exceptions and can be closed while they run."""
 
     def __init__(self, sid: str, on_failure: OnFailure) -> None:
         super().__init__(sid, InMemoryFileStore())
@@ -188,7 +188,7 @@ class SessionEventStream(EventStream):
     def subscribe(
         self, subscriber_id: EventStreamSubscriber, callback: Callable[[Event], None], callback_id: str
     ) -> None:
-        """As the stock one; an exception of the callback ends the session instead of being logged."""
+        """As in OpenHands, but an exception of the callback ends the session instead of being logged."""
 
         def guarded(event: Event) -> None:
             try:
@@ -202,26 +202,26 @@ class SessionEventStream(EventStream):
         super().subscribe(subscriber_id, guarded, callback_id)
 
     def close(self) -> None:
-        """Deliver nothing more, wait for the subscribers to finish what they are at, then end their threads."""
+        """Deliver no more events, wait for running callbacks, then end the subscribers' threads."""
         self._stop_flag.set()
-        self._queue.put(NullAction())  # wakes the queue's thread, which would notice the flag a tenth of a second later
+        self._queue.put(NullAction())  # wakes the queue's thread, which checks the flag every 0.1 s
         self._queue_thread.join()
         for pools in self._thread_pools.values():
             for pool in pools.values():
-                # Without this the stock method would stop a subscriber's event loop under it.
+                # OpenHands' ``close`` stops a subscriber's event loop even while a callback runs on it.
                 pool.shutdown(wait=True)
         super().close()
 
 
 class SessionMemory(Memory):
-    """Memory without the microagents of the user's home, which are no part of a task."""
+    """OpenHands' memory without the microagents in the user's home, which are not part of a task."""
 
     def __init__(self, stream: EventStream, sid: str, on_failure: OnFailure) -> None:
         super().__init__(event_stream=stream, sid=sid)
         self._on_failure = on_failure
 
     def set_runtime_status(self, status: RuntimeStatus, message: str) -> None:
-        """End the session: the controller would wait for an answer that does not come."""
+        """End the session: the controller would wait forever for an observation."""
         what = f"{status.value}: {message}"
         self._on_failure(Failure(kind=FailureKind.INFRASTRUCTURE, message=what, boundary="openhands.memory"))
 
@@ -230,13 +230,13 @@ class SessionMemory(Memory):
 
 
 class SessionController(AgentController):
-    """The stock controller; ``on_state`` hears of every state it enters, in the controller's thread."""
+    """OpenHands' controller, which calls ``on_state`` with every new state, in the controller's thread."""
 
     def __init__(self, *, on_state: Callable[[AgentState], None], **kwargs) -> None:
         self._on_state = on_state
         super().__init__(**kwargs)
 
     async def set_agent_state_to(self, new_state: AgentState) -> None:
-        """Enter the state, then tell."""
+        """Enter the state, then call ``on_state``."""
         await super().set_agent_state_to(new_state)
         self._on_state(self.get_agent_state())

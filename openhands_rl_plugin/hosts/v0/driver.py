@@ -1,6 +1,6 @@
-"""Plays episodes with OpenHands' own controller: many sessions in one process.
+"""Runs episodes with OpenHands' own controller: many sessions in one process.
 
-Importing this imports no OpenHands (seconds and hundreds of megabytes); making a ``ControllerRunner`` does.
+Importing this module does not import OpenHands (seconds and hundreds of megabytes); a ``ControllerRunner`` does.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.hosts.v0.controller_session import ControllerSession
 
 _UNUSED = "StandardReAct"
-# A session's threads end at once unless a model call is under way; then they are left to end by themselves.
+# Seconds to wait for a session's threads. They end at once, except during a model call; then they end by themselves.
 _CLOSE_PATIENCE = 5.0
 
 
 class ControllerRunner:
     """An ``EpisodeRunner`` over real OpenHands sessions in this process.
 
-    With a ``storage``, which is used on the event loop that ``run`` is called on, episodes are stored as they are
-    played. One that was left unfinished there is dropped and played anew: OpenHands' state cannot be restored exactly.
-    Raises ``ConfigError`` when ``[rl.serving]`` names no server or model, or the strategy cannot be made.
+    With a ``storage``, which is used on the event loop that ``run`` is called on, episodes are stored while they run.
+    An unfinished one is dropped and restarted, because OpenHands' state cannot be restored exactly. Raises
+    ``ConfigError`` when ``[rl.serving]`` has no server or model, or the strategy cannot be created.
     """
 
     def __init__(
@@ -61,16 +61,16 @@ class ControllerRunner:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def run(self, request: EpisodeRequest, workspace: TaskWorkspace | None = None) -> Trajectory:
-        """Play one episode. A failed one is returned with ``failure`` set; errors that must stop a run are raised."""
+        """Run one episode. A failed one is returned with ``failure`` set; errors that must stop a run are raised."""
         async with self._gate:
-            return await self._play(request, workspace)
+            return await self._run_episode(request, workspace)
 
     async def close(self) -> None:
         """Wait for the sessions that are still closing, and end the threads."""
         await asyncio.gather(*self._closing)
         await asyncio.to_thread(self._threads.shutdown)
 
-    async def _play(self, request: EpisodeRequest, workspace: TaskWorkspace | None) -> Trajectory:
+    async def _run_episode(self, request: EpisodeRequest, workspace: TaskWorkspace | None) -> Trajectory:
         from openhands_rl_plugin.hosts.v0.controller_session import ControllerSession
 
         episode = self._episode(request, workspace)
@@ -79,13 +79,13 @@ class ControllerRunner:
         sid = f"rl-{uuid.uuid4().hex[:24]}"
         session = ControllerSession(self._config(episode), episode, sid, self._options.replies)
         try:
-            trajectory = await self._play_out(session, episode.limits.timeout)
+            trajectory = await self._run_session(session, episode.limits.timeout)
             await episode.end(trajectory)
             return trajectory
         finally:
             await self._release(session)
 
-    async def _play_out(self, session: ControllerSession, timeout: float | None) -> Trajectory:
+    async def _run_session(self, session: ControllerSession, timeout: float | None) -> Trajectory:
         timed_out, failure = False, None
         try:
             async with asyncio.timeout(timeout):
@@ -98,7 +98,7 @@ class ControllerRunner:
         return await self._in_thread(lambda: session.conclude(timed_out=timed_out, failure=failure))
 
     def _make_strategy(self) -> Strategy:
-        # A stock agent decides by itself; its episode is bound to the simplest strategy, which is never asked.
+        # An agent of OpenHands uses no strategy; its episode has the simplest one, which is never called.
         stock = self._options.agent != RL_AGENT
         return registry.build("strategies", _UNUSED if stock else self._spec.name, self._spec.options)
 
@@ -142,7 +142,7 @@ def _check_agent(options: HostOptions) -> None:
     from openhands.agenthub import Agent
 
     if options.environment_mode:
-        raise ConfigError(f"{options.agent} works in workspaces only; an environment is played by {RL_AGENT}")
+        raise ConfigError(f"{options.agent} works in workspaces only; environment mode needs {RL_AGENT}")
     if options.agent not in Agent.list_agents():
         raise ConfigError(unknown_name("agent", options.agent, Agent.list_agents()))
 
@@ -154,7 +154,7 @@ def _require_server(settings: RLSettings) -> None:
 
 
 def _quieten() -> None:
-    """Keep OpenHands from looking up model prices on the network and from a log line for every step."""
+    """Prevent OpenHands' download of model prices and its log line for every step."""
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     from openhands.core.logger import openhands_logger
 

@@ -1,4 +1,4 @@
-"""The language model of a controller's session, as an ``LLMEngine`` over the agent's own OpenHands ``LLM``."""
+"""An ``LLMEngine`` over the OpenHands ``LLM`` of a session's agent."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ MALFORMED = (
     LLMNoActionError,
     LLMResponseError,
 )
-"""What OpenHands raises when it cannot read an answer of the model."""
+"""What OpenHands raises for an answer of the model that it cannot parse."""
 
 
 @dataclass(frozen=True)
 class HostTurn:
-    """What OpenHands would send now.
+    """The request that OpenHands would send now.
 
-    ``path`` is the conversation as the strategy sees it (the tree's). ``prompt`` is the same as OpenHands gives it to
-    its LLM, and ``wire`` as that sends it: they differ where tools are described in the prompt. ``rewritten``: it does
-    not go on from what was said before. ``model_metadata`` is what OpenHands tells a litellm proxy.
+    ``path`` is the conversation in the tree, as the strategy sees it. ``prompt`` is the same as OpenHands passes it to
+    its LLM, and ``wire`` as the LLM sends it: they differ where tools are described in the prompt. ``rewritten``: it
+    does not extend the conversation so far. ``model_metadata`` is what OpenHands sends to a litellm proxy.
     """
 
     session: str
@@ -68,20 +68,20 @@ class HostTurn:
 
 @dataclass(frozen=True)
 class HostOutcome:
-    """What OpenHands made of an answer: actions, or the error that it answers the model with."""
+    """The result of parsing an answer: actions, or the error that OpenHands reports to the model."""
 
     actions: tuple[Action, ...] = ()
     error: Exception | None = None
 
     def fresh_actions(self) -> list[Action]:
-        """Copies that may be executed: an event stream writes into an action, and the same one is often tried out."""
+        """Copies to execute: an event stream modifies its actions, and search executes the same one several times."""
         return [copy.copy(action) for action in self.actions]
 
 
 class ControllerEngine:
     """An ``LLMEngine`` whose completions go through OpenHands' ``LLM``: its retries, metrics and tool formats.
 
-    Every completion is recorded. An answer that OpenHands cannot read is a completion all the same; ``outcome`` tells.
+    Every completion is recorded, including answers that OpenHands cannot parse; ``outcome`` has the error.
     """
 
     def __init__(self, llm: LLM, episode: HostEpisode, read_actions: ReadActions | None = None) -> None:
@@ -97,24 +97,24 @@ class ControllerEngine:
 
     @property
     def episode_seed(self) -> int | None:
-        """The request's seed, for a search that has one of its own and mixes them."""
+        """The request's seed, which a search combines with its own."""
         return self._episode.request.seed
 
     def open(self, turn: HostTurn) -> None:
-        """Begin a turn. What is known of earlier ones is forgotten, unless search may still come there."""
+        """Begin a turn. Earlier turns and outcomes are dropped, unless search can still reach them."""
         self._turn = turn
         start = len(turn.path)
         self._turns = {path: known for path, known in self._turns.items() if path[:start] == turn.path}
         self.expect(turn)
-        in_play = set(_below(self._episode.tree))
-        self._outcomes = {message: outcome for message, outcome in self._outcomes.items() if message in in_play}
+        reachable = set(_sampled_below_head(self._episode.tree))
+        self._outcomes = {message: outcome for message, outcome in self._outcomes.items() if message in reachable}
 
     def expect(self, turn: HostTurn) -> None:
-        """Send conversations that go on from ``turn.path`` as they are there, until the next turn is opened."""
+        """Until the next turn is opened, send conversations that begin with ``turn.path`` in the form of ``turn``."""
         self._turns[turn.path] = turn
 
     def outcome(self, answer: Message) -> HostOutcome:
-        """What OpenHands made of an answer that was sampled here and may still be acted on."""
+        """The outcome of an answer of this engine that can still be executed. Raises ``KeyError`` for any other."""
         return self._outcomes[answer]
 
     async def complete(
@@ -125,18 +125,17 @@ class ControllerEngine:
         n: int = 1,
         sampling: SamplingParams | None = None,
     ) -> list[Completion]:
-        """Sample ``n`` answers side by side. A conversation that goes on from the host's is sent in the host's form.
+        """Sample ``n`` answers concurrently. A conversation that extends the host's is sent in the host's form.
 
-        Fewer come back where some calls fail: those that were answered are paid for. Raises ``InfrastructureError`` or
-        ``ModelError``, with OpenHands' own exception as the cause, when all fail, and ``StorageError`` when what was
-        said and sampled before cannot be stored; that is done meanwhile.
+        Returns fewer when some calls fail. Raises ``InfrastructureError`` or ``ModelError``, with OpenHands' own
+        exception as the cause, when all fail. Meanwhile the episode so far is stored; raises ``StorageError``.
         """
-        goes_on = self._goes_on_from(tuple(messages))
-        turn = goes_on or replace(self._turn, path=(), prompt=(), wire=())
+        known = self._longest_known_turn(tuple(messages))
+        turn = known or replace(self._turn, path=(), prompt=(), wire=())
         prompt = [*turn.prompt, *(to_wire(message) for message in messages[len(turn.path) :])]
-        described_in_prompt = goes_on is not None and not self._llm.is_function_calling_active()
+        described_in_prompt = known is not None and not self._llm.is_function_calling_active()
         offered = turn.tools if tools or described_in_prompt else ()
-        after = self._goes_on_after(messages)
+        after = self._tokens_before(messages)
         calls = (
             background().blocking(partial(self._ask, turn, call, prompt, offered, seeded, after))
             for call, seeded in [(next(self._calls), self._seeded(sampling, messages)) for _ in range(n)]
@@ -151,14 +150,14 @@ class ControllerEngine:
     def _seeded(self, sampling: SamplingParams | None, messages: Sequence[Message]) -> SamplingParams:
         return self._episode.sampling_for(sampling, self._seeds.next(messages))
 
-    def _goes_on_from(self, messages: tuple[Message, ...]) -> HostTurn | None:
-        """The turn that knows the longest beginning of a conversation, if there is one."""
+    def _longest_known_turn(self, messages: tuple[Message, ...]) -> HostTurn | None:
+        """The turn with the longest path that ``messages`` begin with, if there is one."""
         lengths = {len(path) for path in self._turns}
-        beginnings = (messages[:length] for length in sorted(lengths, reverse=True) if length <= len(messages))
-        return next((self._turns[beginning] for beginning in beginnings if beginning in self._turns), None)
+        prefixes = (messages[:length] for length in sorted(lengths, reverse=True) if length <= len(messages))
+        return next((self._turns[prefix] for prefix in prefixes if prefix in self._turns), None)
 
-    def _goes_on_after(self, messages: Sequence[Message]) -> Tokens | None:
-        """The tokens that an answer to ``messages`` goes on from, when it will stand below the tree's head."""
+    def _tokens_before(self, messages: Sequence[Message]) -> Tokens | None:
+        """The tokens of the last answer in ``messages``, when they are the path to the tree's head."""
         tree = self._episode.tree
         return tree.tokens_before(tree.head) if tuple(messages) == tree.messages() else None
 
@@ -171,7 +170,7 @@ class ControllerEngine:
         sampling: SamplingParams,
         after: Tokens | None,
     ) -> Completion:
-        # litellm may change what it is given, and several calls share the prompt.
+        # Copies, because litellm may modify its arguments and several calls share the prompt.
         arguments = self._arguments([dict(message) for message in prompt], tools, sampling)
         episode = self._episode
         log = CallLog(turn.session, turn.step, episode.base_model, ask_tokens=episode.token_ids, after=after)
@@ -179,7 +178,7 @@ class ControllerEngine:
             outcome = self._outcome(arguments, log)
         attempt = log.attempts[-1]
         if (completion := attempt.completion) is None:
-            raise ModelError("OpenHands cannot read the model's answer") from outcome.error
+            raise ModelError("OpenHands cannot parse the model's answer") from outcome.error
         self._outcomes[completion.message] = outcome
         metadata: JsonObject = {
             "session": turn.session,
@@ -202,7 +201,7 @@ class ControllerEngine:
             return HostOutcome(actions=tuple(self._read_actions(response)) if self._read_actions else ())
         except MALFORMED as error:
             if not log.attempts:
-                raise ModelError(f"OpenHands cannot write the prompt: {describe(error)}") from error
+                raise ModelError(f"OpenHands cannot format the prompt: {describe(error)}") from error
             return HostOutcome(error=error)
         except (OpenAIError, LLMNoResponseError) as error:
             self._note_failed(log)
@@ -218,8 +217,7 @@ class ControllerEngine:
         longest = min(filter(None, (wanted.max_tokens, config.max_output_tokens)))
         arguments: dict[str, Any] = {
             "messages": prompt,
-            # Given with the call although OpenHands has values of its own: its retry of an empty answer changes the
-            # temperature when the call does not name one.
+            # Always set: OpenHands' retry of an empty answer changes the temperature of a call that does not set one.
             "temperature": wanted.temperature,
             "top_p": wanted.top_p,
             "seed": wanted.seed,
@@ -236,7 +234,7 @@ class ControllerEngine:
         return arguments
 
     def _note_failed(self, log: CallLog) -> None:
-        """Keep the attempts of a call that gave no completion, beside the prompt they were made for."""
+        """Record the attempts of a call without a completion, in the metadata of the prompt's last node."""
         tree = self._episode.tree
         if tree.head is not None:
             metadata = tree.nodes[tree.head].metadata
@@ -245,8 +243,7 @@ class ControllerEngine:
             metadata["failed_attempts"] = [*(earlier or ()), *(attempt.summary() for attempt in log.attempts)]
 
 
-def _below(tree: EpisodeTree) -> Iterator[Message]:
-    """All answers that were sampled below the head."""
+def _sampled_below_head(tree: EpisodeTree) -> Iterator[Message]:
     pending = list(tree.children(tree.head))
     while pending:
         index = pending.pop()

@@ -1,4 +1,4 @@
-"""An environment behind OpenHands' runtime, as the agent talks to it: actions out, replies out of the history."""
+"""The agent's side of an environment behind OpenHands' runtime: its actions, and replies from the history."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from openhands_rl_plugin.hosts.shared.environment_reply import RESET_TOOL, STEP_
 
 
 class EnvironmentActions:
-    """The two halves of every exchange of one episode."""
+    """The actions and replies of one episode."""
 
     def __init__(self) -> None:
         self.opened = False
         self._last_read = -1
 
     def reset(self) -> MCPAction:
-        """The action that opens the episode."""
+        """The action that begins the episode."""
         self.opened = True
         return MCPAction(name=RESET_TOOL, arguments={})
 
@@ -32,7 +32,7 @@ class EnvironmentActions:
         return MCPAction(name=STEP_TOOL, arguments={"content": answer.content or ""})
 
     def reply(self, history: Sequence[Event]) -> EnvironmentReply:
-        """What the environment answered to the last action; a reply that is missing or broken is a failure."""
+        """The environment's reply to the last action; a missing or invalid reply is a failure."""
         for event in reversed(history):
             if event.id <= self._last_read:
                 break

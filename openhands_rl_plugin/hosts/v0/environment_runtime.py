@@ -1,8 +1,8 @@
 """The environment runtime: puts an ``Environment`` behind OpenHands' ``Runtime``.
 
 Chosen by class path, ``runtime = "openhands_rl_plugin.hosts.v0.environment_runtime.EnvironmentRuntime"``. The agent
-sends ``MCPAction``s named ``RESET_TOOL`` and ``STEP_TOOL`` and gets ``EnvironmentReply`` JSON; every failure of the
-environment is such a reply too, because an exception here would leave the controller waiting for an answer.
+sends ``MCPAction``s named ``RESET_TOOL`` and ``STEP_TOOL`` and gets ``EnvironmentReply`` JSON. A failure of the
+environment is such a reply, too: after an exception here the controller would wait for an observation forever.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class EnvironmentRuntime(SessionRuntime):
         else:
             settings, task = episode.settings, episode.request.task
         self._instructed_by_user = episode is None
-        # Before the host's constructor, which leaves threads and an exit handler behind if anything fails after it.
+        # Before OpenHands' constructor, which leaves threads and an exit handler behind if a later line fails.
         self.hosted = HostedEnvironment(self.make_environment(settings, task), task)
         super().__init__(config, *args, **kwargs)
 
@@ -65,11 +65,11 @@ class EnvironmentRuntime(SessionRuntime):
         )
 
     def world(self, limits: Limits) -> EnvironmentWorld | None:
-        """The live episode as search may see it; ``limits`` are the episode's."""
+        """The live episode, for search to fork; ``limits`` are the episode's."""
         return self.hosted.world(limits)
 
     def make_environment(self, settings: RLSettings, task: Task) -> Environment:
-        """The environment of the task. Override to put another one behind OpenHands."""
+        """The environment of the task. Override it to use another one."""
         return make_environment(settings)
 
     def on_event(self, event: Event) -> None:
@@ -79,7 +79,7 @@ class EnvironmentRuntime(SessionRuntime):
         super().on_event(event)
 
     async def connect(self) -> None:
-        """Nothing to start: the episode begins with the agent's first action."""
+        """Starts nothing: the episode begins with the agent's first action."""
         self._runtime_initialized = True
         self.set_runtime_status(RuntimeStatus.RUNTIME_STARTED)
 
@@ -99,8 +99,8 @@ class EnvironmentRuntime(SessionRuntime):
         """Reset or step the environment."""
         if action.name not in (RESET_TOOL, STEP_TOOL):
             return ErrorObservation(f"There is no tool {action.name!r}; the environment has {RESET_TOOL}, {STEP_TOOL}.")
-        # Connections belong to one event loop, and OpenHands ends the one that this runs in before it closes a runtime.
-        # This thread serves this session alone, so that it may wait.
+        # Connections belong to one event loop, and OpenHands closes the current one before it closes the runtime.
+        # Blocking is fine: this thread serves only this session.
         reply = background().wait_for(self.hosted.reply_to(action.name, action.arguments))
         return MCPObservation(content=reply.model_dump_json(), name=action.name, arguments=action.arguments)
 
@@ -110,7 +110,7 @@ class EnvironmentRuntime(SessionRuntime):
 
     @property
     def workspace_root(self) -> Path:
-        """A name that OpenHands wants; there is no workspace."""
+        """Required by OpenHands; there is no workspace."""
         return Path(INSIDE)
 
     def run(self, action: CmdRunAction) -> Observation:

@@ -1,4 +1,4 @@
-"""Records the episode of an OpenHands agent other than ``RLAgent``, without changing what it does."""
+"""Records the episode of an OpenHands agent other than ``RLAgent``, without changing its behaviour."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from openhands_rl_plugin.hosts.v0.recorder import Attempt, CallLog, record_compl
 class AgentRecorder:
     """Wraps the ``step`` of one agent. Its prompts and completions become the tree of ``episode``.
 
-    A step that asks the model twice keeps the last answer. An answer that OpenHands cannot read is kept beside the
-    acted path, as with ``RLAgent``.
+    Of a step with several completions only the last is kept. An answer that OpenHands cannot parse is kept off the
+    executed path, as with ``RLAgent``.
     """
 
     def __init__(self, agent: Agent, episode: HostEpisode) -> None:
@@ -33,7 +33,7 @@ class AgentRecorder:
         record_completions(agent.llm)
 
     def step(self, state: State) -> Action:
-        """The agent's own step. A prompt that no longer fits ends the episode; other errors go on to OpenHands."""
+        """The agent's own step. A prompt that exceeds the context window ends the episode; other errors are raised."""
         episode = self._episode
         episode.failure = None
         log = CallLog(
@@ -86,5 +86,5 @@ class AgentRecorder:
 
 
 def record_agent(agent: Agent, episode: HostEpisode) -> None:
-    """Record what ``agent`` does from now on."""
+    """Record all further steps of ``agent``."""
     agent.step = AgentRecorder(agent, episode).step

@@ -1,8 +1,8 @@
-"""Records every completion of one OpenHands ``LLM``: what was really sent and what the server really answered.
+"""Records every completion of one OpenHands ``LLM``: the request as sent and the server's response.
 
-It stands where OpenHands calls litellm (``LLM._completion_unwrapped``): after retries were decided, messages formatted
-and tools turned into a prompt, and before an answer is parsed. So it sees the wire form, every attempt, and answers
-whose tool call does not parse.
+It wraps OpenHands' call of litellm (``LLM._completion_unwrapped``), below retries, message formatting and the
+conversion of tools to a prompt, and before the answer is parsed. So it records the wire form, every attempt, and
+answers whose tool call cannot be parsed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _OPENAI_COMPATIBLE = frozenset({"openai", "custom_openai", "hosted_vllm", "litel
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One request and its outcome. ``latency`` is in seconds; ``completion`` is absent when there was no answer."""
+    """One request and its outcome. ``latency`` is in seconds; ``completion`` is ``None`` without an answer."""
 
     messages: Sequence[WireMessage]
     tools: Sequence[JsonObject]
@@ -54,16 +54,16 @@ class Attempt:
     error: str | None
 
     def summary(self) -> JsonObject:
-        """The attempt without what the tree keeps elsewhere."""
+        """The attempt without the messages and the completion, which the tree has."""
         return {"model": self.model, "parameters": self.parameters, "latency": self.latency, "error": self.error}
 
 
 @dataclass(slots=True)
 class CallLog:
-    """The attempts of one call, in order. ``session`` and ``step`` are OpenHands' own; ``ask_tokens``: ask for ids.
+    """The attempts of one call, in order. ``session`` and ``step`` are OpenHands'; ``ask_tokens``: request token ids.
 
-    ``after``: the tokens of the sampled node that the answer's path last goes through, if the caller knows. Tokens of
-    a prompt that goes on from them extend them.
+    ``after``: the tokens of the last sampled node before the answer, if known. Of a prompt that extends them, only the
+    new tokens are kept.
     """
 
     session: str
@@ -83,7 +83,7 @@ def recording(log: CallLog) -> AbstractContextManager[CallLog]:
 
 
 def record_completions(llm: LLM) -> None:
-    """Put the recorder into ``llm``; a second call changes nothing."""
+    """Install the recorder in ``llm``. Idempotent."""
     # OpenHands declares a functools.partial here; it only ever calls it.
     holder: Any = llm
     if not isinstance(holder._completion_unwrapped, RecordedCompletion):
@@ -92,7 +92,7 @@ def record_completions(llm: LLM) -> None:
 
 
 def _one_at_a_time[T](count: Callable[[ModelResponse], T]) -> Callable[[ModelResponse], T]:
-    """OpenHands reads, adds and writes its metrics; candidates that are answered together would lose counts."""
+    """Serialize the calls: OpenHands' update of its metrics is not atomic, and candidates arrive concurrently."""
     turn = threading.Lock()
 
     def counted(response: ModelResponse) -> T:
@@ -103,10 +103,10 @@ def _one_at_a_time[T](count: Callable[[ModelResponse], T]) -> Callable[[ModelRes
 
 
 class RecordedCompletion:
-    """litellm's ``completion`` as OpenHands bound it, with every call noted in the current ``CallLog``.
+    """litellm's ``completion`` as OpenHands bound it, with every call appended to the current ``CallLog``.
 
-    Outside ``recording`` it does nothing of its own. Inside, it asks an OpenAI-compatible server for token ids and
-    logprobs, and takes them out of the response, which OpenHands would else copy and store with every event.
+    Outside ``recording`` it only forwards the call. Inside, it requests token ids and logprobs from an
+    OpenAI-compatible server and removes them from the response: OpenHands would copy and store them with every event.
     """
 
     def __init__(self, send: Callable[..., ModelResponse]) -> None:
@@ -141,7 +141,7 @@ _ASKED = ("logprobs", "extra_body")
 
 
 def _token_request(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What to add so that the answer has token ids and logprobs; what the user set himself wins."""
+    """The parameters that request token ids and logprobs. The user's own values take precedence."""
     if not _knows_token_ids(asked):
         return {}
     return {
@@ -151,7 +151,7 @@ def _token_request(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _knows_token_ids(asked: Mapping[str, Any]) -> bool:
-    """Only servers of one's own: OpenAI itself and other vendors answer an unknown parameter with an error."""
+    """Whether the server is self-hosted: OpenAI and other vendors reject the unknown parameter."""
     base_url = asked.get("base_url") or asked.get("api_base")
     if not base_url or (urlsplit(base_url).hostname or "").endswith("openai.com"):
         return False
@@ -160,7 +160,7 @@ def _knows_token_ids(asked: Mapping[str, Any]) -> bool:
 
 
 def split_provider(model: str) -> tuple[str, str]:
-    """``"openai/Qwen/Qwen3-8B"`` -> ``("openai", "Qwen/Qwen3-8B")``; no known provider gives an empty one."""
+    """``"openai/Qwen/Qwen3-8B"`` -> ``("openai", "Qwen/Qwen3-8B")``; the provider is empty when unknown."""
     provider, slash, name = model.partition("/")
     return (provider, name) if slash and provider in litellm.provider_list else ("", model)
 
@@ -192,16 +192,16 @@ def _completion(
     if not isinstance(choice, Choices):
         return None
     # Tokens that were not intercepted are still in the response.
-    left = _take_tokens(prompt_ids, choice)
+    remaining = _take_tokens(prompt_ids, choice)
     message = _take_message(choice)
-    # Without the token arrays, which would make it many times as large.
+    # Without the token arrays, which would make it many times larger.
     raw: JsonValue = (
         from_json(interceptor.rest) if interceptor.rest else response.model_dump(mode="json", warnings=False)
     )
     served = split_provider(response.model or str(asked.get("model")))[1]
     return Completion.model_construct(
         message=message,
-        tokens=interceptor.tokens or left,
+        tokens=interceptor.tokens or remaining,
         finish_reason=choice.finish_reason,
         usage=_usage(response),
         policy=PolicyRef.from_served_name(base_model, served),
@@ -211,7 +211,7 @@ def _completion(
 
 
 def _take_message(choice: Choices) -> Message:
-    """What was said. Halves of characters are replaced in the choice, too: OpenHands could not send them again."""
+    """The message. Lone surrogates are replaced in the choice, too: OpenHands could not send them again."""
     said = _message(choice)
     whole = whole_message(said)
     if whole is not said:
@@ -234,15 +234,15 @@ def _message(choice: Choices) -> Message:
 
 
 def _take_tokens(prompt_ids: object, choice: Choices) -> Tokens | None:
-    """Move the token arrays from the choice into a value; without both kinds of ids there is none."""
+    """Move the token arrays out of the choice; ``None`` without both kinds of ids."""
     logprobs, choice.logprobs = getattr(choice, "logprobs", None), None
     sampled_ids = (getattr(choice, "provider_specific_fields", None) or {}).pop("token_ids", None)
     if not (isinstance(prompt_ids, list) and isinstance(sampled_ids, list)):
         return None
     content = getattr(logprobs, "content", None) or ()
     values = tuple(float(entry.logprob) for entry in content)
-    # Looking at each of 35,000 ids in every turn would cost most of a millisecond. The tree keeps only what each prompt
-    # adds, and that is checked before it is stored (see HostEpisode).
+    # Not validated here: 35,000 ids in every turn would cost most of a millisecond. ``HostEpisode`` checks the ids that
+    # each prompt adds before they are stored.
     return Tokens.model_construct(
         prompt_ids=tuple(prompt_ids),
         sampled_ids=tuple(sampled_ids),

@@ -1,7 +1,7 @@
-"""OpenHands' agent registry, made to take the same class twice.
+"""Makes ``Agent.register`` of OpenHands idempotent.
 
 Autoload registers ``RLAgent``, and so does OpenHands itself when a config.toml has the documented ``classpath`` line;
-without this the second one would be logged as an error.
+without this the second registration would be logged as an error.
 """
 
 from __future__ import annotations

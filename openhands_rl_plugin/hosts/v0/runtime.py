@@ -1,12 +1,12 @@
-"""The workspace runtime: an OpenHands ``Runtime`` whose sessions lose no output and do not meet in one process.
+"""The workspace runtime: an OpenHands ``Runtime`` that loses no output, for many separate sessions in one process.
 
 Chosen by class path, ``runtime = "openhands_rl_plugin.hosts.v0.runtime.WorkspaceRuntime"``. ``workspace_base`` is used
-as it is, without a copy; without one, a session has a fresh temporary directory that ends with it. A session has a
-network only with ``[sandbox] use_host_network = true``.
+as it is, without a copy; without one, a session has a temporary directory that is removed with it. A session has
+network access only with ``[sandbox] use_host_network = true``.
 
-In bubblewrap a session can be forked for search: a twin has copies of the workspace, of ``/tmp``, of the shell's state
-and of the editor's history, at the same paths. What cannot be copied are processes and network connections, so that a
-workspace with living background processes is not forked; nor are times, process ids and the order of unsorted listings.
+In bubblewrap a session can be forked for search: a fork has copies of the workspace, of ``/tmp``, of the shell's state
+and of the editor's history, at the same paths. Processes and network connections cannot be copied, so a workspace with
+running background processes is not forked. Times, process ids and the order of unsorted listings may differ in a fork.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ from openhands_rl_plugin.hosts.shared.episode import current_episode
 from openhands_rl_plugin.hosts.v0.session_runtime import SessionRuntime
 from openhands_rl_plugin.hosts.v0.session_state import SessionTaskList
 
+# Seconds to start a sandbox, which takes a fraction of one: a machine under load is given time.
 _START_TIMEOUT = 14.0
 _ENDED = "[The sandbox ended and a new one is started: background processes and the shell's state are lost.]"
 
@@ -75,7 +76,7 @@ _ENDED = "[The sandbox ended and a new one is started: background processes and 
 class WorkspaceRuntime(SessionRuntime):
     """Runs a session's commands and file actions: in bubblewrap where that works, else as subprocesses, with a warning.
 
-    Raises ``ConfigError`` from the constructor when a ``bwrap`` is installed that does not work: it is relied on.
+    The constructor raises ``ConfigError`` when an installed ``bwrap`` does not work: the user expects isolation then.
     """
 
     limits = SandboxLimits()
@@ -83,7 +84,7 @@ class WorkspaceRuntime(SessionRuntime):
     fork_methods = METHODS
 
     def __init__(self, config: OpenHandsConfig, *args, **kwargs) -> None:
-        # Before the host's constructor, which leaves threads and an exit handler behind if anything fails after it.
+        # Before OpenHands' constructor, which leaves threads and an exit handler behind if a later line fails.
         self._private = Path(tempfile.mkdtemp(prefix="openhands-rl-")).resolve()
         bound = current_episode()
         task = self._task_workspace = bound.workspace if bound else None
@@ -105,7 +106,7 @@ class WorkspaceRuntime(SessionRuntime):
         self._shell = Shell(self._sandbox, self._variables(), self.limits, start=start)
 
     def make_sandbox(self, config: OpenHandsConfig, root: Path) -> Sandbox:
-        """Where the commands of the workspace at ``root`` run."""
+        """The sandbox for the commands of the workspace at ``root``."""
         try:
             return self._bubblewrap(config, root)
         except ConfigError as error:
@@ -130,7 +131,7 @@ class WorkspaceRuntime(SessionRuntime):
         self.set_runtime_status(RuntimeStatus.RUNTIME_STARTED)
 
     def close(self) -> None:
-        """End the sandbox and all processes in it, and remove what this runtime made."""
+        """End the sandbox and all processes in it, and remove this runtime's own files."""
         atexit.unregister(self.close)
         self._runtime_initialized = False
         self._shell.close()
@@ -138,13 +139,13 @@ class WorkspaceRuntime(SessionRuntime):
         super().close()
 
     def conclude(self) -> tuple[JsonObject | None, Failure | None]:
-        """What the session changed in its workspace. Blocks; a second call repeats the answer."""
+        """The session's changes to its workspace, and no failure. Blocks; a second call returns the same."""
         if self._evidence is None:
             self._evidence = self.changes()
         return self._evidence, None
 
     def changes(self) -> JsonObject:
-        """What was changed until now since the session began: a patch and the files by name. Blocks."""
+        """The changes since the session began: a patch and the names of the files. Blocks."""
         sandbox = self._sandbox
         if isinstance(sandbox, BubblewrapSandbox) and self._tree.overlay is not None:
             sandbox = sandbox.over(self._tree.directory, self._tree.mounting(read_only=True))
@@ -152,15 +153,15 @@ class WorkspaceRuntime(SessionRuntime):
 
     @property
     def forkable(self) -> bool:
-        """Whether ``fork`` can work: without isolation, copies would see each other and the paths of the original."""
+        """Whether ``fork`` is possible: without isolation, forks would see each other's files and the original's."""
         return isinstance(self._sandbox, BubblewrapSandbox)
 
     def fork(self, stop: threading.Event) -> WorkspaceRuntime:
-        """A twin that executes actions in copies of all that the session has; it hears no events. Close it. Blocks.
+        """A runtime with copies of the session's files and state, without a subscription to its event stream. Blocks.
 
-        Raises ``BadEnvironmentError`` when background processes run or the workspace cannot be copied as it stands, and
-        ``InfrastructureError`` when the copy fails or ``stop`` is set meanwhile. While the twin lives, nothing may
-        change the workspace of the original.
+        The caller closes it; until then the original's workspace must not change. Raises ``BadEnvironmentError`` when
+        background processes run or the workspace cannot be copied, and ``InfrastructureError`` when copying fails or
+        ``stop`` is set meanwhile.
         """
         assert isinstance(self._sandbox, BubblewrapSandbox), "only a forkable runtime can be forked"
         stands = self._shell.snapshot()
@@ -177,7 +178,7 @@ class WorkspaceRuntime(SessionRuntime):
             shell = Shell(sandbox, self._variables(), self.limits, start=stands.cwd)
             tmp, own_tmp = self._shell.path_from_host("/tmp"), shell.path_from_host("/tmp")
             copy_tree(tmp, own_tmp, limits=self.fork_limits, stop=stop, leave_out=sandbox.host_names_in_tmp)
-            return self._twin(private, tree, sandbox, shell)
+            return self._copy(private, tree, sandbox, shell)
         except BaseException:
             if shell is not None:
                 shell.close()
@@ -186,11 +187,11 @@ class WorkspaceRuntime(SessionRuntime):
 
     @property
     def workspace_root(self) -> Path:
-        """``/workspace``, as the session sees it."""
+        """The workspace's path inside the sandbox."""
         return Path(INSIDE)
 
     def run(self, action: CmdRunAction) -> Observation:
-        """Run a command for at most the action's time limit; what it leaves in the background lives on."""
+        """Run a command for at most the action's time limit; its background processes keep running."""
         if action.is_input:
             return ErrorObservation(
                 f"No command is waiting for input, so {action.command!r} was not sent: commands run without a terminal,"
@@ -208,7 +209,7 @@ class WorkspaceRuntime(SessionRuntime):
         return _observation(action, result, suffix)
 
     def read(self, action: FileReadAction) -> Observation:
-        """Read a text file, or view it with line numbers when the editor's tool asks."""
+        """Read a text file; for the editor's tool, view it with line numbers."""
         if action.impl_source == FileReadSource.OH_ACI:
             return self._view(action)
         try:
@@ -224,7 +225,7 @@ class WorkspaceRuntime(SessionRuntime):
         return FileReadObservation(content="".join(lines[action.start : end]), path=action.path)
 
     def write(self, action: FileWriteAction) -> Observation:
-        """Replace the whole file, making it and the directories above it when needed."""
+        """Replace the whole file; create it and its parent directories when needed."""
         try:
             self.files.write(action.path, action.content.encode("utf-8", "surrogateescape"))
         except PermissionError:
@@ -262,7 +263,7 @@ class WorkspaceRuntime(SessionRuntime):
 
     @property
     def editor(self) -> WorkspaceEditor:
-        """The session's editor with its undo history; made when first needed, as most sessions never do."""
+        """The session's editor with its undo history, created when first used."""
         if self._editor is None:
             self._editor = WorkspaceEditor(self.files, self._private / "scratch")
         return self._editor
@@ -304,20 +305,20 @@ class WorkspaceRuntime(SessionRuntime):
         return Path(file.name)
 
     def list_files(self, path: str | None = None) -> list[str]:
-        """Paths of what a directory holds; nothing when there is none."""
+        """The paths of a directory's entries; empty when there is no such directory."""
         directory = path or INSIDE
         if self.files.kind(directory) != "directory":
             return []
         return [f"{directory.rstrip('/')}/{name}" for name, _ in self.files.entries(directory)]
 
-    def _twin(self, private: Path, tree: Tree, sandbox: Sandbox, shell: Shell) -> WorkspaceRuntime:
-        twin = copy.copy(self)
-        twin._private, twin._tree, twin._sandbox, twin._shell = private, tree, sandbox, shell
-        twin.files = Workspace(shell.path_from_host(INSIDE))
-        twin.status_callback = None
-        twin.event_stream = SessionTaskList.of(self.event_stream, self.sid)
-        twin._editor = self._editor and self._editor.copied_to(twin.files, private / "scratch")
-        return twin
+    def _copy(self, private: Path, tree: Tree, sandbox: Sandbox, shell: Shell) -> WorkspaceRuntime:
+        fork = copy.copy(self)
+        fork._private, fork._tree, fork._sandbox, fork._shell = private, tree, sandbox, shell
+        fork.files = Workspace(shell.path_from_host(INSIDE))
+        fork.status_callback = None
+        fork.event_stream = SessionTaskList.of(self.event_stream, self.sid)
+        fork._editor = self._editor and self._editor.copied_to(fork.files, private / "scratch")
+        return fork
 
     def _view(self, action: FileReadAction) -> Observation:
         request = EditRequest(command="view", path=action.path, view_range=action.view_range)
@@ -341,7 +342,7 @@ class WorkspaceRuntime(SessionRuntime):
 
 
 class BubblewrapRuntime(WorkspaceRuntime):
-    """The workspace runtime that refuses to work without bubblewrap."""
+    """The workspace runtime that requires bubblewrap."""
 
     def make_sandbox(self, config: OpenHandsConfig, root: Path) -> Sandbox:
         """A bubblewrap sandbox; raises ``ConfigError`` where that is impossible."""

@@ -1,4 +1,4 @@
-"""What is read from a session beside its actions: the user's stop, why its controller stopped, its task list."""
+"""State of a session outside its actions: the user's stop, the controller's end, the task list."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
 
 
 def is_stop(event: Event) -> bool:
-    """Whether the user stops the agent with this event."""
+    """Whether this event stops the agent."""
     return isinstance(event, ChangeAgentStateAction) and event.agent_state == AgentState.STOPPED
 
 
 def controller_end(agent_state: str, last_error: str) -> tuple[StopReason, Failure | None]:
     """Why a controller stopped without the agent finishing, from its state ("error", "stopped") and last error.
 
-    Hitting one of OpenHands' own limits is a regular end of an episode; anything else makes it no valid sample.
+    Reaching one of OpenHands' own limits is a regular end of an episode; anything else is a failure.
     """
     error = last_error.lower()
     if "maximum iteration" in error:
@@ -36,7 +36,7 @@ def controller_end(agent_state: str, last_error: str) -> tuple[StopReason, Failu
 
 
 class SessionTaskList:
-    """A session's task list in memory, for a forked runtime: it stands where OpenHands expects an event stream."""
+    """A session's task list in memory, which replaces the event stream of a forked runtime."""
 
     def __init__(self, user_id: str | None, file_store: InMemoryFileStore) -> None:
         self.user_id = user_id
@@ -44,7 +44,7 @@ class SessionTaskList:
 
     @classmethod
     def of(cls, stream: EventStream, session: str) -> Any:
-        """A copy of a stream's list, or a fork's. ``Any``, because OpenHands declares a whole stream there."""
+        """A copy of the list of a stream or a fork. ``Any``, because OpenHands declares an ``EventStream`` there."""
         path = f"{get_conversation_dir(session, stream.user_id)}TASKS.md"
         try:
             return cls(stream.user_id, InMemoryFileStore({path: stream.file_store.read(path)}))

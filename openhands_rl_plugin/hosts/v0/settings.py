@@ -1,8 +1,8 @@
-"""Where the settings of an OpenHands process come from.
+"""The sources of the settings in an OpenHands process.
 
 OpenHands keeps ``[extended]`` and the agent's own section, but drops a top-level ``[rl]`` with a warning that names the
-file. A filter on OpenHands' logger takes that warning as the news which file to read; it is installed when the plugin
-is imported, which is before the check, with autoload as well as with a ``classpath`` line.
+file. A filter on OpenHands' logger gets the file's name from that warning. It is installed when the plugin is imported,
+which is before the check, with autoload as well as with a ``classpath`` line.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class RLAgentHostConfig(AgentConfig):
     """``[agent.RLAgent]`` with an ``[agent.RLAgent.rl]`` table in it.
 
     OpenHands uses this model only where the section has a ``classpath`` line; without one it refuses the table. The
-    table is checked when the agent is made: OpenHands would answer an error here by skipping the whole section.
+    table is checked when the agent is created: after an error here OpenHands would skip the whole section.
     """
 
     rl: JsonObject = Field(default_factory=dict)
 
 
 class RLSectionFilter(logging.Filter):
-    """Holds back OpenHands' warning about ``[rl]`` and remembers which file has the section."""
+    """Suppresses OpenHands' warning about ``[rl]`` and keeps the name of the file with the section."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ _seen = RLSectionFilter()
 
 
 def watch_for_rl_section() -> None:
-    """Install the filter; a second call changes nothing."""
+    """Install the filter. Idempotent."""
     openhands_logger.addFilter(_seen)
 
 
@@ -74,7 +74,7 @@ def host_settings(agent_config: AgentConfig, config: OpenHandsConfig) -> RLSetti
 def _file_of_headless_main() -> Path | None:
     """The configuration file of ``python -m openhands.core.main``.
 
-    Needed where ``LOG_LEVEL=ERROR`` keeps OpenHands from warning at all, so that there is nothing to filter.
+    Needed with ``LOG_LEVEL=ERROR``, when OpenHands logs no warning.
     """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None or spec.name != _HEADLESS_MAIN:

@@ -1,14 +1,13 @@
 """Forks of an OpenHands session that works in a workspace, for search.
 
-A branch is a forked runtime and a list of events; it is no second session with a controller and copied event files.
-That is enough, because a prompt is made of events alone: the agent's own ``_get_messages`` writes it, over the live
-history and what happened in the branch, and events take the same way into the list as into the live stream (out to
-JSON, and back). A controller would add states and locks, but not a letter to a prompt, for a quarter of a second and
-several threads a branch. The live event stream hears nothing of branches.
+A branch is a forked runtime and a list of events, not a second session with a controller and event files. That is
+enough, because a prompt depends on events only: the agent's own ``_get_messages`` formats it from the live history and
+the branch's events, which are serialized to JSON and back as in the live stream. A controller would not change the
+prompt, but cost a quarter of a second and several threads per branch. No event of a branch reaches the live stream.
 
-What a branch does not follow: knowledge that microagents add to the continuing message when the model calls no tool,
-condensation of what is said in it, and OpenHands' own limits of a session. The real prompt then differs from the
-simulated one, which starts a new part of the tree, as any other answer would.
+Not simulated in a branch: knowledge that microagents add to the continuing message when the model calls no tool,
+condensation of the branch's own events, and OpenHands' own limits of a session. Where the real prompt then differs from
+the simulated one, a new branch of the tree begins.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from openhands_rl_plugin.hosts.shared.open_forks import OpenForks
 from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostOutcome, HostTurn
 
 Write = Callable[[Sequence[Event]], tuple[Sequence[WireMessage], Sequence[WireMessage]]]
-"""Events -> the prompt as OpenHands gives it to its LLM, and as that sends it."""
+"""Events -> the prompt as OpenHands passes it to its LLM, and as the LLM sends it."""
 
 ANSWERED = (
     LLMMalformedActionError,
@@ -62,32 +61,32 @@ ANSWERED = (
     FunctionCallValidationError,
     FunctionCallNotExistsError,
 )
-"""Errors about an answer that OpenHands' controller tells the model; others end the session."""
+"""Errors of an answer that OpenHands' controller reports to the model; others end the session."""
 
 _ENDS = (AgentFinishAction, AgentRejectAction)
 _NOT_RUN = (AgentThinkAction, TaskTrackingAction)
-# Seconds to copy a workspace, to start its shell, and to end a command at its limit.
+# Seconds beside the command's own limit: to copy a workspace, start its shell and end a command that timed out.
 _SLACK = 30.0
 
 
 @runtime_checkable
 class ForkableRuntime(Protocol):
-    """What a workspace runtime offers beside OpenHands' own interface."""
+    """A workspace runtime with copies for search: what it has beside OpenHands' own interface."""
 
     config: OpenHandsConfig
     event_stream: Any
 
     @property
     def forkable(self) -> bool:
-        """Whether ``fork`` can work at all."""
+        """Whether ``fork`` is possible for this runtime."""
         ...
 
     def fork(self, stop: threading.Event) -> ForkableRuntime:
-        """A twin with copies of everything. Blocks; gives up when ``stop`` is set."""
+        """A runtime with copies of the session's files and state. Blocks; stops early when ``stop`` is set."""
         ...
 
     def changes(self) -> JsonObject:
-        """What was changed since the session began. Blocks."""
+        """The changes to the workspace since the session began. Blocks."""
         ...
 
     def run_action(self, action: Action) -> HostObservation:
@@ -105,14 +104,14 @@ class ForkableRuntime(Protocol):
 
 @dataclass(frozen=True)
 class Position:
-    """Where a session stands: its events as the agent sees them, and what would be sent now."""
+    """The state of a session: its events as the agent sees them, and the next request."""
 
     events: tuple[Event, ...]
     turn: HostTurn
 
 
 class WorkspaceWorld:
-    """The live session at one decision. It can only be forked: nothing here touches its workspace or its events."""
+    """The live session at one decision. It can only be forked: its workspace and events are never changed here."""
 
     pays_rewards = False
 
@@ -125,7 +124,7 @@ class WorkspaceWorld:
         self._stop = threading.Event()
 
     def step_seconds(self, action: Message) -> float:
-        """The limits of the answer's commands, so that the model hears in a branch, too, that one has timed out."""
+        """Seconds for the answer's commands: more than their own limits, so that a branch reports timeouts, too."""
         default = self._runtime.config.sandbox.timeout
         commands = [done for done in self.engine.outcome(action).actions if isinstance(done, CmdRunAction)]
         return sum((default if each.timeout is None else each.timeout) + _SLACK for each in commands)
@@ -135,12 +134,12 @@ class WorkspaceWorld:
         return await self.branch(self._runtime, self._position)
 
     async def branch(self, runtime: ForkableRuntime, position: Position) -> WorkspaceBranch:
-        """A branch that goes on from ``position`` with a copy of what ``runtime`` has."""
+        """A branch that continues from ``position`` with a fork of ``runtime``."""
         return await self._branches.add(self._fork(runtime, position))
 
     def recorded(self, event: Event, source: EventSource, number: int) -> Event:
-        """The event as it would come out of the live stream, without going in."""
-        # OpenHands declares these as properties without setters, and writes them like this itself.
+        """The event as the live stream would return it, without adding it there."""
+        # OpenHands declares these as properties without setters, and sets them like this itself.
         holder: Any = event
         holder._id, holder._source, holder._timestamp = number, source, datetime.now().isoformat()
         return event_from_dict(self._runtime.event_stream._replace_secrets(event_to_dict(event)))
@@ -150,7 +149,7 @@ class WorkspaceWorld:
         self._branches.closed(branch)
 
     async def close(self) -> None:
-        """Close all branches; copies that are being made are given up."""
+        """Close all branches; forks that are not finished are abandoned."""
         self._stop.set()
         await self._branches.close()
 
@@ -167,13 +166,13 @@ class WorkspaceBranch:
         self._position = position
 
     async def reset(self, task: Task) -> Observation:
-        """Refused: a branch stands in the middle of an episode."""
-        raise RuntimeError("a branch goes on from where it was made")
+        """Not supported: a branch begins in the middle of an episode."""
+        raise RuntimeError("a branch cannot be reset: it continues an episode")
 
     async def step(self, action: Message) -> Observation:
-        """Execute the actions of an answer that the session's engine sampled, and say what the model would be told.
+        """Execute the actions of an answer that the session's engine sampled; returns what the model would see.
 
-        Raises ``BadEnvironmentError`` for an action that a copy cannot execute.
+        Raises ``BadEnvironmentError`` for an action that a fork cannot execute.
         """
         position, observation = await background().blocking(partial(self._act, action))
         self._position = position
@@ -184,11 +183,11 @@ class WorkspaceBranch:
         return await self._world.branch(self._runtime, self._position)
 
     async def evidence(self) -> JsonObject:
-        """What differs from the workspace at the start of the session."""
+        """The changes to the workspace since the session began."""
         return await background().blocking(self._runtime.changes)
 
     async def close(self) -> None:
-        """End what runs in the branch and remove its files."""
+        """End the branch's processes and remove its files."""
         self._world.closed(self)
         await background().blocking(self._runtime.close)
 
@@ -199,11 +198,11 @@ class WorkspaceBranch:
         prompt, wire = self._world.write(events)
         turn = _continued(self._position.turn, answer, prompt, wire)
         self._world.engine.expect(turn)
-        heard = turn.path[len(self._position.turn.path) + 1 :]
-        return Position(tuple(events), turn), Observation(messages=heard)
+        new = turn.path[len(self._position.turn.path) + 1 :]
+        return Position(tuple(events), turn), Observation(messages=new)
 
     def _execute(self, outcome: HostOutcome, events: list[Event]) -> bool:
-        """Add what would be recorded; true when the episode ends with it."""
+        """Append the events of an answer; true when it ends the episode."""
         if outcome.error is not None:
             if not isinstance(outcome.error, ANSWERED):
                 raise ModelError(f"OpenHands ends a session for this answer: {describe(outcome.error)}")
@@ -224,9 +223,9 @@ class WorkspaceBranch:
         return recorded
 
     def _observe(self, action: Action) -> HostObservation:
-        """As OpenHands' runtime does with an action that it hears of."""
+        """The observation of an action, as when OpenHands' runtime gets it from the event stream."""
         if not (action.runnable or isinstance(action, _NOT_RUN)):
-            raise BadEnvironmentError(f"{type(action).__name__} cannot be tried out in a copy of the workspace")
+            raise BadEnvironmentError(f"{type(action).__name__} cannot be executed in a fork of the workspace")
         if action.timeout is None:
             action.set_hard_timeout(self._runtime.config.sandbox.timeout, blocking=False)
         try:
@@ -244,18 +243,18 @@ class WorkspaceBranch:
 def _continued(
     before: HostTurn, answer: Message, prompt: Sequence[WireMessage], wire: Sequence[WireMessage]
 ) -> HostTurn:
-    """The turn after ``answer``. What was there before is shared, since a search holds very many turns."""
+    """The turn after ``answer``. It shares the earlier messages, because a search holds very many turns."""
     known = len(before.wire)
     if list(wire[:known]) != list(before.wire):
         raise BadEnvironmentError(
-            "OpenHands rewrites the conversation here, so that the branch is no continuation of it"
+            "the branch cannot continue the conversation: OpenHands rewrites its earlier messages here"
         )
-    # An answer that OpenHands could not read is never replayed; any other comes first, in OpenHands' own form.
+    # The prompt repeats the answer first, in OpenHands' own form, except for one that OpenHands could not parse.
     replayed = len(wire) > known and wire[known]["role"] == "assistant"
-    heard = tuple(to_message(message) for message in wire[known + replayed :])
+    new = tuple(to_message(message) for message in wire[known + replayed :])
     return replace(
         before,
-        path=(*before.path, answer, *heard),
+        path=(*before.path, answer, *new),
         prompt=[*before.prompt, *prompt[len(before.prompt) :]],
         wire=[*before.wire, *wire[known:]],
         rewritten=False,
@@ -263,8 +262,8 @@ def _continued(
 
 
 def _continuing_message() -> str:
-    """What headless sessions say to a model that called no tool."""
-    # Not at the top: OpenHands' own main module may be the one that is loading this package.
+    """The user message of headless sessions for a model that called no tool."""
+    # Not at the top: OpenHands' own main module may be importing this package right now.
     from openhands.controller.state.state import State
     from openhands.core.main import auto_continue_response
 

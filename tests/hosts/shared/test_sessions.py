@@ -19,8 +19,8 @@ async def search(seconds: float) -> str:
     return "decided"
 
 
-def decided(session: str, job: Job[str], heard: int) -> str:
-    with deciding(session, job, heard):
+def decided(session: str, job: Job[str], last_event: int) -> str:
+    with deciding(session, job, last_event):
         return job.result()
 
 
@@ -30,14 +30,14 @@ def test_a_stop_that_comes_before_a_search_begins_ends_it_when_it_begins():
     stop_deciding("before", 7)
     for _ in range(2):
         with pytest.raises(asyncio.CancelledError):
-            decided("before", background().start(search(60)), heard=6)
+            decided("before", background().start(search(60)), last_event=6)
 
 
 def test_who_is_set_running_again_after_a_stop_decides():
     runtime = Place()
     register_runtime("again", runtime)
     stop_deciding("again", 7)
-    assert decided("again", background().start(search(0)), heard=8) == "decided"
+    assert decided("again", background().start(search(0)), last_event=8) == "decided"
 
 
 def test_a_stop_that_is_heard_late_does_not_end_the_search_of_who_was_set_running_again():
@@ -61,7 +61,7 @@ def test_a_session_that_is_over_decides_nothing_more():
     register_runtime("over", runtime)
     stop_deciding("over")
     with pytest.raises(asyncio.CancelledError):
-        decided("over", background().start(search(60)), heard=1000)
+        decided("over", background().start(search(60)), last_event=1000)
 
 
 def test_a_new_runtime_for_a_session_knows_nothing_of_earlier_stops():
@@ -69,4 +69,4 @@ def test_a_new_runtime_for_a_session_knows_nothing_of_earlier_stops():
     register_runtime("new", first)
     stop_deciding("new")
     register_runtime("new", second)
-    assert decided("new", background().start(search(0)), heard=1) == "decided"
+    assert decided("new", background().start(search(0)), last_event=1) == "decided"
