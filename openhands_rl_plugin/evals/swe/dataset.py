@@ -1,6 +1,6 @@
-"""Instances and predictions from files: SWE-bench and SWE-Gym rows, and what models answered.
+"""Reads instances (SWE-bench and SWE-Gym rows) and predictions from files.
 
-One bad row costs that row, in one clear line, and never the others.
+An invalid row is reported in one line and does not affect the others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.evals.swe.types import Instance
 
 GOLD = "gold"
-"""In place of a file of predictions: every row's own patch."""
+"""Instead of a file of predictions: the gold patch of every row."""
 
 MAX_FILE = 2 * 2**30
 _REQUIRED = ("instance_id", "repo", "base_commit")
@@ -30,7 +30,7 @@ _OWN = {*_REQUIRED, *_TEXTS, *_TESTS}
 
 
 class PatchPrediction(Frozen):
-    """What a model answered to an instance; ``None`` is an absent patch."""
+    """A model's prediction for an instance; ``model_patch`` is ``None`` without a patch."""
 
     instance_id: str
     model_patch: str | None = None
@@ -38,7 +38,7 @@ class PatchPrediction(Frozen):
 
 
 class Predictions(NamedTuple):
-    """The usable ones, by instance, and one line for each that is not."""
+    """Valid predictions by instance, and one line for each invalid one."""
 
     rows: dict[str, PatchPrediction]
     problems: tuple[str, ...]
@@ -47,7 +47,7 @@ class Predictions(NamedTuple):
 def read_instances(file: Path) -> tuple[Instance, ...]:
     """The instances of a .json (list, or object by id), .jsonl or .parquet file, in its order.
 
-    Raises ``ConfigError`` with one line a problem: an instance that is silently missing would change every figure.
+    Raises ``ConfigError`` with one line for each problem: a silently missing instance would change every metric.
     """
     instances: dict[str, Instance] = {}
     problems: list[str] = []
@@ -67,7 +67,7 @@ def read_instances(file: Path) -> tuple[Instance, ...]:
 
 
 def instance_of(row: Mapping[str, JsonValue]) -> Instance:
-    """One row. Raises ``ConfigError`` that names the columns which are missing or wrong."""
+    """The instance of a row. Raises ``ConfigError`` that names missing or invalid columns."""
     if missing := [name for name in _REQUIRED if not isinstance(row.get(name), str) or not row[name]]:
         raise ConfigError(f"column {', '.join(missing)} is missing or empty; an instance has {', '.join(_REQUIRED)}")
     identity = str(row["instance_id"])
@@ -89,7 +89,7 @@ def read_rows(file: Path) -> Iterator[JsonObject]:
 
 
 def row_of(instance: Instance) -> JsonObject:
-    """The row as SWE-bench publishes it: the test names as JSON in a string, the other columns beside."""
+    """The row as SWE-bench publishes it: test names as JSON in a string, then the other columns."""
     plain = instance.model_dump(mode="json", exclude={"extra", *_TESTS.values()})
     tests = {name: json.dumps(list(getattr(instance, field))) for name, field in _TESTS.items()}
     if not instance.environment_setup_commit:
@@ -98,7 +98,7 @@ def row_of(instance: Instance) -> JsonObject:
 
 
 def read_predictions(source: str, instances: Iterable[Instance]) -> Predictions:
-    """The predictions in a .jsonl or .json file (list, or object by id), or the rows' own patches for ``gold``.
+    """The predictions in a .jsonl or .json file (list, or object by id), or the gold patches for ``gold``.
 
     Raises ``ConfigError`` when the file as a whole cannot be read.
     """
@@ -146,7 +146,7 @@ def _text(value: JsonValue) -> str:
 
 
 def _tests(value: JsonValue, column: str) -> tuple[str, ...]:
-    """A list of names, or the same as JSON in a string."""
+    """A list of test names, or its JSON text."""
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else []
@@ -168,7 +168,7 @@ def _object(value: object) -> JsonObject:
 
 
 def _rows(file: Path) -> Iterator[tuple[str, object]]:
-    """The rows with their places; a row that is not JSON yet is a function which may raise ``ConfigError``."""
+    """The rows with their positions; a JSONL row is a function that parses it, which may raise ``ConfigError``."""
     try:
         size = file.stat().st_size
         if size > MAX_FILE:
@@ -221,7 +221,7 @@ def _parquet(file: Path) -> Iterator[tuple[str, object]]:
             number = 0
             for batch in table.iter_batches(batch_size=64):
                 for row in batch.to_pylist():
-                    # Times are no JSON; they are written as text.
+                    # JSON has no times: they become text.
                     yield f"{file}[{number}]", json.loads(json.dumps(row, default=str))
                     number += 1
     except (pyarrow.ArrowException, OSError) as error:

@@ -1,8 +1,8 @@
-"""One patch on one instance: refuse, apply, test, read, judge. The same for every back end, which offers a ``Box``.
+"""Grades one patch on one instance: check, apply, run tests, parse the log. Every back end offers a ``Box`` for it.
 
 The log's markers cannot be forged by what runs between them. Bash traces its commands (``set -x``) behind a random
 word that it reads from stdin before the script begins; that word is in no file, argument or variable that a test
-could see, and it is taken out of the log that is kept. A marker without it was printed by somebody else.
+could see, and it is removed from the stored log. A marker without it was printed by other code.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SPOILED = (">>>>> Patch Apply Failed", ">>>>> Reset Failed", ">>>>> Tests Error
 
 
 class Box(Protocol):
-    """A started place with the instance's repository at ``/testbed``, as it is after set-up."""
+    """A running container or sandbox with the instance's repository at ``/testbed``, after set-up."""
 
     async def put(self, inside: str, text: str) -> None:
         """Write ``PATCH_INSIDE`` or ``SCRIPT_INSIDE``."""
@@ -47,17 +47,17 @@ class Box(Protocol):
     async def run(
         self, command: Sequence[str], *, timeout: float, given: bytes | None = None, tests: bool = False
     ) -> Ended:
-        """Run a command in ``/testbed``. ``tests``: with what a guard wants to be there."""
+        """Run a command in ``/testbed``. ``tests``: with the guard's equipment."""
         ...
 
     async def left(self) -> Mapping[str, bytes]:
-        """What was written into the guard's folder, by file name."""
+        """The files in the guard's folder, by name."""
         ...
 
 
 class GuardEquipment(NamedTuple):
-    """What a guard puts beside the tests: variables, and files that are shown read-only in ``/guard``. Tests may write
-    into ``/guard-out``; a guard that reads it has to know its own writing from theirs.
+    """What a guard adds to a test run: variables, and files that are mounted read-only in ``/guard``. Tests may write
+    into ``/guard-out``; a guard that reads it has to authenticate its own files.
     """
 
     variables: Mapping[str, str] = {}
@@ -65,7 +65,7 @@ class GuardEquipment(NamedTuple):
 
 
 class ObservedRun(NamedTuple):
-    """What a guard judges a run by. ``log``: what the tests printed; ``left``: the files in ``/guard-out``; ``script``:
+    """What a guard sees of a run. ``log``: what the tests printed; ``left``: the files in ``/guard-out``; ``script``:
     what ran the tests; ``parse``: how its log is read.
 
     ``word``: the random word, which a guard's own programs get from the shell, so that they can prove who they are.
@@ -83,10 +83,10 @@ class ObservedRun(NamedTuple):
 
 
 class Guard(Protocol):
-    """Looks for cheats. A run with a flag that decides is not resolved."""
+    """Detects reward hacking. A run with a deciding flag is not resolved."""
 
     def equipment(self, instance: Instance) -> GuardEquipment:
-        """What has to be there while the tests run."""
+        """What the test run needs."""
         ...
 
     def check_patch(self, instance: Instance, patch: str) -> tuple[Flag, ...]:
@@ -99,7 +99,7 @@ class Guard(Protocol):
 
 
 class NoGuard:
-    """Looks for nothing."""
+    """A guard without rules."""
 
     def equipment(self, instance: Instance) -> GuardEquipment:
         """Nothing."""
@@ -126,7 +126,7 @@ class RunLog(NamedTuple):
 
 
 def before_box(instance: Instance, patch: str) -> PatchVerdict | None:
-    """The verdict on a patch that needs no box: empty, or refused."""
+    """The verdict on an empty or refused patch, which needs no box; ``None`` for other patches."""
     if not patch.strip():
         return PatchVerdict(instance_id=instance.instance_id, kind=VerdictKind.EMPTY_PATCH, reason="the patch is empty")
     if (why := refusal(patch)) is not None:
@@ -138,7 +138,7 @@ async def evaluate(
     box: Box, instance: Instance, recipe: Recipe, patch: str, logs: InstanceLogs, *, timeout: float, guard: Guard
 ) -> PatchVerdict:
     """Apply ``patch`` in a fresh box and run the tests. Raises ``InfrastructureError``; ``ConfigError`` for a recipe
-    whose parser is not there.
+    with an unknown parser.
     """
     parse = parser_of(recipe.parser)
     flags = await asyncio.to_thread(guard.check_patch, instance, patch)
@@ -197,8 +197,8 @@ def _resolved(
 
 
 async def _apply(box: Box, instance: Instance, patch: str, logs: InstanceLogs) -> str | None:
-    """Apply, take away files which the test patch is to create, and put back those that hold tests of the row: the
-    scripts restore only what the test patch changes. Why it did not work, or ``None``.
+    """Apply a patch, delete files that the test patch creates, and restore files with tests of the row: the scripts
+    restore only what the test patch changes. Returns the error, or ``None``.
     """
     await box.put(PATCH_INSIDE, patch)
     own = sorted({*added_files(instance.test_patch)} & {*changed_files(patch), *added_files(patch)})
@@ -216,9 +216,9 @@ async def _apply(box: Box, instance: Instance, patch: str, logs: InstanceLogs) -
 
 
 def read_log(text: str, word: str, base_commit: str) -> RunLog:
-    """Find the tests in a traced log and take the random ``word`` out of it."""
+    """Find the tests in a traced log and remove the random ``word`` from it."""
     lines = text.split("\n")
-    # What was printed before a traced command may lack its line's end.
+    # Output before a traced command may lack its newline.
     trace = re.compile(rf"\++{word} (.*)$")
     commands = {at: match[1] for at, line in enumerate(lines) if (match := trace.search(line))}
     begin, end = _bounds(commands, base_commit)
@@ -229,11 +229,11 @@ def read_log(text: str, word: str, base_commit: str) -> RunLog:
     forged: list[str] = []
     for at, line in enumerate(lines):
         if at not in {*commands, *printed} and (START in line or END in line):
-            # Official tools, which split the log at the markers, shall see the same as we do.
+            # Official tools split the log at the markers: they must find the same ones.
             lines[at] = line.replace(">>>>> ", "> > > ")
             if begin is not None and at > begin and (end is None or at < end):
                 forged.append(line)
-    # The script is read by another shell, which makes every trace one sign longer than the official one.
+    # The script is read by another shell, which makes every trace one character longer than the official one.
     lines = [re.sub(rf"\+(\+*){word}", r"\1", line) if word in line else line for line in lines]
     tests = None if begin is None else "\n".join(lines[begin + 1 : end])
     return RunLog("\n".join(lines), tests, end is not None, tuple(forged))
@@ -265,7 +265,7 @@ def _printed_bounds(lines: Sequence[str]) -> tuple[int | None, int | None]:
 async def grade_and_log(
     instance: Instance, patch: str, logs: InstanceLogs, grade: Callable[[], Awaitable[PatchVerdict]]
 ) -> PatchVerdict:
-    """The verdict with its time and logs; what fails around the patch is a verdict, too."""
+    """The verdict with its time and logs; infrastructure failures are verdicts, too."""
     began = time.monotonic()
     verdict = before_box(instance, patch)
     try:
@@ -273,7 +273,7 @@ async def grade_and_log(
             logs.write_patch(patch)
             verdict = await grade()
     except (RLError, OSError) as error:
-        # An own message says all that there is to say.
+        # Messages of ``RLError`` are complete.
         reason = str(error) if isinstance(error, RLError) else describe(error)
         verdict = PatchVerdict(instance_id=instance.instance_id, kind=VerdictKind.INFRASTRUCTURE, reason=reason)
     verdict = verdict.model_copy(update={"seconds": time.monotonic() - began, "logs": str(logs.folder)})

@@ -1,8 +1,8 @@
-"""Files of a grading run, laid out as the official tools lay them out:
+"""Files of a grading run, in the layout of the official tools:
 ``logs/run_evaluation/<run>/<model>/<instance>/{patch.diff,eval.sh,test_output.txt,report.json,run_instance.log}``.
 
-Beside them stands ``verdict.json``, which tells apart what a report cannot. ``report.json`` is there only when the
-tests ran to their end, because the official tools take its absence for an error.
+In addition, ``verdict.json`` has the kind of verdict, which a report lacks. ``report.json`` exists only when the tests
+finished, because the official tools count its absence as an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.evals.swe.types import PatchVerdict, VerdictKind
 
-_JUDGED = (VerdictKind.RESOLVED, VerdictKind.UNRESOLVED)
+_TESTED = (VerdictKind.RESOLVED, VerdictKind.UNRESOLVED)
 
 
 class InstanceLogs:
@@ -29,7 +29,7 @@ class InstanceLogs:
         self.folder = folder
 
     def write_patch(self, patch: str) -> None:
-        """``patch.diff``, byte for byte; what an earlier attempt left is removed."""
+        """``patch.diff``, byte for byte; files of an earlier attempt are removed."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name in ("report.json", "verdict.json", "test_output.txt", "run_instance.log"):
             (self.folder / name).unlink(missing_ok=True)
@@ -49,16 +49,16 @@ class InstanceLogs:
             file.write(redact_text(text).rstrip() + "\n\n")
 
     def write_verdict(self, verdict: PatchVerdict) -> None:
-        """``verdict.json``, and ``report.json`` when the patch was judged."""
+        """``verdict.json``, and ``report.json`` when the tests finished."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if verdict.kind in _JUDGED:
+        if verdict.kind in _TESTED:
             self._write("report.json", json.dumps(instance_report(verdict), indent=4))
         else:
             (self.folder / "report.json").unlink(missing_ok=True)
         self._write("verdict.json", verdict.model_dump_json(indent=1))
 
     def read_verdict(self) -> PatchVerdict | None:
-        """What was found before, or ``None``: also for a file that is not whole."""
+        """The stored verdict; ``None`` without one, or for an incomplete file."""
         try:
             return PatchVerdict.model_validate_json((self.folder / "verdict.json").read_bytes())
         except (OSError, ValidationError):
@@ -69,7 +69,7 @@ class InstanceLogs:
 
 
 def instance_report(verdict: PatchVerdict) -> JsonObject:
-    """``report.json`` of one judged patch."""
+    """``report.json`` of one tested patch."""
     nothing: JsonObject = {"success": [], "failure": []}
     return {
         verdict.instance_id: {
@@ -88,7 +88,7 @@ def instance_report(verdict: PatchVerdict) -> JsonObject:
 
 
 def run_report(verdicts: Mapping[str, PatchVerdict], instances: list[str], submitted: list[str]) -> JsonObject:
-    """The report of a run (schema version 2). Beside the official fields, ids by the kind of their verdict."""
+    """The report of a run (schema version 2). In addition to the official fields: ids by kind of verdict."""
     kinds = {kind: sorted(name for name, each in verdicts.items() if each.kind is kind) for kind in VerdictKind}
     resolved, unresolved = kinds[VerdictKind.RESOLVED], kinds[VerdictKind.UNRESOLVED]
     failures = (VerdictKind.UNAPPLIED, VerdictKind.TIMED_OUT, VerdictKind.REFUSED, VerdictKind.INFRASTRUCTURE)

@@ -1,4 +1,4 @@
-"""What a patch is before anybody applies it: the files it names, and whether it may be tried at all."""
+"""Reads a patch without applying it: its files, its added lines, and reasons to refuse it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 MAX_PATCH = 16 * 2**20
-"""Bytes. Larger ones hold generated files, not a fix."""
+"""Bytes. Larger patches contain generated files, not a fix."""
 
 _HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 _GIT = re.compile(r'diff --git (?:a/(.*) b/(.*)|"a/(.*)" "b/(.*)")\r?$')
@@ -17,7 +17,7 @@ _SIGNS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b'"': b'"', b"\\": b"\\"}
 
 
 class Sides(NamedTuple):
-    """The names of one changed file; ``None`` on the side where there is no such file."""
+    """The names of one changed file; ``None`` for the missing side of an added or deleted one."""
 
     old: str | None
     new: str | None
@@ -42,7 +42,7 @@ def sides(patch: str) -> tuple[Sides, ...]:
 
 
 def restored_files(patch: str) -> tuple[str, ...]:
-    """The files with hunks that are there before the patch."""
+    """The files with hunks that exist before the patch."""
     return tuple(dict.fromkeys(each.old for each in sides(patch) if each.old))
 
 
@@ -52,7 +52,7 @@ def added_files(patch: str) -> tuple[str, ...]:
 
 
 def touched_files(patch: str) -> frozenset[str]:
-    """Every file that the patch changes, adds or takes away, by its names before and after."""
+    """Every file that the patch changes, adds or deletes, by its old and new name."""
     named = (_GIT.match(line) for line in _headers(patch))
     pairs = (
         (match[1] or _unescaped(match[3] or ""), match[2] or _unescaped(match[4] or "")) for match in named if match
@@ -73,7 +73,7 @@ def added_lines(patch: str) -> dict[str, list[tuple[int, str]]]:
 
 
 def refusal(patch: str) -> str | None:
-    """Why a patch is not tried: one clear line, or ``None`` when it may be."""
+    """Why a patch is refused, in one line; ``None`` for one that may be applied."""
     size = len(patch.encode("utf-8", "surrogatepass"))
     if size > MAX_PATCH:
         return f"the patch has {size / 2**20:.0f} MiB, more than {MAX_PATCH >> 20}"
@@ -123,7 +123,7 @@ def _name(text: str, prefix: str) -> str | None:
 
 
 def _unescaped(text: str) -> str:
-    """A name as git quotes it: signs outside ASCII as octal bytes."""
+    """A name that git quoted: non-ASCII characters are octal bytes."""
 
     def plain(match: re.Match[bytes]) -> bytes:
         sign = match[1]

@@ -1,4 +1,4 @@
-"""The seam between instances and the places they run in."""
+"""The protocol of back ends, which set up and grade instances."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict
 
 
 class InstanceBackend(Protocol):
-    """A place where instances are set up and graded: a container engine, or this machine in sandboxes."""
+    """Sets up and grades instances: with a container engine, or in sandboxes on this machine."""
 
     @property
     def name(self) -> str:
@@ -17,11 +17,11 @@ class InstanceBackend(Protocol):
         ...
 
     async def check(self) -> None:
-        """Raise ``ConfigError``, one clear line, when instances cannot run here."""
+        """Raise ``ConfigError`` when instances cannot run here."""
         ...
 
     async def checkout(self, instance: Instance, directory: Path) -> Checkout:
-        """The repository at its base commit in ``directory`` (which must not exist), without a trace of later commits.
+        """The repository at its base commit in ``directory`` (which must not exist), without later commits.
 
         Raises ``InfrastructureError``.
         """
@@ -30,10 +30,10 @@ class InstanceBackend(Protocol):
     async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> PatchVerdict:
         """Apply ``patch`` and the row's tests to a fresh checkout and run them for at most ``timeout`` seconds.
 
-        Never raises for what a patch does; what fails around it is a verdict of kind ``INFRASTRUCTURE``.
+        Never raises for what a patch does; an infrastructure failure is a verdict of kind ``INFRASTRUCTURE``.
         """
         ...
 
     async def close(self) -> None:
-        """Release what is held. Caches stay."""
+        """Release resources. Caches stay."""
         ...

@@ -1,5 +1,5 @@
-"""Outcomes of tests against what the row expects: by the ``swebench`` package's functions, or by own ones that decide
-the same, for rows that do not need the package.
+"""Compares test outcomes with FAIL_TO_PASS and PASS_TO_PASS: by the ``swebench`` package's functions, or by equivalent
+ones for rows that do not need the package.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ _GOOD, _BAD = ("PASSED", "XFAIL"), ("FAILED", "ERROR")
 
 
 class Resolution(NamedTuple):
-    """The tests of both groups that passed and that did not; ``resolved`` when none failed."""
+    """The passed and failed tests of both groups; ``resolved`` when none failed."""
 
     fail_to_pass: TestsStatus
     pass_to_pass: TestsStatus
 
     @property
     def resolved(self) -> bool:
-        """Whether every test is as the row wants it."""
+        """Whether all tests of the row passed."""
         return not self.fail_to_pass.failure and not self.pass_to_pass.failure
 
 
 def load_official_grader(recipe: Recipe) -> None:
-    """Import what ``resolution_of`` will need; that takes seconds, once, which may pass while the tests run.
+    """Import what ``resolution_of`` needs. The first import takes seconds, so it runs while the tests run.
 
     Raises ``MissingExtraError``.
     """
@@ -38,15 +38,15 @@ def load_official_grader(recipe: Recipe) -> None:
 
 
 def resolution_of(instance: Instance, recipe: Recipe, statuses: Statuses) -> Resolution:
-    """Compare. A test that has to begin to pass and was skipped did not pass; one that has to go on passing and was
-    skipped counts for nothing, as in the official tools.
+    """The resolution of a run. A skipped FAIL_TO_PASS test counts as failed; a skipped PASS_TO_PASS test is ignored,
+    as in the official tools.
     """
     if recipe.grader == "official":
         fixed, kept = _official(instance, recipe, statuses)
     else:
         fixed, kept = (_status(names, statuses) for names in (instance.fail_to_pass, instance.pass_to_pass))
-    judged = {*fixed.success, *fixed.failure}
-    skipped = tuple(name for name in instance.fail_to_pass if name not in judged)
+    counted = {*fixed.success, *fixed.failure}
+    skipped = tuple(name for name in instance.fail_to_pass if name not in counted)
     return Resolution(TestsStatus(success=fixed.success, failure=(*fixed.failure, *skipped)), kept)
 
 

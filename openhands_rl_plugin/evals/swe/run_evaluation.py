@@ -1,4 +1,4 @@
-"""Many predictions graded: bounded, resumable, with the official tools' files."""
+"""Grades many predictions: concurrent, resumable, with the files of the official tools."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OnVerdict = Callable[[PatchVerdict], None]
 
 
 class GradingPlan(Frozen):
-    """How to grade. ``timeout``: seconds of one instance's tests. ``retries``: of what failed around a patch."""
+    """How to grade. ``timeout``: seconds for one instance's tests. ``retries``: after infrastructure failures."""
 
     run_id: str = "run"
     workers: int = 1
@@ -34,7 +34,7 @@ class GradingPlan(Frozen):
 
 
 class GradedPredictions(NamedTuple):
-    """All verdicts, and the report files (one a model)."""
+    """All verdicts, and the report files (one for each model)."""
 
     verdicts: dict[str, PatchVerdict]
     reports: tuple[Path, ...]
@@ -47,7 +47,7 @@ def instance_logs(out: Path, run_id: str, prediction: PatchPrediction) -> Instan
 
 
 def settled(logs: InstanceLogs, prediction: PatchPrediction) -> PatchVerdict | None:
-    """The verdict of an earlier run on the same patch; ``None`` when there is none, or it says nothing."""
+    """The verdict of an earlier run on the same patch; ``None`` without one, or if it was an infrastructure failure."""
     verdict = logs.read_verdict()
     if verdict is None or verdict.kind is VerdictKind.INFRASTRUCTURE:
         return None
@@ -69,7 +69,7 @@ async def grade_all(
     *,
     on_verdict: OnVerdict = lambda verdict: None,
 ) -> GradedPredictions:
-    """Grade what is not graded yet and write the reports, also when this is cancelled: what is done stays done."""
+    """Grade what is not graded yet and write the reports, also on cancellation: finished verdicts are kept."""
     rows = {instance.instance_id: instance for instance in instances}
     verdicts: dict[str, PatchVerdict] = {}
     places = asyncio.Semaphore(plan.workers)
@@ -140,6 +140,6 @@ def write_reports(
 def summary(verdicts: dict[str, PatchVerdict]) -> str:
     """``7 resolved, 2 unresolved, 1 timed out``."""
     counts = Counter(verdict.kind for verdict in verdicts.values())
-    said = [f"{counts[kind]} {kind.value.replace('_', ' ')}" for kind in VerdictKind if counts[kind]]
+    parts = [f"{counts[kind]} {kind.value.replace('_', ' ')}" for kind in VerdictKind if counts[kind]]
     flagged = sum(1 for verdict in verdicts.values() if verdict.flagged)
-    return ", ".join(said) + (f"; {flagged} flagged" if flagged else "") if said else "nothing graded"
+    return ", ".join(parts) + (f"; {flagged} flagged" if flagged else "") if parts else "nothing graded"

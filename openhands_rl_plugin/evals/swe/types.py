@@ -1,4 +1,4 @@
-"""The values of a software-engineering task: the row, the verdict on a patch, and what a guard saw."""
+"""Values of SWE-bench grading: instance, verdict on a patch, guard flags, checkout."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Instance(Frozen):
 
     @property
     def test_files(self) -> frozenset[str]:
-        """The files that the row's tests stand in, as far as their names say so (``file.py::test``)."""
+        """The files of the row's tests whose names contain them (``file.py::test``)."""
         names = (*self.fail_to_pass, *self.pass_to_pass)
         return frozenset(name.partition("::")[0] for name in names if ".py::" in name)
 
 
 class VerdictKind(StrEnum):
-    """What became of a patch. Only the first two say something about it; the others are not "unresolved"."""
+    """The result of grading a patch. Only the first two come from its tests; the others are not "unresolved"."""
 
     RESOLVED = "resolved"
     UNRESOLVED = "unresolved"
@@ -47,30 +47,30 @@ class VerdictKind(StrEnum):
     REFUSED = "refused"
     """Too large, binary without its data, or not a patch at all."""
     INFRASTRUCTURE = "infrastructure"
-    """The place where tests run failed: nothing is known about the patch."""
+    """The infrastructure failed: nothing is known about the patch."""
 
 
 class TestsStatus(Frozen):
-    """Tests of one group of the row that passed and that did not."""
+    """The passed and failed tests of FAIL_TO_PASS or PASS_TO_PASS."""
 
-    __test__ = False  # not a test of ours
+    __test__ = False  # no test class for pytest
 
     success: tuple[str, ...] = ()
     failure: tuple[str, ...] = ()
 
 
 class Severity(StrEnum):
-    """What a flag does. ``NOTE`` is about the guard itself: what it could not see."""
+    """The effect of a flag. ``NOTE`` is about a limit of the guard itself."""
 
     DECIDES = "decides"
     """The patch is not resolved, whatever its tests say."""
     COUNTED = "counted"
-    """Honest patches do it, too: it is in the flagged share, and the tests decide."""
+    """Honest patches match too: it counts in the flagged share, and the tests decide."""
     NOTE = "note"
 
 
 class Flag(Frozen):
-    """A sign of reward hacking: which rule saw it, where, and the piece of text that it saw."""
+    """A sign of reward hacking: the rule, where it matched, and the matching text."""
 
     rule: str
     where: str
@@ -79,7 +79,7 @@ class Flag(Frozen):
 
 
 class PatchVerdict(Frozen):
-    """The result of grading one patch. ``seconds`` is wall time: of the whole, and of the tests alone."""
+    """The result of grading one patch. ``seconds`` is the wall time of grading, ``test_seconds`` of the tests."""
 
     instance_id: str
     kind: VerdictKind
@@ -94,17 +94,17 @@ class PatchVerdict(Frozen):
 
     @property
     def resolved(self) -> bool:
-        """Whether every test of the row came out as it should, without a cheat."""
+        """Whether all FAIL_TO_PASS and PASS_TO_PASS tests passed without a deciding flag."""
         return self.kind is VerdictKind.RESOLVED
 
     @property
     def flagged(self) -> tuple[str, ...]:
-        """The rules that saw something in the patch or its run, each once."""
+        """The rules that matched the patch or its run, without duplicates."""
         return tuple(sorted({flag.rule for flag in self.flags if flag.severity is not Severity.NOTE}))
 
 
 class Mount(Frozen):
-    """A directory or file of the host that a sandbox shows, read-only, under another name."""
+    """A directory or file of the host that a sandbox mounts read-only at another path."""
 
     host: Path
     inside: str
@@ -114,7 +114,7 @@ class Checkout(Frozen):
     """An instance's repository at its base commit, for an agent to work in.
 
     ``directory`` is on the host and writable. ``mounts`` and ``variables`` are what its interpreter needs: a sandbox
-    has to show and set them.
+    has to mount and set them.
     """
 
     directory: Path

@@ -1,4 +1,4 @@
-"""Which bugs are tried, and in which order."""
+"""The candidate bugs of a package, in the order of attempts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from openhands_rl_plugin.evals.tasks.bugs.table import Bug, bugs_of
 from openhands_rl_plugin.evals.tasks.sources.trees import SourceTree
 
 REOPENED = "reopen_fix"
-"""The modifier that is none: a function as it was in an older version."""
+"""The name of the modifier that restores a function of an older version."""
 
 
 def key_of(bug: Bug) -> str:
-    """A name for a bug: the same edits of the same file have the same."""
+    """A key for a bug: equal edits of the same file have equal keys."""
     return hashlib.sha256(bug.model_dump_json(exclude={"modifier"}).encode()).hexdigest()[:12]
 
 
 def buggy(tree: SourceTree, bug: Bug) -> SourceTree:
-    """The tree with the bug. Raises ``ValueError`` when the file is not the one that the bug was made for."""
+    """The tree with the bug. Raises ``ValueError`` when the bug was made for another text of the file."""
     text = tree.text(bug.path)
     if text is None:
         raise ValueError(f"{bug.path} is no text")
@@ -36,10 +36,10 @@ def candidates(
     older: SourceTree | None,
     seed: str,
 ) -> list[Bug]:
-    """The bugs that tests may notice, in an order that ``seed`` alone decides: modifiers take turns, functions too.
+    """The bugs that tests may detect, in an order that depends on ``seed`` only: modifiers and functions alternate.
 
-    What an older version had comes first. A bug in a line that fewer than ``least`` tests run cannot fail more of them;
-    without figures on covered lines every line counts.
+    Functions of an older version come first. Bugs in lines that fewer than ``least`` tests execute are left out;
+    without coverage every line counts.
     """
     order = random.Random(seed)
     reopened: list[Bug] = []
@@ -61,7 +61,7 @@ def candidates(
 
 
 def _in_turns(groups: Sequence[list[Bug]]) -> Iterator[Bug]:
-    """One of each group after the other; within a group, functions that were not yet tried come first."""
+    """Round-robin over groups; within a group, functions without an attempt come first."""
     tried: set[tuple[str, str]] = set()
     left = [list(group) for group in groups]
     while any(left):
@@ -74,13 +74,13 @@ def _in_turns(groups: Sequence[list[Bug]]) -> Iterator[Bug]:
 
 
 def _meaning(node: Function) -> list[str]:
-    """What a function does, whatever its docstring and annotations say."""
+    """The syntax of a function's body without its docstring."""
     body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
     return [ast.dump(statement) for statement in body]
 
 
 def _reopened(path: str, text: str, old_text: str | None) -> list[Bug]:
-    """The functions that an older version had with another body, each put back as it was."""
+    """The functions with another body in an older version, each restored to that."""
     if old_text is None or old_text == text:
         return []
     try:

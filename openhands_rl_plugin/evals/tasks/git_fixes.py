@@ -1,4 +1,4 @@
-"""Real fixes of a git repository, opened again: commits whose tests fail without their code."""
+"""Tasks from real fixes of a git repository: commits whose tests fail without their code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TRIES_PER_TASK = 4
 def fixes_of(
     package: Package, plan: TaskPlan, cache: Path, *, known: Mapping[str, TriedBug], tried: Callable[[TriedBug], None]
 ) -> tuple[list[Instance], list[TaskLineage]]:
-    """Up to half of ``per_package`` tasks from the newest fixes; none for what is no git repository."""
+    """Up to half of ``per_package`` tasks from the newest fixes; none without a git repository."""
     if package.git is None:
         return [], []
     repository, wanted = open_git(package, cache), plan.per_package // 2
@@ -58,7 +58,7 @@ def _fixes(repository: GitRepository, head: str) -> Iterator[str]:
 
 
 def _opened_again(repository: GitRepository, package: Package, plan: TaskPlan, commit: str, cache: Path) -> TriedBug:
-    """The task of one fix: the code of before, with the tests of after."""
+    """The task of one fix: the code before it, with the tests after it."""
     fixed, before = repository.tree(commit), repository.tree(f"{commit}^")
     code = {
         path: before.text(path)

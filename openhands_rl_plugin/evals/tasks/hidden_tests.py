@@ -1,4 +1,4 @@
-"""Takes the tests that show a bug out of the repository: they come back with the test patch."""
+"""Removes the failing tests of a bug from the repository: the test patch adds them again."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def function_of(test: str) -> str:
 
 
 def without_tests(tree: SourceTree, tests: Iterable[str]) -> Mapping[str, str | None]:
-    """New texts of the test files, without the functions of ``tests``; ``None`` where the whole file goes.
+    """New texts of the test files, without the functions of ``tests``; ``None`` deletes the file.
 
-    A file goes as a whole when a test in it is not written out as a function, or when no test is left.
+    A file is deleted when one of the tests is no function in it, or when no other test is left.
     """
     functions: dict[str, set[str]] = {}
     for test in tests:

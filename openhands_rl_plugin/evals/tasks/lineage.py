@@ -1,5 +1,5 @@
-"""Where every task of a file came from and what was found out about it: the file beside it that ends in
-``.lineage.json``. There is no date in it, so that the same tasks have the same lineage.
+"""The origin and validation of every task of a file, in ``.lineage.json`` next to it. It has no dates, so that equal
+tasks have equal lineage.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Validation(Frozen):
 
 
 class Check(Frozen):
-    """What the quality gate found. ``oracle`` and ``no_op``: how often the row's own patch, and one that changes
-    nothing, resolved the task, of ``repeats`` runs each.
+    """The result of the quality gate. ``oracle`` and ``no_op``: how often the gold patch, and a patch without effect,
+    resolved the task in ``repeats`` runs each.
     """
 
     repeats: int
@@ -58,7 +58,7 @@ class TaskLineage(Frozen):
 
 
 class Lineage(Frozen):
-    """All tasks of a file. ``sha256`` is that of the file; ``checked`` once the gate let it pass, with ``backend``."""
+    """All tasks of a file. ``sha256`` is that of the file; ``checked``: it passed the gate, with ``backend``."""
 
     schema_version: int = SCHEMA_VERSION
     sha256: str
@@ -100,7 +100,7 @@ def require_checked(path: Path) -> tuple[Instance, ...]:
 
 
 def write_tasks(path: Path, instances: Sequence[Instance], tasks: Sequence[TaskLineage]) -> None:
-    """Write the rows and their lineage, each complete or not at all. Raises ``StorageError``."""
+    """Write the rows and their lineage, each atomically. Raises ``StorageError``."""
     rows = "".join(json.dumps(row_of(each), ensure_ascii=False) + "\n" for each in instances)
     write_file(path, rows, parents=True)
     write_lineage(path, Lineage(sha256=file_sha256(path), tasks=tuple(tasks)))

@@ -1,4 +1,4 @@
-"""The quality gate: is every task of a file one that can be solved, is not solved already, and is worth its place?"""
+"""The quality gate: every task can be solved, is not solved already, and is no duplicate."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ new file mode 100644
 @@ -0,0 +1 @@
 +Nothing is changed.
 """
-"""A patch that applies and changes nothing: what an empty one cannot show, because nobody runs it."""
+"""A patch that applies and has no effect: an empty patch would not run the tests."""
 
 SAME_STATEMENT = 0.9
-"""Of the runs of five words in two statements, the share that both have."""
+"""Statements with at least this Jaccard index of their five-word shingles are duplicates."""
 _RUN = 5
 
 type OnProgress = Callable[[int, int, str], None]
@@ -52,7 +52,7 @@ async def check_tasks(
     results: Path | None = None,
     on_progress: OnProgress | None = None,
 ) -> Lineage:
-    """Run the oracle and the no-op agent on every task, and write what came of it into the lineage beside the file.
+    """Run the oracle and the no-op agent on every task, and write the results into the file's lineage.
 
     ``results``: JSON, task -> share of a policy's attempts that solved it; a task outside the window does not pass.
     Raises ``ConfigError`` when the back end, the file or the results cannot be used.
@@ -88,7 +88,7 @@ async def check_tasks(
 
 
 def read_pass_rates(path: Path, instances: Sequence[Instance]) -> dict[str, float]:
-    """Task -> share of attempts that solved it. Raises ``ConfigError`` for what is no such file, or lacks a task."""
+    """Task -> share of attempts that solved it. Raises ``ConfigError`` for an invalid file or a missing task."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -164,7 +164,7 @@ def _unknown(instance: Instance) -> TaskLineage:
 
 
 def duplicates(instances: Sequence[Instance], lineage: Mapping[str, TaskLineage]) -> dict[str, str]:
-    """Task -> the earlier one that it repeats: the same function, the same failing tests, or almost the same words."""
+    """Task -> the earlier one that it duplicates: same function, same failing tests, or almost the same statement."""
     found: dict[str, str] = {}
     by_repo: dict[str, list[tuple[Instance, frozenset[str]]]] = {}
     for instance in instances:

@@ -1,4 +1,4 @@
-"""Runs of tests and snippets in bubblewrap: without network, with nothing to write to but their own copy."""
+"""Runs tests and snippets in bubblewrap: without network, with write access to their own copy only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RESTRICTED = f'ulimit -v {MEMORY_KIB} -f 1048576 -c 0; exec "$@"'
 
 
 class FailureNote(Frozen):
-    """What a failed test showed: the exception, the test's own ``line`` in ``file`` (0: unknown), its arguments."""
+    """A test failure: the exception, the test's own ``line`` in ``file`` (0: unknown), its arguments."""
 
     error: str
     message: str
@@ -36,12 +36,12 @@ class FailureNote(Frozen):
 
 
 class TestRun(Frozen):
-    """What one run of the tests did.
+    """The result of one test run.
 
     ``covered``: by path, lines and how many tests ran them. ``broken``: files that were not collected.
     """
 
-    __test__ = False  # not a test of ours
+    __test__ = False  # no test class for pytest
 
     outcomes: dict[str, str] = Field(default_factory=dict)
     failures: dict[str, FailureNote] = Field(default_factory=dict)
@@ -49,7 +49,7 @@ class TestRun(Frozen):
     covered: dict[str, dict[int, int]] = Field(default_factory=dict)
     timed_out: bool = False
     crashed: str = ""
-    """Why there is no result at all; empty when there is one."""
+    """Why there is no result; empty when there is one."""
     seconds: float = 0.0
 
     @property
@@ -59,7 +59,7 @@ class TestRun(Frozen):
 
 
 class TreeSandbox:
-    """Runs things on trees with one environment. ``paths`` are the folders of a tree that are imported from.
+    """Runs tests and snippets on trees with one environment. ``paths``: import roots in a tree.
 
     ``timeout`` is in seconds of wall time, for each run.
     """
@@ -107,7 +107,7 @@ class TreeSandbox:
             return {} if timed_out else {str(name): str(value) for name, value in found.items()}
 
     def _run(self, folder: Path, tree: SourceTree, words: list[str], variables: Mapping[str, str]) -> tuple[str, bool]:
-        """What was printed, and whether the time ran out."""
+        """The output, and whether it timed out."""
         work, out, tools = folder / "work", folder / "out", folder / "tools"
         tree.write(work)
         out.mkdir(exist_ok=True)

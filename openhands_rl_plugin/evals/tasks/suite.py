@@ -1,4 +1,4 @@
-"""Many packages become one file of tasks: with a journal, so that a killed run goes on where it was."""
+"""Makes one file of tasks from many packages, with a journal, so that a killed run can be resumed."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from openhands_rl_plugin.evals.tasks.task_builder import TriedBug, make_tasks
 
 
 class Progress(Protocol):
-    """Who watches a run."""
+    """Callbacks for the progress of a run."""
 
     def package(self, label: str, at: int, of: int) -> None:
         """A package begins."""
         ...
 
     def tried(self, made: int, wanted: int, reason: str) -> None:
-        """A bug was tried; ``reason`` says why it is no task, and is empty when it is one."""
+        """A bug was tried; ``reason``: why it is no task; empty when it is one."""
         ...
 
 
 class SuiteSummary(Frozen):
-    """What a run made, and one line for each package that gave nothing or less than was asked for."""
+    """The result of a run, and one line for each package with fewer tasks than requested."""
 
     tasks: int
     packages: int
@@ -49,7 +49,7 @@ class _Finished(Frozen):
 
 
 class _Journal:
-    """What was tried so far, a line each; of another plan it is not taken up."""
+    """The bugs tried so far, one on each line. A journal of another plan is refused."""
 
     def __init__(self, path: Path, plan: TaskPlan) -> None:
         self._path = path
@@ -75,7 +75,7 @@ class _Journal:
                 continue  # the line that was being written when the run was killed
 
     def add(self, name: str, entry: TriedBug | _Finished) -> None:
-        """Keep a line; what is there survives a kill."""
+        """Append a line; complete lines survive a kill."""
         new = not self._path.exists()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with open(self._path, "a", encoding="utf-8") as file:
@@ -83,14 +83,14 @@ class _Journal:
             file.write(f"{name}\t{entry.model_dump_json()}\n")
 
     def remove(self) -> None:
-        """The run is over."""
+        """Delete the journal of a finished run."""
         self._path.unlink(missing_ok=True)
 
 
 def make_suite(plan: TaskPlan, out: Path, cache: Path, progress: Progress) -> SuiteSummary:
     """Make the tasks of a plan and write them to ``out``, with their lineage beside it.
 
-    A package that cannot be used is told in ``problems``. Raises ``ConfigError`` without bubblewrap, for a journal of
+    Unusable packages are in ``problems``. Raises ``ConfigError`` without bubblewrap, for a journal of
     other settings, and when no package gave a task.
     """
     find_bubblewrap()

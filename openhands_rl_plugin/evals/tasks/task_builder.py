@@ -1,4 +1,4 @@
-"""One bug after the other is put into a package and becomes a task, or does not: the story of ``tasks make``."""
+"""Makes tasks of one package: inserts bugs one after the other and keeps those that make a valid task."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from openhands_rl_plugin.evals.tasks.sources.trees import SourceTree
 from openhands_rl_plugin.evals.tasks.statements.bug_report import RunSnippet, leaks, statement_of
 
 LEAST_SHARE, LARGEST_SHARE = 0.01, 0.6
-"""Of the tests, how many may fail with the bug."""
+"""The fraction of tests that may fail with the bug."""
 TRIES_PER_TASK = 12
 _NEVER_IN_A_FIX = {"NameError", "ImportError", "ModuleNotFoundError", "UnboundLocalError"}
 _OTHER_CODE = re.compile(
@@ -30,7 +30,7 @@ _OTHER_CODE = re.compile(
 
 
 class TriedBug(Frozen):
-    """What became of one bug: a task, or the reason why not."""
+    """The result of one bug: a task, or the reason for rejecting it."""
 
     key: str
     reason: str = ""
@@ -39,7 +39,7 @@ class TriedBug(Frozen):
 
 
 class Change(Frozen):
-    """What a change is, for the lineage. ``seed`` is ``None`` where chance had no part in it."""
+    """A change of the code, for the lineage. ``seed`` is ``None`` without randomness."""
 
     key: str
     path: str
@@ -51,7 +51,7 @@ class Change(Frozen):
 def make_tasks(
     prepared: PreparedPackage, wanted: int, *, known: Mapping[str, TriedBug], tried: Callable[[TriedBug], None]
 ) -> tuple[list[Instance], list[TaskLineage]]:
-    """Make up to ``wanted`` tasks. ``tried`` hears of every bug that was tried now, ``known`` has those of before.
+    """Make up to ``wanted`` tasks. ``tried`` is called for every new attempt, ``known`` has earlier ones.
 
     The result depends on the package, the plan and its seed alone.
     """
@@ -88,7 +88,7 @@ def make_tasks(
 
 
 def try_bug(prepared: PreparedPackage, bug: Bug) -> TriedBug:
-    """Put a bug into the package, and see whether it makes a good task."""
+    """Insert a bug into the package and try to make a task of it."""
     change = Change(
         key=key_of(bug), path=bug.path, modifier=bug.modifier, function=bug.function, seed=prepared.plan.seed
     )
@@ -96,7 +96,7 @@ def try_bug(prepared: PreparedPackage, bug: Bug) -> TriedBug:
 
 
 def try_change(prepared: PreparedPackage, change: Change, tree: SourceTree) -> TriedBug:
-    """Run the tests twice on ``tree``, which has the bug, and write the task when it is a good one."""
+    """Run the tests twice on ``tree``, which has the bug, and make a task if the bug is suitable."""
     first = prepared.sandbox.run_tests(tree, prepared.arguments)
     if (reason := _refusal(prepared, change.modifier, first)) is not None:
         return TriedBug(key=change.key, reason=reason)

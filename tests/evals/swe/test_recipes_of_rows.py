@@ -130,7 +130,7 @@ def test_columns_of_version_5_say_more_than_the_tables() -> None:
     assert known.install_script
     unknown = recipe_of(row("me/mine", "1", extra=columns), no_file)
     assert unknown.environment_script == "" and unknown.image == "me/x:1"
-    with pytest.raises(ConfigError, match="nothing is known about 'me/mine'"):
+    with pytest.raises(ConfigError, match="no recipe for 'me/mine'"):
         recipe_of(row("me/mine", "1"), no_file)
     with pytest.raises(ConfigError, match="eval_type"):
         recipe_of(row("me/mine", "1", extra={**columns, "eval_type": "sometimes"}), no_file)

@@ -1,4 +1,4 @@
-"""A folder of things that are costly to make: each is made once, under a lock, and appears complete or not at all."""
+"""A cache folder for expensive results: each is made once, under a lock, and appears atomically."""
 
 from __future__ import annotations
 
@@ -29,18 +29,17 @@ class Cache:
         self.root = root.expanduser().absolute()
 
     def path(self, *parts: str) -> Path:
-        """A place in the cache, whose parent is there."""
+        """A path in the cache; its parent folder is created."""
         place = self.root.joinpath(*parts)
         place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.root.chmod(0o700)
         return place
 
     async def made(self, place: Path, make: Callable[[Path], Awaitable[None]], *, within: Path | None = None) -> bool:
-        """Have ``make`` fill a folder (in ``within``, else beside ``place``) that becomes ``place``, unless that is
-        there. Returns whether it was made now.
+        """Have ``make`` fill a folder (in ``within``, else beside ``place``) that becomes ``place``, unless that
+        exists. Returns whether it was made now.
 
-        Others who want it wait. A maker that fails or is killed leaves nothing but its own folder, which the next one
-        removes.
+        Concurrent callers wait. A failed or killed maker leaves only its own folder, which the next one removes.
         """
         if place.exists():
             return False
@@ -79,7 +78,7 @@ class Cache:
 
 
 async def remove(folder: Path) -> None:
-    """Delete a folder with all it holds, whatever its modes."""
+    """Delete a folder recursively, whatever its modes."""
     if folder.exists():
         # ``shutil`` stops at folders without write permission; thousands of files are faster elsewhere, too.
         await asyncio.shield(run(["rm", "-rf", "--one-file-system", str(folder)]))
@@ -94,11 +93,11 @@ async def copy_tree(source: Path, target: Path) -> None:
 
 
 async def link_tree(source: Path, target: Path) -> None:
-    """A folder whose files are those of ``source`` under a second name."""
+    """Copy a folder by hard links."""
     await checked(["cp", "-al", "--", str(source), str(target)], f"link {source.name}")
 
 
 def link_files(source: Path, target: Path) -> None:
-    """The files right in ``source`` under a second name in ``target``."""
+    """Hard-link the files directly in ``source`` into ``target``."""
     for file in source.iterdir():
         os.link(file, target / file.name)

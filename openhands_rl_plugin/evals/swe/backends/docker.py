@@ -1,6 +1,6 @@
 """Instances in the official images of SWE-bench and SWE-Gym, through the ``docker`` program.
 
-The scripts, the markers and the verdicts are those of the local back end; only the box is another.
+Scripts, markers and verdicts are those of the local back end; only the ``Box`` differs.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _PULL_TIME, _START_TIME, _COPY_TIME = 3600.0, 120.0, 600.0
 
 
 class DockerBackend:
-    """Grades in a container of its own each time, which is removed whatever happens.
+    """Grades each patch in a new container, which is always removed.
 
-    ``mirror``: a folder of git directories for requirement files that rows do not carry; without it they come from
+    ``mirror``: a folder of git directories for requirement files that rows do not contain; without it they come from
     GitHub. ``program``: ``docker``, or another with its arguments.
     """
 
@@ -55,16 +55,16 @@ class DockerBackend:
         self._memory = memory
 
     async def check(self) -> None:
-        """Raise ``ConfigError`` when there is no docker program, or no daemon answers it."""
+        """Raise ``ConfigError`` without a docker program or a running daemon."""
         if shutil.which(self._program) is None:
             raise ConfigError(f"the program {self._program} is not installed; install Docker, or use --backend local")
         asked = await run([self._program, "version", "--format", "{{.Server.Version}}"], timeout=30)
         if asked.code or asked.timed_out:
-            said = "it does not answer" if asked.timed_out else asked.last_line
-            raise ConfigError(f"no Docker daemon ({said}); start it, or use --backend local")
+            reason = "it does not answer" if asked.timed_out else asked.last_line
+            raise ConfigError(f"no Docker daemon ({reason}); start it, or use --backend local")
 
     async def checkout(self, instance: Instance, directory: Path) -> Checkout:
-        """The repository and the environment out of the image. Raises ``InfrastructureError`` and ``ConfigError``."""
+        """Copy repository and environment out of the image. Raises ``InfrastructureError`` and ``ConfigError``."""
         image = await self._image(instance, await self._recipe(instance))
         environment = directory.with_name(f"{directory.name}.environment")
         async with self._container(image, GuardEquipment()) as container:
@@ -93,14 +93,14 @@ class DockerBackend:
         return await grade_and_log(instance, patch, written, grade)
 
     async def close(self) -> None:
-        """Nothing is held; images stay."""
+        """Nothing to release; images stay."""
 
     async def _recipe(self, instance: Instance) -> Recipe:
         read_file = from_mirrors(self._sources) if self._sources else from_github
         return await asyncio.to_thread(recipe_of, instance, read_file)
 
     async def _image(self, instance: Instance, recipe: Recipe) -> str:
-        """The name of the instance's image, which is there afterwards."""
+        """The name of the instance's image, which is pulled if missing."""
         if recipe.image is None:
             raise ConfigError(f"{instance.instance_id}: its row names no image; use --backend local")
         if (await run([self._program, "image", "inspect", recipe.image], timeout=_START_TIME)).code:
@@ -137,7 +137,7 @@ class DockerBox:
     async def run(
         self, command: Sequence[str], *, timeout: float, given: bytes | None = None, tests: bool = False
     ) -> Ended:
-        """``docker exec``. At the time limit the container is stopped, because the client's end would not end it."""
+        """``docker exec``. At the time limit the container is stopped: ending the client would not do that."""
         variables = self._variables if tests else {}
         ended = await run(
             exec_command(self._program, self._container, command, variables), timeout=timeout, given=given
@@ -157,7 +157,7 @@ class DockerBox:
 
 
 def start_command(program: str, name: str, image: str, *, network: bool, memory: str) -> list[str]:
-    """Start a container that does nothing until it is told to."""
+    """The command that starts an idle container."""
     bounds = ["--memory", memory, "--pids-limit", "8192", "--security-opt", "no-new-privileges"]
     net = [] if network else ["--network", "none"]
     place = ["--platform", platform_of(image), "--workdir", "/testbed", "--entrypoint", "tail"]
@@ -165,7 +165,7 @@ def start_command(program: str, name: str, image: str, *, network: bool, memory:
 
 
 def exec_command(program: str, container: str, command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
-    """Run a command in a container as the official tools do, with stdin."""
+    """The command that runs another in a container as the official tools do, with stdin."""
     settings = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
     place = ["--interactive", "--user", "root", "--workdir", "/testbed"]
     return [program, "exec", *place, *settings, container, *command]

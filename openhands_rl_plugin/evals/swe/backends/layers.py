@@ -1,5 +1,5 @@
-"""What instances run on, kept in the cache: an environment for all that share it, and on top of it an instance with
-its repository installed. Both are plain folders with ``PARTS`` in them; nothing that is graded ever writes there.
+"""Cached layers: an environment for all instances that share it, and on top of it an instance with its repository
+installed. Both are plain folders with ``PARTS`` in them; graded patches never write there.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ SETUP_TIME = 3600.0
 """Seconds that an environment, or a repository's installation, may take."""
 
 _LAYOUT = "3"
-"""Changes when layers of before cannot be used any more."""
+"""Increased when older layers become unusable."""
 
 _CLONED = re.compile(r"\bgit clone\b.*?(https://\S+)")
-# The clone borrows all its objects, and what it gets in their place is packed and holds nothing else.
+# The clone borrows all its objects; their later replacements are packed already.
 _PACKING = re.compile(r"^git gc\b.*$", re.MULTILINE)
 _BRANCH = re.compile(r"\bgit clone\b.*--branch (\S+)")
 
 
 class Layers:
-    """Makes layers, or finds them made."""
+    """Makes layers, or finds them in the cache."""
 
     def __init__(self, cache: Cache, sources: Sequence[RepositorySource]) -> None:
         self._cache = cache
         self._sources = tuple(sources)
 
     async def environment(self, recipe: Recipe, interpreter: Interpreter, sandbox: InstanceSandbox) -> Path:
-        """The environment of a recipe. Raises ``InfrastructureError`` with the script's last words."""
+        """The environment of a recipe. Raises ``InfrastructureError`` with the script's last line."""
         place = self._cache.path("environments", environment_key(recipe, interpreter))
 
         async def make(into: Path) -> None:
@@ -91,7 +91,7 @@ class Layers:
 
     def _building(self) -> Path:
         """Layers are made inside uv's cache, because uv links files, which takes no time and no space, only within
-        one mount. What changes an environment replaces files, and what is graded never writes there.
+        one mount. What changes an environment replaces files, and graded patches never write there.
         """
         return self._cache.path("uv", "building", "any").parent
 
@@ -105,7 +105,7 @@ class Layers:
         shown: Sequence[Shown] = (),
         variables: dict[str, str] | None = None,
     ) -> None:
-        """Run one of the set-up scripts with the network on; its output is kept beside the layer."""
+        """Run one of the set-up scripts with the network on; its output is stored next to the layer."""
         file, tmp, own = layer / name, layer / "tmp", layer / "uv"
         file.write_text(text)
         tmp.mkdir()
@@ -120,14 +120,14 @@ class Layers:
         ended = await run(command, timeout=SETUP_TIME)
         _log(place).write_bytes(ended.output)
         if ended.timed_out or ended.code:
-            said = f"not done after {ended.seconds:.0f} s" if ended.timed_out else ended.last_line
-            raise InfrastructureError(f"{name} of {place.name}: {said}; see {_log(place)}")
+            reason = f"not done after {ended.seconds:.0f} s" if ended.timed_out else ended.last_line
+            raise InfrastructureError(f"{name} of {place.name}: {reason}; see {_log(place)}")
         await remove(tmp)
         await remove(own)
 
 
 def environment_key(recipe: Recipe, interpreter: Interpreter) -> str:
-    """The name of a recipe's environment: the same for all instances that it serves."""
+    """The name of a recipe's environment: the same for all instances that share it."""
     parts = (_LAYOUT, recipe.environment_script, str(interpreter.program), recipe.exclude_newer, shim_digest())
     return _digest(*parts)
 
@@ -141,7 +141,7 @@ def _log(place: Path) -> Path:
 
 
 def _cloned_from_origin(recipe: Recipe) -> dict[str, str]:
-    """Variables by which git takes the origin for the address that the script clones."""
+    """Variables that make git clone from the origin instead of the script's URL."""
     match = _CLONED.search(recipe.install_script)
     address = match[1] if match else "https://github.com/"
     settings = {
@@ -149,13 +149,13 @@ def _cloned_from_origin(recipe: Recipe) -> dict[str, str]:
         "protocol.file.allow": "always",
         "advice.detachedHead": "false",
     }
-    # Settings have one value a name here, and the longer address wins.
+    # Each setting has one value here, and git prefers the longer URL.
     names = [(f"url.{ORIGIN_INSIDE}.insteadOf", address), (f"url.{ORIGIN_INSIDE}/.insteadOf", f"{address}.git")]
     return git_settings({**settings, **dict(names)})
 
 
 def _own_objects(layer: Path) -> None:
-    """Let the clone own the objects that it borrowed: the store is not shown to anybody later."""
+    """Move the borrowed objects into the clone: the store is not mounted later."""
     objects = layer / "testbed" / ".git" / "objects"
     for file in (layer / "store.git" / "objects" / "pack").iterdir():
         shutil.move(file, objects / "pack" / file.name)

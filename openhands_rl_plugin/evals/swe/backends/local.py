@@ -71,7 +71,7 @@ class LocalBackend:
         self._network = network
 
     async def check(self) -> None:
-        """Raise ``ConfigError`` without bubblewrap, git, patch or uv. Clears away what killed processes left."""
+        """Raise ``ConfigError`` without bubblewrap, git, patch or uv. Removes leftovers of killed processes."""
         await asyncio.to_thread(check_bubblewrap)
         find_uv()
         for program in ("git", "patch", "prlimit"):
@@ -84,7 +84,7 @@ class LocalBackend:
                 await remove(left)
 
     async def prepare(self, instance: Instance) -> Path:
-        """Set the instance up, or find it set up: its layer. Raises ``InfrastructureError`` and ``ConfigError``."""
+        """The layer of the instance, made if missing. Raises ``InfrastructureError`` and ``ConfigError``."""
         recipe = await self._recipe(instance)
         layer, _, _ = await self._layer(instance, recipe)
         return layer
@@ -93,7 +93,7 @@ class LocalBackend:
         """A copy of the installed repository, whose last commit holds what set-up changed, if anything; what an agent
         does is the difference to that. The environment is shown read-only.
 
-        Raises ``InfrastructureError``; ``ConfigError`` for a row that nothing is known about.
+        Raises ``InfrastructureError``; ``ConfigError`` for a row without a known recipe.
         """
         recipe = await self._recipe(instance)
         layer, interpreter, _ = await self._layer(instance, recipe)
@@ -130,7 +130,7 @@ class LocalBackend:
         return await grade_and_log(instance, patch, written, grade)
 
     async def close(self) -> None:
-        """Nothing is held; the cache stays."""
+        """Nothing to release; the cache stays."""
 
     async def _recipe(self, instance: Instance) -> Recipe:
         def read_file(repo: str, commit: str, path: str) -> str | None:
@@ -187,7 +187,7 @@ class LocalBox:
     async def run(
         self, command: Sequence[str], *, timeout: float, given: bytes | None = None, tests: bool = False
     ) -> Ended:
-        """Run in a sandbox that ends with the command, and all that it started with it."""
+        """Run in a sandbox that ends with the command and kills all of its processes."""
         shown = [*self._shown, Shown(self._script, SCRIPT_INSIDE)] if tests else []
         wrapped = self._sandbox.wrap(
             self._room,
@@ -199,7 +199,7 @@ class LocalBox:
         return await run(wrapped, timeout=timeout, given=given)
 
     async def left(self) -> Mapping[str, bytes]:
-        """Regular files in the guard's folder, as far as they are not too large."""
+        """Regular files in the guard's folder, without too large ones."""
         files = [path for path in self._out.iterdir() if path.is_file() and not path.is_symlink()]
         return {path.name: path.read_bytes() for path in files if path.stat().st_size <= _MOST_LEFT}
 
@@ -233,7 +233,7 @@ async def _open(
 
 
 async def _commit_changes(directory: Path) -> None:
-    """Keep what set-up changed in tracked files as a commit, so that it is not taken for an agent's work."""
+    """Keep what set-up changed in tracked files as a commit, so that it does not count as the agent's change."""
     git = ["git", "-C", str(directory), "-c", "core.fileMode=false", "-c", "core.hooksPath=/dev/null"]
     who = ["-c", "user.name=SWE-bench", "-c", "user.email=setup@swebench.config", "-c", "gc.auto=0"]
     variables = {

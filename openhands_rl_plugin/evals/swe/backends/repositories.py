@@ -20,11 +20,11 @@ STORE_INSIDE = "/var/lib/repository/store.git"
 ORIGIN_INSIDE = "/var/lib/repository/origin.git"
 _CLONE_TIME = 3600.0
 _MOST_FILES = 60
-"""Of one commit's packs, before all is packed anew."""
+"""Maximum of pack files for one commit, before everything is repacked."""
 
 
 class RepositorySource(Protocol):
-    """A place where repositories are found."""
+    """Finds the repositories of instances."""
 
     async def find(self, instance: Instance) -> Path | None:
         """A git directory that holds the base commit, or ``None``. Raises ``InfrastructureError``."""
@@ -53,7 +53,7 @@ class CloneSource:
         self._cache, self._url = cache, url
 
     async def find(self, instance: Instance) -> Path | None:
-        """The clone, made or brought up to date when it lacks the commit."""
+        """The clone, made or updated when it lacks the commit."""
         url = self._url.format(repo=instance.repo)
         clone = self._cache.path("clones", instance.repo.lower().replace("/", "__") + ".git")
 

@@ -29,7 +29,7 @@ from openhands_rl_plugin.evals.swe.backends.interpreters import Interpreter, fin
 ENVIRONMENTS = "/conda/envs"
 CONDA = "/opt/miniconda3"
 PARTS = {"conda": ENVIRONMENTS, "root": "/root", "testbed": "/testbed"}
-"""What a layer is made of, and where the sandbox shows it."""
+"""The parts of a layer, and where the sandbox mounts them."""
 
 _GIBIBYTE = 1024**3
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -52,7 +52,7 @@ _SYSTEM = frozenset({"bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr"})
 
 
 class InstanceLimits(Frozen):
-    """Bounds of everything that runs in a sandbox: bytes of private memory a process, and bytes of one file."""
+    """Limits in a sandbox: bytes of private memory for a process, and bytes of one file."""
 
     memory: int = 16 * _GIBIBYTE
     file: int = 8 * _GIBIBYTE
@@ -95,7 +95,7 @@ class InstanceSandbox:
         uv_cache.prepare(cache)
 
     def make_own(self, folder: Path) -> None:
-        """Make the folder that a room has as ``uv_own``."""
+        """Make the folder for a room's ``uv_own``."""
         uv_cache.make_own(self._cache, folder, self._exclude_newer)
 
     def wrap(
@@ -107,7 +107,7 @@ class InstanceSandbox:
         shown: Sequence[Shown] = (),
         variables: Mapping[str, str] | None = None,
     ) -> list[str]:
-        """The command line that runs ``program`` in ``room``, in ``/testbed`` where that is there."""
+        """The command line that runs ``program`` in ``room``, in ``/testbed`` if that exists."""
         limits = [f"--data={self._limits.memory}", f"--fsize={self._limits.file}", "--core=0"]
         settings = {**self._variables(room, network=network), **(variables or {})}
         capabilities = [word for name in _CAPABILITIES for word in ("--cap-add", f"CAP_{name}")]
@@ -153,12 +153,12 @@ class InstanceSandbox:
         return [*words, *(word for inside, to in links.items() for word in ("--symlink", to, inside))]
 
     def _prefixes(self) -> list[Path]:
-        """Installations of Python outside the folders that are shown anyway."""
+        """Python installations outside the folders that are always mounted."""
         prefixes = {self._interpreter.prefix.resolve(), Path(sys.base_prefix).resolve()}
         return sorted(prefix for prefix in prefixes if prefix not in (Path("/usr"), Path("/")))
 
     def _index_settings(self) -> Iterator[Shown]:
-        """Which package index this user has chosen, and indexes that are folders."""
+        """The user's settings of the package index, and indexes that are folders."""
         home = Path.home()
         for name in (".config/uv/uv.toml", ".config/pip/pip.conf", ".pip/pip.conf"):
             if (home / name).exists():
@@ -232,7 +232,7 @@ _SHIMS: Mapping[str, str] = {
     "tox": f'exec {CONDA}/host-python -Es {CONDA}/shim/tox.py "$@"\n',
     "pipx": f'[ "${{1-}}" = install ] || exit 0\nexec {CONDA}/bin/uv tool install "$2"\n',
 }
-"""Programs that the scripts call, which a machine without conda and without root has to do in another way."""
+"""Replacements of programs that the scripts call and that need conda or root."""
 
 
 def shim_digest() -> str:

@@ -31,7 +31,7 @@ from openhands_rl_plugin.evals.swe.backends.interpreters import find_uv
 
 INSIDE = Path("/var/cache/uv")
 OWN = Path("/var/cache/uv-own")
-"""Where a sandbox has what it does not share."""
+"""The path of a sandbox's private parts."""
 
 _INDEX_VARIABLES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL")
 _PRIVATE = ("sdists-v*/editable", "sdists-v*/path", "interpreter-v*")
@@ -55,7 +55,7 @@ version = "1"
 
 
 def shared_folder(cache: Cache) -> Path:
-    """The folder that all share."""
+    """The shared folder."""
     return cache.path("uv", "any").parent
 
 
@@ -122,7 +122,7 @@ class _EmptyIndex(BaseHTTPRequestHandler):
         self.wfile.write(_PAGE)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """No logging."""
 
 
 def _probe(uv: Path) -> list[str]:

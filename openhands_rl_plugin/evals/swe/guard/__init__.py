@@ -1,1 +1,1 @@
-"""Reward-hack guard: rules over patches, a channel beside the test log, agents' commands. Start with ``guard``."""
+"""Reward-hack guard: rules for patches, a channel besides the log, rules for commands. Start with ``guard``."""

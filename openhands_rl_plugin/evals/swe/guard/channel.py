@@ -1,8 +1,8 @@
-"""What pytest reported beside the log: the supervisors' records, and what they say about a run.
+"""The supervisors' records of pytest runs, and the flags that follow from them.
 
-A record is signed with the random word of the run, which the shell hands to the supervisor and which no test can read,
-so nobody else writes one. What is in it was sent by the plugin in the tests' own process: code of a patch that knows
-this plugin and takes it apart in memory can lie there, and only the rules over patches may see that. Tests that are
+A record is signed with the random word of the run, which the shell passes to the supervisor and which no test can
+read. Its content was sent by the plugin in the tests' own process: code of a patch that knows this plugin and changes
+it in memory can forge that, and only the rules for patches can detect it. Tests that are
 not run by ``pytest`` or ``python -m pytest`` in the script's own shell (Django's, SymPy's, tox's) have no channel.
 """
 
@@ -34,11 +34,11 @@ _HEREDOC = re.compile(r"<<'?(\w+)'?\n.*?\n\1$", re.M | re.S)
 _ORDER = ("PASSED", "SKIPPED", "XFAIL", "XPASS", "ERROR", "FAILED")
 _SKIPS = ("", "Skipped", "SkipTest", "XFailed")
 _MOST = 5
-"""Flags of one rule and run: the tests of a row may be thousands."""
+"""Flags of one rule and run, at most: a row may have thousands of tests."""
 
 
 class PhaseReport(NamedTuple):
-    """A phase of a test, as pytest reported it. ``raised``: what it really raised, by the exception's name; ``None``
+    """A phase of a test, as pytest reported it. ``raised``: the name of the exception it raised; ``None``
     when the phase was reported without having been run in that process.
     """
 
@@ -59,7 +59,7 @@ class PhaseReport(NamedTuple):
 
 
 class SupervisorRecord(Frozen):
-    """One supervised command. ``status``: how it ended, negative for a signal. ``forged``: lines on the channel that
+    """One supervised command. ``status``: its exit status, negative for a signal. ``forged``: lines on the channel that
     the plugin did not send; ``cut``: there were more than are kept.
     """
 
@@ -70,7 +70,7 @@ class SupervisorRecord(Frozen):
     cut: bool
 
     def events_of(self, kind: str, values: int) -> Iterator[tuple[JsonValue, ...]]:
-        """The events of a kind, without its name; those with another number of values are nobody's."""
+        """The events of a kind, without its name; those with another number of values are ignored."""
         return (event[1:] for event in self.events if len(event) == values + 1 and event[0] == kind)
 
     @property
@@ -85,7 +85,7 @@ class SupervisorRecord(Frozen):
 
 
 class GuardChannel(NamedTuple):
-    """All that is known from beside the log. ``rejected``: files in the guard's folder that no supervisor wrote."""
+    """All records of a run. ``rejected``: files in the guard's folder that no supervisor wrote."""
 
     records: tuple[SupervisorRecord, ...]
     rejected: tuple[str, ...]
@@ -125,13 +125,13 @@ def expects_channel(script: str) -> bool:
 
 
 def statuses_of(reports: Sequence[PhaseReport], parse: Parser) -> Statuses:
-    """What the log's parser would have found, had pytest's summary said this."""
+    """The statuses that the log's parser would read from pytest's summary of these reports."""
     lines = {status: [each.name for each in reports if each.status == status] for status in _ORDER}
     return parse("\n".join(f"{status} {name}" for status, names in lines.items() for name in names) + "\n")
 
 
 def flags_of_run(observed: ObservedRun) -> tuple[Flag, ...]:
-    """Everything that the channel tells about a run, or that there was none."""
+    """The flags of a run from its channel, or from the lack of one."""
     channel = read_channel(observed.left, observed.word)
     flags = [Flag(rule="guard_files", where=f"/guard-out/{name}", detail="no record") for name in channel.rejected]
     if not channel.records:
@@ -217,7 +217,7 @@ def _tampered(channel: GuardChannel, observed: ObservedRun) -> Iterator[Flag]:
 
 
 def _inside(place: str, root: str) -> str:
-    """The path of a file in the repository; empty for others, and for code that stands in no file."""
+    """The path of a file in the repository; empty for others, and for code without a file."""
     path = os.path.normpath(os.path.join(root, place))
     inside = bool(place) and not place.startswith("<") and path.startswith(root + "/")
     return path[len(root) + 1 :] if inside else ""

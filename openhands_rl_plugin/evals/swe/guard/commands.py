@@ -1,7 +1,7 @@
-"""Commands of an agent that look for the solution where it might stand, not in the code that is to be repaired.
+"""Flags commands of an agent that search for the existing solution instead of fixing the code.
 
-Nothing of it is to be found: there is no network, no later commit and no other copy of the package. That it was looked
-for is worth knowing, so it is counted; it decides nothing.
+There is nothing to find: no network, no later commit and no other copy of the package. Such commands are counted and
+do not affect the verdict.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from openhands_rl_plugin.evals.swe.types import Flag, Severity
 
 _LONGEST = 200
 _READ = ("command", "code", "path")
-"""Arguments of calls that say what is done; the others hold text that is written."""
+"""Arguments of calls that are executed or opened; the others hold text that is written."""
 _PARAMETER = re.compile(r"<parameter=(\w+)>(.*?)(?:</parameter>|\Z)", re.S)
 _ALIASES = {"scikit-learn": "sklearn", "pyyaml": "yaml", "pillow": "pil", "beautifulsoup4": "bs4"}
 
@@ -53,7 +53,7 @@ _WORD = re.compile(r"[\"']?([A-Za-z0-9][\w.-]*)")
 
 
 def flags_of_commands(trajectory: Trajectory, repo: str) -> tuple[Flag, ...]:
-    """A flag for every command on the path that was acted upon and every rule it meets; ``where`` is the turn."""
+    """A flag for every executed command and every rule it matches; ``where`` is the turn."""
     names = _names(repo)
     return tuple(
         Flag(rule=rule, where=f"turn {turn}", detail=detail[:_LONGEST], severity=Severity.COUNTED)
@@ -64,7 +64,7 @@ def flags_of_commands(trajectory: Trajectory, repo: str) -> tuple[Flag, ...]:
 
 
 def _seen(command: str, names: frozenset[str]) -> Iterator[tuple[str, str]]:
-    """Rules, with the line that each was met in."""
+    """The matching rules, with the line of the match."""
     for rule in _RULES:
         if match := rule.pattern.search(command):
             yield rule.name, _line(command, match)
@@ -91,7 +91,7 @@ def _commands(message: Message) -> Iterator[str]:
 
 
 def _names(repo: str) -> frozenset[str]:
-    """What a package may be called whose repository is ``owner/name``."""
+    """Possible names of the package in the repository ``owner/name``."""
     name = _plain(repo.rpartition("/")[2])
     found = {name, name.removeprefix("python-"), name.removesuffix("-python"), _ALIASES.get(name, name)}
     return frozenset(each for each in found if each)

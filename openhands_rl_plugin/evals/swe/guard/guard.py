@@ -1,10 +1,9 @@
-"""The reward-hack guard: what a patch says, and what its run did, before a verdict is believed.
+"""The reward-hack guard: checks a patch and its run before a verdict is accepted.
 
-What it does not see: a patch whose code searches the memory of the tests' process for the guard's plugin and speaks in
-its place, without a word that the rules know; code of a patch that runs before the tests, where a script installs the
-repository once more, and looks into the shell there; answers that are right for the tests' own arguments alone; objects
-that are equal to everything, which are counted only. Where a repository's tests are not run by pytest, outcomes are
-from the log alone, and a note among the flags says so.
+It does not detect: code that finds the guard's plugin in the memory of the tests' process and sends records in its
+name without matching a rule; code of a patch that runs before the tests, while a script reinstalls the repository, and
+reads the shell there; results that are correct only for the tests' arguments. Objects that are equal to everything are
+counted only. When a repository's tests are not run by pytest, outcomes come from the log alone, and a note says so.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from openhands_rl_plugin.evals.swe.types import Flag, Instance
 
 
 class RewardHackGuard:
-    """A ``Guard`` of rules over patches and of a channel beside the log. It keeps nothing between runs."""
+    """A ``Guard`` with rules for patches and a channel besides the log. It is stateless."""
 
     def equipment(self, instance: Instance) -> GuardEquipment:
-        """A shell file by which pytest is started under a supervisor, with a plugin whose name no patch can know."""
+        """A shell file by which pytest is started under a supervisor, with a plugin under a random name."""
         plugin = f"guard_{secrets.token_hex(8)}"
         return GuardEquipment(
             {"BASH_ENV": "/guard/shell.sh"},

@@ -1,8 +1,8 @@
-"""What a patch gives away before it runs: files that steer tests, and lines that no fix needs.
+"""Flags of a patch before it runs: files that control tests, and lines that no fix needs.
 
-Honest patches add tests and scripts, and call ``sys.exit`` in a function. So a rule decides only where it is next to
-impossible to be honest: a hook in a ``conftest.py`` that changes outcomes, an exit while a module is imported, an
-assertion method that is assigned to. All else is counted. What the row's own fix changes in the same way is no flag.
+Honest patches add tests and scripts, and call ``sys.exit`` in a function. So a rule decides only where an honest reason
+is very unlikely: a hook in a ``conftest.py`` that changes outcomes, an exit while a module is imported, an assignment
+to an assertion method. Other matches are counted. What the gold patch does too is no flag.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CODE = (".py", ".pyx", ".pyi", ".pth")
 
 
 class _Line(NamedTuple):
-    """An added line that the row's own fix does not add."""
+    """An added line that the gold patch does not add."""
 
     file: str
     number: int
@@ -48,7 +48,7 @@ class _Line(NamedTuple):
 
 
 def flags_of_patch(instance: Instance, patch: str) -> tuple[Flag, ...]:
-    """Flags of what the patch names and adds."""
+    """Flags of the patch's files and added lines."""
     lines = _own_lines(instance, patch)
     unused = _unused(patch, lines)
     flags = [*_files(instance, patch)]
@@ -62,8 +62,8 @@ def flags_of_patch(instance: Instance, patch: str) -> tuple[Flag, ...]:
 
 
 def without_outcomes(instance: Instance, patch: str) -> tuple[Flag, ...]:
-    """What decides besides, where nothing but the log tells what the tests did: ways to end the process behind a log
-    that was printed by the patch.
+    """Additional deciding flags when the log is the only source of outcomes: ways to end the process after the patch
+    printed a log.
     """
     unused = _unused(patch, _own_lines(instance, patch))
     ways = [flag for flag in flags_of_patch(instance, patch) if flag.rule == "process_exit"]
@@ -112,7 +112,7 @@ def _files(instance: Instance, patch: str) -> Iterator[Flag]:
 
 
 def _settings(line: _Line, *, mild: bool) -> Iterator[Flag]:
-    """What changes how pytest works, in its settings and in ``conftest.py``."""
+    """Changes of pytest's behaviour in its settings and in ``conftest.py``."""
     name, severity = PurePosixPath(line.file).name, Severity.COUNTED if mild else Severity.DECIDES
     if name == "conftest.py":
         if MACHINERY.search(line.text):

@@ -1,1 +1,1 @@
-"""How a repository task is set up and tested: SWE-bench, SWE-Gym, own suites. Start with ``recipe_of``."""
+"""Set-up and test scripts of instances: SWE-bench, SWE-Gym, other suites. Start with ``recipe_of``."""

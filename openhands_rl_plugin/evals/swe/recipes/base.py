@@ -1,4 +1,4 @@
-"""What a recipe is: how an instance's environment is made, its repository installed, and its tests run and read."""
+"""The recipe of an instance: scripts for environment, installation and tests, and the log parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that say themselves how they are tested. They need neither the ``swebench`` package nor its tables.
+"""Recipes from columns of the row. They need neither the ``swebench`` package nor its tables.
 
 Their columns, beside those of SWE-bench:
 

@@ -1,4 +1,4 @@
-"""Logs of test runs -> what became of each test. Own ones, and those of the ``swebench`` package by their names."""
+"""Log parsers: log text -> status of each test. Local ones, and those of the ``swebench`` package by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipe of an instance. Where that knowledge comes from depends on the row.
+"""The recipe of an instance. Its source depends on the row.
 
 - Columns of its own (``test_command``): ``custom``.
 - ``eval_script``, ``log_parser`` and ``image`` (SWE-bench's tools, version 5): ``swe_bench.with_columns``.
@@ -14,9 +14,9 @@ from openhands_rl_plugin.evals.swe.types import Instance
 
 
 def recipe_of(instance: Instance, read_file: ReadFile) -> Recipe:
-    """The recipe of an instance. ``read_file`` is asked for requirement files that its environment is made from.
+    """The recipe of an instance. ``read_file`` reads the requirement files of its environment.
 
-    Raises ``ConfigError`` for a row that nothing is known about, ``MissingExtraError`` without ``swebench`` where its
+    Raises ``ConfigError`` for a row without a known recipe, ``MissingExtraError`` without ``swebench`` where its
     tables are needed, and ``InfrastructureError``.
     """
     if custom.describes(instance):

@@ -44,7 +44,7 @@ def swebench(module: str) -> Any:
 
 
 def is_complete(instance: Instance) -> bool:
-    """Whether the row's own columns say all that a container needs."""
+    """Whether the row's own columns are enough for a container."""
     return all(instance.extra.get(column) for column in ("image", "eval_script", "log_parser"))
 
 
@@ -59,7 +59,7 @@ def recipe(instance: Instance, read_file: ReadFile) -> Recipe:
     specs = constants.MAP_REPO_VERSION_TO_SPECS.get(instance.repo)
     if specs is None:
         raise ConfigError(
-            f"{instance.instance_id}: nothing is known about {instance.repo!r}; give the row a test_command of its own"
+            f"{instance.instance_id}: no recipe for {instance.repo!r}; give the row a test_command of its own"
         )
     if instance.version not in specs:
         raise ConfigError(f"{instance.instance_id}: no version {instance.version!r} of {instance.repo} is known")

@@ -1,6 +1,6 @@
 """Recipes of SWE-Gym's repositories, which no released ``swebench`` knows: Pythons, installation and test commands.
 
-SWE-Gym writes names of repositories in any case. Its versions are ranges here: what holds from which version on.
+SWE-Gym writes names of repositories in any case. Its versions are ranges here, each with its first version.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Facts about SWE-Gym's repositories: how each is installed and tested, from which version on."""
+"""Installation and test commands of SWE-Gym's repositories, by range of versions."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ REPOSITORIES: Mapping[str, Mapping[str, GymSpec]] = {
     "pandas-dev/pandas": _PANDAS,
     "facebookresearch/hydra": _HYDRA,
 }
-"""Repository, in lower case -> first version of a range -> how it is done from there on."""
+"""Repository, in lower case -> first version of a range -> its commands."""
 
 ENVIRONMENT_FILES: Mapping[str, tuple[str, ...]] = {
     "bokeh/bokeh": ("conda/environment-test-3.10.yml", "environment.yml"),

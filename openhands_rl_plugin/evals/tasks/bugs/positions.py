@@ -26,7 +26,7 @@ class Edit(Frozen):
 
 
 class PythonSource:
-    """The text of one Python file. Raises ``SyntaxError`` when it is none that can be edited by position."""
+    """The text of one Python file. Raises ``SyntaxError`` when it cannot be edited by position."""
 
     def __init__(self, text: str) -> None:
         if "\r" in text or "\f" in text or text.startswith("\ufeff"):
@@ -86,7 +86,7 @@ class PythonSource:
 
 
 def parse(text: str) -> ast.Module:
-    """The tree of a file of somebody else's: what Python would warn about is not our business.
+    """The syntax tree of a file, without Python's syntax warnings.
 
     Raises ``SyntaxError``, and ``ValueError`` for text with zero bytes.
     """

@@ -41,7 +41,7 @@ def drop_assignment(site: FunctionSite) -> Iterator[Mutation]:
 
 
 def drop_call(site: FunctionSite) -> Iterator[Mutation]:
-    """A call whose result nobody uses is not made."""
+    """A call with an unused result is removed."""
     for block, statement in block_statements(site.node):
         called = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
         if called and (edit := delete_statement(site.source, block, statement)):

@@ -1,4 +1,4 @@
-"""The table of modifiers, and all that they can do to a file."""
+"""The table of modifiers, and all bugs that they can make in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repositories whose commits depend on nothing but their files: the same task has the same ``base_commit`` anywhere."""
+"""Reproducible git repositories: commits depend on files only, so that a task has the same ``base_commit`` anywhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WHEN = "946684800 +0000"
 
 
 class GitRepository:
-    """A bare git repository. Nothing of the user's configuration has a say in it."""
+    """A bare git repository. The user's git configuration is ignored."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -46,7 +46,7 @@ class GitRepository:
         return self.git("diff", *options, "--src-prefix=a/", "--dst-prefix=b/", old, new).decode()
 
     def without(self, commit: str, patches: tuple[str, ...], message: str, branch: str) -> str:
-        """Take ``patches`` back from a commit, in this order, and commit what is left; its hash.
+        """Revert ``patches`` in a commit, in this order, and commit the result. Returns its hash.
 
         Raises ``ConfigError`` when one was never applied to it.
         """
@@ -83,7 +83,7 @@ class GitRepository:
         return self.git(*arguments).decode("utf-8", "replace")
 
     def git(self, *arguments: str, stdin: bytes = b"", variables: Mapping[str, str] | None = None) -> bytes:
-        """Run git on this repository. Raises ``ConfigError`` with what git said, or when there is no git."""
+        """Run git on this repository. Raises ``ConfigError`` with git's message, or without git."""
         environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(self.path), "LC_ALL": "C"}
         environment |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_TERMINAL_PROMPT": "0"}
         command = ["git", "-c", "safe.directory=*", "-C", str(self.path), *arguments]

@@ -1,4 +1,4 @@
-"""What of a package is code, what are tests, and what it needs."""
+"""The layout of a package: code, tests, requirements."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PackageLayout(Frozen):
 
 
 def layout_of(tree: SourceTree) -> PackageLayout:
-    """Look through a package's files."""
+    """The layout of a package's files."""
     python = [PurePosixPath(path) for path in tree.files if path.endswith(".py")]
     paths = tuple(root for root in ("src", "lib") if any(_is_package(tree, path, root) for path in python))
     code = [path for path in python if _is_code(path) and _root_of(path, paths) and _in_package(tree, path, paths)]

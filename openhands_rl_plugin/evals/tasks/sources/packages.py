@@ -1,4 +1,4 @@
-"""What tasks are made from: a release on the package index, an archive, a git repository, or a plan that lists many."""
+"""Sources of tasks: a release on the package index, an archive, a git repository, or a plan with many packages."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Package(Frozen):
 
     @property
     def label(self) -> str:
-        """How the package is called in messages: its name and version."""
+        """The package's name and version, for messages."""
         return f"{self.name} {self.release.version}" if self.release else self.name
 
 
@@ -94,7 +94,7 @@ def suite_file(name: str) -> Path:
 
 
 def tasks_file(name: str) -> Path:
-    """``swe-local``, or a file of tasks of one's own."""
+    """The file of ``swe-local``, or the file of that name."""
     return suite_file(SUITE_TASKS) if name == SUITE else Path(name)
 
 

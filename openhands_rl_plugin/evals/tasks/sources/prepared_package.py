@@ -1,4 +1,4 @@
-"""One package made ready for bugs: its files, its environment, and what its tests do as long as nothing is broken."""
+"""A package prepared for bugs: its files, its environment, and its test results without a bug."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class PreparedPackage:
 
 
 def prepare_package(package: Package, plan: TaskPlan, cache: Path) -> PreparedPackage:
-    """Fetch a package and run its tests twice. Raises ``ConfigError`` or ``InfrastructureError``, one clear line."""
+    """Fetch a package and run its tests twice. Raises ``ConfigError`` or ``InfrastructureError``."""
     origin, tree = fetch(package, cache)
     older = None
     if package.previous is not None:
@@ -72,7 +72,7 @@ def prepare_package(package: Package, plan: TaskPlan, cache: Path) -> PreparedPa
 def prepare_tree(
     package: Package, plan: TaskPlan, origin: SourceOrigin, tree: SourceTree, older: SourceTree | None, cache: Path
 ) -> PreparedPackage:
-    """A prepared of files that are there already. Raises as ``prepare_package`` does."""
+    """A prepared package of existing files. Raises as ``prepare_package`` does."""
     found = layout_of(tree)
     arguments = package.tests or found.arguments
     if not arguments:
@@ -104,5 +104,5 @@ def _refuse_useless(package: Package, run: TestRun, timeout: float) -> None:
 
 
 def _usable(test: str, avoid: Sequence[str]) -> bool:
-    """Whether a test's name survives in a log, where names end at the first blank, and nobody asked to avoid it."""
+    """Whether a test's name survives in a log, where names end at the first blank, and is not in ``avoid``."""
     return bool(_READABLE.fullmatch(test)) and file_of(test).endswith(".py") and not any(each in test for each in avoid)

@@ -1,4 +1,4 @@
-"""The repositories that tasks of ours start from, made again from what their rows say."""
+"""The repositories of ``swe-local`` tasks, rebuilt from their rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9._-]+")
 class TaskRepositories:
     """A ``RepositorySource`` for rows with a ``source`` that was pinned by ``tasks make``.
 
-    What the row's patches add is taken out of the package's own files: the commit that is left is ``base_commit``.
+    The row's patches are reverted in the package's files, which gives ``base_commit``.
     """
 
     def __init__(self, cache: Path) -> None:

@@ -1,4 +1,4 @@
-"""Virtual environments that tests run in, made once for a Python and a set of requirements, and kept."""
+"""Cached virtual environments for tests, one for each Python and set of requirements."""
 
 from __future__ import annotations
 

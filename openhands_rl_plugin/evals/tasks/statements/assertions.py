@@ -1,4 +1,4 @@
-"""What a test claims at the line where it failed, in a form that can be run and told apart from the test."""
+"""The assertion at the line where a test failed, in a form that can be run without the test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bug reports from failing tests: what was done, what came of it, what should have. The fix is nowhere in them."""
+"""Bug reports from failing tests: steps, actual result, expected result. They never contain the fix."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ type RunSnippet = Callable[[str, bool], dict[str, str]]
 
 @dataclass(frozen=True)
 class ShownExample:
-    """An example that was run: its title and the paragraphs that tell what came of it."""
+    """An example that was run: its title and the text about its result."""
 
     example: FailureExample
     title: str
@@ -38,7 +38,7 @@ def statement_of(
     ``texts`` gives the text of a test file. Every example has been run: it fails with the bug and not without.
     """
     shown = _examples(texts, failures, run)
-    told = {function_of(each.example.test) for each in shown}
+    covered = {function_of(each.example.test) for each in shown}
     if shown:
         title = shown[0].title
         parts = [f"I am using {label} with Python {python}.", "To reproduce:", shown[0].text]
@@ -46,11 +46,11 @@ def statement_of(
             parts += ["It goes wrong here as well:", other.text]
     elif (plain := _plain(texts, failures)) is not None:
         title, text, test = plain
-        told.add(function_of(test))
+        covered.add(function_of(test))
         parts = [f"I am using {label} with Python {python}. My code does this:", text]
     else:
         return None
-    if others := _others(failures, told):
+    if others := _others(failures, covered):
         parts.append("Also affected, as far as I can see:\n\n" + "\n".join(f"- {each}" for each in others))
     return "\n\n".join([title, *parts]) + "\n"
 
@@ -167,9 +167,9 @@ def _value(label: str, text: str) -> str:
     return f"{label}\n\n```\n{text}\n```"
 
 
-def _others(failures: Iterable[str], told: set[str]) -> list[str]:
-    """What else fails, by the names of its tests."""
-    names = sorted({function_of(test) for test in failures} - told)
+def _others(failures: Iterable[str], covered: set[str]) -> list[str]:
+    """Other failures, by the names of their tests."""
+    names = sorted({function_of(test) for test in failures} - covered)
     words = [each for each in dict.fromkeys(map(_words, names)) if each]
     more = [f"and {len(words) - _MOST_NAMED} more"] if len(words) > _MOST_NAMED else []
     return [*words[:_MOST_NAMED], *more]
