@@ -35,8 +35,14 @@ WITH_EXAMPLES = [
 
 @pytest.mark.parametrize("module", WITH_EXAMPLES)
 def test_examples_in_docstrings(module: str) -> None:
-    result = doctest.testmod(importlib.import_module(module), optionflags=doctest.ELLIPSIS)
-    assert result.attempted and not result.failed
+    """Those of one module share their names, so that the module's own docstring can import what all of them use."""
+    imported = importlib.import_module(module)
+    names = dict(vars(imported))
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for example in sorted(doctest.DocTestFinder().find(imported), key=lambda each: each.lineno or 0):
+        example.globs = names
+        runner.run(example, clear_globs=False)
+    assert runner.tries and not runner.failures
 
 
 def block_with(word: str) -> str:

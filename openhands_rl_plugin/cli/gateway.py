@@ -32,7 +32,7 @@ _SWITCH_SECONDS = 0.0005
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One option for each field of ``GatewayConfig``, and where to store."""
-    add_fields(parser, GatewayConfig, lists="words")
+    add_fields(parser, GatewayConfig, lists="words", from_file=True)
     parser.add_argument("--store", metavar="STORE", help=f"{STORE_HELP} (default: {_STORE})")
     parser.add_argument("--config", type=Path, metavar="FILE", help="a config.toml with the storage and [rl.serving]")
 

@@ -63,7 +63,7 @@ def test_a_verifier_has_the_same_defaults_without_a_store(capsys: pytest.Capture
 )
 def test_what_chooses_or_judges_episodes_needs_a_store(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--dry-run", "--model", str(FOLDER / "qwen2.5-coder-7b"), *option]) == 1
-    assert f"{option[0]} says nothing of a model's shapes: give a STORE too" in capsys.readouterr().err
+    assert f"{option[0]} has no effect without a STORE: give one, or leave the option out" in capsys.readouterr().err
 
 
 def test_there_is_one_for_every_published_run() -> None:
@@ -107,4 +107,4 @@ def test_a_full_run_wants_its_optimiser_and_a_quantised_base_a_quarter() -> None
 
 def test_training_needs_a_store(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--model", str(FOLDER / "qwen2.5-coder-7b")]) == 1
-    assert "STORE: a store of episodes is needed" in capsys.readouterr().err
+    assert "STORE: training needs a store of episodes" in capsys.readouterr().err

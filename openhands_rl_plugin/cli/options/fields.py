@@ -31,13 +31,18 @@ _METAVARS = {
 _OF_TYPES = {int: "N", float: "X", bool: "true|false"}
 
 
-def add_fields(group: argparse._ActionsContainer, model: type[BaseModel], *, lists: Literal["words", "commas"]) -> None:
+def add_fields(
+    group: argparse._ActionsContainer,
+    model: type[BaseModel],
+    *,
+    lists: Literal["words", "commas"],
+    from_file: bool = False,
+) -> None:
     """One option for each field of ``model``; an option that is not given is not in the namespace.
-
-    A required field is no required option, because a configuration file may give it; ``checked`` refuses its absence.
 
     ``lists``: whether a tuple takes several words (and the option may be repeated), or one word with commas in it. A
     command with positional arguments needs commas.
+    ``from_file``: a configuration file may give what is required, so that only ``checked`` can refuse its absence.
     """
     for name, field in model.model_fields.items():
         if get_origin(field.annotation) is tuple and lists == "words":
@@ -50,10 +55,15 @@ def add_fields(group: argparse._ActionsContainer, model: type[BaseModel], *, lis
                 metavar="NAME",
             )
             continue
-        # A switch may be given alone, ``--pin-sessions``, but not where a positional argument could be taken for its value.
+        # A switch may be given alone, unless a positional argument could be taken for its value.
         switch = {"nargs": "?", "const": "true"} if field.annotation is bool and lists == "words" else {}
         group.add_argument(
-            option_of(name), default=argparse.SUPPRESS, metavar=_metavar(name, field), help=_help(field), **switch
+            option_of(name),
+            required=field.is_required() and not from_file,
+            default=argparse.SUPPRESS,
+            metavar=_metavar(name, field),
+            help=_help(field),
+            **switch,
         )
     for old in _renamed(model):
         group.add_argument(option_of(old), default=argparse.SUPPRESS, help=argparse.SUPPRESS)

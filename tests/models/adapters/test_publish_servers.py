@@ -408,7 +408,7 @@ def test_the_command_lists_publishes_and_goes_back(
     assert "give --base-url" in capsys.readouterr().err
     assert cli.main(["adapters", "publish", *where, "--base-url", embedded]) == 0
     printed = capsys.readouterr().out
-    assert "policy-v000002 is in use" in printed and "canary within 0.0000 nats" in printed
+    assert "policy-v000002 is in use" in printed and "probe within 0.0000 nats" in printed
     assert cli.main(["adapters", "rollback", *where, "--base-url", embedded]) == 0
     assert "policy-v000001 is in use" in capsys.readouterr().out
     assert store.current("policy") == store.get("policy-v000001")

@@ -18,7 +18,7 @@ from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import JsonObject, Message, Observation, Task, Trajectory
 from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.testing import ScriptedEngine
-from openhands_rl_plugin.training.verifier.card import Verdict
+from openhands_rl_plugin.training.verifier.card import VerifierOutput
 from openhands_rl_plugin.training.verifier.model import VerifierModel
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -46,7 +46,7 @@ async def test_rewards_of_one_verifier_load_it_once_and_judge_together(
     passes: list[int] = []
     judge = VerifierModel.judge
 
-    def counted(self: VerifierModel, prompts: list[tuple[int, ...]]) -> list[Verdict]:
+    def counted(self: VerifierModel, prompts: list[tuple[int, ...]]) -> list[VerifierOutput]:
         passes.append(len(prompts))
         return judge(self, prompts)
 

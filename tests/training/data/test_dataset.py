@@ -122,7 +122,7 @@ def test_fine_tuning_and_preferences_take_any_temperature() -> None:
     episodes = stored(*(sampled(played(number, float(number)), HALF) for number in range(2)))
     assert ids(build_dataset(episodes, settings(algorithm="sft"))) == {"1"}
     assert build_dataset(episodes, settings(algorithm="dpo")).used == 2
-    with pytest.raises(TrainingError, match=r"2 episodes were sampled at another temperature .* play again with"):
+    with pytest.raises(TrainingError, match=r"2 episodes were sampled at another temperature .* roll out again with"):
         build_dataset_or_sft(episodes, "grpo")
 
 
