@@ -21,7 +21,7 @@ from openhands_rl_plugin.evals.report.charts import (
 )
 from openhands_rl_plugin.evals.report.comparison import Comparison
 from openhands_rl_plugin.evals.report.figures import AtK, EvaluationFigures
-from openhands_rl_plugin.evals.report.tables import HEADINGS, comparison_rows, figure_row, kind_counts, share
+from openhands_rl_plugin.evals.report.tables import HEADINGS, comparison_rows, figure_row, interval, kind_counts, share
 
 JSON, HTML = "report.json", "report.html"
 
@@ -97,13 +97,15 @@ def _points(figures: Sequence[AtK]) -> tuple[Point, ...]:
 
 def _at_k(groups: Sequence[EvaluationFigures]) -> str:
     rows = [
-        (group.name, f"{name}@{figure.k}", f"{figure.estimate.mean:.3f}", _interval(figure), str(figure.estimate.n))
+        (
+            group.name,
+            f"{name}@{figure.k}",
+            f"{figure.estimate.mean:.3f}",
+            interval(figure.estimate),
+            str(figure.estimate.n),
+        )
         for group in groups
         for name, figures in (("Pass", group.pass_at_k), ("Best", group.best_at_k))
         for figure in figures
     ]
     return html_table(("runs", "", "share", "95% interval", "tasks"), rows)
-
-
-def _interval(figure: AtK) -> str:
-    return f"{figure.estimate.low:.3f} to {figure.estimate.high:.3f}"

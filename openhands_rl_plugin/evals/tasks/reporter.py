@@ -1,7 +1,7 @@
-"""A pytest plugin that writes what a test run did as JSON. It runs beside the tests, so it imports nothing of ours.
+"""A pytest plugin that writes the results of a test run as JSON. It imports nothing of this package.
 
-``OPENHANDS_RL_REPORT`` names the file. Each failure has what a person would look at: the line of the test, the
-values of its arguments, the exception. With ``OPENHANDS_RL_COVERED`` set, the lines that were run are counted as well.
+``OPENHANDS_RL_REPORT`` names the file. Each failure has the line of the test, the values of its arguments and the
+exception. With ``OPENHANDS_RL_COVERED`` set, executed lines are counted as well.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ class AssertedClaim:
     """``equal``: ``actual`` is ``expected``. ``holds``: ``actual`` is true. ``raises``: the code in ``actual`` raises
     ``expected``. ``runs``: the code in ``actual`` raises nothing.
 
-    ``names`` are those that it reads, ``of_actual`` those that ``actual`` reads when ``expected`` reads others.
-    ``called`` is the function whose result it is about, empty when that is unclear.
+    ``names``: all names that it reads; ``of_actual``: those of ``actual``, where they differ. ``called``: the function
+    whose result is checked, empty when unknown.
     """
 
     kind: Kind
@@ -47,7 +47,7 @@ class AssertedClaim:
     of_actual: frozenset[str] | None = None
 
     @property
-    def told(self) -> frozenset[str]:
+    def shown_names(self) -> frozenset[str]:
         """The names that ``actual`` reads."""
         return self.names if self.of_actual is None else self.of_actual
 

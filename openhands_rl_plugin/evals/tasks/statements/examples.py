@@ -22,10 +22,9 @@ _KNOWN = frozenset(dir(builtins)) | {"__name__"}
 
 @dataclass(frozen=True)
 class FailureExample:
-    """Code that shows a failure. ``before`` comes first; then ``claim`` says what should be true and is not.
+    """Code that reproduces a failure of ``test``: the lines ``before``, then the failing ``claim``.
 
-    ``needed`` is what has to come before the claim can be checked, which is more when it compares with something.
-    ``test`` is where it comes from.
+    ``needed``: the lines before a check of the claim, which include those of its expected value.
     """
 
     test: str
@@ -35,12 +34,12 @@ class FailureExample:
 
     @property
     def code(self) -> str:
-        """What a person would run."""
+        """The code for the bug report."""
         return "\n".join([*self.before, *self.claim.shown])
 
     @property
     def script(self) -> str:
-        """What is run to see whether it fails."""
+        """The script that checks whether the example fails."""
         return "\n".join([*self.needed, *self.claim.checked]) + "\n"
 
 
@@ -60,17 +59,17 @@ def example_of(text: str, test: str, note: FailureNote) -> FailureExample | None
     if failed is None or claim is None:
         return None
     values = {name.removeprefix("self."): value for name, value in note.values.items()}
-    told, needed = (_lines(source, values, before, names) for names in (claim.told, claim.names))
-    if told is None or needed is None:
+    shown, needed = (_lines(source, values, before, names) for names in (claim.shown_names, claim.names))
+    if shown is None or needed is None:
         return None
-    example = FailureExample(test, tuple(told), tuple(needed), claim)
+    example = FailureExample(test, tuple(shown), tuple(needed), claim)
     return example if fits(example.code) else None
 
 
 def _lines(
     source: PythonSource, values: dict[str, str], before: Sequence[ast.stmt], names: frozenset[str]
 ) -> list[str] | None:
-    """What has to come before code that reads ``names``; ``None`` when that is not known."""
+    """The lines that code which reads ``names`` depends on; ``None`` when unknown."""
     needs = _Needs(source, values)
     kept = needs.slice(before, names)
     lines = needs.resolved()

@@ -1,4 +1,4 @@
-"""Runs one script inside the sandbox and writes what came of it as JSON. It imports nothing of ours.
+"""Runs one script in the sandbox and writes its result as JSON. It imports nothing of this package.
 
 ``snippets.py SCRIPT RESULT``: the ``repr`` of the script's ``ACTUAL``, ``EXPECTED`` and ``HOLDS``, or its exception.
 """
