@@ -1,1 +1,1 @@
-"""A policy as a product: conversations with tools, played by the same session that plays training episodes."""
+"""Serves a trained policy with tools over an OpenAI-compatible API, with the rollout code of training."""

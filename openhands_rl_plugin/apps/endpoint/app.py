@@ -1,4 +1,4 @@
-"""The agent behind an OpenAI-compatible endpoint: every request is an episode, played to its final answer."""
+"""OpenAI-compatible endpoint of the agent: every request runs one episode to its final answer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OpenRuntime = Callable[[], AbstractAsyncContextManager[AgentRuntime]]
 
 
 def build_app(config: AgentConfig, open_runtime: OpenRuntime) -> Starlette:
-    """The ASGI application; the runtime is open while it runs. Raises ``ConfigError`` for an open door."""
+    """The ASGI application; its lifespan opens the runtime. Raises ``ConfigError`` for a public address without a key."""
     endpoints = Endpoints(config, open_runtime)
     return Starlette(
         routes=[
@@ -61,7 +61,7 @@ def build_app(config: AgentConfig, open_runtime: OpenRuntime) -> Starlette:
 
 
 class ConcurrencyLimit:
-    """Lets ``running`` requests through at a time, and ``waiting`` more wait."""
+    """Runs at most ``running`` requests at a time and queues at most ``waiting`` more."""
 
     def __init__(self, running: int, waiting: int) -> None:
         self._slots = asyncio.Semaphore(running)
@@ -69,9 +69,9 @@ class ConcurrencyLimit:
         self._inside = 0
 
     def check(self) -> None:
-        """Raise ``Overloaded`` when one more may not even wait."""
+        """Raise ``Overloaded`` when the queue is full."""
         if self._inside >= self._most:
-            raise Overloaded(f"{self._inside} requests are under way; try again later.")
+            raise Overloaded(f"{self._inside} requests are running or waiting; retry later.")
 
     @asynccontextmanager
     async def passed(self) -> AsyncIterator[None]:
@@ -96,14 +96,14 @@ class Endpoints:
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        """Hold the runtime."""
+        """Open the runtime while the application runs."""
         async with self._open_runtime() as self._runtime:
             yield
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions.
 
-        A streamed answer also carries what the agent said before its tool calls, each in a paragraph of its own.
+        A stream also contains the text before each tool call, as separate paragraphs.
         """
         body = AgentCompletionRequest.model_validate_json(await request.body())
         served = self._config.model
@@ -122,7 +122,7 @@ class Endpoints:
         return json_response(completion_response(_identifier(name), served, result))
 
     async def models(self, _: Request) -> Response:
-        """GET /v1/models: the agent."""
+        """GET /v1/models: the agent as the only model."""
         return json_response(ModelList(data=[ModelCard(id=self._config.model, root=self._config.model)]))
 
     async def health(self, _: Request) -> Response:
@@ -135,7 +135,7 @@ class Endpoints:
 
 
 class _Stream:
-    """One streamed answer."""
+    """One streamed response."""
 
     def __init__(self, body: AgentCompletionRequest, model: str, name: str) -> None:
         self._body = body
@@ -145,7 +145,7 @@ class _Stream:
         self._turn = 0
 
     async def events(self, runtime: AgentRuntime, limit: ConcurrencyLimit) -> AsyncIterator[str]:
-        """Everything up to and including ``[DONE]``. A reader that goes away ends the episode."""
+        """All events up to and including ``[DONE]``. The episode is cancelled when the client disconnects."""
         try:
             async with limit.passed():
                 yield self._chunk(AgentDelta(role="assistant", content=""))
@@ -174,7 +174,7 @@ class _Stream:
                 return self._end(event.result, "")
 
     def _paragraph(self, turn: int) -> str:
-        """What goes before the text of ``turn``, so that it does not run into that of an earlier one."""
+        """The separator before the text of ``turn``: a paragraph break after an earlier turn."""
         before, self._turn = self._turn, turn
         return "\n\n" if before and before != turn else ""
 
@@ -211,5 +211,5 @@ def _new_name() -> str:
 
 
 def _identifier(name: str) -> str:
-    """What the client is told; the recorded episode's task has the name."""
+    """The ``id`` of the response; ``name`` is the task id of the recorded episode."""
     return f"chatcmpl-{name}"

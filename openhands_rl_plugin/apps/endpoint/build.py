@@ -1,4 +1,4 @@
-"""From a ``PolicyConfig`` to a runtime over a model server."""
+"""Builds an ``AgentRuntime`` from a ``PolicyConfig``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 
 @asynccontextmanager
 async def opened_runtime(config: PolicyConfig) -> AsyncIterator[AgentRuntime]:
-    """A runtime of this event loop; its connections and its store are closed afterwards.
+    """A runtime for this event loop; its connections and its store are closed on exit.
 
-    Raises ``ConfigError`` for tools, a template or a key that cannot be used, and ``StorageError``.
+    Raises ``ConfigError`` for invalid tools, an invalid template or a missing key, and ``StorageError``.
     """
     async with AsyncExitStack() as stack:
         engine = OpenAIEngine(

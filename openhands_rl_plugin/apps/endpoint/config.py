@@ -13,11 +13,11 @@ MIB = 1024**2
 
 
 class PolicyConfig(Frozen):
-    """Which policy answers, with which tools, within which bounds."""
+    """The policy, its tools and its limits."""
 
     base_url: HttpUrl = Field(min_length=1, description="model server, up to and including /v1")
-    model: str = Field(min_length=1, description="served name to ask for, such as policy-v000007")
-    base_model: str = Field(default="", description="name of the weights below an adapter; unset: the model's own")
+    model: str = Field(min_length=1, description="served model name, such as policy-v000007")
+    base_model: str = Field(default="", description="name of the adapter's base model; unset: the model itself")
     upstream_key_env: VariableName = Field(default="", description="environment variable with the model server's key")
     tools: tuple[str, ...] = Field(default=(), description="think, final or module:Class; none: a plain conversation")
     template: str = Field(
@@ -29,8 +29,8 @@ class PolicyConfig(Frozen):
         description="true for a model whose prompt ends with <think>, behind a server that leaves thoughts in answers",
     )
     system_prompt: str | None = Field(default=None, description="system message in place of the built-in one")
-    max_turns: int = Field(default=32, ge=1, description="answers of the model to one request")
-    max_tokens: int = Field(default=2048, ge=1, description="tokens of one answer of the model")
+    max_turns: int = Field(default=32, ge=1, description="model responses per request")
+    max_tokens: int = Field(default=2048, ge=1, description="tokens of one model response")
     timeout: float = Field(default=600.0, gt=0, description="seconds for one request")
     temperature: float | None = Field(default=None, ge=0, le=10, description="unset: the server's own")
     record: str = Field(default="", description="folder of a file store in which every conversation is recorded")
@@ -50,22 +50,22 @@ class PolicyConfig(Frozen):
         return Limits(max_turns=self.max_turns, max_response_length=self.max_tokens, timeout=self.timeout)
 
     def sampling(self) -> SamplingParams:
-        """For what a request leaves open."""
+        """Defaults for parameters that a request does not set."""
         return SamplingParams(temperature=self.temperature)
 
 
 class AgentConfig(PolicyConfig):
-    """The endpoint: where it listens, and what it takes at a time."""
+    """The endpoint: its address and its limits."""
 
     host: str = Field(default="127.0.0.1", description="address to listen on; any but loopback needs a key")
     port: int = Field(default=8300, ge=0, le=65535, description="0 takes a free port")
     api_key_env: VariableName = Field(
         default="OPENHANDS_RL_API_KEY",
-        description="environment variable with the key that clients must send; none is asked for when it is unset",
+        description="environment variable with the API key that clients must send; unset: no key is required",
     )
-    max_running: int = Field(default=16, ge=1, le=4096, description="requests that are answered at a time")
-    max_waiting: int = Field(default=64, ge=0, description="requests that may wait; one more is refused with 503")
-    max_body_bytes: int = Field(default=4 * MIB, ge=1024, description="longest request")
+    max_running: int = Field(default=16, ge=1, le=4096, description="concurrent requests")
+    max_waiting: int = Field(default=64, ge=0, description="requests that may wait; one more gets status 503")
+    max_body_bytes: int = Field(default=4 * MIB, ge=1024, description="maximum size of a request in bytes")
 
     def client_key(self) -> str:
         """The key that clients must send, empty for none. Raises ``ConfigError`` when a network address has none."""

@@ -1,4 +1,4 @@
-"""What happens while an agent answers, as far as its user may see it."""
+"""Events of a running agent that its user may see."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from openhands_rl_plugin.environments.tools.environment import ToolResult as Too
 
 
 class TextDelta(Frozen):
-    """More of what the agent says; no part of a thought or a call. ``turn`` counts the answers of the model from 1."""
+    """New text of the agent, without reasoning and tool calls. ``turn`` counts the model responses from 1."""
 
     text: str
     turn: int
 
 
 class AgentResult(Frozen):
-    """How a request ended. ``answer`` is ``None`` when it ended without one; ``stop`` and ``failure`` say why."""
+    """Result of a request. Without an ``answer`` it is ``None``; ``stop`` and ``failure`` are the reason."""
 
     answer: str | None
     trajectory: Trajectory
@@ -27,25 +27,25 @@ class AgentResult(Frozen):
 
     @property
     def failure(self) -> Failure | None:
-        """What broke, if anything did."""
+        """The failure of the episode, if any."""
         return self.trajectory.failure
 
     @property
     def cut(self) -> bool:
-        """Whether the model's last words were cut off by the limit of their length."""
+        """Whether the last model response was truncated by ``max_tokens``."""
         last = next(iter([*self.trajectory.sampled()][-1:]), None)
         return last is not None and last.finish_reason == "length"
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """What came after the messages of the request, private notes too: what to append before the next question."""
+        """The messages after those of the request, reasoning included: append them before the next user message."""
         path = self.trajectory.path()
         first = next((at for at, index in enumerate(path) if self.trajectory.nodes[index].sampled), len(path))
         return tuple(self.trajectory.nodes[index].message for index in path[first:])
 
 
 class Answer(Frozen):
-    """The final answer. ``streamed``: its text has come as the ``TextDelta`` events of the last turn."""
+    """The final answer. ``streamed``: its text was already sent as ``TextDelta`` events of the last turn."""
 
     text: str
     result: AgentResult
@@ -53,11 +53,11 @@ class Answer(Frozen):
 
 
 class Stopped(Frozen):
-    """The end without an answer."""
+    """The episode ended without an answer."""
 
     reason: StopReason
     result: AgentResult
 
 
 AgentEvent = TextDelta | ToolCallStarted | ToolResult | Answer | Stopped
-"""The last event of a request is an ``Answer`` or ``Stopped``, and no other is."""
+"""The last event of a request, and only the last, is an ``Answer`` or ``Stopped``."""

@@ -1,4 +1,4 @@
-"""What the agent endpoint accepts and answers: OpenAI's chat format, with the agent's tools instead of the client's."""
+"""Request and response bodies of the agent endpoint: OpenAI's chat format, with the agent's own tools."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from openhands_rl_plugin.apps.endpoint.events import AgentResult
 from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.types import Message, SamplingParams
 from openhands_rl_plugin.environments.tools.environment import ToolCallStarted, ToolResult
-from openhands_rl_plugin.models.server.requests import Body, ChatMessage, StreamOptions
+from openhands_rl_plugin.models.server.requests import ChatMessage, OpenAIModel, StreamOptions
 from openhands_rl_plugin.models.server.responses import (
     AssistantMessage,
     ChatCompletionChoice,
@@ -24,8 +24,8 @@ from openhands_rl_plugin.models.server.responses import (
 ToolEventName = Literal["started", "result"]
 
 
-class AgentCompletionRequest(Body):
-    """POST /v1/chat/completions. ``seed`` is that of the whole episode; the token bounds are those of one answer."""
+class AgentCompletionRequest(OpenAIModel):
+    """POST /v1/chat/completions. ``seed`` applies to the episode, ``max_tokens`` to each model response."""
 
     messages: tuple[ChatMessage, ...] = Field(min_length=1)
     model: str | None = None
@@ -40,18 +40,18 @@ class AgentCompletionRequest(Body):
     tools: tuple[object, ...] | None = None
 
     @model_validator(mode="after")
-    def _refuse_what_would_be_ignored(self) -> Self:
+    def _reject_unsupported(self) -> Self:
         if self.tools:
-            raise ValueError("tools are the agent's own here; send none")
+            raise ValueError("tools are the agent's own; remove `tools` from the request")
         if self.n not in (None, 1):
-            raise ValueError("n must be 1: every answer is a conversation of its own")
+            raise ValueError("n must be 1; send one request per answer")
         unknown = {message.role for message in self.messages} - {"system", "developer", "user", "assistant", "tool"}
         if unknown:
             raise ValueError(f"unknown role {sorted(unknown)[0]!r:.100}; use system, user, assistant or tool")
         return self
 
     def conversation(self) -> tuple[Message, ...]:
-        """The messages as values. ``developer`` is another word for ``system``."""
+        """The messages as ``Message`` values. The role ``developer`` becomes ``system``."""
         return tuple(
             to_message(
                 message.model_dump(exclude={"content", "role"})
@@ -61,7 +61,7 @@ class AgentCompletionRequest(Body):
         )
 
     def sampling(self) -> SamplingParams:
-        """What the request wants of it."""
+        """The sampling parameters of the request."""
         return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -70,8 +70,8 @@ class AgentCompletionRequest(Body):
         )
 
 
-class ToolEventDelta(Body):
-    """What a tool did, beside the text of a streamed answer."""
+class ToolEventDelta(OpenAIModel):
+    """A tool call or its result in a stream."""
 
     event: ToolEventName
     id: str
@@ -82,42 +82,42 @@ class ToolEventDelta(Body):
 
 
 class AgentDelta(DeltaMessage):
-    """What is new in a streamed answer."""
+    """The fields that a chunk adds to the message."""
 
     tool_event: ToolEventDelta | None = None
 
 
 class AgentChunkChoice(ChatCompletionChunkChoice):
-    """The only choice of a streamed answer. Its ``delta`` is an ``AgentDelta``, written with all of its fields."""
+    """The only choice of a chunk. Its ``delta`` is an ``AgentDelta``, serialised with all of its fields."""
 
     delta: SerializeAsAny[DeltaMessage]
 
 
 class AgentChunk(ChatCompletionChunk):
-    """One event of a streamed answer."""
+    """One chunk of a streamed response."""
 
     choices: list[AgentChunkChoice]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen, so never written to)
 
 
 def tool_event_delta(event: ToolCallStarted | ToolResult) -> ToolEventDelta:
-    """A tool event as it is streamed."""
+    """A tool event as a field of a chunk."""
     if isinstance(event, ToolCallStarted):
         return ToolEventDelta(event="started", id=event.call_id, name=event.name, arguments=event.arguments)
     return ToolEventDelta(event="result", id=event.call_id, name=event.name, content=event.content, ok=event.ok)
 
 
 def finish_reason(result: AgentResult) -> str:
-    """``stop`` for an answer, ``length`` where a limit cut it or the episode short."""
+    """``stop`` for an answer, ``length`` when a limit truncated it or ended the episode."""
     return "stop" if result.answer is not None and not result.cut else "length"
 
 
 def stop_reason(result: AgentResult) -> str | None:
-    """Why there is no answer."""
+    """The reason why there is no answer; ``None`` with an answer."""
     return None if result.answer is not None else result.stop.value
 
 
 def usage_of(result: AgentResult) -> UsageInfo:
-    """All the tokens of the episode."""
+    """Token usage of the whole episode."""
     usage = result.trajectory.usage
     return UsageInfo(
         prompt_tokens=usage.prompt_tokens,
@@ -127,7 +127,7 @@ def usage_of(result: AgentResult) -> UsageInfo:
 
 
 def completion_response(identifier: str, model: str, result: AgentResult) -> ChatCompletionResponse:
-    """The body of an answer that is not streamed."""
+    """The body of a response that is not streamed."""
     choice = ChatCompletionChoice(
         index=0,
         message=AssistantMessage(content=result.answer),

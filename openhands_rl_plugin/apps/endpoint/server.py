@@ -17,8 +17,8 @@ from openhands_rl_plugin.core.http_server import listening, serving
 def running_agent(config: AgentConfig, open_runtime: OpenRuntime | None = None) -> Iterator[str]:
     """A server in a background thread; yields its URL, without ``/v1``.
 
-    ``open_runtime`` gives the agent, by default one over the configured model server. Raises ``ConfigError`` for what
-    cannot be used, ``StorageError`` for a store that cannot be opened.
+    ``open_runtime`` opens the agent; the default uses the configured model server. Raises ``ConfigError`` for invalid
+    options, ``StorageError`` for a store that cannot be opened.
     """
     start = _Start(open_runtime or (lambda: opened_runtime(config)))
     app = build_app(config, start.opened)
@@ -33,7 +33,7 @@ def running_agent(config: AgentConfig, open_runtime: OpenRuntime | None = None) 
 
 
 class _Start:
-    """Carries what went wrong in the server's thread to the one that waits for it."""
+    """Passes a startup error from the server's thread to the caller."""
 
     def __init__(self, open_runtime: OpenRuntime) -> None:
         self._open_runtime = open_runtime

@@ -1,4 +1,4 @@
-"""An engine that lets a listener hear what the model says, while it says it."""
+"""An engine that sends text to a listener while the model generates it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from openhands_rl_plugin.environments.tools.environment import ToolEnvironment
 
 
 class TextStreamingEngine:
-    """Passes on what of each answer is speech. An engine that cannot stream is asked as usual, and says it all at once.
+    """Sends the visible text of each response to ``listener``; all at once when the engine cannot stream.
 
-    ``said`` is the speech of the last answer, as far as it was passed on.
+    ``streamed_text`` is the text of the last response that was sent.
     """
 
     def __init__(self, engine: LLMEngine, environment: ToolEnvironment, listener: Callable[[TextDelta], None]) -> None:
@@ -33,7 +33,7 @@ class TextStreamingEngine:
         n: int = 1,
         sampling: SamplingParams | None = None,
     ) -> list[Completion]:
-        """Sample ``n`` answers; only a single one is spoken. Raises what the engine raises."""
+        """Sample ``n`` completions; only a single one is streamed. Raises what the engine raises."""
         if n != 1:
             return await self._engine.complete(messages, tools=tools, n=n, sampling=sampling)
         self._turn += 1
@@ -56,7 +56,7 @@ class TextStreamingEngine:
         raise ModelError("the engine's stream ended without a completion")
 
     def _emit(self, speech: str) -> None:
-        """Pass on what is new. What no longer begins with what was said has become something else: then nothing."""
+        """Send the new part of ``speech``; nothing when it no longer starts with the text that was sent."""
         if speech.startswith(self.streamed_text) and (fresh := speech[len(self.streamed_text) :]):
             self.streamed_text = speech
             self._listener(TextDelta(text=fresh, turn=self._turn))

@@ -20,7 +20,7 @@ from openhands_rl_plugin.models.engines.seeded import merge_sampling
 _RETRIED = frozenset({408, 409, 425, 429})
 _LONGEST_PAUSE = 20.0
 _MAX_RESPONSE_BYTES = 256 * 1024 * 1024
-# Asked for beyond the common protocol; an endpoint that names one of them in a refusal is not asked for it again.
+# Fields beyond the common protocol; one that an endpoint names in an error is not sent to it again.
 _EXTENSIONS: Mapping[str, JsonObject] = {"logprobs": {"logprobs": True}, "return_token_ids": {"return_token_ids": True}}
 
 
@@ -28,17 +28,17 @@ class OpenAIEngine:
     """``protocols.LLMEngine`` over ``POST {base_url}/chat/completions``.
 
     Args:
-        model: the served name to ask for, for example ``policy-v000007``.
+        model: the served name, for example ``policy-v000007``.
         base_url: up to and including ``/v1``.
-        api_key: sent as a bearer token; never stored elsewhere, shown or logged.
+        api_key: sent as a bearer token; never stored elsewhere, printed or logged.
         api_key_env: name of an environment variable that holds the key.
-        base_model: name of the weights under the adapter; ``model`` when it is served as it is.
+        base_model: name of the base model of an adapter; ``model`` without an adapter.
         timeout: seconds for one request.
-        retries: how often a request is repeated when the server is away, slow or overloaded.
-        backoff: seconds before the first repetition; doubled each time, with jitter.
-        sampling: used for whatever a call leaves open.
+        retries: how often a request is retried when the server is unreachable, slow or overloaded.
+        backoff: seconds before the first retry; doubled each time, with jitter.
+        sampling: defaults for parameters that a call does not set.
 
-    Belongs to the event loop of its first request; ``aclose`` ends it.
+    Bound to the event loop of its first request; close it with ``aclose``.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class OpenAIEngine:
         wanted = merge_sampling(sampling, self._sampling)
         completions: list[Completion] = []
         while len(completions) < n:
-            # Some servers answer one choice whatever n is; what is missing is asked for with another seed.
+            # Some servers ignore n and return one choice; the missing ones are requested with other seeds.
             asked = _with_seed_offset(wanted, len(completions))
             body = request_body(self.model, messages, tools=tools, n=n - len(completions), sampling=asked)
             answer, attempts = await self._post(body)
@@ -90,9 +90,9 @@ class OpenAIEngine:
     async def stream(
         self, messages: Sequence[Message], *, tools: Sequence[JsonObject] = (), sampling: SamplingParams | None = None
     ) -> AsyncIterator[str | Completion]:
-        """The answer's text as it is sampled, then the whole answer. Raises as ``complete`` does.
+        """Yields the text as it is sampled, then the completion. Raises as ``complete`` does.
 
-        What is asked for again is only what had not begun to come.
+        A request is retried only before its response has started.
         """
         wanted = merge_sampling(sampling, self._sampling)
         body = request_body(self.model, messages, tools=tools, n=1, sampling=wanted)
@@ -119,7 +119,7 @@ class OpenAIEngine:
             self._client = None
 
     async def _post(self, body: JsonObject) -> tuple[bytes, int]:
-        """The answer to one request and how many attempts it took."""
+        """The response body of one request, and the number of attempts."""
         attempt = 0
         while True:
             attempt += 1
@@ -131,11 +131,11 @@ class OpenAIEngine:
             else:
                 if response.is_success:
                     return content, attempt
-                attempt = await self._after_refusal(attempt, response, content)
+                attempt = await self._after_error(attempt, response, content)
 
     @asynccontextmanager
     async def _opened(self, body: JsonObject) -> AsyncIterator[tuple[httpx.Response, int]]:
-        """An answer that begins to come, and how many attempts it took."""
+        """An open response, to be streamed, and the number of attempts."""
         attempt = 0
         while True:
             attempt += 1
@@ -152,15 +152,15 @@ class OpenAIEngine:
                 if response.is_success:
                     yield response, attempt
                     return
-            attempt = await self._after_refusal(attempt, response, content)
+            attempt = await self._after_error(attempt, response, content)
 
     def _request(self, body: JsonObject) -> AbstractAsyncContextManager[httpx.Response]:
         if self._client is None:
             headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
             secure = self.base_url.startswith("https:")
             self._client = httpx.AsyncClient(timeout=self._timeout, headers=headers, verify=secure, trust_env=secure)
-        asked_for = {key: value for extension in self._extensions.values() for key, value in extension.items()}
-        return self._client.stream("POST", f"{self.base_url}/chat/completions", json={**body, **asked_for})
+        extra = {key: value for extension in self._extensions.values() for key, value in extension.items()}
+        return self._client.stream("POST", f"{self.base_url}/chat/completions", json={**body, **extra})
 
     async def _content(self, response: httpx.Response) -> bytes:
         content = bytearray()
@@ -173,8 +173,8 @@ class OpenAIEngine:
         if size > _MAX_RESPONSE_BYTES:
             raise ModelError(f"{self.base_url} answered more than {_MAX_RESPONSE_BYTES} bytes")
 
-    async def _after_refusal(self, attempt: int, response: httpx.Response, content: bytes) -> int:
-        """Get ready for the next attempt, and say how many count. Raises where there is no use in one."""
+    async def _after_error(self, attempt: int, response: httpx.Response, content: bytes) -> int:
+        """Wait before the next attempt; returns the number of attempts that count. Raises when a retry is useless."""
         problem = f"{self.base_url} answered {response.status_code}: {self._message_of(content)}"
         if response.status_code in (400, 422) and self._drop_refused_extension(problem):
             return attempt - 1
@@ -231,7 +231,7 @@ def _retry_after(headers: httpx.Headers) -> float | None:
 
 
 def _error_message(content: bytes) -> str:
-    """The server's own words, on one line of at most 300 characters."""
+    """The server's error message, on one line of at most 300 characters."""
     text = content[:4096].decode("utf-8", errors="replace")
     try:
         answer = json.loads(content)

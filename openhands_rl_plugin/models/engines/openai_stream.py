@@ -1,4 +1,4 @@
-"""A streamed chat completion, put together again: its text as it comes, and in the end the whole answer."""
+"""Assembles a streamed chat completion: yields its text as it arrives, and returns the complete response."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class _Call:
 
 @dataclass(slots=True)
 class StreamedAnswer:
-    """Takes the bytes of an event stream with one choice, and gives its texts."""
+    """Parses the bytes of an event stream with one choice."""
 
     _rest: bytes = b""
     _done: bool = False
@@ -87,9 +87,9 @@ class StreamedAnswer:
     _usage: JsonObject | None = None
 
     def feed(self, data: bytes) -> Iterator[str]:
-        """The texts that end in ``data``. Raises ``ModelError`` and ``InfrastructureError``.
+        """The text of all events that ``data`` completes. Raises ``ModelError`` and ``InfrastructureError``.
 
-        Lines are told apart by line feeds only: JSON text may hold other characters that count as line ends.
+        Only line feeds end lines: JSON text may contain other characters that ``splitlines`` would split at.
         """
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
@@ -98,7 +98,7 @@ class StreamedAnswer:
                 yield text
 
     def whole(self) -> bytes:
-        """The same answer as if it had not been streamed. Raises ``InfrastructureError`` when its end never came."""
+        """The response as if it had not been streamed. Raises ``InfrastructureError`` when the stream is incomplete."""
         if not self._done and self._finish_reason is None:
             raise InfrastructureError("the stream of the model server ended before its answer did")
         calls: list[JsonValue] = [
@@ -129,7 +129,7 @@ class StreamedAnswer:
             shown = " ".join(data[:200].split())
             raise ModelError(f"the model server's stream is not a chat completion (check base_url): {shown}") from error
         if chunk.error is not None:
-            raise InfrastructureError(f"the model server broke its answer off: {chunk.error.message[:300]}")
+            raise InfrastructureError(f"the model server sent an error in its stream: {chunk.error.message[:300]}")
         self._id = self._id or chunk.id
         self._model = self._model or chunk.model
         self._usage = chunk.usage or self._usage
@@ -153,6 +153,6 @@ class StreamedAnswer:
         return choice.delta.content or ""
 
     def _all_ids(self) -> bool:
-        """Whether every sampled token came with its id; a server that holds text back may leave some out."""
+        """Whether every sampled token has its id; a server that buffers text may omit some."""
         counted = (self._usage or {}).get("completion_tokens")
         return self._sampled_ids is not None and counted in (None, len(self._sampled_ids))

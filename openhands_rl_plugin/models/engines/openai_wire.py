@@ -1,4 +1,4 @@
-"""The OpenAI chat format: requests as they are sent, and answers with token ids wherever a server puts them."""
+"""The OpenAI chat format: builds requests, and parses responses with token ids in any of their usual places."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from openhands_rl_plugin.core.types import (
     Usage,
 )
 
-_IDS_END = 2**63  # what a storage can hold
+_IDS_END = 2**63  # the largest integer of the storages
 
 
 def request_body(
     model: str, messages: Sequence[Message], *, tools: Sequence[JsonObject], n: int, sampling: SamplingParams
 ) -> JsonObject:
-    """The body of ``POST /chat/completions``; what ``sampling`` leaves open is left out."""
+    """The body of ``POST /chat/completions``; parameters that ``sampling`` does not set are omitted."""
     body: JsonObject = {"model": model, "messages": [to_wire(message) for message in messages]}
     if n != 1:
         body["n"] = n
@@ -61,7 +61,7 @@ class _Wire(BaseModel):
 
 
 class _Fields(_Wire):
-    """Where proxies (litellm) put what their own format has no place for."""
+    """Token ids; proxies (litellm) put them in ``provider_specific_fields``."""
 
     prompt_token_ids: TokenIds = None
     token_ids: TokenIds = None
@@ -119,10 +119,10 @@ class _Answer(_Fields):
 def completions_from(
     content: bytes, base_model: str, model: str, sampling: SamplingParams, *, attempts: int = 1
 ) -> list[Completion]:
-    """Read an answer; one completion a choice. Raises ``ModelError`` for anything that is not a chat completion.
+    """Parse a response; one completion per choice. Raises ``ModelError`` for anything that is not a chat completion.
 
-    ``tokens`` is ``None`` where the server gave no ids, and its logprobs are empty where they are missing, not finite,
-    or not one for each sampled id. The usage of the whole request stands on the first completion.
+    ``tokens`` is ``None`` without token ids; its logprobs are empty when they are missing, not finite, or not one per
+    sampled id. The first completion has the usage of the whole request.
     """
     try:
         answer = _Answer.model_validate(json.loads(content))
@@ -153,7 +153,7 @@ def _message(message: _AnswerMessage) -> Message:
     )
     content = message.content
     if calls and content is not None:
-        # Templates write their own space between text and calls, and a stream cannot tell which of it was there.
+        # Templates insert white space between text and calls; it cannot be distinguished from that of the model.
         content = content.strip() or None
     return Message(role="assistant", content=content, tool_calls=calls)
 

@@ -1,4 +1,4 @@
-"""The paths of the gateway."""
+"""HTTP routes of the gateway."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class EndRequest(BaseModel):
-    """How an episode went, as its client knows it. ``success`` alone stands for a reward of 1 or 0."""
+    """Body of ``/session/{session}/end``. ``success`` without ``reward`` is a reward of 1 or 0."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -44,7 +44,7 @@ class EndRequest(BaseModel):
 
 
 class Gateway:
-    """Handlers over a recorder and its sessions."""
+    """Request handlers of the gateway; they share one recorder and one pool of sessions."""
 
     def __init__(self, config: GatewayConfig, storage: TrajectoryStorage) -> None:
         self._config = config
@@ -62,7 +62,7 @@ class Gateway:
         )
 
     def app(self) -> web.Application:
-        """The routes, with the key and the bounds in front of them."""
+        """The application with its routes, API key check and limits."""
         app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[self._guard])
         app.router.add_get(_HEALTH, self.health)
         for prefix in ("", "/session/{session}"):
@@ -76,7 +76,7 @@ class Gateway:
         await self._upstream.aclose()
 
     async def health(self, request: web.Request) -> web.Response:
-        """GET /health: what was done since the start."""
+        """GET /health: counters since the start."""
         counts = {"sessions": len(self.sessions), "in_flight": self._in_flight, **asdict(self._recorder.counts)}
         return _response(Reply(200, dump_object({"status": "ok", **counts})))
 
@@ -102,10 +102,10 @@ class Gateway:
         return _response(reply)
 
     async def pass_through(self, request: web.Request) -> web.StreamResponse:
-        """Any other path below /v1: as it comes, and unrecorded."""
+        """Any other path below /v1: forwarded unchanged and not recorded."""
         path = request.raw_path.partition("/v1/")[2]
         if ".." in unquote(path.partition("?")[0]).split("/"):
-            return _response(error_reply(400, "The path may not hold '..'.", "BadRequestError"))
+            return _response(error_reply(400, "The path must not contain '..'.", "BadRequestError"))
         body = await request.read()
         async with self._upstream.exchange(request.method, path, request.headers, body) as answer:
             headers = forwarded_headers(answer.headers)
@@ -118,13 +118,13 @@ class Gateway:
                     await response.write(part)
                 await response.write_eof()
             except (aiohttp.ClientError, TimeoutError, ConnectionError):
-                # One side broke off; the other gets no more either, and sees that it is not the end.
+                # One side closed the connection: abort the other, so that a partial response is not taken as complete.
                 if request.transport is not None:
                     request.transport.abort()
             return response
 
     async def end(self, request: web.Request) -> web.Response:
-        """POST /session/{session}/end: nobody will call any more; a reward that is known becomes a score."""
+        """POST /session/{session}/end: end the episode; ``reward`` or ``success`` is stored as its score."""
         name = session_name(request.match_info["session"], "", {}, {}, ())
         try:
             outcome = EndRequest.model_validate_json(await request.read() or b"{}")
@@ -153,12 +153,12 @@ class Gateway:
         return True
 
     async def _stream(self, request: web.Request, call_in_flight: PendingCall) -> web.StreamResponse:
-        """The events when they are there; until then signs of life, the first of which settles the status."""
+        """The events once the answer is complete. Until then keep-alive comments; the first fixes status 200."""
         if await _done(call_in_flight, self._config.keep_alive):
             call_in_flight.delivered |= _connected(request)
             return _response(call_in_flight.task.result())
         response = web.StreamResponse(headers={"content-type": EVENTS, "cache-control": "no-cache"})
-        # A client that gives up finds the answer when it asks again.
+        # A client that disconnects receives the answer when it retries.
         with suppress(ConnectionError):
             await response.prepare(request)
             while not await _done(call_in_flight, self._config.keep_alive):
@@ -171,14 +171,14 @@ class Gateway:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """The key, the number of calls at a time, and errors in OpenAI's form."""
+        """Check the API key and the number of concurrent requests; return errors in OpenAI's format."""
         if request.path == _HEALTH:
             return await handler(request)
         given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
         if self._expected and not hmac.compare_digest(given, b"Bearer " + self._expected):
             return _response(error_reply(401, "The API key of the gateway is missing or wrong.", "Unauthorized"))
         if self._in_flight >= self._config.max_in_flight:
-            message = f"The gateway has {self._in_flight} calls in flight."
+            message = f"The gateway has {self._in_flight} requests in flight; retry later or raise --max-in-flight."
             return _response(error_reply(503, message, "ServiceUnavailableError", {"retry-after": "1"}))
         self._in_flight += 1
         try:
@@ -188,7 +188,7 @@ class Gateway:
         except StorageError as error:
             return _response(error_reply(503, str(error), "ServiceUnavailableError"))
         except web.HTTPRequestEntityTooLarge:
-            message = f"The request body is over {self._config.max_body_bytes} bytes."
+            message = f"The request body exceeds {self._config.max_body_bytes} bytes; raise --max-body-bytes."
             return _response(error_reply(413, message, "BadRequestError"))
         except web.HTTPException as error:
             return _response(
@@ -204,7 +204,7 @@ async def _done(call_in_flight: PendingCall, seconds: float) -> bool:
 
 
 def _late(reply: Reply) -> bytes:
-    """A reply that is no stream, told to a client to whom a stream was promised."""
+    """A reply without events (an error), as an event for a client whose stream has already started."""
     return event(b"".join(reply.body.splitlines())) + DONE
 
 

@@ -17,12 +17,12 @@ MIB = 1024**2
 
 
 def _with_version(url: str) -> str:
-    """A server's root gets OpenAI's ``/v1``; a path that the user wrote stays."""
+    """Append ``/v1`` to a URL without a path; any other path is kept."""
     return url if urlsplit(url).path else f"{url}/v1"
 
 
 class GatewayConfig(BaseModel):
-    """Where the gateway listens, what is behind it, and its bounds."""
+    """The gateway's address, its model server and its limits."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -33,35 +33,42 @@ class GatewayConfig(BaseModel):
     port: int = Field(default=8200, ge=0, le=65535, description="0 takes a free port")
     api_key_env: VariableName = Field(
         default="OPENHANDS_RL_API_KEY",
-        description="environment variable with the key that clients must send; none is asked for when it is unset",
+        description="environment variable with the API key that clients must send; unset: no key is required",
     )
     upstream_key_env: VariableName = Field(
-        default="", description="environment variable with the model server's key; unset: the client's own is passed on"
+        default="",
+        description="environment variable with the model server's API key; unset: the client's key is forwarded",
     )
     run_id: str = Field(
         default="gateway",
         min_length=1,
         max_length=200,
-        description="run that the episodes belong to; one gateway a run",
+        description="run that the episodes belong to; one gateway per run",
     )
     base_model: str = Field(default="", description="model below versioned adapter names; unset: not recorded")
     adapter: SafeName | None = Field(
-        default=None, description="'latest' and this name are sent to the adapter's current version"
+        default=None, description="requests for 'latest' and for this name are routed to the adapter's current version"
     )
     adapters_path: Path = Field(
         default=Path("~/.openhands/rl_adapters"), description="directory of the adapters, as in [rl.serving]"
     )
     alias: tuple[str, ...] = Field(
-        default=(), description="further model name that means the adapter's current version; may be repeated"
+        default=(), description="another model name for the adapter's current version; may be repeated"
     )
     pin_sessions: bool = Field(default=False, description="a session stays on the adapter version it started with")
-    idle_minutes: float = Field(default=60.0, gt=0, description="a session without calls for so long has ended")
-    max_sessions: int = Field(default=256, ge=1, description="sessions held in memory; others are read back")
-    max_in_flight: int = Field(default=256, ge=1, description="calls at a time; one more is refused with 503")
-    max_body_bytes: int = Field(default=64 * MIB, ge=1024, description="longest request")
-    max_answer_bytes: int = Field(default=256 * MIB, ge=1024, description="longest answer of the model server")
-    timeout: float = Field(default=600.0, gt=0, description="seconds that the model server may stay silent")
-    keep_alive: float = Field(default=10.0, gt=0, description="seconds between signs of life to a streaming client")
+    idle_minutes: float = Field(default=60.0, gt=0, description="minutes without requests after which a session ends")
+    max_sessions: int = Field(
+        default=256, ge=1, description="sessions held in memory; others are reloaded from the storage"
+    )
+    max_in_flight: int = Field(default=256, ge=1, description="concurrent requests; one more gets status 503")
+    max_body_bytes: int = Field(default=64 * MIB, ge=1024, description="maximum size of a request in bytes")
+    max_answer_bytes: int = Field(
+        default=256 * MIB, ge=1024, description="maximum size of a response of the model server in bytes"
+    )
+    timeout: float = Field(
+        default=600.0, gt=0, description="seconds without data from the model server before a request fails"
+    )
+    keep_alive: float = Field(default=10.0, gt=0, description="seconds between keep-alive comments in a stream")
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -81,4 +88,4 @@ class GatewayConfig(BaseModel):
             return ""
         if key := os.environ.get(self.upstream_key_env, ""):
             return key
-        raise ConfigError(f"--upstream-key-env: the environment variable {self.upstream_key_env} is not set")
+        raise ConfigError(f"--upstream-key-env: the environment variable {self.upstream_key_env} is not set; export it")

@@ -1,4 +1,4 @@
-"""The conversations of one session, as its clients tell them."""
+"""Matches the messages of each request to the nodes of a session's episode."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from openhands_rl_plugin.core.types import Message
 
 
 class ClientConversation(HostConversation):
-    """Like a host's conversation, but of clients that ask for several answers, or in several places at a time.
+    """A ``HostConversation`` for clients that sample several choices, or continue several branches concurrently.
 
-    So an answer is looked for among all that were given below the same prompt: first the one that the client repeats to
-    the letter, then one that it repeats in another form. Anything else is a message of the client's own.
+    An assistant message is matched with all answers to the same prompt: first with an equal one, then with one that the
+    client sent back in another form. A message without a match is the client's own.
     """
 
     def __init__(self, tree: EpisodeTree) -> None:
@@ -36,9 +36,9 @@ class ClientConversation(HostConversation):
 
 
 def _same_answer(message: WireMessage, answer: Message) -> bool:
-    """Whether ``message`` can be ``answer`` in another form: cut, stripped of reasoning, with other white space."""
+    """Whether ``message`` can be ``answer`` truncated, without its reasoning, or with other white space."""
     if answer.tool_calls:
-        return True  # told apart by the calls' ids
+        return True  # distinguished by the ids of the calls
     one, other = (_squeezed(text) for text in (text_of(message.get("content")), answer.content))
     return one in other or other in one if one and other else one == other
 

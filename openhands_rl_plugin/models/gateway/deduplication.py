@@ -1,11 +1,11 @@
-"""Tells a retry from a new call, so that an answer is recorded once.
+"""Detects retries of a request, so that an answer is recorded once.
 
-A request is a retry when a byte-identical one of the same session is on its way or was the last one answered, and
+A request is a retry when a byte-identical one of the same session is in flight or was the last one answered, and
 
-- it says so: ``x-stainless-retry-count`` above 0 (OpenAI's client), or the same ``idempotency-key``; or
-- nobody waits for the first one's answer any more, or nobody received it.
+- its headers mark it as one: ``x-stainless-retry-count`` above 0 (OpenAI's client), or the same ``idempotency-key``; or
+- all clients of the first request have disconnected, or its response was not delivered.
 
-Equal requests without any of these are samples of their own, as when a client asks for several answers at a time.
+Other identical requests are separate samples, for example when a client sends several requests at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Digest = tuple[int, int]
 
 @dataclass(eq=False, slots=True)
 class PendingCall:
-    """One call of the model server and all who wait for its answer."""
+    """One request to the model server and the clients that wait for its response."""
 
     digest: Digest
     key: str
@@ -36,13 +36,13 @@ class PendingCall:
 
     def is_retried_by(self, headers: Mapping[str, str]) -> bool:
         """Whether a request with the same body repeats this one."""
-        if _says_retry(headers) or (self.key and self.key == headers.get("idempotency-key")):
+        if _is_marked_retry(headers) or (self.key and self.key == headers.get("idempotency-key")):
             return True
         return not self.delivered if self.task.done() else not any(waits() for waits in self.waiting)
 
 
 class PendingCalls:
-    """The calls of one session that are on their way, and the last one that was answered and recorded."""
+    """The requests of one session that are in flight, and the last one that was recorded."""
 
     def __init__(self) -> None:
         self._pending: list[PendingCall] = []
@@ -50,14 +50,14 @@ class PendingCalls:
 
     @property
     def busy(self) -> bool:
-        """Whether a call is on its way."""
+        """Whether a request is in flight."""
         return bool(self._pending)
 
     def join(
         self, body: bytes, headers: Mapping[str, str], waits: Waiting, ask: Callable[[], Coroutine[Any, Any, Reply]]
     ) -> PendingCall:
-        """The flight that answers this request: an earlier one when it is a retry, else a new one made by ``ask``."""
-        # Keyed anew in every process, and unlike a digest of hashlib it does not give other threads the interpreter.
+        """The call that answers this request: the earlier one of a retry, else a new one that runs ``ask``."""
+        # ``hash`` has a new key in every process; unlike hashlib, it does not release the GIL.
         digest = (len(body), hash(body))
         for call_in_flight in self._pending:
             if call_in_flight.digest == digest and call_in_flight.is_retried_by(headers):
@@ -66,7 +66,7 @@ class PendingCalls:
         if self._last is not None and self._last.digest == digest:
             if self._last.is_retried_by(headers):
                 return self._last
-            # A later retry will be one of the call that is made now.
+            # A later retry belongs to the call that starts now.
             self._last = None
         call_in_flight = PendingCall(digest, headers.get("idempotency-key", ""), asyncio.create_task(ask()), [waits])
         self._pending.append(call_in_flight)
@@ -74,7 +74,7 @@ class PendingCalls:
         return call_in_flight
 
     async def settle(self, timeout: float | None = None) -> None:
-        """Wait for the calls that are on their way; those that take longer than ``timeout`` seconds are given up."""
+        """Wait for the calls in flight; cancel those that take longer than ``timeout`` seconds."""
         while self._pending:
             _, late = await asyncio.wait([call_in_flight.task for call_in_flight in self._pending], timeout=timeout)
             for task in late:
@@ -83,7 +83,7 @@ class PendingCalls:
 
     def _finish(self, call_in_flight: PendingCall) -> None:
         self._pending.remove(call_in_flight)
-        # Who waits holds its whole request.
+        # Each waiting callback keeps its whole request in memory.
         call_in_flight.waiting.clear()
         if (
             not call_in_flight.task.cancelled()
@@ -93,6 +93,6 @@ class PendingCalls:
             self._last = call_in_flight
 
 
-def _says_retry(headers: Mapping[str, str]) -> bool:
+def _is_marked_retry(headers: Mapping[str, str]) -> bool:
     count = headers.get("x-stainless-retry-count", "")
     return count.isdecimal() and int(count) > 0

@@ -1,4 +1,4 @@
-"""JSON as it comes over the wire: read fast, and without trusting that it is well formed."""
+"""Fast parsing of untrusted JSON."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pydantic_core import from_json
 from openhands_rl_plugin.core.messages import whole_json
 
 Json = dict[str, Any]
-"""A JSON object of somebody else, of unknown shape."""
+"""A JSON object of unknown structure."""
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 def parse_object(text: bytes) -> Json | None:
-    """The object, or ``None`` when ``text`` is no JSON object."""
+    """The object, or ``None`` when ``text`` is not a JSON object."""
     found = _read(text)
     return found if isinstance(found, dict) else None
 

@@ -1,4 +1,4 @@
-"""What the model has seen at each sampled node, so that of every prompt only the new tokens are kept."""
+"""The context of each sampled node, so that only the new tokens of each prompt are stored."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class TokenSegment:
 
 
 class NodeTokens:
-    """Token ids by node, as text. Holds seven bytes or so a token, each once.
+    """Token ids by node, as text: about seven bytes per token, each token once.
 
-    It takes the place of the ids in the tree, whose nodes lose them as soon as they are stored.
+    It replaces the ids in the tree, whose nodes drop them once they are stored.
     """
 
     def __init__(self, tree: EpisodeTree) -> None:
@@ -35,9 +35,9 @@ class NodeTokens:
     def read(
         self, parent: int | None, prompt: bytes, sampled: TokenIds, logprobs: list[float]
     ) -> tuple[Tokens, TokenSegment] | None:
-        """What to record of an answer below ``parent`` to a prompt (canonical text), and what to ``note`` for it.
+        """The tokens of an answer to ``prompt`` (canonical text) below ``parent``, and the segment to ``note``.
 
-        ``None`` when something in the prompt is no token id.
+        ``None`` when the prompt contains anything but token ids.
         """
         chain = self._chain(parent)
         at = 0
@@ -51,18 +51,18 @@ class NodeTokens:
         if ids is None:
             return None
         extends = bool(chain)
-        # Nothing is validated again: the arrays hold nothing but numbers.
+        # No second validation: the arrays contain only numbers.
         tokens = Tokens.model_construct(
             extends=extends, prompt_ids=tuple(ids), sampled_ids=tuple(sampled.numbers), logprobs=tuple(logprobs)
         )
         return tokens, TokenSegment(extends, new + sampled.text)
 
     def note(self, node: int, piece: TokenSegment) -> None:
-        """Remember what ``read`` gave for the node that was made of it."""
+        """Remember the segment that ``read`` returned for this node."""
         self._pieces[node] = piece
 
     def _chain(self, node: int | None) -> list[TokenSegment]:
-        """The pieces of the nearest sampled node at or above ``node``, from the start of its segment."""
+        """The segments of the nearest sampled node at or above ``node``, from the start of its segment."""
         chain: list[TokenSegment] = []
         while node is not None:
             piece = self._pieces.get(node)

@@ -1,4 +1,4 @@
-"""One chat completion through the gateway: asked for, stored, and only then answered."""
+"""Forwards chat completions to the model server and records them before the client gets them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOT_RECORDED = {"x-openhands-rl-recorded": "no"}
 
 @dataclass(slots=True)
 class Counts:
-    """What a gateway did since it started."""
+    """Counters of a gateway since its start."""
 
     recorded: int = 0
     unrecorded: int = 0
@@ -33,7 +33,7 @@ class Counts:
 
 
 class Recorder:
-    """Sends chat calls to the model server and records the answers."""
+    """Sends chat completion requests to the model server and records the responses."""
 
     def __init__(self, config: GatewayConfig, upstream: Upstream) -> None:
         self._upstream = upstream
@@ -47,7 +47,7 @@ class Recorder:
         self.counts = Counts()
 
     async def ask(self, session: Session, call: ClientRequest, headers: Mapping[str, str]) -> Reply:
-        """The reply to a call; an error of the model server is passed on as it is."""
+        """The reply to a request; an error of the model server is forwarded unchanged."""
         started = time.perf_counter()
         try:
             reply = await self._post(session, call, headers)
@@ -66,16 +66,16 @@ class Recorder:
         try:
             await session.episode.record(call, answer, time.perf_counter() - started)
         except StorageError as error:
-            # An answer that is not stored is not given: the client's retry will be.
-            _LOG.error("an answer could not be stored: %s", error)
-            return error_reply(503, f"The answer could not be stored: {error}", "ServiceUnavailableError")
+            # The client must not continue from an answer that is not stored; it can retry.
+            _LOG.error("a response could not be stored: %s", error)
+            return error_reply(503, f"The response could not be stored: {error}", "ServiceUnavailableError")
         self.counts.recorded += 1
         if call.streams:
             return Reply(200, events(answer, call), EVENTS, reply.headers, recorded=True)
         return Reply(200, answer.body_for(call), reply.content_type, reply.headers, recorded=True)
 
     def unrecorded(self, reply: Reply, problem: Unrecordable) -> Reply:
-        """Pass on what has no place in an episode, and say so."""
+        """Forward a reply that cannot be recorded, with a header that marks it."""
         _LOG.warning("not recorded: %s", problem)
         self.counts.unrecorded += 1
         return Reply(reply.status, reply.body, reply.content_type, {**reply.headers, **NOT_RECORDED})
@@ -96,9 +96,9 @@ class Recorder:
         return session.pinned
 
     def _drop_refused_extension(self, body: bytes, call: ClientRequest) -> bool:
-        """Some servers know no token ids. What they refused once is not asked for again."""
+        """Stop sending the extensions that the server rejected, such as token ids; whether there were any."""
         refused = [name for name in self._extensions if name.encode() in body and call.document.get(name) is None]
         for name in refused:
-            _LOG.warning("the model server refuses %r: episodes are recorded without it", name)
+            _LOG.warning("the model server rejects %r: episodes are recorded without it", name)
             del self._extensions[name]
         return bool(refused)

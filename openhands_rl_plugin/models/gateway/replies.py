@@ -1,4 +1,4 @@
-"""What a client is answered."""
+"""Responses to clients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EVENTS = "text/event-stream"
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole response. ``recorded``: what it says is stored, so the same reply may be given to a retry."""
+    """A complete response. ``recorded``: its content is stored, so a retry may get the same reply."""
 
     status: int
     body: bytes
@@ -23,6 +23,6 @@ class Reply:
 
 
 def error_reply(status: int, message: str, kind: str, headers: Mapping[str, str] | None = None) -> Reply:
-    """An error of the gateway itself, in OpenAI's form."""
+    """An error of the gateway itself, in OpenAI's format."""
     error = {"message": message, "type": kind, "param": None, "code": status}
     return Reply(status=status, body=dump_object({"error": error}), headers=headers or {})

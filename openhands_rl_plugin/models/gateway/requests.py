@@ -1,4 +1,4 @@
-"""What a client asked for, and what the model server is asked instead."""
+"""Requests of clients, and the requests to the model server that are made from them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from openhands_rl_plugin.core.types import JsonObject, SamplingParams
 from openhands_rl_plugin.models.gateway.json_text import Json, dump_object, parse_object
 
 EXTENSIONS: Mapping[str, bool] = {"return_token_ids": True, "logprobs": True}
-"""What is asked for beside the client's own wishes."""
+"""Fields that the gateway adds to requests, unless the client set them."""
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
 class Unrecordable(Exception):
-    """A request or an answer that has no place in an episode; ``str()`` says why, without quoting it."""
+    """A request or response cannot be recorded; ``str()`` is the reason, without any of its content."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """One request for a chat completion. ``body`` is what the client sent, ``document`` the same as an object."""
+    """One request for a chat completion. ``body`` is the client's text, ``document`` the parsed object."""
 
     body: bytes
     document: Json
@@ -41,21 +41,21 @@ class ClientRequest:
 
     @property
     def wants_usage(self) -> bool:
-        """Whether the stream is to end with the token counts."""
+        """Whether the stream must end with the token usage."""
         options = self.document.get("stream_options")
         return isinstance(options, dict) and options.get("include_usage") is True
 
     def wants(self, extension: str) -> bool:
-        """Whether the client itself asked for one of ``EXTENSIONS``."""
+        """Whether the client itself requested one of ``EXTENSIONS``."""
         return bool(self.document.get(extension))
 
     @property
     def parameters(self) -> JsonObject:
-        """How the answer was to be sampled."""
+        """The sampling parameters of the request, as the client wrote them."""
         return {name: self.document[name] for name in RECORDED_PARAMETERS if self.document.get(name) is not None}
 
     def sampling(self) -> SamplingParams | None:
-        """The same as a value; ``None`` when the client wrote something that only the server understands."""
+        """The parameters as ``SamplingParams``; ``None`` when they have values that are not valid there."""
         stop = self.document.get("stop") or ()
         try:
             return SamplingParams(
@@ -70,16 +70,16 @@ class ClientRequest:
 
 
 def parse_request(body: bytes) -> ClientRequest:
-    """Raises ``Unrecordable`` for anything that is not a chat request."""
+    """Parse the body of a chat completion request. Raises ``Unrecordable`` for anything else."""
     document = parse_object(body)
     if document is None:
-        raise Unrecordable("the request is no JSON object")
+        raise Unrecordable("the request is not a JSON object")
     messages = document.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Unrecordable("the request has no messages")
     tools = document.get("tools") or ()
     if not all(isinstance(tool, dict) for tool in tools):
-        raise Unrecordable("a tool of the request is no object")
+        raise Unrecordable("a tool of the request is not an object")
     return ClientRequest(
         body=body,
         document=document,
@@ -89,7 +89,7 @@ def parse_request(body: bytes) -> ClientRequest:
 
 
 def upstream_body(call: ClientRequest, model: str, extensions: Mapping[str, bool]) -> bytes:
-    """The body for the model server: never streamed, with ``extensions`` that the client left open."""
+    """The body for the model server: never streamed, with the ``extensions`` that the client did not set."""
     document = call.document
     added = {name: value for name, value in extensions.items() if document.get(name) is None}
     untouched = model == call.model and not document.keys() & {"stream", "stream_options", *added}
@@ -103,15 +103,15 @@ def upstream_body(call: ClientRequest, model: str, extensions: Mapping[str, bool
 
 
 def _recordable(at: int, message: Any) -> WireMessage:
-    """The message in the form that ``messages`` reads; raises ``Unrecordable`` when it has another one."""
+    """The message in the format of ``core.messages``; raises ``Unrecordable`` for any other format."""
     if not isinstance(message, dict) or (role := _ROLES.get(str(message.get("role")))) is None:
         raise Unrecordable(f"message {at} has an unknown role")
     content, calls = message.get("content"), message.get("tool_calls")
     known = content is None or isinstance(content, str) or (isinstance(content, list) and all(map(_is_part, content)))
     if not known or not (calls is None or (isinstance(calls, list) and all(map(_is_call, calls)))):
-        raise Unrecordable(f"message {at} has an unknown form")
+        raise Unrecordable(f"message {at} has an unknown format")
     if not _is_text(message.get("tool_call_id")) or not _is_text(message.get("name")):
-        raise Unrecordable(f"message {at} has a name that is no text")
+        raise Unrecordable(f"message {at} has a name or tool_call_id that is not a string")
     return message if role == message["role"] else {**message, "role": role}
 
 

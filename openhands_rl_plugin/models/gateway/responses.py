@@ -1,4 +1,4 @@
-"""Answers of the model server: what is recorded of them, and what the client gets to see."""
+"""Responses of the model server: the part that is recorded, and the part that the client gets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecorda
 from openhands_rl_plugin.models.gateway.token_id_text import TokenIds, canonical, ids_of, text_of
 
 _IDS = (PROMPT_IDS, SAMPLED_IDS)
-_ELSEWHERE = "provider_specific_fields"  # where litellm puts what OpenAI's format has no place for
+_ELSEWHERE = "provider_specific_fields"  # where litellm puts fields that are not part of OpenAI's format
 _RECORDED_ELSEWHERE = frozenset({"choices", "object", "model", *_IDS})
 _IN_MESSAGE = ("role", "content", "tool_calls", _ELSEWHERE)
 
@@ -43,15 +43,15 @@ class _Answer(TypedDict):
 
 
 _ANSWER = TypeAdapter(_Answer)
-"""An answer as it is, but of a sampled token only the logprob; its texts and bytes would be most of what is read."""
+"""A response of which only the ``logprob`` of each sampled token is read: the other fields are most of the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedChoice:
-    """One sampled answer. ``prompt`` is the inside of the array of the prompt's ids; ``None``: the server gave no ids.
+    """One choice. ``prompt`` is the inside of the array of prompt ids, ``None`` when the server returned no ids.
 
-    ``logprobs`` has one for each of ``sampled``, or none. ``extra`` is what the server said beside the message, such
-    as ``reasoning_content``.
+    ``logprobs`` has one for each of ``sampled``, or none. ``extra`` has the other fields of the message,
+    such as ``reasoning_content``.
     """
 
     message: Message
@@ -66,27 +66,27 @@ class UpstreamResponse:
     """A chat completion as the model server sent it."""
 
     def __init__(self, body: bytes) -> None:
-        """Raises ``Unrecordable`` when ``body`` is no chat completion."""
+        """Raises ``Unrecordable`` when ``body`` is not a chat completion."""
         self._body = body
         self._cut = strip_id_arrays(body)
         document = _read(self._cut.rest)
         if document is not None and len(self._cut.texts) > sum(map(self._is_array, _arrays(document))):
-            # An array of that name was cut in a place that nobody knows.
+            # An array of that name was cut out at an unknown place.
             self._cut, document = StrippedBody(body), _read(body)
         choices = document.get("choices") if document is not None else None
         if document is None or not isinstance(choices, list) or not choices:
-            raise Unrecordable("the answer is no chat completion")
+            raise Unrecordable("the response is not a chat completion")
         self.document: Json = document
         self.choices: Sequence[RecordedChoice] = [self._choice(each) for each in choices]
 
     @property
     def model(self) -> str:
-        """The name of what answered; empty when the server does not say."""
+        """The ``model`` field; empty when the server omits it."""
         return str(self.document.get("model") or "")
 
     @property
     def about(self) -> JsonObject:
-        """What the answer says beside its choices: id, time, usage and whatever else the server adds."""
+        """The fields beside the choices: id, created, usage and those that the server adds."""
         about = {name: value for name, value in self.document.items() if name not in _RECORDED_ELSEWHERE and value}
         if isinstance(fields := about.get(_ELSEWHERE), dict):
             about[_ELSEWHERE] = {name: value for name, value in fields.items() if name not in _IDS}
@@ -106,9 +106,9 @@ class UpstreamResponse:
         )
 
     def for_client(self, call: ClientRequest) -> Json:
-        """The answer as if the client had talked to the server itself, with marks in place of ids."""
+        """The response as the server itself would give it to the client, with placeholders for arrays of ids."""
         ids, logprobs = call.wants("return_token_ids"), call.wants("logprobs")
-        # What was read for the recorder lacks most of the logprobs' objects.
+        # The document that is read for recording has only a part of the logprobs.
         document = (parse_object(self._cut.rest) if logprobs else None) or self.document
         answer = document if ids else _without_ids(document)
         return answer if logprobs else _without_logprobs(answer)
@@ -120,20 +120,20 @@ class UpstreamResponse:
         return self.restore_ids(dump_object(self.for_client(call)))
 
     def plain_body(self) -> bytes:
-        """The answer as a body without token ids and logprobs."""
+        """The body of a response without token ids and logprobs."""
         return self.restore_ids(dump_object(_without_logprobs(_without_ids(self.document))))
 
     def restore_ids(self, written: bytes) -> bytes:
-        """Put the ids back into a part of ``for_client``."""
+        """Replace the placeholders in JSON text of ``for_client``, or of a part of it, by the arrays of ids."""
         return self._cut.paste(written)
 
     def _choice(self, choice: Any) -> RecordedChoice:
         if not isinstance(choice, dict) or not isinstance(message := choice.get("message"), dict):
-            raise Unrecordable("a choice of the answer has no message")
+            raise Unrecordable("a choice of the response has no message")
         try:
             said = to_message({**message, "role": "assistant"})
         except (ValidationError, LookupError, TypeError, AttributeError) as error:
-            raise Unrecordable(f"the answer's message has an unknown form ({type(error).__name__})") from error
+            raise Unrecordable(f"the message of the response has an unknown format ({type(error).__name__})") from error
         places = [*_places(choice), *_places(self.document)]
         prompt = next((text for place in places if (text := self._inside(place.get(PROMPT_IDS))) is not None), None)
         sampled = next((ids for place in places if (ids := self._ids(place.get(SAMPLED_IDS))) is not None), None)
@@ -151,7 +151,7 @@ class UpstreamResponse:
         return self._cut.inside(value) is not None
 
     def _inside(self, value: object) -> bytes | None:
-        """The inside of the array that stands where ids do; ``None`` when it is no array."""
+        """The inside of an array of ids; ``None`` when ``value`` is not one."""
         return text_of(value)[:-1] if isinstance(value, list) else self._cut.inside(value)
 
     def _ids(self, value: object) -> TokenIds | None:
@@ -170,7 +170,7 @@ def _read(text: bytes) -> Json | None:
 
 
 def _arrays(document: Json) -> Iterator[object]:
-    """What stands where arrays are looked for."""
+    """The values of all fields that may be arrays of ids."""
     choices = document.get("choices")
     answers = [each for each in choices if isinstance(each, dict)] if isinstance(choices, list) else []
     for holder in (document, *answers):
@@ -179,7 +179,7 @@ def _arrays(document: Json) -> Iterator[object]:
 
 
 def _places(holder: Json) -> Iterator[Json]:
-    """Where token ids may stand."""
+    """The objects that may have fields with token ids."""
     message = holder.get("message")
     for place in (holder, holder.get(_ELSEWHERE), message.get(_ELSEWHERE) if isinstance(message, dict) else None):
         if isinstance(place, dict):
@@ -208,7 +208,7 @@ def _logprobs(choice: Json, expected: int) -> list[float]:
         values = [float(token["logprob"]) for token in content]
     except (TypeError, LookupError, ValueError):
         return []
-    # One that is not finite makes the sum so.
+    # One value that is not finite makes the sum not finite.
     return values if math.isfinite(sum(values)) else []
 
 

@@ -1,4 +1,4 @@
-"""Which model a request is sent to."""
+"""Chooses the model that a request is sent to."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _State = tuple[int, int, int]
 
 
 class AdapterRoute:
-    """Sends some model names to the version of an adapter that is in use now, which a training loop moves on.
+    """Maps some model names to the current version of an adapter, which a training loop updates.
 
-    The pointer's file is read again only when it has changed. Until a first version is in use, it is the base model.
+    The pointer file is read again only when it has changed. Before the first version, the base model is used.
     """
 
     def __init__(self, root: Path, adapter: str, *, base_model: str, aliases: tuple[str, ...] = ()) -> None:

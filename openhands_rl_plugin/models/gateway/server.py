@@ -23,7 +23,7 @@ _MAX_SWEEP_SECONDS = 60.0
 
 @asynccontextmanager
 async def running_gateway(config: GatewayConfig, storage: TrajectoryStorage) -> AsyncIterator[str]:
-    """A gateway in this event loop; yields its URL, without ``/v1``. Afterwards its sessions have ended.
+    """A gateway in this event loop; yields its URL, without ``/v1``. All sessions are ended on exit.
 
     Raises ``PortUnavailableError``, and ``StorageError`` when the storage cannot be read or written. The storage stays
     open.
@@ -53,5 +53,5 @@ async def _sweep(sessions: SessionPool, pause: float) -> None:
         try:
             await sessions.end_idle()
         except StorageError as error:
-            # They stay open and are tried again; calls in the meantime tell their clients.
+            # They stay open until the next attempt; requests in the meantime get the error.
             _LOG.error("idle sessions could not be ended: %s", error)

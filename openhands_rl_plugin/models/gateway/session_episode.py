@@ -1,4 +1,4 @@
-"""One session of a client: an episode that is stored call by call."""
+"""One session of a client: an episode that is stored request by request."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _STRATEGY = StrategySpec(name="gateway")
 
 @dataclass(frozen=True, slots=True)
 class SessionKey:
-    """What an episode is found by: the ``part``-th one of a session, whose name comes back after an end."""
+    """Identifies an episode. A session name that is used again after its end starts the next ``part``."""
 
     run_id: str
     name: str
     part: int = 0
 
     def request(self, instruction: str = "") -> EpisodeRequest:
-        """The request that such an episode answers; equal keys give equal trajectory ids."""
+        """The episode request of this key; equal keys give equal trajectory ids."""
         task = Task(id=self.name, environment=ENVIRONMENT, instruction=instruction)
         return EpisodeRequest(task=task, run_id=self.run_id, group_id=self.name, sample=self.part)
 
@@ -52,7 +52,7 @@ class SessionKey:
 
 
 class SessionEpisode:
-    """Records answers. ``base_model`` is the model below versioned adapter names."""
+    """Records responses. ``base_model`` is the model below versioned adapter names."""
 
     def __init__(self, storage: TrajectoryStorage, key: SessionKey, base_model: str) -> None:
         self._storage = storage
@@ -65,7 +65,7 @@ class SessionEpisode:
     def continued(
         cls, storage: TrajectoryStorage, key: SessionKey, base_model: str, stored: Trajectory
     ) -> SessionEpisode:
-        """An episode that goes on after what is stored of it."""
+        """Continue a stored episode."""
         episode = cls(storage, key, base_model)
         episode._journal = GrowingEpisode(storage, EpisodeStart.of(stored))
         episode._journal.continue_after(stored.nodes, stored.head)
@@ -83,7 +83,7 @@ class SessionEpisode:
         return next((node.policy for node in self._tree.nodes if node.policy is not None), None)
 
     async def record(self, call: ClientRequest, answer: UpstreamResponse, latency: float) -> None:
-        """Store an answer with what of its prompt is new. Raises ``StorageError``; then it is stored the next time.
+        """Store a response with the new messages of its prompt. After a ``StorageError``, the next call stores it, too.
 
         ``latency`` is in seconds.
         """
@@ -96,7 +96,7 @@ class SessionEpisode:
             self._propose(parent, choice, metadata, answer, usage=answer.usage() if at == 0 else Usage(), call=call)
             for at, choice in enumerate(answer.choices)
         ]
-        # Which of them the client acts on is not known yet; until it says so, it is the first.
+        # Until the next request shows which choice the client uses, it is the first.
         for node in reversed(nodes):
             self._conversation.acted(node)
         await journal.keep(tree)
@@ -175,7 +175,7 @@ class SessionEpisode:
         return policy if policy.adapter is not None else PolicyRef(base_model=served)
 
     async def _rewrite(self, end: EpisodeEnd) -> None:
-        """Store the episode once more as a whole: no growth tells how a client repeated an earlier answer."""
+        """Replace the whole stored episode: appending cannot add ``replayed_as`` to nodes that are stored."""
         async for stored, _ in self._storage.find(TrajectoryFilter(ids=(end.trajectory_id,), finished=None)):
             nodes = tuple(
                 node.model_copy(update={"metadata": own.metadata})

@@ -1,14 +1,14 @@
-"""Which session a call belongs to.
+"""The session that a request belongs to.
 
-The first of these that is there names it:
+The first of these that is present is its name:
 
-1. the path: ``/session/<name>/v1/chat/completions``, which a person chose as the ``base_url``;
-2. the header ``x-litellm-session-id``, which OpenHands' SDK sends with every call of a conversation;
+1. the path: ``/session/<name>/v1/chat/completions``, set by the user as the ``base_url``;
+2. the header ``x-litellm-session-id``, which OpenHands' SDK sends with every request of a conversation;
 3. ``prompt_cache_key`` in the body, which older SDKs send;
 4. ``session_id`` in the body's ``metadata`` or ``litellm_metadata``, or ``litellm_session_id`` beside it;
-5. the opening of the conversation: the client's address and program, and all messages up to the first of the user.
+5. a digest of the client's address and user agent, and of all messages up to the first user message.
 
-By the last rule, conversations that open alike share a session and are branches of one tree.
+By the last rule, conversations with the same first messages share a session and are branches of one tree.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LONGEST = 200
 def session_name(
     path_name: str, client: str, headers: Mapping[str, str], document: Json, messages: Sequence[WireMessage]
 ) -> str:
-    """The name of the session; ``path_name`` is empty when the path has none, ``client`` is an address."""
+    """The name of the session. ``path_name``: from the path, or empty; ``client``: the client's address."""
     return (
         _name(path_name)
         or _name(headers.get(HEADER))
@@ -38,7 +38,7 @@ def session_name(
 
 
 def _name(given: Any) -> str:
-    """A name fit to be stored and shown; a longer one becomes its digest."""
+    """A printable name; one longer than ``LONGEST`` is replaced by its digest."""
     if not isinstance(given, str) or not given.strip():
         return ""
     name = "".join(each if each.isprintable() else "?" for each in given.strip())

@@ -1,7 +1,7 @@
-"""The sessions of a gateway: opened by name, written to the storage call by call, and ended when nobody calls any more.
+"""The sessions of a gateway: opened by name, stored request by request, and ended when they are idle.
 
-A bounded number is held in memory; the longest unused one is forgotten and read back from the storage when it is
-needed again. So is one of an earlier gateway that was killed.
+A bounded number is held in memory. The least recently used one is evicted, and reloaded from the storage when it is
+needed. The sessions of an earlier gateway that was killed are reloaded in the same way.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SessionPool:
         self._idle = idle
         self._active: OrderedDict[str, Session] = OrderedDict()
         self._evicted: dict[str, float] = {}
-        # Opening, forgetting and ending take turns, so that no two objects write to one episode.
+        # Serialises loading, evicting and ending, so that no two objects write to one episode.
         self._lock = asyncio.Lock()
 
     def __len__(self) -> int:
@@ -50,14 +50,14 @@ class SessionPool:
 
     async def start(self) -> None:
         """Find the sessions that an earlier gateway of this run left open. Raises ``StorageError``."""
-        # Forgets nothing, but fails where nothing could be stored later.
+        # Drops no real episode; it fails at the start when the storage cannot be written.
         await self._storage.drop((SessionKey(self._run_id, "").trajectory_id,))
         where = TrajectoryFilter(run_id=self._run_id, environment=ENVIRONMENT, finished=False)
         async for left in self._storage.summaries(where):
             self._evicted[left.task_id] = left.times.finished
 
     async def open(self, name: str) -> Session:
-        """The session of that name, as it stands. Raises ``StorageError``."""
+        """The session of that name, loaded or created. Raises ``StorageError``."""
         session = self._active.get(name)
         if session is None:
             async with self._lock:
@@ -68,8 +68,8 @@ class SessionPool:
         return session
 
     async def end(self, name: str, stop: StopReason, evidence: JsonObject) -> tuple[str, int] | None:
-        """End a session when its calls have; the episode's id and number of nodes, ``None`` for an unknown name."""
-        # Not behind the door: a call may take minutes, and others want in.
+        """End a session after its requests in flight; returns the episode's id and node count, ``None`` if unknown."""
+        # Outside the lock: a request may take minutes and must not block other sessions.
         if (session := self._active.get(name)) is not None:
             await session.pending.settle()
         async with self._lock:
@@ -86,7 +86,7 @@ class SessionPool:
         return last
 
     async def end_idle(self) -> None:
-        """End all sessions without a call for ``idle`` seconds. Raises ``StorageError``."""
+        """End all sessions without a request for ``idle`` seconds. Raises ``StorageError``."""
         for name in self._names():
             async with self._lock:
                 session = self._active.get(name)
@@ -94,12 +94,12 @@ class SessionPool:
                 if time.time() - last_used < self._idle or (session is not None and session.pending.busy):
                     continue
                 session = session or await self._load(name)
-                # Another gateway may have gone on with it.
+                # Another gateway may have continued it.
                 if time.time() - session.last_used >= self._idle:
                     await self._close(session, StopReason.NO_ACTION, {"ended_by": "idle"})
 
     async def close(self, timeout: float) -> None:
-        """End every session; calls on their way get ``timeout`` seconds. Raises ``StorageError``."""
+        """End every session; requests in flight get ``timeout`` seconds. Raises ``StorageError``."""
         await asyncio.gather(*(session.pending.settle(timeout) for session in self._active.values()))
         for name in self._names():
             async with self._lock:

@@ -1,4 +1,4 @@
-"""A whole answer as the server-sent events of a streamed one."""
+"""Converts a complete response to server-sent events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from openhands_rl_plugin.models.gateway.requests import ClientRequest
 from openhands_rl_plugin.models.gateway.responses import UpstreamResponse
 
 KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment, which readers of events skip."""
+"""A comment, which clients ignore."""
 
 _END = ("finish_reason", "stop_reason")
 _RECORDED_ELSEWHERE = frozenset({"index", "message", *_END})
@@ -18,7 +18,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def events(answer: UpstreamResponse, call: ClientRequest) -> bytes:
-    """All events of the answer, up to and including ``[DONE]``."""
+    """All events of the response, up to and including ``[DONE]``."""
     seen = answer.for_client(call)
     usage = seen.get("usage")
     frame: Json = {name: value for name, value in seen.items() if name not in ("choices", "usage", "prompt_token_ids")}
@@ -39,14 +39,14 @@ def event(data: bytes) -> bytes:
 
 
 def _chunks(choice: Json) -> Iterator[Json]:
-    """The role, the text, each tool call, and the reason of the end."""
+    """Chunks with the role, the text, each tool call, and the finish reason."""
     index, message = choice.get("index", 0), choice["message"]
 
     def chunk(delta: Json, about: Json) -> Json:
         return {"index": index, "delta": delta, "finish_reason": None, **about}
 
     yield chunk({"role": "assistant", "content": ""}, {})
-    # What belongs to the choice as a whole (logprobs, token ids) comes with the text, as it does from a server.
+    # Fields of the whole choice (logprobs, token ids) come with the text, as vLLM sends them.
     said = {name: value for name, value in message.items() if name not in ("role", "tool_calls") and value is not None}
     about = {name: value for name, value in choice.items() if name not in _RECORDED_ELSEWHERE and value is not None}
     if said or about:

@@ -1,8 +1,8 @@
-"""Token ids as the text in which they came.
+"""Token ids as the JSON text in which they were received.
 
-They are compared as text with what is known, and only what is new becomes numbers. The canonical text of ids is
-``b"17,4,256,"``: no spaces, a comma after each, so that the text of a prompt that goes on begins with the text of the
-one before, and never ends inside a number.
+The text is compared with that of earlier prompts, and only the new part is parsed. The canonical text of ids is
+``b"17,4,256,"``: no spaces, a comma after each, so that the text of an extended prompt starts with the text of the
+earlier one, and a prefix never ends inside a number.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def text_of(ids: Sequence[int]) -> bytes:
 
 
 def ids_of(text: bytes) -> list[int] | None:
-    """The ids that canonical text spells, or ``None`` when there is something else in it: they have up to 31 bits."""
+    """The ids in canonical text, or ``None`` when it contains anything but ids of up to 31 bits."""
     if text.translate(None, _DIGITS):
         return None
     try:
@@ -50,10 +50,10 @@ def ids_of(text: bytes) -> list[int] | None:
 
 
 class PromptIdCache:
-    """Turns arrays of prompt ids into numbers, of which those of an earlier prompt are the same objects.
+    """Parses arrays of prompt ids and reuses the parsed ids of earlier prompts.
 
-    Nearly all of a prompt is that of the turn before, so that only what is new is read. ``most`` of them are
-    remembered. May be used from several threads.
+    Most of a prompt repeats that of the turn before, so only the new part is parsed. ``most`` prompts are kept.
+    Thread-safe.
     """
 
     def __init__(self, most: int = 4) -> None:
@@ -61,23 +61,23 @@ class PromptIdCache:
         self._known: tuple[tuple[bytes, tuple[int, ...]], ...] = ()
 
     def ids(self, inside: bytes) -> tuple[int, ...] | None:
-        """The ids in the inside of an array, or ``None`` when there is something else in it."""
+        """The ids in the inside of an array, or ``None`` when it contains anything else."""
         known = self._known
         start, ids = max((each for each in known if _begins(inside, each[0])), key=_length, default=(b"", ()))
-        # What is new begins with the comma behind the last known id.
+        # The new part starts with the comma after the last known id.
         new = ids_of(canonical(inside[len(start) :])[bool(start) :])
         if new is None:
             return None
         ids += tuple(new)
-        # Replaced as a whole, so that others never see it half done.
+        # Replaced in one assignment, so that other threads never see a partial state.
         self._known = ((inside, ids), *(each for each in known if each[0] is not start))[: self._most]
         return ids
 
 
 class ContextCache:
-    """Tokens of answers, of which only what a prompt adds to the context it goes on from is read.
+    """Parses the tokens of answers; only the part that a prompt adds to an earlier context is parsed.
 
-    The contexts of the last ``most`` answers are remembered. May be used from several threads.
+    The contexts of the last ``most`` answers are kept. Thread-safe.
     """
 
     def __init__(self, most: int = 16) -> None:
@@ -88,26 +88,26 @@ class ContextCache:
     def tokens(
         self, inside: bytes, sampled: TokenIds, logprobs: Sequence[float], after: Tokens | None = None
     ) -> Tokens | None:
-        """The tokens of an answer with the prompt's ids ``inside`` an array; ``None`` when something else is in it.
+        """The tokens of an answer to the prompt with the ids ``inside``; ``None`` when that contains anything else.
 
-        ``after`` are the tokens of the answer before on the same path. If the prompt goes on from them, and they were
-        made here, the tokens extend them.
+        ``after``: the tokens of the previous answer on the same path. The result extends them when the prompt starts
+        with them and this cache still has them.
         """
         added = self._added(inside, after)
         extends = added is not None
         prompt = ids_of(added) if added is not None else self._prompts.ids(inside)
         if prompt is None:
             return None
-        # Nothing is validated again: the arrays hold nothing but numbers.
+        # No second validation: the arrays contain only numbers.
         tokens = Tokens.model_construct(
             extends=extends, prompt_ids=tuple(prompt), sampled_ids=tuple(sampled.numbers), logprobs=tuple(logprobs)
         )
-        # Replaced as a whole, so that others never see it half done.
+        # Replaced in one assignment, so that other threads never see a partial state.
         self._known = ((tokens, inside, sampled.text), *self._known)[: self._most]
         return tokens
 
     def _added(self, inside: bytes, after: Tokens | None) -> bytes | None:
-        """What a prompt adds to the context, as canonical text; ``None`` when it does not go on from it."""
+        """The canonical text that a prompt adds to the context; ``None`` when it does not start with it."""
         prompt, sampled = next((known[1:] for known in self._known if known[0] is after), (b"", b""))
         if not _begins(inside, prompt):
             return None
@@ -116,7 +116,7 @@ class ContextCache:
 
 
 def _begins(inside: bytes, start: bytes) -> bool:
-    """Whether an array begins with the ids of another one; not with a part of a number."""
+    """Whether an array starts with the ids of another one, and not with a part of a number."""
     return bool(start) and inside.startswith(start) and inside[len(start) : len(start) + 1] in (b"", b",")
 
 

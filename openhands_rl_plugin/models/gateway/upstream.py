@@ -12,7 +12,7 @@ from yarl import URL
 from openhands_rl_plugin.models.gateway.config import GatewayConfig
 from openhands_rl_plugin.models.gateway.replies import JSON, Reply, error_reply
 
-# Headers that belong to one connection, and those that the client side sets itself.
+# Hop-by-hop headers, and those that the HTTP client sets itself.
 _OWN = frozenset(
     {
         "accept-encoding",
@@ -38,7 +38,7 @@ _READ_BUFFER = 2**20
 
 
 class UpstreamError(Exception):
-    """The model server gave no answer; ``reply`` is what the client is told."""
+    """The model server did not respond; ``reply`` is the error for the client."""
 
     def __init__(self, reply: Reply) -> None:
         super().__init__(reply.status)
@@ -62,7 +62,7 @@ class Upstream:
             await self._session.close()
 
     async def post(self, path: str, headers: Mapping[str, str], body: bytes) -> Reply:
-        """The whole answer. Raises ``UpstreamError`` when there is none."""
+        """The complete response. Raises ``UpstreamError`` when there is none."""
         async with self.exchange("POST", path, headers, body, content_type=JSON) as response:
             return Reply(
                 status=response.status,
@@ -77,7 +77,7 @@ class Upstream:
             parts.append(part)
             size += len(part)
             if size > self._longest:
-                message = f"The model server answered more than {self._longest} bytes."
+                message = f"The response of the model server exceeds {self._longest} bytes; raise --max-answer-bytes."
                 raise UpstreamError(error_reply(502, message, "BadGatewayError"))
         return b"".join(parts)
 
@@ -85,7 +85,7 @@ class Upstream:
     async def exchange(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes, *, content_type: str | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response as it begins; ``path`` is that below ``/v1``, with its query. Raises ``UpstreamError``."""
+        """An open response, to be streamed; ``path`` is below ``/v1``, with its query. Raises ``UpstreamError``."""
         sent = self._headers(headers)
         if content_type is not None:
             sent["content-type"] = content_type
@@ -110,7 +110,7 @@ class Upstream:
                 connector=aiohttp.TCPConnector(limit=0),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 read_bufsize=_READ_BUFFER,
-                # A plain-text server is on this machine or its network: no proxy.
+                # A plain HTTP server is local: no proxy.
                 trust_env=secure,
             )
         return self._session
@@ -126,5 +126,5 @@ class Upstream:
 
 
 def forwarded_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """The headers of an answer that are the client's business, such as ``retry-after``."""
+    """The headers of a response that are forwarded to the client, such as ``retry-after``."""
     return {name: value for name, value in headers.items() if name.lower() not in _NOT_PASSED_BACK}

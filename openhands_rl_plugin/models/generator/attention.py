@@ -12,26 +12,36 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from openhands_rl_plugin.models.generator.kv_cache import KVCache
+from openhands_rl_plugin.models.generator.lora import LoadedAdapter
 
 ATTENTION_NAME = "openhands_rl_slots"
 
-# A further kernel call costs as much as attending to about this many tokens (measured on 2 cores, 90 us against
-# 0.11 us a token and row), so rows are batched while padding them stays under it.
+# A kernel call costs as much as attending to about this many tokens (measured on 2 cores: 90 us per call, 0.11 us per
+# token and row), so rows are batched while their padding costs less.
 CALL_COST_TOKENS = 400
 
 
 @dataclass(frozen=True)
-class Row:
-    """New tokens of one sequence in this step: they take positions ``start .. start + count`` of ``slot``."""
+class StepRow:
+    """The new tokens ``ids`` of one sequence in this step, at positions ``start ..`` of ``slot``, under ``adapter``.
+
+    ``wanted``: ascending indices into ``ids`` whose next-token logits are returned.
+    """
 
     slot: int
     start: int
-    count: int
+    ids: Sequence[int]
+    adapter: LoadedAdapter | None
+    wanted: Sequence[int]
+
+    @property
+    def count(self) -> int:
+        return len(self.ids)
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Decoding rows ``first:last`` (in slot order) that lie in neighbouring slots from ``slot`` on."""
+    """Decoding rows ``first:last`` (in slot order) that lie in neighbouring slots starting at ``slot``."""
 
     first: int
     last: int
@@ -45,12 +55,12 @@ class _Group:
 
 @dataclass
 class StepPlan:
-    """Where each token of one flat step belongs. The rows with one token come first, then the longer ones."""
+    """The slot and position of each token of one flat step. Rows with one token come first, then the longer ones."""
 
     store: KVCache
-    rows: Sequence[Row]
+    rows: Sequence[StepRow]
     groups: tuple[_Group, ...] = field(init=False)
-    chunks: tuple[tuple[int, Row], ...] = field(init=False)
+    chunks: tuple[tuple[int, StepRow], ...] = field(init=False)
     decoding: int = field(init=False)
     order: Tensor | None = field(init=False)
     inverse: Tensor | None = field(init=False)
@@ -78,13 +88,13 @@ class StepPlan:
         self.chunks = tuple(chunks)
 
     def group_mask(self, group: _Group, window: int | None) -> Tensor | None:
-        """Additive [rows, 1, 1, longest] mask of the padding; None when there is none."""
+        """Additive [rows, 1, 1, longest] mask of the padding; ``None`` without padding."""
         key = (group.first, -1, window)
         if key not in self._masks:
             self._masks[key] = self._make_group_mask(group, window)
         return self._masks[key]
 
-    def chunk_mask(self, row: Row, window: int | None) -> Tensor:
+    def chunk_mask(self, row: StepRow, window: int | None) -> Tensor:
         """Additive causal [count, start + count] mask of a chunk that follows ``start`` earlier tokens."""
         key = (row.slot, row.start, window)
         if key not in self._masks:
@@ -111,7 +121,7 @@ class StepPlan:
         return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
-def _group(rows: Sequence[Row]) -> tuple[_Group, ...]:
+def _group(rows: Sequence[StepRow]) -> tuple[_Group, ...]:
     """Batch rows of neighbouring slots while the padding costs less than another call would."""
     groups: list[_Group] = []
     first = 0
@@ -144,10 +154,11 @@ def attend(
     """The attention function that transformers calls in every layer.
 
     query: [1, heads, tokens, dim]; key, value: [1, kv_heads, tokens, dim], the step's flat tokens. Stores keys and
-    values in their slots, returns ([1, tokens, heads, dim], None). Raises ValueError for score caps and sinks.
+    values in their slots, returns ([1, tokens, heads, dim], None). Raises ``ValueError`` for soft-capped
+    scores and attention sinks.
     """
     if softcap is not None or s_aux is not None:
-        raise ValueError("its attention has score caps or sinks")
+        raise ValueError("attention with soft-capped scores or sinks is not supported")
     layer = cast(int, module.layer_idx)
     keys, values = plan.store.keys[layer], plan.store.values[layer]
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
@@ -167,7 +178,7 @@ def attend(
 def _attend_decoding(
     plan: StepPlan, q: Tensor, out: Tensor, keys: Tensor, values: Tensor, scale: float | None, window: int | None
 ) -> None:
-    """One query per row. The heads that share keys take the place of the query length: no keys are repeated."""
+    """One query per row. Heads that share keys become the query length, so keys are not repeated."""
     heads, dim = q.shape[1:]
     kv_heads = keys.shape[1]
     q = q[: plan.decoding].reshape(plan.decoding, kv_heads, heads // kv_heads, dim)
@@ -204,7 +215,7 @@ def _attend_float32_keys(
 
 
 def _attend_chunk(
-    plan: StepPlan, row: Row, q: Tensor, keys: Tensor, values: Tensor, scale: float | None, window: int | None
+    plan: StepPlan, row: StepRow, q: Tensor, keys: Tensor, values: Tensor, scale: float | None, window: int | None
 ) -> Tensor:
     """q: [count, heads, dim] -> the same shape. Keys are expanded to the heads as a view."""
     count, heads, dim = q.shape

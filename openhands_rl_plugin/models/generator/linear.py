@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Rows that the packed layout is tuned for: a typical decoding batch. Other sizes work too.
+# The batch size that oneDNN optimises the packed layout for: a typical decoding batch. Other sizes work, too.
 PACK_ROWS = 16
 
 
 @dataclass(frozen=True)
 class LoRAWeights:
-    """One adapter's share in one fused layer.
+    """The weights of one adapter in one fused layer.
 
     ``lora_a``: [rank, in]; ``lora_b``: [out, rank], already multiplied by the adapter's scaling. For fused projections
     the ranks are concatenated and ``lora_b`` is block-diagonal.
@@ -36,13 +36,13 @@ class LoRASegment:
 
 @dataclass
 class LoRAMapping:
-    """Which rows of the batch under computation use which adapter; shared by all layers of one model."""
+    """The adapter of each row of the current batch; shared by all layers of one model."""
 
     segments: tuple[LoRASegment, ...] = field(default=())
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether this weight gains from oneDNN's blocked layout: bfloat16 on a CPU that multiplies it natively."""
+    """Whether oneDNN's blocked layout is faster for this weight: bfloat16 on a CPU with native bfloat16."""
     return (
         weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
@@ -99,7 +99,7 @@ class SharedProjection:
         self._left = 0
 
     def output(self, x: Tensor) -> Tensor:
-        """The fused output for ``x``; released after its last member has asked for it."""
+        """The fused output for ``x``; released once its last member has read it."""
         if self._input is not x or self._output is None:
             self._input, self._output, self._left = x, self.projection(x), self._members
         output = self._output
@@ -124,14 +124,14 @@ class ProjectionMember(nn.Module):
         return self._shared.output(x)[..., self._start : self._stop]
 
 
-# Siblings that every architecture with these names calls with one and the same input.
+# Every architecture with these names calls the siblings of a group with the same input.
 FUSED_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def replace_linears(model: nn.Module, lora_mapping: LoRAMapping) -> dict[str, Projection]:
     """Replace every ``nn.Linear`` of ``model`` in place; returns replaced module name -> its projection.
 
-    Raises nothing; modules that are subclasses of ``nn.Linear`` (quantised ones) are left alone.
+    Subclasses of ``nn.Linear`` (quantised layers) are not replaced.
     """
     projections: dict[str, Projection] = {}
     for parent_name, parent in list(model.named_modules()):

@@ -1,4 +1,4 @@
-"""Read a PEFT LoRA directory, check that it fits the served model, and lay it out for the fused layers."""
+"""Load a PEFT LoRA adapter, check it against the served model, and convert it for the fused layers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def read_adapter(
     """Load the adapter in ``path`` for a model whose linear layers are ``projections`` (by module name).
 
     ``base_model`` is the served model's path or name, compared with the one the adapter was trained on. Raises
-    NotFound when there is no adapter, ServingError when it does not fit; the message is one line.
+    ``NotFound`` when there is no adapter, ``ServingError`` when it does not fit the model; messages have one line.
     """
     config = _read_config(name, path)
     _check_config(name, config, base_model)
@@ -63,7 +63,7 @@ def _read_config(name: str, path: Path) -> LoraConfig:
     if not (path / CONFIG_FILE).is_file():
         raise NotFound(f"Loading lora {name} failed: No adapter found for {path}", param="lora_path")
     if not (path / WEIGHTS_FILE).is_file():
-        raise _load_error(name, f"{path} holds no {WEIGHTS_FILE} (pickled weights are not loaded)")
+        raise _load_error(name, f"{path} has no {WEIGHTS_FILE} (pickled weights are not loaded)")
     try:
         raw = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
         if not isinstance(raw, dict) or raw.get("peft_type") != "LORA":
@@ -78,7 +78,7 @@ def _read_config(name: str, path: Path) -> LoraConfig:
 def _check_config(name: str, config: LoraConfig, base_model: str) -> None:
     trained_on = config.base_model_name_or_path
     if trained_on and not same_model(trained_on, base_model):
-        raise _load_error(name, f"it was trained on {trained_on}, this server holds {base_model}")
+        raise _load_error(name, f"it was trained on {trained_on}, but this server serves {base_model}")
     for option in UNSUPPORTED_OPTIONS:
         if getattr(config, option, None):
             raise _load_error(name, f"{option} is not supported")
@@ -89,7 +89,7 @@ def _check_config(name: str, config: LoraConfig, base_model: str) -> None:
 def same_model(trained_on: str, served: str) -> bool:
     """Whether two names or paths may mean one model: equal, the same directory, or an equal last component.
 
-    Shapes are checked afterwards in any case; this catches a wrong model of the same shape.
+    Shapes are always checked later; this detects a different model with the same shapes.
     """
     if trained_on == served:
         return True
@@ -113,11 +113,11 @@ def _read_pairs(name: str, path: Path, projections: Mapping[str, Projection]) ->
             raise _load_error(name, f"the model has no linear layer {module}")
         halves.setdefault(module, {})[half] = tensor
     if not halves:
-        raise _load_error(name, f"{WEIGHTS_FILE} holds no weights")
+        raise _load_error(name, f"{WEIGHTS_FILE} has no weights")
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for module, both in halves.items():
         if len(both) != 2:
-            raise _load_error(name, f"lora_A and lora_B of {module} are not both there")
+            raise _load_error(name, f"{module} must have both lora_A and lora_B")
         pairs[module] = _check_shapes(name, module, both["lora_A"], both["lora_B"], projections[module])
     return pairs
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -18,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from openhands_rl_plugin.models.generator.attention import ATTENTION_NAME, Row, StepPlan
+from openhands_rl_plugin.models.generator.attention import ATTENTION_NAME, StepPlan, StepRow
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.errors import StartError
 from openhands_rl_plugin.models.generator.kv_cache import KVCache
@@ -28,29 +27,15 @@ from openhands_rl_plugin.models.generator.thread_tuner import ThreadTuner
 
 log = logging.getLogger(__name__)
 
-# Relative difference of the logits that the rebuilt model may show against the original one.
+# Allowed relative difference between the logits of the rebuilt and of the original model.
 _SELF_CHECK_TOLERANCE = 0.05
-
-
-@dataclass(frozen=True)
-class StepRow:
-    """The new tokens ``ids`` of one sequence, at positions ``start ..`` of ``slot``, computed with ``adapter``.
-
-    ``wanted``: indices into ``ids`` whose next-token logits are asked for, ascending.
-    """
-
-    slot: int
-    start: int
-    ids: Sequence[int]
-    adapter: LoadedAdapter | None
-    wanted: Sequence[int]
 
 
 class ServedModel:
     """The model, its tokenizer and the key/value slots. Not thread-safe: one thread computes."""
 
     def __init__(self, config: GeneratorConfig) -> None:
-        """Load, rebuild and check the model. Raises StartError with one line when it cannot be served."""
+        """Load, rebuild and check the model. Raises ``StartError`` when it cannot be served."""
         if config.threads:
             torch.set_num_threads(config.threads)
         self._thread_tuner = ThreadTuner()
@@ -75,7 +60,7 @@ class ServedModel:
         self._rebuild()
 
     def _longest(self, config: GeneratorConfig) -> int:
-        """Tokens that a sequence may have: what the model, the caller and the memory for the slots allow."""
+        """The maximum length of a sequence: limited by the model, the config and the memory for the slots."""
         trained = int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 0))
         wanted = min(config.max_model_len or trained or 2048, trained or config.max_model_len or 2048)
         fitting = config.kv_bytes // self.slots.bytes_per_token
@@ -83,7 +68,7 @@ class ServedModel:
             log.warning("max_model_len is %d instead of %d, so that max_batch fits into kv_bytes", fitting, wanted)
         if fitting < 16:
             raise StartError(
-                f"kv_bytes={config.kv_bytes} holds no {config.max_batch} sequences of this model; raise it"
+                f"kv_bytes={config.kv_bytes} is too small for {config.max_batch} sequences of this model; raise it"
             )
         return min(wanted, fitting)
 
@@ -102,7 +87,7 @@ class ServedModel:
         """
         order = sorted(range(len(rows)), key=lambda i: (len(rows[i].ids) > 1, id(rows[i].adapter), rows[i].slot))
         self.slots.ensure(max(row.start + len(row.ids) for row in rows))
-        plan = StepPlan(self.slots, [Row(r.slot, r.start, len(r.ids)) for r in (rows[i] for i in order)])
+        plan = StepPlan(self.slots, [rows[i] for i in order])
         ids: list[int] = []
         positions: list[int] = []
         offsets = [0] * len(rows)
@@ -132,7 +117,7 @@ class ServedModel:
 
     @torch.inference_mode()
     def _rebuild(self) -> None:
-        """Swap attention and linear layers in, then compare with the original model on a few tokens."""
+        """Replace attention and linear layers, then compare the logits with those of the original model."""
         probe = [(7 * i + 3) % self.vocabulary for i in range(12)]
         expected = self.model(torch.tensor([probe], device=self.device), use_cache=False).logits[0, -1].float()
         try:
@@ -149,7 +134,7 @@ class ServedModel:
 
 
 def _segments(rows: Sequence[StepRow]) -> tuple[LoRASegment, ...]:
-    """Runs of neighbouring token rows with one adapter; runs without an adapter are left out."""
+    """Ranges of neighbouring token rows with the same adapter; rows without an adapter are omitted."""
     segments: list[LoRASegment] = []
     start = 0
     for index, row in enumerate(rows):
@@ -184,11 +169,11 @@ def _load(name: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrain
     except (OSError, ValueError, ImportError) as error:
         raise StartError(
             f"cannot load the model {name}: {_first_line(error)} "
-            "(give a directory that holds config.json, *.safetensors and a tokenizer)"
+            "(use a directory with config.json, *.safetensors and a tokenizer)"
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise StartError(f"cannot load the model {name}: it has no fast tokenizer (tokenizer.json)")
-    # A tokenizer.json may carry the truncation it was trained with; a prompt must never be cut silently.
+    # A tokenizer.json may enable truncation; a prompt must never be truncated silently.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     torch.nn.Module.to(model, device)

@@ -1,4 +1,4 @@
-"""Re-use of computed keys and values: a tree of fixed-size token blocks per adapter version."""
+"""Prefix cache: a tree of fixed-size blocks of keys and values per adapter version."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class _Node:
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """What the cache knows of a prompt.
+    """The cached prefix of a prompt.
 
     ``blocks``: keys and values of its first ``len(blocks) * BLOCK_TOKENS`` tokens. ``missing`` identifies the first
-    full block that is not there (None when all are), so that two prompts that both need it can be told.
+    full block that is not cached (``None`` when all are), so that two prompts that need the same block are recognised.
     """
 
     blocks: tuple[Tensor, ...]
@@ -34,7 +34,7 @@ class PrefixMatch:
 
 
 class PrefixCache:
-    """Least recently used blocks go first when ``max_bytes`` is exceeded. Not thread-safe: one owner."""
+    """Evicts the least recently used blocks when ``max_bytes`` is exceeded. Not thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -79,7 +79,7 @@ class PrefixCache:
             self._remove(next(iter(self._by_age)))
 
     def drop(self, owner: Hashable) -> None:
-        """Forget everything that belongs to an adapter version."""
+        """Remove all blocks of an adapter version."""
         root = self._roots.pop(owner, None)
         pending = list(root.children.values()) if root else []
         while pending:

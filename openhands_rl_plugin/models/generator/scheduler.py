@@ -1,4 +1,4 @@
-"""Continuous batching: which sequences compute which tokens in the next step. Runs in one thread."""
+"""Continuous batching: chooses the sequences and tokens of the next step. Runs in one thread."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from openhands_rl_plugin.core.memory import return_freed_memory
+from openhands_rl_plugin.models.generator.attention import StepRow
 from openhands_rl_plugin.models.generator.errors import RequestCancelled
-from openhands_rl_plugin.models.generator.model import ServedModel, StepRow
+from openhands_rl_plugin.models.generator.model import ServedModel
 from openhands_rl_plugin.models.generator.prefix_cache import BLOCK_TOKENS, PrefixCache
 from openhands_rl_plugin.models.generator.sampling import sample, score_tokens
 from openhands_rl_plugin.models.generator.sequence import SequenceState
 
-# Rows of float32 logits that are made at once for prompt logprobs; more would need much memory.
+# Rows of float32 logits per step for prompt logprobs: 64 rows of a vocabulary of 150,000 take 38 MB.
 _OBSERVED_ROWS = 64
 
 
@@ -41,7 +42,7 @@ class Scheduler:
 
     @torch.inference_mode()
     def step(self) -> list[SequenceState]:
-        """Admit, compute one step, sample. Returns the sequences that left, their futures already settled."""
+        """Admit sequences, compute one step, sample. Returns the sequences that finished; their futures are done."""
         left = self._remove_cancelled()
         self._admit()
         if not self._running:
@@ -62,14 +63,14 @@ class Scheduler:
         return left + self._finish_completed()
 
     def release_memory(self) -> None:
-        """Give back the memory that only running sequences need. The prefix cache stays. To be called when idle."""
+        """Free the memory that only running sequences need; keeps the prefix cache. Call it when idle."""
         self._model.slots.clear()
         return_freed_memory()
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def abort(self) -> list[SequenceState]:
-        """Cancel everything; returns the sequences that left."""
+        """Cancel all sequences; returns them."""
         left = [*self._waiting, *self._running]
         for sequence in left:
             sequence.handle.cancel()
@@ -86,10 +87,10 @@ class Scheduler:
         return left
 
     def _admit(self) -> None:
-        """Give free slots to waiting sequences, oldest first, with what the prefix cache holds of their prompts.
+        """Assign free slots to waiting sequences, oldest first, and copy the cached prefixes of their prompts.
 
-        A sequence whose next block is just being computed for another one waits for it: of equal prompts that
-        come together (several samples of one turn) only the first is computed.
+        A sequence whose next block is being computed for another one waits for it: of equal prompts that arrive
+        together (several samples of one turn) only the first is computed.
         """
         under_way = {key for s in self._running if s.pending > 1 and (key := self._missing_block(s)) is not None}
         deferred: list[SequenceState] = []
@@ -122,7 +123,7 @@ class Scheduler:
         sequence.computed = sequence.cached = len(blocks) * BLOCK_TOKENS
 
     def _schedule(self) -> list[tuple[SequenceState, StepRow]]:
-        """Every decoding sequence, and prompts as far as the budget of prompt tokens goes (oldest first)."""
+        """All decoding sequences, and prefill chunks up to the budget of prompt tokens (oldest first)."""
         budget = self._prefill_tokens
         batch: list[tuple[SequenceState, StepRow]] = []
         for sequence in self._running:

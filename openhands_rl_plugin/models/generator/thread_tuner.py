@@ -1,4 +1,4 @@
-"""How many threads a small step runs on: decided by measuring, because it depends on what else the machine does."""
+"""Chooses the number of threads for small steps by measuring, because it depends on the load of the machine."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-# A step of more tokens than this always gains from all threads.
+# A step with more tokens than this is always fastest on all threads.
 SMALL_STEP_TOKENS = 64
-# After so many steps, the other numbers of threads are tried again for a few, so that a change of the load is noticed.
+# After ``TRY_EVERY`` steps, each number of threads is measured for ``TRY_STEPS`` steps, to detect changes of load.
 TRY_EVERY = 64
 TRY_STEPS = 3
 _REMEMBERED = 5
 
 
 class ThreadTuner:
-    """Runs small steps on the number of threads that was fastest lately.
+    """Runs small steps on the number of threads that was fastest recently.
 
-    On idle cores more threads are faster. When another process uses a core, each of a step's hundreds of parallel
-    regions waits for the slower thread, and one thread alone is faster than two. Not thread-safe: one caller.
+    On idle cores more threads are faster. When another process uses a core, each of the hundreds of parallel regions
+    of a step waits for the slower thread, and one thread is faster than two. Not thread-safe.
     """
 
     def __init__(self) -> None:
         most = torch.get_num_threads()
         counts = [2**i for i in range(most.bit_length()) if 2**i < most]
-        # The number of threads belongs to the calling thread, so each number has a thread of its own.
-        self._pools = {count: ThreadPoolExecutor(1, "pace", _set_threads, (count,)) for count in counts}
+        # The number of threads is a setting of the calling thread, so each number has its own thread.
+        self._pools = {count: ThreadPoolExecutor(1, "thread-tuner", _set_threads, (count,)) for count in counts}
         for pool in self._pools.values():
             pool.submit(torch.get_num_threads).result()
-        # Setting it there also set what threads to come will start with.
+        # That also changed the default of new threads.
         torch.set_num_threads(most)
         self._most = most
         self._sizes: dict[int, _StepTimes] = {}
@@ -50,13 +50,13 @@ class ThreadTuner:
         return result
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         for pool in self._pools.values():
             pool.shutdown()
 
 
 class _StepTimes:
-    """What is known of steps of about one size."""
+    """Recent durations of steps of about one size."""
 
     def __init__(self, counts: tuple[int, ...]) -> None:
         self._seconds = {count: deque[float](maxlen=_REMEMBERED) for count in counts}
@@ -64,7 +64,7 @@ class _StepTimes:
         self._until_trial = 0
 
     def choose(self) -> int:
-        """The number of threads for the next step: the fastest, or one that is due to be tried."""
+        """The number of threads for the next step: the fastest, or the next trial."""
         if not self._trials:
             if self._until_trial:
                 self._until_trial -= 1
@@ -74,10 +74,10 @@ class _StepTimes:
         return self._trials.popleft()
 
     def record(self, count: int, seconds: float) -> None:
-        """Remember how long a step took."""
+        """Record the duration of a step."""
         self._seconds[count].append(seconds)
 
 
 def _set_threads(count: int) -> None:
-    torch.get_num_threads()  # A thread's first use of torch resets its number; let that be over.
+    torch.get_num_threads()  # The first use of torch in a thread resets its setting, so use it once before.
     torch.set_num_threads(count)

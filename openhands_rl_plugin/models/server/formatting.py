@@ -9,11 +9,9 @@ from transformers import PreTrainedTokenizerFast
 from openhands_rl_plugin.core.types import ToolCall
 from openhands_rl_plugin.models.generator.sampling import SampledToken, ScoredToken
 from openhands_rl_plugin.models.generator.sequence import Generation
-from openhands_rl_plugin.models.server.requests import CompletionRequest
+from openhands_rl_plugin.models.server.requests import CompletionRequest, FunctionCall, MessageToolCall
 from openhands_rl_plugin.models.server.responses import (
-    AnsweredToolCall,
     AssistantMessage,
-    CalledFunction,
     ChatCompletionChoice,
     ChatLogprobs,
     CompletionChoice,
@@ -80,7 +78,7 @@ class Formatter:
         parsed = parse_tool_calls(answer.text) if tools else ParsedText(answer.text, ())
         return ChatCompletionChoice(
             index=index,
-            message=AssistantMessage(content=parsed.content, tool_calls=answered_calls(parsed.calls) or None),
+            message=AssistantMessage(content=parsed.content, tool_calls=tool_call_bodies(parsed.calls) or None),
             logprobs=self.chat_logprobs(answer.sampled) if logprobs else None,
             finish_reason="tool_calls" if parsed.calls else answer.finish_reason,
             stop_reason=answer.stop_reason,
@@ -119,10 +117,10 @@ class Formatter:
         return str(self._tokenizer.decode([token]))
 
 
-def answered_calls(calls: Sequence[ToolCall]) -> list[AnsweredToolCall]:
-    """Parsed calls with fresh identifiers."""
+def tool_call_bodies(calls: Sequence[ToolCall]) -> list[MessageToolCall]:
+    """Parsed calls with new identifiers."""
     return [
-        AnsweredToolCall(id=new_id("call"), function=CalledFunction(name=call.name, arguments=call.arguments))
+        MessageToolCall(id=new_id("call"), function=FunctionCall(name=call.name, arguments=call.arguments))
         for call in calls
     ]
 

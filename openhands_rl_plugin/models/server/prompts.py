@@ -1,4 +1,4 @@
-"""From request bodies to token ids and sampling parameters."""
+"""Converts request bodies to token ids and sampling parameters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PromptRenderer:
     """Renders conversations and texts to token ids with the model's tokenizer. Safe in any thread."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, max_model_len: int, chat_template: str | None) -> None:
-        """``chat_template``: a file that replaces the model's own template. Raises StartError if it cannot be read."""
+        """``chat_template``: a file that replaces the model's own template. Raises ``StartError``."""
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         try:
@@ -43,12 +43,14 @@ class PromptRenderer:
         self._warned = False
 
     def chat(self, request: ChatCompletionRequest | TokenizeRequest) -> tuple[int, ...]:
-        """The token ids of a conversation, ready for the model's turn. Raises ServingError."""
+        """The token ids of a conversation, with the generation prompt. Raises ``ServingError``."""
         if not self._template:
-            raise ServingError("This model has no chat template; start the server with one, or use /v1/completions.")
+            raise ServingError(
+                "This model has no chat template; start the server with --chat-template, or use /v1/completions."
+            )
         assert request.messages is not None
         self._warn_if_ignored(request.tools)
-        # Its keywords are whatever the template knows.
+        # It accepts any keyword that the template uses.
         render = cast(Callable[..., str], self._tokenizer.apply_chat_template)
         try:
             text = render(
@@ -61,11 +63,11 @@ class PromptRenderer:
                 **(request.chat_template_kwargs or {}),
             )
         except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise ServingError(f"The chat template refused the messages: {error}", param="messages") from error
+            raise ServingError(f"The chat template rejected the messages: {error}", param="messages") from error
         return self.text(text, special=False)
 
     def text(self, text: str, *, special: bool) -> tuple[int, ...]:
-        """The token ids of a text, with or without the tokenizer's own leading and trailing tokens."""
+        """The token ids of a text, with or without the tokenizer's special tokens."""
         return tuple(self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=special).ids)
 
     def completion(self, request: CompletionRequest) -> list[tuple[int, ...]]:
@@ -76,7 +78,7 @@ class PromptRenderer:
     def params(
         self, request: SamplingFields, *, prompt_len: int, max_tokens: int | None, top_logprobs: int | None
     ) -> DecodingParams:
-        """Sampling parameters; ``max_tokens`` None is all that fits. Raises ServingError when it cannot fit."""
+        """Sampling parameters; ``max_tokens=None``: all that fits. Raises ``ServingError`` when it does not fit."""
         room = self._max_model_len - prompt_len
         if max_tokens is not None and max_tokens > room:
             raise ServingError(
@@ -104,7 +106,7 @@ class PromptRenderer:
         rendered: dict[str, JsonValue] = {"role": message.role}
         calls = message.tool_calls or ()
         if calls and "tool_calls" not in (self._template or ""):
-            # A template that does not know tool calls would drop them from the history.
+            # A template without tool calls would drop them from the history.
             values = (ToolCall(name=call.function.name, arguments=call.function.arguments or "{}") for call in calls)
             written = (render_tool_call(call) for call in values)
             content = "\n".join([content, *written] if content else written)
@@ -127,11 +129,11 @@ class PromptRenderer:
     def _warn_if_ignored(self, tools: Sequence[Tool] | None) -> None:
         if tools and "tools" not in (self._template or "") and not self._warned:
             self._warned = True
-            log.warning("the chat template does not render tools: the model is not told of them")
+            log.warning("the chat template does not render tools: use one that does (--chat-template)")
 
 
 def _arguments(text: str) -> JsonValue:
-    """A call's arguments as the object that templates print; text that is not an object stays text."""
+    """Parsed arguments for the template; text that is not a JSON object is returned unchanged."""
     try:
         value = json.loads(text or "{}")
     except ValueError:

@@ -1,4 +1,4 @@
-"""Bodies that the server accepts: OpenAI's fields and vLLM's extensions. Unknown fields are ignored, as vLLM does."""
+"""Request bodies: OpenAI's fields and vLLM's extensions. Unknown fields are ignored, as in vLLM."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
 
 
-class Body(BaseModel):
-    """Base of all request bodies."""
+class OpenAIModel(BaseModel):
+    """Base of all request and response bodies."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class StreamOptions(Body):
-    """Options of a streamed answer."""
+class StreamOptions(OpenAIModel):
+    """Options of a stream."""
 
     include_usage: bool = False
 
 
-class FunctionCall(Body):
-    """A call in an assistant message of the history; ``arguments`` is JSON text."""
+class FunctionCall(OpenAIModel):
+    """The function of a tool call; ``arguments`` is JSON text as the model wrote it."""
 
     name: str
     arguments: str = "{}"
 
 
-class MessageToolCall(Body):
-    """A tool call in an assistant message of the history."""
+class MessageToolCall(OpenAIModel):
+    """A tool call in an assistant message; responses always set ``id``."""
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class ContentPart(Body):
-    """A part of a message; text is the only kind a text model can read."""
+class ContentPart(OpenAIModel):
+    """A part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(Body):
+class ChatMessage(OpenAIModel):
     """One message of the conversation."""
 
     role: str
@@ -56,14 +56,14 @@ class ChatMessage(Body):
 
     @property
     def text(self) -> str:
-        """The content as one text; parts are joined by line ends, as vLLM does for plain-text templates."""
+        """The content as one string; parts are joined by newlines, as in vLLM."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         return "\n".join(part.text for part in self.content)
 
 
-class FunctionDefinition(Body):
-    """What the model is told of a tool."""
+class FunctionDefinition(OpenAIModel):
+    """Name, description and parameters of a tool."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -72,14 +72,14 @@ class FunctionDefinition(Body):
     parameters: dict[str, JsonValue] | None = None
 
 
-class Tool(Body):
+class Tool(OpenAIModel):
     """A tool that the model may call."""
 
     type: Literal["function"] = "function"
     function: FunctionDefinition
 
 
-class SamplingFields(Body):
+class SamplingFields(OpenAIModel):
     """Sampling fields that chat and text completions share."""
 
     model: str | None = None
@@ -112,7 +112,7 @@ class SamplingFields(Body):
         return (self.stop,) if isinstance(self.stop, str) else self.stop
 
     @model_validator(mode="after")
-    def _refuse_what_would_be_ignored(self) -> SamplingFields:
+    def _reject_unsupported(self) -> SamplingFields:
         neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0}
         for name, value in neutral.items():
             if getattr(self, name) not in (None, value):
@@ -176,7 +176,7 @@ class CompletionRequest(SamplingFields):
         return self.prompt  # type: ignore[return-value]
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(OpenAIModel):
     """POST /tokenize, with a text or a conversation."""
 
     model: str | None = None
@@ -195,14 +195,14 @@ class TokenizeRequest(Body):
         return self
 
 
-class LoadLoRAAdapterRequest(Body):
+class LoadLoRAAdapterRequest(OpenAIModel):
     """POST /v1/load_lora_adapter."""
 
     lora_name: str = ""
     lora_path: str = ""
 
 
-class UnloadLoRAAdapterRequest(Body):
+class UnloadLoRAAdapterRequest(OpenAIModel):
     """POST /v1/unload_lora_adapter."""
 
     lora_name: str = ""

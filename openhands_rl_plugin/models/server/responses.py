@@ -1,4 +1,4 @@
-"""Bodies that the server answers with, in OpenAI's shape with vLLM's extensions."""
+"""Response bodies: OpenAI's fields and vLLM's extensions."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ import time
 import uuid
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-
-class Answer(BaseModel):
-    """Base of all answers."""
-
-    model_config = ConfigDict(frozen=True)
+from openhands_rl_plugin.models.server.requests import MessageToolCall, OpenAIModel
 
 
 def new_id(prefix: str) -> str:
-    """A fresh identifier such as ``chatcmpl-...``."""
+    """A new identifier such as ``chatcmpl-...``."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
@@ -25,13 +21,13 @@ def now() -> int:
     return int(time.time())
 
 
-class PromptTokensDetails(Answer):
-    """Where prompt tokens came from."""
+class PromptTokensDetails(OpenAIModel):
+    """How many prompt tokens came from the prefix cache."""
 
     cached_tokens: int
 
 
-class UsageInfo(Answer):
+class UsageInfo(OpenAIModel):
     """Token counts of a request, all choices together."""
 
     prompt_tokens: int
@@ -40,7 +36,7 @@ class UsageInfo(Answer):
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
-class TokenLogprob(Answer):
+class TokenLogprob(OpenAIModel):
     """One token's text, natural-log probability and UTF-8 bytes."""
 
     token: str
@@ -49,19 +45,19 @@ class TokenLogprob(Answer):
 
 
 class ContentLogprob(TokenLogprob):
-    """A sampled token with its alternatives."""
+    """A sampled token with the most likely tokens at its position."""
 
     top_logprobs: list[TokenLogprob]
 
 
-class ChatLogprobs(Answer):
+class ChatLogprobs(OpenAIModel):
     """The sampled tokens' logprobs, one element per token."""
 
     content: list[ContentLogprob]
 
 
-class PromptLogprob(Answer):
-    """A prompt token's (or an alternative's) place in the distribution; rank 1 is the most likely."""
+class PromptLogprob(OpenAIModel):
+    """Logprob and rank of a prompt token or of an alternative; rank 1 is the most likely token."""
 
     logprob: float
     rank: int
@@ -71,38 +67,23 @@ class PromptLogprob(Answer):
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
-class CalledFunction(Answer):
-    """The function that the model calls; ``arguments`` is JSON text as the model wrote it."""
-
-    name: str
-    arguments: str
-
-
-class AnsweredToolCall(Answer):
-    """A call that the model made."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class DeltaToolCall(AnsweredToolCall):
-    """A call in a streamed answer; sent whole."""
+class DeltaToolCall(MessageToolCall):
+    """A tool call in a streamed response, complete in one chunk."""
 
     index: int
 
 
-class AssistantMessage(Answer):
+class AssistantMessage(OpenAIModel):
     """The model's message."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
-    tool_calls: list[AnsweredToolCall] | None = None
+    tool_calls: list[MessageToolCall] | None = None
 
 
-class ChatCompletionChoice(Answer):
-    """One sampled answer."""
+class ChatCompletionChoice(OpenAIModel):
+    """One sampled choice."""
 
     index: int
     message: AssistantMessage
@@ -112,8 +93,8 @@ class ChatCompletionChoice(Answer):
     token_ids: list[int] | None
 
 
-class ChatCompletionResponse(Answer):
-    """The answer of /v1/chat/completions."""
+class ChatCompletionResponse(OpenAIModel):
+    """Response of /v1/chat/completions."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -125,16 +106,16 @@ class ChatCompletionResponse(Answer):
     prompt_token_ids: list[int] | None = None
 
 
-class DeltaMessage(Answer):
-    """What is new in a streamed message."""
+class DeltaMessage(OpenAIModel):
+    """The fields of a message that a chunk adds."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
     tool_calls: list[DeltaToolCall] | None = None
 
 
-class ChatCompletionChunkChoice(Answer):
-    """What is new in one streamed choice."""
+class ChatCompletionChunkChoice(OpenAIModel):
+    """The part of one choice in a chunk."""
 
     index: int
     delta: DeltaMessage
@@ -145,12 +126,12 @@ class ChatCompletionChunkChoice(Answer):
 
     @model_serializer(mode="wrap")
     def _keep_finish_reason(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Empty fields are left out of events, but readers expect this one in each."""
+        """Chunks omit empty fields, but clients expect ``finish_reason`` in each."""
         return {"finish_reason": None} | handler(self)
 
 
-class ChatCompletionChunk(Answer):
-    """One event of a streamed chat answer."""
+class ChatCompletionChunk(OpenAIModel):
+    """One chunk of a streamed chat completion."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -161,8 +142,8 @@ class ChatCompletionChunk(Answer):
     prompt_token_ids: list[int] | None = None
 
 
-class CompletionLogprobs(Answer):
-    """The sampled tokens' logprobs in the older form: parallel lists."""
+class CompletionLogprobs(OpenAIModel):
+    """The sampled tokens' logprobs as parallel lists, the format of /v1/completions."""
 
     text_offset: list[int]
     token_logprobs: list[float]
@@ -170,8 +151,8 @@ class CompletionLogprobs(Answer):
     top_logprobs: list[dict[str, float]]
 
 
-class CompletionChoice(Answer):
-    """One sampled continuation."""
+class CompletionChoice(OpenAIModel):
+    """One choice of a text completion."""
 
     index: int
     text: str
@@ -184,12 +165,12 @@ class CompletionChoice(Answer):
 
     @model_serializer(mode="wrap")
     def _keep_finish_reason(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Empty fields are left out of events, but readers expect this one in each."""
+        """Chunks omit empty fields, but clients expect ``finish_reason`` in each."""
         return {"finish_reason": None} | handler(self)
 
 
-class CompletionResponse(Answer):
-    """The answer, or one streamed event, of /v1/completions."""
+class CompletionResponse(OpenAIModel):
+    """Response, or one chunk of a stream, of /v1/completions."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -199,15 +180,15 @@ class CompletionResponse(Answer):
     usage: UsageInfo | None = None
 
 
-class TokenizeResponse(Answer):
-    """The answer of /tokenize."""
+class TokenizeResponse(OpenAIModel):
+    """Response of /tokenize."""
 
     count: int
     max_model_len: int
     tokens: list[int]
 
 
-class ModelCard(Answer):
+class ModelCard(OpenAIModel):
     """The base model or an adapter."""
 
     id: str
@@ -219,15 +200,15 @@ class ModelCard(Answer):
     max_model_len: int | None = None
 
 
-class ModelList(Answer):
-    """The answer of /v1/models."""
+class ModelList(OpenAIModel):
+    """Response of /v1/models."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
-class ErrorInfo(Answer):
-    """What went wrong."""
+class ErrorInfo(OpenAIModel):
+    """Description of an error."""
 
     message: str
     type: str
@@ -235,7 +216,7 @@ class ErrorInfo(Answer):
     code: int
 
 
-class ErrorResponse(Answer):
-    """The body of every refusal."""
+class ErrorResponse(OpenAIModel):
+    """Body of every error response."""
 
     error: ErrorInfo

@@ -1,4 +1,4 @@
-"""Answers as server-sent events, while they are generated."""
+"""Streams completions as server-sent events while they are generated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from openhands_rl_plugin.models.generator.errors import RequestCancelled
 from openhands_rl_plugin.models.generator.sequence import Delta, DeltaCallback, Generation, RequestHandle
 from openhands_rl_plugin.models.server.error_handlers import error_body
-from openhands_rl_plugin.models.server.formatting import Formatter, answered_calls, usage
+from openhands_rl_plugin.models.server.formatting import Formatter, tool_call_bodies, usage
 from openhands_rl_plugin.models.server.http import SSE_DONE, sse_event
 from openhands_rl_plugin.models.server.requests import ChatCompletionRequest, CompletionRequest
 from openhands_rl_plugin.models.server.responses import (
@@ -29,18 +29,18 @@ Event = tuple[int, Delta | Generation | BaseException]
 
 
 class DeltaQueue:
-    """Carries the deltas and results of several tickets from the generator's thread into the event loop."""
+    """Transfers the deltas and results of several requests from the generator's thread to the event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Event] = asyncio.Queue()
 
     def callback(self, index: int) -> DeltaCallback:
-        """What to pass to ``Generator.submit`` as ``on_delta`` for the choice ``index``."""
+        """The ``on_delta`` callback of ``Generator.submit`` for the choice ``index``."""
         return lambda delta: self._put((index, delta))
 
     def watch(self, index: int, handle: RequestHandle) -> None:
-        """Have the end of a ticket come through the feed, after its last delta."""
+        """Queue the result of a request after its last delta."""
 
         def ended(future: Future[Generation]) -> None:
             error = future.exception()
@@ -49,7 +49,7 @@ class DeltaQueue:
         handle.future.add_done_callback(ended)
 
     async def events(self, count: int) -> AsyncIterator[tuple[int, Delta | Generation]]:
-        """Everything of ``count`` choices, until the last has ended. Raises the first error of any of them."""
+        """The events of ``count`` choices, until the last has finished. Raises the first error of any of them."""
         while count:
             index, event = await self._queue.get()
             if isinstance(event, BaseException):
@@ -58,21 +58,21 @@ class DeltaQueue:
             yield index, event
 
     def _put(self, event: Event) -> None:
-        # A closed loop means that the server is going down and nobody reads any more.
+        # A closed loop means that the server is shutting down and the stream has no reader.
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
 
 
 @dataclass
 class _Choice:
-    """How much of a streamed chat choice was sent; with tools, text that may be a call is held back."""
+    """State of a streamed chat choice; with tools, text that may become a tool call is buffered."""
 
     tools: bool
     whole: str = ""
     sent: int = 0
 
     def add(self, text: str) -> str:
-        """The content that may be sent after ``text`` more of it."""
+        """Append ``text``; returns the content that can be sent now."""
         self.whole += text
         stop = safe_length(self.whole) if self.tools else len(self.whole)
         fresh = self.whole[self.sent : stop]
@@ -80,11 +80,11 @@ class _Choice:
         return fresh
 
     def rest(self) -> tuple[str, list[DeltaToolCall]]:
-        """What remains at the end: text that was held back, and the calls that some of it turned out to be."""
+        """At the end: the buffered text, and the tool calls that were parsed from it."""
         parsed = parse_tool_calls(self.whole) if self.tools else None
         if parsed is None or not parsed.calls:
             return self.whole[self.sent :], []
-        calls = answered_calls(parsed.calls)
+        calls = tool_call_bodies(parsed.calls)
         return parsed.spoken[self.sent :], [DeltaToolCall(index=i, **call.model_dump()) for i, call in enumerate(calls)]
 
 
@@ -96,7 +96,7 @@ async def chat_events(
     formatter: Formatter,
     count: int,
 ) -> AsyncIterator[str]:
-    """The events of a chat answer with ``count`` choices, up to and including ``[DONE]``."""
+    """The events of a chat completion with ``count`` choices, up to and including ``[DONE]``."""
     identifier, created = new_id("chatcmpl"), now()
     tools = bool(request.tools) and request.tool_choice != "none"
     choices = [_Choice(tools) for _ in range(count)]
@@ -190,7 +190,7 @@ async def text_events(
 
 
 async def cancelling(events: AsyncIterator[str], cancel: Callable[[], None]) -> AsyncIterator[str]:
-    """``events``, with ``cancel`` called when the reader goes away; ends with an error event when the server stops."""
+    """``events``; calls ``cancel`` when the client disconnects, and ends with an error event when the server stops."""
     try:
         async for event in events:
             yield event
