@@ -46,7 +46,7 @@ OpenRuntime = Callable[[], AbstractAsyncContextManager[AgentRuntime]]
 
 
 def build_app(config: AgentConfig, open_runtime: OpenRuntime) -> Starlette:
-    """The ASGI application; its lifespan opens the runtime. Raises ``ConfigError`` for a public address without a key."""
+    """The ASGI application; its lifespan opens the runtime. Raises ``ConfigError`` for a public host without a key."""
     endpoints = Endpoints(config, open_runtime)
     return Starlette(
         routes=[

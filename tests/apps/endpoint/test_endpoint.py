@@ -234,7 +234,7 @@ async def test_more_than_may_wait_are_refused(player: Player) -> None:
             await asyncio.sleep(0.2)
             for stream in (False, True):
                 refused = await client.post(f"{url}/v1/chat/completions", json={**body, "stream": stream})
-                assert refused.status_code == 503 and "try again later" in refused.json()["error"]["message"]
+                assert refused.status_code == 503 and "retry later" in refused.json()["error"]["message"]
             assert player.waiting == 1
             for task in asking:
                 task.cancel()

@@ -204,7 +204,10 @@ async def test_requests_and_calls_are_bounded(tmp_path: Path):
         refused = await gateway.ask(user("three"))
         release.set()
         assert {(await call).status_code for call in calls} == {200}
-    assert long.status_code == 413 and long.json()["error"]["message"] == "The request body is over 2000 bytes."
+    assert (
+        long.status_code == 413
+        and long.json()["error"]["message"] == "The request body exceeds 2000 bytes; raise --max-body-bytes."
+    )
     assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
 
 
