@@ -1,8 +1,8 @@
-"""Which episodes are compared with which, and one advantage for each of them.
+"""Groups of comparable episodes, and one advantage per episode.
 
-One thing is done otherwise than in OpenRLHF, verl and TRL: a group whose rewards are all equal is left out of every
-algorithm that compares in groups. It has nothing to say, and where advantages are whitened over tokens it would get
-some wherever the lengths differ. For DAPO this is its dynamic filtering.
+One difference from OpenRLHF, verl and TRL: every algorithm with groups leaves out a group whose rewards are all equal.
+Such a group has no signal, but whitening over tokens would give it advantages other than zero where lengths differ. For
+DAPO this is its dynamic sampling (Yu et al. 2025, arXiv 2503.14476) without the resampling.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from openhands_rl_plugin.training.credit.estimators import Rollouts
 from openhands_rl_plugin.training.data.eligibility import is_interrupted, is_overlong
 
 EQUAL = 1e-9
+"""Rewards that differ by at most this much are equal: sums of step rewards, such as 10 x 0.1, have rounding errors."""
 
 
 class ValidGroups(Frozen):
-    """Indices of the episodes that can be compared, a tuple a group, and why the others cannot.
+    """Indices of the episodes that can be compared, one tuple per group, and counts of the others by reason.
 
-    ``valid`` are all that have a reward which says something about the policy, in groups or not. ``flat`` counts the
-    episodes of groups whose rewards are all equal; ``alone`` those that are the only valid one of their group, so that
-    there is no baseline for them; ``overlong`` those that a limit cut short, where they are to be left out.
+    ``valid``: all episodes with a valid reward, in groups or not. ``flat`` counts the episodes of groups whose rewards
+    are all equal; ``alone`` those that are the only valid one of their group and so have no baseline; ``overlong``
+    those that were cut short by a limit, where ``overlong`` excludes them.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -36,7 +37,7 @@ class ValidGroups(Frozen):
 
 
 class GroupAdvantages(Frozen):
-    """One advantage a trajectory in the order given, ``None`` for those that take no part, and why they do not.
+    """One advantage per trajectory, in the order given; ``None`` for the excluded ones, which are counted by reason.
 
     The counts are those of ``ValidGroups``; ``used`` is the number of advantages.
     """
@@ -60,7 +61,7 @@ class GroupAdvantages(Frozen):
 def valid_groups(
     trajectories: Sequence[Trajectory], rewards: Sequence[float | None], settings: TrainingSettings
 ) -> ValidGroups:
-    """The groups with a signal. Failed, timed-out, unfinished and unscored episodes leave them, and are counted.
+    """The groups with a signal; failed, timed-out, unfinished and unscored episodes are excluded and counted.
 
     An algorithm without groups compares all valid episodes with each other.
     """
@@ -98,10 +99,10 @@ def group_advantages(
     *,
     whitened: bool = True,
 ) -> GroupAdvantages:
-    """Advantages of whole episodes; ``rewards[i]`` is that of ``trajectories[i]`` and ``None`` when it was not scored.
+    """Advantages of whole episodes; ``rewards[i]`` is the reward of ``trajectories[i]``, ``None`` if it has none.
 
-    ``whitened`` false leaves out the last step of the algorithms that whiten, for callers that add to the advantages
-    first. See ``valid_groups`` for who is left out.
+    The formulas are in ``estimators``. ``whitened=False`` skips the whitening, for callers that add other advantages
+    before it. See ``valid_groups`` for the episodes that are excluded.
     """
     settings = settings or TrainingSettings()
     chosen = valid_groups(trajectories, rewards, settings)

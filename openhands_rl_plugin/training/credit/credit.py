@@ -1,8 +1,8 @@
-"""From judged episodes to weighted training sequences: whose tokens get which advantage.
+"""From scored episodes to training sequences: the advantage of every sampled token.
 
-The default gives every sampled token of an episode the episode's advantage. ``step_rewards`` gives each turn what
-followed it, ``state_weight`` adds the comparison with what else was done in the same state, ``tree`` trains the
-branches of search trees too.
+By default every sampled token of an episode has the episode's advantage. ``step_rewards`` gives each turn its return to
+go, ``state_weight`` adds a comparison with other actions in the same state (GiGPO), ``tree`` also trains the branches
+of search trees.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ NodeAdvantages = dict[int, float]
 
 @dataclass(frozen=True)
 class Credit:
-    """The weighted sequences, and the baseline with the counts of who was left out.
+    """The sequences with advantages, and the group advantages with the counts of excluded episodes.
 
-    The sequences may be of more episodes than the baseline's, because the siblings in a tree can be compared where
-    there is no other episode to compare with.
+    The sequences may come from more episodes than have a group advantage, because siblings in a tree can be compared
+    where there is no other episode to compare with.
     """
 
     baseline: GroupAdvantages
@@ -42,10 +42,10 @@ class Credit:
 def credited_samples(
     trajectories: Sequence[Trajectory], rewards: Sequence[float | None], settings: TrainingSettings
 ) -> Credit:
-    """The training sequences of judged episodes by the algorithm of ``settings``.
+    """The training sequences of scored episodes by the algorithm of ``settings``.
 
-    Where the divergence from the base model is part of the reward, advantages are left unwhitened: the trainer knows
-    the divergence, and whitens what comes of both. Raises ``TrainingError`` as ``samples_of`` does.
+    Where the KL divergence from the base model is part of the reward, advantages are not whitened here: the trainer
+    subtracts the divergence first, and whitens then. Raises ``TrainingError`` as ``samples_of`` does.
     """
     late = settings.kl != "none" and settings.kl_in == "reward"
     baseline = group_advantages(trajectories, rewards, settings, whitened=not late)
@@ -62,7 +62,7 @@ def credited_samples(
 def _node_advantages(
     trajectories: Sequence[Trajectory], rewards: Sequence[float | None], settings: TrainingSettings
 ) -> dict[int, NodeAdvantages]:
-    """``trajectory index -> node -> advantage``, not whitened."""
+    """``trajectory index -> node -> advantage``, before whitening."""
     chosen = valid_groups(trajectories, rewards, settings)
     if settings.step_rewards == "episode":
         whole = group_advantages(trajectories, rewards, settings, whitened=False).advantages
@@ -96,7 +96,7 @@ def _turn_advantages(
     chosen: ValidGroups,
     settings: TrainingSettings,
 ) -> dict[int, NodeAdvantages]:
-    """Return to go of every turn, compared with that of the same turn in the other episodes of the group."""
+    """Return to go of every turn relative to the same turn of the other episodes of the group."""
     turns = _turns(trajectories, rewards, chosen, settings)
     baseline = algorithm_of(settings).estimator.baseline
     return _compared(turns, [(turn.group, turn.number) for turn in turns], baseline, settings)
@@ -108,11 +108,11 @@ def _state_advantages(
     chosen: ValidGroups,
     settings: TrainingSettings,
 ) -> dict[int, NodeAdvantages]:
-    """Return to go of every turn, compared with the turns of the group that were taken in the same state, whenever.
+    """Return to go of every turn relative to the group's turns in the same state, at whatever step.
 
-    The step level of GiGPO (Feng et al. 2025, arXiv 2505.10978). A state is what was said to the policy since its last
-    answer; a turn in a state that nobody else of the group has met gets 0. Where the algorithm has no groups, the mean
-    of the state is the baseline.
+    The step level of GiGPO (Feng et al. 2025, arXiv 2505.10978). A state is the text that the policy received since its
+    last answer. A turn in a state that occurs only once in the group gets 0. Where the algorithm has no groups, the
+    mean of the state is the baseline.
     """
     turns = _turns(trajectories, rewards, chosen, settings)
     states = [(turn.group, state_before(trajectories[turn.index], turn.at)) for turn in turns]
@@ -124,7 +124,7 @@ def _state_advantages(
 class _Turn:
     """Node ``at`` of trajectory ``index``, which is the ``number``-th answer of an episode of ``group``.
 
-    ``tokens``: how many were sampled; ``to_go``: the discounted return from here on.
+    ``tokens``: number of sampled tokens; ``to_go``: the discounted return from this turn to the end.
     """
 
     index: int
@@ -157,7 +157,7 @@ def _compared(
     baseline: Callable[[Rollouts, float], list[float]],
     settings: TrainingSettings,
 ) -> dict[int, NodeAdvantages]:
-    """Returns to go over those of the turns with the same key; ``keys[i]`` is that of ``turns[i]``."""
+    """Returns to go relative to those of the turns with the same key; ``keys[i]`` is the key of ``turns[i]``."""
     numbers: dict[Hashable, int] = {}
     rollouts = Rollouts(
         rewards=[turn.to_go for turn in turns],
@@ -171,7 +171,7 @@ def _compared(
 
 
 def _step_rewards(trajectory: Trajectory, reward: float, settings: TrainingSettings) -> Mapping[int, float]:
-    """Step rewards that add up to ``reward``: what the judgement says beyond the environment is paid at the end."""
+    """Step rewards that sum to ``reward``: the difference from the environment's return is added to the last turn."""
     steps = search_rewards(trajectory) if settings.step_rewards == "search" else environment_rewards(trajectory)
     if steps:
         steps[max(steps)] += reward - trajectory.episode_return

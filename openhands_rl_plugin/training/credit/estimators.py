@@ -1,10 +1,10 @@
-"""Advantage estimators: rewards of whole rollouts -> one advantage a rollout. Pure, no torch.
+"""Advantage estimators: rewards of whole rollouts -> one advantage per rollout. Pure functions, no torch.
 
-All take the rewards, a group number for each (rollouts of one task) and the number of sampled tokens of each, and
-return advantages in the same order. Where published implementations disagree, the difference is a named argument:
+All take the rewards, the group (rollouts of one task) and the number of sampled tokens of each rollout, and return
+advantages in the same order. Where published implementations disagree, the difference is a named argument:
 
-- ``whiten`` by the *biased* variance of the tokens with a floor of 1e-8 (OpenRLHF, the authors' code) or by the
-  *unbiased* one plus 1e-8 (verl's ``masked_whiten``);
+- ``whiten`` divides by the *biased* standard deviation over tokens, with a floor of 1e-8 for the variance (OpenRLHF, by
+  the authors of REINFORCE++), or by the *unbiased* one, with 1e-8 added to the variance (verl's ``masked_whiten``);
 - GRPO's standard deviation is Bessel-corrected in verl and TRL, which add ``epsilon`` 1e-6 and 1e-4.
 """
 
@@ -18,10 +18,11 @@ from typing import Literal, NamedTuple
 Variance = Literal["biased", "unbiased"]
 
 VARIANCE_FLOOR = 1e-8
+"""The value in OpenRLHF and verl: it avoids a division by zero where all advantages are equal."""
 
 
 class Rollouts(NamedTuple):
-    """Rollouts of one batch; all three have one entry a rollout. ``lengths`` are in sampled tokens."""
+    """Rollouts of one batch; each field has one entry per rollout. ``lengths`` are in sampled tokens."""
 
     rewards: Sequence[float]
     groups: Sequence[int]
@@ -29,19 +30,22 @@ class Rollouts(NamedTuple):
 
 
 def returns(rollouts: Rollouts, epsilon: float = 0.0) -> list[float]:
-    """The rewards as they are; no groups."""
+    """The rewards themselves, without a baseline (REINFORCE, Williams 1992); no groups."""
     return [float(reward) for reward in rollouts.rewards]
 
 
 def rloo(rollouts: Rollouts, epsilon: float = 0.0) -> list[float]:
-    """Leave-one-out baseline (Ahmadian et al. 2024, arXiv 2402.14740): ``(r - mean) n / (n - 1)``; alone it is 0."""
+    """RLOO, the leave-one-out baseline (Ahmadian et al. 2024, arXiv 2402.14740): ``(r - mean) n / (n - 1)``.
+
+    A group of one rollout has no baseline; its advantage is 0.
+    """
     return _per_group(rollouts, _leave_one_out)
 
 
 def grpo(rollouts: Rollouts, epsilon: float = 1e-6) -> list[float]:
     """GRPO (Shao et al. 2024, arXiv 2402.03300): ``(r - mean) / (std + epsilon)`` of the group, std with n - 1.
 
-    A rollout alone in its group has no baseline and gets 0 (verl gives it its raw reward).
+    A group of one rollout has no baseline; its advantage is 0 (in verl, its reward).
     """
     return _per_group(rollouts, lambda rewards: _standardise(rewards, epsilon))
 
@@ -53,9 +57,10 @@ def dr_grpo(rollouts: Rollouts, epsilon: float = 0.0) -> list[float]:
 
 @dataclass(frozen=True)
 class Estimator:
-    """``baseline`` compares rollouts, in groups if ``grouped``; ``whitened``: then over all tokens of the batch.
+    """An algorithm's advantages: a baseline, and whitening over all tokens of the batch if ``whitened``.
 
-    ``baseline`` takes the rollouts and the epsilon of a standard deviation, which only GRPO has.
+    ``baseline`` takes the rollouts and the epsilon of the standard deviation, which only GRPO uses. ``grouped``:
+    whether it compares the rollouts of a group.
     """
 
     baseline: Callable[[Rollouts, float], list[float]]
@@ -69,7 +74,7 @@ class Estimator:
 
 
 ESTIMATORS: Mapping[str, Estimator] = {
-    # Hu 2025, arXiv 2501.03262, without groups and with the group's mean as baseline.
+    # REINFORCE++ (Hu 2025, arXiv 2501.03262): without groups, and its variant with the group's mean as baseline.
     "reinforce++": Estimator(returns, grouped=False, whitened=True),
     "reinforce++-baseline": Estimator(dr_grpo, whitened=True),
     "rloo": Estimator(rloo),
@@ -85,7 +90,10 @@ def centre(rewards: Sequence[float]) -> list[float]:
 
 
 def whiten(values: Sequence[float], lengths: Sequence[int], *, variance: Variance = "biased") -> list[float]:
-    """Zero mean and unit variance over tokens, where ``values[i]`` stands on each of ``lengths[i]`` tokens."""
+    """Zero mean and unit variance over tokens, where each of the ``lengths[i]`` tokens has the value ``values[i]``.
+
+    The normalisation of REINFORCE++ (Hu 2025, arXiv 2501.03262); see the module's docstring for ``variance``.
+    """
     tokens = sum(lengths)
     if tokens == 0:
         return list(values)

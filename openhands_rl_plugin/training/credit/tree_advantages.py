@@ -1,8 +1,7 @@
-"""Advantages inside a search tree, and step rewards from the values that search found.
+"""Advantages inside a search tree, and step rewards from the values that search estimated.
 
-A tree holds more than the path that was acted on: siblings that were tried in forks, with the mean return that search
-saw below each. Comparing an action with its siblings says which turn was good, where a whole rollout only says that the
-episode was.
+Besides the acted path a tree has siblings that were tried in forks, with the mean return of the search below each.
+Comparing an action with its siblings gives credit per turn, where a whole rollout gives it per episode only.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from openhands_rl_plugin.core.types import Trajectory
 
 
 def sibling_advantages(trajectory: Trajectory, *, least_visits: int = 1) -> dict[int, float]:
-    """Advantage of every sampled node over its state: its value minus the mean value of its siblings and itself.
+    """Advantage of every sampled node, Q(s, a) - V(s): its value minus the mean value of its siblings and itself.
 
-    The mean is weighted by visits, so that it is the state's value as search saw it. Nodes with fewer than
-    ``least_visits``, without a value, or without a sibling to be compared with are left out.
+    The mean is weighted by visits, so it is the search's estimate of the state's value. Nodes with fewer visits than
+    ``least_visits``, without a value or without a sibling are left out.
     """
     siblings: dict[int | None, list[int]] = {}
     for index, node in enumerate(trajectory.nodes):
@@ -41,14 +40,14 @@ def step_advantages(trajectory: Trajectory, rewards: Mapping[int, float], *, dis
 
 
 def environment_rewards(trajectory: Trajectory) -> dict[int, float]:
-    """``node -> reward`` as the environment paid it."""
+    """``node -> reward`` as the environment returned it."""
     return {at: trajectory.nodes[at].reward or 0.0 for at in trajectory.path() if trajectory.nodes[at].sampled}
 
 
 def state_before(trajectory: Trajectory, at: int) -> tuple[str, ...]:
-    """What was said to the policy between its last answer and node ``at``: the state, as far as it was shown.
+    """The messages between the policy's last answer and node ``at``: the observation that stands for the state.
 
-    In a Markov environment whose observations show all of it, the same text is the same state.
+    In a fully observable Markov environment equal text means equal state.
     """
     said: list[str] = []
     before = trajectory.nodes[at].parent
@@ -61,9 +60,9 @@ def state_before(trajectory: Trajectory, at: int) -> tuple[str, ...]:
 def search_rewards(trajectory: Trajectory) -> dict[int, float]:
     """``node -> reward`` as the change of the episode's expected return with each turn.
 
-    The value of a turn's action is the return expected from there on. What was earned so far plus that is the expected
-    return of the episode; a turn's reward is the change of it (potential-based shaping, Ng et al. 1999), so that the
-    rewards of an episode add up to its return. Turns that no search has valued get what the environment paid.
+    The value of a turn's action is the expected return from that turn on. Added to the rewards so far, it is the
+    expected return of the episode. A turn's reward is the change of that sum (potential-based shaping, Ng et al. 1999),
+    so the rewards of an episode sum to its return. Turns without a value from search keep the environment's reward.
     """
     path = [at for at in trajectory.path() if trajectory.nodes[at].sampled]
     rewards: dict[int, float] = {}

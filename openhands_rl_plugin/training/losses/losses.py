@@ -21,8 +21,8 @@ from openhands_rl_plugin.training.losses.objectives import TokenBatch
 class MicroBatch:
     """The K trained tokens of S samples after one forward pass.
 
-    ``logprobs`` (with gradient) and ``entropies``: [K], in the order of the items; ``weights``: [S], how much a token
-    of each item counts in the optimiser batch.
+    ``logprobs`` (with gradient) and ``entropies``: [K], in the order of the samples; ``weights``: [S], the weight of a
+    token of each sample in the optimiser batch.
     """
 
     items: Sequence[TrainingSample]
@@ -48,7 +48,7 @@ class MicroBatchLoss(Protocol):
     """Whether the samples of a unit must be in one micro-batch."""
 
     recompute_old_logprobs: bool
-    """Whether ``TrainingSample.old`` is recomputed by the policy before the first step, instead of the recorded one."""
+    """Whether the policy recomputes ``TrainingSample.old`` before the first step, instead of using the recorded one."""
 
     needs_reference: bool
     """Whether ``TrainingSample.reference`` must be set, the base model's logprobs."""
@@ -58,7 +58,7 @@ class MicroBatchLoss(Protocol):
         ...
 
     def counts(self, item: TrainingSample) -> bool:
-        """Whether the sample has a gradient; the others count in the weights, but need no computation."""
+        """Whether the sample has a gradient; others are part of the weights, but need no forward pass."""
         ...
 
     def __call__(self, one: MicroBatch) -> tuple[Tensor, Diagnostics]:
@@ -72,7 +72,7 @@ class Imitation:
     whole_units = recompute_old_logprobs = needs_reference = False
 
     def __init__(self, settings: TrainingSettings) -> None:
-        # The settings may name an algorithm that had nothing to compare; its aggregation is not meant for SFT.
+        # The fallback from reinforcement learning to SFT keeps the settings; their aggregation is not meant for SFT.
         self._settings = settings.as_fine_tuning()
 
     def weights(self, batch: Sequence[TrainingSample]) -> Tensor:
@@ -170,7 +170,7 @@ class Preference:
         self._beta = settings.dpo_beta
 
     def weights(self, batch: Sequence[TrainingSample]) -> Tensor:
-        """Every pair counts the same."""
+        """Every pair has the same weight."""
         return torch.full((len(batch),), 1.0 / len({item.unit for item in batch}))
 
     def counts(self, item: TrainingSample) -> bool:

@@ -21,9 +21,9 @@ BatchOrder = Literal["shuffled", "prefix"]
 class TrainingSample:
     """A sample and its K trained tokens; all tensors [K] float32, on the CPU.
 
-    ``recorded``: logprobs when sampled. ``old``: the old policy's logprobs, the denominator of the importance ratio
-    (for DPO, the reference's); ``reference``: those of the base model, for KL. ``unit``: the number of the rollout or
-    pair; samples of a unit are in the same optimiser batch. ``chosen``: it is the chosen half of its pair.
+    ``recorded``: logprobs at sampling. ``old``: the old policy's logprobs, the denominator of the importance ratio (for
+    DPO, the reference model's). ``reference``: the base model's logprobs, for the KL term. ``unit``: the index of the
+    rollout or pair; samples of a unit are in the same optimiser batch. ``chosen``: whether it is the chosen completion.
     """
 
     sample: Sample
@@ -95,7 +95,7 @@ def _by_prefix(by_unit: Mapping[int, Sequence[TrainingSample]], size: int, sourc
 
 
 def micro_batches(items: Sequence[TrainingSample], max_tokens: int, *, whole_units: bool) -> list[list[TrainingSample]]:
-    """Micro-batches of at most ``max_tokens`` rows; with ``whole_units`` a unit is in one, however long it is."""
+    """Micro-batches of at most ``max_tokens`` rows; ``whole_units`` keeps a unit in one, however long it is."""
     if whole_units:
         return _micro_batches_of_units(items, max_tokens)
     by_sample = {id(item.sample): item for item in items}

@@ -1,8 +1,8 @@
-"""Policy-gradient losses over the sampled tokens of a batch, and how token losses become one number.
+"""Policy-gradient losses over the sampled tokens of a batch, and their aggregation to one number.
 
-Everything is a flat vector of K sampled tokens; ``sequence[k]`` says which of S sequences token k belongs to. A loss is
-a sum of ``weights * losses``: the weights of a batch (``token_mean`` and the others) are made from all of its sequences
-before it is split into micro-batches, so the result does not depend on the split.
+Everything is a flat vector of K sampled tokens; ``sequence[k]`` is the index of the sequence (of S) that token k
+belongs to. The loss is the sum of ``weights * losses``. The weights (``token_mean`` and the others) are computed from
+all sequences of a batch before it is split into micro-batches, so the result does not depend on the split.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 Correction = Literal["none", "truncate", "mask"]
 CorrectionLevel = Literal["token", "sequence", "sequence-product"]
 
-# A product over thousands of tokens leaves float32; e to the 20 and to the -20 lie beyond all bounds (as in verl).
+# A product over thousands of tokens overflows float32. exp(20) and exp(-20) are outside any sensible clip range; verl
+# uses the same bound.
 _LOG_BOUND = 20.0
 
 
@@ -24,7 +25,7 @@ _LOG_BOUND = 20.0
 class TokenBatch:
     """K sampled tokens of S sequences; all tensors [K], float32 but ``sequence`` (int64, 0 .. S - 1).
 
-    ``old`` are the logprobs that the clip is around, ``advantages`` one number a token.
+    ``old``: logprobs of the old policy, the denominator of the clipped ratio. ``advantages``: one per token.
     """
 
     logprobs: Tensor
@@ -43,19 +44,20 @@ class TokenBatch:
 
 
 def ppo(batch: TokenBatch, *, low: float = 0.2, high: float = 0.2, dual: float | None = None) -> Tensor:
-    """PPO's clipped objective (Schulman et al. 2017); ``high > low`` is DAPO's clip-higher (arXiv 2503.14476).
+    """PPO's clipped objective (Schulman et al. 2017, arXiv 1707.06347). Returns [K] losses.
 
-    ``dual``: the lower bound of the ratio's effect where the advantage is negative (Ye et al. 2020, arXiv 1912.09729);
-    verl uses 3 unless told otherwise, TRL and OpenRLHF none. Returns [K] losses.
+    ``high > low`` is DAPO's clip-higher (Yu et al. 2025, arXiv 2503.14476). ``dual`` is the constant c of dual-clip
+    PPO, which bounds the loss where the advantage is negative (Ye et al. 2020, arXiv 1912.09729); verl's default is 3,
+    TRL and OpenRLHF have none.
     """
     return _clipped(torch.exp(batch.logprobs - batch.old), batch.advantages, low, high, dual)
 
 
 def gspo(batch: TokenBatch, *, low: float = 0.2, high: float = 0.28) -> Tensor:
-    """GSPO (Zheng et al. 2025, arXiv 2507.18071): the ratio is that of the sequence, per token by geometric mean.
+    """GSPO (Zheng et al. 2025, arXiv 2507.18071): the ratio is the geometric mean of the sequence's token ratios.
 
-    The gradient goes through every token (GSPO-token), which is the same where a sequence has one advantage. To be
-    averaged by ``sequence_mean``. Returns [K] losses.
+    This is the paper's GSPO-token, which equals GSPO where all tokens of a sequence have one advantage. Aggregate with
+    ``sequence_mean``. The default clip range is DAPO's; the authors of GSPO use 3e-4 and 4e-4. Returns [K] losses.
     """
     of_sequence = batch.mean_of_sequence(batch.logprobs - batch.old).detach()
     ratio = torch.exp(batch.logprobs - batch.logprobs.detach() + of_sequence)
@@ -65,8 +67,8 @@ def gspo(batch: TokenBatch, *, low: float = 0.2, high: float = 0.28) -> Tensor:
 def cispo(batch: TokenBatch, *, low: float | None = 0.2, high: float = 0.28) -> Tensor:
     """CISPO (MiniMax 2025, arXiv 2506.13585): REINFORCE with the ratio as a clipped weight without gradient.
 
-    The ratio is kept within ``1 - low`` and ``1 + high`` (verl); ``low`` of ``None`` clips above only (TRL, whose
-    ``epsilon_high`` is the cap ``1 + high`` itself). Returns [K] losses.
+    The ratio is clipped to ``1 - low`` and ``1 + high`` as in verl. ``low`` of ``None`` clips from above only, as in
+    TRL, whose ``epsilon_high`` is the cap ``1 + high`` itself. Returns [K] losses.
     """
     ratio = torch.exp(batch.logprobs.detach() - batch.old)
     weight = ratio.clamp(min=None if low is None else 1 - low, max=1 + high)
@@ -74,10 +76,11 @@ def cispo(batch: TokenBatch, *, low: float | None = 0.2, high: float = 0.28) -> 
 
 
 def kl_penalty(logprobs: Tensor, reference: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:
-    """Estimates of KL(policy || reference) from tokens of the policy (Schulman 2020, "Approximating KL divergence").
+    """Estimates of KL(policy || reference) from tokens of the policy. logprobs, reference: [K] -> [K] nats.
 
-    k1 is unbiased and may be negative; k2 has the right gradient as a loss; k3 is unbiased and never negative.
-    logprobs, reference: [K] -> [K] nats.
+    From Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); verl and OpenRLHF use the same
+    names. k1 is unbiased and may be negative. k2, as a loss, has the gradient of the KL. k3 is unbiased and never
+    negative.
     """
     difference = logprobs - reference
     match kind:
@@ -98,16 +101,17 @@ def correction_weights(
     low: float = 0.5,
     high: float = 2.0,
 ) -> Tensor:
-    """Importance weights for tokens that another policy, or another engine, has sampled: ``old / behaviour``.
+    """Importance weights for tokens sampled by another policy or another engine: ``old / behaviour``.
 
-    behaviour: [K] logprobs as they were sampled. ``truncate`` caps the weight at ``high`` (truncated importance
-    sampling, Yao et al. 2025); ``mask`` gives 0 to what lies outside ``low .. high``. Returns [K] weights without
-    gradient.
+    behaviour: [K] logprobs at sampling. ``truncate`` caps the weight at ``high`` (truncated importance sampling, Yao et
+    al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"). ``mask`` sets weights outside
+    ``low .. high`` to 0 (IcePop, Ling Team 2025). The default ``high`` of 2.0 is verl's threshold, ``low`` its inverse.
+    Returns [K] weights without gradient.
 
     At ``sequence`` level all tokens of a sequence have the geometric mean of their ratios, which does not grow with the
-    length (verl, SkyRL and OpenRLHF choose by it which sequences to leave out). At ``sequence-product`` they have the
-    product, the exact weight of the sequence, which goes far from 1 with the length: "sequence" in verl and SkyRL, and
-    the ``sequence_`` modes of TRL, one of which is its default.
+    length (verl, SkyRL and OpenRLHF reject sequences by it). At ``sequence-product`` level they have the product, the
+    exact weight of the sequence, which moves away from 1 with the length. That is "sequence" in verl and SkyRL, and the
+    ``sequence_`` modes of TRL, one of which is its default.
     """
     if mode == "none":
         return torch.ones_like(behaviour)
@@ -125,24 +129,33 @@ def correction_weights(
 
 
 def token_mean(lengths: Tensor) -> Tensor:
-    """[S] sampled tokens of each sequence -> [S] weights of their tokens: every token counts the same (DAPO)."""
+    """Every token has the same weight: DAPO (arXiv 2503.14476), verl's ``token-mean``, TRL's ``loss_type="dapo"``.
+
+    lengths: [S] sampled tokens of each sequence -> [S] weights of their tokens.
+    """
     return torch.full_like(lengths, 1.0) / lengths.sum().clamp(min=1)
 
 
 def sequence_mean(lengths: Tensor) -> Tensor:
-    """Every sequence counts the same, its tokens share its weight (GRPO, GSPO). [S] -> [S]."""
+    """Every sequence has the same weight, divided among its tokens: GRPO (arXiv 2402.03300), GSPO (arXiv 2507.18071).
+
+    verl's ``seq-mean-token-mean``, TRL's ``loss_type="grpo"``. [S] -> [S].
+    """
     return 1.0 / (lengths.clamp(min=1) * len(lengths))
 
 
 def fixed_length(lengths: Tensor, longest: int) -> Tensor:
-    """Every token counts ``1 / (S longest)``, whatever its sequence's length (Dr. GRPO). [S] -> [S]."""
+    """Every token has the weight ``1 / (S longest)``, whatever its sequence's length: Dr. GRPO (arXiv 2503.20783).
+
+    verl's ``seq-mean-token-sum-norm``, TRL's ``loss_type="dr_grpo"``. [S] -> [S].
+    """
     return torch.full_like(lengths, 1.0 / (len(lengths) * longest))
 
 
 def rollout_mean(lengths: Tensor, rollout: Tensor) -> Tensor:
-    """Every rollout counts the same, however many sequences it was recorded as. lengths, rollout: [S] -> [S].
+    """``sequence_mean`` per rollout: each has the same weight, however many sequences it was split into.
 
-    ``rollout[s]`` is the number (from 0) of the rollout that sequence s belongs to.
+    ``rollout[s]`` is the index (from 0) of the rollout that sequence s belongs to. lengths, rollout: [S] -> [S].
     """
     rollouts = int(rollout.max()) + 1 if len(rollout) else 0
     tokens = lengths.new_zeros(rollouts).index_add_(0, rollout, lengths)
@@ -152,7 +165,10 @@ def rollout_mean(lengths: Tensor, rollout: Tensor) -> Tensor:
 def preference(
     chosen: Tensor, rejected: Tensor, chosen_reference: Tensor, rejected_reference: Tensor, *, beta: float = 0.1
 ) -> Tensor:
-    """DPO (Rafailov et al. 2023, arXiv 2305.18290). All [P] summed logprobs of a pair's answers; returns [P] losses."""
+    """DPO's sigmoid loss (Rafailov et al. 2023, arXiv 2305.18290). Returns [P] losses.
+
+    All arguments are [P] logprobs summed over each completion of P pairs. ``beta`` of 0.1 is the default of TRL too.
+    """
     margin = (chosen - chosen_reference) - (rejected - rejected_reference)
     return -torch.nn.functional.logsigmoid(beta * margin)
 
