@@ -1,14 +1,14 @@
 """The asynchronous loop: rollouts continue while the policy is trained.
 
-The stages are those of ``loop``; only the iterations differ. Episodes are played all the time, each on the newest
-weights at its start. An iteration takes the groups that are finished, trains, publishes; the next episodes begin on
-what it published. Where an episode would be too old by the time it is trained on, its beginning waits; one that others
-have overtaken by more than that is left out, and counted. What the trainer is told of each token is the logprob with
-which it was sampled, by whichever version, so that ``[rl.training] correction`` weighs it right.
+The stages are those of ``stages``; only the iterations differ. Rollouts run all the time, each on the newest weights at
+its start. An iteration takes finished groups, trains on them and publishes new weights, on which later episodes start.
+An episode that would be staler than ``max_staleness`` when it is trained on is not started yet; one that became so
+because others finished first is dropped and counted. Every token keeps the logprob of the version that sampled it, so
+that ``[rl.training] correction`` gives it the right importance weight.
 
-The state names the groups that are used up, and the batch of an iteration before it is trained on. So nothing is lost
-when a run is killed, and nothing trained on twice: finished episodes that no batch has taken are found in the storage,
-and an iteration that was under way goes on with the batch that it had.
+The state records the consumed groups, and the batch of an iteration before training on it. So a killed run loses
+nothing and trains on nothing twice: finished episodes that are in no batch are read from the storage, and an
+interrupted iteration continues with its batch.
 """
 
 from __future__ import annotations
@@ -43,24 +43,27 @@ def make_loop(
 
 
 class AsyncLoop(LoopStages):
-    """Runs a plan to its end; rollouts and training side by side.
+    """Runs a plan to its end, with rollouts and training at the same time.
 
-    The publisher must keep ``settings.kept_versions`` loaded, so that episodes end on the version that they began with.
+    The publisher must keep ``settings.kept_versions`` loaded, so that episodes end on the version that they started on.
     """
 
     def __init__(
         self, plan: LoopPlan, parts: LoopParts, settings: LoopSettings, listener: LoopListener | None = None
     ) -> None:
         self._server = OutageTolerantServer(parts.publisher, settings.patience, self._tell)
-        self._served: dict[str, str] = {}  # version -> what the model server calls it
+        self._served: dict[str, str] = {}  # version -> its model name on the server
         self._patient = OutageTolerantRunner(parts.runner, self._server)
         super().__init__(plan, replace(parts, runner=self._patient), listener)
         self._settings = settings
         self._at = ""
 
     async def run(self) -> LoopState:
-        """Play all stages. Raises as ``ClosedLoop.run`` does, and ``InfrastructureError`` when the model server stays
-        away for longer than ``patience``."""
+        """Run all stages.
+
+        Raises as ``ClosedLoop.run`` does, and ``InfrastructureError`` when the model server is unavailable for longer
+        than ``patience``.
+        """
         if (adapter := self._adapter()) is not None:
             await self._bring_into_use(adapter)
         await self._begin()
@@ -83,7 +86,7 @@ class AsyncLoop(LoopStages):
                         buffer.close(self._batch_size, self._limit)
                 buffer.stop()
         except ExceptionGroup as errors:
-            # What stops a run stops all of its episodes in the same way: the first error is enough.
+            # All episodes fail for the same reason when a run is stopped: the first error is enough.
             raise errors.exceptions[0] from errors
 
     async def _iterate(self, stage: str, buffer: RolloutBuffer, player: GroupRunner) -> StageRecord:
@@ -129,7 +132,7 @@ class AsyncLoop(LoopStages):
         return batch, played
 
     async def _fresh_groups(self, stage: str, buffer: RolloutBuffer) -> tuple[list[Group], list[int], int]:
-        """Enough groups without what is too stale, the numbers of those that are so altogether, and the episodes."""
+        """Enough groups without their stale episodes, the numbers of wholly stale groups, and the stale episodes."""
         lineage, most = Lineage(self._plan.base_model, self._state), self._settings.max_staleness
         groups: list[Group] = []
         dropped: list[int] = []
@@ -151,7 +154,7 @@ class AsyncLoop(LoopStages):
         found = {trajectory.id: trajectory async for trajectory, _ in self._parts.storage.find(where)}
         if missing := len(batch.trajectories) - len(found):
             raise StorageError(
-                f"{missing} episodes of {batch.stage} are not in the storage any more; put them back, or remove "
+                f"{missing} episodes of {batch.stage} are no longer in the storage; restore them, or remove "
                 f'"batch" from {self._parts.state_file} to choose others'
             )
         return [found[identity] for identity in batch.trajectories]
@@ -175,12 +178,12 @@ class AsyncLoop(LoopStages):
 
     @property
     def _batch_size(self) -> int:
-        """Groups that an iteration takes."""
+        """Number of groups in the batch of an iteration."""
         return min(self._plan.tasks_per_iteration, len(self._plan.training))
 
     @property
     def _limit(self) -> int:
-        """Groups that may be open now; none is begun that no iteration will take."""
+        """Number of groups that may be open now; none is started that no iteration will train on."""
         done = sum(self._state.record(iteration_name(index)) is not None for index in range(self._plan.iterations))
         return min(self._settings.max_staleness + 1, self._plan.iterations - done) * self._batch_size
 
@@ -198,10 +201,10 @@ class AsyncLoop(LoopStages):
 
 
 def _require_some(played: list[Trajectory]) -> None:
-    """Raise ``InfrastructureError`` where a whole batch failed because of the infrastructure. None of it is used up."""
+    """Raise ``InfrastructureError`` where a whole batch failed because of the infrastructure; no group is consumed."""
     lost = [each.failure for each in played if each.failure and each.failure.kind is FailureKind.INFRASTRUCTURE]
     if played and len(lost) == len(played):
         raise InfrastructureError(
             f"all {len(played)} episodes of a batch failed because of the infrastructure, the last with: "
-            f"{lost[-1].message}. Nothing was trained on them: mend it, then run the same again"
+            f"{lost[-1].message}. Nothing was trained on them: fix the cause, then start the same command again"
         )

@@ -1,5 +1,4 @@
-"""Plays a group of episodes, each on the newest weights at its start, and replaces what failed through no fault of its
-own."""
+"""Rolls out groups of episodes, each on the newest weights at its start, and retries infrastructure failures."""
 
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ from openhands_rl_plugin.training.loop.plan import LoopPlan
 from openhands_rl_plugin.training.loop.rollout_buffer import Group, ThroughputMeter
 from openhands_rl_plugin.training.loop.server_outage import OutageTolerantRunner, OutageTolerantServer
 
-_RETRIES = 2
-_BACKOFF = Backoff(first=0.5, longest=10.0)
+_RETRIES = 2  # as many as OPENHANDS_RL_RETRIES has by default: a third failure in a row is seldom chance
+_BACKOFF = Backoff(first=0.5, longest=10.0)  # short: waiting for a server that is down is done in server_outage
 
 
 class GroupRunner:
-    """Plays groups by number: group n is of training task n, from the front again when they are used up.
+    """Rolls out groups by number: group n is of training task n modulo their count.
 
-    ``newest`` names the weights that an episode begins on. All groups together take ``plan.concurrency`` places.
+    ``newest`` returns the weights that an episode starts on. All groups together use ``plan.concurrency`` slots.
     """
 
     def __init__(
@@ -44,19 +43,19 @@ class GroupRunner:
         self._begun: frozenset[str] = frozenset()
 
     async def look(self) -> None:
-        """Learn which groups an earlier process has begun. Raises ``StorageError``."""
+        """Read which groups an earlier process has started. Raises ``StorageError``."""
         where = TrajectoryFilter(run_id=self.run_id)
         self._begun = frozenset([summary.group_id async for summary in self._storage.summaries(where)])
 
     async def play(self, number: int) -> Group:
-        """The episodes of a group; what is stored already is not played again. Raises what must stop a run."""
+        """The episodes of a group; stored ones are not rolled out again. Raises errors that must stop a run."""
         requests = self._requests(number)
         stored: dict[str, Trajectory] = {}
         if (group_id := requests[0].group_id) in self._begun:
             where = TrajectoryFilter(run_id=self.run_id, group_id=group_id)
             stored = {trajectory.id: trajectory async for trajectory, _ in self._storage.find(where)}
         episodes = (self._play_until_valid(request, stored) for request in requests)
-        # A task group inside of that of the loop would bury an error in two groups.
+        # A task group inside the loop's task group would nest the error in two exception groups.
         return Group(number, tuple(await _all(*(asyncio.ensure_future(each) for each in episodes))))
 
     def _requests(self, number: int) -> tuple[EpisodeRequest, ...]:
@@ -71,7 +70,7 @@ class GroupRunner:
 
     async def _play_until_valid(self, request: EpisodeRequest, stored: dict[str, Trajectory]) -> Trajectory:
         last, attempts = _last_stored(request, stored)
-        # What failed in an earlier process has another chance in this one.
+        # Retries are counted per process: an episode that failed in an earlier one is tried again.
         if last is not None and not _failed_for(last, FailureKind.INFRASTRUCTURE):
             return last
         failed = 0
@@ -82,7 +81,7 @@ class GroupRunner:
             outages = self._server.outages
             trajectory, asked = await self._play(request)
             excused = self._server.outages != outages
-            # A version that the server has unloaded, or lost when it was started again, is refused as unknown.
+            # The server refuses a version that it has unloaded, or lost in a restart, as unknown.
             outdated = (excused or asked != self._newest()) and _failed_for(trajectory, FailureKind.MODEL)
             if not (outdated or _failed_for(trajectory, FailureKind.INFRASTRUCTURE)):
                 return trajectory
@@ -102,7 +101,7 @@ class GroupRunner:
 
 
 def _last_stored(request: EpisodeRequest, stored: dict[str, Trajectory]) -> tuple[Trajectory | None, int]:
-    """The last of the attempts that are stored, and their number."""
+    """The last stored attempt, and the number of stored attempts."""
     last, attempt = None, 0
     while (found := stored.get(trajectory_id(request.model_copy(update={"attempt": attempt})))) is not None:
         last, attempt = found, attempt + 1
@@ -114,7 +113,7 @@ def _failed_for(trajectory: Trajectory, kind: FailureKind) -> bool:
 
 
 async def _all[T](*tasks: asyncio.Task[T] | asyncio.Future[T]) -> list[T]:
-    """All results, or the first error, after which none goes on."""
+    """All results, or the first error, after which the other tasks are cancelled."""
     try:
         return await asyncio.gather(*tasks)
     finally:

@@ -1,4 +1,4 @@
-"""How far behind the newest weights of a run something was sampled."""
+"""Staleness: the number of versions between a run's newest weights and those that sampled a token."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from openhands_rl_plugin.training.loop.plan import LoopState
 
 @dataclass(frozen=True)
 class Staleness:
-    """Versions between the newest weights and those that sampled a token: the mean over tokens, and the most."""
+    """Versions between the newest weights and those that sampled a token: mean over tokens, and maximum."""
 
     mean: float
     largest: int
 
 
 class Lineage:
-    """The weights of a run in the order in which they came, the base model first.
+    """The weights of a run in order of publication, the base model first.
 
-    The number in a version's name does not tell: a stage that was killed may have left a version that nobody went on
-    from.
+    The number in a version's name is not enough: a killed stage may have left a version from which no training
+    continued.
     """
 
     def __init__(self, base_model: str, state: LoopState) -> None:
@@ -30,15 +30,15 @@ class Lineage:
         self._ages = {name: len(names) - 1 - at for at, name in enumerate(names)}
 
     def age(self, policy: PolicyRef) -> int | None:
-        """Versions that came after ``policy``; ``None`` for weights that are no part of this run."""
+        """Number of versions after ``policy``; ``None`` for weights that are not of this run."""
         return self._ages.get(policy.served_name)
 
     def is_too_stale(self, trajectory: Trajectory, most: int) -> bool:
-        """Whether any of it was sampled more than ``most`` versions ago, or by weights that are no part of this run."""
+        """Whether a token was sampled more than ``most`` versions ago, or by weights that are not of this run."""
         return any(age is None or age > most for age, _ in self._sampled(trajectory))
 
     def staleness(self, trajectories: Sequence[Trajectory]) -> Staleness:
-        """Of all sampled tokens together; nothing sampled is not stale."""
+        """The staleness of all sampled tokens; 0 where none was sampled."""
         ages = [(age, tokens) for each in trajectories for age, tokens in self._sampled(each) if age is not None]
         total = sum(tokens for _, tokens in ages)
         return Staleness(
@@ -47,7 +47,7 @@ class Lineage:
         )
 
     def _sampled(self, trajectory: Trajectory) -> Iterator[tuple[int | None, int]]:
-        """Age and number of tokens of everything that was sampled, branches of a search too."""
+        """Age and number of tokens of every sampled node, including the branches of a search."""
         for node in trajectory.nodes:
             if node.sampled:
                 tokens = len(node.tokens.sampled_ids) if node.tokens is not None else 0

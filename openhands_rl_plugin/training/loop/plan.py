@@ -1,4 +1,4 @@
-"""What a run is to do, and how far it got: values that outlive the process."""
+"""The plan of a run and its persistent state."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from openhands_rl_plugin.core.types import Frozen, SamplingParams, Task, Traject
 
 
 class LoopPlan(Frozen):
-    """A whole run. ``base_model`` is the name by which the server knows the model that is trained.
+    """A whole run. ``base_model``: the name of the trained model on the server.
 
-    ``success_at`` is the reward from which an episode counts as a success. ``probe_ids`` is the fixed text whose
-    logprobs the server and the trainer must agree on after each publication.
+    ``success_at``: the least reward of a success. ``probe_ids``: the token ids on whose logprobs server and trainer
+    must agree after each publication.
     """
 
     run_id: str
@@ -40,15 +40,15 @@ class LoopPlan(Frozen):
     probe_ids: tuple[int, ...] = Field(min_length=2)
 
     def tasks_of_iteration(self, index: int) -> tuple[Task, ...]:
-        """A window over the training tasks that starts again at the front when they are used up; each at most once."""
+        """A window over the training tasks, which wraps around at the end; each task at most once."""
         first, many = index * self.tasks_per_iteration, min(self.tasks_per_iteration, len(self.training))
         return tuple(self.training[(first + at) % len(self.training)] for at in range(many))
 
 
 class StageRecord(Frozen):
-    """A finished stage: the adapter that was current at its end, its figures, and its Unix times in seconds.
+    """A finished stage: the adapter in use at its end, its metrics, and its Unix times in seconds.
 
-    ``groups``: the groups of episodes that are used up with it, where they are taken as they come.
+    ``groups``: the groups that it consumed, in an asynchronous loop.
     """
 
     name: str
@@ -60,9 +60,9 @@ class StageRecord(Frozen):
 
 
 class ChosenBatch(Frozen):
-    """What a stage that has begun is trained on: ``groups`` by number, their ``trajectories`` by id.
+    """The batch of a stage in progress: ``groups`` by number, their ``trajectories`` by id.
 
-    ``dropped`` groups were too stale, so that they are used up too; ``stale`` episodes of others were left out.
+    ``dropped`` groups were too stale and count as consumed; ``stale`` is the number of episodes left out of the others.
     """
 
     stage: str
@@ -73,9 +73,9 @@ class ChosenBatch(Frozen):
 
 
 class LoopState(Frozen):
-    """The finished stages of a run, in order, and the batch of the stage that has begun, where it was chosen.
+    """The finished stages of a run, in order, and the batch of the stage in progress, once it is chosen.
 
-    ``start``: the adapter that the run began with, if it was not the base model alone.
+    ``start``: the adapter that the run started from, if it was not the base model alone.
     """
 
     start: str | None = None
@@ -117,7 +117,7 @@ class LoopState(Frozen):
 def success_metrics(
     played: Sequence[Trajectory], rewards: Sequence[float | None], success_at: float
 ) -> dict[str, float]:
-    """Counts and means over the episodes that have a reward; failed ones are counted apart, never as zeros."""
+    """Counts and means over the episodes that have a reward; failed ones are counted separately, never as zeros."""
     valid = [reward for reward in rewards if reward is not None]
     turns = [sum(1 for _ in trajectory.sampled()) for trajectory in played]
     return {

@@ -23,9 +23,10 @@ class Group:
 class RolloutBuffer:
     """Rolls out groups concurrently and returns finished ones, the oldest first.
 
-    ``held`` groups have been handed over already. A group is open from its beginning until ``close``: that of a batch
-    when what was learnt from it is in use, so that with a ``limit`` of ``(max_staleness + 1)`` batches an episode that
-    begins now is at most ``max_staleness`` versions old when its turn comes, unless others overtake it.
+    ``held``: the number of groups that were returned before. A group is open from its start until ``close``, which is
+    called for the groups of a batch when the weights trained on it are in use. So with a ``limit`` of ``(max_staleness
+    + 1)`` batches an episode that starts now is at most ``max_staleness`` versions old when it is trained on, unless
+    others overtake it.
     """
 
     def __init__(
@@ -41,11 +42,11 @@ class RolloutBuffer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Roll out as tasks of ``tasks`` until ``stop``; an error in one of them stops all."""
+        """Roll out as tasks of ``tasks`` until ``stop``; an error in one of them cancels all."""
         self._spawn(tasks, self._produce(tasks))
 
     def stop(self) -> None:
-        """Cancel the rollouts in progress; they are stored as far as they got."""
+        """Cancel the rollouts in progress; their turns so far are stored."""
         for task in self._tasks:
             task.cancel()
 
@@ -57,7 +58,7 @@ class RolloutBuffer:
         return self._finished.pop(min(self._finished))
 
     def close(self, groups: int, limit: int | None = None) -> None:
-        """``groups`` of those that were handed over are used up; from now on at most ``limit`` are open."""
+        """Close ``groups`` of the returned groups; from now on at most ``limit`` may be open."""
         self._open -= groups
         self._limit = self._limit if limit is None else limit
         self._room.set()
@@ -92,7 +93,7 @@ class ThroughputMeter:
 
     @contextmanager
     def episode(self) -> Iterator[None]:
-        """One place is taken, and an episode finished unless the block is left by an error."""
+        """Occupy one slot during the block; count an episode unless the block raises."""
         self._change(1)
         try:
             yield
@@ -101,7 +102,7 @@ class ThroughputMeter:
             self._change(-1)
 
     def read(self) -> dict[str, float]:
-        """Episodes an hour, and the share of the places that stood empty, since the last reading."""
+        """Episodes per hour and the share of idle slots, since the last reading."""
         self._change(0)
         seconds = max(self._since - self._start, 1e-9)
         figures = {

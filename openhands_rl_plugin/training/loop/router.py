@@ -1,8 +1,8 @@
-"""Partial rollouts that go on with the newest weights: an address that answers for all versions with the one in use.
+"""Partial rollouts that continue on the newest weights: a proxy that replaces every version by the one in use.
 
-Episodes keep asking for the version that they began with; the router in front of the model server asks for the one that
-the store's pointer names. The answer says which that was, so that every sampled node carries the version it came from.
-An episode that began on the base model, before there was a version, ends on it.
+Episodes keep requesting the version that they started on; the router in front of the model server requests the one that
+the store's pointer names. The response names that version, so every sampled node records the version that sampled it.
+An episode that started on the base model, before there was a version, ends on it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ROUTED = frozenset({"/v1/chat/completions", "/v1/completions"})
 def running_router(upstream: str, store: AdapterStore, adapter: str, *, timeout: float = 600.0) -> Iterator[str]:
     """Route to the model server at ``upstream`` until the block ends; yields the URL, without ``/v1``.
 
-    Loopback only. ``timeout`` is in seconds a request. Raises ``InfrastructureError`` when it does not come up.
+    Loopback only. ``timeout``: seconds per request. Raises ``InfrastructureError`` when the router cannot be started.
     """
     router = _Router(upstream, store, adapter, timeout)
     with listening("127.0.0.1", 0) as listener, serving(router.app(), listener) as url:
@@ -43,9 +43,9 @@ def running_router(upstream: str, store: AdapterStore, adapter: str, *, timeout:
 
 @contextmanager
 def rollout_settings(settings: RLSettings, store: AdapterStore) -> Iterator[RLSettings]:
-    """The settings for a runner of rollouts: by way of a router, where ``[rl.loop]`` lets episodes go on.
+    """The settings of the rollouts: through a router, where ``[rl.loop]`` lets episodes continue on newer weights.
 
-    Everybody else (who publishes, say) asks the server itself. Raises as ``running_router`` does.
+    Other clients, such as the publisher, use the server itself. Raises as ``running_router`` does.
     """
     loop, serving = settings.loop, settings.serving
     if (loop.kind, loop.partial_rollouts) != ("async", "continue"):
@@ -73,7 +73,7 @@ class _Router:
         return Starlette(routes=[route], lifespan=lifespan)
 
     async def forward(self, request: Request) -> Response:
-        """The upstream's answer as it comes; a server that is away is a 503, which clients try again."""
+        """Stream the upstream's response; an unavailable server is a 503, which clients retry."""
         body = await request.body()
         headers = {name: value for name, value in request.headers.items() if name in ("authorization", "content-type")}
         try:
@@ -91,15 +91,15 @@ class _Router:
         return StreamingResponse(_content(answer), answer.status_code, passed)
 
     def _routed(self, body: bytes) -> bytes:
-        """The request, for the version in use where it asks for any version of the adapter."""
+        """The request body, with the version in use in place of any version of the adapter."""
         try:
             asked: Any = json.loads(body)
         except ValueError:
-            return body  # the server says what is wrong with it
+            return body  # the server rejects it with a reason
         model = asked.get("model") if isinstance(asked, dict) else None
         if not isinstance(model, str):
             return body
-        base, colon, name = model.rpartition(":")  # SGLang is asked for BASE:ADAPTER
+        base, colon, name = model.rpartition(":")  # SGLang's form is BASE:ADAPTER
         if PolicyRef.from_served_name("", name).adapter != self._adapter:
             return body
         current = self._store.current(self._adapter)

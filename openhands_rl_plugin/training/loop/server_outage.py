@@ -1,6 +1,6 @@
-"""Outages of the model server: callers wait until it is back, instead of collecting failed episodes.
+"""Outages of the model server: callers wait until it is available again, instead of collecting failed episodes.
 
-A server is away when it does not answer, or its proxy answers 429, 502, 503 or 504.
+A server is unavailable when it does not respond, or its proxy responds with 429, 502, 503 or 504.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from openhands_rl_plugin.core.types import Adapter, EpisodeRequest, FailureKind,
 if TYPE_CHECKING:
     from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, PublishReport
 
-_BACKOFF = Backoff(first=0.5, longest=15.0)
+_BACKOFF = Backoff(first=0.5, longest=15.0)  # short beside the time that a server needs to load a model
 _MODEL_SERVER = frozenset({FailureKind.INFRASTRUCTURE, FailureKind.MODEL})
 
 
@@ -29,13 +29,13 @@ class OutageTolerantServer:
 
     ``tell`` is called with the cause of a wait, and with ``""`` at its end.
 
-    A server that was started again has forgotten its adapters, so asking whether it is there brings the version in use
-    into it once more. While the base model is all that is in use, an answer is enough.
+    A restarted server has lost its adapters, so the health check publishes the version in use again. While only the
+    base model is in use, any response is enough.
     """
 
     def __init__(self, publisher: AdapterPublisher, patience: float, tell: Callable[[str], None]) -> None:
         self.outages = 0
-        """How often it was found to be away."""
+        """Number of outages so far."""
         self._publisher = publisher
         self._patience = patience
         self._tell = tell
@@ -46,22 +46,25 @@ class OutageTolerantServer:
         self._checked = -1.0
 
     async def publish(self, adapter: Adapter, probe: Probe | None = None) -> PublishReport:
-        """As ``AdapterPublisher.publish``, as soon as the server answers. Raises ``InfrastructureError`` when it does
-        not for too long, ``PublishError`` when the server is there and refuses."""
+        """As ``AdapterPublisher.publish``, as soon as the server is available.
+
+        Raises ``InfrastructureError`` when it is unavailable for longer than ``patience``, ``PublishError`` when the
+        server refuses.
+        """
         async with self._turn:
             report = await self._answer(lambda: self._publisher.publish(adapter, probe))
             self._adapter = adapter
             return report
 
     async def available(self) -> None:
-        """Return at once unless it is known to be away; then when it is back."""
+        """Return at once unless the server is known to be unavailable; then wait for it."""
         await self._there.wait()
 
     async def check(self) -> None:
-        """Return when it answers and holds the version in use, if there is one. Raises as ``publish`` does."""
+        """Wait until it responds and has the version in use loaded, if there is one. Raises as ``publish`` does."""
         asked = time.monotonic()
         async with self._turn:
-            # Others may have asked for the same reason, and waited for the answer.
+            # Another caller may have checked while this one waited for the lock.
             if self._checked >= asked:
                 return
             started = time.monotonic()
@@ -72,7 +75,7 @@ class OutageTolerantServer:
             self._checked = started
 
     async def _answer[T](self, ask: Callable[[], Awaitable[T]]) -> T:
-        """What the server says, as soon as it says anything."""
+        """The result of ``ask``, retried until the server responds."""
         deadline, failures = time.monotonic() + self._patience, 0
         while True:
             try:
@@ -84,8 +87,8 @@ class OutageTolerantServer:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise InfrastructureError(
-                        f"the model server has been away for {self._patience:g} s ([rl.loop] patience): {error}. What "
-                        "was played and trained is kept: start the server, then run the same again"
+                        f"the model server was unavailable for {self._patience:g} s ([rl.loop] patience): {error}. "
+                        "Episodes and trained weights are kept: start the server, then the same command again"
                     ) from error
                 failures += 1
                 await _BACKOFF.wait(failures, at_most=left)
@@ -103,9 +106,9 @@ class OutageTolerantServer:
 
 
 class OutageTolerantRunner:
-    """An ``EpisodeRunner`` that begins no episode while the server is away.
+    """An ``EpisodeRunner`` that starts no episode during an outage.
 
-    An episode that failed because of the server comes back when the server does.
+    An episode that failed because of the server is returned after the outage.
     """
 
     def __init__(self, runner: EpisodeRunner, server: OutageTolerantServer) -> None:
@@ -113,7 +116,7 @@ class OutageTolerantRunner:
         self._server = server
 
     async def run(self, request: EpisodeRequest) -> Trajectory:
-        """Play one episode. Raises ``InfrastructureError`` when the server stays away."""
+        """Run one episode. Raises ``InfrastructureError`` when the server stays unavailable."""
         await self._server.available()
         trajectory = await self._runner.run(request)
         if trajectory.failure is not None and trajectory.failure.kind in _MODEL_SERVER:
@@ -121,5 +124,5 @@ class OutageTolerantRunner:
         return trajectory
 
     async def close(self) -> None:
-        """Close the runner behind it."""
+        """Close the wrapped runner."""
         await self._runner.close()

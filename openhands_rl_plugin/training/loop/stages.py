@@ -1,8 +1,8 @@
-"""What every loop is made of: stages with records, measuring, demonstrations, the warm start and publishing.
+"""The stages that every loop has: evaluation, demonstrations, the warm start (SFT) and publishing.
 
-Every stage ends with one atomic write of the run's state, and every stage can be begun again: episodes already stored
-are not played twice, and an adapter whose stage did not end is followed by a later version. So a run that was killed
-continues where it was.
+Every stage ends with one atomic write of the run's state, and every stage can be repeated: stored episodes are not
+rolled out twice, and an adapter whose stage did not end is followed by a later version. So a killed run resumes where
+it stopped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class _CancelledTraining(Exception):
-    """Ends the thread of a cancelled training."""
+    """Stops the thread of a cancelled training."""
 
 
 class Learn(Protocol):
@@ -50,23 +50,23 @@ class Learn(Protocol):
 
 
 class LoopListener:
-    """Callbacks of a loop. The base class ignores all of them; override those that you want to show."""
+    """Callbacks of a loop. The base class ignores all of them; override those that you need."""
 
     def stage_started(self, name: str) -> None:
-        """A stage begins."""
+        """A stage starts."""
 
     def advanced(self, stage: str, activity: str, done: int, total: int) -> None:
         """``done`` of ``total`` episodes or optimiser steps of an activity of the stage are finished."""
 
     def stage_finished(self, record: StageRecord) -> None:
-        """A stage ended, or was found finished when the run resumed."""
+        """A stage ended, or was already finished when the run was resumed."""
 
 
 @dataclass(frozen=True)
 class LoopParts:
-    """What the loop composes. ``demonstrator`` plays the demonstrations, ``runner`` everything else.
+    """The components of a loop. ``demonstrator`` runs the demonstrations, ``runner`` all other episodes.
 
-    ``reward`` is what is measured and reported; ``objective`` is what reinforcement maximises.
+    ``reward`` is used for evaluation and reports; ``objective`` is maximised by training.
     """
 
     runner: EpisodeRunner
@@ -82,7 +82,7 @@ class LoopParts:
 
 
 class LoopStages:
-    """The stages of a plan, from wherever its state file says it stands; ``run`` says in which order."""
+    """The stages of a plan, from the state in its state file; ``run`` defines their order."""
 
     def __init__(self, plan: LoopPlan, parts: LoopParts, listener: LoopListener | None = None) -> None:
         self._plan = plan
@@ -101,7 +101,7 @@ class LoopStages:
         self._listener.stage_finished(record)
 
     async def _begin(self) -> None:
-        """What comes before reinforcement."""
+        """The stages before reinforcement learning."""
         await self._stage("evaluate-base", self._evaluate)
         if not self._plan.demonstrations:
             return
@@ -175,13 +175,13 @@ class LoopStages:
     async def _rewards(
         self, reward: Reward, where: TrajectoryFilter, played: Sequence[Trajectory]
     ) -> list[float | None]:
-        """Judged once a version, whichever stage, process or other reward asks for it."""
+        """Rewards, computed once per reward version, whichever stage or process needs them."""
         await rescore(self._parts.storage, reward, where)
         return await stored_rewards(self._parts.storage, reward.version, played)
 
     async def _reinforcement_trainer(self) -> LoraTrainer:
         if self._trainer is None:
-            forget_unused()  # the warm start's model, before there is another one
+            forget_unused()  # frees the warm start's model before the next one is loaded
             adapter = self._adapter()
             trainer = await asyncio.to_thread(self._parts.make_trainer, self._plan.reinforcement, adapter)
             if adapter is not None and (saved := self._trainer_directory(adapter)).exists():
@@ -190,7 +190,7 @@ class LoopStages:
         return self._trainer
 
     async def _publish(self, stage: str, trainer: LoraTrainer, steps: int, metrics: dict[str, float]) -> Adapter:
-        """Bring what was learnt in ``steps`` optimiser steps into use, as a new version with ``metrics``."""
+        """Publish the weights after ``steps`` optimiser steps as a new version with ``metrics``."""
         adapter, probe = await asyncio.to_thread(
             create_version,
             trainer,
@@ -212,19 +212,19 @@ class LoopStages:
         return await self._parts.publisher.publish(adapter, probe)
 
     async def _served_model(self) -> str:
-        """What the model server calls the weights that the run stands at."""
+        """The name of the run's current weights on the model server."""
         adapter = self._adapter()
         return self._plan.base_model if adapter is None else await self._parts.publisher.served_model(adapter)
 
     def _adapter(self) -> Adapter | None:
-        # The state decides, not the pointer: a killed stage may have published what the state does not know.
+        # The state decides, not the pointer: a killed stage may have published a version that is not in the state.
         name = self._state.adapter
         return self._parts.adapters.get(name) if name is not None else None
 
     async def _learn(self, stage: str, learn: Learn, samples: Sequence[Sample]) -> TrainMetrics:
-        """Train in a thread: torch holds no lock of the interpreter while it computes.
+        """Train in a thread: torch releases the GIL while it computes.
 
-        Whoever cancels this waits for the step that is under way, and for no more.
+        Cancellation waits for the optimiser step in progress only.
         """
         cancelled = threading.Event()
 

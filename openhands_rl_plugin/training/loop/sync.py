@@ -1,6 +1,6 @@
-"""The story, top to bottom: measure, learn from demonstrations, then roll out, score, train and publish, and measure.
+"""The synchronous loop: evaluate, SFT on demonstrations, then roll out, score, train and publish, and evaluate.
 
-One thing at a time: while the policy is trained nothing is rolled out. ``async_loop`` does both at once.
+While the policy is trained nothing is rolled out. ``asynchronous`` does both at the same time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class ClosedLoop(LoopStages):
     """Runs a plan to its end, one stage after the other."""
 
     async def run(self) -> LoopState:
-        """Play all stages. Raises ``StorageError``, ``TrainingError`` or ``PublishError`` with the state intact."""
+        """Run all stages. Raises ``StorageError``, ``TrainingError`` or ``PublishError`` with the state intact."""
         if (adapter := self._adapter()) is not None:
             await self._bring_into_use(adapter)
         await self._begin()

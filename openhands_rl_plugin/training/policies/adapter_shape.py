@@ -1,4 +1,4 @@
-"""What an adapter's weights are made for: by another rank or scale they mean something else."""
+"""The LoRA rank, scale and layers of an adapter: with others, its weights would be another policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from openhands_rl_plugin.models.adapters.peft_format import CONFIG_FILE
 
 
 class AdapterShape(BaseModel):
-    """What PEFT notes beside an adapter's weights, as far as settings decide it."""
+    """The part of PEFT's ``adapter_config.json`` that the settings determine."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -25,12 +25,12 @@ class AdapterShape(BaseModel):
 
     @property
     def variant(self) -> str:
-        """As ``lora_variant`` calls it."""
+        """The variant, as a value of ``lora_variant``."""
         return "dora" if self.use_dora else "rslora" if self.use_rslora else "lora"
 
     @property
     def layers(self) -> tuple[str, ...] | None:
-        """The names of the layers that it changes; ``None`` where they are named by a pattern."""
+        """The names of its target modules; ``None`` where they are given as a pattern."""
         return tuple(sorted(self.target_modules)) if isinstance(self.target_modules, frozenset) else None
 
 
@@ -46,7 +46,7 @@ def read_shape(directory: Path) -> AdapterShape:
 def check_start(adapter: Adapter, settings: TrainingSettings) -> None:
     """Raise ``TrainingError`` unless ``adapter`` has the rank, the scale and the layers of ``settings``.
 
-    Another scale would change the policy before its first step, and no shape would tell.
+    Another scale would change the policy before its first step, and no tensor shape would show it.
     """
     made = read_shape(Path(adapter.path))
     pairs: dict[str, tuple[object, object]] = {
@@ -60,7 +60,7 @@ def check_start(adapter: Adapter, settings: TrainingSettings) -> None:
         if found != wanted:
             raise TrainingError(
                 f"{adapter.name} was made with {name} = {_toml(found)}, and [rl.training] has {_toml(wanted)}: set "
-                f"{name} = {_toml(found)} to go on from it, or start from base"
+                f"{name} = {_toml(found)} to continue from it, or start from base"
             )
 
 

@@ -1,4 +1,4 @@
-"""Logprobs of chosen tokens under an output layer that is trained too."""
+"""Logprobs of given tokens where the output layer is trained too."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from openhands_rl_plugin.training.losses.logprobs import ROWS_AT_A_TIME
 def trained_token_logprobs(
     hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As ``loss.token_logprobs``, but the gradient of the logprobs reaches ``weight`` and ``bias`` as well.
+    """As ``logprobs.token_logprobs``, but with gradients for ``weight`` and ``bias`` as well.
 
-    Logits exist for ``ROWS_AT_A_TIME`` positions only. They are computed a second time for the gradient of the
-    weights, which needs the gradient of the loss before it can be summed up.
+    Logits are in memory for ``ROWS_AT_A_TIME`` positions only. They are recomputed in the backward pass, because the
+    gradient of the weights needs the gradient of the loss.
     """
     return _TokenLogprobs.apply(hidden, targets, weight, bias)
 

@@ -1,4 +1,4 @@
-"""A model of which every weight is trained."""
+"""Full fine-tuning: a model whose weights are all trained."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _OWN_FILES = (".safetensors", ".bin", ".index.json")
 class FullPolicy(PackedModel):
     """All weights, in float32 for the optimiser.
 
-    A bfloat16 model computes with copies that are rounded after every step, and its gradients add up in float32: a
-    step of a small learning rate would be rounded away otherwise.
+    A bfloat16 model computes with rounded copies of the float32 master weights, and its gradients are accumulated in
+    float32: otherwise a step with a small learning rate would be lost by rounding.
     """
 
     def _prepare(self, settings: TrainingSettings) -> None:
         if not Path(self.model_path).is_dir():
-            raise TrainingError(f"{self.model_path} is no directory: a whole model is trained from files, give theirs")
+            raise TrainingError(f"{self.model_path} is not a directory: full fine-tuning needs the model's files")
         fuse_layers(self._base)
         self._base.requires_grad_(True)
 
@@ -48,7 +48,7 @@ class FullPolicy(PackedModel):
         return masters
 
     def round(self) -> None:
-        """Bring the weights that the model computes with up to those of the optimiser."""
+        """Copy the optimiser's weights, rounded, to those that the model computes with."""
         if self.dtype == torch.float32:
             return
         with torch.no_grad():
@@ -56,11 +56,11 @@ class FullPolicy(PackedModel):
                 parameter.copy_(self.parameters[name])
 
     def weights(self) -> dict[str, Tensor]:
-        """Everything, under the names of the model's own files; weights that are tied are there once."""
+        """All weights, under the names in the model's files; tied weights are included once."""
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
 
     def set_weights(self, tensors: dict[str, Tensor], source: str) -> None:
-        """Take over all weights. Raises ``TrainingError`` when names or shapes differ."""
+        """Load all weights. Raises ``TrainingError`` when names or shapes differ."""
         mine = {name: tuple(tensor.shape) for name, tensor in self.parameters.items()}
         if mine != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
             raise TrainingError(f"{source} does not fit {self.model_path}; use the model it was trained from")
@@ -70,7 +70,7 @@ class FullPolicy(PackedModel):
         self.round()
 
     def save(self, directory: Path) -> None:
-        """A model directory: the weights in the compute dtype, and the original's other files.
+        """Write a model directory: the weights in the compute dtype, and the original's other files.
 
         Raises ``StorageError``.
         """
@@ -83,9 +83,9 @@ class FullPolicy(PackedModel):
             raise StorageError(f"the model cannot be written to {directory}: {describe(error)}") from error
 
     def _write(self, directory: Path) -> None:
-        """Write what ``save_pretrained`` would, a tensor at a time.
+        """Write the files of ``save_pretrained``, one tensor at a time.
 
-        ``save_pretrained`` itself needs the whole state dict, which a rank with sharded weights has no memory for.
+        ``save_pretrained`` itself needs the whole state dict, for which a rank with sharded weights has no memory.
         """
         files = self._files()
         weights = self.stored()

@@ -1,4 +1,4 @@
-"""Full fine-tuning with sharded weights: no rank has to hold the whole model in float32."""
+"""Full fine-tuning with sharded weights (FSDP2): no rank holds the whole model in float32."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from openhands_rl_plugin.training.policies.packed_attention import PackedRows
 
 
 class ShardedFullPolicy(FullPolicy):
-    """Every rank keeps its part of every weight, in float32, with its gradient. All ranks compute at the same time.
+    """Every rank keeps its shard of every weight and gradient, in float32. All ranks compute at the same time.
 
-    Each loads the model whole in the compute dtype first, and splits it then.
+    Each rank first loads the whole model in the compute dtype, and then shards it.
     """
 
     _root: _Root | None = None
@@ -30,14 +30,14 @@ class ShardedFullPolicy(FullPolicy):
         return dict(self._base.named_parameters())
 
     def round(self) -> None:
-        """Parts are rounded whenever they are fetched."""
+        """Nothing to do: shards are rounded whenever they are gathered."""
 
     def weights(self) -> dict[str, Tensor]:
-        """This rank's part of everything, by the names of the model's own files."""
+        """This rank's shard of every weight, under the names in the model's files."""
         return {name: local_shard(parameter.detach()) for name, parameter in self.parameters.items()}
 
     def set_weights(self, tensors: dict[str, Tensor], source: str) -> None:
-        """Take over this rank's part. Raises ``TrainingError`` when names or shapes differ."""
+        """Load this rank's shards. Raises ``TrainingError`` when names or shapes differ."""
         mine = self.weights()
         shapes = ({name: tuple(each.shape) for name, each in parts.items()} for parts in (mine, tensors))
         if next(shapes) != next(shapes):
@@ -47,13 +47,13 @@ class ShardedFullPolicy(FullPolicy):
                 part.copy_(tensors[name])
 
     def _compute(self, packed: PackedRows, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        if self._root is None:  # it is still whole
+        if self._root is None:  # not sharded yet
             return super()._compute(packed, rows, targets)
         return self._root(packed, rows, targets)
 
 
 class _Root(nn.Module):
-    """What fetches the weights outside of the layers: in the embedding and the output layer they may be the same."""
+    """Gathers the weights outside the layers in one unit: embedding and output layer may be tied."""
 
     def __init__(self, base: nn.Module, compute) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
-"""Normalisation and gated feed-forward layers that keep half as much for the backward pass.
+"""Normalisation and gated feed-forward layers that save half as much for the backward pass.
 
-On a CPU these layers wait for memory: transformers' versions keep every intermediate result, some of them in float32.
+On a CPU these layers are bound by memory bandwidth: transformers' versions save every intermediate result, some of them
+in float32.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ GATED = frozenset({"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "SmolLM3MLP
 
 
 def fuse_layers(model: PreTrainedModel) -> None:
-    """Replace the layers whose mathematics is known, by class name.
+    """Replace the layers whose class is in ``NORMS`` or ``GATED``.
 
-    Names of the linear layers stay as they are, so that adapters fit.
+    The names of the linear layers do not change, so that adapters fit.
     """
     gated = GATED if getattr(model.config, "hidden_act", None) == "silu" else frozenset[str]()
     for parent in list(model.modules()):

@@ -14,9 +14,9 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 
 
 class TrainableLinear(lora.Linear):
-    """PEFT's LoRA layer with the same parameters and result, but without its float32 detour over activations.
+    """PEFT's LoRA layer with the same parameters and result, but without its cast of activations to float32.
 
-    Adapter weights are rounded to the base's dtype when used (as a server does); their gradients are float32.
+    Adapter weights are rounded to the base's dtype when used (as in a server); their gradients are float32.
     """
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
@@ -69,7 +69,7 @@ CUSTOM_LAYERS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: TrainableLin
 
 
 def adapter_config(settings: TrainingSettings, model_path: str, *, custom_layers: bool = True) -> LoraConfig:
-    """The adapter as PEFT describes it. DoRA's layers are PEFT's own: they do more than the fused step knows."""
+    """PEFT's configuration of the adapter. DoRA uses PEFT's own layers, because the fused step has no magnitudes."""
     dora = settings.lora_variant == "dora"
     config = LoraConfig(
         task_type="CAUSAL_LM",

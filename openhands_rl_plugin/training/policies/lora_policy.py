@@ -29,14 +29,14 @@ class TrainablePolicy(PackedModel):
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
-        """Inside the block it is the base model."""
+        """Disable the adapter inside the block."""
         with self._peft.disable_adapter():
             yield
 
     def save(self, directory: Path) -> None:
         """Write the adapter in PEFT's format into an existing directory."""
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.weights().items()}
-        # Not save_file: its error for a full disk is no OSError.
+        # Not save_file: its error for a full disk is not an OSError.
         (directory / WEIGHTS_FILE).write_bytes(serialize(weights, {"format": "pt"}))
         config = self._peft.peft_config["default"]
         inference = {**config.to_dict(), "inference_mode": True}
@@ -44,15 +44,15 @@ class TrainablePolicy(PackedModel):
         (directory / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
 
     def shard(self) -> None:
-        """Split the base model among the ranks; the adapter stays whole on each. Raises ``TrainingError``."""
+        """Shard the base model over the ranks; the adapter stays whole on each. Raises ``TrainingError``."""
         shard_layers(self._base, self.parameters.values(), self.device)
 
     def weights(self) -> dict[str, Tensor]:
-        """The adapter's tensors under PEFT's file names."""
+        """The adapter's tensors under their names in PEFT's file."""
         return get_peft_model_state_dict(self._peft)
 
     def load(self, directory: Path) -> None:
-        """Take over the weights of an adapter directory. Raises ``TrainingError`` when they do not fit."""
+        """Load the weights of an adapter directory. Raises ``TrainingError`` when they do not fit."""
         try:
             tensors = load_file(directory / WEIGHTS_FILE)
         except (OSError, SafetensorError) as error:
@@ -60,7 +60,7 @@ class TrainablePolicy(PackedModel):
         self.set_weights(tensors, str(directory))
 
     def set_weights(self, tensors: dict[str, Tensor], source: str) -> None:
-        """Take over adapter tensors. Raises ``TrainingError`` when names or shapes differ."""
+        """Load adapter tensors. Raises ``TrainingError`` when names or shapes differ."""
         mine = {name: tuple(tensor.shape) for name, tensor in self.weights().items()}
         theirs = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if mine != theirs:

@@ -1,4 +1,4 @@
-"""Runs a causal language model over a ``Layout``: no padding, shared beginnings computed once, sequences isolated."""
+"""Runs a causal language model over a ``Layout``: no padding, shared prefixes computed once, sequences isolated."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from openhands_rl_plugin.training.data.layout import Layout, Run
 ATTENTION_NAME = "openhands_rl_packed"
 
 BLOCK = 128
-"""Queries taken at a time; later keys than a block's last are left out, which saves nearly half of a causal product."""
+"""Queries per matrix product; keys after a block's last query are skipped: nearly half of a causal product."""
 
 KEEP_KEYS = 256
-"""Attention weights over at most so many keys are kept for the backward pass; longer ones are computed again."""
+"""Attention weights over at most so many keys are saved for the backward pass; longer ones are recomputed, because the
+memory for them grows with the square of the length."""
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Query rows ``start:stop``, and how many of their run's keys the last of them sees."""
+    """Query rows ``start:stop``, and the number of their run's keys that the last of them attends to."""
 
     start: int
     stop: int
@@ -31,7 +32,7 @@ class _Block:
 
 
 class PackedRows:
-    """A layout on a device, with what the attention of all layers has in common."""
+    """A layout on a device, with the tensors that the attention of all layers shares."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout = layout
@@ -43,7 +44,7 @@ class PackedRows:
     def bias(self, block: _Block, heads: int, window: int | None, dtype: torch.dtype) -> Tensor:
         """[queries x heads, columns] of 0 and -inf, for the last columns of the block's scores.
 
-        Without a window only the block's own tokens can lie in the future, so it has these columns only.
+        Without a sliding window only the block's own tokens can be in the future, so it has these columns only.
         """
         count = block.stop - block.start
         columns = count if window is None or block.keys <= window else block.keys
@@ -85,7 +86,7 @@ def attend(
         raise ValueError("its attention has score caps or sinks")
     heads, count, dim = query.shape[1:]
     kv_heads = key.shape[1]
-    # Heads that share keys become neighbouring rows of one matrix product, so that no key is copied.
+    # Query heads that share keys (GQA) become neighbouring rows of one matrix product, so that no key is copied.
     grouped = query[0].view(kv_heads, heads // kv_heads, count, dim).transpose(1, 2)
     scale = dim**-0.5 if scaling is None else scaling
     output = _PackedAttention.apply(

@@ -1,4 +1,4 @@
-"""A causal language model over packed sequences, checked against the original. Subclasses say what is trained."""
+"""A causal language model over packed sequences, checked against the original. Subclasses define what is trained."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PackedModel(ABC):
         self.dtype = _dtype(settings.dtype, self.device)
         self._base = self._open()
         self.longest: int = self._base.config.max_position_embeddings
-        """Tokens in the longest sequence that the model is made for."""
+        """The model's maximal context length, in tokens."""
         self.vocabulary: int = self._base.config.vocab_size
         expected = self._plain_logprobs()
         self._prepare(settings)
@@ -44,17 +44,17 @@ class PackedModel(ABC):
         if settings.gradient_checkpointing:
             _checkpoint_layers(self._base, self.model_path)
         self.parameters = self._trained()
-        """What the optimiser changes, float32, by name."""
+        """The trained parameters, float32, by name."""
 
     @property
     def probe_tolerance(self) -> float:
-        """How far a server's logprobs may be from these, in nats on average."""
+        """Largest accepted mean absolute difference of a server's logprobs from these, in nats."""
         return PROBE_TOLERANCE[self.dtype]
 
     def logprobs(self, layout: Layout, wanted: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies ([K] float32) of tokens ``t > 0`` of sequences ``s``; ``wanted``: pairs ``(s, t)``.
 
-        Gradient flows to what is trained when it is enabled.
+        With gradients enabled, they reach the trained parameters.
         """
         rows = [layout.rows[s][t - 1] for s, t in wanted]
         targets = [layout.ids[layout.rows[s][t]] for s, t in wanted]
@@ -72,30 +72,30 @@ class PackedModel(ABC):
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
-        """Inside the block it is the model that training began with, where that is still known."""
-        raise TrainingError('the model as it was before is not kept; set kl = "none", or train an adapter')
+        """Use the reference model inside the block, where it is still available."""
+        raise TrainingError('full fine-tuning keeps no reference model; set kl = "none", or train an adapter')
         yield
 
     @property
     def sharded(self) -> bool:
-        """Whether every rank has a part of what is trained only: ``weights`` and ``parameters`` are those parts."""
+        """Whether every rank has only its shard of the trained parameters, in ``weights`` and ``parameters``."""
         return False
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
-        """What is trained, under the names of the files that it is saved in."""
+        """The trained parameters, under their names in the saved files."""
 
     @abstractmethod
     def set_weights(self, tensors: dict[str, Tensor], source: str) -> None:
-        """Take over what ``weights`` gave. Raises ``TrainingError`` when names or shapes differ."""
+        """Load the result of ``weights``. Raises ``TrainingError`` when names or shapes differ."""
 
     @abstractmethod
     def save(self, directory: Path) -> None:
-        """Write what is trained into an existing directory."""
+        """Write the trained parameters into an existing directory."""
 
     @abstractmethod
     def _prepare(self, settings: TrainingSettings) -> None:
-        """Put layers into the model that train well."""
+        """Replace layers of the model by ones for training."""
 
     @abstractmethod
     def _trained(self) -> dict[str, nn.Parameter]:
@@ -105,7 +105,7 @@ class PackedModel(ABC):
         return load_model(self.model_path, self.dtype, self.device)
 
     def _compute(self, packed: PackedRows, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """[K] logprobs and entropies of ``targets`` behind ``rows``."""
+        """[K] logprobs and entropies of ``targets``, the tokens after ``rows``."""
         head = self._base.get_output_embeddings()
         assert isinstance(head, nn.Linear)  # checked when it was loaded
         return self._score(hidden_states(self._base, packed)[rows], targets, head)
@@ -123,7 +123,7 @@ class PackedModel(ABC):
         return torch.cat(parts)
 
     def _check_packed(self, expected: Tensor) -> None:
-        """Two sequences with a common beginning, packed, must agree with the original model on each of them alone."""
+        """Two packed sequences with a common prefix must agree with the original model on each of them alone."""
         sequences = self._check_sequences()
         wanted = [(s, t) for s, sequence in enumerate(sequences) for t in range(1, len(sequence))]
         try:
@@ -145,7 +145,7 @@ class PackedModel(ABC):
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
-    """``"auto"`` as the embedded server chooses it: emulated bfloat16 products take eight times as long as float32."""
+    """``"auto"`` as in the embedded server: emulated bfloat16 products take eight times as long as float32."""
     if name != "auto":
         return getattr(torch, name)
     native = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -153,7 +153,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_model(path: str, dtype: torch.dtype, device: torch.device, **options: Any) -> PreTrainedModel:
-    """A frozen model, from the disk alone. Raises ``TrainingError``."""
+    """A frozen model, from local files only. Raises ``TrainingError``."""
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, use_safetensors=True, local_files_only=True, **options
@@ -169,7 +169,7 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, **options: A
 
 
 def _checkpoint_layers(base: PreTrainedModel, path: str) -> None:
-    """Keep only what goes into each layer for the backward pass, and compute the rest again."""
+    """Gradient checkpointing: save only each layer's input for the backward pass, and recompute the rest."""
     if not base.supports_gradient_checkpointing:
         raise TrainingError(
             f"{path}: this architecture has no gradient checkpointing; set gradient_checkpointing = false"
@@ -177,5 +177,5 @@ def _checkpoint_layers(base: PreTrainedModel, path: str) -> None:
     base.gradient_checkpointing_enable({"use_reentrant": False})
     for module in base.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            # Layers look at this flag; what is inside them stays in evaluation mode, without dropout.
+            # Layers read this flag; their submodules stay in evaluation mode, without dropout.
             module.training = True

@@ -1,4 +1,4 @@
-"""QLoRA: an adapter on a base whose linear layers are kept in four bits (Dettmers et al. 2023, arXiv 2305.14314)."""
+"""QLoRA: an adapter on a base with linear layers in four bits (Dettmers et al. 2023, arXiv 2305.14314)."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ class QuantisedPolicy(TrainablePolicy):
             ) from error
 
     def _config(self, settings: TrainingSettings) -> LoraConfig:
-        # PEFT has layers of its own over bitsandbytes'.
+        # PEFT has its own layers for those of bitsandbytes.
         return adapter_config(settings, self.model_path, custom_layers=False)
