@@ -1,4 +1,4 @@
-"""A reward for tasks with a known answer: the answer is the label, or it is not."""
+"""A reward for tasks with a known answer: 1.0 if the answer matches the label, else 0.0."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pydantic import Field, JsonValue
 from openhands_rl_plugin.core.errors import GraderError
 from openhands_rl_plugin.core.types import Frozen, Score, Trajectory
 
-# A sign that follows a word or a digit is a dash; a comma between digits separates thousands.
+# A sign after a word or a digit is a dash; a comma between digits separates thousands.
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _LONGEST = 1_000_000
 
 
 class MatchingOptions(Frozen):
-    """``mode``: what counts as the same.
+    """``mode``: how the answer is compared with the label.
 
-    ``exact``: the same characters. ``normalised``: the same words, whatever their case, white space and punctuation
-    around them. ``number``: the last number of the answer is the label's, within the relative ``tolerance``.
+    ``exact``: equal characters. ``normalised``: equal words, ignoring case, white space and punctuation around them.
+    ``number``: the last number of the answer equals the label's, within the relative ``tolerance``.
     """
 
     mode: Literal["exact", "normalised", "number"] = "normalised"
@@ -31,7 +31,7 @@ class MatchingOptions(Frozen):
 class MatchingReward:
     """1.0 when the evidence's ``answer`` matches its ``label`` (or one of a list of labels), else 0.0.
 
-    An episode that ended without an answer was given its chance, and gets 0.0.
+    An episode that ended without an answer gets 0.0.
     """
 
     Options = MatchingOptions
@@ -41,12 +41,12 @@ class MatchingReward:
 
     @property
     def version(self) -> str:
-        """Names the mode, because another one gives other scores."""
+        """The name of the reward with its mode, because modes give different scores."""
         mode, tolerance = self.options.mode, self.options.tolerance
         return f"matching-1@{mode}/{tolerance:g}" if mode == "number" else f"matching-1@{mode}"
 
     async def __call__(self, trajectory: Trajectory) -> Score:
-        """Score the episode. Raises ``GraderError`` for one that failed, and where there is no usable label."""
+        """Score the episode. Raises ``GraderError`` for a failed one, and without a usable label."""
         if trajectory.failure is not None:
             raise GraderError(f"{trajectory.id} failed ({trajectory.failure.kind}): {trajectory.failure.message}")
         labels = self._labels(trajectory)

@@ -1,4 +1,4 @@
-"""Rewards that look at how an episode ended."""
+"""Rewards from the environment's return."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pydantic import Field
 from openhands_rl_plugin.core.errors import GraderError
 from openhands_rl_plugin.core.types import Frozen, Score, Trajectory
 
-# Sums of step rewards such as 10 x 0.1 must not miss a threshold by a rounding error.
+# Sums of step rewards, such as 10 x 0.1, must not miss a threshold by a rounding error.
 _ROUNDING = 1e-9
 
 
 class ReturnOptions(Frozen):
-    """Nothing to choose: the return is what the environment gave."""
+    """No options."""
 
 
 class ReturnReward:
@@ -33,7 +33,7 @@ class ReturnReward:
 
 
 class SuccessOptions(Frozen):
-    """``threshold``: the least return that counts as success."""
+    """``threshold``: the least return of a success."""
 
     threshold: float = Field(default=1.0, allow_inf_nan=False)
 
@@ -48,7 +48,7 @@ class SuccessReward:
 
     @property
     def version(self) -> str:
-        """Names the threshold, because another one gives other scores."""
+        """The name of the reward with its threshold, because thresholds give different scores."""
         return f"success-1@{self.options.threshold:g}"
 
     async def __call__(self, trajectory: Trajectory) -> Score:
@@ -63,14 +63,14 @@ class SuccessReward:
 
 
 class BonusOptions(Frozen):
-    """``threshold``: the least return that counts as success; ``share`` in [0, 1]: the weight of success."""
+    """``threshold``: the least return of a success; ``share`` in [0, 1]: the weight of success."""
 
     threshold: float = Field(default=1.0, allow_inf_nan=False)
     share: float = Field(default=0.5, ge=0, le=1)
 
 
 class SuccessBonusReward:
-    """``(1 - share) * return + share * success``: partial credit guides, but nearly right is far from enough."""
+    """``(1 - share) * return + share * success``: partial credit, with a bonus for success."""
 
     Options = BonusOptions
 
@@ -79,7 +79,7 @@ class SuccessBonusReward:
 
     @property
     def version(self) -> str:
-        """Names the options, because others give other scores."""
+        """The name of the reward with its options, because they change the scores."""
         return f"success-bonus-1@{self.options.threshold:g}/{self.options.share:g}"
 
     async def __call__(self, trajectory: Trajectory) -> Score:
@@ -97,8 +97,8 @@ class SuccessBonusReward:
 def environment_return(trajectory: Trajectory) -> tuple[float, int]:
     """The return and the number of executed steps.
 
-    Raises ``GraderError`` for a failed episode, for one in which nothing was executed, and for one whose last action
-    got no answer (time ran out on it), because its effect is unknown.
+    Raises ``GraderError`` for a failed episode, for one without an executed action, and for one whose last action has
+    no observation (for example after a timeout), because its effect is unknown.
     """
     if trajectory.failure is not None:
         raise GraderError(f"{trajectory.id} failed ({trajectory.failure.kind}): {trajectory.failure.message}")

@@ -1,4 +1,4 @@
-"""The reward of a software-engineering task: what its tests said about the patch."""
+"""The reward of a software-engineering task: whether the patch passes its tests."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ _UNKNOWN = ("error_eval", "infra_failure")
 
 
 class TestsOptions(Frozen):
-    """Nothing to choose: a task is resolved or it is not."""
+    """No options."""
 
-    __test__ = False  # not a test of ours
+    __test__ = False  # pytest must not collect it
 
 
 class TestsReward:
-    """1.0 when the recorded report of the tests says that the task was resolved, else 0.0.
+    """1.0 when the recorded test report has ``resolved`` set, else 0.0.
 
-    The report stands in ``evidence["test_result"]["report"]``, where OpenHands' evaluation has it. The details hold
-    what ``evidence["test_result"]["verdict"]`` knows of the reasons.
+    The report is in ``evidence["test_result"]["report"]``, as in OpenHands' evaluation. The score's details are those
+    of ``evidence["test_result"]["verdict"]``.
     """
 
     __test__ = False
@@ -29,7 +29,7 @@ class TestsReward:
         self.options = options or TestsOptions()
 
     async def __call__(self, trajectory: Trajectory) -> Score:
-        """Score the episode. Raises ``GraderError`` when no tests ran, or the place failed in which they should."""
+        """Score the episode. Raises ``GraderError`` when no tests ran, or their environment failed."""
         if trajectory.failure is not None:
             raise GraderError(f"{trajectory.id} failed ({trajectory.failure.kind}): {trajectory.failure.message}")
         held = trajectory.evidence.get("test_result")

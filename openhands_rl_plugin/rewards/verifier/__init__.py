@@ -1,1 +1,1 @@
-"""A trained model that says how likely an episode solved its task, as a reward. Start with ``reward``."""
+"""A trained verifier (outcome reward model) as a reward: P(success) of an episode. Start with ``reward``."""

@@ -1,4 +1,4 @@
-"""P(success) as a trained verifier sees it, from a model in this process or from a server that serves the verifier."""
+"""P(success) from a trained verifier, which runs in this process or on a server."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 
 
 class VerifierOptions(Frozen):
-    """``adapter``: a directory that `openhands-rl train --verifier` made. ``model``: the base model's directory, if it
-    is not where it was in training.
+    """``adapter``: a directory written by ``openhands-rl train --verifier``. ``model``: the base model's directory, if
+    it has moved since training.
 
-    With ``base_url`` (up to and including /v1) a server is asked, which knows the adapter as ``served_model`` (default:
-    the directory's name); ``api_key_env`` names a variable with the key, ``timeout`` is in seconds. Without it the
-    model is loaded here, once for all rewards that use it; ``tokens_per_pass`` go through it together.
+    With ``base_url`` (up to and including /v1) a server scores, on which the adapter has the name ``served_model``
+    (default: the directory's name); ``api_key_env`` names a variable with the key, ``timeout`` is in seconds. Without
+    it the model is loaded in this process, once for all rewards that use it; ``tokens_per_pass``: tokens of a
+    micro-batch.
     """
 
     adapter: str = Field(min_length=1)
@@ -42,17 +43,17 @@ class VerifierOptions(Frozen):
 
 
 class Judge(Protocol):
-    """Answers the question that a prompt asks."""
+    """Scores the verifier's prompts."""
 
     async def judge(self, prompts: Sequence[tuple[int, ...]]) -> list[VerifierOutput | Failure]:
-        """One verdict a prompt, in order."""
+        """One output per prompt, in order."""
         ...
 
 
 class VerifierReward:
-    """Scores are P(YES) in [0, 1]. Episodes that are handed over together share what their prompts have in common.
+    """Scores are P(YES) in [0, 1]. A common prefix of the prompts of one call is computed once.
 
-    Nothing is loaded before the first episode. Raises ``ConfigError`` when the directory holds no verifier.
+    Nothing is loaded before the first episode. Raises ``ConfigError`` when the directory has no verifier.
     """
 
     Options = VerifierOptions
@@ -65,11 +66,11 @@ class VerifierReward:
 
     @property
     def version(self) -> str:
-        """Names the adapter's weights, and the rest that scores depend on."""
+        """Identifies the adapter's weights, and everything else that the scores depend on."""
         return self._card.version
 
     async def __call__(self, trajectory: Trajectory) -> Score:
-        """Judge one episode; calls that are made side by side go through the model together. Raises ``GraderError``."""
+        """Score one episode; concurrent calls are batched. Raises ``GraderError``."""
         batch = self._waiting.setdefault(asyncio.get_running_loop(), _Batch(self))
         outcome = await batch.judge(trajectory)
         if isinstance(outcome, Failure):
@@ -77,7 +78,7 @@ class VerifierReward:
         return outcome
 
     async def judge_all(self, trajectories: Sequence[Trajectory]) -> list[Score | Failure]:
-        """One outcome an episode, in order. Raises what a missing model, server or package raises."""
+        """One outcome per episode, in order. Raises the error of a missing model, server or package."""
         valid = [trajectory for trajectory in trajectories if trajectory.failure is None]
         if not valid:
             return [trajectory.failure for trajectory in trajectories if trajectory.failure is not None]
@@ -136,12 +137,12 @@ class VerifierReward:
 
 
 def forget_models() -> None:
-    """Let go of the models that no reward uses any more; the newest one stays otherwise."""
+    """Release the models that no reward uses, including the newest one, which is otherwise kept."""
     _Here.forget()
 
 
 class _Asked:
-    """Prompts that wait for their verdicts."""
+    """Prompts that wait for their outputs."""
 
     def __init__(self, prompts: Sequence[tuple[int, ...]]) -> None:
         self.prompts = prompts
@@ -149,9 +150,9 @@ class _Asked:
 
 
 class _Here:
-    """A model in this process, loaded when it is first asked. Whatever waits for it is judged together.
+    """A model in this process, loaded at the first call. All waiting prompts are scored in one batch.
 
-    Any thread may ask, and any event loop.
+    It may be called from any thread and any event loop.
     """
 
     _shared: ClassVar[WeakValueDictionary[tuple[str, ...], _Here]] = WeakValueDictionary()
@@ -167,9 +168,9 @@ class _Here:
 
     @classmethod
     def of(cls, directory: Path, sha256: str, base: str, tokens_per_pass: int) -> _Here:
-        """The one that all rewards with the same weights share.
+        """The instance that all rewards with the same weights share.
 
-        Every episode has a reward of its own, so the newest model stays for the next one.
+        Every episode has its own reward object, so the newest model is kept for the next one.
         """
         key = (str(directory.resolve()), sha256, base, str(tokens_per_pass))
         with cls._sharing:
@@ -179,7 +180,7 @@ class _Here:
 
     @classmethod
     def forget(cls) -> None:
-        """Do not keep the newest for rewards to come."""
+        """Do not keep the newest model for later rewards."""
         with cls._sharing:
             cls._newest = None
 
@@ -212,7 +213,7 @@ class _Here:
 
 
 class _Batch:
-    """The episodes of one event loop that wait to be judged together."""
+    """The episodes of one event loop that wait to be scored in one batch."""
 
     def __init__(self, reward: VerifierReward) -> None:
         self._reward = reward
@@ -220,12 +221,12 @@ class _Batch:
         self._task: asyncio.Task[list[Score | Failure]] | None = None
 
     async def judge(self, trajectory: Trajectory) -> Score | Failure:
-        """The outcome of one of them."""
+        """The outcome of one episode."""
         if self._task is None:
             self._task = asyncio.create_task(self._judge())
         at, task = len(self._waiting), self._task
         self._waiting.append(trajectory)
-        # Who gives up waiting does not take the others' outcomes along.
+        # Shielded: one cancelled caller must not cancel the scoring of the others.
         return (await asyncio.shield(task))[at]
 
     async def _judge(self) -> list[Score | Failure]:

@@ -1,7 +1,7 @@
-"""Asks a server for the two label tokens' probabilities, over ``POST /completions`` of OpenAI with vLLM's extensions.
+"""The label tokens' probabilities from a server: OpenAI's ``POST /completions`` with vLLM's extensions.
 
-One token is sampled and the 20 likeliest are read: the labels are among them once a verifier is trained. Where one is
-not, both are put behind the prompt and read from ``prompt_logprobs``, which is exact but may bypass a prefix cache.
+One token is sampled and the 20 likeliest are read: with a trained verifier both labels are among them. Otherwise each
+label is appended to the prompt and read from ``prompt_logprobs``, which is exact but may bypass the prefix cache.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject
 from openhands_rl_plugin.training.verifier.card import VerifierOutput
 
 AT_ONCE = 16
-"""Requests under way: the server batches them, and its prefix cache serves what they share."""
+"""Concurrent requests: enough for the server to batch them and to use its prefix cache."""
 
-_TOP = 20
+_TOP = 20  # the largest number of logprobs that vLLM returns by default (max_logprobs)
 _RETRIES = 4
 _BACKOFF = Backoff(first=0.375, longest=3.0)
 _RETRIED = frozenset({408, 409, 425, 429})
@@ -53,7 +53,7 @@ class ServedVerifier:
         self._timeout = timeout
 
     async def judge(self, prompts: Sequence[tuple[int, ...]]) -> list[VerifierOutput | Failure]:
-        """One verdict a prompt, in order; the failure of one request is that prompt's alone."""
+        """One output per prompt, in order; a failed request affects its own prompt only."""
         slots = asyncio.Semaphore(AT_ONCE)
         async with httpx.AsyncClient(headers=self._headers, timeout=self._timeout) as client:
 
@@ -65,7 +65,7 @@ class ServedVerifier:
                 except CaughtFailure as caught:
                     return caught.failure
 
-            # The first fills the server's prefix cache with what the others share.
+            # The first request fills the server's prefix cache with the common prefix.
             first = [await one(prompt) for prompt in prompts[:1]]
             return [*first, *await asyncio.gather(*map(one, prompts[1:]))]
 
@@ -133,7 +133,7 @@ class _Answer(_Wire):
 
 
 def _top_of(choice: _Choice) -> dict[int, float]:
-    """The likeliest first tokens by id; what is not written as an id is left out."""
+    """The likeliest first tokens by id; tokens that are not given as ids are left out."""
     given = choice.logprobs.top_logprobs if choice.logprobs is not None else ()
     top = given[0] if given and given[0] is not None else {}
     named = ((name.removeprefix("token_id:"), logprob) for name, logprob in top.items() if name.startswith("token_id:"))
@@ -168,5 +168,5 @@ def _key(variable: str) -> str:
     if (key := os.environ.get(variable)) is None:
         raise ConfigError(f"the environment variable {variable} is not set: export it with the server's API key")
     if not (key.isascii() and key.isprintable()):
-        raise ConfigError(f"what {variable} holds cannot be sent: see that no line end is in it")
+        raise ConfigError(f"the value of {variable} cannot be sent in a header: remove line ends from it")
     return key

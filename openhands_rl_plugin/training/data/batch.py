@@ -1,4 +1,4 @@
-"""Recorded trajectories -> training sequences -> micro-batches. Ids are used as they were recorded, never re-made."""
+"""Recorded trajectories -> training sequences -> micro-batches. Recorded ids are used as they are."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from openhands_rl_plugin.training.data.layout import MIN_SHARED, common_prefix
 def samples_of(
     trajectory: Trajectory, advantage: float = 1.0, leaf: int | None = None, *, need_logprobs: bool = True
 ) -> list[Sample]:
-    """The training sequences of one path (default: the path that was acted on), in order.
+    """The training sequences of one path (default: the acted path), in order.
 
-    Turns are merged as long as every prompt extends the tokens before it; a prompt that does not (a condensed or
-    rewritten history) starts a new sequence. Raises ``TrainingError`` when a sampled node has no tokens, or, with
-    ``need_logprobs`` (reinforcement learning needs them, fine-tuning does not), no logprobs or non-finite ones.
+    Turns are merged as long as every prompt extends the tokens before it; another prompt (a condensed or rewritten
+    history) starts a new sequence. Raises ``TrainingError`` when a sampled node has no tokens, or, with
+    ``need_logprobs`` (for reinforcement learning, not for SFT), no logprobs or non-finite ones.
     """
     at = trajectory.head if leaf is None else leaf
     return [] if at is None else list(_segments(trajectory, at, advantage, set(), need_logprobs))
 
 
 def is_recorded(trajectory: Trajectory, *, need_logprobs: bool = True) -> bool:
-    """Whether the acted path holds all that ``samples_of`` needs, and anything to train."""
+    """Whether the acted path has all data that ``samples_of`` needs, and at least one sampled token."""
     sampled = 0
     try:
         for index in trajectory.path():
@@ -38,9 +38,9 @@ def is_recorded(trajectory: Trajectory, *, need_logprobs: bool = True) -> bool:
 
 
 def recorded_nodes(trajectory: Trajectory, *, need_logprobs: bool = True) -> frozenset[int]:
-    """The nodes that can be trained, or be context: they hold what ``samples_of`` needs, and so do all before them.
+    """The nodes that can be trained or be context: they and all nodes before them have what ``samples_of`` needs.
 
-    A branch may hold less than the acted path, because what looked like a secret in it was taken out of the store.
+    A branch may have less data than the acted path, because redaction removed possible secrets from it.
     """
     whole: set[int] = set()
     for at, node in enumerate(trajectory.nodes):
@@ -60,15 +60,15 @@ def samples_of_tree(
 ) -> list[Sample]:
     """The training sequences of a search tree in which every sampled node has an advantage of its own.
 
-    ``advantages`` is ``node -> advantage``; sampled nodes that it does not name are context only, and nodes of branches
-    that were not wholly recorded are left out. Every node is trained once, however many leaves lie below it. Raises
-    ``TrainingError`` as ``samples_of`` does, of the path that was acted on.
+    ``advantages`` is ``node -> advantage``; sampled nodes without one are context only, and nodes of branches that were
+    not fully recorded are left out. Every node is trained once, however many leaves are below it. Raises
+    ``TrainingError`` for the acted path as ``samples_of`` does.
     """
     acted = set(trajectory.path())
     recorded = recorded_nodes(trajectory, need_logprobs=need_logprobs)
     named = {at: value for at, value in advantages.items() if at in acted or at in recorded}
     inner = {up for at in named for up in trajectory.path(at)[:-1]}
-    # The path that was acted on comes first, so that it stays one sequence.
+    # The acted path comes first, so that it stays one sequence.
     ends = sorted(named.keys() - inner, key=lambda at: (at not in acted, at))
     trained = {at for at, node in enumerate(trajectory.nodes) if node.sampled and at not in named}
     samples: list[Sample] = []
@@ -80,15 +80,15 @@ def samples_of_tree(
 def pack(samples: Sequence[Sample], max_tokens_per_micro_batch: int) -> list[list[Sample]]:
     """Group samples so that each group takes at most ``max_tokens_per_micro_batch`` rows when laid out.
 
-    Sequences are laid out end to end without padding, so instead of similar lengths it is similar beginnings that are
-    put together: a prefix that neighbours share is computed once. Among all ways to cut the sorted samples into groups,
-    the one that computes fewest tokens twice is taken, and of those the one with fewest groups. A sample that is longer
-    than the limit gets a group of its own. Every sample is in exactly one group; the result does not depend on the
-    order of ``samples``, except for the order of equal ones.
+    Sequences are packed without padding, so samples are grouped by common prefix, not by length: a prefix that
+    neighbours share is computed once. Of all partitions of the sorted samples into groups of neighbours the one with
+    the fewest recomputed tokens is chosen, and of those the one with the fewest groups. A sample longer than the limit
+    is a group of its own. Every sample is in exactly one group; the result does not depend on the order of ``samples``,
+    except for the order of equal ones.
     """
     ordered = sorted(samples, key=lambda sample: sample.input_ids)
-    # What each has in common with its left neighbour. The layout may leave up to MIN_SHARED tokens of a common prefix
-    # unshared, so rows are an upper bound.
+    # The length of the common prefix of each with its left neighbour. The layout may leave up to MIN_SHARED tokens of
+    # it unshared, so rows are an upper bound.
     shared = [0] * len(ordered)
     for at in range(1, len(ordered)):
         common = common_prefix(ordered[at - 1].input_ids, ordered[at].input_ids)
@@ -98,13 +98,13 @@ def pack(samples: Sequence[Sample], max_tokens_per_micro_batch: int) -> list[lis
 
 
 def _cheapest_starts(lengths: Sequence[int], shared: Sequence[int], limit: int) -> list[int]:
-    """Where groups begin, so that the tokens that are shared across a cut are fewest, then the groups."""
+    """Start indices of the groups, with the fewest tokens shared across a cut, then the fewest groups."""
     # Of the first n samples: tokens computed twice, groups, and where the last group begins
     best = [(0, 0, 0)]
     for stop in range(1, len(lengths) + 1):
         rows, found = 0, None
         for start in range(stop - 1, -1, -1):
-            # Without its left neighbour the first of a group is computed whole.
+            # The first of a group is computed whole, because its left neighbour is in another group.
             rows += lengths[start] - (shared[start + 1] if start + 1 < stop else 0)
             if rows > limit and start < stop - 1:
                 break
@@ -123,14 +123,14 @@ def _cheapest_starts(lengths: Sequence[int], shared: Sequence[int], limit: int) 
 
 
 class _Segment:
-    """A sequence under construction."""
+    """A training sequence under construction."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.mask: list[bool] = []
         self.logprobs: list[float] = []
         self.trained: list[tuple[int, int, float]] = []
-        """Start, end and advantage of every stretch of trained tokens."""
+        """Start, end and advantage of every span of trained tokens."""
         self.policy: PolicyRef | None = None
 
     def add_context(self, ids: Sequence[int]) -> None:
@@ -153,7 +153,7 @@ class _Segment:
         end = self.trained[-1][1]
         different = {advantage for _, _, advantage in self.trained}
         alike = len(different) == 1
-        # Not validated: the parts come from validated values, and there are tens of thousands of them.
+        # Not validated, for speed: the parts come from validated values, and there are tens of thousands of them.
         return Sample.model_construct(
             trajectory_id=trajectory_id,
             leaf=leaf,
@@ -213,6 +213,6 @@ def _check(trajectory_id: str, index: int, node: Node, need_logprobs: bool) -> N
             f"{where}: {len(tokens.logprobs)} logprobs for {len(tokens.sampled_ids)} sampled tokens; reinforcement "
             'learning needs all of them: use a server that returns logprobs, or train with algorithm = "sft"'
         )
-    # A sum is quick, and finite only if all are (unless it overflows).
+    # A sum is fast, and finite only if all values are (unless it overflows).
     if not math.isfinite(sum(tokens.logprobs)) and not all(map(math.isfinite, tokens.logprobs)):
         raise TrainingError(f"{where}: a recorded logprob is not finite; drop this trajectory or check the server")

@@ -1,4 +1,4 @@
-"""The training dataset of ``RLAgent.train`` and ``openhands-rl train``: which stored episodes, with what advantage."""
+"""The training dataset of ``RLAgent.train`` and ``openhands-rl train``: stored episodes with their advantages."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from openhands_rl_plugin.training.data.imitation import PreferencePair, preferen
 
 
 class ExcludedEpisodes(Frozen):
-    """Counts of stored episodes that were not trained on, by reason.
+    """Counts of the stored episodes that are excluded from training, by reason.
 
-    ``held_out``: of an evaluation split (``HELD_OUT_SPLITS``) that no filter named; ``other_policy``: sampled from
+    ``held_out``: of an evaluation split (``HELD_OUT_SPLITS``) that is not in the filter; ``other_policy``: sampled from
     another model or another agent's adapter; ``failed``: no valid reward; ``no_tokens``: the token ids (or, for
-    reinforcement learning, logprobs) were not recorded; ``unfinished``: ended by the clock or with the process, so the
-    reward says nothing about the policy; ``overlong``: cut short by a limit, where ``overlong`` excludes such episodes;
-    ``off_temperature``: sampled at another temperature than 1 or with a ``top_p``, so the logprobs that reinforcement
-    learning needs are those of another distribution; ``no_signal``: no other episode of its group has another reward,
-    or, for fine-tuning, no success or not among the best.
+    reinforcement learning, logprobs) were not recorded; ``unfinished``: ended by a timeout or with the process, so the
+    reward is not a result of the policy; ``overlong``: cut short by a limit, where ``overlong`` excludes such episodes;
+    ``off_temperature``: sampled at another temperature than 1 or with a ``top_p``, so the recorded logprobs are not
+    those of the sampling distribution; ``no_signal``: all rewards of its group are equal, or, for SFT, it is not a
+    success or not among the best.
     """
 
     held_out: int = 0
@@ -59,7 +59,7 @@ class TrainReport(Frozen):
 
 @dataclass(frozen=True)
 class Episodes:
-    """Valid episodes of one policy with their rewards, and the counts of those that were excluded so far."""
+    """Valid episodes of one policy with their rewards, and the counts of the excluded ones so far."""
 
     trajectories: tuple[Trajectory, ...]
     returns: tuple[float, ...]
@@ -68,7 +68,7 @@ class Episodes:
 
 @dataclass(frozen=True)
 class TrainingDataset:
-    """Training sequences with advantages, or preference pairs; ``used`` counts the episodes that they come from.
+    """Training sequences with advantages, or preference pairs; ``used``: the number of their episodes.
 
     For DPO ``samples`` are those of the ``pairs``.
     """
@@ -90,8 +90,8 @@ async def load_episodes(
 ) -> Episodes:
     """The stored episodes that ``base_model`` sampled, alone or with any version of ``adapter``.
 
-    Those of an evaluation split are excluded unless ``where`` names it. An episode without a score of the reward is
-    scored here; the score is not stored.
+    Episodes of an evaluation split are excluded unless ``where`` names the split. An episode without a score of the
+    reward is scored here; the score is not stored.
     """
     own: list[Trajectory] = []
     known: dict[str, Score] = {}
@@ -116,7 +116,7 @@ async def load_episodes(
 
 
 def build_dataset_or_sft(episodes: Episodes, settings: TrainingSettings | AlgorithmName) -> TrainingDataset:
-    """``build_dataset``, or one for fine-tuning on successes where no two episodes of a task can be compared.
+    """``build_dataset``, or an SFT dataset of the successes where no two episodes of a task can be compared.
 
     ``settings`` may be the name of an algorithm with default options. Raises ``TrainingError`` when both are empty.
     """
@@ -172,7 +172,7 @@ def build_dataset(episodes: Episodes, settings: TrainingSettings) -> TrainingDat
 def _usable(episodes: Episodes, settings: TrainingSettings) -> Episodes:
     """The episodes that the algorithm of ``settings`` may use, grouped, and counts of the others.
 
-    An episode that ran out of time after it had succeeded is a success: it may be imitated, but not compared.
+    An episode that timed out after its success is a success: SFT may use it, algorithms that compare may not.
     """
     kind = algorithm_of(settings).kind
     excluded: Counter[str] = Counter()
@@ -196,11 +196,11 @@ def _usable(episodes: Episodes, settings: TrainingSettings) -> Episodes:
 
 
 def regrouped(trajectory: Trajectory, kind: Kind) -> Trajectory:
-    """The episode in the group of all episodes of one task and one policy version, across runs.
+    """The episode, with a group id for all episodes of one task and one policy version, across runs.
 
-    A baseline estimates the expected return of one policy on one task, and a preference must tell good from bad, not
-    one way of sampling from another. So episodes that are compared also have one strategy and one sampling; for
-    imitation the best episodes of a task may be of several.
+    A baseline estimates the expected return of one policy on one task, and a preference pair must differ in quality,
+    not in the way of sampling. So episodes that are compared also have the same strategy and sampling parameters; for
+    SFT the best episodes of a task may have different ones.
     """
     task = trajectory.task
     key = [task.environment, task.id, task.instruction, trajectory.policy.served_name]
@@ -211,7 +211,7 @@ def regrouped(trajectory: Trajectory, kind: Kind) -> Trajectory:
 
 
 def off_temperature_message(excluded: ExcludedEpisodes) -> str:
-    """The error for a dataset that is empty because of off-temperature sampling, with the remedy."""
+    """The error text for a dataset that is empty because of off-temperature sampling, with the remedy."""
     return (
         f"{excluded.off_temperature} episodes were sampled at another temperature than 1 or with a top_p below 1, but "
         "the recorded logprobs are those of temperature 1: roll out again with temperature = 1.0 and top_p = 1.0, or "

@@ -1,7 +1,7 @@
-"""Token ids for episodes that no model sampled (a script's, a person's): rendered once, with the model's own template.
+"""Token ids of demonstrations, which no model sampled: rendered once with the model's own chat template.
 
-What a policy sampled is never rendered again; its ids were recorded. A demonstration has no ids, so here they are made
-exactly as a server would make the prompts, and every turn is checked to extend the one before.
+Episodes of a policy have recorded ids and are never rendered again. A demonstration has none, so its ids are made
+exactly as a server makes prompts, and every turn is checked to extend the previous one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from openhands_rl_plugin.core.types import Message, Sample, Trajectory
 
 
 class ChatTokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that is needed here."""
+    """The method of a Hugging Face tokenizer that is used here."""
 
     eos_token_id: int | None
 
@@ -24,10 +24,10 @@ class ChatTokenizer(Protocol):
 
 
 def demonstration_sample(trajectory: Trajectory, tokenizer: ChatTokenizer) -> Sample:
-    """One sample of the acted path with the assistant turns (their end token included) masked in.
+    """One sample of the acted path; the loss mask covers the assistant turns, including their end-of-turn token.
 
-    Raises ``TrainingError`` when the template rewrites earlier turns, because then no single sequence shows what the
-    model would have seen, or when the tokenizer has no end-of-turn token.
+    Raises ``TrainingError`` when the template rewrites earlier turns, because then no single sequence holds all
+    prompts, or when the tokenizer has no end-of-turn token.
     """
     if tokenizer.eos_token_id is None:
         raise TrainingError("the tokenizer names no end-of-sequence token, so a turn's end cannot be trained")

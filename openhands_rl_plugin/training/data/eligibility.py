@@ -1,8 +1,8 @@
-"""Which episodes an algorithm may train on, by how they ended and how they were sampled.
+"""Which episodes an algorithm may train on, by their stop reason and sampling parameters.
 
-Servers report the logprobs of the full distribution at temperature 1, and the trainer computes the same ones. Tokens
-that were sampled at another temperature or with a ``top_p`` come from another distribution: their importance ratio is
-wrong from the first step on, although it reads 1, and no clip or importance correction can see that.
+Servers return the logprobs of the full distribution at temperature 1, and the trainer computes the same ones. Tokens
+sampled at another temperature or with a ``top_p`` come from another distribution: their importance ratio is wrong,
+although it is 1 in the first step, and neither clipping nor importance correction detects that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ON_TEMPERATURE = (1.0, 1.0)
 
 
 def is_interrupted(trajectory: Trajectory) -> bool:
-    """Whether the clock or the process ended the episode, so that its reward says nothing about the policy."""
+    """Whether a timeout or the end of the process ended the episode, so its reward is not a result of the policy."""
     return trajectory.stop in _INTERRUPTED
 
 
@@ -34,11 +34,11 @@ def samplings(trajectory: Trajectory) -> tuple[tuple[float, float], ...]:
 
 
 def is_off_temperature(trajectory: Trajectory) -> bool:
-    """Whether a message on the acted path was sampled from another distribution than its logprobs are of."""
+    """Whether a message on the acted path was sampled from another distribution than that of its logprobs."""
     return any(sampling != _ON_TEMPERATURE for sampling in samplings(trajectory))
 
 
 def _sampling(params: SamplingParams | None) -> tuple[float, float]:
-    """Parameters that were not sent are the server's defaults, which are 1."""
+    """Temperature and ``top_p``; those not sent are the server's defaults, which are 1."""
     temperature, top_p = (None, None) if params is None else (params.temperature, params.top_p)
     return 1.0 if temperature is None else temperature, 1.0 if top_p is None else top_p

@@ -1,4 +1,4 @@
-"""Which episodes are worth imitating, and which are better than which: fine-tuning and preferences."""
+"""Selection of episodes for SFT, and of preference pairs for DPO."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from openhands_rl_plugin.training.data.batch import recorded_nodes, samples_of, 
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """Two ways to go on from one state, as training sequences; ``chosen`` is the better one."""
+    """Two continuations from one state, as training sequences; ``chosen`` is the better one."""
 
     chosen: tuple[Sample, ...]
     rejected: tuple[Sample, ...]
@@ -22,9 +22,9 @@ class PreferencePair:
 def select_for_sft(
     trajectories: Sequence[Trajectory], rewards: Sequence[float], settings: TrainingSettings
 ) -> tuple[int, ...]:
-    """Indices of the episodes to fine-tune on: those above ``imitate_above``; of rejection sampling the best of those.
+    """Indices of the episodes for SFT: rewards above ``imitate_above``; for rejection sampling the best of each group.
 
-    Among equally good episodes of a group the shorter one is kept.
+    Of equally good episodes of a group the shorter ones come first.
     """
     good = [index for index, reward in enumerate(rewards) if reward > settings.imitate_above]
     if settings.algorithm != "rejection-sampling":

@@ -1,8 +1,8 @@
-"""Lays training sequences end to end with shared beginnings stored once (a prefix tree), without padding.
+"""Packs training sequences without padding, with shared prefixes stored once (a prefix tree).
 
-Rollouts of a group start with the same prompt, and often with the same first turns. A token's hidden state depends on
-the tokens before it only, so a shared beginning has to be computed only once, and the gradients of all continuations
-add up in it: the same mathematics for a fraction of the work.
+Rollouts of a group have the same prompt, and often the same first turns. A token's hidden state depends on the tokens
+before it only, so a shared prefix needs one computation, in which the gradients of all continuations are summed. The
+result is the same as without sharing.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 MIN_SHARED = 16
-"""Shorter common stretches are not split off: further attention calls cost more than computing them twice."""
+"""Shorter common prefixes are not shared: an additional attention call costs more than computing them twice."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Rows ``start:stop`` hold consecutive tokens, rows ``stop:end`` all their continuations.
+    """Rows ``start:stop`` are consecutive tokens, rows ``stop:end`` all their continuations.
 
-    ``depth`` is the number of tokens before the run in each of its sequences; ``parent`` is the index of the run that
-    holds the last of them.
+    ``depth``: the number of tokens before the run in each of its sequences. ``parent``: the index of the run with the
+    last of them.
     """
 
     start: int
@@ -60,14 +60,14 @@ class _Builder:
     def __init__(self, sequences: Sequence[tuple[int, ...]]) -> None:
         self._order = sorted(range(len(sequences)), key=lambda at: sequences[at])
         self._sorted = [sequences[at] for at in self._order]
-        # _shared[i]: how many tokens number i has in common with its left neighbour
+        # _shared[i]: length of the common prefix of sequence i and its left neighbour
         self._shared = [0, *map(common_prefix, self._sorted, self._sorted[1:])]
         self._ids: list[int] = []
         self._spans: list[tuple[int, int, int, int | None]] = []
         self._leaf_runs: list[int | None] = [None] * len(sequences)
 
     def build(self) -> Layout:
-        # Neighbours ``first:last`` whose tokens up to ``depth`` lie in ``parent`` and the runs above it
+        # Sequences ``first:last`` whose tokens up to ``depth`` are in ``parent`` and the runs above it
         pending: list[tuple[int, int, int, int | None]] = list(self._groups(0, len(self._sorted), 0, None))[::-1]
         while pending:
             first, last, depth, parent = pending.pop()
@@ -88,7 +88,7 @@ class _Builder:
     def _groups(
         self, first: int, last: int, depth: int, parent: int | None
     ) -> Iterator[tuple[int, int, int, int | None]]:
-        """Cut ``first:last`` where neighbours have less than ``MIN_SHARED`` tokens after ``depth`` in common."""
+        """Cut ``first:last`` where neighbours share fewer than ``MIN_SHARED`` tokens after ``depth``."""
         start = first
         for at in range(first + 1, last + 1):
             if at == last or self._shared[at] - depth < MIN_SHARED:

@@ -1,11 +1,11 @@
-"""The agent that OpenRLHF 0.11 loads: ``--train.agent_func_path .../openhands_rl_plugin/training/openrlhf.py``.
+"""The agent that OpenRLHF 0.11 loads: ``--train.agent_func_path .../openhands_rl_plugin/training/openrlhf/agent.py``.
 
     export OPENHANDS_RL_CONFIG=/path/to/config.toml
 
-``AgentExecutor`` is what it looks for. It plays an episode as every other runner here does, and mends what the stock
-multi-turn executor leaves open: every answer counts against ``max_turns``, a limit's end is flagged as truncated, the
-sampling parameters stay as they were given, and a first prompt that is too long is refused instead of losing its
-beginning. ``AgentInstance`` is the same episode for an executor of one's own.
+OpenRLHF looks for ``AgentExecutor``. It runs an episode like every other runner of this package, and differs from the
+stock multi-turn executor: every answer counts against ``max_turns``, an episode ended by a limit is flagged as
+truncated, the sampling parameters are not changed, and a first prompt that is too long is an error instead of being
+truncated. ``AgentInstance`` is the same episode for another executor.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ try:
     )
 except ModuleNotFoundError as error:
     raise ConfigError(
-        f"{error.name} is not installed; OpenRLHF has a torch and a vLLM of its own, so that it needs an environment "
-        "of its own: pip install openrlhf[vllm]==0.11.2 openhands_rl_plugin[train]"
+        f"{error.name} is not installed; OpenRLHF pins its own torch and vLLM, so it needs a separate environment: "
+        "pip install openrlhf[vllm]==0.11.2 openhands_rl_plugin[train]"
     ) from error
 
 
 class AgentInstance(AgentInstanceBase):
-    """One episode, stepped with texts."""
+    """One episode, stepped with the texts of answers."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._episode = SteppedEpisode(_rollouts())
@@ -45,11 +45,11 @@ class AgentInstance(AgentInstanceBase):
 
 
 class AgentExecutor(MultiTurnAgentExecutor):
-    """Plays whole episodes, with token ids from end to end."""
+    """Runs whole episodes on token ids."""
 
     def __init__(self) -> None:
         super().__init__(AgentInstance)
-        # What is wrong with the configuration is told before the first rollout.
+        # Errors in the configuration are raised before the first rollout.
         self._rollouts = _rollouts()
 
     async def execute(

@@ -1,4 +1,4 @@
-"""OpenRLHF's rollout engine as an ``LLMEngine``: ids in, ids out, and nothing that was sampled is tokenised again."""
+"""OpenRLHF's rollout engine as an ``LLMEngine``: ids in, ids out; sampled text is never tokenised again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CHOSEN_BY_STRATEGY = ("temperature", "top_p", "seed")
 
 
 class TokenGenerator(Protocol):
-    """The part of OpenRLHF's ``RolloutRayActor`` that is needed; its answer is vLLM's ``RequestOutput``."""
+    """The method of OpenRLHF's ``RolloutRayActor`` that is used; it returns vLLM's ``RequestOutput``."""
 
     async def generate(self, prompt_token_ids: list[int], sampling_params: Any, multi_modal_data: Any = None) -> Any:
         """Sample one answer."""
@@ -26,11 +26,11 @@ class OpenRLHFEngine:
     """The engine of one episode.
 
     Args:
-        generator: samples.
-        tokenizer: of Hugging Face, with a chat template.
-        sampling: vLLM's parameters as OpenRLHF gave them; copied for every answer, never changed.
-        longest: tokens that prompt and answers may have together.
-        answer: tokens that one answer may have.
+        generator: samples the answers.
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        sampling: OpenRLHF's ``SamplingParams`` of vLLM; copied for every answer, never changed.
+        longest: maximal number of tokens of prompt and answers together.
+        answer: maximal number of tokens of one answer.
     """
 
     def __init__(self, generator: TokenGenerator, tokenizer: Any, sampling: Any, *, longest: int, answer: int) -> None:
@@ -64,11 +64,11 @@ class OpenRLHFEngine:
         return [self._completion(tuple(messages), prompt, answer.outputs[0], bool(tools)) for answer in answers]
 
     def _prompt(self, messages: tuple[Message, ...], tools: Sequence[JsonObject]) -> tuple[int, ...]:
-        """The ids of the longest known beginning that ends with an answer, and those of the text behind it."""
+        """The ids of the longest known prefix that ends with an answer, and those of the text after it."""
         for end in range(len(messages), 0, -1):
             if (known := self._contexts.get(messages[:end])) is not None:
                 behind = self._ids(text_behind(self._template, messages, end - 1, tools))
-                # The answer's own end of turn was sampled; a cut one has none.
+                # A complete answer ends with its sampled end-of-turn token; a truncated one has none.
                 return known + (behind[1:] if known[-1:] == behind[:1] else behind)
         return self._ids(self._template.render(messages, tools))
 
@@ -90,7 +90,7 @@ class OpenRLHFEngine:
         self, messages: tuple[Message, ...], prompt: tuple[int, ...], output: Any, called: bool
     ) -> Completion:
         sampled = tuple(output.token_ids)
-        # Not the engine's own text: OpenRLHF asks for it with its special tokens.
+        # Not the engine's own text: OpenRLHF requests it with its special tokens.
         text = str(self._tokenizer.decode(list(sampled), skip_special_tokens=True))
         message = message_of(text, turn=len(messages), called=called)
         self._contexts[(*messages, message)] = prompt + sampled

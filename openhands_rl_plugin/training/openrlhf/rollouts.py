@@ -1,7 +1,7 @@
-"""What OpenRLHF asks an agent for, played by ``AgentSession``: the episode that the ``[rl]`` section describes.
+"""Rollouts for OpenRLHF: episodes of the ``[rl]`` section, run by ``AgentSession``, in OpenRLHF's format.
 
-Four environment variables say which, because OpenRLHF builds its agents without arguments; ``RolloutConfig`` names
-them. A row of the data set is a task as JSON (``id``, ``instruction``, ``data``), or just the instruction.
+They are configured by four environment variables (see ``RolloutConfig``), because OpenRLHF constructs its agents
+without arguments. A row of the dataset is a task as JSON (``id``, ``instruction``, ``data``), or just the instruction.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ CONFIG, REWARD, TEMPLATE, RETRIES = (
     "OPENHANDS_RL_RETRIES",
 )
 CUT_SHORT = frozenset({StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.TIMEOUT})
-"""Ends that are limits', not the task's."""
+"""Stop reasons of episodes that were ended by a limit, not by the task."""
 
 
 class Rollout(TypedDict):
     """One episode as OpenRLHF 0.11 reads it.
 
-    ``observation_tokens``: all ids, up to the last sampled one; ``action_ranges``: where sampled ones lie, start and
-    end; ``rollout_log_probs``: one number an id, 0.0 where it was not sampled, ``None`` when none were asked for.
+    ``observation_tokens``: all ids, up to the last sampled one; ``action_ranges``: start and end of each span of
+    sampled ids; ``rollout_log_probs``: one per id, 0.0 for ids that were not sampled, ``None`` unless requested.
     ``extra_logs`` has the same keys in every episode.
     """
 
@@ -79,11 +79,11 @@ class _TaskRow(Frozen):
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How episodes are played, from the process's environment.
+    """The configuration of the rollouts, from environment variables.
 
-    ``OPENHANDS_RL_CONFIG``: a config.toml; ``OPENHANDS_RL_REWARD``: another reward than that of ``[rl.reward]``, with
-    its default options; ``OPENHANDS_RL_TEMPLATE``: the model's family, for an ``AgentInstance`` that is not given a
-    tokenizer (default: qwen3); ``OPENHANDS_RL_RETRIES``: how often an episode that failed is replaced (default: 2).
+    ``OPENHANDS_RL_CONFIG``: a config.toml; ``OPENHANDS_RL_REWARD``: a reward instead of that of ``[rl.reward]``, with
+    its default options; ``OPENHANDS_RL_TEMPLATE``: the model's family, for an ``AgentInstance``, which has no tokenizer
+    (default: qwen3); ``OPENHANDS_RL_RETRIES``: how often a failed episode is retried (default: 2).
     """
 
     settings: RLSettings
@@ -93,7 +93,7 @@ class RolloutConfig:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """Raises ``ConfigError`` when a variable or what it names is wrong."""
+        """Read the variables. Raises ``ConfigError`` when one of them, or the file that it names, is invalid."""
         environ = os.environ if environ is None else environ
         if not (path := environ.get(CONFIG)):
             raise ConfigError(f"{CONFIG} is not set: export {CONFIG}=/path/to/config.toml with an [rl] section")
@@ -109,9 +109,9 @@ class RolloutConfig:
         )
 
     def task(self, prompt: str, label: object, markers: Sequence[str] = ()) -> Task:
-        """The task of a row. ``markers``: special tokens, which show that the prompt was rendered already.
+        """The task of a row. ``markers``: special tokens, by which a prompt that is already rendered is recognised.
 
-        Raises ``ConfigError`` for a row that is no task.
+        Raises ``ConfigError`` for a row that is not a task.
         """
         row = _row(prompt)
         if any(marker in row.instruction for marker in markers):
@@ -119,7 +119,7 @@ class RolloutConfig:
                 "the prompts are rendered already: drop --data.apply_chat_template, the environment opens the "
                 "conversation"
             )
-        data = row.data if label in ("", None) else {"label": label, **row.data}  # the row's own label counts more
+        data = row.data if label in ("", None) else {"label": label, **row.data}  # the row's own label takes precedence
         identity = row.id or hashlib.sha256(prompt.encode()).hexdigest()[:16]
         try:
             return Task(
@@ -133,7 +133,7 @@ class RolloutConfig:
             raise ConfigError(f"task {identity}: its label is not JSON: {describe(error)}") from error
 
     def session(self, engine: LLMEngine, policy: PolicyRef, longest: int | None = None) -> AgentSession:
-        """A fresh environment and strategy. ``longest``: tokens that a conversation may have."""
+        """A session with a new environment and strategy. ``longest``: maximal number of tokens of a conversation."""
         limits = self.settings.limits()
         if longest is not None:
             bound = min(longest, limits.max_prompt_length or longest)
@@ -149,14 +149,14 @@ class RolloutConfig:
 
 
 class Rollouts:
-    """Plays episodes; one object may play many at a time."""
+    """Runs episodes; one object may run many at the same time."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self.config = config
         self._samples = itertools.count()
 
     def request(self, task: Task) -> EpisodeRequest:
-        """A request of its own for every episode."""
+        """A new request for every episode."""
         return EpisodeRequest(task=task, run_id="openrlhf", group_id=task.id, sample=next(self._samples))
 
     async def play(
@@ -169,9 +169,9 @@ class Rollouts:
         generator: TokenGenerator,
         images: object = None,
     ) -> Rollout:
-        """One episode. One that fails is replaced, because OpenRLHF has no way to leave it out of a baseline.
+        """One episode. A failed one is retried, because OpenRLHF cannot exclude it from a baseline.
 
-        Raises ``ConfigError`` for a row that cannot be played, ``TrainingError`` when its replacements failed too.
+        Raises ``ConfigError`` for an invalid row, ``TrainingError`` when all retries failed too.
         """
         if images:
             raise ConfigError("images are not supported: set --data.max_images_per_prompt 0")
@@ -187,19 +187,19 @@ class Rollouts:
             failures.append(score)
         raise TrainingError(
             f"task {task.id} failed {len(failures)} times, at last with: {failures[-1].message} "
-            f"({failures[-1].boundary}); mend it or leave the task out"
+            f"({failures[-1].boundary}); fix the cause or remove the task"
         )
 
     async def _played(self, task: Task, engine: OpenRLHFEngine, max_length: int) -> Trajectory:
         session = self.config.session(engine, engine.policy, max_length - 1)
         trajectory = await session.run(self.request(task))
         if engine.full:
-            # No room is a limit of the episode, not a failure of the model.
+            # A conversation without room for an answer has reached a limit; the model has not failed.
             trajectory = trajectory.model_copy(update={"failure": None, "stop": StopReason.MAX_TOKENS})
         if trajectory.failure is None and not any(trajectory.sampled()):
             raise ConfigError(
-                f"task {task.id}: its opening leaves no room for an answer in {max_length} tokens; raise "
-                "--data.max_len and [rl] max_prompt_length, or leave the task out"
+                f"task {task.id}: its first prompt leaves no room for an answer in {max_length} tokens; raise "
+                "--data.max_len and [rl] max_prompt_length, or remove the task"
             )
         return trajectory
 
@@ -212,13 +212,13 @@ def total_of(score: Score, task: str) -> float:
 
 
 def is_cut_short(trajectory: Trajectory) -> bool:
-    """Whether a limit ended the episode, or its last answer."""
+    """Whether a limit ended the episode or truncated its last answer."""
     last = next(reversed([*trajectory.sampled()]), None)
     return trajectory.stop in CUT_SHORT or (last is not None and last.finish_reason == "length")
 
 
 def logs_of(trajectory: Trajectory) -> dict[str, float]:
-    """What OpenRLHF logs of an episode."""
+    """OpenRLHF's ``extra_logs`` of an episode."""
     turns = sum(1 for _ in trajectory.sampled())
     return {"agent_turns": float(turns), "agent_cut_short": float(is_cut_short(trajectory))}
 
@@ -264,4 +264,4 @@ def _row(prompt: str) -> _TaskRow:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"a row of the data set is no task: {where}: {first['msg']}") from error
+        raise ConfigError(f"a row of the dataset is not a task: {where}: {first['msg']}") from error

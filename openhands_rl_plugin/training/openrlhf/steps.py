@@ -1,4 +1,4 @@
-"""An episode that somebody else steps: OpenRLHF's stock executor samples, and hands over texts."""
+"""An episode stepped from outside: OpenRLHF's stock executor samples, and passes the texts of answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from openhands_rl_plugin.training.openrlhf.text import message_of, text_behind
 
 
 class Step(TypedDict):
-    """What OpenRLHF 0.11 reads of a step: ``rewards`` is a tensor, because it calls ``.item()``."""
+    """A step's result as OpenRLHF 0.11 reads it; ``rewards`` is a tensor, because it calls ``.item()``."""
 
     rewards: Tensor
     scores: Tensor
@@ -37,9 +37,9 @@ class Step(TypedDict):
 
 
 class SteppedEpisode:
-    """One episode, opened by ``reset`` and ended by the last ``step``; one that is dropped before closes its world.
+    """One episode, started by ``reset`` and ended by the last ``step``; an abandoned one closes its environment.
 
-    The session is the one that plays all other episodes: it waits where it would ask an engine.
+    It runs in an ordinary session, whose engine waits for the next ``step``.
     """
 
     def __init__(self, rollouts: Rollouts) -> None:
@@ -56,7 +56,7 @@ class SteppedEpisode:
         task = self._rollouts.config.task(prompt, label, self._template.stop)
         self._playing = asyncio.create_task(self._session.run(self._rollouts.request(task)))
         self._playing.add_done_callback(self._engine.end)
-        # The stock executor drops an episode when its tokens are used up, and says nothing.
+        # The stock executor abandons an episode without a call when its token budget is exhausted.
         weakref.finalize(self, self._playing.cancel)
         messages = await self._engine.asked.get()
         if messages is None:
@@ -76,7 +76,7 @@ class SteppedEpisode:
             return await self._last(self._playing.result())
         self._messages = messages
         behind = text_behind(self._template, messages, turn, tools)
-        # The answer's own end of turn was sampled.
+        # The answer's end-of-turn token was sampled.
         behind = behind.removeprefix(text[len(spoken) :])
         nodes = self._session.tree.nodes
         earned = sum(nodes[at].reward or 0.0 for at in self._session.tree.path())
@@ -89,7 +89,7 @@ class SteppedEpisode:
         return self._step(total_of(score, trajectory.task.id), "", trajectory)
 
     def _step(self, total: float, behind: str, ended: Trajectory | None) -> Step:
-        """``total`` is what the episode has earned so far."""
+        """``total``: the sum of the episode's rewards so far."""
         paid, self._paid = total - self._paid, total
         logs = logs_of(ended) if ended is not None else {}
         return Step(
@@ -107,7 +107,7 @@ class SteppedEpisode:
 
 
 class _WaitingEngine:
-    """Asks whoever steps the episode. ``asked`` gets every conversation, and ``None`` at the end."""
+    """An engine whose answers come from ``step``. ``asked`` receives every conversation, and ``None`` at the end."""
 
     policy = PolicyRef(base_model="openrlhf")
 

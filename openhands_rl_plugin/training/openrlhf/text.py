@@ -1,7 +1,7 @@
-"""Conversations that only grow: the text of a prompt, and later only of what follows an answer.
+"""Append-only rendering of conversations: the text of the first prompt, then only the text after each answer.
 
-A chat template may rewrite earlier turns (Qwen3 drops old thoughts), and a text that is tokenised again may get other
-ids. What was sampled is therefore never rendered: only the text behind it is.
+A chat template may rewrite earlier turns (Qwen3 removes the thinking of earlier turns), and text that is tokenised
+again may get other ids. So sampled text is never rendered, only the text after it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _STAND_IN = "STAND-IN-FOR-WHAT-WAS-SAMPLED"
 
 
 class Renderer(Protocol):
-    """How a conversation becomes the text of a prompt; every ``ChatTemplate`` is one."""
+    """Renders a conversation as the text of a prompt; every ``ChatTemplate`` is one."""
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[JsonObject] = (), *, add_generation_prompt: bool = True
@@ -28,7 +28,7 @@ class Renderer(Protocol):
 
 
 class TokenizerTemplate:
-    """The chat template that a Hugging Face tokenizer brings."""
+    """The chat template of a Hugging Face tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -36,7 +36,7 @@ class TokenizerTemplate:
     def render(
         self, messages: Sequence[Message], tools: Sequence[JsonObject] = (), *, add_generation_prompt: bool = True
     ) -> str:
-        """The text. Raises whatever the template raises."""
+        """The text of the prompt. Errors of the template are not caught."""
         return self._tokenizer.apply_chat_template(
             [to_wire(message) for message in messages],
             tools=list(tools) or None,
@@ -46,19 +46,19 @@ class TokenizerTemplate:
 
 
 def text_behind(renderer: Renderer, messages: Sequence[Message], answer: int, tools: Sequence[JsonObject]) -> str:
-    """What a prompt of ``messages`` says behind the answer at index ``answer``: the turn's end and the turns after it.
+    """The text after the answer at index ``answer`` in a prompt of ``messages``: the end of its turn and later turns.
 
-    Raises ``ModelError`` for a template that leaves answers out.
+    Raises ``ModelError`` for a template that omits answers.
     """
     shown = [*messages[:answer], Message(role="assistant", content=_STAND_IN), *messages[answer + 1 :]]
     before, found, behind = renderer.render(shown, tools).rpartition(_STAND_IN)
     if not found or _STAND_IN in before:
-        raise ModelError("the chat template does not show what the assistant said; use a model with another template")
+        raise ModelError("the chat template omits the assistant's answers; use a model with another template")
     return behind
 
 
 def message_of(text: str, *, turn: int, called: bool) -> Message:
-    """An answer as a message; its calls are read as the model server would read them, if tools were offered."""
+    """An answer as a message; its tool calls are parsed as by the model server, if tools were offered."""
     parsed = parse_tool_calls(text) if called else ParsedText(text, ())
     calls = tuple(
         ToolCall(id=f"call_{turn}_{at}", name=call.name, arguments=call.arguments)

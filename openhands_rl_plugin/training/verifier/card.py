@@ -1,4 +1,4 @@
-"""What a trained verifier says of itself, beside its adapter: enough to score exactly as it was trained. No torch."""
+"""The metadata file of a trained verifier: everything that scoring needs to match training. No torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class VerifierOutput(NamedTuple):
 class Calibration(Frozen):
     """``P(YES) = sigmoid(slope * margin + offset)``, where ``margin`` is logit(YES) - logit(NO) in nats.
 
-    The slope is the inverse of a temperature; an offset undoes a share of YES that differs from that in training.
+    The slope is the inverse of a temperature; the offset corrects for another share of successes than in training.
     """
 
     slope: float = Field(default=1.0, gt=0)
@@ -42,7 +42,7 @@ class VerifierCard(Frozen):
 
     ``model``: the base model's directory. ``sha256``: of the adapter's weights file. ``max_length``: tokens of the
     longest prompt with its label. ``yes`` and ``no``: the token ids that are trained and scored. ``trained_on``: the
-    marks of all tasks that it, or a version before it, learnt from; cards of earlier releases do not say.
+    digests of all tasks in the training data of this and earlier versions; missing in cards of earlier releases.
     """
 
     model: str
@@ -55,7 +55,7 @@ class VerifierCard(Frozen):
 
     @property
     def version(self) -> str:
-        """The reward version of its scores: whatever changes them is in the name."""
+        """The reward version of its scores; it names everything that changes them."""
         calibrated = self.calibration
         suffix = "" if calibrated == Calibration() else f"/{calibrated.slope:.6g},{calibrated.offset:.6g}"
         return f"{VERSION_PREFIX}{self.sha256[:16]}/{self.max_length}{suffix}"
@@ -80,18 +80,18 @@ class VerifierCard(Frozen):
 
 
 VERSION_PREFIX = "verifier-1@"
-"""What the reward versions of all verifiers begin with: their scores are no labels."""
+"""The prefix of all verifiers' reward versions: their scores must not be used as labels."""
 
 
 def task_digest(task: str) -> str:
-    """A short name of a task. Where two tasks share one, the second is not held out, and that is all."""
+    """A short digest of a task. In a collision, the only effect is that the second task is not held out."""
     return hashlib.sha256(task.encode()).hexdigest()[:_MARK]
 
 
 def tasks_trained_on(parent: Adapter | None) -> frozenset[str]:
-    """The marks of the tasks that a verifier, or one before it, learnt from.
+    """The digests of the tasks in the training data of a verifier and its earlier versions.
 
-    Raises ``TrainingError`` where nothing says so: it might be judged by what it was taught.
+    Raises ``TrainingError`` where they are unknown: it might be evaluated on its training data.
     """
     if parent is None:
         return frozenset()
@@ -99,8 +99,8 @@ def tasks_trained_on(parent: Adapter | None) -> frozenset[str]:
         raise TrainingError(f"{parent.name} is no verifier; choose another --adapter name, or --from base")
     if (marks := VerifierCard.load(Path(parent.path)).trained_on) is None:
         raise TrainingError(
-            f"{parent.name} is of an earlier release and does not say which tasks it learnt from, so its successor "
-            "might be judged by the same ones: start over with --from base"
+            f"{parent.name} is of an earlier release, which did not record its training tasks, so a version trained "
+            "from it might be evaluated on them: start over with --from base"
         )
     return frozenset(marks)
 

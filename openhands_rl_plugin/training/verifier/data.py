@@ -1,4 +1,4 @@
-"""What a verifier is trained and judged on: labelled episodes, split by task, balanced by class. No torch."""
+"""A verifier's training and evaluation data: labelled episodes, split by task, balanced by class. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Labelled:
-    """An episode, the name of its task, and whether it solved the task."""
+    """An episode, its task, and whether it solved the task."""
 
     trajectory_id: str
     task: str
@@ -32,7 +32,7 @@ class Labelled:
 
 @dataclass(frozen=True)
 class Example:
-    """A labelled episode as token ids: the prompt, and the label's token, which comes next."""
+    """A labelled episode as token ids: the prompt, followed by the label's token."""
 
     label: Labelled
     prompt: tuple[int, ...]
@@ -40,7 +40,7 @@ class Example:
     truncated: bool
 
     def sample(self) -> Sample:
-        """The training sequence: nothing but the label's token is trained."""
+        """The training sequence; the loss mask covers the label's token only."""
         count = len(self.prompt)
         return Sample(
             trajectory_id=self.label.trajectory_id,
@@ -52,10 +52,10 @@ class Example:
 
 
 class LeftOut(Frozen):
-    """Episodes that fit a verifier nothing, by reason.
+    """Counts of the episodes that are excluded, by reason.
 
-    ``of_held_out_splits``: they measure policies that the verifier may choose for (``HELD_OUT_SPLITS``), and no filter
-    named the split; ``balance``: more failures than were wanted.
+    ``of_held_out_splits``: of an evaluation split (``HELD_OUT_SPLITS``) that is not in the filter, because policies
+    that use the verifier are evaluated on it; ``balance``: failures above the wanted ratio.
     """
 
     of_held_out_splits: int = 0
@@ -66,7 +66,7 @@ class LeftOut(Frozen):
 
 @dataclass(frozen=True)
 class VerifierDataset:
-    """What is trained on and what the result is judged by: no task has episodes in both."""
+    """Training and held-out examples; no task has episodes in both."""
 
     training: tuple[Example, ...]
     held_out: tuple[Example, ...]
@@ -81,7 +81,7 @@ class Split(NamedTuple):
 
 
 def task_of(trajectory: Trajectory) -> str:
-    """What episodes of one task have in common, whoever played them in whichever run."""
+    """The key of an episode's task, the same across policies and runs."""
     return f"{trajectory.task.environment}\0{trajectory.task.id}"
 
 
@@ -99,7 +99,8 @@ async def verifier_dataset(
 
     ``reward``: that of ``settings.label``; ``None`` for the evidence. ``taught``: as for ``split_by_task``.
 
-    Only what is kept is rendered, so that the store is read twice. Raises ``TrainingError`` when there is too little.
+    The store is read twice, so that only the selected episodes are rendered. Raises ``TrainingError`` when there are
+    too few.
     """
     labelled: list[Labelled] = []
     failed = unlabelled = measuring = 0
@@ -133,10 +134,10 @@ async def verifier_dataset(
 async def label_of(
     trajectory: Trajectory, scores: Sequence[Score], settings: VerifierSettings, reward: Reward | None
 ) -> bool | None:
-    """Whether the episode solved its task; ``None`` when it failed or nothing says so.
+    """Whether the episode solved its task; ``None`` when it failed or its outcome is unknown.
 
-    With a reward it is what its newest stored score says, or, where there is none, the reward itself. What verifiers
-    thought of the episode is no label.
+    With a reward the label is its newest stored score, or, without one, the reward computed now. Scores of verifiers
+    are never labels.
     """
     if trajectory.failure is not None:
         return None
@@ -156,22 +157,22 @@ def split_by_task(
 ) -> Split:
     """Hold out about ``settings.held_out`` of the tasks with all their episodes.
 
-    ``taught``: marks of the tasks that a verifier which is gone on from has learnt from, with whichever seed or store;
-    none of them is held out, and the share is made up from the others. Apart from them a task's side follows from its
-    name and the seed, so it stays there when the store grows; only of very few tasks one is put on an empty side.
-    Raises ``TrainingError`` when there are fewer than two tasks, or only such as are ``taught``.
+    ``taught``: digests of the tasks that the parent verifier was trained on, with whatever seed or store; none of them
+    is held out, and the share is taken from the others. The side of any other task depends on its name and the seed
+    only, so it does not change when the store grows, except that with very few tasks one is moved to an empty side.
+    Raises ``TrainingError`` when there are fewer than two tasks, or all are ``taught``.
     """
     places = {example.task: _place(example.task, seed) for example in examples}
     if len(places) < 2:
         raise TrainingError(
-            f"{len(places)} task(s) have labelled episodes; a verifier needs at least two: one to learn from and one, "
-            "held out, to be judged by; see [rl.verifier] label, and --split where all are of a held-out split"
+            f"{len(places)} task(s) have labelled episodes; a verifier needs at least two: one to train on and one to "
+            "hold out; see [rl.verifier] label, and --split where all are of a held-out split"
         )
     unseen = sorted((task for task in places if task_digest(task) not in taught), key=places.__getitem__)
     if not unseen:
         raise TrainingError(
-            f"no task is left to judge by: all {len(places)} taught the verifier that is gone on from, or one before "
-            "it; collect episodes of other tasks, or start over with --from base"
+            f"no task is left to hold out: all {len(places)} are in the training data of the parent verifier; collect "
+            "episodes of other tasks, or start over with --from base"
         )
     drawn = sum(places[task] < settings.held_out for task in unseen)
     share = round(settings.held_out * len(places)) if len(unseen) < len(places) else 0
@@ -185,14 +186,14 @@ def split_by_task(
 def balanced(examples: Sequence[Labelled], settings: VerifierSettings, seed: int) -> tuple[Labelled, ...]:
     """``settings.negatives`` failures for every success, sampled with the seed; 0 keeps all.
 
-    Of successes all are kept. Raises ``TrainingError`` where one of the classes is missing.
+    All successes are kept. Raises ``TrainingError`` where one of the classes is missing.
     """
     positives = [example for example in examples if example.success]
     negatives = [example for example in examples if not example.success]
     if not positives or not negatives:
         missing = "solved its task" if negatives else "failed to solve its task"
         raise TrainingError(
-            f"no episode to train on {missing}, and a verifier learns from both; collect more, or see [rl.verifier] "
+            f"no episode to train on {missing}, but a verifier needs both classes; collect more, or see [rl.verifier] "
             "label"
         )
     wanted = round(settings.negatives * len(positives)) if settings.negatives else len(negatives)
@@ -204,6 +205,6 @@ def balanced(examples: Sequence[Labelled], settings: VerifierSettings, seed: int
 
 
 def _place(task: str, seed: int) -> float:
-    """A number in [0, 1) that looks random."""
+    """A pseudo-random number in [0, 1) from the task and the seed."""
     digest = hashlib.sha256(f"{seed}\0{task}".encode()).digest()
     return int.from_bytes(digest[:7], "big") / 2**56

@@ -1,4 +1,4 @@
-"""Scores prompts with a trained verifier in this process; what prompts have in common is computed once."""
+"""Scores prompts with a trained verifier in this process; common prefixes are computed once."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from openhands_rl_plugin.training.verifier.prompt import VerifierPrompts, load_t
 class VerifierModel(TrainablePolicy):
     """A base model with a verifier's adapter. Any thread may call it; calls wait for each other.
 
-    ``tokens_per_pass``: of the prompts that go through the model together, common beginnings counted once; a longer
-    prompt goes alone. Raises ``TrainingError`` when the model or the adapter cannot be used, ``ConfigError`` when the
-    directory holds no verifier.
+    ``tokens_per_pass``: tokens of a micro-batch, common prefixes counted once; a longer prompt is a micro-batch of its
+    own. Raises ``TrainingError`` when the model or the adapter cannot be used, ``ConfigError`` when the directory has
+    no verifier.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class VerifierModel(TrainablePolicy):
 
     @torch.no_grad()
     def judge(self, prompts: Sequence[tuple[int, ...]]) -> list[VerifierOutput]:
-        """One verdict a prompt, in order. Raises ``TrainingError`` for a prompt that is too long for the model."""
+        """One output per prompt, in order. Raises ``TrainingError`` for a prompt that is too long for the model."""
         longest = max(map(len, prompts), default=0)
         if longest > self.longest:
             raise TrainingError(
@@ -75,7 +75,7 @@ class VerifierModel(TrainablePolicy):
         last = hidden[torch.tensor([rows[-1] for rows in layout.rows], device=self.device)]
         head = self._base.get_output_embeddings()
         assert isinstance(head, nn.Linear)  # checked when it was loaded
-        # A prompt has a few hundred tokens at least, so these are few rows.
+        # One row per prompt: few, because a prompt has at least a few hundred tokens.
         logits = nn.functional.linear(last, head.weight, head.bias).float()
         labels = logits[:, [self.card.yes, self.card.no]]
         margins = labels[:, 0] - labels[:, 1]

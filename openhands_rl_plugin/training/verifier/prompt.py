@@ -1,7 +1,7 @@
-"""The question that a verifier is asked about an episode, as token ids that end where the label begins.
+"""The verifier's prompt about an episode, as token ids that end where the label starts.
 
-Everything up to ``<judgement>`` is the prompt, and the label is the next token, in training as in scoring. A log that
-is too long for the context loses its middle, never the instruction, the final patch or the place of the label.
+The prompt ends with ``<judgement>`` and the label is the next token, in training and in scoring. A log that is too long
+for the context is truncated in the middle; the instruction, the final patch and the position of the label are kept.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ JUDGEMENT = "<judgement>"
 YES, NO = "YES", "NO"
 
 _PLACE = "@@interaction-log@@"
-# What stands around the log is encoded with it, up to where a space follows a word: line ends and signs next to each
-# other are one token in some vocabularies.
+# The text around the log is encoded with it, up to a space after a word: in some vocabularies adjacent line ends and
+# punctuation are one token.
 _OPEN, _CLOSE = " ===\n", "\n=== END INTERACTION"
 _LEFT_OUT = "[... the log is longer than the context; what stood here is left out ...]\n"
 _PATCH_TITLE = "*** Final patch of the assistant ***\n"
 _LEAST_ROOM = 64
-"""Tokens for the log below which nothing sensible can be judged."""
+"""The least number of tokens for the log; a chosen value: fewer hold no more than a sentence or two."""
 
 
 @dataclass(frozen=True)
 class VerifierPrompt:
-    """``ids``: the prompt, up to and including ``<judgement>``. ``truncated``: parts of the log are left out."""
+    """``ids``: the prompt, up to and including ``<judgement>``. ``truncated``: whether parts of the log are omitted."""
 
     ids: tuple[int, ...]
     truncated: bool
@@ -47,7 +47,7 @@ class VerifierPrompts:
     """Renders episodes with a model's own chat template.
 
     ``max_length``: tokens of a prompt and its label. Raises ``TrainingError`` for a tokenizer without a chat template,
-    for one that does not tell YES from NO by the first token, and for a ``max_length`` that the question alone fills.
+    for one in which YES and NO have the same first token, and for a ``max_length`` that leaves no room for the log.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, max_length: int) -> None:
@@ -78,7 +78,7 @@ class VerifierPrompts:
         return VerifierPrompt((*self._before, *log, *self._after), truncated)
 
     def _fitted(self, sections: Sequence[LogSection], patch: str | None) -> list[int]:
-        """The log without its middle. What was estimated section by section is checked as a whole."""
+        """The log, truncated in the middle. Lengths are estimated by section, so the result is checked as a whole."""
         room = self._room
         log: list[int] = []
         while room > 0:
@@ -86,13 +86,14 @@ class VerifierPrompts:
             if len(log) <= self._room:
                 return log
             room -= len(log) - self._room
-        # Not even the titles fit.
+        # Even the titles are too long.
         return log[: self._room // 2] + log[len(log) - (self._room - self._room // 2) :]
 
     def _chosen(self, sections: Sequence[LogSection], patch: str | None, room: int) -> list[LogSection]:
-        """The instruction, a mark, the last turns, the patch: half of the room at most for the first and for the last.
+        """The instruction, a note of the omission, the last turns, the patch.
 
-        The agent's own system message says the same of all attempts, so it goes first.
+        The instruction gets half of the room at most and the patch two thirds of the rest, so that some turns remain.
+        The agent's system message is omitted first, because it is the same in all attempts.
         """
         instruction = [section for section in sections if section.kind == "instruction"]
         turns = [section for section in sections if section.kind == "turn"]
@@ -116,7 +117,7 @@ class VerifierPrompts:
         return [*begin, mark, *end]
 
     def _cut(self, section: LogSection, room: int) -> LogSection:
-        """The section itself, or its beginning and its end within ``room`` tokens; the end gets the larger half."""
+        """The section, or its start and end within ``room`` tokens; the end gets the larger half."""
         encoded = self._tokenizer(
             section.text, add_special_tokens=False, return_offsets_mapping=True, split_special_tokens=True
         )
@@ -152,7 +153,7 @@ class VerifierPrompts:
         return len(self._encode(text))
 
     def _encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Ids; in a log the names of special tokens are text like any other, so that nobody can end the question."""
+        """Ids; in a log the names of special tokens are plain text, so that the log cannot end the user's message."""
         return self._tokenizer(text, add_special_tokens=False, split_special_tokens=not special)["input_ids"]  # pyright: ignore[reportReturnType]
 
 

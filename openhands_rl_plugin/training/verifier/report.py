@@ -1,4 +1,4 @@
-"""How good a verifier is on tasks that it has not seen: ranking, calibration, and what picking by it is worth.
+"""Evaluation of a verifier on held-out tasks: ranking (AUC), calibration (ECE, Brier score) and best-of-k selection.
 
 Pure functions over scores and outcomes; no torch.
 """
@@ -33,7 +33,7 @@ class ScoredEpisode:
 
 
 class Bin(Frozen):
-    """The episodes with a score in [low, high): how many, their mean score, and the share that succeeded."""
+    """The episodes with a score in [low, high): their number, mean score and success rate."""
 
     low: float
     high: float
@@ -43,7 +43,7 @@ class Bin(Frozen):
 
 
 class Selection(Frozen):
-    """Over the tasks with at least ``k`` attempts: one of k succeeds; the best-scored of k does; any one does."""
+    """Success rates over the tasks with at least ``k`` attempts: of a random one, the best-scored of k, any of k."""
 
     k: int
     pass_at_k: Estimate
@@ -52,7 +52,7 @@ class Selection(Frozen):
 
 
 class VerifierReport(Frozen):
-    """Figures on held-out tasks. ``None`` where one class is missing.
+    """Metrics on held-out tasks; ``None`` where one class is missing.
 
     ``auc``: the chance that a success is scored higher than a failure, with a 95% interval by bootstrap over tasks.
     ``ece``: mean distance between score and success over the bins; ``brier``: mean squared error. The ``raw`` ones are
@@ -80,7 +80,7 @@ class VerifierReport(Frozen):
 
 
 def report_of(judged: Sequence[ScoredEpisode], settings: VerifierSettings) -> VerifierReport:
-    """The figures of one verifier on at least one held-out episode."""
+    """The metrics of one verifier on at least one held-out episode."""
     outcomes = [each.success for each in judged]
     raw = [sigmoid(each.margin) for each in judged]
     calibration = fitted(judged, settings)
@@ -104,7 +104,7 @@ def report_of(judged: Sequence[ScoredEpisode], settings: VerifierSettings) -> Ve
 
 
 def auc(scores: Sequence[float], outcomes: Sequence[bool]) -> float | None:
-    """The chance that a random success is scored higher than a random failure, a tie counting half.
+    """The probability that a random success is scored higher than a random failure; a tie counts half.
 
     ``None`` when there are no successes or no failures.
     """
@@ -118,7 +118,7 @@ def auc(scores: Sequence[float], outcomes: Sequence[bool]) -> float | None:
         stop = at
         while stop < len(order) and scores[order[stop]] == scores[order[at]]:
             stop += 1
-        # Ranks count from 1; equal scores share the mean of theirs.
+        # Ranks start at 1; equal scores have the mean of their ranks.
         total += sum(outcomes[index] for index in order[at:stop]) * (at + stop + 1) / 2
         at = stop
     return (total - positives * (positives + 1) / 2) / (positives * negatives)
@@ -153,12 +153,14 @@ def calibration_error(bins: Sequence[Bin]) -> float:
 
 
 def fitted(judged: Sequence[ScoredEpisode], settings: VerifierSettings) -> Calibration:
-    """The calibration that makes the outcomes likeliest: of the slope alone ("temperature"), or the offset too
-    ("platt"). Without both classes nothing is changed. A little ridge keeps what separates perfectly finite.
+    """The maximum-likelihood calibration: of the slope ("temperature"), or of slope and offset ("platt").
+
+    Temperature scaling is by Guo et al. 2017 (arXiv 1706.04599), Platt scaling by Platt 1999. Without both classes it
+    is the identity. A small ridge penalty keeps the parameters finite where the classes are separable.
     """
     if settings.calibration == "none" or len({each.success for each in judged}) < 2:
         return Calibration()
-    # The slope is exp(s): it stays positive, so that the order of the scores does.
+    # The slope is exp(s), which is positive, so the order of the scores does not change.
     s, offset = 0.0, 0.0
     free = settings.calibration == "platt"
     for _ in range(_STEPS):

@@ -1,7 +1,7 @@
 """Trains an outcome verifier: labelled episodes in, an adapter with its card and its report out.
 
-The label's first token, right behind ``<judgement>``, is all that is trained, and it is what is scored. The report is
-on the files that were written, loaded as their user loads them.
+The loss covers the label's first token only, directly after ``<judgement>``; the same token is scored. The report is
+computed with the written files, loaded as in use.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from openhands_rl_plugin.training.verifier.prompt import VerifierPrompts
 from openhands_rl_plugin.training.verifier.report import REPORT_FILE, ScoredEpisode, VerifierReport, report_of
 
 OnJudged = Callable[[int, int], None]
-"""Called with how many of how many held-out episodes are judged."""
+"""Called with the number of scored held-out episodes and their total."""
 
 PROBE_TOKENS = 128
 _AT_ONCE = 32
@@ -35,7 +35,7 @@ _AT_ONCE = 32
 
 @dataclass(frozen=True)
 class TrainedVerifier:
-    """``probe``: what a server of the adapter is checked against; ``pending``: to be forgotten when all is kept."""
+    """``probe``: checks a server of the adapter; ``pending``: checkpoints to delete when everything is saved."""
 
     card: VerifierCard
     report: VerifierReport
@@ -60,9 +60,9 @@ def train_verifier(
 ) -> TrainedVerifier:
     """Fill an existing directory with an adapter, its card and its report.
 
-    ``parent``: the verifier to go on from; nothing that ``tasks_trained_on`` names may be held out. ``run``: as for
-    ``LoraTrainer.sft``. ``ranks``: the processes that train it together, each of which judges a share of what is held
-    out; ``directory`` is that of rank 0, which writes, on a file system of them all. Raises ``TrainingError``,
+    ``parent``: the verifier to continue from; no task of its ``tasks_trained_on`` may be held out. ``run``: as for
+    ``LoraTrainer.sft``. ``ranks``: the processes that train together, each of which scores a shard of the held-out
+    episodes; rank 0 writes ``directory``, on a file system that all ranks share. Raises ``TrainingError``,
     ``StorageError``.
     """
     ranks = ranks or SingleProcess()
@@ -76,11 +76,11 @@ def train_verifier(
         _card(model, directory, prompts, taught).save(directory)
     del trainer
     forget_unused()
-    ranks.broadcast_text("")  # the files are there now
+    ranks.broadcast_text("")  # a barrier: the files are written
     judged = _judge(VerifierModel(directory, dtype=training.dtype), dataset.held_out, on_judged, ranks)
     report = report_of(judged, settings)
     card = VerifierCard.load(directory).model_copy(update={"calibration": report.calibration})
-    ranks.assert_equal("verdicts", report.model_dump_json())  # and all have read the card
+    ranks.assert_equal("verdicts", report.model_dump_json())  # and a barrier: all have read the card
     if ranks.rank == 0:
         card.save(directory)
         (directory / REPORT_FILE).write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
@@ -101,7 +101,7 @@ def _card(model: Path, directory: Path, prompts: VerifierPrompts, taught: frozen
 def _judge(
     model: VerifierModel, examples: Sequence[Example], on_judged: OnJudged | None, ranks: Ranks
 ) -> list[ScoredEpisode]:
-    """In the order of the tasks, so that attempts at one meet in a pass; each rank judges its stretch of them."""
+    """Score in task order, so attempts at one task share a micro-batch; each rank scores a contiguous part."""
     ordered = sorted(examples, key=lambda example: example.label.task)
     begin, end = (len(ordered) * at // ranks.size for at in (ranks.rank, ranks.rank + 1))
     verdicts = torch.zeros(len(ordered), 2, dtype=torch.float64)

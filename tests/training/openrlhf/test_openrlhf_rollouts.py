@@ -121,7 +121,7 @@ async def test_rows_of_the_data_set(tmp_path: Path, tokenizer: Any) -> None:
     assert config.task("walk", "").id == plain.id != config.task("run", "").id
     assert config.task(TASK, None).data == {"goal": [2, 2]}
     assert config.task("{not json", "").instruction == "{not json"
-    with pytest.raises(ConfigError, match="a row of the data set is no task: goal"):
+    with pytest.raises(ConfigError, match="a row of the dataset is not a task: goal"):
         config.task('{"goal": [2, 2]}', "")
 
 
@@ -130,7 +130,7 @@ async def test_rows_of_the_data_set(tmp_path: Path, tokenizer: Any) -> None:
     [
         ({"prompt": "<|im_start|>user\nwalk<|im_end|>\n"}, "drop --data.apply_chat_template"),
         ({"images": ["cat.png"]}, "--data.max_images_per_prompt 0"),
-        ({"max_length": 30}, "task grid-1: its opening leaves no room"),
+        ({"max_length": 30}, "task grid-1: its first prompt leaves no room"),
     ],
     ids=["rendered", "images", "too long"],
 )

@@ -78,7 +78,7 @@ def test_a_version_that_goes_on_is_not_judged_by_what_taught_the_one_before(
     card.write_text(json.dumps(fields))
     assert VerifierCard.load(card.parent).trained_on is None, "it scores as it did"
     assert cli.main([*words, "--dry-run"]) == 1
-    assert "does not say which tasks it learnt from" in (said := capsys.readouterr().err) and "--from base" in said
+    assert "did not record its training tasks" in (said := capsys.readouterr().err) and "--from base" in said
     assert cli.main([*words, "--dry-run", "--from", "1"]) == 0
     assert cli.main([*words, "--dry-run", "--from", "base"]) == 0
     card.unlink()

@@ -48,7 +48,7 @@ def test_what_taught_an_earlier_version_is_never_held_out(
     examples, settings = labelled(found), VerifierSettings(held_out=share)
     taught = frozenset(task_digest(f"task-{number}") for number in known)
     if {number for number, _ in found} <= known:
-        with pytest.raises(TrainingError, match=r"no task is left to judge by: .* --from base"):
+        with pytest.raises(TrainingError, match=r"no task is left to hold out: .* --from base"):
             split_by_task(examples, settings, seed, taught)
         return
     training, held_out = split_by_task(examples, settings, seed, taught)
