@@ -26,7 +26,7 @@ from openhands_rl_plugin.training.losses.logprobs import Diagnostics
 from openhands_rl_plugin.training.losses.micro_batches import TrainingSample, micro_batches
 
 _CHUNK_BYTES = 64 * 1024**2
-"""Broadcasts are cut into pieces of this size, because the device memory is full of weights and activations."""
+"""The size of a piece of a broadcast: small, because the device memory is full of weights and activations."""
 
 _TIMEOUT = timedelta(days=1)
 """Long, because the other ranks wait while rank 0 scores episodes or writes a model. When a process dies, the launcher

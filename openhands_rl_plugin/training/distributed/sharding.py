@@ -49,7 +49,7 @@ def shard_layers(base: nn.Module, trained: Iterable[nn.Parameter], device: torch
 
 
 def shard_all(root: nn.Module, base: nn.Module, device: torch.device, compute: torch.dtype) -> None:
-    """Shard every weight of ``root``, which calls ``base``, in float32; matrix products are in ``compute``.
+    """Shard every weight of ``root``, which calls ``base``, in float32; ``compute`` is the dtype of matrix products.
 
     Gradients are summed over the ranks in float32 (reduce-scatter). A layer is converted when it is sharded, so no
     rank ever has the whole model in float32. Raises ``TrainingError`` as ``shard_layers`` does.

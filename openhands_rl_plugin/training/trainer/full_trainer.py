@@ -21,7 +21,7 @@ MANIFEST = "trained.json"
 
 
 class TrainedModel(Frozen):
-    """A model directory that was trained here; ``sha256`` is that of every weights file, by name."""
+    """The manifest of a trained model directory; ``sha256``: the digest of every weights file, by name."""
 
     path: str
     base_model: str
@@ -33,7 +33,7 @@ class TrainedModel(Frozen):
 class FullTrainer(Trainer):
     """All weights of a model and their optimiser. Raises ``TrainingError`` when the model cannot be trained.
 
-    It fine-tunes only: preferences and rewards are measured from the model as it was, which is not kept.
+    SFT only: DPO and reinforcement learning need the reference model, which is not kept.
     """
 
     def __init__(self, model_path: str | Path, settings: TrainingSettings) -> None:
@@ -56,13 +56,13 @@ class FullTrainer(Trainer):
         raise TrainingError(_FINE_TUNES)
 
     def hand_over(self) -> None:
-        """Give rank 0 this rank's part of the weights: to be called by all others while it calls ``save_model``."""
+        """Send this rank's shard of the weights to rank 0; called by all others while rank 0 calls ``save_model``."""
         if self._model.sharded:
             for _ in self._model.stored():
                 pass
 
     def save_model(self, directory: Path, *, base_model: str, metrics: dict[str, float] | None = None) -> TrainedModel:
-        """Write a model directory that any server can start from, whole or not at all; an existing one is refused.
+        """Write a model directory that any server can load, atomically; an existing one is refused.
 
         Raises ``StorageError``.
         """

@@ -1,4 +1,4 @@
-"""Trains a LoRA adapter, on the base model as it is or quantised (QLoRA)."""
+"""Trains a LoRA adapter, on the base model in its own dtype or quantised (QLoRA)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How much memory a training run will want, from the model's files alone: nothing is loaded, torch is not needed.
+"""Estimates the memory of a training run from the model's files: nothing is loaded, torch is not needed.
 
-Without weights the shapes follow from ``config.json``, for architectures that are known here.
+Without weights files the shapes follow from ``config.json``, for the architectures in ``_KNOWN``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from openhands_rl_plugin.core.errors import TrainingError, describe
 
 _BYTES = {"auto": 4, "bfloat16": 2, "float32": 4}  # "auto" is one of the others, at most the larger
 _ADAPTER_BYTES = 16
-"""Of an adapter's parameter: weight, gradient and two moments of AdamW, all float32."""
+"""Per adapter parameter: weight, gradient and the two moments of AdamW, all float32."""
 
 _GRADIENT_AND_MOMENTS = 12
 _FLOAT32_COPY = 4
 _QUANTISED_BITS = 4.127
-"""Of a weight in NF4 with double quantisation (arXiv 2305.14314, section 3)."""
+"""Bits per weight in NF4 with double quantisation (arXiv 2305.14314, section 3)."""
 
 _LOGIT_ROWS, _LOGIT_COPIES = 128, 3
 _LARGEST_HEADER = 100 * 1024 * 1024
@@ -34,9 +34,9 @@ _KNOWN = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"})
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """In bytes. ``activations`` are those of a pass that is as long as it may be.
+    """In bytes. ``activations``: those of the largest micro-batch.
 
-    ``optimiser``: where all weights are trained, their gradients and moments, and the float32 copies of bfloat16 ones.
+    ``optimiser``: in full fine-tuning, gradients, moments, and the float32 master copies of bfloat16 weights.
     """
 
     weights: int
@@ -46,16 +46,16 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """All of it; Python and torch themselves come on top."""
+        """The sum, without the memory of Python and torch themselves."""
         return self.weights + self.adapter + self.activations + self.optimiser
 
     def parts(self) -> dict[str, int]:
-        """What there is any of, by name."""
+        """The parts other than zero, by name."""
         return {name: size for name, size in vars(self).items() if size}
 
 
 class ModelShape(BaseModel):
-    """What ``config.json`` tells of a Llama-like model."""
+    """The shape of a Llama-like model, from ``config.json``."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
     model_type: str = ""
@@ -72,12 +72,12 @@ class ModelShape(BaseModel):
 
     @property
     def width(self) -> int:
-        """Of a head."""
+        """Width of an attention head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def keys(self) -> int:
-        """Width of all keys of a token."""
+        """Width of the keys of a token, over all key-value heads."""
         return (self.num_key_value_heads or self.num_attention_heads) * self.width
 
 
@@ -99,7 +99,7 @@ class _Entry(BaseModel):
 
 
 def model_size(model: Path, settings: TrainingSettings) -> ModelSize:
-    """How large the model in a directory is, and what is trained of it. Raises ``TrainingError``."""
+    """The size of the model in a directory, and of its trained part. Raises ``TrainingError``."""
     shape = _shape(model)
     tensors = [*_tensors(model, shape)]
     parameters = sum(math.prod(dimensions) for _, dimensions in tensors)
@@ -108,10 +108,10 @@ def model_size(model: Path, settings: TrainingSettings) -> ModelSize:
 
 
 def estimate_memory(model: Path, settings: TrainingSettings, longest: int) -> MemoryEstimate:
-    """The memory of training with these settings, where ``longest`` is the length of the longest sequence in tokens.
+    """The memory of training with these settings; ``longest``: tokens of the longest sequence.
 
-    Counts what the trainer keeps for the backward pass of a Llama-like model; other architectures are near it. Raises
-    ``TrainingError`` when the model's files cannot be read.
+    Counts the tensors that the trainer saves for the backward pass of a Llama-like model; other architectures need
+    about as much. Raises ``TrainingError`` when the model's files cannot be read.
     """
     shape, size = _shape(model), _BYTES[settings.dtype]
     tensors = [*_tensors(model, shape)]
@@ -130,10 +130,10 @@ def estimate_memory(model: Path, settings: TrainingSettings, longest: int) -> Me
 
 
 def estimate_share(model: Path, settings: TrainingSettings, longest: int, processes: int) -> MemoryEstimate:
-    """``estimate_memory`` for each of several processes with ``sharding = "layers"``, once they have begun.
+    """``estimate_memory`` for each of several processes with ``sharding = "layers"``, after loading.
 
-    ``weights`` are its part of them and those that it has fetched: the ones in use, the next layer's, and their
-    gradients where they have some. Raises ``TrainingError`` when the model's files cannot be read.
+    ``weights``: the process's shard and the gathered weights, those of the current and the next layer, with their
+    gradients if they are trained. Raises ``TrainingError`` when the model's files cannot be read.
     """
     alone, size = estimate_memory(model, settings, longest), _BYTES[settings.dtype]
     shape = _shape(model)
@@ -153,7 +153,7 @@ def _adapter_parameters(tensors: Sequence[_Tensor], settings: TrainingSettings) 
     for name, dimensions in tensors:
         if len(dimensions) == 2 and name.removesuffix(".weight").rpartition(".")[2] in settings.target_modules:
             found += settings.lora_rank * sum(dimensions)
-            # DoRA: a magnitude for every output, too.
+            # DoRA has a magnitude for every output as well.
             found += dimensions[0] if settings.lora_variant == "dora" else 0
     return found
 
@@ -163,9 +163,9 @@ def _is_quantised(name: str, dimensions: tuple[int, ...]) -> bool:
 
 
 def _numbers_a_token(shape: ModelShape, settings: TrainingSettings) -> int:
-    """What one token leaves for the backward pass, in numbers of the compute dtype."""
+    """Activations per token saved for the backward pass, in numbers of the compute dtype."""
     hidden = shape.hidden_size
-    # Two normalisations with their inputs and outputs; queries, keys, values and what comes out; the gated layer.
+    # Inputs and outputs of two normalisations; queries, keys, values and the attention's output; the gated layer.
     layer = 4 * hidden + 2 * shape.num_attention_heads * shape.width + 2 * shape.keys + 3 * shape.intermediate_size
     if settings.gradient_checkpointing:
         return shape.num_hidden_layers * hidden + layer

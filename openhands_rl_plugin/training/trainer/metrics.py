@@ -1,4 +1,4 @@
-"""What training reports: progress while it runs, metrics when it is done."""
+"""Progress of a running call of the trainer, and its metrics at the end."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, field
 
 @dataclass(frozen=True)
 class TrainProgress:
-    """Where a call stands after step ``done`` of ``total``.
+    """The progress of a call after step ``done`` of ``total``.
 
-    The rest is that step's: ``loss``, ``ratio``, ``approx_kl`` and ``entropy`` are means over its trained tokens.
+    The other fields are of that step: ``loss``, ``ratio``, ``approx_kl``, ``entropy`` are means over its trained
+    tokens.
     """
 
     done: int
@@ -23,14 +24,14 @@ class TrainProgress:
 
 @dataclass(frozen=True)
 class TrainMetrics:
-    """What one call trained. Losses and norms are means over its steps, diagnostics over its tokens.
+    """Metrics of one call. Losses and norms are means over its steps, diagnostics over its tokens.
 
-    ``tokens``: tokens of the samples that went through the model, all epochs together; ``trained_tokens``: those of
-    them that carried loss; ``skipped_samples`` had an advantage of zero, so that they count in the mean but need no
-    computation; ``skipped_steps`` consisted of such samples only. ``drift``: mean absolute difference, in nats, between
-    the recorded logprobs and the trainer's before anything was trained. ``kl``: to the base model, where it is trained
-    against. ``weight``: mean correction for stale rollouts. ``staleness``: mean number of versions between the newest
-    one and the one that a sample was drawn from. ``seconds``: wall time.
+    ``tokens``: tokens of the samples in forward passes, over all epochs; ``trained_tokens``: those with a loss;
+    ``skipped_samples`` had an advantage of zero, so they count in the mean but need no computation; ``skipped_steps``
+    consisted of such samples only. ``drift``: mean absolute difference, in nats, of the recorded logprobs from the
+    trainer's before the first step. ``kl``: divergence from the base model, where a KL term is used. ``weight``: mean
+    importance weight of the correction for stale rollouts. ``staleness``: mean number of versions between the newest
+    one and the one that sampled. ``seconds``: wall time.
     """
 
     steps: int
@@ -66,9 +67,10 @@ class TrainMetrics:
 
 @dataclass
 class RunningMetrics:
-    """Sums over one call, so far. It goes into checkpoints, so that a run that was killed reports as one that was not.
+    """Sums over one call so far.
 
-    ``trained_tokens`` and ``means`` are those of the diagnostics; ``seconds`` were spent before the last resumption.
+    They are part of checkpoints, so a resumed run has the same metrics as one that was not interrupted.
+    ``trained_tokens`` and ``means`` are those of the diagnostics; ``seconds``: wall time before the last resumption.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -82,7 +84,7 @@ class RunningMetrics:
     seconds: float = 0.0
 
     def metrics(self, samples: int, staleness: float) -> TrainMetrics:
-        """What the call trained."""
+        """The metrics of the call."""
         steps = len(self.losses)
         return TrainMetrics(
             steps=steps,

@@ -38,7 +38,7 @@ def check_samples(samples: Sequence[Sample], *, longest: int, vocabulary: int) -
 
 
 def trained_tokens(items: Sequence[TrainingSample]) -> list[tuple[int, int]]:
-    """Pairs (number of the item, position) of the sampled tokens of a micro-batch, sample by sample."""
+    """Pairs (index of the sample, position) of the sampled tokens of a micro-batch, sample by sample."""
     return [(number, at) for number, item in enumerate(items) for at in item.positions]
 
 
@@ -59,10 +59,10 @@ def policy_logprobs(
 
 
 def subtract_divergence(items: Sequence[TrainingSample], settings: TrainingSettings) -> None:
-    """Subtract from each advantage ``kl_coefficient`` times the KL divergence of the tokens from here on.
+    """Subtract from each advantage ``kl_coefficient`` times the KL divergence summed over the rest of the sequence.
 
-    That is the return to go of a reward of ``-kl_coefficient * kl`` at every token, as in OpenRLHF; whitening, where
-    the algorithm has it, comes after. KL is summed within a sequence.
+    This is the return to go of a reward of ``-kl_coefficient * kl`` per token, as in OpenRLHF. Algorithms that whiten
+    do so afterwards.
     """
     assert settings.kl != "none"
     for item in items:
@@ -79,21 +79,21 @@ def subtract_divergence(items: Sequence[TrainingSample], settings: TrainingSetti
 def scale_negative_advantages(items: Sequence[TrainingSample], negative_scale: float) -> None:
     """Multiply negative advantages by ``negative_scale``.
 
-    A negative advantage moves probability from a sampled action to all others, most of them never tried; a positive
-    one moves it to an action that worked. With few samples a task, weighting positive ones more is the safer update
-    (Arnal et al. 2025, arXiv 2506.20520, who lower the baseline to the same end).
+    A negative advantage moves probability from a sampled action to all others, most of them never tried; a positive one
+    moves it to an action that worked. With few samples per task a larger weight of positive ones is the safer update
+    (Arnal et al. 2025, arXiv 2506.20520, who lower the baseline for this purpose).
     """
     for item in items:
         item.advantages = torch.where(item.advantages < 0, item.advantages * negative_scale, item.advantages)
 
 
 def newest_version(samples: Sequence[Sample], known: int) -> int:
-    """The newest of the versions that samples were drawn from and the one that is ``known``."""
+    """The newest of ``known`` and the versions that sampled the samples."""
     return max(known, *map(_version, samples))
 
 
 def staleness(samples: Sequence[Sample], newest: int) -> float:
-    """Mean number of versions between the newest one and the one that a sample was drawn from (base: 0)."""
+    """Mean number of versions between the newest one and the one that sampled (base model: version 0)."""
     return sum(newest - _version(sample) for sample in samples) / len(samples)
 
 

@@ -25,7 +25,7 @@ SHARDS = "parts"
 
 
 class RunCheckpoint(Protocol):
-    """Where a call stands. Every method is a collective: all ranks must call it."""
+    """The checkpoints of one call. Every method is a collective: all ranks must call it."""
 
     def resume(self) -> Checkpoint | None:
         """The newest checkpoint of this run, if there is one. Raises ``TrainingError``."""

@@ -1,4 +1,4 @@
-"""What one training run is named by, and its metrics, a line a step."""
+"""The fingerprint of a training run, and its metrics file with one line per step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsFile:
-    """``directory/metrics.jsonl``, for the owner only. Raises ``StorageError`` when the directory cannot be made."""
+    """``directory/metrics.jsonl``, readable by the owner only. Raises ``StorageError`` if it cannot be created."""
 
     def __init__(self, directory: Path) -> None:
         self._metrics = directory / METRICS_FILE
@@ -32,13 +32,13 @@ class MetricsFile:
             raise StorageError(f"{self._metrics} cannot be written: {describe(error)}; free some space") from error
 
     def keep_lines(self, done: int) -> None:
-        """Cut it back to the steps that are done; with none, what another run has left is set aside."""
+        """Truncate the file to the first ``done`` lines; with 0, move the file of another run aside."""
         if not done:
             self._set_aside()
         try:
             lines = self._metrics.read_text(encoding="utf-8").splitlines(keepends=True) if done else []
         except (OSError, UnicodeDecodeError):
-            lines = []  # lost with the machine; the run itself is in the checkpoint
+            lines = []  # the file is lost; training still resumes from the checkpoint
         with open(self._metrics, "w", encoding="utf-8", opener=_private) as file:
             file.writelines(lines[:done])
 
@@ -50,7 +50,7 @@ class MetricsFile:
 
 
 def make_directory(directory: Path) -> None:
-    """For the owner only, if it is not there. Raises ``StorageError``."""
+    """Create a directory, readable by the owner only, unless it exists. Raises ``StorageError``."""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -58,7 +58,7 @@ def make_directory(directory: Path) -> None:
 
 
 def fingerprint(settings: str, samples: Iterable[Sample], weights: Iterable[int], step: int) -> str:
-    """Names a run by everything that its result depends on. ``weights``: a checksum of each tensor it begins with."""
+    """A digest of everything that a run's result depends on. ``weights``: a checksum of each initial tensor."""
     digest = hashlib.sha256(f"{settings}\n{step}\n".encode())
     for sample in samples:
         digest.update(f"{sample.trajectory_id}\n{sample.advantage}\n{len(sample.input_ids)}\n".encode())

@@ -1,7 +1,7 @@
-"""Experiment trackers: accelerate's back ends (``accelerate.tracking``), none of which may end a training run.
+"""Experiment trackers: accelerate's back ends (``accelerate.tracking``), whose errors never end a training run.
 
-No tracker package is required; the one that is named is imported when training begins. Each reads its own environment
-variables (``WANDB_MODE=offline``, ``TRACKIO_DIR``, ...) and keys.
+No tracker package is required; the configured one is imported when training starts. Each reads its own environment
+variables (``WANDB_MODE=offline``, ``TRACKIO_DIR``, ...) and API keys.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class NoTracker:
 class SafeTracker:
     """A back end of accelerate whose errors do not end the training: the first is logged, then it is not used again.
 
-    What the back end prints goes to stderr.
+    Output of the back end is redirected to stderr.
     """
 
     def __init__(self, tracker: GeneralTracker) -> None:
@@ -88,7 +88,7 @@ class SafeTracker:
 def tracked(settings: TrainingSettings, fingerprint: str, directory: Path | None = None) -> Iterator[Tracker]:
     """The tracker that the settings name, for one run; a run of the same ``fingerprint`` and directory is resumed.
 
-    Raises ``TrainingError`` when the tracker cannot begin.
+    Raises ``TrainingError`` when the tracker cannot start.
     """
     title = re.sub(r"[^\w.-]", "-", directory.stem if directory is not None else "training")
     tracker = _started(settings, f"{title[:50]}-{fingerprint[:12]}", directory)
@@ -125,7 +125,7 @@ def _started(settings: TrainingSettings, name: str, directory: Path | None) -> T
 
 
 def _options(tracker: str, name: str, config: dict[str, Any], directory: Path | None) -> dict[str, Any]:
-    """Arguments that a back end takes beside the project: those that name a run, and let it be resumed."""
+    """A back end's arguments besides the project: the run's name, and those for resuming it."""
     if tracker == "trackio":
         return {"name": name, "config": config, "resume": "allow", "embed": False}
     if tracker != "wandb":

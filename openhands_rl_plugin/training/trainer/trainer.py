@@ -61,9 +61,9 @@ _OLD = "old.logprobs"
 
 
 class Trainer:
-    """A model, what of it is trained, and the optimiser. The same settings, calls and samples give the same weights.
+    """A policy and its optimiser. The same settings, calls and samples give the same weights.
 
-    ``version``: of the adapter that the policy begins with.
+    ``version``: the version of the adapter that the policy starts from.
     """
 
     def __init__(self, policy: PackedModel, settings: TrainingSettings, *, version: int = 0) -> None:
@@ -91,8 +91,7 @@ class Trainer:
         """Fine-tune for ``num_epochs``: minimise the mean negative log-likelihood of the sampled tokens, in nats.
 
         Advantages and recorded logprobs are ignored. ``run``: a directory for the metrics and checkpoints of this call;
-        until ``finish`` says that its result is saved, the same call resumes one that was killed.
-        Raises ``TrainingError`` or ``StorageError``.
+        until ``finish`` is called, the same call resumes a killed one. Raises ``TrainingError`` or ``StorageError``.
         """
         return self._train(samples_from_rollouts(self._checked(samples)), Imitation(self.settings), on_progress, run)
 
@@ -101,9 +100,9 @@ class Trainer:
     ) -> TrainMetrics:
         """A policy gradient for ``num_epochs`` by the algorithm of the settings. ``run``: as for ``sft``.
 
-        The old logprobs are the recorded ones, or, with importance correction, those of this policy as it is now.
-        Samples with an advantage of zero are not computed; their tokens still count in the mean. A step that has no
-        other samples is skipped. Raises ``TrainingError`` or ``StorageError``.
+        The old logprobs are the recorded ones, or, with importance correction, those of the policy before this call.
+        Samples with an advantage of zero are not computed; their tokens still count in the mean. A step with only such
+        samples is skipped. Raises ``TrainingError`` or ``StorageError``.
         """
         if algorithm_of(self.settings).kind != "reinforcement":
             raise TrainingError(f"{self.settings.algorithm} does not reinforce; choose another [rl.training] algorithm")
@@ -114,7 +113,7 @@ class Trainer:
     def prefer(
         self, pairs: Sequence[PreferencePair], on_progress: OnProgress | None = None, *, run: Path | None = None
     ) -> TrainMetrics:
-        """DPO for ``num_epochs``; the reference model is the policy as it is now. ``run``: as for ``sft``.
+        """DPO for ``num_epochs``; the reference model is the policy before this call. ``run``: as for ``sft``.
 
         A pair is always in one micro-batch, however long it is. Raises ``TrainingError`` or ``StorageError``.
         """
@@ -227,7 +226,7 @@ class Trainer:
         return tally.metrics(len(items), staleness(samples, newest))
 
     def _is_kept(self, number: int, last: int) -> bool:
-        """The last step is saved too, until the trained weights are."""
+        """Whether to checkpoint after step ``number``; the last step too, until the trained weights are saved."""
         each = self.settings.checkpoint_steps
         return each > 0 and (number % each == 0 or number == last)
 
@@ -250,7 +249,7 @@ class Trainer:
     def _begin(
         self, items: list[TrainingSample], loss: MicroBatchLoss, kept: RunCheckpoint | None
     ) -> tuple[int, int, RunningMetrics]:
-        """Steps done before this call was killed, the step that it began with, and its metrics so far."""
+        """Finished steps of a killed call that is resumed, the step at its start, and its metrics so far."""
         found = kept.resume() if kept is not None else None
         done, first_step, tally, old = 0, self.step, RunningMetrics(), None
         if found is not None:
@@ -281,7 +280,7 @@ class Trainer:
         return done, first_step, tally
 
     def _step(self, batch: list[TrainingSample], loss: MicroBatchLoss, tally: RunningMetrics) -> Diagnostics:
-        """One optimiser step; without a live item in the batch, none."""
+        """One optimiser step; skipped if no sample of the batch has a gradient."""
         live = [item for item in batch if loss.counts(item)]
         tally.skipped_samples += len(batch) - len(live)
         if not live:
@@ -315,7 +314,7 @@ class Trainer:
         self.step += 1
         return_freed_memory()
         if not tally.losses:
-            # Before the first step a difference from the recorded logprobs is no learning.
+            # Before the first step the difference from the recorded logprobs does not come from training.
             tally.drift = diagnostics.drift
         tally.losses.append(total)
         tally.norms.append(norm)
@@ -349,7 +348,7 @@ class Trainer:
     def _fingerprint(self, samples: list[Sample], loss: MicroBatchLoss) -> str:
         settings = self.settings.model_dump_json(exclude={"checkpoint_steps", "sharding", "tracker"})
         what = f"{type(loss).__name__}\n{self._policy.model_path}\n{settings}"
-        # Sums of integers are the same however the weights are split.
+        # Sums of integers do not depend on the sharding of the weights.
         parts = self._policy.weights().values()
         sums = torch.stack([part.contiguous().view(torch.int32).sum(dtype=torch.int64).cpu() for part in parts])
         if self._policy.sharded:
@@ -365,7 +364,7 @@ def learning_rates(settings: TrainingSettings, call: range) -> Callable[[int], f
     """
     name = "constant_with_warmup" if settings.schedule == "constant" else settings.schedule
     shift = max(call.start, settings.warmup_steps) - settings.warmup_steps - 1
-    unused = torch.optim.SGD([torch.zeros(1)])  # it wants an optimiser; only the function of the step is used
+    unused = torch.optim.SGD([torch.zeros(1)])  # required by get_scheduler; only the schedule is used
     scheduler = get_scheduler(name, unused, settings.warmup_steps + 1, call.stop - shift)
     assert isinstance(scheduler, LambdaLR)
     factor = scheduler.lr_lambdas[0]
