@@ -1,4 +1,4 @@
-"""AgentGym's environment servers: one ``/create`` an episode, and request keys that differ between environments."""
+"""AgentGym's environment servers: one ``/create`` per episode, and request keys that differ between environments."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from openhands_rl_plugin.environments.http.client import (
 from openhands_rl_plugin.environments.http.opening import action_language
 from openhands_rl_plugin.environments.http.transport import EndpointMissingError, excerpt
 
-# Sums of step rewards such as 10 x 0.1.
+# Tolerance for the rounding of summed step rewards, such as 10 x 0.1.
 _ROUNDING = 1e-9
 
 
 class AgentGymDialect(Frozen):
-    """How one server words its requests.
+    """The request format of one server.
 
     ``id_key`` names the episode in every request and ``index_key`` the task in ``/reset``; ``reset_extra`` is added
-    there. ``reward_is_level`` marks servers whose ``reward`` is the progress so far instead of what the step earned.
-    ``full_score`` is what a solved task earns there; rewards are divided by it. ``cuts_short`` marks servers that have
-    a limit of their own: an episode that is done but neither solved nor lost (below zero) was cut short there.
+    there. ``reward_is_level`` marks servers whose ``reward`` is the progress so far instead of the step's reward.
+    ``full_score`` is the return of a solved task; rewards are divided by it. ``cuts_short`` marks servers that have a
+    limit of their own: an episode that is done but neither solved nor lost (below zero) was truncated.
     """
 
     id_key: str
@@ -50,7 +50,7 @@ DIALECTS = {
 
 class AgentGymOptions(HttpEnvironmentOptions):
     """``preset`` names one of ``DIALECTS`` and ``dialect`` spells one out. With neither, the last part of the task's
-    environment (``agentgym/babyai``) is tried as a preset; then the answer to ``/create`` tells the keys."""
+    environment (``agentgym/babyai``) is tried as a preset; then the answer to ``/create`` determines the keys."""
 
     preset: str | None = None
     dialect: AgentGymDialect | None = None
@@ -58,7 +58,7 @@ class AgentGymOptions(HttpEnvironmentOptions):
 
 
 class AgentGymClient(BaseEnvClient):
-    """``/create``, ``/reset``, ``/step`` and, where the server has it, ``/close``. Every client owns its episode."""
+    """``/create``, ``/reset``, ``/step`` and, where the server has it, ``/close``. Every client has its own episode."""
 
     Options: ClassVar[type[HttpEnvironmentOptions]] = AgentGymOptions
 
@@ -114,7 +114,7 @@ class AgentGymClient(BaseEnvClient):
 
 
 def _read_created(answer: JsonValue) -> tuple[int | str, AgentGymDialect]:
-    """The episode's id, and the dialect that the form of the answer stands for."""
+    """The episode's id, and the dialect that the keys of the answer imply."""
     if isinstance(answer, dict) and answer.get("error"):
         raise BadEnvironmentError(f"/create answered an error: {excerpt(str(answer['error']))}")
     candidates = [(answer, DIALECTS["webshop"])]
@@ -127,7 +127,7 @@ def _read_created(answer: JsonValue) -> tuple[int | str, AgentGymDialect]:
 
 
 def _opening_answer(answer: JsonValue) -> JsonValue:
-    """Bring the forms of ``/reset`` answers into that of ``/step``: ``[state, info]``, a task description of its
+    """Convert the forms of ``/reset`` answers to that of ``/step``: ``[state, info]``, a task description of its
     own (ScienceWorld), a list of possible actions (ALFWorld)."""
     if isinstance(answer, list) and answer and isinstance(answer[0], str):
         return {"state": answer[0], "info": answer[1] if len(answer) > 1 else None}

@@ -1,4 +1,4 @@
-"""NeMo Gym's resources servers: an episode is known by a cookie, and an action is a response of OpenAI's kind."""
+"""NeMo Gym's resources servers: a cookie identifies the episode, and an action is a response in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PARAMETERS = "responses_create_params"
 
 
 class NeMoGymOptions(HttpEnvironmentOptions):
-    """``index_key`` names the number of a task in the requests about tasks that bring no row of a data set."""
+    """``index_key`` is the key of the task's index in requests, for tasks without a dataset row."""
 
     index_key: str = "seed"
 
@@ -35,9 +35,9 @@ class NeMoGymClient(BaseEnvClient):
     """``/reset`` and ``/step`` of a gymnasium-style server. A server that has no ``/reset`` gets ``/seed_session`` and,
     with the first answer, which ends the episode, ``/verify``.
 
-    A task's row of the data set is ``data["row"]``; every request carries it, and its prompt stands in front of the
-    first observation. A server tells an episode that it does not know (after a restart, say) apart from no other, so
-    that it must keep running while episodes are played.
+    A task's dataset row is ``data["row"]``; every request contains it, and its prompt precedes the first observation.
+    A server does not report an unknown episode (after a restart, for example), so it must not be restarted while
+    episodes run.
     """
 
     Options: ClassVar[type[HttpEnvironmentOptions]] = NeMoGymOptions
@@ -51,7 +51,7 @@ class NeMoGymClient(BaseEnvClient):
         self._acted = 0
 
     def make_transport(self) -> JsonTransport:
-        """With cookies, of which a copy of the episode gets its own."""
+        """A transport with cookies; a copy of the episode gets its own."""
         options = self.options
         return CookieTransport(options.base_url, timeout=options.timeout, max_bytes=options.max_response_bytes)
 
@@ -66,7 +66,7 @@ class NeMoGymClient(BaseEnvClient):
             answer = await self.post(path, self._row)
         transport = self._open_transport()
         if not isinstance(transport, CookieTransport) or not transport.has_session:
-            raise BadEnvironmentError(f"{path} set no cookie, so that the server cannot tell episodes apart")
+            raise BadEnvironmentError(f"{path} set no cookie, so the server cannot distinguish episodes")
         observation = _observed(answer, path)
         opening = "\n\n".join([*_prompt(self._row), *([observation] if observation else [])])
         if not opening:

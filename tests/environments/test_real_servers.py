@@ -160,7 +160,7 @@ async def test_openenv_is_full_or_dies():
             await second.reset(task())
         await second.close()
         process.kill()
-        with pytest.raises(InfrastructureError, match="see whether the server died"):
+        with pytest.raises(InfrastructureError, match="check whether the server is still running"):
             await first.step(said("RIGHT"))
         await first.close()
         process.wait()

@@ -62,7 +62,7 @@ class HttpEnvironmentOptions(Frozen):
 
 
 class ServerAnswer(BaseModel):
-    """What a server may answer to ``/reset`` and ``/step``; other keys are ignored, wrong types refused."""
+    """The answer to ``/reset`` or ``/step``. Other keys are ignored; a wrong type is an error."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
@@ -88,31 +88,31 @@ class ServerAnswer(BaseModel):
             raise BadEnvironmentError(f"{path} answered a wrong '{field}': {first['msg']}") from invalid
 
     def same_as(self, other: ServerAnswer | None) -> bool:
-        """Whether both tell a player the same; ``info`` and session names may differ."""
+        """Whether observation, reward and end of episode are equal; ``info`` and sessions may differ."""
         mine = (self.state, self.reward, self.done, self.terminated, self.truncated)
         return other is not None and mine == (other.state, other.reward, other.done, other.terminated, other.truncated)
 
     @property
     def ended(self) -> bool:
-        """The task itself ended; a limit of the server that cut it short is ``truncated`` instead."""
+        """The task itself ended; an episode that a limit of the server ended is ``truncated`` instead."""
         return self.terminated or (self.done and not self.truncated)
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeStep:
-    """One executed action with its answer, or a malformed one, which was answered without the server."""
+    """One executed action with the server's answer, or a malformed action that was not sent to the server."""
 
     action: str | None
     answer: ServerAnswer | None = None
 
     @property
     def reward(self) -> float:
-        """What the step earned."""
+        """The reward of the step."""
         return self.answer.reward if self.answer is not None else 0.0
 
 
 class RefusedActionError(BadEnvironmentError):
-    """An action that was not executed because it makes no sense there: the model is told, and the episode goes on."""
+    """An invalid action, which was not executed. Its message becomes the observation, and the episode continues."""
 
 
 class BaseEnvClient(ABC):
@@ -121,7 +121,7 @@ class BaseEnvClient(ABC):
     A subclass implements ``open_episode`` and ``act``, and overrides ``release``, ``fork_episode`` and ``actions``
     where its server offers more. Parsing the action out of the model's text, the opening messages, retries of the
     opening, and the evidence for rewards are inherited. An environment that is not behind HTTP needs no base class:
-    any class with the methods of ``Environment`` fits.
+    any class with the methods of ``Environment`` works.
     """
 
     Options: ClassVar[type[HttpEnvironmentOptions]] = HttpEnvironmentOptions
@@ -138,30 +138,30 @@ class BaseEnvClient(ABC):
 
     @property
     def fork_steps(self) -> int:
-        """The actions that a fork plays again; 0 where the server copies, or may copy and was not asked yet."""
+        """The number of actions that a fork replays; 0 where the server copies episodes, or might and was not tried."""
         return 0 if self._server_forks else sum(step.action is not None for step in self.steps)
 
     @abstractmethod
     async def open_episode(self, task: Task) -> ServerAnswer:
-        """Start the episode on the server and return its first state. May be called again if it fails."""
+        """Start the episode on the server and return its first observation. May be retried after a failure."""
 
     @abstractmethod
     async def act(self, action: str) -> ServerAnswer:
-        """Execute one action on the server, exactly once. ``RefusedActionError`` is answered like a malformed one."""
+        """Execute one action on the server, exactly once. Raises ``RefusedActionError`` for an invalid action."""
 
-    async def release(self) -> None:  # noqa: B027 - having nothing to release is a sound default
-        """Tell the server that the episode is over. Called once, also when opening it failed."""
+    async def release(self) -> None:  # noqa: B027 - by default there is nothing to release
+        """Release the episode on the server. Called once, also after ``open_episode`` failed."""
 
     async def fork_episode(self, twin: Self) -> bool:
-        """Have the server copy the episode for ``twin``; false when it cannot, and the episode is played again."""
+        """Copy the episode on the server for ``twin``; false when the server cannot, and the actions are replayed."""
         return False
 
     def actions(self, task: Task) -> str:
-        """The action language that the model is told, when the options do not give one."""
+        """The description of the actions in the prompt, when the options give none."""
         return action_language(task.environment)
 
     def make_transport(self) -> JsonTransport:
-        """The connection to the server, of one episode."""
+        """This episode's connection to the server."""
         options = self.options
         return JsonTransport(options.base_url, timeout=options.timeout, max_bytes=options.max_response_bytes)
 
@@ -172,7 +172,7 @@ class BaseEnvClient(ABC):
     async def reset(self, task: Task) -> Observation:
         """Open the episode of ``task``; the observation holds the system message and the first state."""
         if self._task is not None or self._closed:
-            raise RuntimeError("an environment client plays one episode: make a new one")
+            raise RuntimeError("an environment client runs one episode: create a new client")
         self._task = task
         options = self.options
         self._transport = self.make_transport()
@@ -187,9 +187,9 @@ class BaseEnvClient(ABC):
         return Observation(messages=messages, terminated=answer.ended, truncated=answer.truncated)
 
     async def step(self, action: Message) -> Observation:
-        """Execute one answer of the policy; a malformed one is answered here, costs a step and earns nothing."""
+        """Execute one model response. A malformed one is not sent: it takes a step and has reward 0."""
         if self._last is None:
-            raise RuntimeError("reset did not succeed, so there is nothing to act on")
+            raise RuntimeError("no episode is open: reset did not succeed")
         if self._last.ended or self._last.truncated:
             raise RuntimeError("the episode has ended")
         parsed = self._parse(action)
@@ -209,10 +209,10 @@ class BaseEnvClient(ABC):
         )
 
     async def fork(self) -> Self:
-        """An independent copy of the open episode as it stands: made by the server where it can, else by replay.
+        """An independent copy of the open episode in its current state: by the server where it can, else by replay.
 
-        A replay plays the actions so far in a new episode. Raises ``BadEnvironmentError`` when that is not answered as
-        the first time, because a search in such copies would be about another episode.
+        A replay executes the actions so far in a new episode. Raises ``BadEnvironmentError`` when the answers differ
+        from the original ones, because a search in such copies would explore another episode.
         """
         if self._task is None or self._transport is None or self._opening is None:
             raise RuntimeError("only an open episode can be forked")
@@ -300,7 +300,7 @@ def episode_index(task: Task) -> int:
 
 
 class SessionAnswer(ServerAnswer):
-    """The answer to ``/reset`` of a server that may keep several episodes of the same task apart."""
+    """The answer to ``/reset``, with a session where the server can run several episodes of one task."""
 
     session: str | int | None = Field(default=None, validation_alias=AliasChoices("session", "session_id"))
 
@@ -310,8 +310,8 @@ class WebEnvClient(BaseEnvClient):
     ``{"state", "reward", "done"}``.
 
     A server that answers the reset with a ``session`` gets it back with every request, and a ``/close`` at the end.
-    On a server without sessions two episodes of one ``idx`` would be the same episode, so that the second one is
-    refused while the first is played (in this process; other processes cannot be seen from here).
+    On a server without sessions two episodes of one ``idx`` share their state, so the second one is refused while the
+    first one runs (within this process; other processes are not checked).
     """
 
     def __init__(self, options: HttpEnvironmentOptions | None = None) -> None:
@@ -335,7 +335,7 @@ class WebEnvClient(BaseEnvClient):
             if _LEDGER.opened_without_session(server, index, self) is Claim.GRANTED:
                 return answer
         raise InfrastructureError(
-            f"{server} keeps no sessions and idx {index} is being played already: play its episodes one after another"
+            f"{server} has no sessions and an episode of idx {index} is running already: run its episodes one at a time"
             " (max_workers = 1) or use a server whose /reset answers a session"
         )
 
@@ -346,12 +346,12 @@ class WebEnvClient(BaseEnvClient):
     async def fork_episode(self, twin: BaseEnvClient) -> bool:
         """``POST /fork`` where the server has it, answered with a new ``session``.
 
-        Raises ``BadEnvironmentError`` for a server without sessions: a second episode of its index would be the first.
+        Raises ``BadEnvironmentError`` for a server without sessions: a copy would share the state of the episode.
         """
         if self._session is None:
             raise BadEnvironmentError(
-                f"{self.options.base_url} cannot be forked: it keeps no sessions, so that a copy would be the episode "
-                f"itself; {_WITHOUT_FORKS}, or a server whose /reset answers a session"
+                f"{self.options.base_url} cannot be forked: it has no sessions, so a copy would share the state of the "
+                f"episode; {_WITHOUT_FORKS}, or a server whose /reset answers a session"
             )
         if not self._server_forks:
             return False
@@ -368,7 +368,7 @@ class WebEnvClient(BaseEnvClient):
         return True
 
     async def release(self) -> None:
-        """``POST /close`` where the server gave a session; gives the index back otherwise."""
+        """``POST /close`` where the server returned a session; otherwise release the index."""
         _LEDGER.release(self.options.base_url, self._index, self)
         if self._session is not None:
             # The simple protocol has no /close; a server without one lets its sessions expire.

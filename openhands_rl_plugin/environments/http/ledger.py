@@ -1,4 +1,4 @@
-"""Who plays which task on servers that cannot keep two episodes of one task apart."""
+"""Running episodes on servers without sessions, which cannot run two episodes of one task at a time."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from enum import Enum, auto
 
 
 class Claim(Enum):
-    """The answer to a player who wants to start an episode."""
+    """The decision on a client's request to start an episode."""
 
     GRANTED = auto()
-    """Start: nobody else plays this task, or the server keeps sessions apart."""
+    """Start: no other client runs this task, or the server has sessions."""
     UNDECIDED = auto()
-    """Wait: somebody is starting this task, and the answer will tell whether the server has sessions."""
+    """Wait: another client is starting this task; its answer will show whether the server has sessions."""
     TAKEN = auto()
-    """The server has no sessions and somebody plays this task."""
+    """Refused: the server has no sessions and another client runs this task."""
 
 
 class EpisodeLedger:
     """Claims on (server, task index) within this process; safe to use from several threads.
 
-    Players are held weakly, so that one that was dropped without being closed blocks nobody.
+    Players (clients) are referenced weakly, so one that was dropped without ``close`` blocks no other.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class EpisodeLedger:
         self._with_sessions: set[str] = set()
 
     def claim(self, server: str, index: int, player: object) -> Claim:
-        """Ask before an episode is opened; asking again is allowed."""
+        """Request a claim before an episode is opened; repeated requests are allowed."""
         with self._lock:
             if server in self._with_sessions:
                 return Claim.GRANTED
@@ -41,13 +41,13 @@ class EpisodeLedger:
             return Claim.TAKEN if holder in self._playing else Claim.UNDECIDED
 
     def opened_with_session(self, server: str, index: int, player: object) -> None:
-        """The server gave a session: no claims are needed there."""
+        """The server returned a session, so it needs no claims."""
         with self._lock:
             self._with_sessions.add(server)
         self.release(server, index, player)
 
     def opened_without_session(self, server: str, index: int, player: object) -> Claim:
-        """The server gave none: ``player`` keeps its claim, or learns that it had none and shares the episode."""
+        """The server returned no session: the claim of ``player``, which shares the episode unless it is granted."""
         with self._lock:
             self._with_sessions.discard(server)
         if (claim := self.claim(server, index, player)) is Claim.GRANTED:
@@ -55,7 +55,7 @@ class EpisodeLedger:
         return claim
 
     def release(self, server: str, index: int, player: object) -> None:
-        """Give the claim back, if ``player`` has it."""
+        """Release the claim, if ``player`` holds it."""
         with self._lock:
             self._playing.discard(player)
             if self._players.get((server, index)) is player:

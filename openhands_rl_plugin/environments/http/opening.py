@@ -1,4 +1,4 @@
-"""The messages that open an episode: what the task is, which actions there are, and how to answer."""
+"""The messages that open an episode: the task, the available actions and the answer format."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def opening_messages(
 ) -> tuple[Message, Message]:
     """A system message with the task and how to act, then the first state as a user message.
 
-    ``system_prompt`` replaces the general words and the list of actions, but neither the answer's format, which the
-    client will insist on, nor the task.
+    ``system_prompt`` replaces the general instructions and the list of actions, but neither the answer format, which
+    the client requires, nor the task.
     """
     general = [system_prompt] if system_prompt is not None else [_ROLE, f"Actions:\n{actions}" if actions else ""]
     parts = [*general, _REACT if react_format else _PLAIN, f"Task: {task.instruction}" if task.instruction else ""]

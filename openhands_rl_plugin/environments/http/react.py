@@ -1,4 +1,4 @@
-"""Reading one action out of a model's text. Nothing here raises: what is wrong comes back as a value."""
+"""Parses one action from a model's text. Nothing here raises: errors are returned as values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LONG_ACTION = f"Invalid action: it is longer than {MAX_ACTION_CHARACTERS} chara
 
 @dataclass(frozen=True, slots=True)
 class ParsedAction:
-    """Either an ``action`` to execute, or the ``error`` to tell the model; ``thought`` is what stood before it."""
+    """Either an ``action`` to execute, or an ``error`` for the model; ``thought`` is the text before the action."""
 
     action: str | None
     error: str | None

@@ -1,7 +1,7 @@
-"""JSON over HTTP to an environment server, with every way in which that goes wrong as a typed error.
+"""JSON over HTTP to an environment server; every failure is a typed error.
 
-A server that is away, slow or broken raises ``InfrastructureError``; one that answers what its protocol does not
-allow raises ``BadEnvironmentError``. A request is sent once: whether it may be repeated is the caller's knowledge.
+An unreachable, slow or failing server raises ``InfrastructureError``; an answer that violates the protocol raises
+``BadEnvironmentError``. A request is sent once: only the caller knows whether it may be repeated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class EndpointMissingError(BadEnvironmentError):
 
 
 class UnavailableError(InfrastructureError):
-    """The request was certainly not executed: nothing answers there, or the server says that it is busy (503)."""
+    """The request was certainly not executed: the server is unreachable, or reports that it is busy (503)."""
 
 
 class JsonTransport:
@@ -50,8 +50,8 @@ class JsonTransport:
             base_url=base_url,
             timeout=timeout,
             follow_redirects=False,
-            # A proxy from the environment must not come between this process and its own machine, and a TLS context
-            # takes longer to make than an episode's first request.
+            # Loopback requests must not use a proxy from the environment variables. A TLS context is created for https
+            # only: that takes longer than an episode's first request.
             trust_env=not is_loopback(url.host),
             verify=url.scheme == "https",
             headers={"accept": "application/json", "accept-encoding": "identity"},
@@ -76,20 +76,20 @@ class JsonTransport:
             ) from error
         except (TimeoutError, httpx.TimeoutException) as error:
             raise InfrastructureError(
-                f"{self._base_url}{path} did not answer within {self._timeout:g} s: see what the server is busy with"
-                " or raise the time limit"
+                f"{self._base_url}{path} did not answer within {self._timeout:g} s: check the server's load or raise"
+                " the timeout"
             ) from error
         except httpx.TransportError as error:
             raise InfrastructureError(
                 f"the connection to {self._base_url} broke during {path} ({type(error).__name__}):"
-                " see whether the server died"
+                " check whether the server is still running"
             ) from error
         where = f"{self._base_url}{path}"
         check_status(where, response.status_code, content, response.headers.get("location"))
         return decode_json(where, content)
 
     def share(self) -> Self:
-        """This transport for one more user, who closes it too."""
+        """This transport, with one more user; each user calls ``close``."""
         self._users += 1
         return self
 
@@ -102,7 +102,7 @@ class JsonTransport:
     async def _read(self, response: httpx.Response, path: str) -> bytes:
         if response.headers.get("content-encoding", "identity") != "identity":
             raise BadEnvironmentError(
-                f"{self._base_url}{path} answered compressed, which was not asked for: switch compression off there"
+                f"{self._base_url}{path} sent a compressed answer, which was not requested: disable compression there"
             )
         content = bytearray()
         async for chunk in response.aiter_raw():
@@ -116,7 +116,7 @@ class JsonTransport:
 
 
 class CookieTransport(JsonTransport):
-    """For servers that know an episode by a cookie: whoever shares it gets a session of his own.
+    """For servers that identify an episode by a cookie: ``share`` returns a transport with its own session.
 
     The cookies of the answers are sent back with every request.
     """
@@ -127,12 +127,12 @@ class CookieTransport(JsonTransport):
         return len(self._client.cookies) > 0
 
     def share(self) -> Self:
-        """Another one to the same server, without this one's cookies."""
+        """A new transport to the same server, without this one's cookies."""
         return type(self)(self._base_url, timeout=self._timeout, max_bytes=self._max_bytes)
 
 
 def check_status(where: str, status: int, content: bytes, location: str | None = None) -> None:
-    """Raise the typed error that an HTTP status of 300 or more stands for. ``location``: where a redirect leads."""
+    """Raise the typed error for an HTTP status of 300 or more. ``location``: the target of a redirect."""
     if status < 300:
         return
     said = f"{where} answered {status}: {excerpt(content)}"
@@ -149,7 +149,7 @@ def check_status(where: str, status: int, content: bytes, location: str | None =
 
 
 def decode_json(where: str, content: bytes) -> JsonValue:
-    """The JSON in ``content``, in whole characters. Raises ``BadEnvironmentError``, for NaN and Infinity too."""
+    """The JSON in ``content``. Raises ``BadEnvironmentError`` for invalid JSON, NaN and Infinity."""
     try:
         answer = json.loads(content, parse_constant=_refuse_constant)
         return whole_json(answer) if b"\\u" in content else answer

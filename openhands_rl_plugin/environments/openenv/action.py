@@ -1,4 +1,4 @@
-"""A model's text as an OpenEnv action, by the schema that the server publishes."""
+"""Parses a model's text into an OpenEnv action, by the schema that the server publishes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _BASE_FIELD = "metadata"
 class ActionForm:
     """The fields of a server's actions. The server checks their values.
 
-    A JSON object that holds no other names than these is the action itself. Any other text is the value of ``field``,
-    or of the only field, or of the only required one. Raises ``ConfigError`` for a name that is no field's.
+    A JSON object with these names only is the action itself. Any other text is the value of ``field``, else of the only
+    field, else of the only required one. Raises ``ConfigError`` when ``field`` is not a field of the actions.
     """
 
     def __init__(self, schema: JsonObject, field: str | None = None) -> None:
@@ -26,7 +26,7 @@ class ActionForm:
         found = properties if isinstance(properties, dict) else {}
         self._schema = schema
         self._names = frozenset(found)
-        # What can have one value only needs no words.
+        # A field with a single possible value needs no description.
         self._fields = {
             name: each
             for name, each in found.items()
@@ -36,12 +36,12 @@ class ActionForm:
         self._required = [name for name in required if name in self._fields] if isinstance(required, list) else []
         if field is not None and found and field not in found:
             raise ConfigError(
-                f"action_field {field!r} is no field of the server's actions; these have {', '.join(self._fields)}"
+                f"action_field {field!r} is not a field of the server's actions; these have {', '.join(self._fields)}"
             )
         self._field = field or _only(list(self._fields)) or _only(self._required)
 
     def read(self, text: str) -> JsonObject:
-        """The action. Raises ``RefusedActionError`` that tells the model what to write."""
+        """The action in ``text``. Raises ``RefusedActionError``, whose message describes valid actions to the model."""
         value = _json_or_none(text)
         if isinstance(value, dict) and (not self._names or self._names.issuperset(value)):
             return value
@@ -52,7 +52,7 @@ class ActionForm:
         return {self._field: value}
 
     def language(self) -> str:
-        """What a model has to know to act; empty where the server publishes no schema."""
+        """The description of the actions for the prompt; empty where the server publishes no schema."""
         if (only := _only(list(self._fields))) is not None:
             return f"<{only}> - {self._worded(self._fields[only])}".removesuffix(" - ")
         lines = (
@@ -77,7 +77,7 @@ class ActionForm:
         return resolved.get("type") == "string"
 
     def _resolved(self, schema: JsonObject, depth: int) -> JsonObject:
-        """The schema that a ``$ref`` within this one stands for."""
+        """The schema that a ``$ref`` refers to."""
         reference, definitions = schema.get("$ref"), self._schema.get("$defs")
         if not depth or not isinstance(reference, str) or not isinstance(definitions, dict):
             return schema

@@ -1,4 +1,4 @@
-"""OpenEnv's environment servers, over WebSocket: over HTTP every request of theirs starts an episode of its own."""
+"""OpenEnv's environment servers, over WebSocket: over HTTP each of their requests starts a new episode."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _NOT_SHOWN = frozenset({"metadata", "reward", "done"})
 
 
 class OpenEnvOptions(HttpEnvironmentOptions):
-    """``index_key`` is the argument of the server's ``reset`` that gets the number of the task (none when empty);
-    ``reset_arguments`` are further ones, and a task's own are its row, ``data["row"]``.
+    """``index_key`` is the argument of the server's ``reset`` for the task's index (empty: none). ``reset_arguments``
+    are further arguments; those of one task are its row, ``data["row"]``.
 
-    ``action_field`` is the field of an action that a plain text fills, ``observation_field`` the one that the model is
-    shown. ``None`` leaves both to the form of the server's actions and observations.
+    ``action_field`` is the action's field that a plain text fills, ``observation_field`` the field that is shown to the
+    model. ``None``: chosen by the fields of the server's actions and observations.
     """
 
     index_key: str = "seed"
@@ -40,9 +40,9 @@ class OpenEnvOptions(HttpEnvironmentOptions):
 class OpenEnvClient(BaseEnvClient):
     """``reset``, ``step``, ``state`` and ``close`` of one connection to ``/ws``.
 
-    The model sees an observation that has one field, a text, as that text, and any other as JSON of its fields without
-    reward, done and metadata. It answers with JSON of an action's fields, or with the value of the only one. An action
-    that the server refuses is told to the model and costs a step. The evidence holds the server's ``state``.
+    An observation with a single text field is shown to the model as that text, any other one as JSON of its fields
+    without reward, done and metadata. The model answers with JSON of an action's fields, or with the value of the only
+    field. An invalid action takes a step, and its error is the observation. The evidence holds the server's ``state``.
     """
 
     Options: ClassVar[type[HttpEnvironmentOptions]] = OpenEnvOptions
@@ -67,15 +67,15 @@ class OpenEnvClient(BaseEnvClient):
     async def act(self, action: str) -> ServerAnswer:
         """``step``."""
         if self._session is None or self._form is None:
-            raise RuntimeError("there is no episode to act in")
+            raise RuntimeError("no episode is open")
         return self._answer(await self._session.ask("step", self._form.read(action)), "step")
 
     async def release(self) -> None:
-        """``close``; the server forgets the episode with its connection."""
+        """``close``; the server ends the episode with its connection."""
         await self._leave()
 
     async def evidence(self) -> JsonObject:
-        """As every client's, with the server's ``state`` while the server is there."""
+        """The evidence of ``BaseEnvClient``, with the server's ``state`` while the connection is open."""
         found = await super().evidence()
         if found and self._session is not None and self._session.alive:
             with suppress(EpisodeError):
@@ -83,7 +83,7 @@ class OpenEnvClient(BaseEnvClient):
         return found
 
     def actions(self, task: Task) -> str:
-        """What the server's schema says about actions."""
+        """The format of actions, from the server's schema."""
         return self._form.language() if self._form is not None else ""
 
     async def _leave(self) -> None:

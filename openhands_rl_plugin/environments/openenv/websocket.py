@@ -1,7 +1,7 @@
-"""OpenEnv's WebSocket: one connection is one episode. Every way in which that goes wrong is a typed error.
+"""OpenEnv's WebSocket: one connection is one episode. Every failure is a typed error.
 
-A server that is away, full, slow or dead raises ``InfrastructureError``; one that answers what its protocol does not
-allow, or that an environment broke down, raises ``BadEnvironmentError``.
+An unreachable, full, slow or dead server raises ``InfrastructureError``; an answer that violates the protocol, or a
+failure of the environment itself, raises ``BadEnvironmentError``.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _LONGEST_CLOSING = 5.0
 _MOST_REASONS = 3
 _TOO_BIG = 1009
 _SAID = aiohttp.WSMsgType.TEXT
-# What became of the server itself, or of the machines behind it, rather than of the environment.
+# Failures of the server itself, or of the machines behind it, rather than of the environment.
 _BROKEN = frozenset({"FACTORY_ERROR", "SESSION_ERROR"})
 
 
 class OpenEnvSession:
-    """Asks one thing after the other, each once.
+    """Sends one request at a time, each once.
 
-    Somebody has to listen all the time: a server takes a client that leaves its pings unanswered for dead, and a model
-    may think for minutes. So a task reads what comes until the connection ends.
+    The connection is read all the time by a task of its own: a server drops a client that leaves its pings unanswered,
+    and a model may need minutes for a response.
 
     Args:
         base_url: where the server listens, without a path.
@@ -60,7 +60,7 @@ class OpenEnvSession:
 
     @property
     def alive(self) -> bool:
-        """Whether the server can be asked something, as far as is known."""
+        """Whether the connection is open, as far as is known."""
         return self._connection is not None and self._end is None
 
     async def open(self) -> None:
@@ -83,7 +83,7 @@ class OpenEnvSession:
     async def ask(self, kind: str, data: JsonObject | None = None, *, answered_by: str = "observation") -> JsonObject:
         """Send a message of this ``kind`` and return the data of the answer, which must be of kind ``answered_by``.
 
-        Raises ``RefusedActionError`` when a step was not executed because its action is none.
+        Raises ``RefusedActionError`` when a step was not executed because its action is invalid.
         """
         if self._connection is None:
             raise RuntimeError("the connection is not open")
@@ -92,23 +92,23 @@ class OpenEnvSession:
         message: JsonObject = {"type": kind} if data is None else {"type": kind, "data": data}
         try:
             async with asyncio.timeout(self._timeout):
-                # Where nothing can be sent any more, the listener has heard why.
+                # When sending fails, the reading task has the reason.
                 with suppress(aiohttp.ClientError, ConnectionError):
                     await self._connection.send_str(json.dumps(message))
                 heard = await self._next()
         except TimeoutError as error:
             self._end = InfrastructureError(
-                f"{self._where} did not answer a {kind} within {self._timeout:g} s: see what the server is busy with"
-                " or raise the time limit"
+                f"{self._where} did not answer a {kind} within {self._timeout:g} s: check the server's load or raise"
+                " the timeout"
             )
             raise self._end from error
         except asyncio.CancelledError:
-            self._end = InfrastructureError(f"{self._where} was left before it answered a {kind}")
+            self._end = InfrastructureError(f"the connection to {self._where} was cancelled during a {kind}")
             raise
         return self._read(heard, kind, answered_by)
 
     async def close(self) -> None:
-        """Say goodbye and wait a little for the server to let go, so that the next episode finds room there."""
+        """Send ``close`` and wait briefly until the server releases the episode: its capacity may be limited."""
         if self._client is None or self._connection is None or self._listener is None:
             return
         try:
@@ -140,7 +140,7 @@ class OpenEnvSession:
             ) from error
         except TimeoutError as error:
             raise InfrastructureError(
-                f"{self._where} did not answer within {self._timeout:g} s: see what the server is busy with"
+                f"{self._where} did not answer within {self._timeout:g} s: check the server's load"
             ) from error
         except aiohttp.ClientError as error:
             raise self._broke(type(error).__name__) from error
@@ -154,7 +154,7 @@ class OpenEnvSession:
                 " make its observations shorter or raise max_response_bytes"
             )
         elif message.type in (_SAID, aiohttp.WSMsgType.BINARY):
-            end = BadEnvironmentError(f"{self._where} sent what nobody asked for: {excerpt(message.data)}")
+            end = BadEnvironmentError(f"{self._where} sent an unexpected message: {excerpt(message.data)}")
         else:
             end = self._broke(f"close code {connection.close_code}")
         self._end = self._end or end
@@ -179,9 +179,9 @@ class OpenEnvSession:
     def _refuse_unasked(self, heard: str | EpisodeError) -> Never:
         if isinstance(heard, EpisodeError):
             raise heard
-        # A server that is full says so before it is asked anything.
+        # A full server sends its error before the first request.
         self._read(heard, "connection", "error")
-        raise BadEnvironmentError(f"{self._where} sent what nobody asked for: {excerpt(heard)}")
+        raise BadEnvironmentError(f"{self._where} sent an unexpected message: {excerpt(heard)}")
 
     def _raise_error(self, data: JsonObject, kind: str) -> Never:
         code, message = data.get("code"), excerpt(str(data.get("message")))
@@ -195,7 +195,9 @@ class OpenEnvSession:
         raise BadEnvironmentError(f"{said} {_reasons(data.get('errors'))}".rstrip())
 
     def _broke(self, how: str) -> InfrastructureError:
-        return InfrastructureError(f"the connection to {self._where} broke ({how}): see whether the server died")
+        return InfrastructureError(
+            f"the connection to {self._where} broke ({how}): check whether the server is still running"
+        )
 
 
 async def _refuse_redirect(
@@ -208,7 +210,7 @@ async def _refuse_redirect(
 
 
 def _reasons(errors: JsonValue) -> str:
-    """The first of pydantic's errors in words: ``action: Input should be 'UP' or 'DOWN'``."""
+    """The first of pydantic's errors as text: ``action: Input should be 'UP' or 'DOWN'``."""
     worded: list[str] = []
     for each in errors[:_MOST_REASONS] if isinstance(errors, list) else ():
         found: dict[str, Any] = each if isinstance(each, dict) else {}

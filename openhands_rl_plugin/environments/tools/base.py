@@ -1,4 +1,4 @@
-"""What a tool is, and the two that every agent of this kind has: notes for itself, and the answer."""
+"""The base class of tools, and the two built-in tools: private notes and the final answer."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class ToolBase(ABC):
-    """Something that the model may call.
+    """A tool that the model may call.
 
-    ``parameters`` is the JSON Schema of an object; a call reaches ``call`` only when it keeps to it. ``private``: no
-    user is ever shown its calls or results. ``parallel``: its calls may run beside other such calls of their message.
-    ``ends``: what it returns is the answer of the episode.
+    ``parameters`` is the JSON Schema of an object; ``call`` gets only arguments that are valid against it.
+    ``private``: its calls and results are never shown to users. ``parallel``: its calls may run concurrently with other
+    such calls of the same message. ``ends``: a call ends the episode, and its result is the answer.
     """
 
     name: str
@@ -36,21 +36,21 @@ class ToolBase(ABC):
     ends: bool = False
 
     def openai_tool(self) -> JsonObject:
-        """The tool as a chat request offers it."""
+        """The tool as an entry of ``tools`` in a chat request."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
     @abstractmethod
     async def call(self, arguments: JsonObject) -> str:
-        """Do it and return what the model is told.
+        """Execute the call and return the observation for the model.
 
-        An exception is told to the model, so that it can do something else. ``InfrastructureError`` is not: then the
-        episode fails, and is no sample of the policy's behaviour.
+        The message of an exception becomes the observation, so that the model can react. ``InfrastructureError``
+        instead fails the episode, which then is not a sample of the policy's behaviour.
         """
 
 
 class ThinkTool(ToolBase):
-    """Room for notes. They stay in the model's context and go nowhere else."""
+    """Private notes, which only stay in the model's context."""
 
     name = "think"
     description = "Write private notes: plans, intermediate results, open questions. Nobody else reads them."
@@ -81,16 +81,16 @@ class FinalTool(ToolBase):
     ends = True
 
     async def call(self, arguments: JsonObject) -> str:
-        """The answer as it is, whatever it looks like."""
+        """Return the answer unchanged."""
         return str(arguments["answer"])
 
 
 class FunctionTool(ToolBase):
     """A typed function as a tool; also a decorator. A function that is not async runs in a thread.
 
-    The name, the description (from the docstring) and the schema (from the annotations) are the function's own. A
-    result that is no text is told as JSON. Raises ``ConfigError`` for parameters that cannot be given by name, or whose
-    types JSON cannot hold.
+    The name, the description (the docstring) and the schema (the annotations) come from the function. A result that is
+    not text is returned as JSON. Raises ``ConfigError`` for positional-only parameters and for types that JSON cannot
+    represent.
     """
 
     def __init__(self, function: Callable[..., Any], *, private: bool = False, parallel: bool = False) -> None:
@@ -105,7 +105,7 @@ class FunctionTool(ToolBase):
         except (NameError, TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(f"{self.name!r} cannot be a tool: {describe(error)}") from error
         if schema.get("type") != "object":
-            raise ConfigError(f"{self.name!r} cannot be a tool: all its parameters must be such that a name gives them")
+            raise ConfigError(f"{self.name!r} cannot be a tool: all its parameters must accept keyword arguments")
         self.parameters = schema
 
     async def call(self, arguments: JsonObject) -> str:
@@ -124,7 +124,7 @@ BUILT_IN: dict[str, type[ToolBase]] = {ThinkTool.name: ThinkTool, FinalTool.name
 def load_tool(name: str) -> ToolBase:
     """``"think"``, ``"final"`` or ``"module:Name"`` of a tool class, a tool or a typed function.
 
-    A class is instantiated anew each time. Raises ``ConfigError``.
+    A class is instantiated in each call. Raises ``ConfigError``.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]()
@@ -145,13 +145,13 @@ def load_tool(name: str) -> ToolBase:
 
 
 def checked(tools: Sequence[ToolBase]) -> tuple[ToolBase, ...]:
-    """``tools`` as they are. Raises ``ConfigError`` for bad names, equal names, and parameters that are no schema."""
+    """``tools`` unchanged. Raises ``ConfigError`` for invalid or duplicate names and for an invalid JSON Schema."""
     seen: set[str] = set()
     for tool in tools:
         if _NAME.fullmatch(tool.name) is None:
             raise ConfigError(f"tool {tool.name!r}: a name has 1 to 64 letters, digits, '_' and '-'")
         if tool.name in seen:
-            raise ConfigError(f"tool {tool.name!r} is there twice; give one of them another name")
+            raise ConfigError(f"tool {tool.name!r} occurs twice: rename one of them")
         seen.add(tool.name)
         _check_schema(tool)
     return tuple(tools)
@@ -160,11 +160,11 @@ def checked(tools: Sequence[ToolBase]) -> tuple[ToolBase, ...]:
 def _check_schema(tool: ToolBase) -> None:
     if not isinstance(tool.parameters, dict) or tool.parameters.get("type") != "object":
         raise ConfigError(f'tool {tool.name!r}: parameters must be the JSON Schema of an object ("type": "object")')
-    # Imported late: beside some packages it takes more than a second, and plain conversations do without it.
+    # Imported late: with some packages installed it takes over a second, and plain conversations do not need it.
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
 
     try:
         Draft202012Validator.check_schema(tool.parameters)
     except SchemaError as error:
-        raise ConfigError(f"tool {tool.name!r}: parameters are no JSON Schema: {error.message}") from error
+        raise ConfigError(f"tool {tool.name!r}: parameters are not a valid JSON Schema: {error.message}") from error

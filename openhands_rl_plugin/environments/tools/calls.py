@@ -1,4 +1,4 @@
-"""Executes the calls of one answer: arguments checked, errors as feedback, results in the order of the calls."""
+"""Executes the calls of one response: arguments checked, errors as feedback, results in the order of the calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LONGEST_ERROR = 300
 
 
 class ToolCallStarted(Frozen):
-    """A tool that is not private begins to work. ``arguments`` is JSON text, as the model wrote it."""
+    """A call of a tool that is not private starts. ``arguments`` is JSON text, as the model wrote it."""
 
     call_id: str
     name: str
@@ -34,7 +34,7 @@ class ToolCallStarted(Frozen):
 
 
 class ToolResult(Frozen):
-    """What a tool that is not private answered; ``ok`` is false when it failed."""
+    """The result of a tool that is not private; ``ok`` is false when it failed."""
 
     call_id: str
     name: str
@@ -48,7 +48,7 @@ ToolListener = Callable[[ToolEvent], None]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one call: the ``text`` of its tool, or ``feedback``. ``ends``: the text is the answer."""
+    """The outcome of one call: the ``text`` of its tool, or ``feedback``. ``ends``: the text is the answer."""
 
     call: ToolCall
     text: str = ""
@@ -67,8 +67,8 @@ class _Ready:
 class ToolBox:
     """The tools of one episode.
 
-    ``timeout`` bounds one call, in seconds; ``longest`` its result, in characters. ``listener`` hears of the calls of
-    tools that are neither private nor end the episode.
+    ``timeout`` bounds one call, in seconds; ``longest`` its result, in characters. ``listener`` receives the calls of
+    tools that are not private and do not end the episode.
     """
 
     tools: Sequence[ToolBase]
@@ -83,7 +83,7 @@ class ToolBox:
         self._validators = {tool.name: _validator(tool) for tool in self.tools}
 
     async def execute(self, calls: Sequence[ToolCall]) -> list[Outcome]:
-        """Execute ``calls`` in order, neighbours that may be in parallel side by side; none after one that ends.
+        """Execute ``calls`` in order, adjacent parallel ones concurrently; none after one that ends the episode.
 
         Raises ``CaughtFailure`` when a tool's infrastructure failed.
         """
@@ -161,12 +161,12 @@ def _validator(tool: ToolBase) -> Draft202012Validator:
     from jsonschema import Draft202012Validator
     from referencing import Registry
 
-    # A registry of its own, so that no reference in a schema is fetched from anywhere.
+    # An empty registry, so that no reference in a schema is fetched from the network.
     return Draft202012Validator(tool.parameters, registry=Registry())
 
 
 def read_arguments(text: str) -> JsonObject:
-    """Strict JSON of an object; nothing at all is an empty one. Raises ``ValueError`` that says what it is instead."""
+    """Parse strict JSON of an object; empty text is an empty object. Raises ``ValueError`` with the reason."""
     if not text.strip():
         return {}
     try:
@@ -192,7 +192,7 @@ def _refuse_constant(name: str) -> float:
 
 
 def _violations(validator: Draft202012Validator, arguments: JsonObject) -> str:
-    """The first errors in words; empty when there is none."""
+    """The first errors as text; empty when there is none."""
     errors = sorted(validator.iter_errors(arguments), key=lambda error: [str(step) for step in error.absolute_path])
     return "; ".join(_worded(error) for error in errors[:_MOST_ERRORS])
 

@@ -1,4 +1,4 @@
-"""The two ways in which a model calls tools: through the server's own tool calls, or in the text of its answer."""
+"""The two ways in which a model calls tools: as the server's tool calls, or in the text of its response."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UP_TO_THOUGHT_END = re.compile(r"\A.*</think>", re.IGNORECASE | re.DOTALL)
 _THOUGHT_BEGIN, _THOUGHT_END = "<think>", "</think>"
 _TAGGED = ("<tool_call", "</tool_call")
 _BARE = ("{", "<|python_tag|>")
-# Call forms, for families whose own template shows no tools in the system message.
+# Call formats, for families whose own template lists no tools in the system message.
 _FORMS = (
     '<tool_call>\n{"name": "function-name", "arguments": {"parameter": "value"}}\n</tool_call>',
     '{"name": "function-name", "parameters": {"parameter": "value"}}',
@@ -27,9 +27,9 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class ReadAnswer:
-    """An answer taken apart: ``calls`` to execute, what was wrong with others, and the ``speech`` around them.
+    """A parsed response: ``calls`` to execute, ``problems`` of invalid calls, and ``speech``, the text around them.
 
-    The speech is without thoughts, and without white space at its ends.
+    The speech is without reasoning and without white space at its ends.
     """
 
     calls: tuple[ToolCall, ...] = ()
@@ -38,10 +38,10 @@ class ReadAnswer:
 
 
 class Dialect(Protocol):
-    """How tools are offered, calls are read and results are told."""
+    """How tools are offered, calls are parsed and results are formatted."""
 
     def offered(self, tools: Sequence[JsonObject]) -> tuple[JsonObject, ...]:
-        """The tools that go into the request to the model server."""
+        """The tools in the request to the model server."""
         ...
 
     def system(self, text: str, tools: Sequence[JsonObject]) -> str:
@@ -49,20 +49,20 @@ class Dialect(Protocol):
         ...
 
     def read(self, message: Message) -> ReadAnswer:
-        """Take an answer apart. Never raises."""
+        """Parse a response. Never raises."""
         ...
 
     def said(self, unfinished: str) -> str:
-        """The part of an answer's speech that is certain while its text is still growing."""
+        """The part of an unfinished response that is certain to be speech."""
         ...
 
     def results(self, told: Sequence[tuple[ToolCall, str]]) -> tuple[Message, ...]:
-        """What the calls came to, as messages."""
+        """The results of the calls, as messages."""
         ...
 
 
 class NativeDialect:
-    """Calls as the server's tool calls. One that is left in the text is a problem: the server could not read it."""
+    """Calls as the server's tool calls. A call that is left in the text is a problem: the server could not parse it."""
 
     def offered(self, tools: Sequence[JsonObject]) -> tuple[JsonObject, ...]:
         return tuple(tools)
@@ -86,10 +86,10 @@ class NativeDialect:
 
 
 class TextDialect:
-    """Calls in the text, as a family of models writes them; the server knows of no tools.
+    """Calls in the text, in the format of a model family; the server gets no tools.
 
-    Results come as one user message of ``<tool_response>`` blocks, which is how the families' own templates write them.
-    Raises ``ConfigError`` for a name that no family has.
+    Results form one user message of ``<tool_response>`` blocks, as in the families' own templates. Raises
+    ``ConfigError`` for an unknown family.
     """
 
     def __init__(self, template: str) -> None:
@@ -123,7 +123,7 @@ class TextDialect:
 
 
 class OpenedThought:
-    """A dialect of a model whose prompt has opened a thought already, so that every answer begins inside of it."""
+    """A dialect of a model whose prompt ends with ``<think>``, so that every response begins with reasoning."""
 
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
@@ -141,7 +141,7 @@ class OpenedThought:
 
 
 def without_thought(text: str) -> str:
-    """``text`` without what stands in ``<think>``, also where only the thought's end, or its beginning, is marked."""
+    """``text`` without ``<think>`` blocks, also where only the closing or only the opening tag is present."""
     rest = _THOUGHT.sub("", text)
     return _UP_TO_THOUGHT_END.sub("", rest)
 
@@ -151,7 +151,7 @@ def _speech(parsed: ParsedAnswer) -> str:
 
 
 def _certain(unfinished: str, openings: Sequence[str]) -> str:
-    """The speech up to what is, or may become, a call or a thought."""
+    """The speech before anything that is, or may become, a call or a ``<think>`` block."""
     text = without_thought(unfinished)
     begun = re.search("|".join(map(re.escape, openings)), text, re.IGNORECASE)
     end = begun.start() if begun else len(text)
@@ -168,9 +168,9 @@ def _is_one_call(parsed: ParsedAnswer) -> bool:
 
 
 def _own_manifest(template: ChatTemplate, text: str, tools: Sequence[JsonObject]) -> str | None:
-    """The content of the system turn that the family's template makes of ``text`` and ``tools``.
+    """The content of the system turn that the family's template renders from ``text`` and ``tools``.
 
-    ``None`` when it puts the tools elsewhere, or nowhere.
+    ``None`` when the template puts the tools elsewhere, or nowhere.
     """
     messages = (Message(role="system", content=text), Message(role="user", content="?"))
     plain = template.render(messages, add_generation_prompt=False)

@@ -1,9 +1,9 @@
-"""An environment that is a set of tools: the model calls them until it gives its answer.
+"""An environment of tools: the model calls them until it gives its answer.
 
     environment = ToolEnvironment(tools=(ThinkTool(), FinalTool(), FunctionTool(look_up)))
 
-Each answer of the model is one step, a malformed one too. When one of the tools ends the episode (``FinalTool``), an
-answer reaches the user through it and in no other way; when none does, an answer without calls is the final one.
+Each model response is one step, a malformed one too. When one of the tools ends the episode (``FinalTool``), only its
+argument reaches the user; otherwise a response without calls is the final answer.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _SPEAKING = "When you know the answer, write it without calling a tool."
 class ToolOptions(Frozen):
     """``tools``: names for ``load_tool``.
 
-    ``template``: the family in whose form calls stand in the text; empty: the server's own tool calls.
+    ``template``: the model family whose format calls have in the text; empty: the server's own tool calls.
     ``opens_thought``: the model's prompt ends with ``<think>`` (Qwen3-Thinking, DeepSeek-R1), and the server leaves the
-    thought in the answer; all up to ``</think>`` is then a thought.
+    reasoning in the response; all text up to ``</think>`` is then reasoning.
     ``system_prompt`` replaces the built-in words; a system message of the conversation is kept after it.
     ``tool_timeout`` is in seconds and bounds one call, ``max_result_length`` is in characters.
     """
@@ -61,11 +61,11 @@ class ToolOptions(Frozen):
 class ToolEnvironment:
     """One conversation with tools, as a ``protocols.Environment``.
 
-    A task's ``data`` may hold ``messages`` (a conversation in OpenAI's form, which ``instruction`` goes on with as the
-    user's message) and ``label``, which is no part of the conversation and becomes evidence for a reward.
+    A task's ``data`` may hold ``messages`` (a conversation in OpenAI's format, to which ``instruction`` is appended as
+    a user message) and ``label``, which is not part of the conversation but evidence for a reward.
 
-    ``tools`` are used in place of those that the options name; one that keeps a state must not be shared.
-    ``listener`` hears of the calls that a user may see. Raises ``ConfigError`` for tools or a template that cannot be.
+    ``tools`` replace those that the options name; a tool with state must not be shared. ``listener`` receives the calls
+    that a user may see. Raises ``ConfigError`` for invalid tools or an unknown template.
     """
 
     Options = ToolOptions
@@ -93,29 +93,29 @@ class ToolEnvironment:
 
     @property
     def offered_tools(self) -> tuple[JsonObject, ...]:
-        """The tools that the model server is told of."""
+        """The tools in the requests to the model server."""
         return self._dialect.offered(self._schemas)
 
     @property
     def speaks(self) -> bool:
-        """Whether the text of an answer is for the user; false where answers go through a tool."""
+        """Whether the text of a response is for the user; false where a tool delivers the answer."""
         return not self._ending
 
     def read(self, message: Message) -> ReadAnswer:
-        """An answer taken apart into calls, problems and speech."""
+        """A response, parsed into calls, problems and speech."""
         return self._dialect.read(message)
 
     def said(self, unfinished: str) -> str:
-        """What of an answer that is still growing is certainly speech, and neither a call nor a thought."""
+        """The part of an unfinished response that is certain to be speech, not a call or reasoning."""
         return self._dialect.said(unfinished)
 
     async def reset(self, task: Task) -> Observation:
-        """Open the conversation: exactly one system message (none without any words for it), then what was said."""
+        """Open the conversation: one system message (none when it would be empty), then the task's messages."""
         messages = [*_conversation(task)]
         if task.instruction:
             messages.append(Message(role="user", content=task.instruction))
         if all(message.role == "system" for message in messages):
-            raise BadEnvironmentError(f"task {task.id!r} asks for nothing: give it an instruction, or data.messages")
+            raise BadEnvironmentError(f"task {task.id!r} is empty: give it an instruction, or data.messages")
         given = [message.content for message in messages if message.role == "system" and message.content]
         text = self._dialect.system("\n\n".join(part for part in (self._prompt(), *given) if part), self._schemas)
         system = [Message(role="system", content=text)] if text else []
@@ -124,7 +124,7 @@ class ToolEnvironment:
         return Observation(messages=(*system, *(message for message in messages if message.role != "system")))
 
     async def step(self, action: Message) -> Observation:
-        """Execute the calls of one answer, or tell the model why there was nothing to execute."""
+        """Execute the calls of one response; without any, the observation is feedback for the model."""
         if not self._open:
             raise BadEnvironmentError("the conversation is not open: reset it first, and do not step after its end")
         self._steps += 1
@@ -138,7 +138,7 @@ class ToolEnvironment:
         return self._refuse(Feedback(FeedbackCode.NO_TOOL_CALL, "The answer holds no tool call."))
 
     async def evidence(self) -> JsonObject:
-        """The answer (``None``: none was given), the label, and what was called and refused, by name and code."""
+        """The answer (``None``: none), the label, the number of steps, calls by tool name and errors by code."""
         return {
             "answer": self._answer,
             "label": self._label,
@@ -167,7 +167,7 @@ class ToolEnvironment:
         return Observation(messages=tuple(messages), terminated=True)
 
     def _told(self, outcomes: Sequence[Outcome], problems: Sequence[str]) -> Observation:
-        """The results in the order of the calls, then what was wrong with calls that could not be read."""
+        """The results in the order of the calls, then the problems of calls that could not be parsed."""
         told: list[tuple[ToolCall, str]] = []
         for outcome in outcomes:
             text = "delivered" if outcome.ends else outcome.text
@@ -205,4 +205,4 @@ def _conversation(task: Task) -> list[Message]:
     try:
         return [to_message(message) for message in given]  # pyright: ignore[reportArgumentType]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise BadEnvironmentError(f"task {task.id!r}: data.messages holds what is no chat message: {error}") from error
+        raise BadEnvironmentError(f"task {task.id!r}: data.messages holds an invalid chat message: {error}") from error

@@ -1,4 +1,4 @@
-"""What a model is told when its answer could not be executed: what was wrong, and what to do next."""
+"""Feedback for a model whose response could not be executed: the error and a suggestion."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from openhands_rl_plugin.core.types import JsonObject
 
 
 class FeedbackCode(StrEnum):
-    """What was wrong."""
+    """The kind of error."""
 
     NO_TOOL_CALL = "no_tool_call"
     INVALID_ACTION_FORMAT = "invalid_action_format"
@@ -33,7 +33,7 @@ _NEXT = {
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """``message`` says what was wrong in one or two sentences."""
+    """``message`` describes the error in one or two sentences."""
 
     code: FeedbackCode
     message: str

@@ -229,5 +229,5 @@ async def test_requests_cannot_ask_for_more_than_the_limits_allow() -> None:
 
 
 def test_wrong_tools_are_told_before_the_first_user() -> None:
-    with pytest.raises(ConfigError, match="is there twice"):
+    with pytest.raises(ConfigError, match="occurs twice"):
         agent([], FinalTool(), FinalTool())

@@ -98,7 +98,7 @@ async def test_without_sessions_one_index_is_one_episode_at_a_time():
         first, second, other = (WebEnvClient(options(server.url)) for _ in range(3))
         await first.reset(task(3))
         await other.reset(task(4))
-        with pytest.raises(InfrastructureError, match="keeps no sessions and idx 3 is being played already"):
+        with pytest.raises(InfrastructureError, match="has no sessions and an episode of idx 3 is running already"):
             await second.reset(task(3))
         assert server.paths() == ["/reset", "/reset"], "the refused episode must not touch the one being played"
         await second.close()

@@ -136,7 +136,7 @@ async def test_a_server_without_sessions_is_refused_without_being_asked():
     async with raw_server(CountingServer(sessions=False)) as server:
         client = WebEnvClient(options(server.url))
         await client.reset(task(7))
-        with pytest.raises(BadEnvironmentError, match=r'cannot be forked: it keeps no sessions.* "StandardReAct"'):
+        with pytest.raises(BadEnvironmentError, match=r'cannot be forked: it has no sessions.* "StandardReAct"'):
             await client.fork()
         assert server.paths() == ["/reset"]
         assert (await client.step(react("one"))).messages[0].content == "count 1"
@@ -159,7 +159,7 @@ async def test_a_search_on_a_server_without_sessions_fails_once_and_says_what_to
         )
         played = await session.run(EpisodeRequest(task=task(7), run_id="run", group_id="group"))
         assert played.failure is not None and played.failure.kind is FailureKind.ENVIRONMENT
-        assert "keeps no sessions" in played.failure.message and '"StandardReAct"' in played.failure.message
+        assert "has no sessions" in played.failure.message and '"StandardReAct"' in played.failure.message
         assert server.paths() == ["/reset"]
 
 

@@ -194,7 +194,7 @@ def test_actions_by_their_schema():
     with pytest.raises(RefusedActionError, match="a JSON object with these fields"):
         two.read("1 2")
     with pytest.raises(
-        ConfigError, match="action_field 'colum' is no field of the server's actions; these have column"
+        ConfigError, match="action_field 'colum' is not a field of the server's actions; these have column"
     ):
         ActionForm(column, "colum")
     assert ActionForm({}, "message").read("hi") == {"message": "hi"}
@@ -303,7 +303,7 @@ CASES = [
     pytest.param(data(reward="1"), ENVIRONMENT, ["'reward'"], id="reward is a text"),
     pytest.param(data(done="yes"), ENVIRONMENT, ["'done'"], id="done is a text"),
     pytest.param(data(metadata="x" * 5_000_000), ENVIRONMENT, ["4194304 bytes"], id="huge"),
-    pytest.param(lambda to: to.send_bytes(b"\x00"), ENVIRONMENT, ["nobody asked for"], id="binary"),
+    pytest.param(lambda to: to.send_bytes(b"\x00"), ENVIRONMENT, ["an unexpected message"], id="binary"),
 ]
 
 
@@ -328,7 +328,7 @@ async def test_dies_in_mid_episode():
 
 async def test_answers_that_nobody_asked_for_do_not_answer_the_next_question():
     async with openenv_server(at("step", repeat)) as server:
-        await assert_failed(await play(server.url), ENVIRONMENT, "nobody asked for", "Keep going")
+        await assert_failed(await play(server.url), ENVIRONMENT, "an unexpected message", "Keep going")
 
 
 async def test_absent():

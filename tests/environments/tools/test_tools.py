@@ -472,7 +472,7 @@ class Wrong(ThinkTool):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((ThinkTool(), ThinkTool()), "'think' is there twice"),
+        ((ThinkTool(), ThinkTool()), "'think' occurs twice"),
         ((Wrong(),), "must be the JSON Schema of an object"),
     ],
 )
@@ -512,7 +512,7 @@ async def test_it_is_an_environment_as_sessions_need_one() -> None:
 
 
 async def test_a_task_without_a_question_and_a_step_after_the_end_are_errors() -> None:
-    with pytest.raises(BadEnvironmentError, match="asks for nothing"):
+    with pytest.raises(BadEnvironmentError, match="is empty: give it"):
         await ToolEnvironment().reset(Task(id="t", environment="tools"))
     with pytest.raises(BadEnvironmentError, match=r"data\.messages"):
         await ToolEnvironment().reset(Task(id="t", environment="tools", data={"messages": [{"content": "x"}]}))
