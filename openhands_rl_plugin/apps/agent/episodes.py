@@ -48,11 +48,11 @@ def session_runner(
 ) -> SessionRunner:
     """A runner for the episodes of one run over one engine, each with its own environment, strategy and seed.
 
-    With a ``storage``, episodes are stored while they are played.
+    With a ``storage``, episodes are stored while they run.
     """
 
     def engine_for(request: EpisodeRequest) -> SeededEngine:
-        # Not the request's own seed: that one depends on the run's id, which is never the same twice.
+        # Not the request's own seed: that one depends on the run's id, which differs in every run.
         key = f"{seed}/{request.task.id}/{request.sample}/{request.attempt}"
         return SeededEngine(engine, settings.sampling_params(), random.Random(key).randrange(_SEEDS))
 

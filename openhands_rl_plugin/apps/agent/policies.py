@@ -107,7 +107,7 @@ class InProcessPolicy(Policy):
         self._tokenizer = tokenizer
         config = {
             "model": model,
-            # With "auto" a processor that has no bfloat16 is not made to emulate it token by token.
+            # "auto": a processor without bfloat16 does not have to emulate it for every token.
             "dtype": "float32" if settings.training.dtype == "float32" else "auto",
             "max_batch": min(settings.max_workers, _MAX_BATCH),
             "max_queue": max(settings.max_workers, _MIN_QUEUE),
@@ -158,7 +158,7 @@ class InProcessPolicy(Policy):
             raise
 
     def _logprobs(self, adapter: Adapter, token_ids: Sequence[int]) -> list[float]:
-        """Of all tokens but the first."""
+        """The logprobs of all tokens but the first."""
         from openhands_rl_plugin.models.generator.sampling import DecodingParams
 
         params = DecodingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
@@ -213,7 +213,7 @@ class EndpointPolicy(Policy):
 
 
 def open_policy(model: object, tokenizer: object, settings: RLSettings) -> Policy:
-    """The policy for what was given as ``model``: an endpoint's URL, a directory or hub name, or a model object.
+    """The policy for ``model``: an endpoint's URL, a directory or hub name, or a model object.
 
     Raises ``ConfigError`` when model and tokenizer do not go together.
     """
@@ -223,7 +223,7 @@ def open_policy(model: object, tokenizer: object, settings: RLSettings) -> Polic
         name = str(local_weights(model) or model)
         if isinstance(tokenizer, str | Path):
             if str(local_weights(tokenizer) or tokenizer) != name:
-                raise ConfigError("the tokenizer is another model's: pass a tokenizer object, or leave it out")
+                raise ConfigError("the tokenizer belongs to another model: pass a tokenizer object, or leave it out")
             tokenizer = None
         return InProcessPolicy(name, _fast(tokenizer), settings)
     if not isinstance(model, Savable):

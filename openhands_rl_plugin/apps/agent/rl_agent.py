@@ -1,4 +1,4 @@
-"""``RLAgent``: an agent that plays episodes and learns from them, in two calls.
+"""``RLAgent``: runs episodes and trains on them, in two calls.
 
 with RLAgent(model="path/to/model", config=RLAgentConfig(max_turns=5, env_name="webshop")) as agent:
     episodes = agent.run("Buy what the page asks for.", task_indices=[0, 1, 2], batch_size=8)
@@ -42,7 +42,7 @@ __all__ = ["ConversationMessage", "EpisodeResult", "ExcludedEpisodes", "RLAgent"
 
 
 class RLAgent:
-    """The Python API: plays episodes and trains on them, without OpenHands. This is ``openhands_rl_plugin.RLAgent``.
+    """The Python API: runs episodes and trains on them, without OpenHands. This is ``openhands_rl_plugin.RLAgent``.
 
     The agent of the same name that OpenHands loads (``agent = "RLAgent"``) is the one of ``hosts/v0/agent.py``.
 
@@ -51,7 +51,7 @@ class RLAgent:
             endpoint (``"http://127.0.0.1:8100/v1"``). An object is written once below ``[rl.serving] adapters_path``,
             and served and trained from there: an adapter is bound to exact weights, and an object may change.
         tokenizer: needed with a model object. With an endpoint: the directory of the model's weights, to train where
-            the server does not tell one.
+            the server does not report one.
         config: the ``[rl]`` section of ``config.toml``; default: all defaults.
 
     An agent resumes the latest version of ``[rl.serving] adapter`` if that was trained on the same base model.
@@ -98,13 +98,13 @@ class RLAgent:
         batch_size: int = 1,
         metadata: Mapping[str, JsonValue] | None = None,
     ) -> list[EpisodeResult]:
-        """Play and store episodes; return one result an episode, in the order of ``task_indices``.
+        """Run and store episodes; return one result per episode, in the order of ``task_indices``.
 
         Args:
             task_description: the instruction, in the first prompt of every episode.
             max_rounds: maximum turns of an episode; default: ``config.max_turns``.
             task_indices: indices of the environment's tasks; default: the first one.
-            parallel: play up to ``config.max_workers`` episodes concurrently, else one after another.
+            parallel: run up to ``config.max_workers`` episodes concurrently, else one after another.
             batch_size: episodes per task (the group size); training compares them, so use 4 or more.
             metadata: kept with the stored tasks.
 
@@ -209,7 +209,7 @@ class RLAgent:
             return self._thread.wait_for(self._opening(task))
 
     def close(self) -> None:
-        """Release the model, the connections, the storage and the thread. A server that was given stays. Idempotent."""
+        """Release the model, the connections, the storage and the thread. A given server keeps running. Idempotent."""
         with self._one_call:
             if self._closed:
                 return
@@ -230,7 +230,7 @@ class RLAgent:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """One call at a time: the adapter must not change while episodes are played."""
+        """One call at a time: the adapter must not change while episodes run."""
         with self._one_call:
             if self._closed:
                 raise RuntimeError("the agent is closed")
@@ -267,7 +267,7 @@ class RLAgent:
     ) -> tuple[Task, ...]:
         name = self.config.env_name
         if len(set(indices)) < len(indices):
-            raise ConfigError("task_indices names a task twice: play a task several times with batch_size")
+            raise ConfigError("task_indices contains a task twice: set batch_size for several episodes per task")
         extra = {"metadata": dict(metadata)} if metadata else {}
         try:
             return tuple(

@@ -49,7 +49,7 @@ def normalised_url(url: str) -> str:
 
 
 def served_base(base_url: str, wanted: str, api_key: str | None, timeout: float) -> ServedBase:
-    """Ask ``GET {base_url}/models`` for the base model; ``wanted`` chooses one by name, empty takes the only one.
+    """Find the base model in ``GET {base_url}/models``; ``wanted`` chooses one by name, empty takes the only one.
 
     Raises ``ConfigError`` when the base model is ambiguous, ``InfrastructureError`` when the server does not answer.
     """

@@ -16,8 +16,8 @@ class GradedRunner:
         self._entries = {entry.task.id: entry for entry in entries}
 
     async def run(self, request: EpisodeRequest) -> Trajectory:
-        """Play, store and grade one episode; a failed one is returned."""
+        """Run, store and grade one episode; a failed one is returned."""
         return (await self._runner.run(request, self._entries[request.task.id])).trajectory
 
     async def close(self) -> None:
-        """Nothing: whoever opened the runner closes it."""
+        """Does nothing: the caller owns the ``EvalRunner`` and closes it."""

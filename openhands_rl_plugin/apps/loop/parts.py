@@ -1,4 +1,4 @@
-"""The parts of a loop that do not depend on its tasks: trainer, adapters, servers, and the scripted shop player."""
+"""The parts of a loop that do not depend on its tasks: trainer, adapters, servers, scripted demonstrator."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def open_parts(
     reward: Reward,
     objective: Reward,
 ) -> AsyncIterator[LoopParts]:
-    """What a loop is composed of; publishes to all servers of ``[rl.serving]``.
+    """The parts of a loop; it publishes to all servers of ``[rl.serving]``.
 
     ``model`` is the directory of the base model; ``shop`` the options that the embedded shop was started with, for its
     demonstrations. Raises ``ConfigError`` and ``TrainingError``.
@@ -71,7 +71,7 @@ async def open_parts(
 
 
 def _shop_demonstrator(settings: RLSettings, shop: DemonstratorOptions, storage: TrajectoryStorage) -> SessionRunner:
-    """Plays the embedded shop by the script of its oracle; nothing is sampled."""
+    """Runs episodes of the embedded shop with its oracle's script; nothing is sampled."""
     environment = HttpEnvironmentOptions(base_url=settings.environment_url, react_format=settings.react_format)
     strategy = WebShopDemonstrator(shop)
     return SessionRunner(

@@ -42,7 +42,7 @@ class LoopJob:
     """A run: settings that name all servers, tasks, and the directories of the base model and of the run.
 
     ``start``: the adapter that a new run starts from. ``backend`` is for software tasks. ``processes``: worker
-    processes for OpenHands' controllers; 0 plays in this process. ``limits`` are those of an episode; times are in
+    processes for OpenHands' controllers; 0: this process. ``limits`` are those of an episode; times are in
     seconds.
     """
 
@@ -75,8 +75,8 @@ def check_trainable(settings: RLSettings) -> None:
     training.check_servable()
     if algorithm_of(training).kind != "reinforcement":
         raise ConfigError(
-            f'[rl.training] algorithm = "{training.algorithm}" does not reinforce: choose "reinforce++-baseline", '
-            '"grpo" or another one that does, or train on stored episodes with `openhands-rl train`'
+            f'[rl.training] algorithm = "{training.algorithm}" is not an RL algorithm: choose '
+            '"reinforce++-baseline", "grpo" or another one, or train on stored episodes with `openhands-rl train`'
         )
     if training.sharding == "layers":
         raise ConfigError(
@@ -87,7 +87,7 @@ def check_trainable(settings: RLSettings) -> None:
         if value != 1:
             raise ConfigError(
                 f"{where} = {value:g}: logprobs are recorded and trained on as those of the whole distribution at "
-                "temperature 1, so the gradient would be wrong for what another one samples; set 1.0"
+                "temperature 1, so the gradient would be wrong for any other sampling; set 1.0"
             )
 
 
@@ -140,7 +140,7 @@ def loop_plan(job: LoopJob, canary: tuple[int, ...]) -> LoopPlan:
 async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopResult:
     """Run, or resume from the state in ``job.directory``. Raises any ``RLError`` of the parts.
 
-    A store, an environment or an adapter that cannot be used is an error before anything is played.
+    A store, an environment or an adapter that cannot be used is an error before the first episode.
     """
     check_trainable(job.settings)
     if not job.tasks.suite.software:
@@ -197,13 +197,13 @@ async def _open_runner(job: LoopJob, storage: TrajectoryStorage) -> AsyncIterato
                 return
             await job.backend.check()
             checkouts = job.directory / CHECKOUTS
-            shutil.rmtree(checkouts, ignore_errors=True)  # what a killed process left there
+            shutil.rmtree(checkouts, ignore_errors=True)  # left by a killed process
             player = open_swe_runner(plan, runner, options.strategy_spec(sampled), storage, job.backend, checkouts)
             yield GradedRunner(player, (*job.tasks.training, *job.tasks.held_out))
 
 
 def _played(job: LoopJob, settings: RLSettings) -> EvaluationPlan:
-    """The plan by which ``openhands-rl evaluate`` would play the same tasks."""
+    """The plan of ``openhands-rl evaluate`` for the same tasks."""
     serving = settings.serving
     return EvaluationPlan(
         suite=job.tasks.suite.name,

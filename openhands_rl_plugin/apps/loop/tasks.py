@@ -32,11 +32,11 @@ _HELD_OUT_ORDER = 20_240  # an arbitrary constant: runs with any seed are evalua
 
 
 class TaskSource(Frozen):
-    """Where tasks come from. ``count``: the environment's tasks are the numbers below; ``rows``: a file of them.
+    """The source of tasks. ``count``: the environment's tasks are the indices below it; ``rows``: a file of tasks.
 
-    Without ``held_out_rows``, and where the suite has no split for it, the tasks that are held out are taken from the
-    same ones; always their split is ``heldout``, by which `openhands-rl train` knows their episodes. ``include`` and
-    ``exclude`` (ids or patterns) and ``limit`` are of those that are trained on.
+    Without ``held_out_rows``, and where the suite has no held-out split, the held-out tasks are taken from the same
+    source. Their split is always ``heldout``, by which ``openhands-rl train`` recognises their episodes. ``include``
+    and ``exclude`` (ids or patterns) and ``limit`` apply to the training tasks.
     """
 
     suite: str
@@ -87,8 +87,7 @@ def _entries(suite: Suite, settings: RLSettings, count: int | None, rows: Path |
 
 
 def _apart(suite: Suite, entries: tuple[EvalTask, ...]) -> list[EvalTask]:
-    """Rows of an environment are numbered from the front in every file: those that are held out have names of their
-    own."""
+    """The held-out tasks with ids of their own: in every file, the rows of an environment are numbered from 0."""
     if suite.software:
         return [*entries]
     return [entry._replace(task=entry.task.model_copy(update={"id": f"{entry.task.id}-held-out"})) for entry in entries]
@@ -107,10 +106,10 @@ def _check(tasks: LoopTasks, settings: RLSettings) -> None:
         )
     if loop.demonstrations and tasks.suite.name != WEBSHOP:
         raise ConfigError(
-            f"--demonstrations: only the {WEBSHOP} has a script that plays them, not {tasks.suite.name}; leave it at 0"
+            f"--demonstrations: only the {WEBSHOP} has scripted demonstrations, not {tasks.suite.name}; leave it at 0"
         )
     if loop.demonstrations and settings.react_format:
-        raise ConfigError("--demonstrations: the script plays plain actions: set react_format = false in [rl]")
+        raise ConfigError("--demonstrations: the script writes plain actions: set react_format = false in [rl]")
     both = {_what(tasks.suite, entry) for entry in (*tasks.demonstrations, *tasks.training)} & {
         _what(tasks.suite, entry) for entry in tasks.held_out
     }

@@ -152,7 +152,7 @@ class _ShopRoutes:
         return session
 
     def _key(self, reference: wire.SessionReference) -> str:
-        """The key of the session meant; raises BadFieldError or UnknownSessionError."""
+        """The key of the request's session; raises BadFieldError or UnknownSessionError."""
         key = reference.key()
         if key is not None:
             return key

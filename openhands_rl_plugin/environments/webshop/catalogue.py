@@ -115,6 +115,6 @@ def _product(rng: random.Random, asin: str, kind: ProductType) -> Product:
 
 
 def _option_group(rng: random.Random, name: str, values: tuple[str, ...]) -> OptionGroup:
-    """The type's values, at times less one, so that a listing may lack the one that is wanted."""
+    """The type's values, sometimes without one of them, so that a listing may lack the wanted value."""
     sold_out = set(rng.sample(values, 1 if rng.random() < _SOLD_OUT_SHARE else 0))
     return OptionGroup(name=name, values=tuple(value for value in values if value not in sold_out))

@@ -1,4 +1,4 @@
-"""The scripted oracle as a strategy: it plays through the same path as a policy, so its episodes are demonstrations."""
+"""The scripted oracle as a strategy. Its episodes run through the same code as a policy's and are demonstrations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ORACLE = PolicyRef(base_model="webshop-oracle")
 
 
 class DemonstratorOptions(Frozen):
-    """The world that the server was started with; the oracle rebuilds it to know where a script leads."""
+    """The options that the server was started with; the oracle rebuilds that world to compute its scripts."""
 
     products: int = 1000
     goals: int = 1500
@@ -25,7 +25,7 @@ class DemonstratorOptions(Frozen):
 
 
 class WebShopDemonstrator:
-    """Answers turn n with the n-th action of the oracle's script; the engine is never asked."""
+    """Answers turn n with the n-th action of the oracle's script; the engine is never called."""
 
     Options = DemonstratorOptions
 
@@ -51,7 +51,7 @@ class WebShopDemonstrator:
         """Propose the next scripted action. Raises ``BadEnvironmentError`` when the goal is not one of this world."""
         script = oracle_actions(self._world, self._goal(tree))
         if tree.turns >= len(script):
-            raise BadEnvironmentError("the oracle's script is over but the episode goes on: is it the same world?")
+            raise BadEnvironmentError("the oracle's script is over but the episode is not: is it the same world?")
         message = Message(role="assistant", content=script[tree.turns])
         return tree.propose(Completion(message=message, finish_reason="stop", policy=ORACLE))
 

@@ -28,7 +28,7 @@ _ACTION = re.compile(r"(search|click)\s*\[(.*)\]", re.IGNORECASE | re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Purchase:
-    """What ended an episode: the product and (group, value) options bought, and how they were judged."""
+    """The purchase that ended an episode: the product, its (group, value) options, and the parts of the reward."""
 
     goal_index: int
     asin: str
@@ -38,7 +38,7 @@ class Purchase:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The answer to one action. `truncated` says that the step limit, not a purchase, ended the episode.
+    """The result of one step. `truncated`: the step limit, not a purchase, ended the episode.
 
     `info` is set by the step that buys.
     """
@@ -52,7 +52,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a shopper is. Without `searched` it is the front page; with `product` it is that product's page."""
+    """The state of an episode. Without `searched` it is the front page; with `product`, that product's page."""
 
     searched: bool = False
     found: tuple[Product, ...] = ()
@@ -70,7 +70,7 @@ class _Place:
 
 
 class _Refused(Exception):
-    """The action is malformed or impossible here; the message says why."""
+    """The action is malformed or impossible here; the message is the reason."""
 
 
 class WebShop:
@@ -82,7 +82,7 @@ class WebShop:
         num_goals: how many goals to make; a fifth of them is held out.
         results_per_page: products on a results page.
         max_steps: an episode that has not bought by then is truncated.
-        separator: what stands between the parts of a page; `"\\n"` needs fewer tokens than WebShop's own.
+        separator: the text between the parts of a page; `"\\n"` needs fewer tokens than WebShop's own.
 
     Raises:
         ValueError: a number is out of its range.
@@ -134,7 +134,7 @@ class WebShopSession:
         self._place = _Place()
 
     def fork(self) -> WebShopSession:
-        """An independent session that stands where this one stands."""
+        """An independent session in the same state."""
         twin = WebShopSession(self.world, self.goal)
         twin._place = self._place
         return twin
@@ -151,12 +151,12 @@ class WebShopSession:
 
     @property
     def steps(self) -> int:
-        """How many actions were taken, invalid ones included."""
+        """The number of steps, those with invalid actions included."""
         return self._place.steps
 
     @property
     def purchase(self) -> Purchase | None:
-        """What was bought, once it was."""
+        """The purchase; `None` before it."""
         return self._place.purchase
 
     @property
@@ -176,10 +176,10 @@ class WebShopSession:
         return search_page(instruction)
 
     def step(self, action: str) -> StepResult:
-        """Take one action, `search[...]` or `click[...]`; a bad one is answered with what is possible.
+        """Execute one action, `search[...]` or `click[...]`; the observation of an invalid one lists the valid actions.
 
-        As in WebShop's text environment one can search from every page. A step after the end changes nothing
-        and earns nothing.
+        As in WebShop's text environment, every page can be searched from. A step after the end of the episode changes
+        nothing and has reward 0.
         """
         if self.done:
             state = self.world.separator.join(("The episode is over.", self.observation))

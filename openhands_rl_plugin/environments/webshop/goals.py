@@ -1,4 +1,4 @@
-"""What shoppers ask for, and which of it is kept for evaluation."""
+"""The goals of the shop, with the split that is held out for evaluation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Goal:
 
     @property
     def instruction(self) -> str:
-        """The request as the shopper words it."""
+        """The instruction text."""
         options = ", and ".join(f"{name}: {value}" for name, value in self.options)
         with_options = f" with {options}" if options else ""
         wanted = f"{', '.join(self.attributes)} {self.query}"
@@ -113,7 +113,7 @@ def _goal(rng: random.Random, product: Product, split: Split) -> Goal:
 
 
 def _wanted_attributes(rng: random.Random, product: Product) -> tuple[str, ...]:
-    """Mostly what the title shows; at times one that only the product's own pages show."""
+    """Mostly attributes that the title shows; sometimes one that only the product's own pages show."""
     shown, hidden = product.attributes[:2], product.attributes[2:]
     if hidden and rng.random() < 0.25:
         return (rng.choice(shown), *hidden)

@@ -1,4 +1,4 @@
-"""A scripted shopper that meets every goal, from what the pages show and what the request says."""
+"""A scripted policy that meets every goal, using only the pages and the instruction."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def oracle_actions(world: WebShop, goal_index: int) -> list[str]:
 
     Raises:
         IndexError: there is no such goal.
-        OracleFailedError: no listing meets the goal, which no generated goal gives cause for.
+        OracleFailedError: no listing meets the goal; every generated goal has one that does.
     """
     session = world.session(goal_index)
     return list(_shop(session))
@@ -46,7 +46,7 @@ def listings(observation: str, separator: str) -> list[Listing]:
 
 
 def _shop(session: WebShopSession) -> Iterator[str]:
-    """Play `session` to its end and yield each action after it was taken."""
+    """Run `session` to its end and yield each action after its step."""
     goal, separator = session.goal, session.world.separator
     yield _take(session, f"search[{' '.join((*goal.attributes, goal.query))}]")
     while not session.done:
@@ -74,7 +74,7 @@ def _take(session: WebShopSession, action: str) -> str:
 
 
 def _promising(found: Sequence[Listing], goal: Goal) -> list[Listing]:
-    """Listings of the right type and price, those first whose titles already show all that is wanted."""
+    """Listings of the right type and price, first those whose titles show all wanted attributes."""
     affordable = [entry for entry in found if entry.title.endswith(goal.query) and entry.price <= goal.price_upper]
     return sorted(affordable, key=lambda entry: bool(_unseen_attributes(entry, goal)))
 

@@ -44,7 +44,7 @@ def type_reward(product: Product, goal: Goal) -> float:
     """The type factor: 0 without a shared noun, 0.1 or 0.5 for a slight resemblance, else 1.
 
     The paper compares the nouns of both titles; here the type's own words are those nouns, since brand and
-    attributes, the rest of a title, say nothing about what a thing is.
+    attributes, the rest of a title, do not identify the kind of product.
     """
     wanted = set(words(goal.query))
     resemblance = len(wanted & set(words(product.query))) / len(wanted) if wanted else 0.2

@@ -10,7 +10,7 @@ from openhands_rl_plugin.core import http_server
 from openhands_rl_plugin.environments.webshop.app import create_app
 from openhands_rl_plugin.environments.webshop.engine import WebShop
 
-# No lifespan and no WebSockets; a page is answered at once, so that two seconds are enough to end what is under way.
+# No lifespan and no WebSockets; a request takes milliseconds, so two seconds are enough to finish running ones.
 _SERVER_OPTIONS: dict[str, Any] = {"lifespan": "off", "ws": "none", "timeout_graceful_shutdown": 2}
 
 
@@ -32,7 +32,7 @@ def serve(
         max_sessions: the most sessions at once.
 
     Raises:
-        PortUnavailableError: the address is taken, forbidden or unknown; one line that says what to do.
+        PortUnavailableError: the address is taken, forbidden or unknown; the message names the remedy.
     """
     app = create_app(world or WebShop(), session_ttl_s=session_ttl_s, max_sessions=max_sessions)
     with http_server.listening(host, port) as listener:

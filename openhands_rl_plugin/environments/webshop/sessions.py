@@ -1,4 +1,4 @@
-"""Who is shopping: sessions by key, bounded in number and in idle time."""
+"""The shop's sessions by key, bounded in number and in idle time."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class SessionTable:
         return entry.session
 
     def close(self, key: str) -> bool:
-        """Forget the session of `key`; says whether there was one."""
+        """Remove the session of `key`; returns whether there was one."""
         self._drop_expired()
         return self._entries.pop(key, None) is not None
 

@@ -1,9 +1,8 @@
-"""What the generated shop sells: product types with the attributes, options and prices they can have."""
+"""The product types of the generated shop, with the attributes, options and prices they can have."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import MappingProxyType
 
 _COLORS = ("black", "white", "red", "blue", "green", "grey")
 _SIZES = ("small", "medium", "large", "x-large")
@@ -162,8 +161,6 @@ PRODUCT_TYPES: tuple[ProductType, ...] = (
         (19, 98),
     ),
 )
-
-PRODUCT_TYPE_BY_NAME = MappingProxyType({kind.name: kind for kind in PRODUCT_TYPES})
 
 # Common short words: a brand tells two listings apart at the cost of one token.
 BRANDS: tuple[str, ...] = (

@@ -1,4 +1,4 @@
-"""What goes over HTTP: request bodies, checked, and answers in the two protocols' forms."""
+"""The HTTP messages: validated request bodies, and answers in the formats of the two protocols."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class BadFieldError(RLError):
 
 
 class SessionReference(BaseModel):
-    """Which session is meant: `session` or `idx` (simple protocol), `env_idx` or `id` (AgentGym)."""
+    """The fields that name a session: `session` or `idx` (simple protocol), `env_idx` or `id` (AgentGym)."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 

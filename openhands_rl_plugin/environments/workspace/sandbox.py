@@ -1,7 +1,7 @@
-"""Where a session's commands run: plainly as a subprocess, or in bubblewrap.
+"""Sandboxes, in which a session's commands run: a plain subprocess, or bubblewrap.
 
-Both kinds start the same supervisor (``supervisor.py``); they differ in what it can see. Nothing here changes the
-process that it runs in: no ``chdir``, no environment variables, so that sessions of one process do not meet.
+Both kinds start the same supervisor (``supervisor.py``); they differ in the files that it can see. Nothing here changes
+the current process (no ``chdir``, no environment variables), so sessions of one process do not affect each other.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from openhands_rl_plugin.environments.workspace.bubblewrap import find_bubblewra
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace, WorkspaceMount
 
 INSIDE = "/workspace"
-"""Where a session finds its workspace, whichever directory that is on the host."""
+"""The session's path of its workspace, independent of the directory on the host."""
 
 _GIBIBYTE = 1024**3
 
 
 class SandboxLimits(Frozen):
-    """Bounds of a session: bytes of private memory for each process, processes, bytes of one file and of ``/tmp``,
-    and bytes of one command's output that are kept (the middle goes first).
+    """Limits of a session: bytes of private memory for each process, processes, bytes of one file and of ``/tmp``,
+    and bytes of one command's output that are kept (the middle is dropped).
 
     The kernel does not apply the number of processes to root.
     """
@@ -89,7 +89,7 @@ class SubprocessSandbox:
         self._host_path = re.compile(rf"{re.escape(self.workspace)}(?![\w.-])")
 
     def wrap(self, command: Sequence[str], shared: Sequence[Path] = ()) -> list[str]:
-        """``command`` as it is."""
+        """``command`` unchanged."""
         return list(command)
 
     def to_inside(self, text: str) -> str:
@@ -155,22 +155,22 @@ class BubblewrapSandbox:
         ]
 
     def to_inside(self, text: str) -> str:
-        """``text`` as it is: inside, the workspace has no other name."""
+        """``text`` unchanged: inside, the workspace has no other name."""
         return text
 
     def from_inside(self, text: str) -> str:
-        """``text`` as it is."""
+        """``text`` unchanged."""
         return text
 
     @property
     def host_names_in_tmp(self) -> frozenset[str]:
-        """What in ``/tmp`` is not the session's own: the way to an interpreter that is installed there."""
+        """The names in ``/tmp`` that are not the session's own: mounts and the path of an interpreter there."""
         shown = {*_prefixes(), *(mount.inside for mount in self._mounts)}
         return frozenset(path.split("/")[2] for path in shown if path != "/tmp" and _is_within(path, "/tmp"))
 
     @property
     def _mounts(self) -> tuple[WorkspaceMount, ...]:
-        """The task workspace's; what shows a part of the workspace shows that of this sandbox."""
+        """The task workspace's mounts; those of a part of the workspace show that part of this sandbox."""
         if self._task_workspace is None:
             return ()
         own = Path(self._root)
@@ -220,13 +220,13 @@ def _is_system(name: str) -> bool:
 
 
 def _interpreter_mounts() -> list[str]:
-    """What starts this interpreter, without the packages that are installed for it."""
+    """The paths that this interpreter needs to start, without installed packages."""
     venv, base = (os.path.realpath(path) for path in (sys.prefix, sys.base_prefix))
     own = [] if _is_within(base, venv) else [os.path.join(venv, name) for name in ("bin", "pyvenv.cfg")]
     return [part for path in (base, *own) for part in ("--ro-bind-try", path, path)]
 
 
 def check_bubblewrap() -> None:
-    """Raise ``ConfigError``, which names the way out, unless sandboxes can be made here."""
+    """Raise ``ConfigError``, which names the alternative, unless sandboxes can be created here."""
     way_out = "runtime = 'openhands_rl_plugin.hosts.v0.runtime.SubprocessRuntime'"
     find_bubblewrap(otherwise=f", or accept commands without isolation: {way_out}")

@@ -1,4 +1,4 @@
-"""A session's shell on the host's side: starts the supervisor in a sandbox and asks it to run commands."""
+"""A session's shell on the host's side: starts the supervisor in a sandbox and sends it commands."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _HOST_VARIABLES = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "USER", "LOGNAME"
 
 
 class CommandResult(BaseModel):
-    """What came of a command. ``exit_code`` is ``None`` when it was killed at its time limit.
+    """The result of a command. ``exit_code`` is ``None`` when it was killed at its time limit.
 
-    ``earlier`` is what background processes of earlier commands wrote since the last result.
+    ``earlier`` is the output of earlier commands' background processes since the last result.
     """
 
     model_config = ConfigDict(frozen=True, strict=True)
@@ -42,7 +42,7 @@ class CommandResult(BaseModel):
 
 
 class ShellSnapshot(BaseModel):
-    """Where a shell stands: its working directory, and the names of the processes that commands left running."""
+    """The state of a shell: its working directory, and the names of the processes that commands left running."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -78,10 +78,10 @@ class Shell:
         self._closed = threading.Event()
 
     def run(self, command: str, *, timeout: float | None, cwd: str | None = None, keep: bool = True) -> CommandResult:
-        """Run ``command`` for at most ``timeout`` seconds; then it is killed with all that it started.
+        """Run ``command`` for at most ``timeout`` seconds; then it and all processes that it started are killed.
 
         ``keep=False`` leaves the shell's state as it was. Raises ``InfrastructureError`` when no sandbox can be
-        started and ``SandboxEndedError`` when it ended under the command.
+        started and ``SandboxEndedError`` when it ended during the command.
         """
         with self._one_at_a_time:
             if self._closed.is_set():
@@ -100,12 +100,12 @@ class Shell:
             return result.model_copy(update=shown)
 
     def snapshot(self) -> ShellSnapshot:
-        """Where the shell stands. Raises ``InfrastructureError``."""
+        """The state of the shell. Raises ``InfrastructureError``."""
         with self._one_at_a_time:
             return self._ask(self._running(), {"snapshot": True}, _ANSWER_PATIENCE, ShellSnapshot)
 
     def path_from_host(self, path: str) -> Path:
-        """How this process reaches an absolute ``path`` of the session's, also one that no mount of its own shows.
+        """The path by which this process reaches an absolute ``path`` of the session, also inside the session's mounts.
 
         Only in bubblewrap, and until the sandbox ends. Raises ``InfrastructureError``.
         """
@@ -218,7 +218,7 @@ class Shell:
     _said = ""
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        # Closing stdin tells the supervisor to end what it started; in bubblewrap its own end does that too.
+        # Closing stdin makes the supervisor end all its processes; in bubblewrap its own end does that too.
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         process.stdin.close()
         try:

@@ -1,18 +1,18 @@
-"""The first process of a session's sandbox: starts one fresh bash a command, and ends everything with itself.
+"""The first process of a session's sandbox: starts a new bash for each command; all processes end with it.
 
-This file is run by its text (``python -I -S -c <text>``), inside the sandbox, so it may use the standard library only.
-It talks JSON lines: the first line on stdin is the set-up, every other one a request; every request gets one answer.
+The text of this file is executed (``python -I -S -c <text>``) in the sandbox, so it may use the standard library only.
+It speaks JSON lines: the first line on stdin is the set-up, every other one a request; every request gets one answer.
 
 * Set-up: ``{"bash", "env", "cwd", "start", "state", "output_bytes", "limits": {name: bytes or count}, "subreaper"}``;
   commands begin in ``start``, and in ``cwd`` when their directory is gone.
 * Request: ``{"command", "timeout", "cwd", "keep"}``; ``timeout`` in seconds or null; ``cwd`` and ``keep`` are for a
-  command that runs aside: elsewhere, and without changing the shell's state.
+  command that runs in another directory and does not change the shell's state.
 * Answer: ``{"output", "earlier", "exit_code", "timed_out", "cwd"}``; ``earlier`` is what background processes of
   earlier commands wrote since the last answer.
-* Request ``{"snapshot": true}``, answered ``{"cwd", "processes": [name]}`` with what commands left running.
+* Request ``{"snapshot": true}``, answered ``{"cwd", "processes": [name]}``: what commands left running.
 
-A command's own output is complete when its shell has ended, because all that it wrote is in the pipe by then; what it
-left running in the background never delays an answer. The end of stdin ends the supervisor and all it started.
+A command's own output is complete when its shell has ended, because all of it is in the pipe by then; background
+processes never delay an answer. The end of stdin ends the supervisor and all processes that it started.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CHUNK = 65536
 
 
 class Output:
-    """The first and the last bytes of a stream; what does not fit in between is counted and dropped."""
+    """The first and the last bytes of a stream; the bytes between that do not fit are counted and dropped."""
 
     def __init__(self, bound: int) -> None:
         self.half = bound // 2
@@ -65,7 +65,7 @@ class Output:
     def text(self) -> str:
         if not self.cut:
             return bytes(self.head + self.tail).decode("utf-8", "replace")
-        # A character that the cut went through is dropped rather than shown broken.
+        # A character that was cut in two is dropped.
         head = bytes(self.head).decode("utf-8", "ignore")
         tail = bytes(self.tail).decode("utf-8", "ignore")
         return f"{head}\n[... {self.cut} bytes of output cut ...]\n{tail}"
@@ -114,11 +114,11 @@ class Supervisor:
                 self.status = status
 
     def answer(self, request: dict) -> dict:
-        """Execute one request and say what came of it."""
+        """Execute one request and return the answer."""
         return self.snapshot() if "snapshot" in request else self.run(request)
 
     def snapshot(self) -> dict:
-        """What a copy of this shell has to know."""
+        """The state that a copy of this shell needs."""
         self.reap_dead()
         return {"cwd": self.cwd, "processes": [name_of(pid) for pid in sorted(family(os.getpid()))]}
 
@@ -131,7 +131,7 @@ class Supervisor:
             self.selector.unregister(self.requests)
 
     def host_gone(self, _: int) -> None:
-        # The host waits for an answer before it sends more, so that anything but the end of stdin is a broken host.
+        # The host sends nothing while it waits for an answer, so this is the end of stdin or a broken host.
         raise SystemExit(1)
 
     def execute(self, request: dict) -> dict:
@@ -188,7 +188,7 @@ class Supervisor:
             key.data(key.fd)
 
     def collect(self, pipe: int) -> bool:
-        """Read what is there; false when there is no more for now."""
+        """Read the available bytes; false when there are no more for now."""
         sink = self.output if pipe == self.pipe else self.background
         try:
             data = os.read(pipe, CHUNK)
@@ -204,7 +204,7 @@ class Supervisor:
         return False
 
     def finish(self) -> None:
-        """Take all that the ended shell wrote; what it left running writes to the background from now on."""
+        """Read all output of the ended shell; later output is that of its background processes."""
         while self.pipe >= 0 and self.collect(self.pipe):
             pass
         self.pipe, self.shell = -1, 0
@@ -246,7 +246,7 @@ class Supervisor:
 
 
 def exit_code(status: int) -> int:
-    """As a shell reports it: 128 + the signal's number for a killed process."""
+    """The exit code as a shell reports it: 128 + the signal's number for a killed process."""
     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
@@ -338,7 +338,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # A supervisor whose host went away has nobody to tell.
+    # Without a host, a supervisor cannot report an error to anyone.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     try:
         main()

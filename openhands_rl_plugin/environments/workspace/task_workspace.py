@@ -1,4 +1,4 @@
-"""The workspace of one task: a directory of the host that its session works in, and what it sees beside it."""
+"""The workspace of one task: the host directory of its session, and the other paths that the session sees."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class WorkspaceMount(Frozen):
 
 
 class TaskWorkspace(Frozen):
-    """The workspace of a task with its own repository; of the host it shows the system's programs only.
+    """The workspace of a task with its own repository; of the host, only the system's programs are visible.
 
     ``root`` is ``/workspace`` inside. ``repository`` is the name of the directory below it in which the session begins
-    and whose changes are evidence; empty for the root itself. ``mounts`` and ``variables`` are what its programs need.
+    and whose changes are evidence; empty for the root itself. ``mounts`` and ``variables`` are for its programs.
     """
 
     root: Path

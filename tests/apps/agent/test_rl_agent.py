@@ -383,7 +383,7 @@ def test_wrong_arguments_are_refused_with_the_remedy(model: Path, config: RLAgen
         ({"model": whole, "tokenizer": str(model)}, "needs its tokenizer"),
         ({"model": tokenizer, "tokenizer": tokenizer}, "merge"),
         ({"model": 7}, "not int"),
-        ({"model": model, "tokenizer": str(tmp_path)}, "another model's"),
+        ({"model": model, "tokenizer": str(tmp_path)}, "belongs to another model"),
         ({"model": model, "tokenizer": object()}, "fast tokenizer"),
         ({"model": "http://127.0.0.1:9", "tokenizer": str(tmp_path)}, "no config.json"),
         ({"model": "http://"}, "names no host"),

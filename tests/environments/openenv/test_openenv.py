@@ -284,7 +284,7 @@ async def repeat(to: Socket) -> None:
 NAN = '{"type": "observation", "data": {"observation": {}, "reward": NaN, "done": false}}'
 HUGE = '{"type": "observation", "data": {"observation": {"a": 1e999}, "reward": 1e999, "done": false}}'
 CASES = [
-    pytest.param(die, INFRASTRUCTURE, ["broke", "died"], id="dies"),
+    pytest.param(die, INFRASTRUCTURE, ["broke", "still running"], id="dies"),
     pytest.param(lambda to: to.close(), INFRASTRUCTURE, ["broke", "1000"], id="closes"),
     pytest.param(lambda to: asyncio.sleep(3), INFRASTRUCTURE, ["did not answer", "0.5 s"], id="slow"),
     pytest.param(answer(json.dumps(error("EXECUTION_ERROR"))), ENVIRONMENT, ["EXECUTION_ERROR", "boom"], id="raises"),
@@ -321,7 +321,7 @@ async def test_misbehaves(where: str, do: Callable[[Socket], Awaitable[object]],
 async def test_dies_in_mid_episode():
     async with openenv_server(at("step", die, after=2)) as server:
         trajectory = await play(server.url)
-        await assert_failed(trajectory, INFRASTRUCTURE, "died")
+        await assert_failed(trajectory, INFRASTRUCTURE, "still running")
     assert trajectory.episode_return == -0.2, "what was earned before stays on the nodes"
     assert trajectory.evidence["steps"] == 2 and "state" not in trajectory.evidence
 
