@@ -267,7 +267,7 @@ class RLAgent:
     ) -> tuple[Task, ...]:
         name = self.config.env_name
         if len(set(indices)) < len(indices):
-            raise ConfigError("task_indices contains a task twice: set batch_size for several episodes per task")
+            raise ConfigError("task_indices contains a task twice: repeat a task with batch_size")
         extra = {"metadata": dict(metadata)} if metadata else {}
         try:
             return tuple(
