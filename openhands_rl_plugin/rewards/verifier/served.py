@@ -33,8 +33,8 @@ AT_ONCE = 16
 _TOP = 20  # the largest number of logprobs that vLLM returns by default (max_logprobs)
 _RETRIES = 4
 _BACKOFF = Backoff(first=0.375, longest=3.0)
-_RETRIED = frozenset({408, 409, 425, 429})
-_LARGEST = 64 * 1024 * 1024
+_RETRIED = frozenset({408, 409, 425, 429})  # statuses of temporary conditions, besides 5xx
+_LARGEST = 64 * 1024 * 1024  # prompt_logprobs of a long prompt are megabytes; more is not an answer
 
 
 class ServedVerifier:

@@ -20,7 +20,7 @@ from openhands_rl_plugin.training.policies.full_layers import trained_token_logp
 from openhands_rl_plugin.training.policies.fused import fuse_layers
 from openhands_rl_plugin.training.policies.packed_model import PackedModel
 
-_SHARD_BYTES = 4 * 1024**3
+_SHARD_BYTES = 4 * 1024**3  # a size per file that every file system and hub accepts
 _INDEX = "model.safetensors.index.json"
 _OWN_FILES = (".safetensors", ".bin", ".index.json")
 

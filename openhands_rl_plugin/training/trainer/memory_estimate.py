@@ -21,7 +21,7 @@ _BYTES = {"auto": 4, "bfloat16": 2, "float32": 4}  # "auto" is one of the others
 _ADAPTER_BYTES = 16
 """Per adapter parameter: weight, gradient and the two moments of AdamW, all float32."""
 
-_GRADIENT_AND_MOMENTS = 12
+_GRADIENT_AND_MOMENTS = 12  # per weight: three float32 values
 _FLOAT32_COPY = 4
 _QUANTISED_BITS = 4.127
 """Bits per weight in NF4 with double quantisation (arXiv 2305.14314, section 3)."""
