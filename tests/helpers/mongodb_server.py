@@ -20,6 +20,7 @@ from pathlib import Path
 
 from pymongo import MongoClient
 from pymongo.errors import ConnectionFailure
+from uv_program import uv_program
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "mongoeco_server.py"
@@ -118,7 +119,7 @@ def server_command() -> tuple[str, ...]:
 
 def _provided_python() -> str:
     """An interpreter with what ``mongoeco_server.py`` says that it needs."""
-    uv = shutil.which("uv") or shutil.which("uv", path=str(HERE.parents[1] / ".uv" / "bin"))
+    uv = uv_program()
     if uv is None:
         raise NoServerError("there is no mongod on PATH; mongoeco needs Python 3.13, or uv to provide that")
     # As in .ci/setup: a company's proxy has certificates that only the machine knows.

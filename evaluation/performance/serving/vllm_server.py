@@ -110,7 +110,7 @@ def _write_plugin(folder: Path) -> None:
 
 
 def _install(home: Path) -> None:
-    uv = shutil.which("uv") or shutil.which("uv", path=str(_HERE.parents[2] / ".uv" / "bin"))
+    uv = shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
     if uv is None:
         raise NoVLLMError(f"no uv to make vLLM's environment with; install uv or set {PYTHON_VARIABLE}")
     home.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from uv_program import uv_program
 from worlds import Body, Model, prompt_ids, sampled_ids, world
 
 VERSION = "1.58.0"  # the newest that can be installed; 1.58.1 and 1.58.2 need a certifi that is not published
@@ -30,8 +30,8 @@ async def python_with_sdk() -> list[str]:
     if named := os.environ.get("OPENHANDS_RL_SDK_PYTHON"):
         command = [named]
     else:
-        uv = shutil.which("uv") or str(ROOT / ".uv" / "bin" / "uv")
-        if not Path(uv).exists():
+        uv = uv_program()
+        if uv is None:
             pytest.skip("THE V1 SDK IS NOT TESTED: there is no uv; set OPENHANDS_RL_SDK_PYTHON to a Python that has it")
         wanted = [f"--with=openhands-{part}=={VERSION}" for part in ("sdk", "tools")]
         command = [uv, "run", "--quiet", "--no-project", f"--python={sys.executable}", *wanted, "python"]

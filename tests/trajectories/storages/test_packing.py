@@ -177,6 +177,6 @@ def test_many_nodes_are_packed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(packing, "CHUNK_BYTES", 5000)
     chunks = list(pack_in_chunks(nodes, 5))
     assert len(chunks) > 2
-    assert [chunk.first for chunk in chunks] == [5 + sum(c.count for c in chunks[:at]) for at in range(len(chunks))]
+    assert [chunk.first for chunk in chunks] == [5 + sum(c.length for c in chunks[:at]) for at in range(len(chunks))]
     assert tuple(node for chunk in chunks for node in unpack_nodes(chunk.blob)) == nodes
     assert list(pack_in_chunks([])) == []
