@@ -23,6 +23,7 @@ from openhands_rl_plugin.environments.workspace.sandbox import INSIDE, Sandbox, 
 _START_PATIENCE = 20.0
 _ANSWER_PATIENCE = 15.0
 _CLOSE_PATIENCE = 10.0
+_SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 _HOST_VARIABLES = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "USER", "LOGNAME")
 
 
@@ -162,7 +163,8 @@ class Shell:
     def _setup(self) -> dict[str, object]:
         sandbox = self._sandbox
         return {
-            "bash": shutil.which("bash") or "/bin/bash",
+            # Its real place: the PATH may hold a link from a folder that the sandbox does not show.
+            "bash": os.path.realpath(shutil.which("bash") or "/bin/bash"),
             "env": self._environment(),
             "cwd": sandbox.workspace,
             "start": self._start_in,
@@ -175,7 +177,9 @@ class Shell:
     def _environment(self) -> dict[str, str]:
         inherited = {name: os.environ[name] for name in _HOST_VARIABLES if name in os.environ}
         quiet = {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "GIT_TERMINAL_PROMPT": "0"}
-        return {"PATH": os.defpath, **inherited, **quiet, "HOME": self._sandbox.home, **self._variables}
+        # The system's folders are always shown; those of the user's PATH may not be.
+        path = f"{inherited.pop('PATH', os.defpath)}:{_SYSTEM_PATH}"
+        return {"PATH": path, **inherited, **quiet, "HOME": self._sandbox.home, **self._variables}
 
     def _exchange(self, process: subprocess.Popen[bytes], request: object, patience: float | None) -> bytes:
         assert process.stdin is not None

@@ -57,7 +57,7 @@ def test_without_any_program_that_is_said() -> None:
 @needs_bubblewrap
 def test_a_sandbox_shows_what_is_mounted() -> None:
     mounts = root_mounts(lambda name: name in ("bin", "usr") or name.startswith("lib"))
-    done = subprocess.run([*isolate(mounts), "--", "ls", "/"], capture_output=True, check=True)
+    done = subprocess.run([*isolate(mounts), "--", "/bin/ls", "/"], capture_output=True, check=True)
     names = done.stdout.decode().split()
     assert "usr" in names and "proc" in names and not {"root", "home", "etc", "var"} & set(names)
 

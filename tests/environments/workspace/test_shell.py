@@ -275,6 +275,18 @@ class TestBubblewrap:
             assert shell.run(f"exec 3<>/dev/tcp/127.0.0.1/{port}", timeout=20).exit_code == 0
         shell.close()
 
+    def test_programs_are_found_where_the_users_path_is_a_folder_of_links_that_is_hidden(
+        self, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    ):
+        links = tmp_path_factory.mktemp("links")
+        for name in ("bash", "ls"):
+            (links / name).symlink_to(shutil.which(name) or f"/bin/{name}")
+        monkeypatch.setenv("PATH", str(links))
+        (tmp_path / "file").touch()
+        shell = Shell(BubblewrapSandbox(tmp_path))
+        assert shell.run("ls", timeout=20).output == "file\n"
+        shell.close()
+
     def test_siblings_of_the_workspace_are_hidden_where_it_is_outside_of_tmp(self):
         root = Path(os.getcwd()) / f".rl-sandbox-{os.getpid()}" / "a"
         root.mkdir(parents=True)
