@@ -16,7 +16,7 @@ from pathlib import Path
 
 from openhands_rl_plugin.core.errors import describe
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.environments.workspace.sandbox import Sandbox
+from openhands_rl_plugin.environments.workspace.sandbox import Sandbox, search_path
 
 MAX_PATCH_BYTES = 1_000_000
 MAX_NAMES_BYTES = 100_000
@@ -130,7 +130,7 @@ class Baseline:
         keys = {f"GIT_CONFIG_KEY_{number}": name for number, name in enumerate(settings)}
         values = {f"GIT_CONFIG_VALUE_{number}": value for number, value in enumerate(settings.values())}
         return {
-            "PATH": os.environ.get("PATH", os.defpath),
+            "PATH": search_path(),
             "HOME": "/nonexistent",
             "LC_ALL": "C",
             "GIT_DIR": str(self._directory),

@@ -28,6 +28,11 @@ INSIDE = "/workspace"
 _GIBIBYTE = 1024**3
 
 
+def search_path() -> str:
+    """``PATH`` for programs in a sandbox: the user's, then the system's folders, which every sandbox shows."""
+    return f"{os.environ.get('PATH', os.defpath)}:/usr/local/bin:/usr/bin:/bin"
+
+
 class SandboxLimits(Frozen):
     """Limits of a session: bytes of private memory for each process, processes, bytes of one file and of ``/tmp``,
     and bytes of one command's output that are kept (the middle is dropped).

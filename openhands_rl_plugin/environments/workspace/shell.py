@@ -18,13 +18,12 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from openhands_rl_plugin.core.errors import InfrastructureError
-from openhands_rl_plugin.environments.workspace.sandbox import INSIDE, Sandbox, SandboxLimits
+from openhands_rl_plugin.environments.workspace.sandbox import INSIDE, Sandbox, SandboxLimits, search_path
 
 _START_PATIENCE = 20.0
 _ANSWER_PATIENCE = 15.0
 _CLOSE_PATIENCE = 10.0
-_SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
-_HOST_VARIABLES = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "USER", "LOGNAME")
+_HOST_VARIABLES = ("LANG", "LC_ALL", "LC_CTYPE", "TZ", "USER", "LOGNAME")
 
 
 class CommandResult(BaseModel):
@@ -177,9 +176,7 @@ class Shell:
     def _environment(self) -> dict[str, str]:
         inherited = {name: os.environ[name] for name in _HOST_VARIABLES if name in os.environ}
         quiet = {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "GIT_TERMINAL_PROMPT": "0"}
-        # The system's folders are always shown; those of the user's PATH may not be.
-        path = f"{inherited.pop('PATH', os.defpath)}:{_SYSTEM_PATH}"
-        return {"PATH": path, **inherited, **quiet, "HOME": self._sandbox.home, **self._variables}
+        return {**inherited, "PATH": search_path(), **quiet, "HOME": self._sandbox.home, **self._variables}
 
     def _exchange(self, process: subprocess.Popen[bytes], request: object, patience: float | None) -> bytes:
         assert process.stdin is not None

@@ -239,7 +239,8 @@ async def test_more_than_may_wait_are_refused(player: Player) -> None:
             for task in asking:
                 task.cancel()
             await asyncio.wait(asking)
-        await _until(lambda: player.cancelled == 1)
+        # The second one may get the place of the first before its own end is noticed; then it is cancelled too.
+        await _until(lambda: player.cancelled >= 1 and player.cancelled == player.waiting)
         assert post(url).status_code == 200
 
 

@@ -94,7 +94,7 @@ def test_what_it_cannot_do_is_one_line(model: Path, tmp_path: Path) -> None:
     for refused in (lambda: trainer.reinforce(make_samples()), lambda: trainer.prefer([])):
         with pytest.raises(TrainingError, match="fine-tuning only"):
             refused()
-    with pytest.raises(TrainingError, match="is no directory"):
+    with pytest.raises(TrainingError, match="is not a directory"):
         # The name of a cached model has no files of its own to copy.
         trainer._model.model_path = "org/name"
         trainer._model._prepare(FULL)
