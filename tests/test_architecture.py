@@ -339,3 +339,14 @@ def test_files_and_functions_stay_small() -> None:
                 if length > LONGEST_FUNCTION:
                     wrong.append(f"{file.relative_to(ROOT)}:{node.lineno} {node.name} has {length} lines")
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    """``RLAgent`` has two: the agent of the public API, and the class of that name that OpenHands V0 registers."""
+    where: dict[str, list[str]] = {}
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    twice = {name: files for name, files in where.items() if len(files) > 1 and name != "RLAgent"}
+    assert not twice, twice

@@ -11,7 +11,7 @@ from openhands_rl_plugin.training.loop.plan import LoopState
 SUCCESS = 0.999
 
 
-class Evaluation(Frozen):
+class StageEvaluation(Frozen):
     """Held-out results after one stage; ``turns`` is a mean over episodes."""
 
     stage: str
@@ -21,10 +21,10 @@ class Evaluation(Frozen):
     seconds: float
 
 
-def evaluations(state: LoopState) -> tuple[Evaluation, ...]:
+def evaluations(state: LoopState) -> tuple[StageEvaluation, ...]:
     """The evaluations of a run in order. ``success.n`` excludes failed episodes."""
     return tuple(
-        Evaluation(
+        StageEvaluation(
             stage=record.name,
             success=wilson(
                 int(record.metrics["successes"]), int(record.metrics["episodes"] - record.metrics["failed"])

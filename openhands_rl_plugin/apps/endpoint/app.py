@@ -47,7 +47,7 @@ OpenRuntime = Callable[[], AbstractAsyncContextManager[AgentRuntime]]
 
 def build_app(config: AgentConfig, open_runtime: OpenRuntime) -> Starlette:
     """The ASGI application; its lifespan opens the runtime. Raises ``ConfigError`` for a public host without a key."""
-    endpoints = Endpoints(config, open_runtime)
+    endpoints = AgentEndpoints(config, open_runtime)
     return Starlette(
         routes=[
             Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
@@ -85,7 +85,7 @@ class ConcurrencyLimit:
             self._inside -= 1
 
 
-class Endpoints:
+class AgentEndpoints:
     """One method per path."""
 
     def __init__(self, config: AgentConfig, open_runtime: OpenRuntime) -> None:

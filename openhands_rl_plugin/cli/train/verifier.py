@@ -26,7 +26,7 @@ from openhands_rl_plugin.core.statistics import Estimate
 if TYPE_CHECKING:
     from openhands_rl_plugin.core.types import Adapter
     from openhands_rl_plugin.training.distributed.ranks import Ranks
-    from openhands_rl_plugin.training.verifier.data import Example, VerifierDataset
+    from openhands_rl_plugin.training.verifier.data import VerifierDataset, VerifierExample
     from openhands_rl_plugin.training.verifier.prompt import VerifierPrompts
     from openhands_rl_plugin.training.verifier.report import VerifierReport
     from openhands_rl_plugin.training.verifier.train import TrainedVerifier
@@ -183,7 +183,7 @@ def _interval(estimate: Estimate) -> str:
     return f"{estimate.mean:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
-def _counts(examples: tuple[Example, ...]) -> str:
+def _counts(examples: tuple[VerifierExample, ...]) -> str:
     successes = sum(example.label.success for example in examples)
     tasks = len({example.label.task for example in examples})
     truncated = sum(example.truncated for example in examples)

@@ -47,7 +47,7 @@ ToolListener = Callable[[ToolEvent], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ToolOutcome:
     """The outcome of one call: the ``text`` of its tool, or ``feedback``. ``ends``: the text is the answer."""
 
     call: ToolCall
@@ -82,12 +82,12 @@ class ToolBox:
         self._by_name = {tool.name: tool for tool in self.tools}
         self._validators = {tool.name: _validator(tool) for tool in self.tools}
 
-    async def execute(self, calls: Sequence[ToolCall]) -> list[Outcome]:
+    async def execute(self, calls: Sequence[ToolCall]) -> list[ToolOutcome]:
         """Execute ``calls`` in order, adjacent parallel ones concurrently; none after one that ends the episode.
 
         Raises ``CaughtFailure`` when a tool's infrastructure failed.
         """
-        outcomes: list[Outcome] = []
+        outcomes: list[ToolOutcome] = []
         prepared = [self._prepare(call) for call in calls]
         for together, group in groupby(prepared, key=lambda one: isinstance(one, _Ready) and one.tool.parallel):
             if together and not _ended(outcomes):
@@ -97,39 +97,41 @@ class ToolBox:
                 outcomes.append(await self._next(one, outcomes))
         return outcomes
 
-    async def _next(self, one: _Ready | Outcome, before: Sequence[Outcome]) -> Outcome:
+    async def _next(self, one: _Ready | ToolOutcome, before: Sequence[ToolOutcome]) -> ToolOutcome:
         if (final := _ended(before)) is not None:
             message = f"The call of {one.call.name!r} was not executed: it comes after {final.call.name!r}."
-            return Outcome(one.call, feedback=Feedback(FeedbackCode.IGNORED_AFTER_FINAL, message, one.call.name))
-        if isinstance(one, Outcome):
+            return ToolOutcome(one.call, feedback=Feedback(FeedbackCode.IGNORED_AFTER_FINAL, message, one.call.name))
+        if isinstance(one, ToolOutcome):
             return one
         outcome = await self._run(one)
         if isinstance(outcome, Failure):
             raise CaughtFailure(outcome)
         return outcome
 
-    async def _side_by_side(self, ready: Sequence[_Ready]) -> list[Outcome]:
+    async def _side_by_side(self, ready: Sequence[_Ready]) -> list[ToolOutcome]:
         found = await asyncio.gather(*(self._run(one) for one in ready))
         if (failure := next((one for one in found if isinstance(one, Failure)), None)) is not None:
             raise CaughtFailure(failure)
-        return [one for one in found if isinstance(one, Outcome)]
+        return [one for one in found if isinstance(one, ToolOutcome)]
 
-    def _prepare(self, call: ToolCall) -> _Ready | Outcome:
+    def _prepare(self, call: ToolCall) -> _Ready | ToolOutcome:
         tool = self._by_name.get(call.name)
         if tool is None:
             known = unknown_name("tool", call.name[:100], self._by_name)
-            return Outcome(call, feedback=Feedback(FeedbackCode.UNKNOWN_TOOL, f"The call was not executed: {known}."))
+            return ToolOutcome(
+                call, feedback=Feedback(FeedbackCode.UNKNOWN_TOOL, f"The call was not executed: {known}.")
+            )
         try:
             arguments = read_arguments(call.arguments)
         except ValueError as error:
             message = f"The call of {call.name!r} was not executed: its arguments are {error}."
-            return Outcome(call, feedback=Feedback(FeedbackCode.INVALID_ACTION_FORMAT, message, call.name))
+            return ToolOutcome(call, feedback=Feedback(FeedbackCode.INVALID_ACTION_FORMAT, message, call.name))
         if wrong := _violations(self._validators[call.name], arguments):
             message = f"The call of {call.name!r} was not executed: {wrong}."
-            return Outcome(call, feedback=Feedback(FeedbackCode.INVALID_ARGUMENTS, message, call.name))
+            return ToolOutcome(call, feedback=Feedback(FeedbackCode.INVALID_ARGUMENTS, message, call.name))
         return _Ready(call, tool, arguments)
 
-    async def _run(self, ready: _Ready) -> Outcome | Failure:
+    async def _run(self, ready: _Ready) -> ToolOutcome | Failure:
         call, tool = ready.call, ready.tool
         self._tell(tool, ToolCallStarted(call_id=call.id, name=call.name, arguments=call.arguments))
         try:
@@ -146,11 +148,11 @@ class ToolBox:
                 message = f"it did not answer within {self.timeout:g} s"
             self._tell(tool, ToolResult(call_id=call.id, name=call.name, content=message, ok=False))
             told = Feedback(FeedbackCode.TOOL_RUNTIME_ERROR, f"{call.name!r} failed: {message}", call.name)
-            return Outcome(call, feedback=told)
+            return ToolOutcome(call, feedback=told)
         if not tool.ends:
             text = _cut(text, self.longest)
         self._tell(tool, ToolResult(call_id=call.id, name=call.name, content=text))
-        return Outcome(call, text, ends=tool.ends)
+        return ToolOutcome(call, text, ends=tool.ends)
 
     def _tell(self, tool: ToolBase, event: ToolEvent) -> None:
         if self.listener is not None and not tool.private and not tool.ends:
@@ -202,7 +204,7 @@ def _worded(error: ValidationError) -> str:
     return _cut(f"{place}: {error.message}" if place else error.message, _LONGEST_ERROR)
 
 
-def _ended(outcomes: Sequence[Outcome]) -> Outcome | None:
+def _ended(outcomes: Sequence[ToolOutcome]) -> ToolOutcome | None:
     return next((outcome for outcome in outcomes if outcome.ends), None)
 
 

@@ -21,7 +21,7 @@ from openhands_rl_plugin.environments.tools.base import FunctionTool as Function
 from openhands_rl_plugin.environments.tools.base import ThinkTool as ThinkTool
 from openhands_rl_plugin.environments.tools.base import ToolBase as ToolBase
 from openhands_rl_plugin.environments.tools.base import checked, load_tool
-from openhands_rl_plugin.environments.tools.calls import Outcome, ToolBox, ToolListener
+from openhands_rl_plugin.environments.tools.calls import ToolBox, ToolListener, ToolOutcome
 from openhands_rl_plugin.environments.tools.calls import ToolCallStarted as ToolCallStarted
 from openhands_rl_plugin.environments.tools.calls import ToolEvent as ToolEvent
 from openhands_rl_plugin.environments.tools.calls import ToolResult as ToolResult
@@ -166,7 +166,7 @@ class ToolEnvironment:
         self._answer, self._open = answer, False
         return Observation(messages=tuple(messages), terminated=True)
 
-    def _told(self, outcomes: Sequence[Outcome], problems: Sequence[str]) -> Observation:
+    def _told(self, outcomes: Sequence[ToolOutcome], problems: Sequence[str]) -> Observation:
         """The results in the order of the calls, then the problems of calls that could not be parsed."""
         told: list[tuple[ToolCall, str]] = []
         for outcome in outcomes:

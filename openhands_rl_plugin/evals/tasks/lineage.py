@@ -57,7 +57,7 @@ class TaskLineage(Frozen):
     check: Check | None = None
 
 
-class Lineage(Frozen):
+class TasksLineage(Frozen):
     """All tasks of a file. ``sha256`` is that of the file; ``checked``: it passed the gate, with ``backend``."""
 
     schema_version: int = SCHEMA_VERSION
@@ -73,11 +73,11 @@ def lineage_path(tasks: Path) -> Path:
     return tasks.with_name(f"{tasks.stem}.lineage.json")
 
 
-def read_lineage(tasks: Path) -> Lineage | None:
+def read_lineage(tasks: Path) -> TasksLineage | None:
     """The lineage of a file of tasks; ``None`` when it has none. Raises ``ConfigError`` for one that is damaged."""
     path = lineage_path(tasks)
     try:
-        return Lineage.model_validate_json(path.read_text(encoding="utf-8"))
+        return TasksLineage.model_validate_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValidationError, UnicodeDecodeError) as error:
@@ -103,9 +103,9 @@ def write_tasks(path: Path, instances: Sequence[Instance], tasks: Sequence[TaskL
     """Write the rows and their lineage, each atomically. Raises ``StorageError``."""
     rows = "".join(json.dumps(row_of(each), ensure_ascii=False) + "\n" for each in instances)
     write_file(path, rows, parents=True)
-    write_lineage(path, Lineage(sha256=file_sha256(path), tasks=tuple(tasks)))
+    write_lineage(path, TasksLineage(sha256=file_sha256(path), tasks=tuple(tasks)))
 
 
-def write_lineage(tasks: Path, lineage: Lineage) -> None:
+def write_lineage(tasks: Path, lineage: TasksLineage) -> None:
     """Write the lineage of a file of tasks."""
     write_file(lineage_path(tasks), lineage.model_dump_json(indent=1, exclude_none=True) + "\n")

@@ -15,7 +15,7 @@ from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
-from openhands_rl_plugin.evals.tasks.lineage import Check, Lineage, TaskLineage, read_lineage, write_lineage
+from openhands_rl_plugin.evals.tasks.lineage import Check, TaskLineage, TasksLineage, read_lineage, write_lineage
 
 NO_OP = """diff --git a/no_op.txt b/no_op.txt
 new file mode 100644
@@ -51,7 +51,7 @@ async def check_tasks(
     *,
     results: Path | None = None,
     on_progress: OnProgress | None = None,
-) -> Lineage:
+) -> TasksLineage:
     """Run the oracle and the no-op agent on every task, and write the results into the file's lineage.
 
     ``results``: JSON, task -> share of a policy's attempts that solved it; a task outside the window does not pass.
@@ -76,7 +76,7 @@ async def check_tasks(
         return task.model_copy(update={"check": check})
 
     tasks = await asyncio.gather(*map(checked, instances))
-    lineage = Lineage(
+    lineage = TasksLineage(
         sha256=file_sha256(path),
         checked=not any(task.check is None or task.check.problems for task in tasks),
         backend=backend.name,

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.evals.tasks.lineage import Lineage
+from openhands_rl_plugin.evals.tasks.lineage import TasksLineage
 
 
-def table_of(instances: Sequence[Instance], lineage: Lineage | None) -> Table:
+def table_of(instances: Sequence[Instance], lineage: TasksLineage | None) -> Table:
     """One line a task: what fails, how the bug was made, and whether the gate let it pass."""
     known = {task.instance_id: task for task in lineage.tasks} if lineage is not None else {}
     table = Table(box=None, pad_edge=False, header_style="bold")

@@ -13,13 +13,13 @@ from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Trajecto
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.pool.messages import (
     FROM_WORKER,
-    EpisodeResult,
     FromWorker,
     Ready,
     RunEpisode,
     Start,
     Store,
     Stored,
+    WorkerResult,
     from_line,
     to_line,
 )
@@ -133,7 +133,7 @@ class WorkerConnection:
             self._error = message.as_error()
             self._started.set()
         elif (result := self._results.get(message.number)) is not None and not result.done():
-            if isinstance(message, EpisodeResult):
+            if isinstance(message, WorkerResult):
                 result.set_result(message.trajectory)
             else:
                 result.set_exception(message.as_error())

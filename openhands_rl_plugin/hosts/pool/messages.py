@@ -64,7 +64,7 @@ class Ready(Frozen):
     kind: Literal["ready"] = "ready"
 
 
-class EpisodeResult(Frozen):
+class WorkerResult(Frozen):
     """From a worker: a finished episode."""
 
     kind: Literal["result"] = "result"
@@ -123,7 +123,7 @@ _ERRORS[MissingExtraError.__name__] = ConfigError
 _ERRORS[CaughtFailure.__name__] = InfrastructureError
 
 ToWorker = Start | RunEpisode | Stored
-FromWorker = Ready | EpisodeResult | Store | Refused
+FromWorker = Ready | WorkerResult | Store | Refused
 TO_WORKER: TypeAdapter[ToWorker] = TypeAdapter(Annotated[ToWorker, Field(discriminator="kind")])
 FROM_WORKER: TypeAdapter[FromWorker] = TypeAdapter(Annotated[FromWorker, Field(discriminator="kind")])
 

@@ -20,7 +20,6 @@ from openhands_rl_plugin.hosts.local import HostRunner, local_runner
 from openhands_rl_plugin.hosts.pool.messages import (
     MAX_LINE_BYTES,
     TO_WORKER,
-    EpisodeResult,
     FromWorker,
     Ready,
     Refused,
@@ -28,6 +27,7 @@ from openhands_rl_plugin.hosts.pool.messages import (
     Start,
     Store,
     Stored,
+    WorkerResult,
     from_line,
     to_line,
 )
@@ -136,7 +136,7 @@ class EpisodeWorker:
         except RLError as error:
             await self._send(Refused.of(message.number, error))
         else:
-            await self._send(EpisodeResult(number=message.number, trajectory=trajectory))
+            await self._send(WorkerResult(number=message.number, trajectory=trajectory))
 
 
 async def _serve(requests: BinaryIO, answers: BinaryIO) -> None:

@@ -51,7 +51,7 @@ PromptJob = tuple[tuple[int, ...], DecodingParams]
 
 def build_app(config: ServerConfig, generator: Generator) -> Starlette:
     """The ASGI application. It does not close the generator. Raises StartError for an unreadable template."""
-    endpoints = Endpoints(config, generator)
+    endpoints = ModelEndpoints(config, generator)
     return Starlette(
         routes=[
             Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
@@ -67,7 +67,7 @@ def build_app(config: ServerConfig, generator: Generator) -> Starlette:
     )
 
 
-class Endpoints:
+class ModelEndpoints:
     """One method per path."""
 
     def __init__(self, config: ServerConfig, generator: Generator) -> None:

@@ -18,7 +18,7 @@ from openhands_rl_plugin.rollout.strategies.options import SearchOptions, option
 from openhands_rl_plugin.rollout.strategies.search import Search
 from openhands_rl_plugin.rollout.strategies.together import together
 from openhands_rl_plugin.rollout.strategies.uct import Arm, best_arm, priors, width
-from openhands_rl_plugin.rollout.strategies.value import Estimate, ValueFunction, value_after
+from openhands_rl_plugin.rollout.strategies.value import ValueEstimate, ValueFunction, value_after
 
 
 class MCTSOptions(SearchOptions):
@@ -134,7 +134,7 @@ class _Walk:
         # A branch that died leaves others to try, so that only a dead end is the end.
         return any(paths)
 
-    async def _descend(self, path: list[int]) -> Estimate | None:
+    async def _descend(self, path: list[int]) -> ValueEstimate | None:
         search, state = self._search, self._search.root
         while True:
             action = await self._select(state)
@@ -154,7 +154,7 @@ class _Walk:
             if fresh or at_end or len(path) >= self._options.depth:
                 return await self._judge(action, state)
 
-    async def _judge(self, action: int, state: int) -> Estimate | None:
+    async def _judge(self, action: int, state: int) -> ValueEstimate | None:
         # Simulations that meet at a state judge it one after the other, because a rollout continues from
         # the nodes of the one before.
         async with self._judging[state]:

@@ -32,7 +32,7 @@ from openhands_rl_plugin.rollout.strategies.options import checked
 from openhands_rl_plugin.rollout.strategies.search import Search
 
 
-class Estimate(NamedTuple):
+class ValueEstimate(NamedTuple):
     """``value`` is expected after ``path``, the actions that were simulated to find out; their rewards come on top."""
 
     value: float
@@ -45,7 +45,7 @@ class ValueFunction(Protocol):
     name: str
     needs_world: bool
 
-    async def estimate(self, search: Search, state: int) -> Estimate | None:
+    async def estimate(self, search: Search, state: int) -> ValueEstimate | None:
         """``state`` is a node of ``search.tree``. ``None`` where there is no estimate, which is not the same as 0.0."""
         ...
 
@@ -69,12 +69,12 @@ def least_of(value: ValueFunction) -> Least:
 class JudgesEnds(Protocol):
     """A value that also judges an ended episode, where rewards do not. A capability, not a flag."""
 
-    async def estimate_end(self, search: Search, state: int) -> Estimate | None:
+    async def estimate_end(self, search: Search, state: int) -> ValueEstimate | None:
         """As ``ValueFunction.estimate``, for a state in which the episode has ended."""
         ...
 
 
-async def value_after(value: ValueFunction, search: Search, action: int, state: int) -> Estimate | None:
+async def value_after(value: ValueFunction, search: Search, action: int, state: int) -> ValueEstimate | None:
     """What is expected beyond the rewards that were seen, at ``state``, to which ``action`` led.
 
     ``None`` where there is no estimate, or one that is not finite; the log says why.
@@ -87,22 +87,22 @@ async def value_after(value: ValueFunction, search: Search, action: int, state: 
     return None
 
 
-async def _estimated(value: ValueFunction, search: Search, action: int, state: int) -> Estimate | None:
+async def _estimated(value: ValueFunction, search: Search, action: int, state: int) -> ValueEstimate | None:
     if ended(search.tree.nodes[action]):
         return await _value_of_end(value, search, action, state)
     if search.world is not None and search.pays and not search.goes_on(state):
         # Nothing is earned beyond the last turn, so that what looks promising there is worth what it has earned.
-        return await value.estimate_end(search, state) if isinstance(value, JudgesEnds) else Estimate(0.0)
+        return await value.estimate_end(search, state) if isinstance(value, JudgesEnds) else ValueEstimate(0.0)
     return await value.estimate(search, state)
 
 
-async def _value_of_end(value: ValueFunction, search: Search, action: int, state: int) -> Estimate | None:
+async def _value_of_end(value: ValueFunction, search: Search, action: int, state: int) -> ValueEstimate | None:
     """Nothing, unless it is judged. That is done once, because nothing follows; then the fork is closed."""
     node = search.tree.nodes[action]
     known = notes(node).get("worth_of_end")
     if isinstance(known, float):
-        return Estimate(known)
-    estimate = await value.estimate_end(search, state) if isinstance(value, JudgesEnds) else Estimate(0.0)
+        return ValueEstimate(known)
+    estimate = await value.estimate_end(search, state) if isinstance(value, JudgesEnds) else ValueEstimate(0.0)
     await search.give_up(state)
     if estimate is not None and math.isfinite(estimate.value) and isinstance(value, JudgesEnds):
         note(node)["worth_of_end"] = estimate.value
@@ -119,9 +119,9 @@ class NoValue:
     name = "none"
     needs_world = False
 
-    async def estimate(self, search: Search, state: int) -> Estimate:
+    async def estimate(self, search: Search, state: int) -> ValueEstimate:
         """Always 0."""
-        return Estimate(0.0)
+        return ValueEstimate(0.0)
 
 
 class RolloutOptions(StrictOptions):
@@ -141,7 +141,7 @@ class RolloutValue:
     def __init__(self, options: RolloutOptions | None = None) -> None:
         self._depth = (options or RolloutOptions()).depth
 
-    async def estimate(self, search: Search, state: int) -> Estimate | None:
+    async def estimate(self, search: Search, state: int) -> ValueEstimate | None:
         """Roll out as long as the live episode would. ``None`` if a budget cuts it or it dies."""
         path: list[int] = []
         while len(path) < self._depth and search.goes_on(state):
@@ -153,7 +153,7 @@ class RolloutValue:
             if ended(search.tree.nodes[sampled[0]]):
                 await search.give_up(state)
                 break
-        return Estimate(0.0, tuple(path))
+        return ValueEstimate(0.0, tuple(path))
 
 
 class ModelValueOptions(StrictOptions):
@@ -179,7 +179,7 @@ class ModelValue:
     def __init__(self, options: ModelValueOptions | None = None) -> None:
         self._options = options or ModelValueOptions()
 
-    async def estimate(self, search: Search, state: int) -> Estimate | None:
+    async def estimate(self, search: Search, state: int) -> ValueEstimate | None:
         """Sample once. An answer that is neither yes nor no counts as undecided, half of the scale; the report says how
         many there were, because a model that thinks before it answers gives no others."""
         question = Message(role="user", content=self._options.question)
@@ -188,11 +188,11 @@ class ModelValue:
             return None
         probability = self._probability(answer)
         search.log.undecided += probability is None
-        return Estimate(self._options.scale * (0.5 if probability is None else probability))
+        return ValueEstimate(self._options.scale * (0.5 if probability is None else probability))
 
-    async def estimate_end(self, search: Search, state: int) -> Estimate | None:
+    async def estimate_end(self, search: Search, state: int) -> ValueEstimate | None:
         """Where the world pays rewards, they are what the end is worth; else as for any other state."""
-        return Estimate(0.0) if search.pays else await self.estimate(search, state)
+        return ValueEstimate(0.0) if search.pays else await self.estimate(search, state)
 
     def _probability(self, answer: Completion) -> float | None:
         word = (answer.message.content or "").strip().lower()
@@ -229,12 +229,12 @@ class RewardValue:
             )
         self._reward = reward
 
-    async def estimate(self, search: Search, state: int) -> Estimate | None:
+    async def estimate(self, search: Search, state: int) -> ValueEstimate | None:
         """Judge once; ``None`` if it cannot be judged. Rewards that were paid are not counted twice."""
         score = await judged_in_time(search, self._reward, _so_far(search, state))
-        return None if score is None else Estimate(score - earned(search, state))
+        return None if score is None else ValueEstimate(score - earned(search, state))
 
-    async def estimate_end(self, search: Search, state: int) -> Estimate | None:
+    async def estimate_end(self, search: Search, state: int) -> ValueEstimate | None:
         """As for any other state."""
         return await self.estimate(search, state)
 

@@ -10,7 +10,7 @@ from openhands_rl_plugin.core.protocols import Reward
 from openhands_rl_plugin.core.types import JsonObject, Trajectory
 from openhands_rl_plugin.rollout.strategies.budget import StrictOptions
 from openhands_rl_plugin.rollout.strategies.search import Search
-from openhands_rl_plugin.rollout.strategies.value import Estimate, earned, episode_so_far, judged_in_time
+from openhands_rl_plugin.rollout.strategies.value import ValueEstimate, earned, episode_so_far, judged_in_time
 
 
 class VerifierValueOptions(StrictOptions):
@@ -43,14 +43,14 @@ class VerifierValue:
         self._scale = (options or VerifierValueOptions()).scale
         self._verifier = verifier
 
-    async def estimate(self, search: Search, state: int) -> Estimate | None:
+    async def estimate(self, search: Search, state: int) -> ValueEstimate | None:
         """Judge once; ``None`` if it cannot be judged."""
         score = await judged_in_time(search, self._verifier, _so_far(search, state))
-        return None if score is None else Estimate(self._scale * score - earned(search, state))
+        return None if score is None else ValueEstimate(self._scale * score - earned(search, state))
 
-    async def estimate_end(self, search: Search, state: int) -> Estimate | None:
+    async def estimate_end(self, search: Search, state: int) -> ValueEstimate | None:
         """Where the environment has paid something, that is what the end is worth; else as for any other state."""
-        return Estimate(0.0) if earned(search, state) else await self.estimate(search, state)
+        return ValueEstimate(0.0) if earned(search, state) else await self.estimate(search, state)
 
 
 async def _so_far(search: Search, state: int) -> Trajectory:

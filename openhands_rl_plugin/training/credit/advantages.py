@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.types import Frozen, Trajectory
 from openhands_rl_plugin.training.algorithms import algorithm_of
-from openhands_rl_plugin.training.credit.estimators import Rollouts
+from openhands_rl_plugin.training.credit.estimators import RolloutBatch
 from openhands_rl_plugin.training.data.eligibility import is_interrupted, is_overlong
 
 EQUAL = 1e-9
@@ -107,7 +107,7 @@ def group_advantages(
     settings = settings or TrainingSettings()
     chosen = valid_groups(trajectories, rewards, settings)
     order = [(index, number) for number, members in enumerate(chosen.groups) for index in members]
-    rollouts = Rollouts(
+    rollouts = RolloutBatch(
         rewards=[float(rewards[index] or 0.0) for index, _ in order],
         groups=[number for _, number in order],
         lengths=[_sampled_tokens(trajectories[index]) for index, _ in order],

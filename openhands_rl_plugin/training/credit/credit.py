@@ -14,7 +14,7 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.types import Sample, Trajectory
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.credit.advantages import GroupAdvantages, ValidGroups, group_advantages, valid_groups
-from openhands_rl_plugin.training.credit.estimators import Rollouts, dr_grpo, whiten
+from openhands_rl_plugin.training.credit.estimators import RolloutBatch, dr_grpo, whiten
 from openhands_rl_plugin.training.credit.tree_advantages import (
     environment_rewards,
     search_rewards,
@@ -154,12 +154,12 @@ def _turns(
 def _compared(
     turns: Sequence[_Turn],
     keys: Sequence[Hashable],
-    baseline: Callable[[Rollouts, float], list[float]],
+    baseline: Callable[[RolloutBatch, float], list[float]],
     settings: TrainingSettings,
 ) -> dict[int, NodeAdvantages]:
     """Returns to go relative to those of the turns with the same key; ``keys[i]`` is the key of ``turns[i]``."""
     numbers: dict[Hashable, int] = {}
-    rollouts = Rollouts(
+    rollouts = RolloutBatch(
         rewards=[turn.to_go for turn in turns],
         groups=[numbers.setdefault(key, len(numbers)) for key in keys],
         lengths=[turn.tokens for turn in turns],

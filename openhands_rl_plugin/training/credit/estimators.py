@@ -21,20 +21,20 @@ VARIANCE_FLOOR = 1e-8
 """The value in OpenRLHF and verl: it avoids a division by zero where all advantages are equal."""
 
 
-class Rollouts(NamedTuple):
-    """Rollouts of one batch; each field has one entry per rollout. ``lengths`` are in sampled tokens."""
+class RolloutBatch(NamedTuple):
+    """The rollouts of one batch; each field has one entry per rollout. ``lengths`` are in sampled tokens."""
 
     rewards: Sequence[float]
     groups: Sequence[int]
     lengths: Sequence[int]
 
 
-def returns(rollouts: Rollouts, epsilon: float = 0.0) -> list[float]:
+def returns(rollouts: RolloutBatch, epsilon: float = 0.0) -> list[float]:
     """The rewards themselves, without a baseline (REINFORCE, Williams 1992); no groups."""
     return [float(reward) for reward in rollouts.rewards]
 
 
-def rloo(rollouts: Rollouts, epsilon: float = 0.0) -> list[float]:
+def rloo(rollouts: RolloutBatch, epsilon: float = 0.0) -> list[float]:
     """RLOO, the leave-one-out baseline (Ahmadian et al. 2024, arXiv 2402.14740): ``(r - mean) n / (n - 1)``.
 
     A group of one rollout has no baseline; its advantage is 0.
@@ -42,7 +42,7 @@ def rloo(rollouts: Rollouts, epsilon: float = 0.0) -> list[float]:
     return _per_group(rollouts, _leave_one_out)
 
 
-def grpo(rollouts: Rollouts, epsilon: float = 1e-6) -> list[float]:
+def grpo(rollouts: RolloutBatch, epsilon: float = 1e-6) -> list[float]:
     """GRPO (Shao et al. 2024, arXiv 2402.03300): ``(r - mean) / (std + epsilon)`` of the group, std with n - 1.
 
     A group of one rollout has no baseline; its advantage is 0 (in verl, its reward).
@@ -50,7 +50,7 @@ def grpo(rollouts: Rollouts, epsilon: float = 1e-6) -> list[float]:
     return _per_group(rollouts, lambda rewards: _standardise(rewards, epsilon))
 
 
-def dr_grpo(rollouts: Rollouts, epsilon: float = 0.0) -> list[float]:
+def dr_grpo(rollouts: RolloutBatch, epsilon: float = 0.0) -> list[float]:
     """Dr. GRPO (Liu et al. 2025, arXiv 2503.20783): ``r - mean`` of the group, not divided by its deviation."""
     return _per_group(rollouts, centre)
 
@@ -63,11 +63,11 @@ class Estimator:
     whether it compares the rollouts of a group.
     """
 
-    baseline: Callable[[Rollouts, float], list[float]]
+    baseline: Callable[[RolloutBatch, float], list[float]]
     grouped: bool = True
     whitened: bool = False
 
-    def __call__(self, rollouts: Rollouts, *, variance: Variance = "biased", epsilon: float = 1e-6) -> list[float]:
+    def __call__(self, rollouts: RolloutBatch, *, variance: Variance = "biased", epsilon: float = 1e-6) -> list[float]:
         """Advantages of whole rollouts."""
         values = self.baseline(rollouts, epsilon)
         return whiten(values, rollouts.lengths, variance=variance) if self.whitened else values
@@ -120,7 +120,7 @@ def _standardise(rewards: Sequence[float], epsilon: float) -> list[float]:
     return [value / (deviation + epsilon) for value in centred]
 
 
-def _per_group(rollouts: Rollouts, of_group: Callable[[Sequence[float]], list[float]]) -> list[float]:
+def _per_group(rollouts: RolloutBatch, of_group: Callable[[Sequence[float]], list[float]]) -> list[float]:
     members: dict[int, list[int]] = {}
     for index, group in enumerate(rollouts.groups):
         members.setdefault(group, []).append(index)

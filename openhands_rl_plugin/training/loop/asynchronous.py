@@ -24,7 +24,7 @@ from openhands_rl_plugin.core.errors import InfrastructureError, StorageError
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Adapter, FailureKind, Probe, Trajectory
 from openhands_rl_plugin.training.loop.groups import GroupRunner
-from openhands_rl_plugin.training.loop.lineage import Lineage
+from openhands_rl_plugin.training.loop.lineage import PolicyLineage
 from openhands_rl_plugin.training.loop.plan import ChosenBatch, LoopPlan, LoopState, StageRecord
 from openhands_rl_plugin.training.loop.rollout_buffer import Group, RolloutBuffer
 from openhands_rl_plugin.training.loop.server_outage import OutageTolerantRunner, OutageTolerantServer
@@ -133,7 +133,7 @@ class AsyncLoop(LoopStages):
 
     async def _fresh_groups(self, stage: str, buffer: RolloutBuffer) -> tuple[list[Group], list[int], int]:
         """Enough groups without their stale episodes, the numbers of wholly stale groups, and the stale episodes."""
-        lineage, most = Lineage(self._plan.base_model, self._state), self._settings.max_staleness
+        lineage, most = PolicyLineage(self._plan.base_model, self._state), self._settings.max_staleness
         groups: list[Group] = []
         dropped: list[int] = []
         stale = 0
@@ -161,7 +161,7 @@ class AsyncLoop(LoopStages):
 
     def _staleness(self, batch: ChosenBatch, played: list[Trajectory]) -> dict[str, float]:
         valid = [trajectory for trajectory in played if trajectory.failure is None]
-        staleness = Lineage(self._plan.base_model, self._state).staleness(valid)
+        staleness = PolicyLineage(self._plan.base_model, self._state).staleness(valid)
         return {
             "staleness": staleness.mean,
             "staleness_max": float(staleness.largest),

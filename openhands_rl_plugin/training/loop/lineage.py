@@ -17,7 +17,7 @@ class Staleness:
     largest: int
 
 
-class Lineage:
+class PolicyLineage:
     """The weights of a run in order of publication, the base model first.
 
     The number in a version's name is not enough: a killed stage may have left a version from which no training

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.training.openrlhf.rollouts import Rollout, RolloutConfig, Rollouts
+from openhands_rl_plugin.training.openrlhf.rollouts import Rollout, RolloutConfig, RolloutSource
 from openhands_rl_plugin.training.openrlhf.steps import Step, SteppedEpisode
 
 try:
@@ -67,5 +67,5 @@ class AgentExecutor(MultiTurnAgentExecutor):
 
 
 @cache
-def _rollouts() -> Rollouts:
-    return Rollouts(RolloutConfig.from_environment())
+def _rollouts() -> RolloutSource:
+    return RolloutSource(RolloutConfig.from_environment())

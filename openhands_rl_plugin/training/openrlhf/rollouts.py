@@ -148,7 +148,7 @@ class RolloutConfig:
         )
 
 
-class Rollouts:
+class RolloutSource:
     """Runs episodes; one object may run many at the same time."""
 
     def __init__(self, config: RolloutConfig) -> None:

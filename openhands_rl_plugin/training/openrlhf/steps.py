@@ -22,7 +22,7 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.rollout.scoring import judge
-from openhands_rl_plugin.training.openrlhf.rollouts import Rollouts, logs_of, total_of
+from openhands_rl_plugin.training.openrlhf.rollouts import RolloutSource, logs_of, total_of
 from openhands_rl_plugin.training.openrlhf.text import message_of, text_behind
 
 
@@ -42,7 +42,7 @@ class SteppedEpisode:
     It runs in an ordinary session, whose engine waits for the next ``step``.
     """
 
-    def __init__(self, rollouts: Rollouts) -> None:
+    def __init__(self, rollouts: RolloutSource) -> None:
         self._rollouts = rollouts
         self._template = rollouts.config.template
         self._engine = _WaitingEngine()

@@ -31,7 +31,7 @@ class Labelled:
 
 
 @dataclass(frozen=True)
-class Example:
+class VerifierExample:
     """A labelled episode as token ids: the prompt, followed by the label's token."""
 
     label: Labelled
@@ -68,8 +68,8 @@ class LeftOut(Frozen):
 class VerifierDataset:
     """Training and held-out examples; no task has episodes in both."""
 
-    training: tuple[Example, ...]
-    held_out: tuple[Example, ...]
+    training: tuple[VerifierExample, ...]
+    held_out: tuple[VerifierExample, ...]
     left_out: LeftOut
 
 
@@ -116,12 +116,12 @@ async def verifier_dataset(
     training, held_out = split_by_task(labelled, settings, seed, taught)
     kept = balanced(training, settings, seed)
     wanted = {one.trajectory_id: one for one in (*kept, *held_out)}
-    examples: dict[str, Example] = {}
+    examples: dict[str, VerifierExample] = {}
     async for trajectory, _ in storage.find(where):
         if (label := wanted.get(trajectory.id)) is not None:
             prompt = prompts.of(trajectory)
             answer = prompts.yes if label.success else prompts.no
-            examples[trajectory.id] = Example(label, prompt.ids, answer, prompt.truncated)
+            examples[trajectory.id] = VerifierExample(label, prompt.ids, answer, prompt.truncated)
     return VerifierDataset(
         training=tuple(examples[one.trajectory_id] for one in kept if one.trajectory_id in examples),
         held_out=tuple(examples[one.trajectory_id] for one in held_out if one.trajectory_id in examples),

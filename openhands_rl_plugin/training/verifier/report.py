@@ -42,7 +42,7 @@ class Bin(Frozen):
     success: float
 
 
-class Selection(Frozen):
+class SelectionRates(Frozen):
     """Success rates over the tasks with at least ``k`` attempts: of a random one, the best-scored of k, any of k."""
 
     k: int
@@ -70,7 +70,7 @@ class VerifierReport(Frozen):
     label_mass: float
     calibration: Calibration
     bins: tuple[Bin, ...]
-    selection: tuple[Selection, ...]
+    selection: tuple[SelectionRates, ...]
 
     def as_floats(self) -> dict[str, float]:
         """For an adapter's manifest."""
@@ -206,14 +206,14 @@ def _auc_over_tasks(judged: Sequence[ScoredEpisode]) -> Estimate | None:
     return Estimate(mean=mean, low=min(low, mean), high=max(high, mean), n=len(groups))
 
 
-def _selections(judged: Sequence[ScoredEpisode], scores: Sequence[float]) -> list[Selection]:
+def _selections(judged: Sequence[ScoredEpisode], scores: Sequence[float]) -> list[SelectionRates]:
     groups = [group for group in _by_task(judged).values() if len(group) > 1]
     found, k = [], 2
     while tasks := [group for group in groups if len(group) >= k]:
         outcomes = [[judged[at].success for at in group] for group in tasks]
         ranked = [[scores[at] for at in group] for group in tasks]
         found.append(
-            Selection(
+            SelectionRates(
                 k=k,
                 pass_at_k=over_tasks([pass_at_k(len(each), sum(each), k) for each in outcomes]),
                 best_at_k=over_tasks([best_at_k(s, o, k) for s, o in zip(ranked, outcomes, strict=True)]),

@@ -21,7 +21,7 @@ from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
 from openhands_rl_plugin.training.trainer.resume import PendingCheckpoint
 from openhands_rl_plugin.training.trainer.trainer import OnProgress
 from openhands_rl_plugin.training.verifier.card import VerifierCard, task_digest, tasks_trained_on
-from openhands_rl_plugin.training.verifier.data import Example, VerifierDataset
+from openhands_rl_plugin.training.verifier.data import VerifierDataset, VerifierExample
 from openhands_rl_plugin.training.verifier.model import VerifierModel, weights_sha256
 from openhands_rl_plugin.training.verifier.prompt import VerifierPrompts
 from openhands_rl_plugin.training.verifier.report import REPORT_FILE, ScoredEpisode, VerifierReport, report_of
@@ -99,7 +99,7 @@ def _card(model: Path, directory: Path, prompts: VerifierPrompts, taught: frozen
 
 
 def _judge(
-    model: VerifierModel, examples: Sequence[Example], on_judged: OnJudged | None, ranks: Ranks
+    model: VerifierModel, examples: Sequence[VerifierExample], on_judged: OnJudged | None, ranks: Ranks
 ) -> list[ScoredEpisode]:
     """Score in task order, so attempts at one task share a micro-batch; each rank scores a contiguous part."""
     ordered = sorted(examples, key=lambda example: example.label.task)

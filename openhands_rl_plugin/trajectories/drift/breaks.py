@@ -24,7 +24,7 @@ class Difference(Frozen):
     meets: bool
 
 
-class Span(Frozen):
+class AnswerSpan(Frozen):
     """Where in a context the answer of ``node`` stands."""
 
     node: int
@@ -44,8 +44,8 @@ class Break(Frozen):
     previous: int
     rewritten: bool
     difference: Difference
-    answer: Span | None
-    next_answer: Span | None
+    answer: AnswerSpan | None
+    next_answer: AnswerSpan | None
     repeated: int
     starts_segment: bool
 
@@ -77,10 +77,10 @@ def breaks_of(trajectory: Trajectory) -> Iterator[Break]:
         )
 
 
-def context_of(trajectory: Trajectory, leaf: int) -> tuple[tuple[int, ...], tuple[Span, ...]]:
+def context_of(trajectory: Trajectory, leaf: int) -> tuple[tuple[int, ...], tuple[AnswerSpan, ...]]:
     """The token ids from the start of the segment to the end of ``leaf``, and where its answers stand in them."""
     ids: list[int] = []
-    spans: list[Span] = []
+    spans: list[AnswerSpan] = []
     for index in trajectory.path(leaf):
         tokens = trajectory.nodes[index].tokens
         if tokens is None:
@@ -89,7 +89,7 @@ def context_of(trajectory: Trajectory, leaf: int) -> tuple[tuple[int, ...], tupl
             ids.clear()
             spans.clear()
         ids += tokens.prompt_ids
-        spans.append(Span(node=index, start=len(ids), end=len(ids) + len(tokens.sampled_ids)))
+        spans.append(AnswerSpan(node=index, start=len(ids), end=len(ids) + len(tokens.sampled_ids)))
         ids += tokens.sampled_ids
     return tuple(ids), tuple(spans)
 

@@ -14,7 +14,7 @@ MOST_EXAMPLES = 5
 _LONGEST_TEXT = 60
 
 
-class Example(Frozen):
+class DriftExample(Frozen):
     """One place: ``removed`` and ``inserted`` are texts when there is a tokenizer, else the numbers of ids."""
 
     trajectory_id: str
@@ -34,7 +34,7 @@ class CauseFigures(Frozen):
     repeated_tokens: int
     lost_turns: int
     setting: str
-    examples: tuple[Example, ...]
+    examples: tuple[DriftExample, ...]
 
 
 class DriftReport(Frozen):
@@ -68,7 +68,7 @@ class _CauseCount:
     repeated: int = 0
     lost: int = 0
     episodes: set[str] = field(default_factory=set)
-    examples: list[Example] = field(default_factory=list)
+    examples: list[DriftExample] = field(default_factory=list)
 
 
 @dataclass
@@ -134,9 +134,9 @@ class _Count:
             self.tokens += len(tokens.prompt_ids) + len(tokens.sampled_ids)
             self.sampled += len(tokens.sampled_ids)
 
-    def _example(self, trajectory: Trajectory, each: Break) -> Example:
+    def _example(self, trajectory: Trajectory, each: Break) -> DriftExample:
         difference = each.difference
-        return Example(
+        return DriftExample(
             trajectory_id=trajectory.id,
             node=each.node,
             previous=each.previous,

@@ -62,7 +62,7 @@ class Played(Foreign):
     reward: float | None = None
 
 
-class Record(Foreign):
+class AgentGymRecord(Foreign):
     """A record of the original storage; ``timestamp`` is ISO 8601, or Unix time in seconds."""
 
     id: str | None = None
@@ -111,7 +111,7 @@ def read(row: JsonObject) -> Imported:
     row = _with_speakers(row)
     if "conversations" in row or "item_id" in row:
         return _read_traj_row(parse(TrajRow, row))
-    record = parse(Record, row)
+    record = parse(AgentGymRecord, row)
     description = record.metadata.get("task_description")
     instruction = description if isinstance(description, str) else ""
     task = Task(id=record.task_id, environment=record.env_name, instruction=instruction)
@@ -186,7 +186,7 @@ def _reward_last(tree: EpisodeTree, reward: float | None) -> None:
         sampled[-1].reward = reward
 
 
-def _stop(record: Record, tree: EpisodeTree) -> StopReason:
+def _stop(record: AgentGymRecord, tree: EpisodeTree) -> StopReason:
     stop = record.metadata.get("stop")
     return StopReason(stop) if isinstance(stop, str) and stop in set(StopReason) else end_of(tree.messages())
 

@@ -40,14 +40,14 @@ from openhands_rl_plugin.trajectories.exchange.v0_read import Response
 from openhands_rl_plugin.trajectories.exchange.writing import safe_name
 
 
-class Usage(Foreign):
+class LLMUsage(Foreign):
     """Tokens billed."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
 
-class Settings(Foreign):
+class LLMSettings(Foreign):
     """What the call was made with, as far as it is needed."""
 
     model: str | None = None
@@ -61,7 +61,7 @@ class Logged(Foreign):
     response: Response
     fncall_messages: tuple[WireMessage, ...] = ()
     fncall_response: Response | None = None
-    kwargs: Settings = Field(default_factory=Settings)
+    kwargs: LLMSettings = Field(default_factory=LLMSettings)
     timestamp: float = 0.0
 
 

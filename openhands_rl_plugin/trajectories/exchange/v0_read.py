@@ -63,7 +63,7 @@ class CallMetadata(Foreign):
     model_response: Response = Response()
 
 
-class Event(Foreign):
+class V0Event(Foreign):
     """An action or an observation, as ``event_to_dict`` writes it."""
 
     source: str = ""
@@ -89,18 +89,18 @@ class EventReader:
         for number, entry in enumerate(history):
             for event in entry if isinstance(entry, list) else [entry]:
                 try:
-                    self._take(parse(Event, event))
+                    self._take(parse(V0Event, event))
                 except ExchangeError as error:
                     raise ExchangeError(f"history[{number}]: {error}") from error
         return self.tree
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: V0Event) -> None:
         if event.action is not None:
             self._act(event, event.action)
         elif event.observation is not None:
             self._observe(event, event.observation)
 
-    def _act(self, event: Event, action: str) -> None:
+    def _act(self, event: V0Event, action: str) -> None:
         metadata, thought = event.tool_call_metadata, _text(event.args.get("content") or event.args.get("thought"))
         if metadata is not None and event.source != "user":
             self._respond(metadata)
@@ -129,7 +129,7 @@ class EventReader:
         reasoning: JsonObject = {"reasoning_content": wire.reasoning_content} if wire.reasoning_content else {}
         say(self.tree, wire.message(), self._policy, reasoning)
 
-    def _guess(self, event: Event, action: str) -> None:
+    def _guess(self, event: V0Event, action: str) -> None:
         function, parameters = _FUNCTIONS[action]
         arguments = {new: event.args[old] for old, new in parameters.items() if event.args.get(old) is not None}
         if action == "read":
@@ -141,7 +141,7 @@ class EventReader:
         say(self.tree, Message(role="assistant", content=thought, tool_calls=(call,)), self._policy, metadata)
         self._pending = call
 
-    def _observe(self, event: Event, observation: str) -> None:
+    def _observe(self, event: V0Event, observation: str) -> None:
         metadata = event.tool_call_metadata
         if observation in _SILENT and metadata is None:
             return
@@ -158,7 +158,7 @@ class EventReader:
         say(self.tree, result, None)
 
 
-def _told(event: Event, observation: str) -> str:
+def _told(event: V0Event, observation: str) -> str:
     match observation:
         case "run":
             return "".join(_command_result(event))
@@ -177,7 +177,7 @@ def _told(event: Event, observation: str) -> str:
             return event.content
 
 
-def _command_result(event: Event) -> Iterator[str]:
+def _command_result(event: V0Event) -> Iterator[str]:
     held = event.extras.get("metadata")
     metadata = held if isinstance(held, dict) else {"exit_code": event.extras.get("exit_code")}
     yield f"{_text(metadata.get('prefix'))}{event.content}{_text(metadata.get('suffix'))}"

@@ -40,7 +40,7 @@ class Text(Foreign):
     text: str = ""
 
 
-class Call(Foreign):
+class V1Call(Foreign):
     """The call as the model wrote it; the first SDKs had name and arguments in a ``function``, as OpenAI has."""
 
     id: str = ""
@@ -48,13 +48,13 @@ class Call(Foreign):
     arguments: str = "{}"
     function: WireFunction | None = None
 
-    def made(self, event: Event) -> ToolCall:
+    def made(self, event: V1Event) -> ToolCall:
         """As a call of ours; missing fields are taken from the event."""
         said = self.function or self
         return ToolCall(id=self.id or event.tool_call_id, name=said.name or event.tool_name, arguments=said.arguments)
 
 
-class Event(Foreign):
+class V1Event(Foreign):
     """One event of any kind; fields of other kinds are absent."""
 
     id: str = ""
@@ -71,7 +71,7 @@ class Event(Foreign):
     reasoning_content: str | None = None
     tool_name: str = ""
     tool_call_id: str = ""
-    tool_call: Call | None = None
+    tool_call: V1Call | None = None
     llm_response_id: str | None = None
     observation: JsonObject | None = None
     rejection_reason: str = ""
@@ -95,10 +95,10 @@ def read_log(events: Sequence[JsonValue], policy: PolicyRef, leaf: str | None = 
     Raises ``ExchangeError`` that names the event.
     """
     reader = _Reader(policy)
-    parsed: list[Event] = []
+    parsed: list[V1Event] = []
     for number, each in enumerate(events):
         try:
-            parsed.append(parse(Event, each))
+            parsed.append(parse(V1Event, each))
             reader.take(parsed[-1])
         except ExchangeError as error:
             raise ExchangeError(f"event {number}: {error}") from error
@@ -116,7 +116,7 @@ class _Reader:
         self._policy = policy
         self._answers: dict[str, int] = {}
 
-    def take(self, event: Event) -> None:
+    def take(self, event: V1Event) -> None:
         """Add the event's message below the event that it names, or below the last one."""
         if event.parent_id is not None and event.parent_id in self.places:
             self.tree.head = self.places[event.parent_id]
@@ -138,7 +138,7 @@ class _Reader:
                 pass
         self.places[event.id] = self.tree.head
 
-    def _speak(self, event: Event) -> None:
+    def _speak(self, event: V1Event) -> None:
         wire = parse(WireMessage, _as_wire(event.llm_message or {}))
         message = wire.message()
         if event.extended_content:
@@ -147,7 +147,7 @@ class _Reader:
         sampled = message.role == "assistant"
         say(self.tree, message, self._policy if sampled else None, _reasoning(wire.reasoning_content))
 
-    def _act(self, event: Event) -> None:
+    def _act(self, event: V1Event) -> None:
         if event.tool_call is None:
             raise ExchangeError("tool_call: is required")
         call = event.tool_call.made(event)
@@ -163,12 +163,12 @@ class _Reader:
             self._answers[event.llm_response_id] = at
 
 
-def _system(event: Event) -> str:
+def _system(event: V1Event) -> str:
     parts = (event.system_prompt, event.dynamic_context)
     return _join(part.text for part in parts if part is not None) or ""
 
 
-def _result(event: Event) -> list[str]:
+def _result(event: V1Event) -> list[str]:
     if event.kind == "AgentErrorEvent":
         return [event.error]
     if event.kind == "UserRejectObservation":
@@ -223,7 +223,7 @@ def _join(parts: Iterable[str]) -> str | None:
     return "\n".join(texts) or None
 
 
-def _times(events: Sequence[Event]) -> Times:
+def _times(events: Sequence[V1Event]) -> Times:
     seconds = []
     for event in events:
         with suppress(ValueError):

@@ -32,7 +32,7 @@ _START, _GROWTH, _END = "start", "growth", "end"
 _MARKS = TypeAdapter(tuple[NodeMark, ...])
 
 
-class Record(NamedTuple):
+class LogEntry(NamedTuple):
     """One entry of the log. The last one of a growth ``closes`` it: it holds the ``head`` and the packed ``marks``."""
 
     kind: str
@@ -52,24 +52,24 @@ class Replayed(NamedTuple):
     end: EpisodeEnd | None
 
 
-def start_record(packed: bytes) -> Record:
+def start_record(packed: bytes) -> LogEntry:
     """The first record of every log."""
-    return Record(_START, packed)
+    return LogEntry(_START, packed)
 
 
-def end_record(packed: bytes) -> Record:
+def end_record(packed: bytes) -> LogEntry:
     """The last record of a finished episode; of several the last one holds."""
-    return Record(_END, packed)
+    return LogEntry(_END, packed)
 
 
-def growth_records(nodes: Sequence[Node], first: int, head: int | None, marks: Sequence[NodeMark]) -> list[Record]:
+def growth_records(nodes: Sequence[Node], first: int, head: int | None, marks: Sequence[NodeMark]) -> list[LogEntry]:
     """One append to an episode, in packs that are read one by one."""
     packs = [chunk.blob for chunk in pack_in_chunks(nodes, first)] or [b""]
-    last = Record(_GROWTH, packs[-1], True, head, pack_document(_MARKS.dump_json(tuple(marks))) if marks else b"")
-    return [*(Record(_GROWTH, pack) for pack in packs[:-1]), last]
+    last = LogEntry(_GROWTH, packs[-1], True, head, pack_document(_MARKS.dump_json(tuple(marks))) if marks else b"")
+    return [*(LogEntry(_GROWTH, pack) for pack in packs[:-1]), last]
 
 
-def log_documents(episode: str, generation: str, first: int, records: Iterable[Record]) -> list[dict[str, Any]]:
+def log_documents(episode: str, generation: str, first: int, records: Iterable[LogEntry]) -> list[dict[str, Any]]:
     """``records`` as documents, of which the first takes the place ``first`` in the log."""
     contents = (content for record in records for content in _contents(record))
     return [
@@ -125,7 +125,7 @@ def replay(episode: str, documents: Iterable[Mapping[str, Any]]) -> Replayed:
     return Replayed(start, length, marked(nodes, marks), head, None if end is None else parsed_end(start, end))
 
 
-def _contents(record: Record) -> Iterator[dict[str, Any]]:
+def _contents(record: LogEntry) -> Iterator[dict[str, Any]]:
     count = max(1, -(-len(record.data) // PART_BYTES))
     for part in range(count):
         data = record.data[part * PART_BYTES : (part + 1) * PART_BYTES]

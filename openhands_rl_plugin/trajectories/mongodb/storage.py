@@ -49,12 +49,12 @@ class MongoDBTrajectoryStorage:
             from openhands_rl_plugin.trajectories.mongodb import reading as mongodb_reading
             from openhands_rl_plugin.trajectories.mongodb.client import MongoDatabase
             from openhands_rl_plugin.trajectories.mongodb.scores import ScoreBook
-            from openhands_rl_plugin.trajectories.mongodb.writing import EpisodeWriter
+            from openhands_rl_plugin.trajectories.mongodb.writing import MongoEpisodeWriter
         except ModuleNotFoundError as error:
             raise MissingExtraError("pymongo", "mongodb") from error
         self._guard = SecretGuard()
         self._database = MongoDatabase(connection_string, database_name, durable=durable)
-        self._writer = EpisodeWriter(self._database)
+        self._writer = MongoEpisodeWriter(self._database)
         self._scores = ScoreBook(self._database)
         self._reading = mongodb_reading
 

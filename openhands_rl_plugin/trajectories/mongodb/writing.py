@@ -24,7 +24,7 @@ from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.trajectories.mongodb.client import MongoDatabase
 from openhands_rl_plugin.trajectories.mongodb.headers import StoredEpisode, change_to, new_document
 from openhands_rl_plugin.trajectories.mongodb.log import (
-    Record,
+    LogEntry,
     end_record,
     generation_of,
     growth_records,
@@ -63,7 +63,7 @@ class _Standing:
         return self.header.grown(self.spine, self.head, time.time())
 
 
-class EpisodeWriter:
+class MongoEpisodeWriter:
     """Calls for one episode take turns here; other processes may write the same one."""
 
     def __init__(self, database: MongoDatabase) -> None:
@@ -129,7 +129,7 @@ class EpisodeWriter:
             else:
                 await self._delete(generation)
 
-    async def _store(self, header: EpisodeHeader, records: Sequence[Record], *, is_open: bool) -> None:
+    async def _store(self, header: EpisodeHeader, records: Sequence[LogEntry], *, is_open: bool) -> None:
         """A whole new log and the document that makes it valid, unless the id is known well enough."""
         async with self._turn(header.id):
             for _ in range(_ATTEMPTS):
@@ -201,7 +201,7 @@ class EpisodeWriter:
         return True
 
     async def _append(
-        self, standing: _Standing, header: EpisodeHeader, records: Sequence[Record], *, is_open: bool
+        self, standing: _Standing, header: EpisodeHeader, records: Sequence[LogEntry], *, is_open: bool
     ) -> bool:
         """Append to the log and make that valid; false when another process came in between: look again."""
         before = standing.length

@@ -15,7 +15,7 @@ from openhands_rl_plugin.core.errors import StorageError, describe
 
 
 @dataclass(eq=False)
-class Call[Writer]:
+class WriteCall[Writer]:
     """One call on its way to the disk: ``pack`` and then ``store`` what it made, both in the committer's thread."""
 
     pack: Callable[[], Any]
@@ -36,12 +36,12 @@ class GroupCommitter[Writer]:
 
     def __init__(
         self,
-        commit: Callable[[Sequence[Call[Writer]]], None],
+        commit: Callable[[Sequence[WriteCall[Writer]]], None],
         around: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._commit = commit
         self._around = around
-        self._waiting: list[Call[Writer]] = []
+        self._waiting: list[WriteCall[Writer]] = []
         self._called = False  # whether the thread has been notified of waiting calls
         self._lock = threading.Lock()  # guards the fields above
         self._settling = threading.Lock()
@@ -52,7 +52,7 @@ class GroupCommitter[Writer]:
     ) -> Answer:
         """The answer of ``store``, once it is on the disk. Raises ``StorageError``."""
         loop = asyncio.get_running_loop()
-        call: Call[Writer] = Call(pack, store, loop.create_future())
+        call: WriteCall[Writer] = WriteCall(pack, store, loop.create_future())
         with self._lock:
             self._waiting.append(call)
         # A moment later, so that all who call now are stored together.
@@ -106,14 +106,14 @@ class GroupCommitter[Writer]:
                         loop.call_soon_threadsafe(_tell, tuple(calls))
 
 
-def _pack(call: Call[Any]) -> None:
+def _pack(call: WriteCall[Any]) -> None:
     try:
         call.packed = call.pack()
     except StorageError as error:
         call.error = error
 
 
-def _tell(calls: Sequence[Call[Any]]) -> None:
+def _tell(calls: Sequence[WriteCall[Any]]) -> None:
     for call in calls:
         if call.outcome.done():
             continue  # no caller waits any more, but it is stored

@@ -23,10 +23,10 @@ from openhands_rl_plugin.core.records import (
 from openhands_rl_plugin.core.redaction import secrets_looked_up_once
 from openhands_rl_plugin.core.types import Score, Trajectory
 from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME, connect, explained, make_database
-from openhands_rl_plugin.trajectories.sqlite.group_commit import Call, GroupCommitter
+from openhands_rl_plugin.trajectories.sqlite.group_commit import GroupCommitter, WriteCall
 from openhands_rl_plugin.trajectories.sqlite.reading import Found, count, load, load_summaries, row_numbers
 from openhands_rl_plugin.trajectories.sqlite.writing import (
-    EpisodeWriter,
+    SqliteEpisodeWriter,
     packed_growth,
     packed_scores,
     packed_start,
@@ -38,7 +38,7 @@ from openhands_rl_plugin.trajectories.storages.guard import SecretGuard
 _BATCH = 8
 _SUMMARIES = 256
 
-_Call = Call[EpisodeWriter]
+_Call = WriteCall[SqliteEpisodeWriter]
 
 
 class FileTrajectoryStorage:
@@ -56,37 +56,37 @@ class FileTrajectoryStorage:
         self._durable = durable
         self._process = os.getpid()
         self._guard = SecretGuard()
-        self._committer = GroupCommitter[EpisodeWriter](self._store, secrets_looked_up_once)
+        self._committer = GroupCommitter[SqliteEpisodeWriter](self._store, secrets_looked_up_once)
         self._readers: list[sqlite3.Connection] = []
         self._lock = threading.Lock()
-        self._writer: tuple[sqlite3.Connection, EpisodeWriter] | None = None
+        self._writer: tuple[sqlite3.Connection, SqliteEpisodeWriter] | None = None
 
     async def add(self, trajectory: Trajectory) -> None:
         """Store a finished episode; one that is finished already stays as it is. Raises ``StorageError``."""
-        await self._write(lambda: packed_trajectory(self._guard.trajectory(trajectory)), EpisodeWriter.add)
+        await self._write(lambda: packed_trajectory(self._guard.trajectory(trajectory)), SqliteEpisodeWriter.add)
 
     async def begin(self, start: EpisodeStart) -> None:
         """Open an episode; one whose id is known stays as it is. Raises ``StorageError``."""
-        await self._write(lambda: packed_start(self._guard.start(start)), EpisodeWriter.begin)
+        await self._write(lambda: packed_start(self._guard.start(start)), SqliteEpisodeWriter.begin)
 
     async def grow(self, growth: EpisodeGrowth) -> None:
         """Append to an open episode; the head and the marks of the last call hold. Raises ``StorageError``."""
-        await self._write(lambda: packed_growth(self._guarded(growth)), EpisodeWriter.grow)
+        await self._write(lambda: packed_growth(self._guarded(growth)), SqliteEpisodeWriter.grow)
 
     async def end(self, end: EpisodeEnd) -> None:
         """Close an open episode; a finished one stays as it is. Raises ``StorageError``."""
-        await self._write(lambda: self._guard.end(end), EpisodeWriter.end)
+        await self._write(lambda: self._guard.end(end), SqliteEpisodeWriter.end)
 
     async def drop(self, trajectory_ids: Sequence[str]) -> int:
         """Forget unfinished episodes with their scores and return how many. Raises ``StorageError``."""
         if not trajectory_ids:
             return 0
-        return await self._write(lambda: self._guard.drop(trajectory_ids), EpisodeWriter.drop)
+        return await self._write(lambda: self._guard.drop(trajectory_ids), SqliteEpisodeWriter.drop)
 
     async def add_scores(self, scores: Sequence[Score]) -> None:
         """Append judgements, all or none of them. Raises ``StorageError``."""
         if scores:
-            await self._write(lambda: packed_scores(self._guard.scores(scores)), EpisodeWriter.add_scores)
+            await self._write(lambda: packed_scores(self._guard.scores(scores)), SqliteEpisodeWriter.add_scores)
 
     async def get(self, trajectory_id: str) -> Found | None:
         """One trajectory, finished or not, with its scores, oldest first, or ``None``. Raises ``StorageError``."""
@@ -177,7 +177,7 @@ class FileTrajectoryStorage:
         return answer
 
     async def _write[Packed, Answer](
-        self, pack: Callable[[], Packed], store: Callable[[EpisodeWriter, Packed], Answer]
+        self, pack: Callable[[], Packed], store: Callable[[SqliteEpisodeWriter, Packed], Answer]
     ) -> Answer:
         """Both are called in the committer's thread, so that the event loop is not blocked."""
         self._check_process()
@@ -213,12 +213,12 @@ class FileTrajectoryStorage:
         for item in waiting:
             item.error = item.error or error
 
-    def _opened(self) -> tuple[sqlite3.Connection, EpisodeWriter]:
+    def _opened(self) -> tuple[sqlite3.Connection, SqliteEpisodeWriter]:
         if self._writer is None:
             if not self._file.exists():
                 make_database(self._folder)
             connection = connect(self._file, durable=self._durable)
-            self._writer = connection, EpisodeWriter(connection)
+            self._writer = connection, SqliteEpisodeWriter(connection)
         return self._writer
 
     def _release(self) -> None:
@@ -237,7 +237,7 @@ class FileTrajectoryStorage:
             raise StorageError("a storage cannot be carried over a fork; open it in the process that uses it")
 
 
-def _apply(connection: sqlite3.Connection, writer: EpisodeWriter, item: _Call) -> None:
+def _apply(connection: sqlite3.Connection, writer: SqliteEpisodeWriter, item: _Call) -> None:
     """Run one call; its error leaves the others of the transaction alone."""
     connection.execute("SAVEPOINT call")
     try:

@@ -76,7 +76,7 @@ def packed_scores(scores: Sequence[Score]) -> list[tuple[Score, bytes]]:
     return [(score, packed_json(score)) for score in scores]
 
 
-class EpisodeWriter:
+class SqliteEpisodeWriter:
     """The only one that changes the tables. A method that raises may have written a part, which the caller undoes.
 
     One that outlives a failed transaction would remember what was undone: make a new one then.

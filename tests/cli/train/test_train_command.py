@@ -28,7 +28,7 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.evals.tasks.lineage import Lineage, TaskLineage, write_lineage, write_tasks
+from openhands_rl_plugin.evals.tasks.lineage import TaskLineage, TasksLineage, write_lineage, write_tasks
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.server import running_server
@@ -303,7 +303,7 @@ def test_tasks_have_to_have_passed_the_gate(
     words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), "--dry-run"]
     assert cli.main([*words, "--tasks", str(file)]) == 1
     assert f"did not pass the quality gate (1 of 1 tasks); run: openhands-rl tasks check {file}" in _said(capsys)
-    write_lineage(file, Lineage(sha256=file_sha256(file), checked=True))
+    write_lineage(file, TasksLineage(sha256=file_sha256(file), checked=True))
     assert cli.main([*words, "--tasks", str(file)]) == 0
     assert "episodes: 4 used" in capsys.readouterr().out
     assert cli.main([*words, "--tasks", "swe-local"]) == 1

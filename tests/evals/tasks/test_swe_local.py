@@ -12,7 +12,7 @@ from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.bugs.table import NAMES
-from openhands_rl_plugin.evals.tasks.lineage import Lineage, read_lineage, require_checked
+from openhands_rl_plugin.evals.tasks.lineage import TasksLineage, read_lineage, require_checked
 from openhands_rl_plugin.evals.tasks.quality_gate import duplicates
 from openhands_rl_plugin.evals.tasks.sources.package_layout import is_test
 from openhands_rl_plugin.evals.tasks.sources.packages import SUITE_PLAN, read_plan, suite_file
@@ -28,7 +28,7 @@ def suite() -> tuple[Instance, ...]:
 
 
 @pytest.fixture(scope="module")
-def lineage() -> Lineage:
+def lineage() -> TasksLineage:
     found = read_lineage(FILE)
     assert found is not None
     return found
@@ -46,7 +46,7 @@ def test_a_package_is_in_one_split(suite: tuple[Instance, ...]) -> None:
     assert Counter(each.extra["split"] for each in suite)["heldout"] >= 15
 
 
-def test_no_report_shows_the_fix(suite: tuple[Instance, ...], lineage: Lineage) -> None:
+def test_no_report_shows_the_fix(suite: tuple[Instance, ...], lineage: TasksLineage) -> None:
     for each in suite:
         assert not leaks(each.problem_statement, each.patch), each.instance_id
         assert "diff --git" not in each.problem_statement and "@@" not in each.problem_statement
@@ -67,7 +67,7 @@ def test_a_bug_breaks_some_tests_and_not_most(suite: tuple[Instance, ...]) -> No
         assert LEAST_SHARE <= len(failing) / (len(failing) + len(kept)) <= LARGEST_SHARE, each.instance_id
 
 
-def test_every_task_has_its_lineage(suite: tuple[Instance, ...], lineage: Lineage) -> None:
+def test_every_task_has_its_lineage(suite: tuple[Instance, ...], lineage: TasksLineage) -> None:
     assert lineage.sha256 == file_sha256(FILE)
     plan = {package.name: package for package in read_plan(suite_file(SUITE_PLAN)).packages}
     for each, known in zip(suite, lineage.tasks, strict=True):
@@ -79,7 +79,7 @@ def test_every_task_has_its_lineage(suite: tuple[Instance, ...], lineage: Lineag
     assert len({known.modifier for known in lineage.tasks}) >= 13
 
 
-def test_nothing_is_there_twice(suite: tuple[Instance, ...], lineage: Lineage) -> None:
+def test_nothing_is_there_twice(suite: tuple[Instance, ...], lineage: TasksLineage) -> None:
     assert not duplicates(suite, {known.instance_id: known for known in lineage.tasks})
 
 

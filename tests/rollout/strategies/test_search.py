@@ -40,12 +40,12 @@ from openhands_rl_plugin.rollout.strategies.options import SearchOptions
 from openhands_rl_plugin.rollout.strategies.search import Search
 from openhands_rl_plugin.rollout.strategies.tot import ToTOptions, ToTStrategy
 from openhands_rl_plugin.rollout.strategies.value import (
-    Estimate,
     ModelValue,
     ModelValueOptions,
     NoValue,
     RewardValue,
     RolloutValue,
+    ValueEstimate,
 )
 from openhands_rl_plugin.testing import ScriptedEngine, check_strategy
 
@@ -241,8 +241,8 @@ class Same:
     name = "same"
     needs_world = False
 
-    async def estimate(self, search: Search, state: int) -> Estimate | None:
-        return Estimate(0.5)
+    async def estimate(self, search: Search, state: int) -> ValueEstimate | None:
+        return ValueEstimate(0.5)
 
 
 async def test_calls_that_differ_in_white_space_and_order_only_are_equal():

@@ -20,10 +20,10 @@ from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
 from openhands_rl_plugin.rollout.strategies.search import Search
 from openhands_rl_plugin.rollout.strategies.tot import ToTStrategy
 from openhands_rl_plugin.rollout.strategies.value import (
-    Estimate,
     ModelValueOptions,
     NoValue,
     RewardValue,
+    ValueEstimate,
     ValueFunction,
 )
 from openhands_rl_plugin.rollout.strategies.value_verifier import VerifierValue, VerifierValueOptions
@@ -187,8 +187,8 @@ class Drawn:
     def __init__(self, *values: float) -> None:
         self._values = iter(values)
 
-    async def estimate(self, search: Search, state: int) -> Estimate | None:
-        return Estimate(next(self._values))
+    async def estimate(self, search: Search, state: int) -> ValueEstimate | None:
+        return ValueEstimate(next(self._values))
 
 
 async def test_looking_again_makes_a_mean():

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openhands_rl_plugin.training.credit.estimators import ESTIMATORS, Rollouts, Variance, dr_grpo, grpo, rloo
+from openhands_rl_plugin.training.credit.estimators import ESTIMATORS, RolloutBatch, Variance, dr_grpo, grpo, rloo
 
-BATCH = Rollouts(
+BATCH = RolloutBatch(
     rewards=[1, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0],
     groups=[0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2],
     lengths=[3, 3, 2, 1, 3, 1, 2, 3, 3, 3, 1, 2],
@@ -55,7 +55,9 @@ def test_reinforce_pp_with_the_groups_baseline(variance: Variance, values: list[
     assert ESTIMATORS["reinforce++-baseline"](BATCH, variance=variance) == close(*values)
 
 
-def by_formula(name: str, rollouts: Rollouts, *, variance: Variance = "biased", epsilon: float = 1e-6) -> list[float]:
+def by_formula(
+    name: str, rollouts: RolloutBatch, *, variance: Variance = "biased", epsilon: float = 1e-6
+) -> list[float]:
     """The published formulas, group by group and token by token, in float64."""
     rewards, groups = np.array(rollouts.rewards, float), np.array(rollouts.groups)
     values = rewards.copy()
@@ -87,12 +89,12 @@ def test_the_golden_batch_agrees_with_the_formulas_to_more_digits(name: str, var
 
 
 ROLLOUTS = st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 3), st.integers(1, 50)), min_size=1, max_size=20).map(
-    lambda rows: Rollouts(*zip(*rows, strict=True))
+    lambda rows: RolloutBatch(*zip(*rows, strict=True))
 )
 
 
 @given(ROLLOUTS.filter(lambda rollouts: len(rollouts.rewards) > 1), st.sampled_from(["biased", "unbiased"]))
-def test_every_estimator_is_its_formula(rollouts: Rollouts, variance: Variance):
+def test_every_estimator_is_its_formula(rollouts: RolloutBatch, variance: Variance):
     # Nearly equal rewards are divided by next to nothing.
     rounded = rollouts._replace(rewards=[round(reward, 2) for reward in rollouts.rewards])
     for name, estimate in ESTIMATORS.items():
@@ -101,7 +103,7 @@ def test_every_estimator_is_its_formula(rollouts: Rollouts, variance: Variance):
 
 
 @given(ROLLOUTS)
-def test_every_estimator_is_finite_and_blind_to_a_shift_of_all_rewards(rollouts: Rollouts):
+def test_every_estimator_is_finite_and_blind_to_a_shift_of_all_rewards(rollouts: RolloutBatch):
     shifted = rollouts._replace(rewards=[reward + 5.0 for reward in rollouts.rewards])
     for name, estimate in ESTIMATORS.items():
         values = estimate(rollouts)
@@ -113,7 +115,7 @@ def test_every_estimator_is_finite_and_blind_to_a_shift_of_all_rewards(rollouts:
 
 
 @given(ROLLOUTS)
-def test_a_groups_advantages_cancel_where_the_baseline_is_its_mean(rollouts: Rollouts):
+def test_a_groups_advantages_cancel_where_the_baseline_is_its_mean(rollouts: RolloutBatch):
     for estimate in (rloo, dr_grpo, grpo):
         for group in set(rollouts.groups):
             mine = [value for value, at in zip(estimate(rollouts), rollouts.groups, strict=True) if at == group]
@@ -121,5 +123,5 @@ def test_a_groups_advantages_cancel_where_the_baseline_is_its_mean(rollouts: Rol
 
 
 def test_one_rollout_alone_has_no_group_to_be_compared_with():
-    alone = Rollouts(rewards=[3.0], groups=[0], lengths=[5])
+    alone = RolloutBatch(rewards=[3.0], groups=[0], lengths=[5])
     assert grpo(alone) == rloo(alone) == dr_grpo(alone) == [0.0]

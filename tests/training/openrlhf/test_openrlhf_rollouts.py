@@ -15,7 +15,7 @@ from openrlhf_world import GRID, BrokenGrid, ScriptedVllm, VllmParams, write_con
 from tiny_model import write_tokenizer
 
 from openhands_rl_plugin.core.errors import ConfigError, RLError, TrainingError
-from openhands_rl_plugin.training.openrlhf.rollouts import RolloutConfig, Rollouts
+from openhands_rl_plugin.training.openrlhf.rollouts import RolloutConfig, RolloutSource
 from openhands_rl_plugin.training.openrlhf.steps import SteppedEpisode
 
 WALK = ["right", "right", "down", "down"]
@@ -27,13 +27,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def rollouts(folder: Path, *lines: str, environment: str = GRID, **environ: str) -> Rollouts:
+def rollouts(folder: Path, *lines: str, environment: str = GRID, **environ: str) -> RolloutSource:
     config = write_config(folder / "config.toml", *lines, environment=environment)
     named = {"OPENHANDS_RL_CONFIG": str(config), "OPENHANDS_RL_TEMPLATE": "qwen3-instruct", **environ}
-    return Rollouts(RolloutConfig.from_environment(named))
+    return RolloutSource(RolloutConfig.from_environment(named))
 
 
-async def play(source: Rollouts, vllm: ScriptedVllm, tokenizer: Any, **options: Any) -> Any:
+async def play(source: RolloutSource, vllm: ScriptedVllm, tokenizer: Any, **options: Any) -> Any:
     given = {"prompt": TASK, "label": "", "sampling": VllmParams(), "max_length": 2000, **options}
     return await source.play(tokenizer=tokenizer, generator=vllm, **given)
 
