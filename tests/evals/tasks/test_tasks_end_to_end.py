@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -164,7 +165,11 @@ def test_made_twice_checked_and_found_wanting(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_run_goes_on_where_it_was(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from openhands_rl_plugin.evals.tasks import task_builder
+    from openhands_rl_plugin.evals.tasks import git_fixes, task_builder
+
+    def replace_try(by: Callable[..., task_builder.TriedBug]) -> None:
+        for module in (git_fixes, task_builder):
+            monkeypatch.setattr(module, "try_change", by)
 
     words = [str(repository), "--per-package", "3", "--seed", "5", "--cache", str(tmp_path / "cache")]
     real, tried = task_builder.try_change, []
@@ -177,12 +182,12 @@ def test_a_killed_run_goes_on_where_it_was(repository: Path, tmp_path: Path, mon
         tried.append(change.key)
         return real(prepared, change, tree)
 
-    monkeypatch.setattr(task_builder, "try_change", counted)
+    replace_try(counted)
     killed = tmp_path / "killed.jsonl"
     assert cli.main(["tasks", "make", *words, "--out", str(killed)]) == 130
     first = list(tried)
     tried.clear()
-    monkeypatch.setattr(task_builder, "try_change", lambda *given: (tried.append(given[1].key), real(*given))[1])
+    replace_try(lambda *given: (tried.append(given[1].key), real(*given))[1])
     assert cli.main(["tasks", "make", *words, "--out", str(killed)]) == 0
     assert tried and not set(tried) & set(first)
 

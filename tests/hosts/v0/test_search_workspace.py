@@ -200,7 +200,9 @@ async def test_plain_openhands_searches_too(server: ScriptedModel, tmp_path: Pat
 
     server.policies["main"] = writer
     (tmp_path / "test_search_workspace.py").symlink_to(__file__)
-    (tmp_path / "scripted_model.py").symlink_to(Path(__file__).parents[2] / "helpers" / "servers" / "scripted_model.py")
+    for helper in ("needs.py", "servers/scripted_model.py"):
+        path = Path(__file__).parents[2] / "helpers" / helper
+        (tmp_path / path.name).symlink_to(path)
     process = start(tmp_path, server, "main", SEARCHING, log_level="ERROR")
     try:
         await asyncio.to_thread(process.wait, 240)

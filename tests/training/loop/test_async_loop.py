@@ -340,7 +340,7 @@ async def test_a_server_that_stays_away_ends_the_loop_with_everything_kept(serve
         world = ShopWorld(served.shop, outage.url, served.model)
         parts, plan = world.parts(tmp_path), make_plan("gone")
         patience = BEHIND.model_copy(update={"patience": 0.5})
-        with pytest.raises(InfrastructureError, match=r"away for 0\.5 s .* run the same again"):
+        with pytest.raises(InfrastructureError, match=r"unavailable for 0\.5 s .* the same command again"):
             await AsyncLoop(plan, parts, patience, outage).run()
         assert outage.back is not None
         outage.back.cancel()
