@@ -1,4 +1,4 @@
-"""``openhands-rl config check FILE``: the effective settings of a configuration file."""
+"""``openhands-rl config init`` writes a file to start from; ``config check`` shows the effective settings."""
 
 from __future__ import annotations
 
@@ -7,22 +7,60 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from openhands_rl_plugin.config.starting import starting_config
 from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.core.errors import ConfigError
 
 EPILOG = """examples:
+  openhands-rl config init --model model --base-url http://127.0.0.1:8100/v1 --workspace ./my-repository
   openhands-rl config check config.toml
 """
+CHECK, INIT = "check", "init"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``check FILE``."""
-    parser.add_argument("action", choices=["check"], help="what to do")
-    parser.add_argument("file", type=Path, help="a config.toml, with [rl], [extended.rl] or [agent.RLAgent.rl]")
+    """``init [FILE]`` and ``check [FILE]``."""
+    parser.add_argument(
+        "action", choices=[CHECK, INIT], help="init: write a commented config.toml; check: print what a file means"
+    )
+    parser.add_argument(
+        "file", type=Path, nargs="?", default=Path("config.toml"), metavar="FILE", help="the configuration file"
+    )
+    new = parser.add_argument_group("init", "What the new file says; every line can be edited afterwards.")
+    new.add_argument("--model", default="model", metavar="NAME", help="name of the model on its server")
+    new.add_argument(
+        "--base-url",
+        default="http://127.0.0.1:8100/v1",
+        metavar="URL",
+        help="OpenAI-compatible server of the model, up to and including /v1",
+    )
+    new.add_argument("--workspace", default="./workspace", metavar="DIR", help="folder that the agent works in")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the effective settings as TOML. Raises ``ConfigError``."""
+    """Write a file, or print the effective settings as TOML. Raises ``ConfigError``."""
+    if args.action == INIT:
+        return _init(args)
     print("\n".join(_toml("rl", load_settings(args.file).model_dump(mode="json"))))
+    return 0
+
+
+def _init(args: argparse.Namespace) -> int:
+    text = starting_config(model=args.model, base_url=args.base_url, workspace=args.workspace)
+    try:
+        with args.file.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise ConfigError(
+            f"{args.file} exists and stays as it is; give another name, and copy what you need from that"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"{args.file} cannot be written: {error.strerror}") from error
+    load_settings(args.file)
+    print(
+        f"wrote {args.file}; start the model's server, then:\n"
+        f"  python -m openhands.core.main --config-file {args.file} -t 'What is to be done'"
+    )
     return 0
 
 

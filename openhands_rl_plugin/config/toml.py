@@ -57,7 +57,7 @@ def _read(path: Path) -> Table:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConfigError("there is no such file; copy config.toml.example to start one") from error
+        raise ConfigError("there is no such file; write one with: openhands-rl config init") from error
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
