@@ -206,7 +206,7 @@ class TrainingSettings(Settings):
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto", description="floating-point type of the base model; auto: bfloat16 where the processor has it"
     )
-    tracker: Literal["none", "trackio", "wandb"] = Field(
+    tracker: Literal["none", "mlflow", "tensorboard", "trackio", "wandb"] = Field(
         default="none", description="experiment tracker besides metrics.jsonl"
     )
 
@@ -241,7 +241,7 @@ class TrainingSettings(Settings):
         if self.tracker != "none" and importlib.util.find_spec(self.tracker) is None:
             raise ValueError(
                 f'tracker = "{self.tracker}" needs {self.tracker}, which is not installed here: pip install '
-                f"'openhands_rl_plugin[{self.tracker}]', or set tracker = \"none\""
+                f'{self.tracker}, or set tracker = "none"'
             )
         return self
 

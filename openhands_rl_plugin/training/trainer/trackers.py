@@ -128,6 +128,8 @@ def _options(tracker: str, name: str, config: dict[str, Any], directory: Path | 
     """A back end's arguments besides the project: the run's name, and those for resuming it."""
     if tracker == "trackio":
         return {"name": name, "config": config, "resume": "allow", "embed": False}
+    if tracker == "mlflow":
+        return {"run_name": name}
     if tracker != "wandb":
         return {}
     import wandb  # pyright: ignore[reportMissingImports]  # an extra

@@ -69,11 +69,11 @@ def test_the_bar_shows_the_figures_of_each_step(
     assert all(each["entropy"] > 0 and each["ratio"] > 0 for each in shown)
 
 
-@pytest.mark.parametrize("package", ["trackio", "wandb"])
+@pytest.mark.parametrize("package", ["mlflow", "tensorboard", "trackio", "wandb"])
 def test_a_tracker_that_is_not_installed_is_refused_with_the_remedy(package: str) -> None:
     if importlib.util.find_spec(package) is not None:
         pytest.skip(f"{package} is installed")
-    with pytest.raises(ConfigError, match=rf"training: .*pip install 'openhands_rl_plugin\[{package}\]'") as raised:
+    with pytest.raises(ConfigError, match=rf"training: .*pip install {package}, or") as raised:
         RLSettings.model_validate({"training": {"tracker": package}})
     assert len(str(raised.value).splitlines()) == 1
 
@@ -165,3 +165,31 @@ def test_wandb_keeps_every_step_offline(model: Path, tmp_path: Path, monkeypatch
     content = kept.read_bytes()
     assert all(content.count(repr(line["loss"]).encode()) >= 1 for line in lines_of(run))
     assert all(name.encode() in content for name in ("approx_kl", "entropy", "ratio", "staleness"))
+
+
+def test_tensorboard_keeps_every_step(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import (  # pyright: ignore[reportMissingImports]
+        EventAccumulator,
+    )
+
+    run = tmp_path / "policy.training"
+    LoraTrainer(model, EXACT.model_copy(update={"tracker": "tensorboard"})).reinforce(make_samples(), run=run)
+    kept = EventAccumulator(str(run / "openhands-rl"))
+    kept.Reload()
+    assert [(each.step, each.value) for each in kept.Scalars("loss")] == [
+        (line["done"], pytest.approx(line["loss"], abs=1e-6)) for line in lines_of(run)
+    ]
+
+
+def test_mlflow_keeps_every_step(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed: pip install mlflow")
+    run = tmp_path / "policy.training"
+    LoraTrainer(model, EXACT.model_copy(update={"tracker": "mlflow"})).reinforce(make_samples(), run=run)
+    client = mlflow.MlflowClient()
+    experiment = client.get_experiment_by_name("openhands-rl")
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert found.info.run_name.startswith("policy-") and found.info.status == "FINISHED"
+    kept = client.get_metric_history(found.info.run_id, "loss")
+    assert [(each.step, each.value) for each in kept] == [(line["done"], line["loss"]) for line in lines_of(run)]
