@@ -47,6 +47,7 @@ BUILTINS: Mapping[Kind, Mapping[str, str]] = {
     },
     "rewards": {
         "matching": "openhands_rl_plugin.rewards.matching:MatchingReward",
+        "recorded": "openhands_rl_plugin.rewards.recorded:RecordedReward",
         "return": "openhands_rl_plugin.rewards.outcome:ReturnReward",
         "success": "openhands_rl_plugin.rewards.outcome:SuccessReward",
         "success-bonus": "openhands_rl_plugin.rewards.outcome:SuccessBonusReward",

@@ -283,15 +283,27 @@ class Trajectory(Frozen):
 
     @property
     def known_return(self) -> float | None:
-        """``episode_return``; ``None`` for a failed episode, and for one in which no step was rewarded."""
+        """``episode_return``; ``None`` for a failed episode, for one in which no step was rewarded, and where the
+        environment pays no rewards."""
         rewarded = any(self.nodes[index].reward is not None for index in self.path())
-        return self.episode_return if rewarded and self.failure is None else None
+        paid = pays_rewards(self.task.environment, self.evidence) or self.episode_return
+        return self.episode_return if rewarded and paid and self.failure is None else None
+
+
+_SESSIONS = frozenset({"gateway", "workspace"})
+
+
+def pays_rewards(environment: str, evidence: JsonObject) -> bool:
+    """Whether the steps of an episode could earn rewards. Those of a client's session and of a session in a workspace
+    (which leaves a patch) cannot: their 0.0 says only that a step was executed, and others judge the outcome."""
+    return environment not in _SESSIONS and "git_patch" not in evidence
 
 
 class Score(Frozen):
     """A judgement of one trajectory. Scores are appended, never rewritten; unscored is ``reward=None``, never 0.0.
 
-    ``reward_version`` is that of the reward that judged it: scores of two versions are not compared.
+    ``reward_version`` is that of the reward that judged it: scores of two versions are not compared. A later score of
+    the same version takes its place; one with ``reward=None`` withdraws it.
     """
 
     trajectory_id: str

@@ -1,23 +1,51 @@
-"""Rewards from the environment's return."""
+"""Rewards from the environment's return; where the environment pays nothing, from the recorded judgement."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from pydantic import Field
 
 from openhands_rl_plugin.core.errors import GraderError
-from openhands_rl_plugin.core.types import Frozen, Score, Trajectory
+from openhands_rl_plugin.core.judgements import UNJUDGED, newest_outcome
+from openhands_rl_plugin.core.types import Frozen, JsonObject, Score, Trajectory, pays_rewards
 
 # Sums of step rewards, such as 10 x 0.1, must not miss a threshold by a rounding error.
 _ROUNDING = 1e-9
+
+
+class _OfReturn:
+    """A reward that is a function of the return."""
+
+    version: str
+
+    async def __call__(self, trajectory: Trajectory) -> Score:
+        """Score the episode. Raises ``GraderError`` when it has no valid return."""
+        total, steps = environment_return(trajectory)
+        return self._score(trajectory, total, {"steps": steps})
+
+    def from_record(self, trajectory: Trajectory, scores: Sequence[Score]) -> Score | None:
+        """As in ``RecordedJudge``: where the environment pays nothing, the newest judgement is the return."""
+        told = told_return(trajectory, scores)
+        if told is None or told.reward is None:
+            return None
+        return self._score(trajectory, told.reward, {"judged_by": told.reward_version})
+
+    def _score(self, trajectory: Trajectory, total: float, detail: JsonObject) -> Score:
+        reward, more = self._judge(total)
+        return Score(trajectory_id=trajectory.id, reward=reward, detail={**more, **detail}, reward_version=self.version)
+
+    def _judge(self, total: float) -> tuple[float, JsonObject]:
+        """The reward of a return, and details."""
+        raise NotImplementedError
 
 
 class ReturnOptions(Frozen):
     """No options."""
 
 
-class ReturnReward:
+class ReturnReward(_OfReturn):
     """The environment's return: the undiscounted sum of the step rewards on the acted path."""
 
     Options = ReturnOptions
@@ -26,10 +54,8 @@ class ReturnReward:
     def __init__(self, options: ReturnOptions | None = None) -> None:
         self.options = options or ReturnOptions()
 
-    async def __call__(self, trajectory: Trajectory) -> Score:
-        """Score the episode. Raises ``GraderError`` when it has no valid return."""
-        total, steps = environment_return(trajectory)
-        return Score(trajectory_id=trajectory.id, reward=total, detail={"steps": steps}, reward_version=self.version)
+    def _judge(self, total: float) -> tuple[float, JsonObject]:
+        return total, {}
 
 
 class SuccessOptions(Frozen):
@@ -38,28 +64,18 @@ class SuccessOptions(Frozen):
     threshold: float = Field(default=1.0, allow_inf_nan=False)
 
 
-class SuccessReward:
+class SuccessReward(_OfReturn):
     """1.0 when the return reaches the threshold, else 0.0."""
 
     Options = SuccessOptions
 
     def __init__(self, options: SuccessOptions | None = None) -> None:
         self.options = options or SuccessOptions()
+        # Thresholds give different scores.
+        self.version = f"success-1@{self.options.threshold:g}"
 
-    @property
-    def version(self) -> str:
-        """The name of the reward with its threshold, because thresholds give different scores."""
-        return f"success-1@{self.options.threshold:g}"
-
-    async def __call__(self, trajectory: Trajectory) -> Score:
-        """Score the episode. Raises ``GraderError`` when it has no valid return."""
-        total, steps = environment_return(trajectory)
-        return Score(
-            trajectory_id=trajectory.id,
-            reward=1.0 if total >= self.options.threshold - _ROUNDING else 0.0,
-            detail={"return": total, "steps": steps},
-            reward_version=self.version,
-        )
+    def _judge(self, total: float) -> tuple[float, JsonObject]:
+        return float(total >= self.options.threshold - _ROUNDING), {"return": total}
 
 
 class BonusOptions(Frozen):
@@ -69,45 +85,44 @@ class BonusOptions(Frozen):
     share: float = Field(default=0.5, ge=0, le=1)
 
 
-class SuccessBonusReward:
+class SuccessBonusReward(_OfReturn):
     """``(1 - share) * return + share * success``: partial credit, with a bonus for success."""
 
     Options = BonusOptions
 
     def __init__(self, options: BonusOptions | None = None) -> None:
         self.options = options or BonusOptions()
+        # Options change the scores.
+        self.version = f"success-bonus-1@{self.options.threshold:g}/{self.options.share:g}"
 
-    @property
-    def version(self) -> str:
-        """The name of the reward with its options, because they change the scores."""
-        return f"success-bonus-1@{self.options.threshold:g}/{self.options.share:g}"
-
-    async def __call__(self, trajectory: Trajectory) -> Score:
-        """Score the episode. Raises ``GraderError`` when it has no valid return."""
-        total, steps = environment_return(trajectory)
+    def _judge(self, total: float) -> tuple[float, JsonObject]:
         success, share = float(total >= self.options.threshold - _ROUNDING), self.options.share
-        return Score(
-            trajectory_id=trajectory.id,
-            reward=(1 - share) * total + share * success,
-            detail={"return": total, "success": success, "steps": steps},
-            reward_version=self.version,
-        )
+        return (1 - share) * total + share * success, {"return": total, "success": success}
 
 
 def environment_return(trajectory: Trajectory) -> tuple[float, int]:
     """The return and the number of executed steps.
 
-    Raises ``GraderError`` for a failed episode, for one without an executed action, and for one whose last action has
-    no observation (for example after a timeout), because its effect is unknown.
+    Raises ``GraderError`` for a failed episode, for one without an executed action, for one whose environment pays
+    nothing, and for one whose last action has no observation (for example after a timeout): its effect is unknown.
     """
     if trajectory.failure is not None:
         raise GraderError(f"{trajectory.id} failed ({trajectory.failure.kind}): {trajectory.failure.message}")
     rewards = [node.reward for node in trajectory.sampled()]
     if not rewards:
         raise GraderError(f"{trajectory.id} has no executed action ({trajectory.stop}), so no return")
+    if not pays_rewards(trajectory.task.environment, trajectory.evidence) and not trajectory.episode_return:
+        raise GraderError(UNJUDGED)
     answered = [reward for reward in rewards if reward is not None]
     if len(answered) < len(rewards):
         raise GraderError(f"{trajectory.id} holds an action that got no answer ({trajectory.stop})")
     if not math.isfinite(total := sum(answered)):
         raise GraderError(f"{trajectory.id} has a return that is not finite")
     return total, len(answered)
+
+
+def told_return(trajectory: Trajectory, scores: Sequence[Score]) -> Score | None:
+    """The newest judgement of the outcome, where the environment pays nothing: then that is the return."""
+    if trajectory.failure is not None or pays_rewards(trajectory.task.environment, trajectory.evidence):
+        return None
+    return newest_outcome(scores)

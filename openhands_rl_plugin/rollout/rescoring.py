@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Failure, Score, Trajectory
-from openhands_rl_plugin.rollout.scoring import ScoreReport, judge_all
+from openhands_rl_plugin.rollout.scoring import ScoreReport, judge_all, known_score
 
 AT_ONCE = 32
 """Episodes that are judged and stored together; attempts at one task are neighbours."""
@@ -34,7 +34,7 @@ async def rescore(
     on_progress: Callable[[ScoreProgress], None] | None = None,
     dry_run: bool = False,
 ) -> ScoreReport:
-    """Judge every matching episode that has ended and has no score of ``reward.version`` yet, and append the scores.
+    """Judge every matching episode that has ended and of which ``reward`` knows no score yet, and append the scores.
 
     ``dry_run``: only count. What is added to the store meanwhile is left for the next call.
     """
@@ -43,7 +43,7 @@ async def rescore(
     unscored: list[tuple[str, Failure]] = []
     for start in range(0, len(ids), AT_ONCE):
         some = ids[start : start + AT_ONCE]
-        open_ones, known = await _without_score(storage, some, reward.version)
+        open_ones, known = await _without_score(storage, some, reward)
         already += known
         outcomes = await judge_all(reward, open_ones) if open_ones and not dry_run else []
         scores = [outcome for outcome in outcomes if isinstance(outcome, Score)]
@@ -58,17 +58,17 @@ async def rescore(
 
 
 async def stored_rewards(
-    storage: TrajectoryStorage, version: str, trajectories: Sequence[Trajectory]
+    storage: TrajectoryStorage, reward: Reward, trajectories: Sequence[Trajectory]
 ) -> list[float | None]:
-    """The newest stored reward of this version of each trajectory, ``None`` where there is none, in the given order.
+    """The known reward of each trajectory, ``None`` where there is none, in the given order.
 
     Nothing is judged. A failed episode has none, whatever is stored.
     """
     valid = tuple(trajectory.id for trajectory in trajectories if trajectory.failure is None)
     found: dict[str, float | None] = {}
     async for trajectory, scores in storage.find(TrajectoryFilter(ids=valid)):
-        own = [score.reward for score in scores if score.reward_version == version]
-        found[trajectory.id] = own[-1] if own else None
+        known = known_score(reward, trajectory, scores)
+        found[trajectory.id] = known.reward if known is not None else None
     return [found.get(trajectory.id) for trajectory in trajectories]
 
 
@@ -80,12 +80,14 @@ async def _by_task(storage: TrajectoryStorage, where: TrajectoryFilter) -> list[
     return [name for *_, name in sorted(found)]
 
 
-async def _without_score(storage: TrajectoryStorage, ids: Sequence[str], version: str) -> tuple[list[Trajectory], int]:
-    """The episodes that have no score of this version, in the order of ``ids``, and the number of the others."""
+async def _without_score(
+    storage: TrajectoryStorage, ids: Sequence[str], reward: Reward
+) -> tuple[list[Trajectory], int]:
+    """The episodes of which this reward knows no score, in the order of ``ids``, and the number of the others."""
     open_ones: dict[str, Trajectory] = {}
     known = 0
     async for trajectory, scores in storage.find(TrajectoryFilter(ids=tuple(ids))):
-        if any(score.reward_version == version for score in scores):
+        if known_score(reward, trajectory, scores) is not None:
             known += 1
         else:
             open_ones[trajectory.id] = trajectory

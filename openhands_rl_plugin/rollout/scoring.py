@@ -19,12 +19,31 @@ class BatchReward(Protocol):
         ...
 
 
+@runtime_checkable
+class RecordedJudge(Protocol):
+    """A reward that may follow from what others said of the episode. A capability, not a flag.
+
+    What follows is read each time and never stored, so that a later verdict counts.
+    """
+
+    def from_record(self, trajectory: Trajectory, scores: Sequence[Score]) -> Score | None:
+        """The score that follows from ``scores`` (oldest first); ``None`` where the reward has to judge itself."""
+        ...
+
+
 class ScoreReport(Frozen):
     """What a scoring pass did. ``unscored`` holds (trajectory id, reason); those stay without a score."""
 
     scored: int = 0
     already_scored: int = 0
     unscored: tuple[tuple[str, Failure], ...] = ()
+
+
+def known_score(reward: Reward, trajectory: Trajectory, scores: Sequence[Score]) -> Score | None:
+    """What is known of an episode without judging it: from the record, else the newest score of this version."""
+    if isinstance(reward, RecordedJudge) and (told := reward.from_record(trajectory, scores)) is not None:
+        return told
+    return next((score for score in reversed(scores) if score.reward_version == reward.version), None)
 
 
 async def judge(reward: Reward, trajectory: Trajectory) -> Score | Failure:

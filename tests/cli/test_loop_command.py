@@ -168,7 +168,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
 
     where = ["--model", str(talker), "--adapters", str(tmp_path / "adapters"), "--adapter", state.adapter[:-8]]
     assert cli.main(["train", str(tmp_path / "trajectories"), *where, "--algorithm", "grpo", "--dry-run"]) == 0
-    assert "left out: 4 held out" in capsys.readouterr().out, "what the run measured with is not learnt from later"
+    assert "left out:\n    4 held out" in capsys.readouterr().out, "what the run measured with is not learnt from later"
 
     assert cli.main([*command, "--samples-per-task", "4"]) == 1
     (line,) = capsys.readouterr().err.splitlines()

@@ -62,6 +62,8 @@ def stage_line(record: StageRecord) -> str:
     figures = [f"{name} {metrics[key]:.3f}" for key, name in _SHOWN.items() if key in metrics]
     if metrics.get("failed"):
         figures.append(f"{metrics['failed']:.0f} failed")
+    if metrics.get("unscored"):
+        figures.append(f"{metrics['unscored']:.0f} without a reward")
     return (
         f"  {record.name:<20} {record.finished - record.started:6.0f} s  {record.adapter or 'base':<18} "
         + ", ".join(figures)

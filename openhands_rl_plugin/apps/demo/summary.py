@@ -22,12 +22,13 @@ class StageEvaluation(Frozen):
 
 
 def evaluations(state: LoopState) -> tuple[StageEvaluation, ...]:
-    """The evaluations of a run in order. ``success.n`` excludes failed episodes."""
+    """The evaluations of a run in order. ``success.n`` excludes failed and unscored episodes."""
     return tuple(
         StageEvaluation(
             stage=record.name,
             success=wilson(
-                int(record.metrics["successes"]), int(record.metrics["episodes"] - record.metrics["failed"])
+                int(record.metrics["successes"]),
+                int(record.metrics["episodes"] - record.metrics["failed"] - record.metrics.get("unscored", 0.0)),
             ),
             reward=record.metrics["reward"],
             turns=record.metrics["turns"],

@@ -135,10 +135,10 @@ class PolicyTraining(TrainingRun):
         forget_models()  # of a verifier that scored the episodes
         forget_unused()
         self._print_plan(dataset)
-        if self._args.dry_run:
-            return 0
         if not dataset.samples:
             raise TrainingError(_nothing(self._training, dataset.excluded))
+        if self._args.dry_run:
+            return 0
         if self._whole:
             self._train_whole(dataset, base_model)
             return 0
@@ -166,7 +166,10 @@ class PolicyTraining(TrainingRun):
         from openhands_rl_plugin.training.trainer.memory_estimate import estimate_share
 
         print(f"{self._name} from {self._start}, by {dataset.algorithm}")
-        print(f"  episodes: {dataset.used} used; left out: {dataset.excluded.in_words()}")
+        causes = dataset.excluded.causes()
+        print(f"  episodes: {dataset.used} used; left out:{'' if causes else ' none'}")
+        for cause in causes:
+            print(f"    {cause}")
         longest = max((len(sample.input_ids) for sample in dataset.samples), default=0)
         if dataset.samples:
             print(f"  {_sizes(dataset.samples)}")
@@ -252,6 +255,8 @@ def _nothing(settings: TrainingSettings, excluded: ExcludedEpisodes) -> str:
 
     if excluded.off_temperature and not excluded.no_signal:
         return off_temperature_message(excluded)
+    if not excluded.no_signal:
+        return f"nothing to train on; left out: {excluded.in_words()}"
     held_out = excluded.held_out
     aside = f" ({held_out} of held-out splits were left out: name one with --split)" if held_out else ""
     if settings.algorithm in ("sft", "rejection-sampling"):

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
+
+from pydantic import Field
 
 from openhands_rl_plugin.config.rl import AlgorithmName, TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.core.types import Adapter, Frozen, PolicyRef, Sample, Score, StopReason, Trajectory
-from openhands_rl_plugin.rollout.scoring import judge_all
+from openhands_rl_plugin.core.types import (
+    Adapter,
+    Failure,
+    Frozen,
+    PolicyRef,
+    Sample,
+    Score,
+    StopReason,
+    Trajectory,
+    pays_rewards,
+)
+from openhands_rl_plugin.rollout.scoring import judge_all, known_score
 from openhands_rl_plugin.training.algorithms import Kind, algorithm_of, needs_logprobs
 from openhands_rl_plugin.training.credit.credit import credited_samples
 from openhands_rl_plugin.training.data.batch import is_recorded, samples_of
@@ -24,7 +35,8 @@ class ExcludedEpisodes(Frozen):
     """Counts of the stored episodes that are excluded from training, by reason.
 
     ``held_out``: of an evaluation split (``HELD_OUT_SPLITS``) that is not in the filter; ``other_policy``: sampled from
-    another model or another agent's adapter; ``failed``: no valid reward; ``no_tokens``: the token ids (or, for
+    another model or another agent's adapter; ``no_reward``: no failure, and no judgement of the outcome;
+    ``unjudged``: why, for most of them; ``failed``, and ``failures`` by kind; ``no_tokens``: the token ids (or, for
     reinforcement learning, logprobs) were not recorded; ``unfinished``: ended by a timeout or with the process, so the
     reward is not a result of the policy; ``overlong``: cut short by a limit, where ``overlong`` excludes such episodes;
     ``off_temperature``: sampled at another temperature than 1 or with a ``top_p``, so the recorded logprobs are not
@@ -34,17 +46,37 @@ class ExcludedEpisodes(Frozen):
 
     held_out: int = 0
     other_policy: int = 0
+    no_reward: int = 0
+    unjudged: str = ""
     failed: int = 0
+    failures: dict[str, int] = Field(default_factory=dict)
     no_tokens: int = 0
     unfinished: int = 0
     overlong: int = 0
     off_temperature: int = 0
     no_signal: int = 0
 
+    def causes(self) -> list[str]:
+        """For each reason how many, why, and what to do about it: ``"3 have no reward (say one: ...)"``."""
+        told = [f"{count} {_CAUSES[name]}" for name, count in self if name in _CAUSES and count]
+        if self.no_reward:
+            told.insert(0, f"{self.no_reward} {'has' if self.no_reward == 1 else 'have'} no reward ({self.unjudged})")
+        return [*told, *(f"{count} failed: {kind}" for kind, count in self.failures.items())]
+
     def in_words(self) -> str:
-        """``"1 other policy, 2 no signal"``; ``"none"`` when nothing was excluded."""
-        found = [f"{count} {why.replace('_', ' ')}" for why, count in self.model_dump().items() if count]
-        return ", ".join(found) or "none"
+        """The causes in a line; ``"none"`` when nothing was excluded."""
+        return ", ".join(self.causes()) or "none"
+
+
+_CAUSES = {
+    "held_out": "held out (of evaluation splits: name one with --split)",
+    "other_policy": "by another model or adapter (choose with --base-model, --adapter)",
+    "no_tokens": "without token ids (serve with `openhands-rl serve`, or vLLM, and record again)",
+    "unfinished": "unfinished (a timeout or the end of the process cut them short; give them more time)",
+    "overlong": 'overlong (a limit cut them short; overlong = "keep" uses them)',
+    "off_temperature": "off temperature (roll out with temperature = 1.0 and top_p = 1.0, or imitate them)",
+    "no_signal": "without a signal (no attempt at the same task with another reward, or not among the best)",
+}
 
 
 class TrainReport(Frozen):
@@ -94,24 +126,45 @@ async def load_episodes(
     reward is scored here; the score is not stored.
     """
     own: list[Trajectory] = []
-    known: dict[str, Score] = {}
+    known: dict[str, Score | Failure] = {}
     others = held_out = 0
     async for trajectory, scores in storage.find(where):
         if where.only_measures(trajectory.task.split):
             held_out += 1
         elif _is_own(trajectory.policy, base_model, adapter):
             own.append(trajectory)
-            known |= {score.trajectory_id: score for score in scores if score.reward_version == reward.version}
+            if trajectory.failure is not None:
+                known[trajectory.id] = trajectory.failure
+            elif (score := known_score(reward, trajectory, scores)) is not None:
+                known[trajectory.id] = score
         else:
             others += 1
-    unscored = [trajectory for trajectory in own if trajectory.failure is None and trajectory.id not in known]
+    unscored = [trajectory for trajectory in own if trajectory.id not in known]
     outcomes = await judge_all(reward, unscored)
-    known |= {outcome.trajectory_id: outcome for outcome in outcomes if isinstance(outcome, Score)}
-    valid = [(trajectory, value) for trajectory in own if (value := _reward(trajectory, known)) is not None]
+    known |= {trajectory.id: outcome for trajectory, outcome in zip(unscored, outcomes, strict=True)}
+    valid: list[tuple[Trajectory, float]] = []
+    failed: Counter[str] = Counter()
+    reasons: list[str] = []
+    for trajectory in own:
+        outcome = known[trajectory.id]
+        if isinstance(outcome, Score) and outcome.reward is not None:
+            valid.append((trajectory, outcome.reward))
+        elif trajectory.failure is not None:
+            failed[trajectory.failure.kind.value] += 1
+        else:
+            told = outcome.message if isinstance(outcome, Failure) else f"{outcome.reward_version} gave none"
+            reasons.append(told.removeprefix("GraderError: "))
     return Episodes(
         trajectories=tuple(trajectory for trajectory, _ in valid),
         returns=tuple(value for _, value in valid),
-        excluded=ExcludedEpisodes(held_out=held_out, other_policy=others, failed=len(own) - len(valid)),
+        excluded=ExcludedEpisodes(
+            held_out=held_out,
+            other_policy=others,
+            failed=failed.total(),
+            failures=dict(failed),
+            no_reward=len(reasons),
+            unjudged=next((reason for reason, _ in Counter(reasons).most_common(1)), ""),
+        ),
     )
 
 
@@ -122,8 +175,8 @@ def build_dataset_or_sft(episodes: Episodes, settings: TrainingSettings | Algori
     """
     if not episodes.trajectories:
         raise TrainingError(
-            f"there is nothing to train on: no valid episodes of this model are stored ({_counts(episodes.excluded)}); "
-            "call run(...) first"
+            "there is nothing to train on: no valid episodes of this model are stored; left out: "
+            f"{episodes.excluded.in_words()}. Call run(...) first"
         )
     chosen = settings if isinstance(settings, TrainingSettings) else TrainingSettings(algorithm=settings)
     dataset = build_dataset(episodes, chosen)
@@ -203,7 +256,9 @@ def regrouped(trajectory: Trajectory, kind: Kind) -> Trajectory:
     SFT the best episodes of a task may have different ones.
     """
     task = trajectory.task
-    key = [task.environment, task.id, task.instruction, trajectory.policy.served_name]
+    # The task of a session is named after the session: what it was asked is what it has in common with others.
+    name = task.id if pays_rewards(task.environment, {}) or not task.instruction else ""
+    key = [task.environment, name, task.instruction, trajectory.policy.served_name]
     if kind != "imitation":
         options = {name: value for name, value in trajectory.strategy.options.items() if name != "seed"}
         key += [trajectory.strategy.name, json.dumps(options, sort_keys=True), str(samplings(trajectory))]
@@ -219,15 +274,5 @@ def off_temperature_message(excluded: ExcludedEpisodes) -> str:
     )
 
 
-def _reward(trajectory: Trajectory, scores: Mapping[str, Score]) -> float | None:
-    score = scores.get(trajectory.id)
-    return None if score is None or trajectory.failure is not None else score.reward
-
-
 def _is_own(policy: PolicyRef, base_model: str, adapter: str) -> bool:
     return policy.base_model == base_model and policy.adapter in (None, adapter)
-
-
-def _counts(excluded: ExcludedEpisodes) -> str:
-    held_out = f", {excluded.held_out} of held-out splits" if excluded.held_out else ""
-    return f"{excluded.failed} failed, {excluded.other_policy} by other models{held_out}"

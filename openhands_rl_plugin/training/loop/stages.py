@@ -177,7 +177,7 @@ class LoopStages:
     ) -> list[float | None]:
         """Rewards, computed once per reward version, whichever stage or process needs them."""
         await rescore(self._parts.storage, reward, where)
-        return await stored_rewards(self._parts.storage, reward.version, played)
+        return await stored_rewards(self._parts.storage, reward, played)
 
     async def _reinforcement_trainer(self) -> LoraTrainer:
         if self._trainer is None:

@@ -6,27 +6,26 @@ from collections.abc import Sequence
 
 from pydantic import JsonValue
 
+from openhands_rl_plugin.core.judgements import newest_outcome
 from openhands_rl_plugin.core.types import JsonObject, Score, Trajectory
 
 RESOLVED_AT = 1.0
 # Sums of step rewards such as 10 x 0.1 must not miss the threshold by a rounding error.
 _ROUNDING = 1e-9
-_OPINION = "verifier-"
-"""How the reward versions of verifiers begin: what they say is an opinion, and no outcome."""
 
 
 def score_of(trajectory: Trajectory, scores: Sequence[Score]) -> float | None:
     """The newest score's reward, verifiers' aside; else the return, if there is one; ``None`` after a failure."""
     if trajectory.failure is not None:
         return None
-    newest = _newest_outcome(scores)
+    newest = newest_outcome(scores)
     return newest.reward if newest is not None else trajectory.known_return
 
 
 def resolved(trajectory: Trajectory, scores: Sequence[Score]) -> bool | None:
     """What the newest score or the grader's report says; else whether the score reaches 1.0; else unknown."""
     report = _at(trajectory.evidence, "test_result", "report") or trajectory.evidence.get("report")
-    newest = _newest_outcome(scores)
+    newest = newest_outcome(scores)
     candidates = [newest.detail.get("resolved") if newest is not None else None, trajectory.evidence.get("resolved")]
     candidates.append(report.get("resolved") if isinstance(report, dict) else None)
     for candidate in candidates:
@@ -34,10 +33,6 @@ def resolved(trajectory: Trajectory, scores: Sequence[Score]) -> bool | None:
             return candidate
     score = score_of(trajectory, scores)
     return None if score is None else score >= RESOLVED_AT - _ROUNDING
-
-
-def _newest_outcome(scores: Sequence[Score]) -> Score | None:
-    return next((score for score in reversed(scores) if not score.reward_version.startswith(_OPINION)), None)
 
 
 def patch_of(trajectory: Trajectory) -> str | None:

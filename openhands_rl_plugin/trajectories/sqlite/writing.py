@@ -22,7 +22,7 @@ from openhands_rl_plugin.trajectories.sqlite.reading import (
     read_start,
 )
 from openhands_rl_plugin.trajectories.storages.documents import packed_end, packed_json
-from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, Spine, marked
+from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, Spine, marked, paid_return
 from openhands_rl_plugin.trajectories.storages.packing import PackedNodes, pack_in_chunks
 
 # So many open episodes are remembered, which spares reading their nodes again whenever they grow.
@@ -51,6 +51,7 @@ class _Standing(NamedTuple):
     row: int
     finished: bool
     revision: int
+    environment: str
 
 
 def packed_trajectory(trajectory: Trajectory) -> PackedTrajectory:
@@ -127,7 +128,8 @@ class SqliteEpisodeWriter:
             chunks = list(pack_in_chunks(new, known))
         spine.extend(new)
         spine.mark(growth.marks)
-        turns, episode_return = spine.along(growth.head)
+        turns, total = spine.along(growth.head)
+        episode_return = paid_return(total, standing.environment)
         self._append(standing.row, chunks)
         self._mark(standing.row, growth.marks)
         self._connection.execute(
@@ -172,7 +174,7 @@ class SqliteEpisodeWriter:
             )
 
     def _find(self, identity: str) -> _Standing | None:
-        query = f"SELECT row, NOT {UNFINISHED}, revision FROM episodes WHERE id = ?"
+        query = f"SELECT row, NOT {UNFINISHED}, revision, environment FROM episodes WHERE id = ?"
         found = self._connection.execute(query, (identity,)).fetchone()
         return None if found is None else _Standing._make(found)
 

@@ -11,6 +11,7 @@ from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeStart, NodeMark,
 from openhands_rl_plugin.core.types import (
     SCHEMA_VERSION,
     FailureKind,
+    JsonObject,
     Node,
     PolicyRef,
     Score,
@@ -18,14 +19,15 @@ from openhands_rl_plugin.core.types import (
     Times,
     Trajectory,
     Usage,
+    pays_rewards,
 )
 
 
 class EpisodeHeader(NamedTuple):
     """One flat row. ``turns`` and ``episode_return`` are those of the acted path; the times are Unix times in seconds.
 
-    There is no return where the episode failed, or where no step was rewarded. An unfinished episode has ``stop``
-    "unfinished", no usage, and as ``finished`` the time at which it last grew.
+    There is no return where the episode failed, where no step was rewarded, or where the environment pays nothing.
+    An unfinished episode has ``stop`` "unfinished", no usage, and as ``finished`` the time at which it last grew.
     """
 
     id: str
@@ -83,15 +85,17 @@ class EpisodeHeader(NamedTuple):
     def grown(self, spine: Spine, head: int | None, at: float) -> Self:
         """That of the episode with these nodes, which last grew at the time ``at``."""
         turns, episode_return = spine.along(head)
-        return self._replace(nodes=len(spine), turns=turns, episode_return=episode_return, finished=at)
+        known = paid_return(episode_return, self.environment)
+        return self._replace(nodes=len(spine), turns=turns, episode_return=known, finished=at)
 
     def ended(self, spine: Spine, end: EpisodeEnd) -> Self:
         """That of the finished episode. Raises ``StorageError`` when it did not end, or its time is no number."""
         if end.stop is StopReason.UNFINISHED:
             raise StorageError(f"episode {end.trajectory_id!r} is unfinished; store it with begin() and grow()")
         grown = self.grown(spine, end.head, _finite(end.trajectory_id, end.finished))
+        known = paid_return(grown.episode_return, self.environment, end.evidence)
         return grown._replace(
-            episode_return=grown.episode_return if end.failure is None else None,
+            episode_return=known if end.failure is None else None,
             base_model=end.policy.base_model,
             adapter=end.policy.adapter,
             policy_version=end.policy.version,
@@ -132,6 +136,11 @@ class EpisodeHeader(NamedTuple):
     def failed(self) -> bool:
         """Whether it is no valid sample of the policy."""
         return self.failure_kind is not None
+
+
+def paid_return(total: float | None, environment: str, evidence: JsonObject | None = None) -> float | None:
+    """As ``Trajectory.known_return``: where the environment pays nothing, 0.0 only says that steps were executed."""
+    return total if total or pays_rewards(environment, evidence or {}) else None
 
 
 class Spine:

@@ -53,7 +53,7 @@ async def test_an_episode_ends_with_its_verdict(tmp_path: Path):
             player = open_swe_runner(plan, runner, spec, storage, backend, tmp_path / "checkouts")
             played = await roll_out(rollout, GradedRunner(player, entries), storage)
             report = await rescore(storage, reward)
-            rewards = await stored_rewards(storage, reward.version, played)
+            rewards = await stored_rewards(storage, reward, played)
     assert rewards == [1.0, 0.0] and (report.scored, report.already_scored) == (0, 2)
     expected = PolicyRef(base_model="org/instant", adapter="policy", version=3)
     assert [trajectory.policy for trajectory in played] == [expected] * 2

@@ -1,0 +1,93 @@
+"""Sessions that a client judges at their end are trained on; what nobody judged is named with its remedy."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from train_store import TINY
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.core.types import Score
+from openhands_rl_plugin.models.gateway.config import GatewayConfig
+from openhands_rl_plugin.models.gateway.server import running_gateway
+from openhands_rl_plugin.models.generator.config import ServerConfig
+from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+ASKED = {"role": "user", "content": "one two"}
+Outcomes = dict[str, dict[str, object]]
+
+
+async def recorded(model: Path, store: Path, outcomes: Outcomes) -> None:
+    """A session for each outcome, sampled from the embedded server through the gateway and ended with it."""
+    served = ServerConfig(model=str(model), served_model_name="tiny", port=0, dtype="float32", threads=1)
+    with running_server(served) as server:
+        config = GatewayConfig(upstream=f"{server}/v1", port=0)
+        async with (
+            FileTrajectoryStorage(store) as storage,
+            running_gateway(config, storage) as gateway,
+            httpx.AsyncClient(base_url=gateway, timeout=60, trust_env=False) as http,
+        ):
+            for seed, (name, outcome) in enumerate(outcomes.items()):
+                body = {"model": "tiny", "messages": [ASKED], "max_tokens": 6, "seed": seed}
+                said = await http.post("/v1/chat/completions", json=body, headers={"x-litellm-session-id": name})
+                assert said.status_code == 200, said.text
+                assert (await http.post(f"/session/{name}/end", json=outcome)).status_code == 200
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def test_four_sessions_with_told_successes_train(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "store"
+    asyncio.run(recorded(model, store, {f"s{at}": {"success": at % 2 == 0} for at in range(4)}))
+    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *TINY]
+    assert cli.main([*words, "--dry-run"]) == 0
+    assert "episodes: 4 used; left out: none" in capsys.readouterr().out, "the same question is the same task"
+    assert cli.main(words) == 0
+    assert "policy-v000001: steps 1" in capsys.readouterr().out
+    assert cli.main([*words, "--algorithm", "rejection-sampling", "--keep-best", "9", "--dry-run"]) == 0
+    assert "episodes: 2 used" in capsys.readouterr().out
+
+
+def test_a_later_verdict_counts_and_an_opinion_does_not(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "store"
+    asyncio.run(recorded(model, store, {"good": {"reward": 0.25}, "bad": {"success": False}}))
+
+    async def judge(reward: float | None, version: str) -> None:
+        async with FileTrajectoryStorage(store) as storage:
+            ids = [trajectory.id async for trajectory, _ in storage.find()]
+            await storage.add_scores([Score(trajectory_id=each, reward=reward, reward_version=version) for each in ids])
+
+    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), "--dry-run"]
+    asyncio.run(judge(0.5, "verifier-1@x"))
+    assert cli.main(words) == 0
+    assert "episodes: 2 used" in capsys.readouterr().out
+    asyncio.run(judge(1.0, "verdict-1"))
+    assert cli.main(words) == 1, "now both are equally good"
+    assert "nothing to compare" in capsys.readouterr().err
+    asyncio.run(judge(None, "verdict-1"))
+    assert cli.main(words) == 0, "the verdict was withdrawn"
+
+
+def test_sessions_that_nobody_judged_are_named_with_the_remedy(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "store"
+    asyncio.run(recorded(model, store, {f"s{at}": {} for at in range(3)}))
+    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *TINY]
+    for more in ([], ["--dry-run"]):
+        assert cli.main([*words, *more]) == 1, "nothing to train on is no success"
+        said = capsys.readouterr()
+        assert "\n    3 have no reward (say one: openhands-rl score STORE --id ID --value 1" in said.out
+        assert "nothing to train on; left out: 3 have no reward" in said.err and "failed" not in said.out + said.err
