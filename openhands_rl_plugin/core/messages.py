@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from openhands_rl_plugin.core.reasoning import REASONING_PARTS
 from openhands_rl_plugin.core.types import Message, Observation, ToolCall
 
 WireMessage = Mapping[str, Any]
@@ -69,11 +70,14 @@ def to_wire(message: Message) -> dict[str, Any]:
 
 
 def text_of(content: object) -> str | None:
-    """Content as plain text; a part that is no text (an image) is named in brackets."""
+    """Content as plain text, without reasoning; another part that is no text (an image) is named in brackets."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
         return str(content)
+    if any(part.get("type") in REASONING_PARTS for part in content):
+        spoken = [part for part in content if part.get("type") not in REASONING_PARTS]
+        return text_of(spoken) if spoken else None
     if len(content) == 1 and (only := content[0]).get("type") == "text":
         return only["text"]
     return "\n".join(part["text"] if part.get("type") == "text" else f"[{part.get('type')}]" for part in content)

@@ -29,6 +29,7 @@ from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings, Verifier
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, TrainingError
 from openhands_rl_plugin.core.memory import forget_unused
 from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.trajectories.exchange.episodes import STRATEGY as IMPORTED
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.core.protocols import TrajectoryStorage
@@ -51,7 +52,8 @@ EPILOG = """examples:
   torchrun --standalone --nproc-per-node 8 -m openhands_rl_plugin.cli train ./trajectories --model ./model \
       --adapters ./adapters --sharding layers            (also with --method full, and with --verifier)
 
-Episodes of the base model and of the adapter's own versions are used, except those of evaluation splits (heldout,
+Episodes of the base model and of the adapter's own versions are used (to imitate or prefer, also imported ones, which
+are given token ids by the model's tokenizer and chat template), except those of evaluation splits (heldout,
 held-out, validation), such as a loop's held-out tasks, unless --split names one. Training continues the newest version
 unless --from names another. A verifier is trained on episodes of all policies and evaluated on tasks that no version of
 it was trained on. ADAPTERS/NAME.training/ has metrics.jsonl, a line per step, and the last checkpoint.
@@ -149,17 +151,29 @@ class PolicyTraining(TrainingRun):
         return 0
 
     async def _read(self) -> tuple[str, TrainingDataset]:
+        from openhands_rl_plugin.cli.train.foreign import with_token_ids
         from openhands_rl_plugin.rollout.rescoring import rescore
+        from openhands_rl_plugin.training.algorithms import algorithm_of
         from openhands_rl_plugin.training.data.dataset import build_dataset, load_episodes
 
+        imitates = algorithm_of(self._training).kind != "reinforcement"
         async with self._open_store() as storage:
-            base_model = self._args.base_model or await _only_base_model(storage, self._where, self._name)
+            base_model = self._args.base_model or await _only_base_model(
+                storage, self._where, self._name, str(self._args.model) if imitates else None
+            )
             reward = make_reward(self._reward_settings)
             if not self._args.dry_run:
                 await rescore(storage, reward, self._where)
             episodes = await load_episodes(
-                storage, self._where, base_model=base_model, adapter=self._name, reward=reward
+                storage,
+                self._where,
+                base_model=base_model,
+                adapter=self._name,
+                reward=reward,
+                demonstrations=imitates,
             )
+            if imitates:
+                episodes = with_token_ids(episodes, self._args.model)
             return base_model, build_dataset(episodes, self._training)
 
     def _print_plan(self, dataset: TrainingDataset) -> None:
@@ -224,14 +238,22 @@ class PolicyTraining(TrainingRun):
         return adapter, probe
 
 
-async def _only_base_model(storage: TrajectoryStorage, where: TrajectoryFilter, adapter: str) -> str:
+async def _only_base_model(
+    storage: TrajectoryStorage, where: TrajectoryFilter, adapter: str, trained: str | None
+) -> str:
+    """The one base model of the episodes, or ``trained`` (if given) where all are imported, whoever sampled those."""
     found: Counter[str] = Counter()
+    imported = 0
     async for summary in storage.summaries(where):
-        if summary.policy.adapter in (None, adapter):
+        if trained is not None and summary.strategy == IMPORTED:
+            imported += 1
+        elif summary.policy.adapter in (None, adapter):
             found[summary.policy.base_model] += 1
     if len(found) > 1:
         counts = ", ".join(f"{name} ({count})" for name, count in found.most_common())
         raise ConfigError(f"the episodes are of several base models: {counts}; choose one with --base-model")
+    if not found and imported and trained is not None:
+        return trained
     if not found:
         raise TrainingError(f"no stored episode of {adapter} or a base model matches; see `openhands-rl list`")
     return next(iter(found))

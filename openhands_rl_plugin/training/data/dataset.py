@@ -27,6 +27,7 @@ from openhands_rl_plugin.rollout.scoring import judge_all, known_score
 from openhands_rl_plugin.training.algorithms import Kind, algorithm_of, needs_logprobs
 from openhands_rl_plugin.training.credit.credit import credited_samples
 from openhands_rl_plugin.training.data.batch import is_recorded, samples_of
+from openhands_rl_plugin.training.data.demonstrations import demonstration_reward, is_imported
 from openhands_rl_plugin.training.data.eligibility import is_interrupted, is_off_temperature, is_overlong, samplings
 from openhands_rl_plugin.training.data.imitation import PreferencePair, preference_pairs, select_for_sft
 
@@ -119,9 +120,11 @@ async def load_episodes(
     base_model: str,
     adapter: str,
     reward: Reward,
+    demonstrations: bool = False,
 ) -> Episodes:
     """The stored episodes that ``base_model`` sampled, alone or with any version of ``adapter``.
 
+    With ``demonstrations`` also imported ones, whoever sampled them, with the outcome that their record says.
     Episodes of an evaluation split are excluded unless ``where`` names the split. An episode without a score of the
     reward is scored here; the score is not stored.
     """
@@ -131,6 +134,11 @@ async def load_episodes(
     async for trajectory, scores in storage.find(where):
         if where.only_measures(trajectory.task.split):
             held_out += 1
+        elif demonstrations and is_imported(trajectory):
+            own.append(trajectory)
+            judged = [score for score in scores if score.reward_version == reward.version][-1:]
+            if (value := demonstration_reward(trajectory, judged or scores)) is not None:
+                known[trajectory.id] = Score(trajectory_id=trajectory.id, reward=value, reward_version=reward.version)
         elif _is_own(trajectory.policy, base_model, adapter):
             own.append(trajectory)
             if trajectory.failure is not None:

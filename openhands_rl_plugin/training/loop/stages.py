@@ -23,7 +23,7 @@ from openhands_rl_plugin.core.types import Adapter, Probe, Sample, SamplingParam
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.rescoring import rescore, stored_rewards
 from openhands_rl_plugin.training.credit.credit import Credit, credited_samples
-from openhands_rl_plugin.training.data.demonstrations import ChatTokenizer, demonstration_sample
+from openhands_rl_plugin.training.data.demonstrations import ChatTokenizer, demonstration_samples
 from openhands_rl_plugin.training.learn import create_version
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, StageRecord, success_metrics
 
@@ -131,7 +131,7 @@ class LoopStages:
                 f"none of the {len(played)} demonstrations succeeded; is the environment the right one?"
             )
         good.sort(key=lambda trajectory: trajectory.id)
-        samples = [demonstration_sample(trajectory, self._parts.tokenizer) for trajectory in good]
+        samples = [each for trajectory in good for each in demonstration_samples(trajectory, self._parts.tokenizer)]
         trainer = await asyncio.to_thread(self._parts.make_trainer, self._plan.warm_start, self._adapter())
         metrics = await self._learn(stage, trainer.sft, samples)
         adapter = await self._publish(stage, trainer, metrics.steps, metrics.as_floats())

@@ -184,5 +184,5 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
     except (OSError, ValueError, ImportError) as error:
         raise TrainingError(f"cannot load the tokenizer in {model}: {describe(error)}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise TrainingError(f"{model}: the verifier needs a fast tokenizer (tokenizer.json)")
+        raise TrainingError(f"{model}: it has no fast tokenizer (tokenizer.json), which is needed")
     return tokenizer

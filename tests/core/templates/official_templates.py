@@ -30,6 +30,7 @@ HERMES_WITHOUT_TOOLS = (
 )
 
 FILES = {
+    "gemma3": ("gemma3.jinja",),
     "hermes": ("NousResearch-Hermes-3-Llama-3.1-8B-tool_use.jinja",),
     "llama3": ("llama3.jinja",),
     "llama3.1": ("llama3_1.jinja",),
@@ -48,7 +49,15 @@ SPECIAL = [
     "<|eot_id|>",
     "<tool_call>",
     "</tool_call>",
+    "<start_of_turn>",
+    "<end_of_turn>",
 ]
+
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Llama 3 cuts text into words before its merges; Qwen's differs in digits only."""
 
 TAKE_OBJECTS = {"qwen2.5", "llama3.1"}
 """Families whose template prints arguments as JSON of what it is given, so it must be given the object."""
@@ -117,12 +126,14 @@ def _loaded(text: str) -> object:
 
 
 def small_tokenizer(chat_template: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer whose special tokens are those of the families."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    """A byte-level BPE tokenizer whose special tokens are those of the families, and which splits as theirs do."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=1200, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()

@@ -1,0 +1,44 @@
+"""Where the reasoning of an answer stands: beside its content, under one of several names, or among its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from openhands_rl_plugin.core.types import Node
+
+REASONING_PARTS = frozenset({"thinking", "redacted_thinking", "reasoning"})
+"""Types of content parts that hold reasoning (or a cipher of it) instead of what the assistant says."""
+
+_NAMES = ("reasoning_content", "reasoning", "thinking")
+_TEXTS = ("thinking", "reasoning", "text")
+
+
+def reasoning_in(wire: Mapping[str, object]) -> str | None:
+    """The reasoning of a chat message in any of the forms of OpenAI-like and Anthropic-like servers, or ``None``."""
+    for name in _NAMES:
+        if isinstance(text := wire.get(name), str) and text:
+            return text
+    texts = [*_texts(wire.get("thinking_blocks")), *_texts(wire.get("content"))]
+    return "\n".join(texts) or None
+
+
+def reasoning_of(node: Node) -> str | None:
+    """The reasoning that was recorded or imported with a node, or ``None``."""
+    held = node.metadata
+    for wire in (held, held.get("message"), _first_message(held.get("response"))):
+        if isinstance(wire, Mapping) and (text := reasoning_in(wire)) is not None:
+            return text
+    return None
+
+
+def _texts(parts: object) -> Iterator[str]:
+    for part in parts if isinstance(parts, list | tuple) else ():
+        if isinstance(part, Mapping) and part.get("type") in REASONING_PARTS:
+            texts = (part.get(name) for name in _TEXTS)
+            yield from [text for text in texts if isinstance(text, str) and text][:1]
+
+
+def _first_message(response: object) -> object:
+    choices = response.get("choices") if isinstance(response, Mapping) else None
+    first = choices[0] if isinstance(choices, list) and choices else None
+    return first.get("message") if isinstance(first, Mapping) else None
