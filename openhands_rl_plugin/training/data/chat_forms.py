@@ -21,6 +21,8 @@ from openhands_rl_plugin.trajectories.exchange.turns import single_call_turns
 
 WireMessages = Sequence[dict[str, Any]]
 
+ArgumentsForm = Literal["object", "string"]
+
 Render = Callable[[WireMessages, Sequence[JsonObject], bool], str]
 """Messages, tools, and whether the generation prompt follows -> text. Raises ``TrainingError`` when refused."""
 
@@ -54,7 +56,7 @@ class TemplateTraits(NamedTuple):
     message of that role. ``repeats``: two messages of one role in a row. ``reasoning``: ``reasoning_content``.
     """
 
-    arguments: Literal["object", "string"] | None
+    arguments: ArgumentsForm | None
     parallel: bool
     content: bool
     system: bool
@@ -81,7 +83,8 @@ def traits_of(render: Render) -> TemplateTraits:
     """Found out by rendering short conversations."""
     asked = {"role": "user", "content": "Begin."}
     system = {"role": "system", "content": "Rules."}
-    arguments = next((form for form in ("object", "string") if _prints_calls(render, asked, form)), None)
+    forms: tuple[ArgumentsForm, ...] = ("object", "string")
+    arguments = next((form for form in forms if _prints_calls(render, asked, form)), None)
     calls = [_probe_call(arguments or "object", _CALL), _probe_call(arguments or "object", "probe_other")]
     both = [asked, {"role": "assistant", "content": "", "tool_calls": calls}]
     one = [asked, {"role": "assistant", "content": _TEXT, "tool_calls": calls[:1]}]

@@ -26,7 +26,10 @@ _CACHED_TEXTS = 4096
 class ChatTokenizer(Protocol):
     """The part of a Hugging Face tokenizer that is used here."""
 
-    eos_token: Any
+    @property
+    def special_tokens_map(self) -> Mapping[str, Any]:
+        """``eos_token`` and others by name."""
+        ...
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]:
@@ -103,7 +106,8 @@ class TokenMaker:
         self.unsaid: Counter[str] = Counter()
         self._tokenizer = tokenizer
         special = {str(each) for each in tokenizer.added_tokens_decoder.values() if each.special}
-        self._special = tuple(special | ({str(tokenizer.eos_token)} if tokenizer.eos_token else set()))
+        self._eos = str(tokenizer.special_tokens_map.get("eos_token") or "")
+        self._special = tuple(sorted(special | ({self._eos} - {""})))
         longest_first = sorted(self._special, key=lambda each: (-len(each), each))
         self._pieces = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
         self._checked = False
@@ -162,7 +166,7 @@ class TokenMaker:
                 "template that prints the tokenizer's end-of-turn token"
             )
         # Behind the end of the turn a template may print more; before it, a special token that closes a call.
-        known = {self._end_of_text_answer, str(self._tokenizer.eos_token)}
+        known = {self._end_of_text_answer, self._eos}
         end, _ = next((each for each in endings if each[1] in known), endings[0])
         return prompt, answer[:end]
 
