@@ -22,6 +22,7 @@ from openhands_rl_plugin.trajectories.exchange.turns import single_call_turns
 WireMessages = Sequence[dict[str, Any]]
 
 ArgumentsForm = Literal["object", "string"]
+ARGUMENTS_FORMS: tuple[ArgumentsForm, ...] = ("object", "string")
 
 Render = Callable[[WireMessages, Sequence[JsonObject], bool], str]
 """Messages, tools, and whether the generation prompt follows -> text. Raises ``TrainingError`` when refused."""
@@ -83,8 +84,8 @@ def traits_of(render: Render) -> TemplateTraits:
     """Found out by rendering short conversations."""
     asked = {"role": "user", "content": "Begin."}
     system = {"role": "system", "content": "Rules."}
-    forms: tuple[ArgumentsForm, ...] = ("object", "string")
-    arguments = next((form for form in forms if _prints_calls(render, asked, form)), None)
+    printed: list[ArgumentsForm] = [form for form in ARGUMENTS_FORMS if _prints_calls(render, asked, form)]
+    arguments = printed[0] if printed else None
     calls = [_probe_call(arguments or "object", _CALL), _probe_call(arguments or "object", "probe_other")]
     both = [asked, {"role": "assistant", "content": "", "tool_calls": calls}]
     one = [asked, {"role": "assistant", "content": _TEXT, "tool_calls": calls[:1]}]
