@@ -73,7 +73,7 @@ class SpokenMessage(Message):
     turn: int = 0
 
 
-class Turn(NamedTuple):
+class RenderedMessage(NamedTuple):
     """A message as the template takes it, and whether the policy is trained to say it."""
 
     wire: dict[str, Any]
@@ -100,7 +100,7 @@ def traits_of(render: Render) -> TemplateTraits:
     )
 
 
-def turns_for(trajectory: Trajectory, traits: TemplateTraits) -> tuple[list[Turn], tuple[JsonObject, ...]]:
+def turns_for(trajectory: Trajectory, traits: TemplateTraits) -> tuple[list[RenderedMessage], tuple[JsonObject, ...]]:
     """The acted path in the form that a template takes, and its tools where they are given to the template.
 
     Raises ``TrainingError`` when a call cannot be said in that form.
@@ -118,7 +118,7 @@ def turns_for(trajectory: Trajectory, traits: TemplateTraits) -> tuple[list[Turn
     if not (native and traits.parallel) and any(len(message.tool_calls) > 1 for message in spoken):
         spoken = single_call_turns(spoken).messages
     if native:
-        turns = [Turn(_native(message, traits), _trained(message)) for message in spoken]
+        turns = [RenderedMessage(_native(message, traits), _trained(message)) for message in spoken]
     else:
         turns = list(_as_text(spoken, trajectory.tools))
     turns = list(_with_reasoning(turns, spoken))
@@ -153,18 +153,18 @@ def _native(message: Message, traits: TemplateTraits) -> dict[str, Any]:
     return wire
 
 
-def _as_text(spoken: Sequence[Message], tools: Sequence[JsonObject]) -> Iterator[Turn]:
+def _as_text(spoken: Sequence[Message], tools: Sequence[JsonObject]) -> Iterator[RenderedMessage]:
     try:
         written = list(text_messages(spoken, tools))
     except LeftOutError as error:
         raise TrainingError(str(error)) from error
     added = len(written) - len(spoken)  # a system message with the tools, where there was none
-    yield from (Turn(dict(wire), False) for wire in written[:added])
+    yield from (RenderedMessage(dict(wire), False) for wire in written[:added])
     for wire, message in zip(written[added:], spoken, strict=True):
-        yield Turn(dict(wire), _trained(message))
+        yield RenderedMessage(dict(wire), _trained(message))
 
 
-def _with_reasoning(turns: Sequence[Turn], spoken: Sequence[Message]) -> Iterator[Turn]:
+def _with_reasoning(turns: Sequence[RenderedMessage], spoken: Sequence[Message]) -> Iterator[RenderedMessage]:
     """The reasoning stands with the first of the messages that one answer became."""
     added = len(turns) - len(spoken)
     yield from turns[:added]
@@ -176,9 +176,9 @@ def _with_reasoning(turns: Sequence[Turn], spoken: Sequence[Message]) -> Iterato
         yield turn
 
 
-def _without_system(turns: Sequence[Turn]) -> list[Turn]:
+def _without_system(turns: Sequence[RenderedMessage]) -> list[RenderedMessage]:
     """System messages become the beginning of the user's next one."""
-    out: list[Turn] = []
+    out: list[RenderedMessage] = []
     waiting: list[str] = []
     for turn in turns:
         if turn.wire["role"] == "system":
@@ -189,17 +189,17 @@ def _without_system(turns: Sequence[Turn]) -> list[Turn]:
             waiting = []
         else:
             out.append(turn)
-    return [Turn({"role": "user", "content": "\n\n".join(waiting)}, False), *out] if waiting else out
+    return [RenderedMessage({"role": "user", "content": "\n\n".join(waiting)}, False), *out] if waiting else out
 
 
-def _alternating(turns: Sequence[Turn]) -> list[Turn]:
+def _alternating(turns: Sequence[RenderedMessage]) -> list[RenderedMessage]:
     """Messages of one role in a row as one message, which is trained only if all of them are."""
-    out: list[Turn] = []
+    out: list[RenderedMessage] = []
     for turn in turns:
         if out and out[-1].wire["role"] == turn.wire["role"] and "tool_calls" not in turn.wire:
             last = out[-1]
             content = "\n\n".join(filter(None, (last.wire["content"], turn.wire["content"])))
-            out[-1] = Turn({**last.wire, "content": content}, last.trained and turn.trained)
+            out[-1] = RenderedMessage({**last.wire, "content": content}, last.trained and turn.trained)
         else:
             out.append(turn)
     return out

@@ -16,7 +16,13 @@ from typing import Any, NamedTuple, Protocol, cast
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.types import JsonObject, Message, Node, Sample, Score, Tokens, Trajectory
 from openhands_rl_plugin.training.data.batch import samples_of
-from openhands_rl_plugin.training.data.chat_forms import TemplateTraits, Turn, WireMessages, traits_of, turns_for
+from openhands_rl_plugin.training.data.chat_forms import (
+    RenderedMessage,
+    TemplateTraits,
+    WireMessages,
+    traits_of,
+    turns_for,
+)
 from openhands_rl_plugin.trajectories.exchange.episodes import STRATEGY
 from openhands_rl_plugin.trajectories.exchange.judgement import score_of
 
@@ -203,14 +209,14 @@ class TokenMaker:
     def _encode_text(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _count_unsaid(self, turn: Turn) -> None:
+    def _count_unsaid(self, turn: RenderedMessage) -> None:
         if turn.wire.get("reasoning_content") and not self.traits.reasoning:
             self.unsaid["reasoning"] += 1
         if turn.wire.get("tool_calls") and turn.wire.get("content") and not self.traits.content:
             self.unsaid["text beside a call"] += 1
 
 
-def _node(turn: Turn, tokens: Tokens | None, at: int, trajectory: Trajectory) -> Node:
+def _node(turn: RenderedMessage, tokens: Tokens | None, at: int, trajectory: Trajectory) -> Node:
     message = Message(role=turn.wire["role"], content=turn.wire.get("content"))
     policy = trajectory.policy if turn.trained else None
     return Node(parent=at - 1 if at else None, message=message, sampled=turn.trained, tokens=tokens, policy=policy)
