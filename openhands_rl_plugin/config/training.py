@@ -127,7 +127,7 @@ class TrainingSettings(Settings):
     fixed_length: Annotated[int, _Only(_NOT_DPO, "aggregation", ("fixed",))] = Field(
         default=0,
         ge=0,
-        description='aggregation "fixed": divisor of each sequence, in tokens; 0: the longest of the batch',
+        description='aggregation "fixed": divisor of each rollout, in tokens; 0: the longest of the batch',
     )
     overlong: Literal["keep", "leave-out"] = Field(
         default="keep", description="whether to train on episodes that were cut off by a limit"

@@ -13,6 +13,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from openhands_rl_plugin.core.acted import acted_ends, acted_nodes, path_to
+
 SCHEMA_VERSION = 2
 """1: whole trajectories. 2: an episode may be unfinished."""
 
@@ -256,12 +258,7 @@ class Trajectory(Frozen):
 
     def path(self, leaf: int | None = None) -> tuple[int, ...]:
         """Node indices from the root to ``leaf`` (default: ``head``)."""
-        indices: list[int] = []
-        at = self.head if leaf is None else leaf
-        while at is not None:
-            indices.append(at)
-            at = self.nodes[at].parent
-        return tuple(reversed(indices))
+        return path_to(self.nodes, self.head if leaf is None else leaf)
 
     def leaves(self) -> tuple[int, ...]:
         """Indices of the nodes that have no children, in order."""
@@ -272,22 +269,37 @@ class Trajectory(Frozen):
         """The conversation from the root to ``leaf`` (default: ``head``)."""
         return tuple(self.nodes[index].message for index in self.path(leaf))
 
+    def acted(self) -> tuple[int, ...]:
+        """Indices of the answers that were acted on, in order: also those on paths that a rewritten history left."""
+        return acted_nodes(self.nodes, self.head)
+
+    def ends(self) -> tuple[int, ...]:
+        """The last node of every path that was acted on, in order; the last one is ``head``.
+
+        Several where the history was rewritten: each is the conversation as the model saw it then.
+        """
+        return acted_ends(self.nodes, self.head)
+
     def sampled(self, leaf: int | None = None) -> Iterator[Node]:
-        """The nodes that the policy sampled, from the root to ``leaf``."""
-        return (self.nodes[index] for index in self.path(leaf) if self.nodes[index].sampled)
+        """The nodes that the policy sampled, from the root to ``leaf`` (default: all that were acted on)."""
+        indices = self.acted() if leaf is None else self.path(leaf)
+        return (self.nodes[index] for index in indices if self.nodes[index].sampled)
 
     @property
     def episode_return(self) -> float:
-        """Undiscounted sum of the step rewards on the acted path."""
-        return sum(self.nodes[index].reward or 0.0 for index in self.path())
+        """Undiscounted sum of the step rewards of what was acted on."""
+        return sum(self.nodes[index].reward or 0.0 for index in self._stepped())
 
     @property
     def known_return(self) -> float | None:
         """``episode_return``; ``None`` for a failed episode, for one in which no step was rewarded, and where the
         environment pays no rewards."""
-        rewarded = any(self.nodes[index].reward is not None for index in self.path())
+        rewarded = any(self.nodes[index].reward is not None for index in self._stepped())
         paid = pays_rewards(self.task.environment, self.evidence) or self.episode_return
         return self.episode_return if rewarded and paid and self.failure is None else None
+
+    def _stepped(self) -> list[int]:
+        return sorted({*self.path(), *acted_nodes(self.nodes, self.head)})
 
 
 _SESSIONS = frozenset({"gateway", "workspace"})

@@ -8,6 +8,7 @@ from typing import Literal, TypedDict
 from openhands_rl_plugin.config.build import make_environment, make_strategy, strategy_spec
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.protocols import LLMEngine, TrajectoryStorage
+from openhands_rl_plugin.core.transcript import transcript_nodes
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, Limits, Score, Trajectory
 from openhands_rl_plugin.models.engines.seeded import SeededEngine
 from openhands_rl_plugin.rollout.in_process import SessionRunner
@@ -69,7 +70,7 @@ def session_runner(
 
 def result_of(trajectory: Trajectory, outcome: Score | Failure) -> EpisodeResult:
     """An episode and its score in the caller's form."""
-    conversation = [_message(trajectory, index) for index in trajectory.path()]
+    conversation = [_message(trajectory, index) for index in transcript_nodes(trajectory)]
     speakers = {"human": "Human", "gpt": "Assistant"}
     return EpisodeResult(
         conversation=conversation,

@@ -22,7 +22,7 @@ from openhands_rl_plugin.training.credit.tree_advantages import (
     state_before,
     step_advantages,
 )
-from openhands_rl_plugin.training.data.batch import samples_of, samples_of_tree
+from openhands_rl_plugin.training.data.batch import samples_of, samples_of_tree, trained_nodes
 
 NodeAdvantages = dict[int, float]
 
@@ -67,7 +67,7 @@ def _node_advantages(
     if settings.step_rewards == "episode":
         whole = group_advantages(trajectories, rewards, settings, whitened=False).advantages
         nodes = {
-            index: dict.fromkeys(_acted(trajectories[index]), advantage)
+            index: dict.fromkeys(trained_nodes(trajectories[index]), advantage)
             for index, advantage in enumerate(whole)
             if advantage is not None
         }
@@ -146,7 +146,7 @@ def _turns(
         for index in members:
             steps = _step_rewards(trajectories[index], rewards[index] or 0.0, settings)
             to_go = step_advantages(trajectories[index], steps, discount=settings.discount)
-            for number, at in enumerate(_acted(trajectories[index])):
+            for number, at in enumerate(trained_nodes(trajectories[index])):
                 turns.append(_Turn(index, at, group, number, _tokens(trajectories[index], at), to_go[at]))
     return turns
 
@@ -188,10 +188,6 @@ def _whitened(
     for (index, at), value in zip(places, values, strict=True):
         whitened[index][at] = value
     return whitened
-
-
-def _acted(trajectory: Trajectory) -> list[int]:
-    return [at for at in trajectory.path() if trajectory.nodes[at].sampled]
 
 
 def _tokens(trajectory: Trajectory, at: int) -> int:

@@ -30,10 +30,10 @@ def sibling_advantages(trajectory: Trajectory, *, least_visits: int = 1) -> dict
 
 
 def step_advantages(trajectory: Trajectory, rewards: Mapping[int, float], *, discount: float = 1.0) -> dict[int, float]:
-    """``node -> return to go`` along the acted path, from step rewards (``node -> reward``)."""
+    """``node -> return to go`` of what was acted on, in order, from step rewards (``node -> reward``)."""
     returns: dict[int, float] = {}
     following = 0.0
-    for at in reversed([at for at in trajectory.path() if trajectory.nodes[at].sampled]):
+    for at in reversed(trajectory.acted()):
         following = rewards.get(at, 0.0) + discount * following
         returns[at] = following
     return returns
@@ -41,7 +41,7 @@ def step_advantages(trajectory: Trajectory, rewards: Mapping[int, float], *, dis
 
 def environment_rewards(trajectory: Trajectory) -> dict[int, float]:
     """``node -> reward`` as the environment returned it."""
-    return {at: trajectory.nodes[at].reward or 0.0 for at in trajectory.path() if trajectory.nodes[at].sampled}
+    return {at: trajectory.nodes[at].reward or 0.0 for at in trajectory.acted()}
 
 
 def state_before(trajectory: Trajectory, at: int) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ def search_rewards(trajectory: Trajectory) -> dict[int, float]:
     expected return of the episode. A turn's reward is the change of that sum (potential-based shaping, Ng et al. 1999),
     so the rewards of an episode sum to its return. Turns without a value from search keep the environment's reward.
     """
-    path = [at for at in trajectory.path() if trajectory.nodes[at].sampled]
+    path = trajectory.acted()
     rewards: dict[int, float] = {}
     earned, expected = 0.0, 0.0
     for at in path:

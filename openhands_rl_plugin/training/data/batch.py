@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from openhands_rl_plugin.core.errors import TrainingError
@@ -14,18 +14,36 @@ from openhands_rl_plugin.training.data.layout import MIN_SHARED, common_prefix
 def samples_of(
     trajectory: Trajectory, advantage: float = 1.0, leaf: int | None = None, *, need_logprobs: bool = True
 ) -> list[Sample]:
-    """The training sequences of one path (default: the acted path), in order.
+    """The training sequences of one path (default: of all that was acted on), in order.
 
     Turns are merged as long as every prompt extends the tokens before it; another prompt (a condensed or rewritten
-    history) starts a new sequence. Raises ``TrainingError`` when a sampled node has no tokens, or, with
-    ``need_logprobs`` (for reinforcement learning, not for SFT), no logprobs or non-finite ones.
+    history) starts a new sequence. Every answer is trained once, also where several sequences have it as context.
+    Answers on paths that a rewritten history left are left out where they were not recorded. Raises ``TrainingError``
+    when a sampled node of the path has no tokens, or, with ``need_logprobs`` (for reinforcement learning, not for SFT),
+    no logprobs or non-finite ones.
     """
-    at = trajectory.head if leaf is None else leaf
-    return [] if at is None else list(_segments(trajectory, at, advantage, set(), need_logprobs))
+    if leaf is not None:
+        return list(_segments(trajectory, leaf, advantage, set(), need_logprobs))
+    if trajectory.head is None:
+        return []
+    acted = set(trained_nodes(trajectory, need_logprobs=need_logprobs))
+    others = {at for at, node in enumerate(trajectory.nodes) if node.sampled and at not in acted}
+    left = acted - set(trajectory.path())
+    ends = [*_leaves(trajectory, left), trajectory.head]
+    return [sample for end in ends for sample in _segments(trajectory, end, advantage, others, need_logprobs)]
+
+
+def trained_nodes(trajectory: Trajectory, *, need_logprobs: bool = True) -> tuple[int, ...]:
+    """The answers that were acted on, in order; on paths that a rewritten history left, those with recorded tokens."""
+    acted, path = trajectory.acted(), set(trajectory.path())
+    if path.issuperset(acted):
+        return acted
+    recorded = recorded_nodes(trajectory, need_logprobs=need_logprobs)
+    return tuple(at for at in acted if at in path or at in recorded)
 
 
 def is_recorded(trajectory: Trajectory, *, need_logprobs: bool = True) -> bool:
-    """Whether the acted path has all data that ``samples_of`` needs, and at least one sampled token."""
+    """Whether the path to the head has all data that ``samples_of`` needs, and at least one sampled token."""
     sampled = 0
     try:
         for index in trajectory.path():
@@ -62,19 +80,25 @@ def samples_of_tree(
 
     ``advantages`` is ``node -> advantage``; sampled nodes without one are context only, and nodes of branches that were
     not fully recorded are left out. Every node is trained once, however many leaves are below it. Raises
-    ``TrainingError`` for the acted path as ``samples_of`` does.
+    ``TrainingError`` for the path to the head as ``samples_of`` does.
     """
-    acted = set(trajectory.path())
+    acted = {up for end in trajectory.ends() for up in trajectory.path(end)}
+    path = set(trajectory.path())
     recorded = recorded_nodes(trajectory, need_logprobs=need_logprobs)
-    named = {at: value for at, value in advantages.items() if at in acted or at in recorded}
-    inner = {up for at in named for up in trajectory.path(at)[:-1]}
-    # The acted path comes first, so that it stays one sequence.
-    ends = sorted(named.keys() - inner, key=lambda at: (at not in acted, at))
+    named = {at: value for at, value in advantages.items() if at in path or at in recorded}
+    # What was acted on comes first, so that it stays one sequence.
+    ends = sorted(_leaves(trajectory, named), key=lambda at: (at not in acted, at))
     trained = {at for at, node in enumerate(trajectory.nodes) if node.sampled and at not in named}
     samples: list[Sample] = []
     for leaf in ends:
         samples.extend(_segments(trajectory, leaf, named, trained, need_logprobs))
     return samples
+
+
+def _leaves(trajectory: Trajectory, nodes: Collection[int]) -> list[int]:
+    """Those of ``nodes`` below which no other one is, in order."""
+    inner = {up for at in nodes for up in trajectory.path(at)[:-1]}
+    return sorted(set(nodes) - inner)
 
 
 def pack(samples: Sequence[Sample], max_tokens_per_micro_batch: int) -> list[list[Sample]]:

@@ -28,13 +28,12 @@ def is_overlong(trajectory: Trajectory, settings: TrainingSettings) -> bool:
 
 
 def samplings(trajectory: Trajectory) -> tuple[tuple[float, float], ...]:
-    """The distinct pairs of temperature and ``top_p`` on the acted path, in order."""
-    path = (trajectory.nodes[at] for at in trajectory.path())
-    return tuple(sorted({_sampling(node.sampling) for node in path if node.sampled}))
+    """The distinct pairs of temperature and ``top_p`` of the answers that were acted on, in order."""
+    return tuple(sorted({_sampling(node.sampling) for node in trajectory.sampled()}))
 
 
 def is_off_temperature(trajectory: Trajectory) -> bool:
-    """Whether a message on the acted path was sampled from another distribution than that of its logprobs."""
+    """Whether an answer that was acted on was sampled from another distribution than that of its logprobs."""
     return any(sampling != _ON_TEMPERATURE for sampling in samplings(trajectory))
 
 

@@ -201,13 +201,15 @@ class Preference:
 def batch_weights(batch: Sequence[TrainingSample], settings: TrainingSettings) -> Tensor:
     """[S]: the weight of a token of each sample, from all samples of an optimiser batch."""
     lengths = torch.tensor([float(len(item.positions)) for item in batch])
+    units = {unit: at for at, unit in enumerate(dict.fromkeys(item.unit for item in batch))}
+    rollout = torch.tensor([units[item.unit] for item in batch], dtype=torch.int64)
     match aggregation_of(settings):
         case "token":
             return objectives.token_mean(lengths)
         case "sequence":
             return objectives.sequence_mean(lengths)
         case "fixed":
-            return objectives.fixed_length(lengths, settings.fixed_length or int(lengths.max()))
+            longest = int(objectives.tokens_per_rollout(lengths, rollout).max())
+            return objectives.fixed_length(lengths, settings.fixed_length or longest, len(units))
         case "rollout":
-            units = {unit: at for at, unit in enumerate(dict.fromkeys(item.unit for item in batch))}
-            return objectives.rollout_mean(lengths, torch.tensor([units[item.unit] for item in batch]))
+            return objectives.rollout_mean(lengths, rollout)

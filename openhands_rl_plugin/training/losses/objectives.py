@@ -144,22 +144,29 @@ def sequence_mean(lengths: Tensor) -> Tensor:
     return 1.0 / (lengths.clamp(min=1) * len(lengths))
 
 
-def fixed_length(lengths: Tensor, longest: int) -> Tensor:
-    """Every token has the weight ``1 / (S longest)``, whatever its sequence's length: Dr. GRPO (arXiv 2503.20783).
+def fixed_length(lengths: Tensor, longest: int, rollouts: int | None = None) -> Tensor:
+    """Every token has the weight ``1 / (R longest)``, whatever its sequence's length: Dr. GRPO (arXiv 2503.20783).
 
-    verl's ``seq-mean-token-sum-norm``, TRL's ``loss_type="dr_grpo"``. [S] -> [S].
+    verl's ``seq-mean-token-sum-norm``, TRL's ``loss_type="dr_grpo"``. R is the number of rollouts, by default one for
+    each of the S sequences. [S] -> [S].
     """
-    return torch.full_like(lengths, 1.0 / (len(lengths) * longest))
+    return torch.full_like(lengths, 1.0 / ((rollouts or len(lengths)) * longest))
 
 
 def rollout_mean(lengths: Tensor, rollout: Tensor) -> Tensor:
     """``sequence_mean`` per rollout: each has the same weight, however many sequences it was split into.
 
+    GRPO and GSPO average over whole outputs, which a rollout with a rewritten history has in several sequences.
     ``rollout[s]`` is the index (from 0) of the rollout that sequence s belongs to. lengths, rollout: [S] -> [S].
     """
+    tokens = tokens_per_rollout(lengths, rollout)
+    return 1.0 / (tokens.clamp(min=1)[rollout] * max(len(tokens), 1))
+
+
+def tokens_per_rollout(lengths: Tensor, rollout: Tensor) -> Tensor:
+    """The sampled tokens of each rollout; the arguments are those of ``rollout_mean``. Returns [R]."""
     rollouts = int(rollout.max()) + 1 if len(rollout) else 0
-    tokens = lengths.new_zeros(rollouts).index_add_(0, rollout, lengths)
-    return 1.0 / (tokens.clamp(min=1)[rollout] * max(rollouts, 1))
+    return lengths.new_zeros(rollouts).index_add_(0, rollout, lengths)
 
 
 def preference(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from jinja2 import TemplateError
 
 from openhands_rl_plugin.core.errors import TrainingError, describe
+from openhands_rl_plugin.core.transcript import transcript
 from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.trajectories.exchange.judgement import patch_of
 from openhands_rl_plugin.trajectories.exchange.verifier import LogSection, joined, log_sections, question
@@ -70,8 +71,8 @@ class VerifierPrompts:
             )
 
     def of(self, trajectory: Trajectory) -> VerifierPrompt:
-        """The prompt about the acted path of an episode."""
-        sections = log_sections(trajectory.messages(), trajectory.tools)
+        """The prompt about an episode, however often its history was condensed."""
+        sections = log_sections(transcript(trajectory), trajectory.tools)
         whole = self._encode(_text(sections))
         truncated = len(whole) > self._room
         log = self._fitted(sections, patch_of(trajectory)) if truncated else whole

@@ -14,6 +14,7 @@ from typing import Literal
 
 from pydantic import Field, JsonValue, field_validator
 
+from openhands_rl_plugin.core.transcript import transcript_nodes
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import JsonObject, Message, PolicyRef, Score, StopReason, Task, Times, Trajectory
 from openhands_rl_plugin.trajectories.exchange.dates import date_of, seconds_of
@@ -82,7 +83,7 @@ class TrajRow(Foreign):
 
 def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
     """One record. Raises ``LeftOutError`` for native tool calls, which the format does not have."""
-    indices = trajectory.path()
+    indices = transcript_nodes(trajectory)
     if not indices:
         raise LeftOutError("nothing was said in it")
     if any(trajectory.nodes[index].message.tool_calls for index in indices):

@@ -7,6 +7,7 @@ from datetime import datetime
 
 from pydantic import Field, JsonValue
 
+from openhands_rl_plugin.core.transcript import transcript
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Score, StopReason, Task, Times, Trajectory
 from openhands_rl_plugin.trajectories.exchange.dates import date_of, seconds_of
 from openhands_rl_plugin.trajectories.exchange.episodes import (
@@ -68,7 +69,7 @@ class EvalOutput(Foreign):
 
 def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
     """One row. Raises ``LeftOutError`` when nothing was said."""
-    messages = trajectory.messages()
+    messages = transcript(trajectory)
     if not messages:
         raise LeftOutError("nothing was said in it")
     test_result: JsonObject = {"git_patch": patch_of(trajectory) or ""}

@@ -76,21 +76,25 @@ class SftRow(Foreign):
 
 
 def text_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
-    """One row: the acted path with calls as text, results as what the user says, up to the last answer.
+    """A row for each path that was acted on, one unless the history was rewritten: calls as text, results as what the
+    user says, up to the last answer.
 
     Raises ``LeftOutError`` for an episode without an answer, or whose calls no text can carry.
     """
-    turns = single_call_turns(_answered(trajectory))
-    if turns.unanswered:
-        raise LeftOutError("several calls were made at once and some of them got no result")
-    spoken = until_last_answer(turns.messages)
-    yield {"messages": [*text_messages(spoken, trajectory.tools)], **identity_columns(trajectory, scores)}
+    for messages in _answered(trajectory):
+        turns = single_call_turns(messages)
+        if turns.unanswered:
+            raise LeftOutError("several calls were made at once and some of them got no result")
+        spoken = until_last_answer(turns.messages)
+        yield {"messages": [*text_messages(spoken, trajectory.tools)], **identity_columns(trajectory, scores)}
 
 
 def native_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
-    """One row: the acted path up to the last answer, with its tool calls and the tools."""
-    messages: list[JsonValue] = [to_wire(message) for message in until_last_answer(_answered(trajectory))]
-    yield {"messages": messages, "tools": [*trajectory.tools], **identity_columns(trajectory, scores)}
+    """A row for each path that was acted on, one unless the history was rewritten: up to its last answer, with its
+    tool calls and the tools."""
+    for said in _answered(trajectory):
+        messages: list[JsonValue] = [to_wire(message) for message in until_last_answer(said)]
+        yield {"messages": messages, "tools": [*trajectory.tools], **identity_columns(trajectory, scores)}
 
 
 def text_messages(messages: Sequence[Message], tools: Sequence[JsonObject]) -> Iterator[JsonObject]:
@@ -188,11 +192,13 @@ def _imported(format: str, record: SftRow, messages: list[Message], tools: tuple
     return finished(tree, origin, Ending(end_of(messages), evidence, reward, detail))
 
 
-def _answered(trajectory: Trajectory) -> tuple[Message, ...]:
-    messages = trajectory.messages()
-    if not any(message.role == "assistant" for message in messages):
+def _answered(trajectory: Trajectory) -> list[tuple[Message, ...]]:
+    """The conversations with an answer, as the model saw them."""
+    paths = [trajectory.messages(end) for end in trajectory.ends()]
+    answered = [messages for messages in paths if any(message.role == "assistant" for message in messages)]
+    if not answered:
         raise LeftOutError("it has no answer")
-    return messages
+    return answered
 
 
 def _rendered(call: ToolCall, tools: dict[str, JsonObject]) -> str:

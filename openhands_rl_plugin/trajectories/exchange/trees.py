@@ -69,7 +69,7 @@ def value_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[Json
 
     Raises ``LeftOutError`` for an episode without values.
     """
-    acted = set(trajectory.path())
+    acted = set(trajectory.acted())
     found = False
     for siblings in _valued(trajectory).values():
         for at in siblings:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from openhands_rl_plugin.core.templates.function_text import RenderError, render_call
+from openhands_rl_plugin.core.transcript import transcript
 from openhands_rl_plugin.core.types import JsonObject, Message, Score, ToolCall, Trajectory
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
 from openhands_rl_plugin.trajectories.exchange.judgement import identity_columns, resolved
@@ -51,7 +52,7 @@ def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject
         raise LeftOutError("it is not judged: no score, and no report that says resolved")
     judgement = "YES" if judged else "NO"
     messages = [
-        *prompt(trajectory.messages(), trajectory.tools),
+        *prompt(transcript(trajectory), trajectory.tools),
         {"role": "assistant", "content": f"<judgement>{judgement}</judgement>"},
     ]
     yield {"messages": messages, **identity_columns(trajectory, scores), "resolved": judged}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
+from openhands_rl_plugin.core.acted import ACTED, KIND, acted_nodes, path_to
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeStart, NodeMark, TrajectorySummary
 from openhands_rl_plugin.core.types import (
@@ -24,7 +25,7 @@ from openhands_rl_plugin.core.types import (
 
 
 class EpisodeHeader(NamedTuple):
-    """One flat row. ``turns`` and ``episode_return`` are those of the acted path; the times are Unix times in seconds.
+    """One flat row. ``turns`` and ``episode_return`` are of what was acted on; the times are Unix times in seconds.
 
     There is no return where the episode failed, where no step was rewarded, or where the environment pays nothing.
     An unfinished episode has ``stop`` "unfinished", no usage, and as ``finished`` the time at which it last grew.
@@ -143,11 +144,21 @@ def paid_return(total: float | None, environment: str, evidence: JsonObject | No
     return total if total or pays_rewards(environment, evidence or {}) else None
 
 
+class _Vertebra(NamedTuple):
+    """The fields of a node that ``acted_nodes`` looks at, and its reward."""
+
+    parent: int | None
+    sampled: bool
+    reward: float | None
+    simulated: bool
+    metadata: JsonObject
+
+
 class Spine:
-    """The node fields that an episode's header depends on: parents, rewards, and which nodes were sampled."""
+    """The node fields that an episode's header depends on: parents, rewards, which nodes were sampled and executed."""
 
     def __init__(self, nodes: Iterable[Node] = ()) -> None:
-        self._nodes: list[tuple[int | None, bool, float | None]] = []
+        self._nodes: list[_Vertebra] = []
         self.extend(nodes)
 
     def __len__(self) -> int:
@@ -159,31 +170,29 @@ class Spine:
             at = len(self._nodes)
             if node.parent is not None and not 0 <= node.parent < at:
                 raise StorageError(f"node {at} cannot be stored: its parent {node.parent} is not an earlier node")
-            self._nodes.append((node.parent, node.sampled, node.reward))
+            notes: JsonObject = {key: node.metadata[key] for key in (KIND, ACTED) if key in node.metadata}
+            self._nodes.append(_Vertebra(node.parent, node.sampled, node.reward, node.simulated, notes))
 
     def mark(self, marks: Iterable[NodeMark]) -> None:
         """Change rewards. Raises ``StorageError`` for a mark of a node that is not there."""
         for mark in marks:
             if not 0 <= mark.index < len(self):
                 raise StorageError(f"node {mark.index} cannot be marked: there are {len(self)} nodes")
-            parent, sampled, _ = self._nodes[mark.index]
-            self._nodes[mark.index] = parent, sampled, mark.reward
+            self._nodes[mark.index] = self._nodes[mark.index]._replace(reward=mark.reward, simulated=mark.simulated)
 
     def along(self, head: int | None) -> tuple[int, float | None]:
-        """Turns and return of the path to ``head``, ``None`` when nothing on it was rewarded.
+        """Turns and return of what was acted on, ``None`` when nothing of it was rewarded: the path to ``head``, and
+        what was executed on others.
 
         Raises ``StorageError`` when that node is not there.
         """
         if head is not None and not 0 <= head < len(self):
             raise StorageError(f"node {head} cannot be the head: there are {len(self)} nodes")
-        turns, rewards, rewarded = 0, [], False
-        while head is not None:
-            head, sampled, reward = self._nodes[head]
-            turns += sampled
-            rewards.append(reward or 0.0)
-            rewarded |= reward is not None
+        acted = acted_nodes(self._nodes, head)
         # Summed from the root on, as ``Trajectory.episode_return`` does, to get the same last bit.
-        return turns, float(sum(reversed(rewards))) if rewarded else None
+        stepped = sorted({*path_to(self._nodes, head), *acted})
+        rewards = [reward for at in stepped if (reward := self._nodes[at].reward) is not None]
+        return len(acted), float(sum(rewards)) if rewards else None
 
 
 def whole(start: EpisodeStart, nodes: Sequence[Node], end: EpisodeEnd) -> Trajectory:

@@ -1,0 +1,78 @@
+"""Which nodes of an episode's tree were acted on: the path to its head, and those that a rewritten history left.
+
+A host that condenses, merges or cuts the history goes on in a new branch, so that an episode without any search may
+have several paths (segments) that were all acted on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from pydantic import JsonValue
+
+TURN, CONDENSATION = "turn", "condensation"
+"""Kinds of nodes: a message of the episode; a host's request to summarise its history, and the summary."""
+
+KIND, ACTED = "kind", "acted"
+"""Keys of a node's metadata, which every release can read. ``ACTED`` is for imports, where no reward says so."""
+
+
+class TreeNode(Protocol):
+    """The fields of a node that are looked at here."""
+
+    @property
+    def parent(self) -> int | None: ...
+    @property
+    def sampled(self) -> bool: ...
+    @property
+    def reward(self) -> float | None: ...
+    @property
+    def simulated(self) -> bool: ...
+    @property
+    def metadata(self) -> dict[str, JsonValue]: ...
+
+
+def kind_of(node: TreeNode) -> str:
+    """``TURN``, or what else a host wrote or sampled beside the episode."""
+    kind = node.metadata.get(KIND)
+    return kind if isinstance(kind, str) else TURN
+
+
+def was_executed(node: TreeNode) -> bool:
+    """Whether it is an answer that the live environment or the host went on from; a simulation does not count."""
+    stepped = node.reward is not None and not node.simulated
+    return node.sampled and (stepped or node.metadata.get(ACTED) is True) and kind_of(node) == TURN
+
+
+def path_to(nodes: Sequence[TreeNode], leaf: int | None) -> tuple[int, ...]:
+    """Node indices from the root to ``leaf``."""
+    indices: list[int] = []
+    while leaf is not None:
+        indices.append(leaf)
+        leaf = nodes[leaf].parent
+    return tuple(reversed(indices))
+
+
+def acted_nodes(nodes: Sequence[TreeNode], head: int | None) -> tuple[int, ...]:
+    """Indices of the answers that were acted on, in order.
+
+    Those of the path to ``head``, and executed ones on other paths. Of several answers in one state only the one on the
+    path was acted on. No malformed, dropped or only simulated answer, and no summary.
+    """
+    if head is None:
+        return ()
+    path = {at for at in path_to(nodes, head) if nodes[at].sampled and kind_of(nodes[at]) == TURN}
+    decided = {nodes[at].parent for at in path}
+    others = {at for at, node in enumerate(nodes) if was_executed(node) and node.parent not in decided}
+    return tuple(sorted(path | others))
+
+
+def acted_ends(nodes: Sequence[TreeNode], head: int | None) -> tuple[int, ...]:
+    """The last node of every path that was acted on, in order; the last one is ``head``."""
+    if head is None:
+        return ()
+    last = set(path_to(nodes, head))
+    left = [at for at in acted_nodes(nodes, head) if at not in last]
+    inner = {up for at in left for up in path_to(nodes, at)[:-1]}
+    return (*(at for at in left if at not in inner), head)

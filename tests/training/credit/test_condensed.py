@@ -1,0 +1,189 @@
+"""An episode whose history a host condensed: every answer that was acted on is trained, once, in one rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.core.conversation import HostConversation
+from openhands_rl_plugin.core.messages import to_wire
+from openhands_rl_plugin.core.transcript import transcript
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import (
+    Completion,
+    EpisodeRequest,
+    Message,
+    Observation,
+    PolicyRef,
+    StopReason,
+    StrategySpec,
+    Task,
+    Times,
+    Tokens,
+    Trajectory,
+)
+from openhands_rl_plugin.training.credit.credit import credited_samples
+from openhands_rl_plugin.training.data.batch import is_recorded, samples_of
+from openhands_rl_plugin.training.losses.losses import batch_weights
+from openhands_rl_plugin.training.losses.micro_batches import samples_from_rollouts
+from openhands_rl_plugin.trajectories.storages.header import Spine
+
+POLICY = PolicyRef(base_model="m")
+START = (Message(role="system", content="be good"), Message(role="user", content="mend it"))
+
+
+class Host:
+    """Plays turns as a host does: each prompt is built from scratch, and ``condense`` rewrites it."""
+
+    def __init__(self) -> None:
+        self.tree = EpisodeTree()
+        self.conversation = HostConversation(self.tree)
+        self.history = list(START)
+        self.ids: dict[str, int] = {}
+        self.answers = 0
+
+    def turn(self, *, drop: bool = False) -> None:
+        """An answer and what came of it; with ``drop`` the answer is never acted on."""
+        self.conversation.follow([to_wire(message) for message in self.history])
+        self.answers += 1
+        said = Message(role="assistant", content=f"answer {self.answers}")
+        sampled = (1000 + self.answers, 2000 + self.answers)
+        tokens = Tokens(prompt_ids=self._prompt_ids(), sampled_ids=sampled, logprobs=(-0.5, -0.25))
+        node = self.tree.propose(Completion(message=said, tokens=tokens, policy=POLICY))
+        if drop:
+            return
+        self.conversation.acted(node)
+        self.history += [said, Message(role="user", content=f"result {self.answers}")]
+
+    def condense(self, keep: int) -> None:
+        """A summary stands for all but the last ``keep`` messages."""
+        summary = Message(role="user", content=f"summary after {self.answers}")
+        self.history = [*START, summary, *self.history[len(self.history) - keep :]]
+
+    def finished(self, name: str = "t", group: str = "g") -> Trajectory:
+        self.tree.observe(Observation(messages=(Message(role="user", content="bye"),)))
+        return self.tree.freeze(
+            EpisodeRequest(task=Task(id="x", environment="e"), run_id="r", group_id=group),
+            trajectory_id=name,
+            strategy=StrategySpec(name="s"),
+            policy=POLICY,
+            stop=StopReason.TERMINATED,
+            times=Times(started=0.0, finished=1.0),
+        )
+
+    def _prompt_ids(self) -> tuple[int, ...]:
+        """An answer that was sampled keeps its ids; other messages are three ids each."""
+        ids: list[int] = []
+        for message in self.history:
+            text = message.content or ""
+            number = int(text.rpartition(" ")[2]) if text.startswith("answer") else 0
+            base = self.ids.setdefault(text, 10 + 10 * len(self.ids))
+            ids += (1000 + number, 2000 + number) if number else (base, base + 1, base + 2)
+        return tuple(ids)
+
+
+def condensed(name: str = "t", turns: Sequence[int] = (3, 3, 2), keep: int = 2, group: str = "g") -> Trajectory:
+    host = Host()
+    for number, length in enumerate(turns):
+        if number:
+            host.condense(keep)
+        for _ in range(length):
+            host.turn()
+    return host.finished(name, group)
+
+
+def trained(samples: Sequence) -> list[int]:
+    return sorted(token for sample in samples for token, on in zip(sample.input_ids, sample.mask, strict=True) if on)
+
+
+def test_every_sampled_token_of_every_segment_is_trained_once() -> None:
+    episode = condensed()
+    assert len(episode.acted()) == 8 and len(episode.ends()) == 3
+    assert len([*episode.sampled(episode.head)]) == 2, "the last segment has two turns only"
+    samples = samples_of(episode, 0.5)
+    assert trained(samples) == sorted([1000 + at for at in range(1, 9)] + [2000 + at for at in range(1, 9)])
+    assert [sum(sample.mask) for sample in samples] == [6, 6, 4]
+    assert {sample.advantage for sample in samples} == {0.5}
+    assert Spine(episode.nodes).along(episode.head) == (8, episode.known_return)
+
+
+def test_a_history_that_begins_alike_trains_its_common_turns_once() -> None:
+    host = Host()
+    for _ in range(3):
+        host.turn()
+    host.history[4] = Message(role="user", content="[masked]")  # the second observation
+    host.turn()
+    episode = host.finished()
+    assert trained(samples_of(episode)) == sorted([1000 + at for at in range(1, 5)] + [2000 + at for at in range(1, 5)])
+
+
+def test_a_dropped_answer_is_not_trained() -> None:
+    host = Host()
+    host.turn()
+    host.turn(drop=True)
+    host.turn()
+    host.condense(2)
+    host.turn()
+    assert 1002 not in trained(samples_of(host.finished()))
+
+
+def test_what_search_simulated_is_not_trained() -> None:
+    host = Host()
+    host.turn()
+    host.condense(1)
+    host.turn()
+    tree, state = host.tree, host.tree.nodes[host.tree.head].parent  # type: ignore[index]
+    tried = Completion(
+        message=Message(role="assistant", content="tried"),
+        tokens=Tokens(prompt_ids=(9,), sampled_ids=(7777,), logprobs=(-1.0,)),
+    )
+    simulated, _ = tree.propose(tried, parent=state), tree.propose(tried, parent=state)
+    tree.nodes[simulated].reward, tree.nodes[simulated].simulated = 1.0, True
+    host.condense(1)
+    host.turn()
+    episode = host.finished()
+    assert 7777 not in trained(samples_of(episode)) and len(episode.acted()) == 3
+    assert episode.episode_return == 0.0
+
+
+def test_a_segment_that_was_not_recorded_is_left_out_and_the_others_are_trained() -> None:
+    episode = condensed()
+    nodes = list(episode.nodes)
+    first = episode.acted()[1]
+    nodes[first] = nodes[first].model_copy(update={"tokens": None})
+    partly = episode.model_copy(update={"nodes": tuple(nodes)})
+    assert is_recorded(partly)
+    assert trained(samples_of(partly)) == sorted({*trained(samples_of(episode))} - {1002, 2002, 1003, 2003})
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "gspo", "dr-grpo"])
+def test_a_rollout_of_five_segments_weighs_as_much_as_one(algorithm: str) -> None:
+    settings = TrainingSettings(algorithm=algorithm)  # type: ignore[arg-type]
+    episodes = [condensed("five", (2, 2, 2, 2, 2), group="g"), condensed("one", (10,), group="g")]
+    credit = credited_samples(episodes, [1.0, 0.0], settings)
+    assert [sample.trajectory_id for sample in credit.samples] == ["five"] * 5 + ["one"]
+    items = samples_from_rollouts(credit.samples)
+    weights = batch_weights(items, settings) * torch.tensor([float(len(item.positions)) for item in items])
+    assert weights[:5].sum().item() == pytest.approx(weights[5].item()) == pytest.approx(0.5)
+    advantages = {sample.trajectory_id: sample.advantage for sample in credit.samples}
+    assert advantages["five"] == pytest.approx(-advantages["one"]) and advantages["five"] > 0
+
+
+@pytest.mark.parametrize("steps", ["episode", "environment"])
+def test_turns_have_returns_to_go_over_all_segments(steps: str) -> None:
+    settings = TrainingSettings(algorithm="grpo", step_rewards=steps)  # type: ignore[arg-type]
+    episodes = [condensed("a"), condensed("b")]
+    samples = credited_samples(episodes, [1.0, 0.0], settings).samples
+    assert len(trained(samples)) == 2 * 2 * 8
+    assert {sample.advantage_at(at) > 0 for sample in samples if sample.trajectory_id == "a" for at in range(2)} == {
+        True
+    }
+
+
+def test_the_transcript_says_everything_once() -> None:
+    said = [message.content for message in transcript(condensed())]
+    assert [text for text in said if text and text.startswith("answer")] == [f"answer {at}" for at in range(1, 9)]
+    assert len(said) == len({*said}) and "summary after 3" in said and "result 3" in said
