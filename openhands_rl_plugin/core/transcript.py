@@ -23,7 +23,7 @@ def transcript_nodes(trajectory: Trajectory) -> Sequence[int]:
         node = trajectory.nodes[at]
         if node.sampled or node.message not in known:
             told.append(at)
-        known |= {node.message, _replayed(node)}
+        known.update((node.message, _replayed(node)))
     return told
 
 

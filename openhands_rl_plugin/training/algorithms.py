@@ -37,11 +37,11 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
     # DAPO's clip-higher: it keeps the entropy up at no cost.
     "reinforce++-baseline": Algorithm("reinforcement", "ppo", high=0.28),
     "rloo": Algorithm("reinforcement", "ppo", estimator=ESTIMATORS["rloo"]),
-    "grpo": Algorithm("reinforcement", "ppo", "rollout", ESTIMATORS["grpo"]),
+    "grpo": Algorithm("reinforcement", "ppo", "sequence", ESTIMATORS["grpo"]),
     "dr-grpo": Algorithm("reinforcement", "ppo", "fixed", ESTIMATORS["dr-grpo"]),
     # Its dynamic filtering (groups without a signal are left out) is done for all algorithms that compare in groups.
     "dapo": Algorithm("reinforcement", "ppo", estimator=ESTIMATORS["grpo"], high=0.28),
-    "gspo": Algorithm("reinforcement", "gspo", "rollout", ESTIMATORS["grpo"], low=3e-4, high=4e-4),
+    "gspo": Algorithm("reinforcement", "gspo", "sequence", ESTIMATORS["grpo"], low=3e-4, high=4e-4),
     "cispo": Algorithm("reinforcement", "cispo", estimator=ESTIMATORS["grpo"], high=0.28),
     "dpo": Algorithm("preference", "preference"),
 }

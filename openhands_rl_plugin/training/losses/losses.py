@@ -206,10 +206,9 @@ def batch_weights(batch: Sequence[TrainingSample], settings: TrainingSettings) -
     match aggregation_of(settings):
         case "token":
             return objectives.token_mean(lengths)
-        case "sequence":
-            return objectives.sequence_mean(lengths)
         case "fixed":
             longest = int(objectives.tokens_per_rollout(lengths, rollout).max())
             return objectives.fixed_length(lengths, settings.fixed_length or longest, len(units))
-        case "rollout":
+        case "sequence" | "rollout":
+            # The papers' sequence is a rollout's whole output, which a rewritten history cuts into several.
             return objectives.rollout_mean(lengths, rollout)
