@@ -226,7 +226,7 @@ def _serve(settings: RLSettings, model: Path, name: str) -> list[str]:
 
 def _at_server(args: argparse.Namespace, settings: RLSettings) -> tuple[RLSettings, Path]:
     """The settings with the server's base model, and its weights, which training needs on this machine."""
-    from openhands_rl_plugin.apps.agent.server_models import served_base
+    from openhands_rl_plugin.models.engines.server_models import served_base
 
     serving = settings.serving
     base = served_base(serving.base_url, serving.model, serving.api_key(), serving.request_timeout)
@@ -240,7 +240,7 @@ def _at_server(args: argparse.Namespace, settings: RLSettings) -> tuple[RLSettin
 
 
 def _given_weights(args: argparse.Namespace) -> Path:
-    from openhands_rl_plugin.apps.agent.server_models import local_weights
+    from openhands_rl_plugin.models.engines.server_models import local_weights
 
     if args.model is None:
         raise ConfigError("no model is given: give its folder with --model, or its server as base_url in [rl.serving]")

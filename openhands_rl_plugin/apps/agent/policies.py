@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from openhands_rl_plugin.apps.agent.server_models import local_weights, normalised_url, served_base
 from openhands_rl_plugin.apps.agent.snapshot import Savable, snapshot
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, PublishError
@@ -23,6 +22,7 @@ from openhands_rl_plugin.models.adapters.logprob_check import PreviousVersion, c
 from openhands_rl_plugin.models.adapters.publisher import publisher_for
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
+from openhands_rl_plugin.models.engines.server_models import local_weights, normalised_url, served_base
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.errors import ServingError
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import os
+import re
 import threading
 import uuid
 import zlib
@@ -16,24 +18,40 @@ from openhands_rl_plugin.config.build import make_strategy, open_storage, strate
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.redaction import redact_trajectory
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, StopReason, Task, Trajectory
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
+from openhands_rl_plugin.hosts.shared.run_summary import run_summary
 
 WORKSPACE = "workspace"
+
+_TITLE, _WORDS, _SHORT = 36, 7, 8
+
+# OpenHands' own logger, by its name: nothing here imports OpenHands.
+log = logging.getLogger("openhands")
 
 TASK_INDEX_VARIABLE = "OPENHANDS_RL_TASK_INDEX"
 """The index of the environment's task for ``python -m openhands.core.main``; default 0."""
 
 
 def standalone_episode(
-    settings: RLSettings, *, session: str, instruction: str, base_model: str, environment_mode: bool
+    settings: RLSettings,
+    *,
+    session: str,
+    instruction: str,
+    base_model: str,
+    environment_mode: bool,
+    served_model: str | None = None,
 ) -> HostEpisode:
     """The episode of an OpenHands session. Raises ``ConfigError`` for a strategy that cannot be loaded.
+
+    ``served_model``: the adapter's name on the server, if the session samples from one.
 
     In environment mode its task is the environment's, else the session itself. With a ``[rl.sampling] seed`` the same
     task is sampled the same way in every run; without one every run differs.
     """
-    task = Task(id=session, environment=WORKSPACE, instruction=instruction)
+    task = Task(id=workspace_task_id(instruction, session), environment=WORKSPACE, instruction=instruction)
     if environment_mode:
         task = task_from_environment_variable(settings).model_copy(update={"instruction": instruction})
     run_id = f"standalone-{uuid.uuid4().hex}"
@@ -44,6 +62,7 @@ def standalone_episode(
         run_id=run_id,
         group_id=session,
         seed=zlib.crc32("\0".join(seed).encode()),
+        served_model=served_model,
     )
     return HostEpisode(
         request,
@@ -53,6 +72,12 @@ def standalone_episode(
         base_model=base_model,
         environment_mode=environment_mode,
     )
+
+
+def workspace_task_id(instruction: str, session: str) -> str:
+    """The instruction's first words and the session's first characters: ``make-the-failing-test-pass-1f0c2a9b``."""
+    words = re.findall(r"\w+", instruction[:_TITLE])[:_WORDS]
+    return "-".join([*(word.lower() for word in words), session[:_SHORT]])
 
 
 def task_from_environment_variable(settings: RLSettings) -> Task:
@@ -78,12 +103,14 @@ class StandaloneRun:
     def keep(self, stop: StopReason | None = None, failure: Failure | None = None) -> None:
         """Close the episode; later calls do nothing. Raises ``StorageError``."""
         if self._claim():
-            background().wait_for(self._store(self._episode.freeze(stop=stop, failure=failure)))
+            log.info("%s", background().wait_for(self._store(self._episode.freeze(stop=stop, failure=failure))))
 
     def _keep_at_exit(self) -> None:
         # The interpreter no longer starts threads, so a new storage is used here, and left open.
         if self._episode.tree.nodes and self._claim():
-            asyncio.run(open_storage(self._episode.settings).add(self._episode.freeze()))
+            trajectory = self._episode.freeze()
+            asyncio.run(open_storage(self._episode.settings).add(trajectory))
+            log.info("%s", run_summary(redact_trajectory(trajectory), (), self._episode.settings))
 
     def _claim(self) -> bool:
         with self._lock:
@@ -91,8 +118,16 @@ class StandaloneRun:
         atexit.unregister(self._keep_at_exit)
         return not kept
 
-    async def _store(self, trajectory: Trajectory) -> None:
+    async def _store(self, trajectory: Trajectory) -> str:
         try:
             await self._episode.end(trajectory)
+            return await self._summary(trajectory)
         finally:
             await self._storage.close()
+
+    async def _summary(self, trajectory: Trajectory) -> str:
+        """Of what is stored, which says less than the episode did where a secret was taken out."""
+        settings = self._episode.settings
+        async for stored, scores in self._storage.find(TrajectoryFilter(ids=(trajectory.id,))):
+            return run_summary(stored, scores, settings)
+        return run_summary(redact_trajectory(trajectory), (), settings)

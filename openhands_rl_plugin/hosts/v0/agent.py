@@ -14,6 +14,7 @@ from openhands.agenthub.codeact_agent.codeact_agent import CodeActAgent
 from openhands.controller.state.state import State
 from openhands.core.config import AgentConfig
 from openhands.core.exceptions import FunctionCallConversionError, FunctionCallValidationError
+from openhands.core.logger import openhands_logger
 from openhands.events.action import Action, AgentFinishAction, MessageAction, NullAction
 from openhands.events.action.message import SystemMessageAction
 from openhands.events.event import Event
@@ -25,7 +26,7 @@ from openhands.memory.condenser.condenser import Condensation
 from openhands.memory.condenser.impl.no_op_condenser import NoOpCondenser
 
 from openhands_rl_plugin.core.concurrency import background
-from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary, describe
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, describe
 from openhands_rl_plugin.core.messages import WireMessage
 from openhands_rl_plugin.core.tree import CHARACTERS_PER_TOKEN
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
@@ -41,6 +42,7 @@ from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun, stand
 from openhands_rl_plugin.hosts.shared.workspace_conversation import WorkspaceConversation
 from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostTurn
 from openhands_rl_plugin.hosts.v0.environment_actions import EnvironmentActions
+from openhands_rl_plugin.hosts.v0.first_prompt import FirstPrompt, refuse, too_long
 from openhands_rl_plugin.hosts.v0.recorder import split_provider
 from openhands_rl_plugin.hosts.v0.registration import register
 from openhands_rl_plugin.hosts.v0.session_state import controller_end
@@ -89,9 +91,29 @@ class RLAgent(CodeActAgent):
         super().__init__(config, llm_registry)
         if isinstance(self.llm, RouterLLM):
             raise ConfigError("RLAgent needs one model for a whole episode; remove [model_routing] from config.toml")
-        self._settings = bound.settings if bound else host_settings(config, llm_registry.config)
+        self._served_model: str | None = None
         if bound is not None:
+            self._settings = bound.settings
             self._active = self._begin(bound)
+            return
+        try:
+            self._settings = host_settings(config, llm_registry.config)
+            self._served_model = self._check_first_prompt()
+        except RLError as error:
+            refuse(error)
+
+    def _check_first_prompt(self) -> str | None:
+        """Raises ``RLError`` when the run cannot begin; returns the served name of the adapter that it samples from."""
+        first = FirstPrompt(self.llm.config, self._settings)
+        first.check_server()
+        if not self._environment_mode:
+            system = self.get_system_message()
+            prompt = [{"role": "system", "content": system.content if system else ""}, {"role": "user", "content": "."}]
+            native = self.llm.is_function_calling_active()
+            first.check_length(
+                prompt if native else self._described_in_prompt(prompt, self._offered), self._offered if native else ()
+            )
+        return first.adapter_in_use()
 
     def step(self, state: State) -> Action:
         """The next action: a pending one, or the first of a new answer.
@@ -132,6 +154,7 @@ class RLAgent(CodeActAgent):
             instruction=self._get_initial_user_message(state.history).content,
             base_model=self._settings.serving.model or split_provider(self.llm.config.model)[1],
             environment_mode=self._environment_mode,
+            served_model=self._served_model,
         )
         return self._begin(episode, StandaloneRun(episode))
 
@@ -255,10 +278,14 @@ class RLAgent(CodeActAgent):
         error = caught.__cause__
         host_error = (error and error.__cause__) or error or caught
         assert isinstance(host_error, Exception)
-        stuck = self._environment_mode or isinstance(self.condenser, NoOpCondenser)
-        if isinstance(host_error, ContextWindowExceededError) and stuck:
-            active.episode.failure = None
-            return self._finish(active, StopReason.MAX_TOKENS)
+        if isinstance(host_error, ContextWindowExceededError):
+            if not active.episode.turns:
+                # No condenser can make the first prompt shorter: OpenHands would try until its limit of iterations.
+                openhands_logger.error(str(too_long("too many tokens", self._settings.max_response_length, "size")))
+                return self._finish(active, StopReason.ERROR)
+            if self._environment_mode or isinstance(self.condenser, NoOpCondenser):
+                active.episode.failure = None
+                return self._finish(active, StopReason.MAX_TOKENS)
         raise host_error
 
     def _read_actions(self, response: ModelResponse) -> Sequence[Action]:

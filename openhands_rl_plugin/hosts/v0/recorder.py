@@ -38,7 +38,7 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.hosts.shared.token_interceptor import TokenInterceptor, intercepting, intercepting_client
 from openhands_rl_plugin.models.gateway.token_id_text import ContextCache
 
-_OPENAI_COMPATIBLE = frozenset({"openai", "custom_openai", "hosted_vllm", "litellm_proxy"})
+OPENAI_COMPATIBLE = frozenset({"openai", "custom_openai", "hosted_vllm", "litellm_proxy"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def _knows_token_ids(asked: Mapping[str, Any]) -> bool:
     if not base_url or (urlsplit(base_url).hostname or "").endswith("openai.com"):
         return False
     provider = asked.get("custom_llm_provider") or split_provider(asked.get("model") or "")[0]
-    return provider in _OPENAI_COMPATIBLE
+    return provider in OPENAI_COMPATIBLE
 
 
 def split_provider(model: str) -> tuple[str, str]:

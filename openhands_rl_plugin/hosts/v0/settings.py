@@ -71,13 +71,18 @@ def host_settings(agent_config: AgentConfig, config: OpenHandsConfig) -> RLSetti
     return settings_from_sections({"extended": config.extended.model_dump(), "agent": {"RLAgent": {"rl": own}}})
 
 
+def under_headless_main() -> bool:
+    """Whether this process is ``python -m openhands.core.main``."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec is not None and spec.name == _HEADLESS_MAIN
+
+
 def _file_of_headless_main() -> Path | None:
     """The configuration file of ``python -m openhands.core.main``.
 
     Needed with ``LOG_LEVEL=ERROR``, when OpenHands logs no warning.
     """
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    if spec is None or spec.name != _HEADLESS_MAIN:
+    if not under_headless_main():
         return None
     arguments, _ = get_headless_parser().parse_known_args()
     file = Path(arguments.config_file).absolute()

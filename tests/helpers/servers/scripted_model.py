@@ -64,6 +64,8 @@ class ScriptedModel:
         self.scripts: dict[str, deque[dict[str, Any]]] = defaultdict(deque)
         self.policies: dict[str, Policy] = {}
         self.requests: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        self.context: int | None = None
+        self.adapters: dict[str, str] = {}
         self.delay = 0.0
         self.at_once = 0
         self.most_at_once = 0
@@ -72,6 +74,19 @@ class ScriptedModel:
     def script(self, model: str, answers: Iterable[dict[str, Any]]) -> None:
         """Add answers for the requests that name ``model``."""
         self.scripts[model].extend(answers)
+
+    async def models(self, _: Request) -> JSONResponse:
+        """Scripted models with ``context`` tokens, and ``adapters`` (name -> base); 404 without a ``context``."""
+        if self.context is None:
+            return JSONResponse({}, status_code=404)
+        bases = [{"id": name, "parent": None, "max_model_len": self.context} for name in self.scripts]
+        return JSONResponse({"data": [*bases, *({"id": name, "parent": of} for name, of in self.adapters.items())]})
+
+    async def tokenize(self, request: Request) -> JSONResponse:
+        """The length of a prompt, of its tools too."""
+        body = await request.json()
+        tools = json.dumps(body["tools"]) if body.get("tools") else ""
+        return JSONResponse({"count": len(prompt_ids(body["messages"])) + len(tools)})
 
     async def answer(self, request: Request) -> JSONResponse:
         """The route."""
@@ -143,7 +158,12 @@ def serve() -> Iterator[ScriptedModel]:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # else asyncio leaves Nagle on
     listener.bind(("127.0.0.1", 0))
     model = ScriptedModel(f"http://127.0.0.1:{listener.getsockname()[1]}/v1")
-    app = Starlette(routes=[Route("/v1/chat/completions", model.answer, methods=["POST"])])
+    routes = [
+        Route("/v1/chat/completions", model.answer, methods=["POST"]),
+        Route("/v1/models", model.models),
+        Route("/tokenize", model.tokenize, methods=["POST"]),
+    ]
+    app = Starlette(routes=routes)
     server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

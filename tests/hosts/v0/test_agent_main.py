@@ -145,14 +145,17 @@ SHOPPING = [says("Thought: I look for shoes.\nAction: search[shoes]")]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Iterator[dict[str, Run]]:
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("plain", "layered", "shopping")}
-    with serve() as server, running_webshop() as shop:
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("plain", "layered", "shopping", "short")}
+    with serve() as server, serve() as small, running_webshop() as shop:
+        small.script("short", NATIVE)
+        small.context = 8192
         server.script("policy-v000003", NATIVE)
         server.script("tiny", IN_PROMPT)
         server.script("shopper", SHOPPING)
         processes = {
             "plain": start(folders["plain"], server, "policy-v000003", PLAIN),
             "layered": start(folders["layered"], server, "tiny", LAYERED, native="false", log_level="ERROR"),
+            "short": start(folders["short"], small, "short", PLAIN),
             "shopping": start(folders["shopping"], server, "shopper", PLAIN, runtime=ENVIRONMENT, shop=shop),
         }
         try:
@@ -162,9 +165,10 @@ def runs(tmp_path_factory) -> Iterator[dict[str, Run]]:
             for process in processes.values():
                 process.kill()
                 process.wait()
-        models = {"plain": "policy-v000003", "layered": "tiny", "shopping": "shopper"}
+        models = {"plain": "policy-v000003", "layered": "tiny", "shopping": "shopper", "short": "short"}
+        requests = server.requests | {"short": small.requests["short"]}
         yield {
-            name: Run(folder, (folder / "output.txt").read_text(), server.requests[models[name]])
+            name: Run(folder, (folder / "output.txt").read_text(), requests[models[name]])
             for name, folder in folders.items()
         }
 
@@ -192,6 +196,7 @@ def test_plain_run_does_the_task_and_stores_one_trajectory(runs):
     assert run.trajectory.failure is None
     assert run.trajectory.task.instruction == TASK
     assert run.trajectory.task.environment == "workspace"
+    assert run.trajectory.task.id.startswith("write-hello-into-greeting-txt-")
 
 
 def test_settings_reach_every_request(runs):
@@ -331,6 +336,25 @@ def test_refused_request_ends_the_session_as_the_models_failure(runs):
     assert len(sampled(trajectory)) == 1
     failed = trajectory.nodes[trajectory.head or 0].metadata["failed_attempts"]
     assert isinstance(failed, list) and len(failed) == 1
+
+
+def test_a_context_that_is_too_short_is_refused_before_the_run_in_one_line(runs):
+    run = runs["short"]
+    assert not run.requests and "Traceback" not in run.output
+    last = run.output.splitlines()[-1]
+    assert last.startswith("error: OpenHands' first prompt has ")
+    assert "more than the 8,192 of the model's context" in last
+    assert "serve a model with a context of 16,384 or more (vLLM: --max-model-len)" in last
+
+
+def test_the_last_line_says_what_was_recorded(runs):
+    (line,) = (line for line in runs["plain"].output.splitlines() if "recorded in" in line)
+    store, known = runs["plain"].folder / "trajectories", runs["plain"].trajectory
+    said = line[line.index("recorded in") :]
+    assert said.startswith(f"recorded in {store} as {known.id[:8]}: 4 completions; token ids: yes; reward: ")
+    assert said.endswith(f"; openhands-rl show {store} {known.id[:8]}")
+    (line,) = (line for line in runs["shopping"].output.splitlines() if "recorded in" in line)
+    assert "; failed, so never trained on (model: " in line
 
 
 def text(message: dict) -> str:

@@ -62,7 +62,7 @@ async def test_stored_once_however_often_the_end_is_announced(tmp_path):
         end.join()
     (trajectory,) = await stored(tmp_path)
     assert trajectory.stop is StopReason.TRUNCATED
-    assert (trajectory.task.id, trajectory.task.instruction) == ("session-1", "Do it.")
+    assert (trajectory.task.id, trajectory.task.instruction) == ("do-it-session-", "Do it.")
 
 
 async def test_two_runs_of_one_named_session_are_two_trajectories(tmp_path):

@@ -1,7 +1,8 @@
-"""The base model of an OpenAI-compatible server, from its list of models."""
+"""The models of an OpenAI-compatible server, from its list: which is the base, how long its context is."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
@@ -21,18 +22,21 @@ class ServedBase(Frozen):
     weights: Path | None
 
 
-class _Card(BaseModel):
+class ListedModel(BaseModel):
+    """One entry of ``/v1/models``; ``max_model_len`` is the context in tokens, where the server says it."""
+
     model_config = ConfigDict(extra="ignore")
 
     id: str
     root: str | None = None
     parent: str | None = None
+    max_model_len: int | None = None
 
 
 class _Cards(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
-    data: list[_Card] = []
+    data: list[ListedModel] = []
 
 
 def normalised_url(url: str) -> str:
@@ -53,7 +57,7 @@ def served_base(base_url: str, wanted: str, api_key: str | None, timeout: float)
 
     Raises ``ConfigError`` when the base model is ambiguous, ``InfrastructureError`` when the server does not answer.
     """
-    cards = _cards(base_url, api_key, timeout)
+    cards = listed_models(base_url, api_key, timeout)
     if cards is None:
         if wanted:
             return ServedBase(name=wanted, weights=None)
@@ -73,12 +77,22 @@ def local_weights(path: str | Path) -> Path | None:
     return directory.resolve() if path and (directory / "config.json").is_file() else None
 
 
-def _cards(base_url: str, api_key: str | None, timeout: float) -> list[_Card] | None:
-    """The served models, or ``None`` when the server has no such list."""
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    secure = base_url.startswith("https:")
+def listed_models(
+    base_url: str,
+    api_key: str | None,
+    timeout: float,
+    *,
+    key_setting: str = "name the variable that holds it in [rl.serving] api_key_env",
+) -> list[ListedModel] | None:
+    """The served models, or ``None`` when the server has no such list. ``key_setting``: remedy of a refused key.
+
+    Raises ``InfrastructureError`` when the server does not answer, ``ConfigError`` for a wrong URL or key.
+    """
     try:
-        answer = httpx.get(f"{base_url}/models", headers=headers, timeout=timeout, verify=secure, trust_env=secure)
+        with _client(base_url, api_key, timeout) as client:
+            answer = client.get(f"{base_url}/models")
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"{base_url!r:.100} is not a URL: {error}") from error
     except httpx.TransportError as error:
         raise InfrastructureError(
             f"no model server answers at {base_url} ({type(error).__name__}): start it with `openhands-rl serve` or "
@@ -87,9 +101,7 @@ def _cards(base_url: str, api_key: str | None, timeout: float) -> list[_Card] | 
     if answer.status_code in _NOT_OFFERED:
         return None
     if answer.status_code in (401, 403):
-        raise ConfigError(
-            f"{base_url} refuses the API key: name the variable that holds it in [rl.serving] api_key_env"
-        )
+        raise ConfigError(f"{base_url} refuses the API key: {key_setting}")
     if not answer.is_success:
         raise InfrastructureError(f"{base_url}/models answered {answer.status_code}; see the server's log")
     try:
@@ -98,3 +110,24 @@ def _cards(base_url: str, api_key: str | None, timeout: float) -> list[_Card] | 
         raise ConfigError(
             f"{base_url}/models did not answer a list of models; is it an OpenAI-compatible server?"
         ) from error
+
+
+def prompt_tokens(base_url: str, api_key: str | None, timeout: float, prompt: Mapping[str, object]) -> int | None:
+    """The number of tokens of a chat ``prompt`` (``model``, ``messages``, ``tools``), counted by the server.
+
+    ``None`` where it has no ``/tokenize`` (vLLM's and ours have one), or cannot count this prompt.
+    """
+    root = base_url.removesuffix("/").removesuffix("/v1")
+    try:
+        with _client(base_url, api_key, timeout) as client:
+            answer = client.post(f"{root}/tokenize", json=prompt)
+        count = answer.json()["count"] if answer.is_success else None
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return None
+    return count if isinstance(count, int) else None
+
+
+def _client(base_url: str, api_key: str | None, timeout: float) -> httpx.Client:
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    secure = base_url.startswith("https:")
+    return httpx.Client(headers=headers, timeout=timeout, verify=secure, trust_env=secure)

@@ -1,0 +1,58 @@
+"""One line at the end of a run without a runner: what was recorded, and what can be done with it."""
+
+from __future__ import annotations
+
+import shlex
+
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.redaction import REDACTED
+from openhands_rl_plugin.core.types import Node, Score, Trajectory
+
+_SHORT_ID = 8
+_NOT_SENT = "the server did not send them: `openhands-rl serve`, vLLM and SGLang do"
+
+
+def run_summary(trajectory: Trajectory, scores: tuple[Score, ...], settings: RLSettings) -> str:
+    """``trajectory`` and ``scores`` as they are stored."""
+    store, short = _store(settings), trajectory.id[:_SHORT_ID]
+    sampled = [node for node in trajectory.nodes if node.sampled]
+    parts = [
+        f"recorded in {store} as {short}: {len(sampled)} completions",
+        f"token ids: {_token_ids(sampled)}",
+        _outcome(trajectory, scores, store),
+        f"openhands-rl show {store} {short}",
+    ]
+    return "; ".join(parts)
+
+
+def _store(settings: RLSettings) -> str:
+    """The store as an argument of ``openhands-rl``."""
+    if settings.storage_backend == "mongodb":
+        storage = settings.storage
+        return f"env:{storage.uri_env}" if storage.uri_env else f"mongodb://localhost:27017/{storage.database}"
+    path = settings.storage.path
+    # A shell expands the tilde only outside of quotes.
+    return path if path.startswith("~/") and shlex.quote(path[2:]) == path[2:] else shlex.quote(path)
+
+
+def _token_ids(sampled: list[Node]) -> str:
+    without = [node for node in sampled if node.tokens is None]
+    if not sampled or not without:
+        return "yes" if sampled else "none"
+    secret = any(REDACTED in node.model_dump_json() for node in without)
+    cause = "a secret was taken out of the text, and ids would spell it" if secret else _NOT_SENT
+    return f"no ({cause})" if len(without) == len(sampled) else f"{len(sampled) - len(without)} of them ({cause})"
+
+
+def _outcome(trajectory: Trajectory, scores: tuple[Score, ...], store: str) -> str:
+    if trajectory.failure is not None:
+        return f"failed, so never trained on ({trajectory.failure.kind.value}: {trajectory.failure.message[:120]})"
+    rewards = [score.reward for score in scores if score.reward is not None]
+    reward = rewards[-1] if rewards else trajectory.episode_return if _rewarded(trajectory) else None
+    if reward is not None:
+        return f"reward: {reward:g}"
+    return f"reward: not scored (openhands-rl score {store} --id {trajectory.id} --value 1)"
+
+
+def _rewarded(trajectory: Trajectory) -> bool:
+    return any(trajectory.nodes[at].reward is not None for at in trajectory.path())

@@ -1,0 +1,123 @@
+"""What an OpenHands run without a runner needs of its model server, checked before the run begins.
+
+OpenHands itself would find out turn by turn: a prompt that is longer than the context is condensed until the limit of
+iterations, which is all that it reports then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NoReturn
+
+import litellm
+from openhands.core.config import LLMConfig
+from openhands.core.logger import openhands_logger
+
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.errors import ConfigError, RLError
+from openhands_rl_plugin.core.messages import WireMessage
+from openhands_rl_plugin.core.types import JsonObject
+from openhands_rl_plugin.hosts.v0.recorder import OPENAI_COMPATIBLE, split_provider
+from openhands_rl_plugin.hosts.v0.settings import under_headless_main
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.engines.server_models import ListedModel, listed_models, prompt_tokens
+
+_SECONDS = 10.0
+_LONG_ENOUGH = 65_536
+_WANTED_CONTEXT = 16_384
+_NAMED = 5
+_START = (
+    "start one with `openhands-rl serve --model DIR --served-model-name model`, and name it in config.toml: [llm] "
+    'model = "openai/model", base_url = "http://127.0.0.1:8100/v1"'
+)
+
+
+def refuse(error: RLError) -> NoReturn:
+    """End ``openhands.core.main``, which would print a traceback, with one line; other hosts get the error itself."""
+    if under_headless_main():
+        raise SystemExit("\n".join(f"error: {line}" for line in str(error).splitlines())) from error
+    raise error
+
+
+class FirstPrompt:
+    """The checks of one agent: ``messages`` and ``tools`` are what OpenHands sends to begin with."""
+
+    def __init__(self, llm: LLMConfig, settings: RLSettings) -> None:
+        self._settings = settings
+        self._provider, self._model = split_provider(llm.model)
+        self._provider = llm.custom_llm_provider or self._provider
+        self._full_name = llm.model
+        self._url = (llm.base_url or "").rstrip("/")
+        self._key = llm.api_key.get_secret_value() if llm.api_key else None
+        self._listed: Sequence[ListedModel] = ()
+
+    def check_server(self) -> None:
+        """Raises ``ConfigError`` or ``InfrastructureError`` when no completion can be expected from the model."""
+        if not self._url:
+            self._check_vendor()
+            return
+        if self._provider not in OPENAI_COMPATIBLE:
+            return
+        self._listed = listed_models(self._url, self._key, _SECONDS, key_setting="set [llm] api_key") or ()
+        names = [listed.id for listed in self._listed]
+        if names and self._model not in names:
+            some = ", ".join(names[:_NAMED])
+            openhands_logger.warning(
+                f'{self._url} lists no model {self._model!r}; set [llm] model to "openai/" and one of: {some}'
+            )
+
+    def check_length(self, messages: Sequence[WireMessage], tools: Sequence[JsonObject]) -> None:
+        """Raises ``ConfigError`` when prompt and answer are longer than the context, as far as the server says."""
+        longest = self._context()
+        if longest is None or longest >= _LONG_ENOUGH:
+            return
+        prompt = {"model": self._model, "messages": messages, **({"tools": tools} if tools else {})}
+        count = prompt_tokens(self._url, self._key, _SECONDS, prompt)
+        if count is not None and count + self._settings.max_response_length > longest:
+            raise too_long(f"{count:,} tokens", self._settings.max_response_length, f"{longest:,}")
+
+    def adapter_in_use(self) -> str | None:
+        """The served name of the adapter version that ``[rl.serving]`` points to, if the server has it on this model.
+
+        ``None``: sample from the model of ``[llm]``, because nothing was published there.
+        """
+        serving = self._settings.serving
+        if not (serving.base_url and self._listed):
+            return None
+        current = AdapterStore(serving.adapters_directory).current(serving.adapter)
+        if current is None:
+            return None
+        for listed in self._listed:
+            if listed.id in (current.name, f"{self._model}:{current.name}") and listed.parent in (None, self._model):
+                return listed.id
+        openhands_logger.warning(
+            f"{current.name} is not loaded on {self._model} at {self._url}, so that model itself is sampled; load it "
+            f"with: openhands-rl adapters publish --adapters {serving.adapters_directory} --adapter {serving.adapter} "
+            f"--version {current.version} --base-url {self._url}"
+        )
+        return None
+
+    def _context(self) -> int | None:
+        """Tokens; of an adapter those of its base model."""
+        own = [listed for listed in self._listed if listed.id == self._model]
+        named = {self._model, *(listed.parent for listed in own)}
+        return next((one.max_model_len for one in self._listed if one.id in named and one.max_model_len), None)
+
+    def _check_vendor(self) -> None:
+        """A hosted model needs its key; without ``[llm]`` OpenHands asks for one of a vendor that nobody named."""
+        if self._key:
+            return
+        missing = litellm.validate_environment(model=self._full_name)["missing_keys"]
+        if missing and not any(os.environ.get(name) for name in missing):
+            keys = ", ".join(missing)
+            raise ConfigError(f"[llm] names no server, and {self._full_name} needs a key ({keys}): {_START}")
+
+
+def too_long(prompt: str, answer: int, context: str) -> ConfigError:
+    """The refusal of a first prompt that does not fit."""
+    return ConfigError(
+        f"OpenHands' first prompt has {prompt} and [rl] max_response_length leaves {answer:,} for the answer: more "
+        f"than the {context} of the model's context; serve a model with a context of {_WANTED_CONTEXT:,} or more "
+        "(vLLM: --max-model-len)"
+    )
