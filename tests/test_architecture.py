@@ -26,6 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("evals", "rewards"),
     ("apps",),
     ("cli",),
+    ("__main__",),
 )
 
 GROUND = {"core"}
@@ -46,6 +47,7 @@ ARROWS: dict[str, set[str]] = {
     | {"trajectories"},
     "cli": GROUND | {"apps", "config", "environments", "evals", "models", "rewards", "rollout", "training"}
     | {"trajectories"},
+    "__main__": {"cli"},
 }  # fmt: skip
 
 MOST_FILES = 24

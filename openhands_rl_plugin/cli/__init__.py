@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any
 
 from openhands_rl_plugin.core.errors import RLError, describe
-from openhands_rl_plugin.core.validation import unknown_name
 
 COMMANDS: Mapping[str, str] = {
     "adapters": "list the versions of an adapter, publish one, or roll back",
@@ -47,7 +46,7 @@ exit code and may be a coroutine. It may have ``EPILOG`` (examples) and ``RESUME
 
 _MODULES = {"import": "import_", "list": "list_", "train": "train.train"}
 DEBUG = "OPENHANDS_RL_DEBUG"
-FAILED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141
+FAILED, WRONG_USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 
 _EPILOG = """examples:
   openhands-rl demo --tiny
@@ -92,16 +91,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0, 1 for an error, 2 for wrong usage, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = next((word for word in words if not word.startswith("-")), None)
-    command = import_module(module_of(name)) if name is not None and name in COMMANDS else None
+    if name is not None and name not in COMMANDS and not {"-h", "--help", "--version"} & set(words):
+        return _fail(f"error: {_unknown(name)}", WRONG_USAGE)
     try:
-        parser = _parser(name, command)
-        if name is not None and command is None and not {"-h", "--help", "--version"} & set(words):
-            parser.error(unknown_name("command", name, COMMANDS))
-        args = parser.parse_args(words)
+        command = import_module(module_of(name)) if name and name in COMMANDS else None
+        args = _parser(name, command).parse_args(words)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else FAILED
     assert command is not None, "the parser requires a command"
     return _run(command, args)
+
+
+def _unknown(name: str) -> str:
+    nearest = get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    return f"unknown command {name!r}; {hint}`openhands-rl --help` lists the commands"
 
 
 def module_of(command: str) -> str:

@@ -40,24 +40,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talk until ``/quit`` or the end of the input. Raises ``RLError`` when the options cannot be used."""
+    """Talk until ``/quit`` or the end of the input; exit code 1 when the last question failed.
+
+    Raises ``RLError`` when the options or the server cannot be used.
+    """
     from openhands_rl_plugin.apps.endpoint.config import PolicyConfig
+    from openhands_rl_plugin.models.engines.preflight import check_answers
 
     with asyncio.Runner() as runner:
-        chat = Chat(read_fields(args, PolicyConfig), runner)
+        config = read_fields(args, PolicyConfig)
+        chat = Chat(config, runner)
         try:
             chat.open()
+            check_answers(config.base_url)
             for line in _lines():
                 if line == "/quit":
                     break
                 chat.take(line)
         finally:
             chat.close()
-    return 0
+    return 1 if chat.failed else 0
 
 
 class Chat:
-    """A conversation. ``runner`` has the event loop that runs all of it."""
+    """A conversation. ``runner`` has the event loop that runs all of it; ``failed``: the last question did."""
 
     def __init__(self, config: PolicyConfig, runner: asyncio.Runner) -> None:
         from openhands_rl_plugin.apps.endpoint.build import opened_runtime
@@ -66,6 +72,7 @@ class Chat:
         self._runner = runner
         self._runtime: AgentRuntime | None = None
         self._messages: tuple[Message, ...] = ()
+        self.failed = False
 
     def open(self) -> None:
         """Open the runtime. Raises ``RLError``."""
@@ -90,7 +97,8 @@ class Chat:
             except KeyboardInterrupt:
                 print("\n(stopped)", flush=True)
             else:
-                if result.failure is None:
+                self.failed = result.failure is not None
+                if not self.failed:
                     self._messages = (*asked, *result.messages)
 
     async def _answer(self, messages: tuple[Message, ...]) -> AgentResult:

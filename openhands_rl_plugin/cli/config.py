@@ -7,8 +7,9 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from openhands_rl_plugin.config.build import check_plugins
 from openhands_rl_plugin.config.starting import starting_config
-from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.config.toml import has_settings, load_settings
 from openhands_rl_plugin.core.errors import ConfigError
 
 EPILOG = """examples:
@@ -41,7 +42,19 @@ def run(args: argparse.Namespace) -> int:
     """Write a file, or print the effective settings as TOML. Raises ``ConfigError``."""
     if args.action == INIT:
         return _init(args)
-    print("\n".join(_toml("rl", load_settings(args.file).model_dump(mode="json"))))
+    settings = load_settings(args.file)
+    try:
+        if not has_settings(args.file):
+            raise ConfigError(
+                "there is no [rl] section in it (nor [extended.rl] or [agent.RLAgent.rl]); add one, or start with a file "
+                "of `openhands-rl config init`"
+            )
+        check_plugins(settings)
+    except ConfigError as error:
+        raise ConfigError("
+".join(f"{args.file}: {line}" for line in str(error).splitlines())) from error
+    print("
+".join(_toml("rl", settings.model_dump(mode="json"))))
     return 0
 
 

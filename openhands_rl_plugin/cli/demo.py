@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from openhands_rl_plugin.cli.options.fields import checked
 from openhands_rl_plugin.cli.options.foreground import silence_libraries
 from openhands_rl_plugin.models.generator.threads import prepare_threads
+from openhands_rl_plugin.models.generator.weights import check_model_folder
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.apps.demo.options import DemoOptions
@@ -18,13 +19,15 @@ if TYPE_CHECKING:
 EPILOG = """examples:
   openhands-rl demo                      the whole demo, about half an hour on two cores: eight iterations
                                          of 8 tasks by 6 episodes
-  openhands-rl demo --tiny               the same path in two to four minutes
+  openhands-rl demo --tiny               the same path in two to four minutes, too small to learn
   openhands-rl demo --seed 1 --run-dir runs/seed-1
   openhands-rl demo --loop async         rollouts and training side by side
   openhands-rl demo --fresh              start over instead of resuming
 
 You can interrupt the demo at any time: the same command continues where it stopped.
 """
+_TINY = "few goals and one iteration: a quick check of all parts, too small to learn anything"
+_TOO_SMALL = "--tiny checks that all parts work; it is too small to learn: expect the success to stay near zero"
 RESUME = "the same command continues where it stopped"
 
 
@@ -34,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run-dir", type=Path, metavar="DIR", help="folder of the run (default: runs/demo; with --tiny runs/demo-tiny)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of tasks, sampling and weights")
-    parser.add_argument("--tiny", action="store_true", help="few goals and one iteration: a quick check of all parts")
+    parser.add_argument("--tiny", action="store_true", help=_TINY)
     parser.add_argument("--fresh", action="store_true", help="delete the files of an earlier run in the folder")
     parser.add_argument("--iterations", type=int, metavar="N", help="iterations of roll out, train and reload")
     parser.add_argument("--held-out", type=int, metavar="N", help="goals in each evaluation")
@@ -55,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.apps.loop.claim import check_alone, forget, held
 
     check_alone()
+    if args.model is not None:
+        check_model_folder(args.model)
     directory = (args.run_dir or Path("runs") / ("demo-tiny" if args.tiny else "demo")).absolute()
     loop = {"kind": args.loop, "max_staleness": args.max_staleness, "partial_rollouts": args.partial_rollouts}
     options = DemoOptions(run_directory=directory, model_directory=args.model, seed=args.seed)
@@ -69,10 +74,12 @@ def run(args: argparse.Namespace) -> int:
             for name in ("trajectories", "adapters"):
                 shutil.rmtree(directory / name, ignore_errors=True)
             (directory / "report.html").unlink(missing_ok=True)
-        return _play(options)
+        if args.tiny:
+            print(_TOO_SMALL, flush=True)
+        return _play(options, tiny=args.tiny)
 
 
-def _play(options: DemoOptions) -> int:
+def _play(options: DemoOptions, *, tiny: bool) -> int:
     from openhands_rl_plugin.apps.demo.progress import ProgressListener, final_table
     from openhands_rl_plugin.apps.demo.story import run_demo
 
@@ -82,6 +89,8 @@ def _play(options: DemoOptions) -> int:
     listener.console.print(final_table(result.state))
     for line in result.comparisons:
         listener.console.print(line, highlight=False, soft_wrap=True)
+    if tiny:
+        listener.console.print(f"({_TOO_SMALL})", highlight=False, soft_wrap=True)
     minutes = (time.monotonic() - started) / 60
     listener.console.print(f"{minutes:.1f} minutes; report: {result.report}", highlight=False, soft_wrap=True)
     return 0

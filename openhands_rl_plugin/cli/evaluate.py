@@ -6,8 +6,10 @@ import argparse
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
 
     from openhands_rl_plugin.config.rl import RLSettings
     from openhands_rl_plugin.evals.runs.episodes import EvalTask
+    from openhands_rl_plugin.evals.runs.evaluation import Evaluation
     from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
+    from openhands_rl_plugin.evals.runs.outcome import Outcome
     from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan
     from openhands_rl_plugin.evals.runs.suites import Suite
     from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
@@ -83,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     # Otherwise OpenHands logs every step.
     os.environ.setdefault("LOG_LEVEL", "ERROR")
     asyncio.run(_evaluate(args, plan, suite, settings))
-    return _report(plan)
+    return _report(plan, graded=not args.no_grade)
 
 
 def _add_agent(group: argparse._ArgumentGroup) -> None:
@@ -224,6 +228,11 @@ async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan, suite: Suite
     from openhands_rl_plugin.evals.report.progress import EvaluationProgress
     from openhands_rl_plugin.evals.runs.evaluate import STORE, evaluate, process_count
 
+    def started(evaluation: Evaluation) -> Callable[[Outcome], None]:
+        if evaluation.left:
+            _check_parts(args, evaluation, suite, settings)
+        return shown.enter_context(EvaluationProgress(evaluation.left)).finished
+
     entries = _entries(args, suite, settings)
     store = args.store or str(plan.out / STORE)
     async with open_store(store, create=True) as storage, _backend(args, suite) as backend:
@@ -238,8 +247,27 @@ async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan, suite: Suite
                 grade=not args.no_grade,
                 retry_failed=args.retry_failed,
                 processes=process_count(args.workers) if args.processes is None else args.processes,
-                started=lambda evaluation: shown.enter_context(EvaluationProgress(evaluation.left)).finished,
+                started=started,
             )
+
+
+def _check_parts(args: argparse.Namespace, evaluation: Evaluation, suite: Suite, settings: RLSettings) -> None:
+    """Raise for what all episodes would fail of: the host, the model server, the environment, the interpreters."""
+    from openhands_rl_plugin.config.build import check_environment_server
+    from openhands_rl_plugin.core.errors import MissingExtraError
+    from openhands_rl_plugin.evals.runs.suites import ENVIRONMENT
+    from openhands_rl_plugin.evals.swe.preflight import check_gradable
+    from openhands_rl_plugin.models.engines.preflight import check_model_server
+
+    if find_spec("openhands") is None:
+        raise MissingExtraError("openhands-ai", "openhands")
+    model = evaluation.plan.model
+    check_model_server(model.base_url, model.name, os.environ.get(model.api_key_env))
+    if suite.name == ENVIRONMENT:
+        check_environment_server(settings)
+    instances = [entry.instance for entry in evaluation.eval_tasks if entry.instance is not None]
+    if not args.no_grade and instances and (left := check_gradable(instances, containers=args.backend == "docker")):
+        print(left, file=sys.stderr)
 
 
 @asynccontextmanager
@@ -280,11 +308,26 @@ def _describe(
     return lines
 
 
-def _report(plan: EvaluationPlan) -> int:
+def _report(plan: EvaluationPlan, *, graded: bool) -> int:
+    """Print the results; exit code 1 when they say nothing about the agent. ``graded``: verdicts were wanted."""
     from openhands_rl_plugin.cli.report import print_report
     from openhands_rl_plugin.evals.report.run_records import read_runs
+    from openhands_rl_plugin.evals.runs.outcome import UNKNOWN, OutcomeKind
+    from openhands_rl_plugin.evals.swe.preflight import commonest
 
     directories = tuple(plan.run_directory(run) for run in plan.each_run())
-    print_report(read_runs(directories))
+    runs = read_runs(directories)
+    print_report(runs)
     print("\n".join(str(directory) for directory in directories))
-    return 0
+    outcomes = [outcome for run in runs for outcome in run.outcomes]
+    expected = set() if graded else {OutcomeKind.UNGRADED}
+    unknown = [outcome for outcome in outcomes if outcome.kind in UNKNOWN - expected]
+    if unknown:
+        why = commonest((each.instance_id, each.reason or each.kind.value) for each in unknown)
+        again = "; play them again with --retry-failed" if _any_infrastructure(unknown) else ""
+        print(f"{len(unknown)} of {len(outcomes)} attempts say nothing about the agent{why}{again}", file=sys.stderr)
+    return int(len(unknown) == len(outcomes))
+
+
+def _any_infrastructure(outcomes: Sequence[Outcome]) -> bool:
+    return any(outcome.kind.value == "infrastructure" for outcome in outcomes)

@@ -50,10 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Grade. Raises ``RLError`` when nothing can be graded; a bad prediction does not affect the others."""
+    """Grade; exit code 1 when nothing got a verdict. A bad prediction does not affect the others.
+
+    Raises ``RLError`` when it is known before that nothing can be graded.
+    """
     from openhands_rl_plugin.cli.options.progress import progress_bar
     from openhands_rl_plugin.evals.swe.dataset import read_instances, read_predictions
+    from openhands_rl_plugin.evals.swe.preflight import check_gradable, commonest
     from openhands_rl_plugin.evals.swe.run_evaluation import GradingPlan, grade_all, summary
+    from openhands_rl_plugin.evals.swe.types import VerdictKind
 
     if not args.run_id.replace("-", "").replace("_", "").replace(".", "").isalnum() or args.run_id.startswith("."):
         raise ConfigError(f"--run-id {args.run_id!r}: letters, digits, dots, dashes and underscores only")
@@ -69,6 +74,9 @@ async def run(args: argparse.Namespace) -> int:
     predictions = list(found.rows.values())
     async with open_backend(args, network=args.network) as backend:
         await backend.check()
+        chosen = [instance for instance in instances if instance.instance_id in found.rows]
+        if left := check_gradable(chosen, containers=args.backend == "docker"):
+            print(left, file=sys.stderr)
         with progress_bar("grading", len(predictions)) as bar:
 
             def show(verdict: PatchVerdict) -> None:
@@ -78,7 +86,11 @@ async def run(args: argparse.Namespace) -> int:
 
             graded = await grade_all(backend, instances, predictions, plan, args.out, on_verdict=show)
     print(f"{summary(graded.verdicts)}\n" + "\n".join(map(str, graded.reports)))
-    return 0
+    failed = [each for each in graded.verdicts.values() if each.kind is VerdictKind.INFRASTRUCTURE]
+    if failed:
+        why = commonest((verdict.instance_id, verdict.reason) for verdict in failed)
+        print(f"{len(failed)} of {len(graded.verdicts)} have no verdict{why}", file=sys.stderr)
+    return int(len(failed) == len(graded.verdicts))
 
 
 def _chosen(instances: tuple[Instance, ...], ids: list[str] | None) -> tuple[Instance, ...]:

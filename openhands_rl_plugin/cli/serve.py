@@ -8,6 +8,7 @@ from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
 from openhands_rl_plugin.cli.options.foreground import wait_until_stopped
 from openhands_rl_plugin.core.errors import MissingExtraError
 from openhands_rl_plugin.models.generator.config import ServerConfig
+from openhands_rl_plugin.models.generator.weights import check_model
 
 EPILOG = """examples:
   openhands-rl serve --model ./SmolLM2-135M-Instruct --port 8100
@@ -23,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises ``RLError`` when the options, the model or the port cannot be used."""
     config = read_fields(args, ServerConfig)
+    check_model(config.model)
     try:
         from openhands_rl_plugin.models.server.server import running_server
     except ModuleNotFoundError as error:

@@ -5,12 +5,53 @@ Every function raises ``ConfigError`` for a name that cannot be loaded and for w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib.util
+import socket
+from collections.abc import Iterator, Mapping
+from urllib.parse import urlsplit
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RewardSettings, RLSettings
+from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, describe
 from openhands_rl_plugin.core.protocols import Environment, Reward, Strategy, TrajectoryStorage
 from openhands_rl_plugin.core.types import StrategySpec
+
+
+def check_plugins(settings: RLSettings) -> None:
+    """Load every plugin that the settings name, and build none. Raises ``ConfigError`` with a line for each problem.
+
+    MongoDB without ``uri_env`` is a server on this machine, which must answer: else nothing would be stored.
+    """
+    named: tuple[tuple[registry.Kind, str, str], ...] = (
+        ("strategies", settings.rollout_strategy, "[rl] rollout_strategy"),
+        ("environments", settings.env_name, "[rl] env_name"),
+        ("storages", settings.storage_backend, "[rl] storage_backend"),
+        ("rewards", settings.reward.name, "[rl.reward] name"),
+    )
+    problems: list[str] = []
+    for kind, name, key in named:
+        try:
+            registry.load(kind, name)
+        except ConfigError as error:
+            problems.append(f"{key}: {error}; install the package that has it, or correct the name")
+    if settings.storage_backend == "mongodb":
+        problems += _no_mongodb(settings)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _no_mongodb(settings: RLSettings) -> Iterator[str]:
+    if importlib.util.find_spec("pymongo") is None:
+        yield f'[rl] storage_backend = "mongodb": {MissingExtraError("pymongo", "mongodb")}'
+    elif not settings.storage.uri_env:
+        server = urlsplit(settings.storage.connection_string())
+        try:
+            socket.create_connection((server.hostname, server.port), timeout=2).close()
+        except OSError:
+            yield (
+                f'[rl] storage_backend = "mongodb" without uri_env: nothing answers at {server.geturl()}; start it, or '
+                'name the variable that holds another URI: uri_env = "MONGODB_URI" in [rl.storage]'
+            )
 
 
 def make_environment(settings: RLSettings) -> Environment:
@@ -23,6 +64,24 @@ def make_environment(settings: RLSettings) -> Environment:
     known = {"base_url": settings.environment_url, "react_format": settings.react_format}
     options = {name: value for name, value in known.items() if name in fields} | settings.environment
     return registry.build("environments", settings.env_name, options)
+
+
+def check_environment_server(settings: RLSettings) -> None:
+    """Raise ``ConfigError`` where nothing listens at the address of ``[rl] env_name``. Sends nothing.
+
+    An environment without an address (its ``Options`` have no ``base_url``) runs in this process.
+    """
+    declared = getattr(registry.load("environments", settings.env_name), "Options", None)
+    if declared is None or "base_url" not in declared.model_fields:
+        return
+    url = urlsplit(str(settings.environment.get("base_url") or settings.environment_url))
+    try:
+        socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=5).close()
+    except OSError as error:
+        raise ConfigError(
+            f"no server of the environment {settings.env_name} answers at {url.geturl()} ({describe(error)}): start "
+            "it, or correct env_server_base and env_port in [rl]"
+        ) from error
 
 
 def make_strategy(settings: RLSettings) -> Strategy:

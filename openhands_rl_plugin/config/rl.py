@@ -148,7 +148,8 @@ class VerifierSettings(Settings):
         default=0.2, gt=0, lt=1, description="fraction of the tasks for evaluation, never trained on"
     )
     calibration: Literal["none", "temperature", "platt"] = Field(
-        default="none", description="calibration of the predictions, fitted on the held-out tasks"
+        default="none",
+        description="how predictions are made probabilities, on the held-out tasks: temperature or Platt scaling",
     )
 
 
@@ -169,29 +170,34 @@ class LoopSettings(Settings):
     """``[rl.loop]``: synchronous or asynchronous rollouts, the staleness they may have, and the sizes of a run."""
 
     kind: Literal["sync", "async"] = Field(
-        default="sync", description="async: rollouts continue while the policy is trained"
+        default="sync",
+        description="sync: rollouts and training in turn; async: rollouts continue while the policy is trained",
     )
     max_staleness: int = Field(
         default=1, ge=0, le=64, description="async: policy versions that an episode may be behind the policy it trains"
     )
     partial_rollouts: Literal["finish", "continue"] = Field(
         default="finish",
-        description="async: a running episode keeps its policy version, or continues with the newest one",
+        description="async: after a publication, running episodes finish on their version, or continue on the newest",
     )
     patience: float = Field(
         default=600.0, ge=0, description="async: seconds that the model server may be unreachable before the run ends"
     )
-    iterations: int = Field(default=5, ge=0, description="iterations of rollouts, training and publishing")
-    tasks_per_iteration: int = Field(default=8, ge=1, description="training tasks per iteration")
+    iterations: int = Field(default=5, ge=0, description="how often tasks are rolled out, trained on and published")
+    tasks_per_iteration: int = Field(default=8, ge=1, description="training tasks rolled out per iteration")
     samples_per_task: int = Field(default=8, ge=2, description="episodes per task: the group size")
     held_out: int = Field(
         default=50, ge=1, description="tasks to evaluate on before and after training, never trained on"
     )
-    success_at: float = Field(default=0.999, description="an episode with at least this reward counts as a success")
-    demonstrations: int = Field(
-        default=0, ge=0, description="webshop: scripted demonstrations for SFT before RL; 0: none"
+    success_at: float = Field(
+        default=0.999, description="an episode with at least this reward counts as a success in the evaluations"
     )
-    warm_start_epochs: int = Field(default=2, ge=1, description="epochs of that SFT")
+    demonstrations: int = Field(
+        default=0,
+        ge=0,
+        description="webshop: scripted episodes that the policy is fine-tuned on before the iterations; 0: none",
+    )
+    warm_start_epochs: int = Field(default=2, ge=1, description="passes over the demonstrations")
 
     @property
     def kept_versions(self) -> int:

@@ -39,6 +39,12 @@ def load_settings(path: Path, environ: Mapping[str, str] | None = None) -> RLSet
     return settings
 
 
+def has_settings(path: Path) -> bool:
+    """Whether the file has any of ``SECTIONS``. Raises ``ConfigError``."""
+    document = _read(path)
+    return any(_section(document, name) is not None for name in SECTIONS)
+
+
 def settings_from_sections(document: Table) -> RLSettings:
     """Merge the sections of a whole configuration document. Raises ``ConfigError``."""
     sections = {name: table for name in SECTIONS if (table := _section(document, name)) is not None}

@@ -71,20 +71,30 @@ class TrainingSettings(Settings):
     renamed_keys: ClassVar = {"max_tokens_per_pass": "max_tokens_per_micro_batch"}
     renamed_values: ClassVar = {"batch_order": {"alike": "prefix"}}
 
-    algorithm: AlgorithmName = Field(default="reinforce++-baseline", description="training algorithm")
+    algorithm: AlgorithmName = Field(
+        default="reinforce++-baseline",
+        description="how episodes become a loss: imitation, policy gradients on groups of a task, or preferences (dpo)",
+    )
     method: Literal["lora", "qlora", "full"] = Field(
         default="lora",
         description="what is trained: an adapter, qlora: on a 4-bit base model, or full: all weights",
     )
-    learning_rate: float = Field(default=1e-5, gt=0, le=1, description="learning rate of AdamW")
-    num_epochs: int = Field(default=3, ge=1, description="epochs over the collected trajectories")
-    batch_size: int = Field(default=8, ge=1, description="trajectories per optimiser step; dpo: pairs")
+    learning_rate: float = Field(
+        default=1e-5,
+        gt=0,
+        le=1,
+        description="largest learning rate of AdamW, after the warm-up; LoRA takes 1e-5 to 1e-3",
+    )
+    num_epochs: int = Field(default=3, ge=1, description="passes over the chosen episodes")
+    batch_size: int = Field(default=8, ge=1, description="episodes per optimiser step; dpo: pairs")
     batch_order: Literal["shuffled", "prefix"] = Field(
         default="shuffled",
         description="order of the samples; prefix: those with a common prefix in one step",
     )
-    max_grad_norm: float = Field(default=1.0, gt=0, description="gradient clipping norm")
-    lora_rank: int = Field(default=16, ge=1, le=1024, description="rank of the adapter")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="a gradient with a larger L2 norm is scaled down to it")
+    lora_rank: int = Field(
+        default=16, ge=1, le=1024, description="rank of the adapter: a higher one can learn more and needs more memory"
+    )
     lora_alpha: int = Field(
         default=32, ge=1, description="LoRA alpha; the adapter's scale is alpha / rank, with rslora alpha / sqrt(rank)"
     )
@@ -95,7 +105,7 @@ class TrainingSettings(Settings):
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         min_length=1,
         strict=False,
-        description="modules that the adapter is added to",
+        description="linear layers that the adapter is added to, by name",
     )
     clip_low: Annotated[float, _Only((*_PPO, "gspo"))] = Field(
         default=0.0,
@@ -107,7 +117,7 @@ class TrainingSettings(Settings):
         default=0.0, ge=0, description="the probability ratio is clipped at 1 + this; 0: the algorithm's own bound"
     )
     negative_scale: Annotated[float, _Only(_RL)] = Field(
-        default=1.0, ge=0, le=1, description="factor of negative advantages"
+        default=1.0, ge=0, le=1, description="factor of negative advantages; 0: learn from what went well only"
     )
     dual_clip: Annotated[float, _Only(_PPO)] = Field(
         default=0.0, ge=0, description="dual-clip PPO: upper bound of the ratio for negative advantages; 0: off"
@@ -135,7 +145,9 @@ class TrainingSettings(Settings):
     kl: Annotated[Literal["none", "k1", "k2", "k3"], _Only(_RL)] = Field(
         default="none", description="estimator of the KL divergence to the base model"
     )
-    kl_coefficient: Annotated[float, _KL] = Field(default=0.001, ge=0, description="coefficient of the KL divergence")
+    kl_coefficient: Annotated[float, _KL] = Field(
+        default=0.001, ge=0, description="weight of the KL divergence beside the reward"
+    )
     kl_in: Annotated[Literal["loss", "reward"], _KL] = Field(
         default="loss",
         description="where the KL divergence is subtracted: from the objective, or from each token's advantage",
@@ -175,16 +187,20 @@ class TrainingSettings(Settings):
         default=1.0, ge=0, description="weight of an action's advantage over its siblings"
     )
     tree_visits: Annotated[int, _Only((*_RL, "dpo"), *_BRANCHES)] = Field(
-        default=1, ge=1, description="minimum visits of a branch to be trained on"
+        default=1, ge=1, description="tree = branches: train on branches with at least so many visits of the search"
     )
     imitate_above: float = Field(
         default=0.0, description="sft, rejection-sampling: train on episodes with a reward above this"
     )
     keep_best: Annotated[int, _Only(("rejection-sampling",))] = Field(
-        default=1, ge=1, description="best episodes per task to train on"
+        default=1, ge=1, description="rejection-sampling: train on so many of a task's episodes, the best ones"
     )
-    dpo_beta: Annotated[float, _Only(("dpo",))] = Field(default=0.1, gt=0, description="beta of DPO")
-    weight_decay: float = Field(default=0.0, ge=0, description="weight decay of AdamW")
+    dpo_beta: Annotated[float, _Only(("dpo",))] = Field(
+        default=0.1, gt=0, description="dpo: how strongly the policy is held to the base model"
+    )
+    weight_decay: float = Field(
+        default=0.0, ge=0, description="weight decay of AdamW, per step and unit of learning rate"
+    )
     warmup_steps: int = Field(default=0, ge=0, description="linear warm-up of the learning rate, in optimiser steps")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="learning rate after the warm-up: constant, or decayed to 0"
@@ -202,7 +218,7 @@ class TrainingSettings(Settings):
         default="auto",
         description="sharding of the base model over processes (FSDP2); auto: accelerate's",
     )
-    seed: int = Field(default=0, ge=0, description="seed of the samples' order")
+    seed: int = Field(default=0, ge=0, description="seed of the order of samples and of new weights")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto", description="floating-point type of the base model; auto: bfloat16 where the processor has it"
     )

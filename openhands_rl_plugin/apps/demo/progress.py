@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from openhands_rl_plugin.apps.demo.summary import COLUMNS, evaluation_rows
 from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
 from openhands_rl_plugin.training.loop.sync import LoopListener
+from openhands_rl_plugin.trajectories.view.progress import TimesColumn
 
 
 class ProgressListener(LoopListener):
-    """Draws bars with the time left; use as a context manager around the run."""
+    """Draws bars with their times; use as a context manager around the run."""
 
     def __init__(self, stages: int, console: Console | None = None) -> None:
         self.console = console or Console()
@@ -20,12 +21,10 @@ class ProgressListener(LoopListener):
             TextColumn("{task.description:<34}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            TimesColumn(),
             console=self.console,
         )
-        self._run = self._progress.add_task("stages", total=stages)
+        self._run = self._progress.add_task("stages", total=stages, promise=False)  # they are of different lengths
         self._activity = self._progress.add_task("starting", total=None)
         self._shown = ""
 

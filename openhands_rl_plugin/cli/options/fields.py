@@ -26,9 +26,29 @@ _METAVARS = {
     "host": "ADDRESS",
     "path": "DIR",
     "template": "FILE",
+    "batch_size": "EPISODES",
+    "samples_per_task": "EPISODES",
+    "keep_best": "EPISODES",
+    "tasks_per_iteration": "TASKS",
+    "max_tokens_per_micro_batch": "TOKENS",
+    "target_modules": "NAME,NAME,...",
+    "patience": "SECONDS",
+    "staleness": "VERSIONS",
+    "above": "REWARD",
+    "label_at": "REWARD",
+    "success_at": "REWARD",
+    "clip_low": "DISTANCE",
+    "clip_high": "DISTANCE",
+    "cispo_low": "DISTANCE",
+    "dual_clip": "RATIO",
+    "correction_low": "WEIGHT",
+    "correction_high": "WEIGHT",
+    "negatives": "RATIO",
+    "scale": "FACTOR",
+    "label": "REWARD",
 }
-"""What a value is, by the last word of its field's name."""
-_OF_TYPES = {int: "N", float: "X", bool: "true|false"}
+"""What a value is, by its field's name or the last word of that; a number is named by the last word itself."""
+_LONGEST_CHOICES = 24
 
 
 def add_fields(
@@ -112,17 +132,26 @@ def option_of(name: str) -> str:
 
 
 def _metavar(name: str, field: FieldInfo) -> str:
+    last = name.rpartition("_")[2]
     if get_origin(field.annotation) is Literal:
-        return "CHOICE"
-    if (meant := _METAVARS.get(name.rpartition("_")[2])) is not None:
+        return _choices(field) or last.upper()
+    if (meant := _METAVARS.get(name) or _METAVARS.get(last)) is not None:
         return meant
+    if name == "held_out":  # of a loop and of a verifier
+        return "TASKS" if field.annotation is int else "FRACTION"
     kinds = {field.annotation, *get_args(field.annotation)}
-    return next((metavar for kind, metavar in _OF_TYPES.items() if kind in kinds), "VALUE")
+    return "true|false" if bool in kinds else last.upper()
+
+
+def _choices(field: FieldInfo) -> str:
+    """The values of a choice, where they are few and short."""
+    shown = "|".join(map(str, get_args(field.annotation)))
+    return shown if len(shown) <= _LONGEST_CHOICES else ""
 
 
 def _help(field: FieldInfo) -> str:
     parts = [field.description.rstrip(".")] if field.description else []
-    if get_origin(field.annotation) is Literal:
+    if get_origin(field.annotation) is Literal and not _choices(field):
         parts.append(f"one of {', '.join(map(str, get_args(field.annotation)))}")
     text = "; ".join(parts)
     default = field.get_default()

@@ -12,13 +12,14 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     TextColumn,
-    TimeRemainingColumn,
     TransferSpeedColumn,
 )
 
+from openhands_rl_plugin.trajectories.view.progress import TimesColumn
+
 
 class ProgressBar:
-    """One bar with the time left."""
+    """One bar with its times."""
 
     def __init__(self, progress: Progress, what: str, total: int | None) -> None:
         self._progress = progress
@@ -49,7 +50,7 @@ def progress_bar(what: str, total: int | None = None, *, in_bytes: bool = False)
     """A bar until the block ends. ``total``: steps, or bytes with ``in_bytes``; ``None`` when not known yet."""
     amount = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
     note = () if in_bytes else (TextColumn("{task.fields[note]}"),)
-    columns = (TextColumn("{task.description}"), BarColumn(), *amount, TimeRemainingColumn(), *note)
+    columns = (TextColumn("{task.description}"), BarColumn(), *amount, TimesColumn(), *note)
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         yield ProgressBar(progress, what, total)

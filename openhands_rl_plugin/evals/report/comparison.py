@@ -10,6 +10,7 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.statistics import Estimate, paired_difference
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.report.figures import success_rates
+from openhands_rl_plugin.evals.report.labels import labels_of
 from openhands_rl_plugin.evals.report.run_records import RunRecord
 
 MCNEMAR, PERMUTATION = "exact McNemar", "paired permutation"
@@ -20,7 +21,7 @@ _ROUNDING = 1e-12
 
 
 class Comparison(Frozen):
-    """``second`` against ``first``, over the ``tasks`` with known outcomes in both.
+    """``second`` against ``first``, named by what differs, over the ``tasks`` with known outcomes in both.
 
     ``difference`` is that of the mean success rates, its interval a bootstrap over tasks. ``p_value`` is two-sided, by
     ``test``: McNemar's exact one where every task has one attempt on either side, else a permutation of the signs of
@@ -52,9 +53,10 @@ def compare(first: Sequence[RunRecord], second: Sequence[RunRecord]) -> Comparis
     single = all(rate in (0.0, 1.0) for rate in (*before, *after)) and len(first) == len(second) == 1
     gained = tuple(name for name, change in zip(shared, differences, strict=True) if change > _ROUNDING)
     lost = tuple(name for name, change in zip(shared, differences, strict=True) if change < -_ROUNDING)
+    named = labels_of([first[0], second[0]])
     return Comparison(
-        first=first[0].name,
-        second=second[0].name,
+        first=named[0],
+        second=named[1],
         tasks=len(shared),
         only_first=len(rates[0]) - len(shared),
         only_second=len(rates[1]) - len(shared),

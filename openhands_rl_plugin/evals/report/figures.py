@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from openhands_rl_plugin.core.statistics import Estimate, best_at_k, over_tasks, pass_at_k
 from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.evals.report.labels import labels_of
 from openhands_rl_plugin.evals.report.run_records import RunRecord
 from openhands_rl_plugin.evals.runs.outcome import Outcome, count_kinds
 
@@ -43,7 +44,7 @@ class AtK(Frozen):
 
 
 class EvaluationFigures(Frozen):
-    """The metrics of a group of runs with the same data, agent, model and note.
+    """The metrics of a group of runs with the same data, agent, model and note; ``label``: what others differ in.
 
     ``pass_at_1`` is the mean over tasks of the share of attempts that solved them. ``kinds`` counts all attempts; those
     with unknown outcomes are excluded from success rates. ``flagged``: attempts whose patch or run a guard flagged;
@@ -53,6 +54,7 @@ class EvaluationFigures(Frozen):
     """
 
     name: str
+    label: str = ""
     agent: str = ""
     model: str = ""
     dataset: str = ""
@@ -84,7 +86,8 @@ def figures_of(runs: Sequence[RunRecord]) -> tuple[EvaluationFigures, ...]:
     groups: dict[str, list[RunRecord]] = defaultdict(list)
     for run in runs:
         groups[str(run.directory.with_name(run.name))].append(run)
-    return tuple(_group(members) for members in groups.values())
+    labels = labels_of([members[0] for members in groups.values()])
+    return tuple(_group(members, label) for members, label in zip(groups.values(), labels, strict=True))
 
 
 def attempts_by_task(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
@@ -102,7 +105,7 @@ def success_rates(outcomes: Iterable[Outcome]) -> dict[str, float]:
     return {name: sum(bool(each.resolved) for each in own) / len(own) for name, own in tasks.items()}
 
 
-def _group(runs: Sequence[RunRecord]) -> EvaluationFigures:
+def _group(runs: Sequence[RunRecord], label: str) -> EvaluationFigures:
     outcomes = [outcome for run in runs for outcome in run.outcomes]
     metadata = runs[0].metadata
     llm = metadata.get("llm_config")
@@ -112,6 +115,7 @@ def _group(runs: Sequence[RunRecord]) -> EvaluationFigures:
     seconds = [outcome.seconds for outcome in outcomes if outcome.seconds]
     return EvaluationFigures(
         name=runs[0].name,
+        label=label,
         agent=str(metadata.get("agent_class") or ""),
         model=str(llm.get("model") or "") if isinstance(llm, dict) else "",
         dataset=str(metadata.get("dataset") or ""),

@@ -56,20 +56,20 @@ def report_page(groups: Sequence[EvaluationFigures], comparison: Comparison | No
         body += ["<h2>Several attempts</h2>", *(_curves(group) for group in groups), _at_k(groups)]
     kinds = [kind for kind in groups[0].kinds if any(group.kinds[kind] for group in groups)] if groups else []
     bars = [
-        Bar(label=group.name, parts=tuple(group.kinds[kind] / max(1, group.attempts) for kind in kinds))
+        Bar(label=group.label, parts=tuple(group.kinds[kind] / max(1, group.attempts) for kind in kinds))
         for group in groups
     ]
     body += [
         "<h2>What became of the attempts</h2>",
         bar_chart(bars, kinds, "attempts by outcome"),
-        *(f"<p><code>{escape(group.name)}</code>: {escape(kind_counts(group))}</p>" for group in groups),
+        *(f"<p><code>{escape(group.label)}</code>: {escape(kind_counts(group))}</p>" for group in groups),
     ]
     return html_page("openhands-rl evaluation", body)
 
 
 def _runs(groups: Sequence[EvaluationFigures]) -> str:
     rows = [
-        (group.name, str(run.index), f"{run.resolved} of {run.known}", share(run.resolved, run.known))
+        (group.label, str(run.index), f"{run.resolved} of {run.known}", share(run.resolved, run.known))
         for group in groups
         for run in group.runs
     ]
@@ -85,7 +85,7 @@ def _curves(group: EvaluationFigures) -> str:
         if figures
     ]
     labels = [str(figure.k) for figure in group.pass_at_k]
-    return f"<h3>{escape(group.name)}</h3>{line_chart(lines, labels, 'tasks solved')}"
+    return f"<h3>{escape(group.label)}</h3>{line_chart(lines, labels, 'tasks solved')}"
 
 
 def _points(figures: Sequence[AtK]) -> tuple[Point, ...]:
@@ -98,7 +98,7 @@ def _points(figures: Sequence[AtK]) -> tuple[Point, ...]:
 def _at_k(groups: Sequence[EvaluationFigures]) -> str:
     rows = [
         (
-            group.name,
+            group.label,
             f"{name}@{figure.k}",
             f"{figure.estimate.mean:.3f}",
             interval(figure.estimate),

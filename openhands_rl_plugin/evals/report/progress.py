@@ -1,11 +1,12 @@
-"""The progress display of an evaluation: a bar with the remaining time and the results so far."""
+"""The progress display of an evaluation: a bar with its times and the results so far."""
 
 from __future__ import annotations
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from openhands_rl_plugin.evals.runs.outcome import UNKNOWN, Outcome, OutcomeKind
+from openhands_rl_plugin.trajectories.view.progress import TimesColumn
 
 _EVERY = 20
 
@@ -19,9 +20,7 @@ class EvaluationProgress:
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            TimesColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
         )

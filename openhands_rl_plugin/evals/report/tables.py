@@ -19,7 +19,7 @@ def figure_row(group: EvaluationFigures) -> tuple[str, ...]:
     """A group in a row under ``HEADINGS``."""
     last_pass, last_best = group.pass_at_k[-1:], group.best_at_k[-1:]
     return (
-        group.name,
+        group.label,
         str(group.tasks),
         str(group.attempts),
         number(group.pass_at_1.mean),

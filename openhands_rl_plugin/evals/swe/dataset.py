@@ -185,6 +185,8 @@ def _rows(file: Path) -> Iterator[tuple[str, object]]:
     except ConfigError as error:
         raise ConfigError(str(error) if str(file) in str(error) else f"{file}: {error}") from error
     except OSError as error:
+        if isinstance(error, FileNotFoundError):
+            raise ConfigError(f"{file}: there is no such file; give a .jsonl, .json or .parquet file") from error
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: is not UTF-8 text") from error

@@ -114,6 +114,33 @@ def test_a_comparison_is_over_tasks_of_both():
         compare([before], [RunRecord(name="x", index=0, directory=Path("/x"))])
 
 
+def test_sides_are_named_by_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [{"instance_id": "t0", "test_result": {"report": {"resolved": True}}}]
+
+    def side(agent: str, note: str = "v1", **details: object) -> Path:
+        name = f"qwen_maxiter_50_N_{note}-run_0"
+        metadata = {"agent_class": agent, "llm_config": {"model": "openai/qwen"}, "details": {"seed": 0, **details}}
+        return write(tmp_path / f"out{len(list(tmp_path.iterdir()))}" / agent / name, rows, metadata)
+
+    stock, plain = side("CodeActAgent"), side("RLAgent", strategy="StandardReAct")
+    best, noted = side("RLAgent", strategy="BestOfN", strategy_options={"n": 4}), side("CodeActAgent", "v2")
+    for one, other, said in (
+        (stock, plain, ("CodeActAgent", "RLAgent, StandardReAct")),
+        (plain, best, ("StandardReAct", "BestOfN n=4")),
+        (stock, noted, ("note v1", "note v2")),
+        (stock, side("CodeActAgent"), ("qwen_maxiter_50_N_v1, out0/", "qwen_maxiter_50_N_v1, out4/")),
+    ):
+        assert main(["compare", str(one), str(other), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        named = (found["comparison"]["first"], found["comparison"]["second"])
+        assert all(name.startswith(start) for name, start in zip(named, said, strict=True)), named
+        assert [group["label"] for group in found["groups"]] == list(named)
+    assert main(["report", str(plain), str(best)]) == 0
+    assert "BestOfN n=4" in capsys.readouterr().out
+    assert main(["report", str(plain)]) == 0
+    assert "qwen_maxiter_50_N_v1" in capsys.readouterr().out, "a single one has its own name"
+
+
 def test_openhands_own_output_is_read(tmp_path: Path):
     history = [{"id": 0, "source": "agent", "action": "system"}, {"id": 1, "source": "user", "action": "message"}]
     history += [{"id": 2, "source": "agent", "action": "run"}, {"id": 3, "source": "agent", "observation": "run"}]

@@ -80,6 +80,11 @@ def test_every_prediction_gets_what_it_deserves(place: Place, tmp_path: Path, ca
     assert own["resolved"] and own["tests_status"]["FAIL_TO_PASS"]["success"] == ["tests/test_calc.py::test_add"]
     assert stat_mode(out / "org__m.r1.json") == stat_mode(logs / "test_output.txt") == 0o600
 
+    assert "1 of 8 instances cannot be graded here: Python 2.2 is not installed; get it with" in said.err
+    assert "1 of 8 have no verdict: Python 2.2 is not installed" in said.err
+    assert cli.main([*words, "--ids", "someone__calc-8"]) == 1
+    assert "error: 1 of 1 instances cannot be graded here: Python 2.2" in capsys.readouterr().err
+
     before = {path: path.stat().st_mtime_ns for path in out.rglob("test_output.txt")}
     assert cli.main(words) == 0
     assert {path: path.stat().st_mtime_ns for path in out.rglob("test_output.txt")} == before
@@ -149,7 +154,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(place: Place, tmp_path: Pat
         (["--run-id", "../x"], "--run-id '../x'"),
         (["--ids", "someone__calc-99"], "no such instance: someone__calc-99"),
         (["--mirror", "/no/such/folder"], "no such folder"),
-        (["--instances", "/no/such/file.jsonl"], "cannot be read"),
+        (["--instances", "/no/such/file.jsonl"], "there is no such file"),
     ],
 )
 def test_wrong_options_are_one_line(place: Place, tmp_path: Path, capsys, more: list[str], said: str) -> None:

@@ -94,8 +94,12 @@ def suite_file(name: str) -> Path:
 
 
 def tasks_file(name: str) -> Path:
-    """The file of ``swe-local``, or the file of that name."""
-    return suite_file(SUITE_TASKS) if name == SUITE else Path(name)
+    """The file of ``swe-local``, or the file of that name. Raises ``ConfigError`` where there is none."""
+    if name == SUITE:
+        return suite_file(SUITE_TASKS)
+    if not Path(name).is_file():
+        raise ConfigError(f"{name}: there is no such file; make one with `openhands-rl tasks make`, or give {SUITE}")
+    return Path(name)
 
 
 def parse_source(text: str) -> Package:

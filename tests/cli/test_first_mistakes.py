@@ -1,0 +1,173 @@
+"""What a new user gets wrong first is said in one line, with cause and remedy, before anything slow begins."""
+
+from __future__ import annotations
+
+import io
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.config.rl import LoopSettings, TrainingSettings, VerifierSettings
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def the_line(capsys: pytest.CaptureFixture[str], words: list[str], code: int = 1) -> str:
+    started = time.monotonic()
+    assert cli.main(words) == code
+    assert time.monotonic() - started < 8
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert said.out == "" and line.startswith("error: ") and "Traceback" not in line
+    return line
+
+
+@pytest.mark.parametrize("command", [["serve"], ["demo", "--run-dir", "RUN"]], ids=lambda words: words[0])
+def test_a_model_that_is_not_there(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [str(tmp_path / "run") if word == "RUN" else word for word in command]
+    line = the_line(capsys, [*words, "--model", "./nomodel"])
+    assert "nomodel: there is no such folder; give the folder of a Hugging Face model" in line
+    (tmp_path / "nomodel").mkdir()
+    assert "there is no config.json in it" in the_line(capsys, [*words, "--model", "./nomodel"])
+    assert list((tmp_path / "nomodel").iterdir()) == [], "nothing is written into what was given"
+
+
+def test_a_name_of_the_hub_without_a_connection(
+    closed_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed_port}")
+    line = the_line(capsys, ["serve", "--model", "someone/a-model-that-nobody-has"])
+    assert "it is not in the hub's cache, and http://127.0.0.1" in line and "connect to it, or give the folder" in line
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set: unset it" in the_line(
+        capsys, ["serve", "--model", "someone/a-model-that-nobody-has"]
+    )
+
+
+def test_a_chat_with_a_server_that_is_away(
+    closed_port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+    line = the_line(capsys, ["chat", "--model", "m", "--base-url", f"http://127.0.0.1:{closed_port}/v1"])
+    assert "no model server answers" in line and "start it" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[llm]\nmodel = "x"\n', "there is no [rl] section in it"),
+        ('[rl]\nrollout_strategy = "absent.plugin:Strategy"\n', "[rl] rollout_strategy: strategy 'absent.plugin:Strat"),
+        ('[rl]\nenv_name = "absent.plugin:World"\n', "No module named 'absent'; install the package that has it"),
+        (
+            '[rl]\nstorage_backend = "absent.plugin:Store"\n',
+            "[rl] storage_backend: storage 'absent.plugin:Store' cannot",
+        ),
+        ('[rl.reward]\nname = "absent.plugin:Reward"\n', "No module named 'absent'"),
+        ('[rl]\nstorage_backend = "mongo"\n', "did you mean 'mongodb'?"),
+    ],
+)
+def test_a_configuration_that_cannot_work(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(text)
+    line = the_line(capsys, ["config", "check", str(file)])
+    assert line.startswith(f"error: {file}: ") and said in line
+
+
+def test_mongodb_that_nobody_named(
+    closed_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from openhands_rl_plugin.config.rl import StorageSettings
+
+    address = f"mongodb://127.0.0.1:{closed_port}/"
+    monkeypatch.setattr(StorageSettings, "connection_string", lambda self, environ=None: address)
+    file = tmp_path / "config.toml"
+    file.write_text('[rl]\nstorage_backend = "mongodb"\n')
+    line = the_line(capsys, ["config", "check", str(file)])
+    assert "without uri_env: nothing answers at" in line and 'uri_env = "MONGODB_URI" in [rl.storage]' in line
+    with socket.create_server(("127.0.0.1", closed_port)):
+        assert cli.main(["config", "check", str(file)]) == 0
+
+
+@pytest.mark.parametrize("what", ["check", "list"])
+def test_a_file_of_tasks_that_is_not_there(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = the_line(capsys, ["tasks", what, "nope.jsonl"])
+    assert "nope.jsonl: there is no such file; make one with `openhands-rl tasks make`" in line
+
+
+def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "unknown command 'trian'; did you mean 'train'?" in the_line(capsys, ["trian"], 2)
+    assert "`openhands-rl --help` lists the commands" in the_line(capsys, ["no-such-thing"], 2)
+
+
+_INTERRUPTED_AT = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+from openhands_rl_plugin.__main__ import main
+sys.argv[1:] = ["list", "x"]
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["openhands_rl_plugin.cli", "openhands_rl_plugin.core.errors", "pydantic"])
+def test_ctrl_c_while_the_program_starts(module: str) -> None:
+    command = [sys.executable, "-c", _INTERRUPTED_AT.replace("sys.argv[1]", repr(module), 1)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
+
+
+def test_ctrl_c_while_a_command_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", interrupted)
+    assert cli.main(["list", "x"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize("command", ["train", "loop"])
+def test_help_says_what_every_option_does_and_takes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    models = (LoopSettings,) if command == "loop" else (TrainingSettings, VerifierSettings)
+    for model in models:
+        for name, field in model.model_fields.items():
+            option = "--" + name.replace("_", "-")
+            metavar = shown.split(f"{option} ")[-1].split()[0]
+            assert metavar not in {"N", "X", "VALUE", "CHOICE"}, option
+            assert field.description and len(field.description) > 10, option
+    for said in (
+        {"loop": ("--held-out TASKS", "--patience SECONDS", "--kind sync|async sync: rollouts and training in turn")}
+        | {"train": ("--batch-size EPISODES", "--learning-rate RATE", "--held-out FRACTION", "--fixed-length TOKENS")}
+    )[command]:
+        assert said in shown
+
+
+def test_the_tiny_demo_says_that_it_is_too_small(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "--help"]) == 0
+    assert "too small to learn" in " ".join(capsys.readouterr().out.split())
