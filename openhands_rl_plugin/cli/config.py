@@ -46,15 +46,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         if not has_settings(args.file):
             raise ConfigError(
-                "there is no [rl] section in it (nor [extended.rl] or [agent.RLAgent.rl]); add one, or start with a file "
-                "of `openhands-rl config init`"
+                "there is no [rl] section in it (nor [extended.rl] or [agent.RLAgent.rl]); add one, or start with a "
+                "file of `openhands-rl config init`"
             )
         check_plugins(settings)
     except ConfigError as error:
-        raise ConfigError("
-".join(f"{args.file}: {line}" for line in str(error).splitlines())) from error
-    print("
-".join(_toml("rl", settings.model_dump(mode="json"))))
+        raise ConfigError("\n".join(f"{args.file}: {line}" for line in str(error).splitlines())) from error
+    print("\n".join(_toml("rl", settings.model_dump(mode="json"))))
     return 0
 
 
