@@ -28,6 +28,9 @@ from openhands_rl_plugin.core.types import (
 # The namespace of the UUIDs; another one would make every stored episode unknown.
 _IDS = uuid.UUID("7d4de1c0-6f0b-4b5e-9a6e-5b8a2f3d9c11")
 
+MISSING = "missing"
+"""Key of a sampled node's metadata: an object from ``token_ids`` or ``logprobs`` to why the node has none."""
+
 
 def trajectory_id(request: EpisodeRequest) -> str:
     """The id of the request's trajectory, so that a resumed run finds what it already has.

@@ -5,14 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 import httpx
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, ModelError
+from openhands_rl_plugin.core.records import MISSING
 from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams
+from openhands_rl_plugin.models.engines.extensions import (
+    LOGPROBS,
+    TOKEN_IDS,
+    Clock,
+    ExtensionAttempt,
+    ExtensionTable,
+    missing_parts,
+)
 from openhands_rl_plugin.models.engines.openai_stream import StreamedAnswer
 from openhands_rl_plugin.models.engines.openai_wire import completions_from, request_body
 from openhands_rl_plugin.models.engines.seeded import merge_sampling
@@ -20,8 +30,7 @@ from openhands_rl_plugin.models.engines.seeded import merge_sampling
 _RETRIED = frozenset({408, 409, 425, 429})
 _LONGEST_PAUSE = 20.0
 _MAX_RESPONSE_BYTES = 256 * 1024 * 1024
-# Fields beyond the common protocol; one that an endpoint names in an error is not sent to it again.
-_EXTENSIONS: Mapping[str, JsonObject] = {"logprobs": {"logprobs": True}, "return_token_ids": {"return_token_ids": True}}
+_EXTENSIONS = (TOKEN_IDS, LOGPROBS)
 
 
 class OpenAIEngine:
@@ -37,6 +46,7 @@ class OpenAIEngine:
         retries: how often a request is retried when the server is unreachable, slow or overloaded.
         backoff: seconds before the first retry; doubled each time, with jitter.
         sampling: defaults for parameters that a call does not set.
+        clock: seconds, for when a refused field is requested again.
 
     Bound to the event loop of its first request; close it with ``aclose``.
     """
@@ -53,6 +63,7 @@ class OpenAIEngine:
         retries: int = 4,
         backoff: float = 0.5,
         sampling: SamplingParams | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         self.model = model
         self.base_model = base_model or model
@@ -61,7 +72,7 @@ class OpenAIEngine:
         self._retries = retries
         self._backoff = Backoff(backoff, _LONGEST_PAUSE)
         self._sampling = sampling or SamplingParams()
-        self._extensions = dict(_EXTENSIONS)
+        self._extensions = ExtensionTable(clock)
         self._key = _api_key(api_key, api_key_env)
         self._client: httpx.AsyncClient | None = None
 
@@ -83,8 +94,9 @@ class OpenAIEngine:
             # Some servers ignore n and return one choice; the missing ones are requested with other seeds.
             asked = _with_seed_offset(wanted, len(completions))
             body = request_body(self.model, messages, tools=tools, n=n - len(completions), sampling=asked)
-            answer, attempts = await self._post(body)
-            completions += completions_from(answer, self.base_model, self.model, asked, attempts=attempts)
+            asking = self._extensions.attempt(self.model, _EXTENSIONS)
+            answer, attempts = await self._post(body, asking)
+            completions += self._read(answer, asked, attempts, asking)
         return completions[:n]
 
     async def stream(
@@ -97,7 +109,8 @@ class OpenAIEngine:
         wanted = merge_sampling(sampling, self._sampling)
         body = request_body(self.model, messages, tools=tools, n=1, sampling=wanted)
         streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        async with self._opened(streamed) as (response, attempts):
+        asking = self._extensions.attempt(self.model, _EXTENSIONS)
+        async with self._opened(streamed, asking) as (response, attempts):
             try:
                 if "event-stream" not in response.headers.get("content-type", ""):
                     content = await self._content(response)
@@ -110,7 +123,7 @@ class OpenAIEngine:
                     content = answer.whole()
             except (TimeoutError, httpx.TransportError) as error:
                 raise InfrastructureError(self._unreachable(error)) from error
-        yield completions_from(content, self.base_model, self.model, wanted, attempts=attempts)[0]
+        yield self._read(content, wanted, attempts, asking)[0]
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -118,23 +131,36 @@ class OpenAIEngine:
             await self._client.aclose()
             self._client = None
 
-    async def _post(self, body: JsonObject) -> tuple[bytes, int]:
+    def _read(
+        self, content: bytes, sampling: SamplingParams, attempts: int, asking: ExtensionAttempt
+    ) -> list[Completion]:
+        """The completions of a response; what training needs and is missing is named in their metadata."""
+        found = completions_from(content, self.base_model, self.model, sampling, attempts=attempts)
+        return [
+            each.model_copy(update={"metadata": {**each.metadata, MISSING: missing}})
+            if (missing := missing_parts(asking, each.tokens))
+            else each
+            for each in found
+        ]
+
+    async def _post(self, body: JsonObject, asking: ExtensionAttempt) -> tuple[bytes, int]:
         """The response body of one request, and the number of attempts."""
         attempt = 0
         while True:
             attempt += 1
             try:
-                async with asyncio.timeout(self._timeout), self._request(body) as response:
+                async with asyncio.timeout(self._timeout), self._request(body, asking) as response:
                     content = await self._content(response)
             except (TimeoutError, httpx.TransportError) as error:
                 await self._wait(attempt, self._unreachable(error))
             else:
                 if response.is_success:
+                    asking.succeeded()
                     return content, attempt
-                attempt = await self._after_error(attempt, response, content)
+                attempt = await self._after_error(attempt, response, content, asking)
 
     @asynccontextmanager
-    async def _opened(self, body: JsonObject) -> AsyncIterator[tuple[httpx.Response, int]]:
+    async def _opened(self, body: JsonObject, asking: ExtensionAttempt) -> AsyncIterator[tuple[httpx.Response, int]]:
         """An open response, to be streamed, and the number of attempts."""
         attempt = 0
         while True:
@@ -143,23 +169,24 @@ class OpenAIEngine:
                 content = b""
                 try:
                     async with asyncio.timeout(self._timeout):
-                        response = await stack.enter_async_context(self._request(body))
+                        response = await stack.enter_async_context(self._request(body, asking))
                         if not response.is_success:
                             content = await self._content(response)
                 except (TimeoutError, httpx.TransportError) as error:
                     await self._wait(attempt, self._unreachable(error))
                     continue
                 if response.is_success:
+                    asking.succeeded()
                     yield response, attempt
                     return
-            attempt = await self._after_error(attempt, response, content)
+            attempt = await self._after_error(attempt, response, content, asking)
 
-    def _request(self, body: JsonObject) -> AbstractAsyncContextManager[httpx.Response]:
+    def _request(self, body: JsonObject, asking: ExtensionAttempt) -> AbstractAsyncContextManager[httpx.Response]:
         if self._client is None:
             headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
             secure = self.base_url.startswith("https:")
             self._client = httpx.AsyncClient(timeout=self._timeout, headers=headers, verify=secure, trust_env=secure)
-        extra = {key: value for extension in self._extensions.values() for key, value in extension.items()}
+        extra = dict.fromkeys(asking.fields, True)
         return self._client.stream("POST", f"{self.base_url}/chat/completions", json={**body, **extra})
 
     async def _content(self, response: httpx.Response) -> bytes:
@@ -173,10 +200,12 @@ class OpenAIEngine:
         if size > _MAX_RESPONSE_BYTES:
             raise ModelError(f"{self.base_url} answered more than {_MAX_RESPONSE_BYTES} bytes")
 
-    async def _after_error(self, attempt: int, response: httpx.Response, content: bytes) -> int:
+    async def _after_error(
+        self, attempt: int, response: httpx.Response, content: bytes, asking: ExtensionAttempt
+    ) -> int:
         """Wait before the next attempt; returns the number of attempts that count. Raises when a retry is useless."""
         problem = f"{self.base_url} answered {response.status_code}: {self._message_of(content)}"
-        if response.status_code in (400, 422) and self._drop_refused_extension(problem):
+        if asking.is_refused(response.status_code, content):
             return attempt - 1
         if response.status_code < 500 and response.status_code not in _RETRIED:
             raise ModelError(problem)
@@ -194,12 +223,6 @@ class OpenAIEngine:
         if isinstance(error, TimeoutError | httpx.TimeoutException):
             return f"the model server at {self.base_url} did not answer within {self._timeout:g} s"
         return f"the connection to the model server at {self.base_url} broke ({type(error).__name__})"
-
-    def _drop_refused_extension(self, problem: str) -> bool:
-        refused = [name for name in self._extensions if name in problem]
-        for name in refused:
-            del self._extensions[name]
-        return bool(refused)
 
     def _message_of(self, content: bytes) -> str:
         text = _error_message(content)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated
 from urllib.parse import unquote
 
@@ -17,19 +19,26 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.types import JsonObject, Score, StopReason
+from openhands_rl_plugin.models.engines.extensions import Clock
 from openhands_rl_plugin.models.gateway.config import GatewayConfig
 from openhands_rl_plugin.models.gateway.deduplication import PendingCall
-from openhands_rl_plugin.models.gateway.json_text import dump_object
-from openhands_rl_plugin.models.gateway.recorder import CHAT, Recorder
+from openhands_rl_plugin.models.gateway.json_text import dump_object, parse_object
+from openhands_rl_plugin.models.gateway.protocols.chat_completions import CHAT
+from openhands_rl_plugin.models.gateway.protocols.messages import MESSAGES
+from openhands_rl_plugin.models.gateway.protocols.protocol import WireProtocol, event
+from openhands_rl_plugin.models.gateway.protocols.responses_api import RESPONSES
+from openhands_rl_plugin.models.gateway.recorder import NOT_RECORDED, Recorder
 from openhands_rl_plugin.models.gateway.replies import EVENTS, Reply, error_reply
-from openhands_rl_plugin.models.gateway.requests import Unrecordable, parse_request
-from openhands_rl_plugin.models.gateway.session_names import session_name
+from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecordable
+from openhands_rl_plugin.models.gateway.session_names import named_session, session_name
 from openhands_rl_plugin.models.gateway.sessions import SessionPool
-from openhands_rl_plugin.models.gateway.sse import DONE, KEEP_ALIVE, event
 from openhands_rl_plugin.models.gateway.upstream import Upstream, UpstreamError, forwarded_headers
 
 _HEALTH = "/health"
 _REWARD_VERSION = "gateway"
+_LONGEST_ERROR = 2000
+# Paths of completions that are passed on, but have no place in an episode.
+_UNRECORDED = frozenset({"completions", "messages/batches", "responses/compact", "batches"})
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -46,11 +55,11 @@ class EndRequest(BaseModel):
 class Gateway:
     """Request handlers of the gateway; they share one recorder and one pool of sessions."""
 
-    def __init__(self, config: GatewayConfig, storage: TrajectoryStorage) -> None:
+    def __init__(self, config: GatewayConfig, storage: TrajectoryStorage, clock: Clock = time.monotonic) -> None:
         self._config = config
         self._storage = storage
         self._upstream = Upstream(config)
-        self._recorder = Recorder(config, self._upstream)
+        self._recorder = Recorder(config, self._upstream, clock)
         self._expected = config.client_key().encode()
         self._in_flight = 0
         self.sessions = SessionPool(
@@ -66,7 +75,8 @@ class Gateway:
         app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[self._guard])
         app.router.add_get(_HEALTH, self.health)
         for prefix in ("", "/session/{session}"):
-            app.router.add_post(f"{prefix}/v1/{CHAT}", self.chat)
+            for protocol in (CHAT, MESSAGES, RESPONSES):
+                app.router.add_post(f"{prefix}/v1/{protocol.path}", partial(self.complete, protocol))
             app.router.add_route("*", f"{prefix}/v1/{{path:.+}}", self.pass_through)
         app.router.add_post("/session/{session}/end", self.end)
         return app
@@ -76,39 +86,54 @@ class Gateway:
         await self._upstream.aclose()
 
     async def health(self, request: web.Request) -> web.Response:
-        """GET /health: counters since the start."""
+        """GET /health: counters since the start, and the fields that models refuse."""
         counts = {"sessions": len(self.sessions), "in_flight": self._in_flight, **asdict(self._recorder.counts)}
-        return _response(Reply(200, dump_object({"status": "ok", **counts})))
+        return _response(Reply(200, dump_object({"status": "ok", **counts, "refused": self._recorder.refused()})))
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/chat/completions."""
+    async def complete(self, protocol: WireProtocol, request: web.Request) -> web.StreamResponse:
+        """POST /v1/chat/completions, /v1/messages and /v1/responses."""
         body = await request.read()
         try:
-            call = parse_request(body)
+            call = protocol.parse(body)
         except Unrecordable as problem:
-            return _response(self._recorder.unrecorded(await self._upstream.post(CHAT, request.headers, body), problem))
-        name = session_name(
-            request.match_info.get("session", ""), request.remote or "", request.headers, call.document, call.messages
-        )
-        session = await self.sessions.open(name)
-        headers = request.headers.copy()
+            self._recorder.unrecorded(problem)
+            return await self._forward(request, body, NOT_RECORDED)
+        session = await self.sessions.open(self._session_name(request, call))
+        headers, query = request.headers.copy(), f"?{request.query_string}" if request.query_string else ""
         call_in_flight = session.pending.join(
-            body, headers, lambda: _connected(request), lambda: self._recorder.ask(session, call, headers)
+            body,
+            headers,
+            lambda: _connected(request),
+            lambda live: self._recorder.ask(protocol, session, call, headers, query=query, live=live),
         )
         if call.streams:
-            return await self._stream(request, call_in_flight)
+            return await self._stream(request, call_in_flight, protocol)
         reply = await asyncio.shield(call_in_flight.task)
         call_in_flight.delivered |= _connected(request)
         return _response(reply)
 
+    def _session_name(self, request: web.Request, call: ClientRequest) -> str:
+        in_path = request.match_info.get("session", "")
+        if not in_path and call.continues and (known := self._recorder.session_of(call.continues)):
+            return known
+        return session_name(in_path, request.remote or "", request.headers, call.document, call.messages)
+
     async def pass_through(self, request: web.Request) -> web.StreamResponse:
         """Any other path below /v1: forwarded unchanged and not recorded."""
-        path = request.raw_path.partition("/v1/")[2]
-        if ".." in unquote(path.partition("?")[0]).split("/"):
+        path = unquote(request.raw_path.partition("/v1/")[2].partition("?")[0])
+        if ".." in path.split("/"):
             return _response(error_reply(400, "The path must not contain '..'.", "BadRequestError"))
-        body = await request.read()
+        if request.method != "POST" or path not in _UNRECORDED:
+            return await self._forward(request, await request.read(), {})
+        self._recorder.unrecorded_path(path)
+        if name := named_session(request.match_info.get("session", ""), request.headers):
+            (await self.sessions.open(name)).unrecorded[path] += 1
+        return await self._forward(request, await request.read(), NOT_RECORDED)
+
+    async def _forward(self, request: web.Request, body: bytes, marks: Mapping[str, str]) -> web.StreamResponse:
+        path = request.raw_path.partition("/v1/")[2]
         async with self._upstream.exchange(request.method, path, request.headers, body) as answer:
-            headers = forwarded_headers(answer.headers)
+            headers = {**forwarded_headers(answer.headers), **marks}
             if "content-type" in answer.headers:
                 headers["content-type"] = answer.headers["content-type"]
             response = web.StreamResponse(status=answer.status, headers=headers)
@@ -152,30 +177,46 @@ class Gateway:
         await self._storage.add_scores((score,))
         return True
 
-    async def _stream(self, request: web.Request, call_in_flight: PendingCall) -> web.StreamResponse:
-        """The events once the answer is complete. Until then keep-alive comments; the first fixes status 200."""
-        if await _done(call_in_flight, self._config.keep_alive):
+    async def _stream(
+        self, request: web.Request, call_in_flight: PendingCall, protocol: WireProtocol
+    ) -> web.StreamResponse:
+        """The events as they come. Until the first, and in long pauses, keep-alive comments; they fix status 200."""
+        live, task, silence = call_in_flight.live, call_in_flight.task, self._config.keep_alive
+        if await live.wait(task, silence) and not live.begun:
             call_in_flight.delivered |= _connected(request)
-            return _response(call_in_flight.task.result())
-        response = web.StreamResponse(headers={"content-type": EVENTS, "cache-control": "no-cache"})
+            return _response(task.result())
+        headers = {**live.headers, "content-type": EVENTS, "cache-control": "no-cache"}
+        response = web.StreamResponse(headers=headers)
         # A client that disconnects receives the answer when it retries.
         with suppress(ConnectionError):
             await response.prepare(request)
-            while not await _done(call_in_flight, self._config.keep_alive):
-                await response.write(KEEP_ALIVE)
-            reply = call_in_flight.task.result()
-            await response.write(reply.body if reply.content_type.startswith(EVENTS) else _late(reply))
+            async for part in live.parts(task, silence):
+                await response.write(part)
+            reply = task.result()
+            if reply.status != 200 or not live.begun:
+                await response.write(_late(reply, protocol))
+            if reply.status != 200 and live.begun and request.transport is not None:
+                # Not the end of a complete answer, also for a client that overlooks the error.
+                request.transport.close()
+                return response
             await response.write_eof()
             call_in_flight.delivered = True
         return response
+
+    def _has_key(self, headers: Mapping[str, str]) -> bool:
+        """Whether a request has the gateway's key, in the header of OpenAI's clients or in that of Anthropic's."""
+        bearer, key = (
+            headers.get(name, "").encode("utf-8", "surrogateescape") for name in ("authorization", "x-api-key")
+        )
+        right = hmac.compare_digest(bearer, b"Bearer " + self._expected)
+        return hmac.compare_digest(key, self._expected) or right
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Check the API key and the number of concurrent requests; return errors in OpenAI's format."""
         if request.path == _HEALTH:
             return await handler(request)
-        given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
-        if self._expected and not hmac.compare_digest(given, b"Bearer " + self._expected):
+        if self._expected and not self._has_key(request.headers):
             return _response(error_reply(401, "The API key of the gateway is missing or wrong.", "Unauthorized"))
         if self._in_flight >= self._config.max_in_flight:
             message = f"The gateway has {self._in_flight} requests in flight; retry later or raise --max-in-flight."
@@ -198,14 +239,13 @@ class Gateway:
             self._in_flight -= 1
 
 
-async def _done(call_in_flight: PendingCall, seconds: float) -> bool:
-    done, _ = await asyncio.wait({call_in_flight.task}, timeout=seconds)
-    return bool(done)
-
-
-def _late(reply: Reply) -> bytes:
-    """A reply without events (an error), as an event for a client whose stream has already started."""
-    return event(b"".join(reply.body.splitlines())) + DONE
+def _late(reply: Reply, protocol: WireProtocol) -> bytes:
+    """A reply without events, for a client whose stream has already started."""
+    if reply.status == 200:
+        return event(b"".join(reply.body.splitlines()))
+    error = (parse_object(reply.body) or {}).get("error")
+    known = error if isinstance(error, dict) else {"message": reply.body[:_LONGEST_ERROR].decode("utf-8", "replace")}
+    return protocol.error_event(known)
 
 
 def _response(reply: Reply) -> web.Response:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from openhands_rl_plugin.models.gateway.live import LiveAnswer
 from openhands_rl_plugin.models.gateway.replies import Reply
 
 Waiting = Callable[[], bool]
@@ -31,6 +32,7 @@ class PendingCall:
     digest: Digest
     key: str
     task: asyncio.Task[Reply]
+    live: LiveAnswer
     waiting: list[Waiting] = field(default_factory=list)
     delivered: bool = False
 
@@ -54,9 +56,16 @@ class PendingCalls:
         return bool(self._pending)
 
     def join(
-        self, body: bytes, headers: Mapping[str, str], waits: Waiting, ask: Callable[[], Coroutine[Any, Any, Reply]]
+        self,
+        body: bytes,
+        headers: Mapping[str, str],
+        waits: Waiting,
+        ask: Callable[[LiveAnswer], Coroutine[Any, Any, Reply]],
     ) -> PendingCall:
-        """The call that answers this request: the earlier one of a retry, else a new one that runs ``ask``."""
+        """The call that answers this request: the earlier one of a retry, else a new one that runs ``ask``.
+
+        ``ask`` gets the place for the events of a streamed answer.
+        """
         # ``hash`` has a new key in every process; unlike hashlib, it does not release the GIL.
         digest = (len(body), hash(body))
         for call_in_flight in self._pending:
@@ -68,7 +77,9 @@ class PendingCalls:
                 return self._last
             # A later retry belongs to the call that starts now.
             self._last = None
-        call_in_flight = PendingCall(digest, headers.get("idempotency-key", ""), asyncio.create_task(ask()), [waits])
+        live = LiveAnswer()
+        task = asyncio.create_task(ask(live))
+        call_in_flight = PendingCall(digest, headers.get("idempotency-key", ""), task, live, [waits])
         self._pending.append(call_in_flight)
         call_in_flight.task.add_done_callback(lambda task: self._finish(call_in_flight))
         return call_in_flight

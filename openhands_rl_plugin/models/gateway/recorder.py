@@ -1,44 +1,61 @@
-"""Forwards chat completions to the model server and records them before the client gets them."""
+"""Forwards requests for completions to the model server and records the answers."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import aiohttp
 
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.redaction import redacting_logger
+from openhands_rl_plugin.core.types import JsonObject
+from openhands_rl_plugin.models.engines.event_stream import EventStreamReader
+from openhands_rl_plugin.models.engines.extensions import LOGPROBS, TOKEN_IDS, Clock, ExtensionAttempt, ExtensionTable
 from openhands_rl_plugin.models.gateway.config import GatewayConfig
-from openhands_rl_plugin.models.gateway.replies import EVENTS, Reply, error_reply
-from openhands_rl_plugin.models.gateway.requests import EXTENSIONS, ClientRequest, Unrecordable, upstream_body
+from openhands_rl_plugin.models.gateway.live import LiveAnswer
+from openhands_rl_plugin.models.gateway.protocols.chat_completions import added_fields
+from openhands_rl_plugin.models.gateway.protocols.protocol import WireProtocol
+from openhands_rl_plugin.models.gateway.protocols.responses_api import RESPONSES
+from openhands_rl_plugin.models.gateway.replies import EVENTS, JSON, Reply, error_reply
+from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecordable, upstream_body
 from openhands_rl_plugin.models.gateway.responses import UpstreamResponse
 from openhands_rl_plugin.models.gateway.routing import AdapterRoute
 from openhands_rl_plugin.models.gateway.sessions import Session
-from openhands_rl_plugin.models.gateway.sse import events
-from openhands_rl_plugin.models.gateway.upstream import Upstream, UpstreamError
+from openhands_rl_plugin.models.gateway.upstream import Upstream, UpstreamError, forwarded_headers
 
 _LOG = redacting_logger(__name__)
 
-CHAT = "chat/completions"
 NOT_RECORDED = {"x-openhands-rl-recorded": "no"}
+_MOST_RESPONSES = 65536
 
 
 @dataclass(slots=True)
 class Counts:
-    """Counters of a gateway since its start."""
+    """Counters of a gateway since its start.
+
+    ``missing``: how many recorded answers lack token ids or logprobs, by cause. ``unrecorded_paths``: requests for
+    completions in protocols that are not recorded.
+    """
 
     recorded: int = 0
     unrecorded: int = 0
     upstream_errors: int = 0
+    missing: Counter[str] = field(default_factory=Counter)
+    unrecorded_paths: Counter[str] = field(default_factory=Counter)
 
 
 class Recorder:
-    """Sends chat completion requests to the model server and records the responses."""
+    """Sends requests for completions to the model server and records the answers."""
 
-    def __init__(self, config: GatewayConfig, upstream: Upstream) -> None:
+    def __init__(self, config: GatewayConfig, upstream: Upstream, clock: Clock = time.monotonic) -> None:
         self._upstream = upstream
         self._pins = config.pin_sessions
-        self._extensions = dict(EXTENSIONS)
+        self._extensions = ExtensionTable(clock)
+        self._sessions_of: OrderedDict[str, str] = OrderedDict()
         self._route = None
         if config.adapter is not None:
             self._route = AdapterRoute(
@@ -46,46 +63,127 @@ class Recorder:
             )
         self.counts = Counts()
 
-    async def ask(self, session: Session, call: ClientRequest, headers: Mapping[str, str]) -> Reply:
-        """The reply to a request; an error of the model server is forwarded unchanged."""
-        started = time.perf_counter()
+    def session_of(self, response: str) -> str:
+        """The name of the session with that response; empty when it is not known."""
+        return self._sessions_of.get(response, "")
+
+    def refused(self) -> list[JsonObject]:
+        """The fields that models refuse, for ``/health``."""
+        return [
+            {"model": each.model, "field": each.name, "status": each.status, "retry_in": round(each.retry_in)}
+            for each in self._extensions.refused()
+        ]
+
+    async def ask(
+        self,
+        protocol: WireProtocol,
+        session: Session,
+        call: ClientRequest,
+        headers: Mapping[str, str],
+        *,
+        query: str,
+        live: LiveAnswer,
+    ) -> Reply:
+        """The reply to a request; an error of the model server is forwarded unchanged.
+
+        The events of a streamed answer go to ``live`` as they come, the last ones when the answer is stored. Then only
+        the reply's status counts: an error came too late for the client to see it as one.
+        """
+        model = self._model(session, call.model)
+        attempt = self._extensions.attempt(model, protocol.wanted(call))
+        exchange = _Exchange(protocol, session, call, attempt, time.perf_counter())
         try:
-            reply = await self._post(session, call, headers)
+            async with self._answered(exchange, model, headers, query) as response:
+                if call.streams and response.headers.get("content-type", "").startswith(EVENTS):
+                    return await self._stream(exchange, response, live)
+                return await self._whole(exchange, await self._upstream.whole(response))
         except UpstreamError as error:
             self.counts.upstream_errors += 1
             return error.reply
         except StorageError as error:
-            return error_reply(503, str(error), "ServiceUnavailableError")
-        if reply.status != 200:
-            self.counts.upstream_errors += 1
-            return reply
-        try:
-            answer = UpstreamResponse(reply.body)
-        except Unrecordable as problem:
-            return self.unrecorded(reply, problem)
-        try:
-            await session.episode.record(call, answer, time.perf_counter() - started)
-        except StorageError as error:
             # The client must not continue from an answer that is not stored; it can retry.
             _LOG.error("a response could not be stored: %s", error)
             return error_reply(503, f"The response could not be stored: {error}", "ServiceUnavailableError")
-        self.counts.recorded += 1
-        if call.streams:
-            return Reply(200, events(answer, call), EVENTS, reply.headers, recorded=True)
-        return Reply(200, answer.body_for(call), reply.content_type, reply.headers, recorded=True)
+        finally:
+            live.end()
 
-    def unrecorded(self, reply: Reply, problem: Unrecordable) -> Reply:
-        """Forward a reply that cannot be recorded, with a header that marks it."""
+    def unrecorded(self, problem: Unrecordable) -> None:
+        """Count an answer that cannot be recorded."""
         _LOG.warning("not recorded: %s", problem)
         self.counts.unrecorded += 1
-        return Reply(reply.status, reply.body, reply.content_type, {**reply.headers, **NOT_RECORDED})
 
-    async def _post(self, session: Session, call: ClientRequest, headers: Mapping[str, str]) -> Reply:
-        model = self._model(session, call.model)
-        reply = await self._upstream.post(CHAT, headers, upstream_body(call, model, self._extensions))
-        if reply.status in (400, 422) and self._drop_refused_extension(reply.body, call):
-            return await self._post(session, call, headers)
+    def unrecorded_path(self, path: str) -> None:
+        """Count a request in a protocol that is not recorded; the first one is logged."""
+        if not self.counts.unrecorded_paths[path]:
+            _LOG.warning("POST /v1/%s is passed on, but not recorded: use /v1/chat/completions", path)
+        self.counts.unrecorded_paths[path] += 1
+
+    @asynccontextmanager
+    async def _answered(
+        self, exchange: _Exchange, model: str, headers: Mapping[str, str], query: str
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The model server's answer to the request with the fields that it accepts. Raises ``UpstreamError``."""
+        attempt, path = exchange.attempt, exchange.protocol.path + query
+        while True:
+            body = upstream_body(exchange.call, model, added_fields(exchange.call, attempt.fields))
+            async with self._upstream.exchange("POST", path, headers, body, content_type=JSON) as response:
+                if response.status == 200:
+                    attempt.succeeded()
+                    yield response
+                    return
+                refusal = await self._upstream.whole(response)
+            if not attempt.is_refused(refusal.status, refusal.body):
+                raise UpstreamError(refusal)
+
+    async def _whole(self, exchange: _Exchange, reply: Reply) -> Reply:
+        call = exchange.call
+        try:
+            answer = exchange.protocol.answer(reply.body)
+        except Unrecordable as problem:
+            self.unrecorded(problem)
+            return Reply(reply.status, reply.body, reply.content_type, {**reply.headers, **NOT_RECORDED})
+        await self._record(exchange, answer)
+        body = answer.body_for(call) if exchange.protocol.reports_ids else reply.body
+        return Reply(200, body, reply.content_type, reply.headers, recorded=True)
+
+    async def _stream(self, exchange: _Exchange, response: aiohttp.ClientResponse, live: LiveAnswer) -> Reply:
+        live.headers = forwarded_headers(response.headers)
+        reader, stream, held = EventStreamReader(), exchange.protocol.stream(exchange.call), []
+        try:
+            async for data in self._upstream.parts(response):
+                for event in reader.feed(data):
+                    shown = stream.feed(event)
+                    if stream.ending:
+                        held.append(shown)
+                    else:
+                        live.add(shown)
+                if stream.done:
+                    break
+        except (aiohttp.ClientError, TimeoutError) as error:
+            message = f"The model server broke off its answer ({type(error).__name__}); ask again."
+            raise UpstreamError(error_reply(502, message, "BadGatewayError")) from error
+        reply = Reply(200, b"", EVENTS, live.headers, recorded=True)
+        try:
+            await self._record(exchange, stream.whole(), lost_ids=stream.lost_ids)
+        except Unrecordable as problem:
+            self.unrecorded(problem)
+            reply = Reply(200, b"", EVENTS, live.headers)
+        for part in (*held, reader.rest()):
+            live.add(part)
         return reply
+
+    async def _record(self, exchange: _Exchange, answer: UpstreamResponse, *, lost_ids: bool = False) -> None:
+        session, seconds = exchange.session, time.perf_counter() - exchange.started
+        missing = await session.episode.record(
+            exchange.call, answer, seconds, protocol=exchange.protocol.path, why_missing=exchange.why(lost_ids)
+        )
+        self.counts.recorded += 1
+        self.counts.missing.update(missing)
+        identity = answer.document.get("id")
+        if identity and exchange.protocol is RESPONSES:
+            self._sessions_of[str(identity)] = session.key.name
+            if len(self._sessions_of) > _MOST_RESPONSES:
+                self._sessions_of.popitem(last=False)
 
     def _model(self, session: Session, asked: str) -> str:
         if self._route is None or not self._route.knows(asked):
@@ -95,10 +193,26 @@ class Recorder:
         session.pinned = session.pinned or self._route.current()
         return session.pinned
 
-    def _drop_refused_extension(self, body: bytes, call: ClientRequest) -> bool:
-        """Stop sending the extensions that the server rejected, such as token ids; whether there were any."""
-        refused = [name for name in self._extensions if name.encode() in body and call.document.get(name) is None]
-        for name in refused:
-            _LOG.warning("the model server rejects %r: episodes are recorded without it", name)
-            del self._extensions[name]
-        return bool(refused)
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """A request on its way. ``started`` is a time of ``perf_counter``."""
+
+    protocol: WireProtocol
+    session: Session
+    call: ClientRequest
+    attempt: ExtensionAttempt
+    started: float
+
+    def why(self, lost_ids: bool) -> dict[str, str]:
+        """Why the answer has no token ids, or no logprobs, if it has none."""
+        return {"token_ids": self._why(TOKEN_IDS, lost_ids), "logprobs": self._why(LOGPROBS, lost_ids)}
+
+    def _why(self, name: str, lost_ids: bool) -> str:
+        if not self.protocol.reports_ids:
+            return f"POST /v1/{self.protocol.path} reports none"
+        if self.call.document.get(name) is not None and not self.call.wants(name):
+            return f"the client turned {name} off"
+        if lost_ids and name == TOKEN_IDS:
+            return "the stream left some token ids out"
+        return self.attempt.why_missing(name)

@@ -23,6 +23,6 @@ class Reply:
 
 
 def error_reply(status: int, message: str, kind: str, headers: Mapping[str, str] | None = None) -> Reply:
-    """An error of the gateway itself, in OpenAI's format."""
+    """An error of the gateway itself, in a format that clients of OpenAI and of Anthropic read."""
     error = {"message": message, "type": kind, "param": None, "code": status}
-    return Reply(status=status, body=dump_object({"error": error}), headers=headers or {})
+    return Reply(status=status, body=dump_object({"type": "error", "error": error}), headers=headers or {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,6 @@ from pydantic import ValidationError
 from openhands_rl_plugin.core.messages import RECORDED_PARAMETERS, WireMessage
 from openhands_rl_plugin.core.types import JsonObject, SamplingParams
 from openhands_rl_plugin.models.gateway.json_text import Json, dump_object, parse_object
-
-EXTENSIONS: Mapping[str, bool] = {"return_token_ids": True, "logprobs": True}
-"""Fields that the gateway adds to requests, unless the client set them."""
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
@@ -24,12 +21,21 @@ class Unrecordable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """One request for a chat completion. ``body`` is the client's text, ``document`` the parsed object."""
+    """One request for a completion. ``body`` is the client's text, ``document`` the parsed object.
+
+    ``messages``, ``tools`` and ``settings`` (the sampling parameters) are in the format of chat completions, whatever
+    the protocol. ``instructions``: whether the first message holds for this request only. ``continues``: the id of an
+    earlier response whose conversation comes before ``messages``. ``unknown_before``: why it is not known what does.
+    """
 
     body: bytes
     document: Json
     messages: Sequence[WireMessage]
     tools: tuple[JsonObject, ...]
+    settings: Json
+    instructions: bool = False
+    continues: str = ""
+    unknown_before: str = ""
 
     @property
     def model(self) -> str:
@@ -46,56 +52,56 @@ class ClientRequest:
         return isinstance(options, dict) and options.get("include_usage") is True
 
     def wants(self, extension: str) -> bool:
-        """Whether the client itself requested one of ``EXTENSIONS``."""
+        """Whether the client itself requested a field that the gateway may add, such as ``logprobs``."""
         return bool(self.document.get(extension))
 
     @property
     def parameters(self) -> JsonObject:
-        """The sampling parameters of the request, as the client wrote them."""
-        return {name: self.document[name] for name in RECORDED_PARAMETERS if self.document.get(name) is not None}
+        """The sampling parameters of the request."""
+        return {name: self.settings[name] for name in RECORDED_PARAMETERS if self.settings.get(name) is not None}
 
     def sampling(self) -> SamplingParams | None:
         """The parameters as ``SamplingParams``; ``None`` when they have values that are not valid there."""
-        stop = self.document.get("stop") or ()
+        stop = self.settings.get("stop") or ()
         try:
             return SamplingParams(
-                temperature=self.document.get("temperature"),
-                top_p=self.document.get("top_p"),
-                max_tokens=self.document.get("max_completion_tokens") or self.document.get("max_tokens"),
+                temperature=self.settings.get("temperature"),
+                top_p=self.settings.get("top_p"),
+                max_tokens=self.settings.get("max_completion_tokens") or self.settings.get("max_tokens"),
                 stop=(stop,) if isinstance(stop, str) else tuple(stop),
-                seed=self.document.get("seed"),
+                seed=self.settings.get("seed"),
             )
         except (ValidationError, TypeError):
             return None
 
 
-def parse_request(body: bytes) -> ClientRequest:
-    """Parse the body of a chat completion request. Raises ``Unrecordable`` for anything else."""
+def parsed_body(body: bytes) -> Json:
+    """The JSON object of a request. Raises ``Unrecordable`` for anything else."""
     document = parse_object(body)
     if document is None:
         raise Unrecordable("the request is not a JSON object")
-    messages = document.get("messages")
+    return document
+
+
+def client_request(
+    body: bytes, document: Json, messages: Any, tools: Any, settings: Json, **about: Any
+) -> ClientRequest:
+    """A request whose ``messages`` and ``tools`` are checked. Raises ``Unrecordable``."""
     if not isinstance(messages, list) or not messages:
         raise Unrecordable("the request has no messages")
-    tools = document.get("tools") or ()
-    if not all(isinstance(tool, dict) for tool in tools):
+    tools = tools or ()
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
         raise Unrecordable("a tool of the request is not an object")
+    recordable = [_recordable(at, message) for at, message in enumerate(messages)]
     return ClientRequest(
-        body=body,
-        document=document,
-        messages=[_recordable(at, message) for at, message in enumerate(messages)],
-        tools=tuple(tools),
+        body=body, document=document, messages=recordable, tools=tuple(tools), settings=settings, **about
     )
 
 
-def upstream_body(call: ClientRequest, model: str, extensions: Mapping[str, bool]) -> bytes:
-    """The body for the model server: never streamed, with the ``extensions`` that the client did not set."""
-    document = call.document
-    added = {name: value for name, value in extensions.items() if document.get(name) is None}
-    untouched = model == call.model and not document.keys() & {"stream", "stream_options", *added}
-    if not untouched:
-        kept = {name: value for name, value in document.items() if name not in ("stream", "stream_options")}
-        return dump_object({**kept, **added, "model": model})
+def upstream_body(call: ClientRequest, model: str, added: Json) -> bytes:
+    """The body for the model server: the client's own text, with the fields ``added``, and for ``model``."""
+    if model != call.model or call.document.keys() & added.keys():
+        return dump_object({**call.document, **added, "model": model})
     if not added:
         return call.body
     opening = call.body.index(b"{") + 1

@@ -117,15 +117,11 @@ class UpstreamResponse:
         """``for_client`` as the body of a response."""
         if call.wants("return_token_ids") and call.wants("logprobs"):
             return self._body
-        return self.restore_ids(dump_object(self.for_client(call)))
+        return self._cut.paste(dump_object(self.for_client(call)))
 
     def plain_body(self) -> bytes:
         """The body of a response without token ids and logprobs."""
-        return self.restore_ids(dump_object(_without_logprobs(_without_ids(self.document))))
-
-    def restore_ids(self, written: bytes) -> bytes:
-        """Replace the placeholders in JSON text of ``for_client``, or of a part of it, by the arrays of ids."""
-        return self._cut.paste(written)
+        return self._cut.paste(dump_object(_without_logprobs(_without_ids(self.document))))
 
     def _choice(self, choice: Any) -> RecordedChoice:
         if not isinstance(choice, dict) or not isinstance(message := choice.get("message"), dict):
@@ -187,11 +183,20 @@ def _places(holder: Json) -> Iterator[Json]:
 
 
 def _without_ids(document: Json) -> Json:
-    answer = {name: value for name, value in document.items() if name != PROMPT_IDS}
-    answer["choices"] = [
-        {name: value for name, value in choice.items() if name not in _IDS} for choice in document["choices"]
-    ]
+    answer = strip_ids(document)
+    answer["choices"] = [strip_ids(choice) for choice in document["choices"]]
     return answer
+
+
+def strip_ids(holder: Json) -> Json:
+    """A response, a choice, a message or a delta without token ids, in any of their places."""
+    kept = {name: value for name, value in holder.items() if name not in _IDS}
+    for name in (_ELSEWHERE, "message", "delta"):
+        if isinstance(inner := kept.get(name), dict) and (_ELSEWHERE in inner or name == _ELSEWHERE):
+            kept[name] = strip_ids(inner)
+            if name == _ELSEWHERE and inner and not kept[name]:
+                del kept[name]
+    return kept
 
 
 def _without_logprobs(document: Json) -> Json:

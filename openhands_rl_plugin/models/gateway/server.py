@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
@@ -12,6 +13,7 @@ from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.http_server import listening, url_of
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.redaction import redacting_logger
+from openhands_rl_plugin.models.engines.extensions import Clock
 from openhands_rl_plugin.models.gateway.app import Gateway
 from openhands_rl_plugin.models.gateway.config import GatewayConfig
 from openhands_rl_plugin.models.gateway.sessions import SessionPool
@@ -22,13 +24,17 @@ _MAX_SWEEP_SECONDS = 60.0
 
 
 @asynccontextmanager
-async def running_gateway(config: GatewayConfig, storage: TrajectoryStorage) -> AsyncIterator[str]:
+async def running_gateway(
+    config: GatewayConfig, storage: TrajectoryStorage, clock: Clock = time.monotonic
+) -> AsyncIterator[str]:
     """A gateway in this event loop; yields its URL, without ``/v1``. All sessions are ended on exit.
+
+    ``clock``: seconds, for when a field that a model refused is tried again.
 
     Raises ``PortUnavailableError``, and ``StorageError`` when the storage cannot be read or written. The storage stays
     open.
     """
-    gateway = Gateway(config, storage)
+    gateway = Gateway(config, storage, clock)
     with listening(config.host, config.port) as listener:
         await gateway.sessions.start()
         runner = web.AppRunner(gateway.app(), access_log=None, handle_signals=False, shutdown_timeout=_SHUTDOWN_SECONDS)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from openhands_rl_plugin.core.messages import text_of
+from pydantic import JsonValue
+
+from openhands_rl_plugin.core.messages import WireMessage, text_of, to_wire
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeStart, TrajectoryFilter, trajectory_id
-from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.records import MISSING, EpisodeEnd, EpisodeStart, TrajectoryFilter, trajectory_id
+from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
 from openhands_rl_plugin.core.types import (
     Completion,
     EpisodeRequest,
@@ -30,6 +33,7 @@ from openhands_rl_plugin.models.gateway.token_id_text import canonical
 from openhands_rl_plugin.rollout.journal import GrowingEpisode
 
 ENVIRONMENT = "gateway"
+_USUAL = "chat/completions"
 _STRATEGY = StrategySpec(name="gateway")
 
 
@@ -82,26 +86,44 @@ class SessionEpisode:
         """The weights that gave the first answer."""
         return next((node.policy for node in self._tree.nodes if node.policy is not None), None)
 
-    async def record(self, call: ClientRequest, answer: UpstreamResponse, latency: float) -> None:
+    async def record(
+        self,
+        call: ClientRequest,
+        answer: UpstreamResponse,
+        latency: float,
+        *,
+        protocol: str,
+        why_missing: Mapping[str, str],
+    ) -> list[str]:
         """Store a response with the new messages of its prompt. After a ``StorageError``, the next call stores it, too.
 
-        ``latency`` is in seconds.
+        ``latency`` is in seconds. ``why_missing``: why there are no ``token_ids`` or ``logprobs``, if there are none;
+        returns the cause for each answer to which that applies.
         """
         journal = self._journal or self._begin(call, answer)
         tree, first = self._tree, len(self._tree.nodes)
-        rewritten = self._conversation.follow(call.messages)
+        messages, unknown = self._messages(call)
+        rewritten = self._conversation.follow(messages)
         parent = tree.head
         metadata = _metadata(call, answer, latency, rewritten=rewritten, tools=journal.start.tools)
+        if protocol != _USUAL:
+            metadata["protocol"] = protocol
+        if call.instructions:
+            metadata["instructions"] = True
+        if unknown:
+            metadata["unknown_before"] = unknown
         nodes = [
             self._propose(parent, choice, metadata, answer, usage=answer.usage() if at == 0 else Usage(), call=call)
             for at, choice in enumerate(answer.choices)
         ]
+        causes = [cause for node in nodes if (cause := _note_missing(tree.nodes[node], why_missing))]
         # Until the next request shows which choice the client uses, it is the first.
         for node in reversed(nodes):
             self._conversation.acted(node)
         await journal.keep(tree)
         for node in tree.nodes[first:]:
             node.tokens = None
+        return causes
 
     async def end(self, stop: StopReason, *, finished: float, evidence: JsonObject) -> str | None:
         """Close the episode and return its id, or ``None`` when nothing was recorded. Raises ``StorageError``."""
@@ -123,6 +145,19 @@ class SessionEpisode:
         else:
             await self._storage.end(end)
         return end.trajectory_id
+
+    def _messages(self, call: ClientRequest) -> tuple[Sequence[WireMessage], str]:
+        """All messages of a prompt, also those that the server holds, and why some are not known."""
+        if not call.continues:
+            return call.messages, call.unknown_before
+        before = next((at for at, node in enumerate(self._tree.nodes) if _response_id(node) == call.continues), None)
+        if before is None:
+            return call.messages, f"the earlier response {call.continues:.100} was not recorded in this session"
+        path = [to_wire(self._tree.nodes[at].message) for at in self._tree.path(before)]
+        # Instructions hold for one request; each brings its own.
+        past = path[1:] if self._tree.nodes[before].metadata.get("instructions") else path
+        own = 1 if call.instructions else 0
+        return [*call.messages[:own], *past, *call.messages[own:]], call.unknown_before
 
     def _take(self, tree: EpisodeTree) -> None:
         self._tree = tree
@@ -184,6 +219,23 @@ class SessionEpisode:
             times = Times(started=stored.times.started, finished=end.finished)
             kept = {name: value for name, value in end if name not in ("trajectory_id", "finished")}
             await self._storage.add(stored.model_copy(update={**kept, "nodes": nodes, "times": times}))
+
+
+def _note_missing(node: DraftNode, why: Mapping[str, str]) -> str:
+    """Note on the node what training needs and it lacks; returns the cause, empty when it has all."""
+    if node.tokens is None:
+        what = "token_ids"
+    elif node.tokens.sampled_ids and not node.tokens.logprobs:
+        what = "logprobs"
+    else:
+        return ""
+    node.metadata[MISSING] = {what: why[what]}
+    return f"{what}: {why[what]}"
+
+
+def _response_id(node: DraftNode) -> JsonValue:
+    response = node.metadata.get("response")
+    return response.get("id") if isinstance(response, dict) else None
 
 
 def _metadata(

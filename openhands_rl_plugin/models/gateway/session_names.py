@@ -3,9 +3,11 @@
 The first of these that is present is its name:
 
 1. the path: ``/session/<name>/v1/chat/completions``, set by the user as the ``base_url``;
-2. the header ``x-litellm-session-id``, which OpenHands' SDK sends with every request of a conversation;
-3. ``prompt_cache_key`` in the body, which older SDKs send;
-4. ``session_id`` in the body's ``metadata`` or ``litellm_metadata``, or ``litellm_session_id`` beside it;
+2. the header ``x-litellm-session-id``, which OpenHands' SDK sends with every request of a conversation, or
+   ``x-claude-code-session-id``;
+3. ``prompt_cache_key`` in the body, which Codex and older SDKs send;
+4. ``session_id`` in the body's ``metadata`` or ``litellm_metadata``, or in their ``user_id``, where Claude Code has it,
+   or ``litellm_session_id`` beside them;
 5. a digest of the client's address and user agent, and of all messages up to the first user message.
 
 By the last rule, conversations with the same first messages share a session and are branches of one tree.
@@ -18,9 +20,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from openhands_rl_plugin.core.messages import WireMessage, text_of
-from openhands_rl_plugin.models.gateway.json_text import Json
+from openhands_rl_plugin.models.gateway.json_text import Json, parse_object
 
-HEADER = "x-litellm-session-id"
+HEADERS = ("x-litellm-session-id", "x-claude-code-session-id")
+_IN_USER_ID = "_session_"
 LONGEST = 200
 
 
@@ -29,12 +32,16 @@ def session_name(
 ) -> str:
     """The name of the session. ``path_name``: from the path, or empty; ``client``: the client's address."""
     return (
-        _name(path_name)
-        or _name(headers.get(HEADER))
+        named_session(path_name, headers)
         or _name(document.get("prompt_cache_key"))
         or _from_metadata(document)
         or _from_opening(client, headers, messages)
     )
+
+
+def named_session(path_name: str, headers: Mapping[str, str]) -> str:
+    """The name in the path or in a header; empty without one."""
+    return _name(path_name) or next(filter(None, (_name(headers.get(name)) for name in HEADERS)), "")
 
 
 def _name(given: Any) -> str:
@@ -48,9 +55,18 @@ def _name(given: Any) -> str:
 def _from_metadata(document: Json) -> str:
     for place in ("metadata", "litellm_metadata"):
         metadata = document.get(place)
-        if isinstance(metadata, dict) and (name := _name(metadata.get("session_id"))):
+        metadata = metadata if isinstance(metadata, dict) else {}
+        if name := _name(metadata.get("session_id")) or _from_user(metadata.get("user_id")):
             return name
     return _name(document.get("litellm_session_id"))
+
+
+def _from_user(user: Any) -> str:
+    """The session in Claude Code's ``user_id``: ``user_<id>_account_<id>_session_<id>``, or an object with its id."""
+    if not isinstance(user, str):
+        return ""
+    told = parse_object(user.encode("utf-8", "replace"))
+    return _name(told.get("session_id") if told is not None else user.partition(_IN_USER_ID)[2])
 
 
 def _from_opening(client: str, headers: Mapping[str, str], messages: Sequence[WireMessage]) -> str:

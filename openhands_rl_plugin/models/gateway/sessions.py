@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectorySummary
@@ -18,13 +18,17 @@ from openhands_rl_plugin.models.gateway.session_episode import ENVIRONMENT, Sess
 
 
 class Session:
-    """A session in memory. ``last_used`` is a Unix time in seconds; ``pinned`` is a model name or empty."""
+    """A session in memory. ``last_used`` is a Unix time in seconds; ``pinned`` is a model name or empty.
+
+    ``unrecorded``: its requests for completions that could not be recorded, by path.
+    """
 
     def __init__(self, key: SessionKey, episode: SessionEpisode, last_used: float) -> None:
         self.key = key
         self.episode = episode
         self.last_used = last_used
         self.pending = PendingCalls()
+        self.unrecorded: Counter[str] = Counter()
         first = episode.policy
         self.pinned = first.served_name if first is not None else ""
 
@@ -142,5 +146,7 @@ class SessionPool:
     async def _close(self, session: Session, stop: StopReason, evidence: JsonObject) -> tuple[str, int] | None:
         self._active.pop(session.key.name, None)
         await session.pending.settle()
+        if session.unrecorded:
+            evidence = {**evidence, "unrecorded": dict(session.unrecorded)}
         ended = await session.episode.end(stop, finished=session.last_used, evidence=evidence)
         return (ended, session.episode.nodes) if ended is not None else None

@@ -30,9 +30,11 @@ _OWN = frozenset(
         "trailer",
         "transfer-encoding",
         "upgrade",
+        "x-api-key",
     }
 )
 _NOT_PASSED_BACK = _OWN | {"content-type", "date", "server"}
+_KEY_HEADERS = ("authorization", "x-api-key")
 _CONNECT_SECONDS = 10.0
 _READ_BUFFER = 2**20
 
@@ -51,6 +53,7 @@ class Upstream:
     def __init__(self, config: GatewayConfig) -> None:
         self._base = config.upstream
         self._key = config.upstream_key()
+        self._anthropic = (URL(config.upstream).host or "").endswith("anthropic.com")
         self._keeps_client_key = not config.client_key()
         self._longest = config.max_answer_bytes
         self._timeout = config.timeout
@@ -64,29 +67,33 @@ class Upstream:
     async def post(self, path: str, headers: Mapping[str, str], body: bytes) -> Reply:
         """The complete response. Raises ``UpstreamError`` when there is none."""
         async with self.exchange("POST", path, headers, body, content_type=JSON) as response:
-            return Reply(
-                status=response.status,
-                body=await self._body(response),
-                content_type=response.headers.get("content-type", JSON),
-                headers=forwarded_headers(response.headers),
-            )
+            return await self.whole(response)
 
-    async def _body(self, response: aiohttp.ClientResponse) -> bytes:
-        parts, size = [], 0
+    async def whole(self, response: aiohttp.ClientResponse) -> Reply:
+        """The rest of an open response. Raises ``UpstreamError`` when it is too long."""
+        return Reply(
+            status=response.status,
+            body=b"".join([part async for part in self.parts(response)]),
+            content_type=response.headers.get("content-type", JSON),
+            headers=forwarded_headers(response.headers),
+        )
+
+    async def parts(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+        """The body as it arrives. Raises ``UpstreamError`` when it is too long."""
+        size = 0
         async for part in response.content.iter_any():
-            parts.append(part)
             size += len(part)
             if size > self._longest:
                 message = f"The response of the model server exceeds {self._longest} bytes; raise --max-answer-bytes."
                 raise UpstreamError(error_reply(502, message, "BadGatewayError"))
-        return b"".join(parts)
+            yield part
 
     @asynccontextmanager
     async def exchange(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes, *, content_type: str | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """An open response, to be streamed; ``path`` is below ``/v1``, with its query. Raises ``UpstreamError``."""
-        sent = self._headers(headers)
+        sent = self._headers(headers, path)
         if content_type is not None:
             sent["content-type"] = content_type
         url = URL(f"{self._base}/{path}", encoded=True)
@@ -115,13 +122,17 @@ class Upstream:
             )
         return self._session
 
-    def _headers(self, given: Mapping[str, str]) -> CIMultiDict[str]:
+    def _headers(self, given: Mapping[str, str], path: str) -> CIMultiDict[str]:
         sent = CIMultiDict((name, value) for name, value in given.items() if name.lower() not in _OWN)
         sent["accept-encoding"] = "identity"
         if self._key:
-            sent["authorization"] = f"Bearer {self._key}"
-        elif self._keeps_client_key and "authorization" in given:
-            sent["authorization"] = given["authorization"]
+            # Anthropic takes a bearer token for another kind of key; vLLM and others know no other header.
+            if not self._anthropic:
+                sent["authorization"] = f"Bearer {self._key}"
+            if self._anthropic or path.startswith("messages"):
+                sent["x-api-key"] = self._key
+        elif self._keeps_client_key:
+            sent.update((name, given[name]) for name in _KEY_HEADERS if name in given)
         return sent
 
 

@@ -209,7 +209,8 @@ async def test_a_refusal_is_a_model_error_with_the_server_s_words():
         with pytest.raises(ModelError, match="answered 400: maximum context length is 8"):
             await player.complete(ASK)
         await player.aclose()
-    assert len(server.requests) == 1
+    # Once more without token ids and logprobs, which may have been the cause.
+    assert ["return_token_ids" in body for _, body in server.requests] == [True, False]
 
 
 @pytest.mark.parametrize("detail", [{"error": "no such model"}, {"message": "no such model"}, "no such model"])
@@ -233,7 +234,46 @@ async def test_an_endpoint_without_token_ids_is_asked_again_without_them():
         await player.complete(ASK)
         await player.aclose()
     assert first.tokens is None
+    assert first.metadata["missing"] == {"token_ids": "the model server refuses return_token_ids with status 400"}
     assert ["return_token_ids" in body for _, body in server.requests] == [True, False, False]
+
+
+async def test_the_mistake_of_one_request_ends_no_recording():
+    """vLLM repeats the request, and so the names of all fields, in its errors."""
+
+    def handler(path: str, body: Any) -> bytes:
+        if body.get("max_tokens") == 1:
+            return respond({"error": {"message": f"max_tokens is too small: {body}"}}, status="400 Bad Request")
+        return respond(answer())
+
+    async with raw_server(handler) as server:
+        player = engine(server.url)
+        with pytest.raises(ModelError, match="too small"):
+            await player.complete(ASK, sampling=SamplingParams(max_tokens=1))
+        (after,) = await player.complete(ASK)
+        await player.aclose()
+    assert after.tokens is not None and after.tokens.logprobs and "missing" not in after.metadata
+
+
+async def test_a_refused_field_is_tried_again():
+    now, refuses = [0.0], [True]
+
+    def handler(path: str, body: Any) -> bytes:
+        if refuses[0] and "logprobs" in body:
+            return respond({"error": {"message": "You are not allowed to request logprobs"}}, status="403 Forbidden")
+        return respond(answer() if "logprobs" in body else answer(choice(logprobs=None)))
+
+    async with raw_server(handler) as server:
+        player = engine(server.url, clock=lambda: now[0])
+        (without,) = await player.complete(ASK)
+        refuses[0] = False
+        (still,) = await player.complete(ASK)
+        now[0] += 400
+        (again,) = await player.complete(ASK)
+        await player.aclose()
+    refused = {"logprobs": "the model server refuses logprobs with status 403"}
+    assert without.metadata["missing"] == still.metadata["missing"] == refused
+    assert again.tokens is not None and again.tokens.logprobs and "missing" not in again.metadata
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def usage(sampled: int) -> dict[str, Any]:
 async def ask(*answers: bytes, **options: Any) -> tuple[list[Any], list[Any]]:
     """What an engine gives, and what the server was asked."""
     left = list(answers)
-    async with raw_server(lambda path, body: left.pop(0)) as server:
+    async with raw_server(lambda path, body: left.pop(0) if left[1:] else left[0]) as server:
         engine = OpenAIEngine(
             "policy-v000003", f"{server.url}/v1", base_model="base", **{"timeout": 5.0, "backoff": 0.01, **options}
         )

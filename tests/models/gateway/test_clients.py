@@ -11,7 +11,9 @@ import httpx
 import openai
 import pytest
 from aiohttp import web
-from worlds import TOOL, Body, Model, prompt_ids, stored, until, user, world
+from worlds import TOOL, Body, Model, prompt_ids, sampled_ids, stored, until, user, world
+
+ECHO = json.dumps({"command": "echo 1"})
 
 
 def events(text: str) -> list[Any]:
@@ -67,19 +69,21 @@ async def test_openai_client_streams_tool_calls_and_usage(tmp_path: Path):
         chunks = [chunk async for chunk in stream]
         whole = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "one"}])
     assert whole.choices[0].message.content == "answer 2"
-    sent = gateway.model.bodies[0]
-    assert "stream" not in sent and "stream_options" not in sent
+    assert gateway.model.bodies[0]["stream"] is True
     *parts, usage = chunks
     deltas = [part.choices[0].delta for part in parts]
     assert deltas[0].role == "assistant"
     assert "".join(delta.content or "" for delta in deltas) == "answer 1"
-    (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
-    assert (call.index, call.id, call.function.name) == (0, "call_1", "bash")
-    assert json.loads(call.function.arguments) == {"command": "echo 1"}
-    assert [part.choices[0].finish_reason for part in parts] == [None, None, None, "tool_calls"]
-    assert usage.choices == [] and usage.usage.completion_tokens == 5
+    calls = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert (calls[0].index, calls[0].id, calls[0].function.name) == (0, "call_1", "bash")
+    assert json.loads("".join(call.function.arguments for call in calls)) == {"command": "echo 1"}
+    assert {part.choices[0].finish_reason for part in parts[:-1]} == {None}
+    assert parts[-1].choices[0].finish_reason == "tool_calls"
+    said = sampled_ids({"content": "answer 1", "tool_calls": [{"function": {"name": "bash", "arguments": ECHO}}]})
+    assert usage.choices == [] and usage.usage.completion_tokens == len(said)
     assert chunks[0].prompt_token_ids == prompt_ids([user("one")])
-    assert [bool(part.choices[0].logprobs) for part in parts] == [False, True, False, False]
+    assert [one for part in parts for one in getattr(part.choices[0], "token_ids", None) or ()] == said
+    assert sum(len(part.choices[0].logprobs.content) for part in parts if part.choices[0].logprobs) == len(said)
     ((trajectory, _),) = await stored(tmp_path)
     assert trajectory.task.id == "x" and trajectory.nodes[1].metadata["streamed"] is True
     assert trajectory.nodes[1].tokens is not None
@@ -96,7 +100,7 @@ async def test_a_stream_shows_signs_of_life_and_ends_in_the_error_that_came_late
         good = await gateway.ask(user("one"), stream=True)
         bad = await gateway.ask(user("fail"), stream=True)
     assert good.text.startswith(": keep-alive\n\n") and good.headers["content-type"].startswith("text/event-stream")
-    assert [each["choices"][0]["delta"] for each in events(good.text)][1] == {"content": "answer 1"}
+    assert "".join(each["choices"][0]["delta"].get("content", "") for each in events(good.text)) == "answer 1"
     assert events(bad.text) == [{"error": {"message": "out of memory"}}]
     assert len((await gateway.only()).nodes) == 2
 
@@ -144,7 +148,7 @@ async def test_a_server_that_refuses_ids_is_asked_without_them(tmp_path: Path):
     async with world(tmp_path, Model(behave=strict)) as gateway:
         for _ in range(2):
             assert (await gateway.say(user("one")))["content"].startswith("answer")
-        assert len(gateway.model.bodies) == 4
+        assert [len({"return_token_ids", "logprobs"} & {*body}) for body in gateway.model.bodies] == [2, 1, 0, 0]
         refused = await gateway.ask(user("one"), logprobs=True)
     assert refused.status_code == 400
     assert len((await gateway.only()).nodes) == 3
@@ -284,7 +288,11 @@ async def test_a_client_that_gave_up_finds_its_answer_when_it_asks_again(tmp_pat
             answer = await gateway.http.post(
                 "/session/s/v1/chat/completions", json={"model": "policy", "messages": [user("one")], "stream": stream}
             )
-            assert f"answer {known + 1}" in answer.text
+            shown = (
+                events(answer.text) if stream else [{"choices": [{"delta": answer.json()["choices"][0]["message"]}]}]
+            )
+            said = "".join(each["choices"][0]["delta"].get("content", "") for each in shown)
+            assert said == f"answer {known + 1}"
     assert len(gateway.model.bodies) == 2
     assert sum(node.sampled for node in (await gateway.only()).nodes) == 2
 

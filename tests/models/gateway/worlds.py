@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -65,7 +66,8 @@ class Model:
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
         if self.behave is not None and (response := await self.behave(request, body)) is not None:
             return response
-        return web.json_response(self.completion(body))
+        answer = self.completion(body)
+        return await streamed(request, chunks_of(answer, body)) if body.get("stream") else web.json_response(answer)
 
     def completion(self, body: Body) -> Body:
         choices = [self._choice(index, body) for index in range(body.get("n") or 1)]
@@ -96,6 +98,58 @@ class Model:
             "finish_reason": "tool_calls" if body.get("tools") else "stop",
             "token_ids": ids if body.get("return_token_ids") else None,
         }
+
+
+def chunks_of(answer: Body, body: Body) -> list[Body]:
+    """The chunks in which vLLM streams a completion: prompt ids with the first, some tokens in each of the others."""
+    frame = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    chunks: list[Body] = []
+
+    def add(index: int, delta: Body, **about: Any) -> None:
+        chunks.append({**frame, "choices": [{"index": index, "delta": delta, "finish_reason": None, **about}]})
+
+    for choice in answer["choices"]:
+        index, message = choice["index"], choice["message"]
+        add(index, {"role": "assistant", "content": ""})
+        ids, entries = choice["token_ids"], (choice["logprobs"] or {}).get("content")
+        parts = [{"content": message["content"][at : at + 4]} for at in range(0, len(message["content"] or ""), 4)]
+        for at, call in enumerate(message.get("tool_calls") or ()):
+            arguments = call["function"]["arguments"]
+            head = {**call, "function": {**call["function"], "arguments": ""}}
+            parts.append({"tool_calls": [{"index": at, **head}]})
+            for cut in range(0, len(arguments), 5):
+                parts.append({"tool_calls": [{"index": at, "function": {"arguments": arguments[cut : cut + 5]}}]})
+        parts.append({})  # the end marker: a token without text
+        step = -(-len(sampled_ids(message)) // len(parts))
+        for number, delta in enumerate(parts):
+            span = slice(number * step, (number + 1) * step)
+            about: Body = {"logprobs": {"content": entries[span]} if entries else None}
+            if ids is not None:
+                about["token_ids"] = ids[span]
+            if delta or ids is not None:
+                add(index, delta, **about)
+        add(index, {}, finish_reason=choice["finish_reason"])
+    if answer["prompt_token_ids"] is not None:
+        chunks[0]["prompt_token_ids"] = answer["prompt_token_ids"]
+    if (body.get("stream_options") or {}).get("include_usage"):
+        sampled = sum(len(sampled_ids(choice["message"])) for choice in answer["choices"])
+        chunks.append({**frame, "choices": [], "usage": {**answer["usage"], "completion_tokens": sampled}})
+    return chunks
+
+
+async def streamed(
+    request: web.Request, events: list[Any], *, pause: Callable[[int], Awaitable[None]] | None = None
+) -> web.StreamResponse:
+    """Send chunks, or whole events, one by one; ``pause`` is awaited before each."""
+    response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8", "x-own": "1"})
+    await response.prepare(request)
+    for number, each in enumerate(events):
+        if pause is not None:
+            await pause(number)
+        await response.write(each if isinstance(each, bytes) else f"data: {json.dumps(each)}\n\n".encode())
+    if not events or not isinstance(events[-1], bytes):
+        await response.write(b"data: [DONE]\n\n")
+    return response
 
 
 @asynccontextmanager
@@ -153,12 +207,14 @@ async def stored(path: Path) -> list[tuple[Trajectory, tuple[Score, ...]]]:
 
 
 @asynccontextmanager
-async def world(path: Path, model: Model | None = None, **options: Any) -> AsyncIterator[World]:
+async def world(
+    path: Path, model: Model | None = None, clock: Callable[[], float] = time.monotonic, **options: Any
+) -> AsyncIterator[World]:
     model = model or Model()
     async with serving(model) as url, FileTrajectoryStorage(path) as storage:
         config = GatewayConfig.model_validate({"upstream": url, "port": 0, **options})
         async with (
-            running_gateway(config, storage) as gateway,
+            running_gateway(config, storage, clock) as gateway,
             httpx.AsyncClient(base_url=gateway, timeout=20, trust_env=False) as http,
         ):
             yield World(gateway, http, model, path)

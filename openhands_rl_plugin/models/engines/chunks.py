@@ -1,0 +1,144 @@
+"""Puts the chunks of a streamed chat completion together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+Json = dict[str, Any]
+
+_IDS, _PROMPT_IDS = "token_ids", "prompt_token_ids"
+_ELSEWHERE = "provider_specific_fields"  # where litellm puts fields that are not part of OpenAI's format
+_MOST_CHOICES = 1024
+
+
+class ChunkAssembler:
+    """The completion that the chunks so far are parts of."""
+
+    def __init__(self) -> None:
+        self._about: Json = {}
+        self._choices: dict[int, _ChoiceParts] = {}
+        self._prompt_ids: list[int] | None = None
+
+    @property
+    def finished(self) -> int:
+        """How many choices have a finish reason."""
+        return sum(choice.about.get("finish_reason") is not None for choice in self._choices.values())
+
+    @property
+    def lost_ids(self) -> bool:
+        """Whether the server left out the ids of some sampled tokens, as those that hold text back may do."""
+        usage = self._about.get("usage")
+        counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        ids = [choice.ids for choice in self._choices.values()]
+        if counted is None or None in ids:
+            return any(each is not None for each in ids) and None in ids
+        return sum(map(len, filter(None, ids))) != counted
+
+    def add(self, chunk: Mapping[str, Any]) -> None:
+        """Add a chunk. Raises ``ValueError`` when it is none."""
+        choices = chunk.get("choices") or ()
+        if not isinstance(choices, list | tuple):
+            raise ValueError("its choices are no list")
+        self._prompt_ids = self._prompt_ids or _prompt_ids(chunk)
+        for name, value in chunk.items():
+            if (
+                name not in ("choices", _PROMPT_IDS)
+                and value is not None
+                and (name == "usage" or name not in self._about)
+            ):
+                self._about[name] = value
+        for choice in choices:
+            index = choice.get("index", 0) if isinstance(choice, dict) else None
+            if type(index) is not int or not 0 <= index < _MOST_CHOICES:
+                raise ValueError("a choice has no valid index")
+            self._prompt_ids = self._prompt_ids or _prompt_ids(choice)
+            self._choices.setdefault(index, _ChoiceParts()).add(choice)
+
+    def document(self) -> Json:
+        """The completion as if it had not been streamed; without token ids where some are lost."""
+        with_ids = self._prompt_ids is not None and not self.lost_ids
+        choices = [
+            {"index": index, **choice.whole(with_ids=with_ids)} for index, choice in sorted(self._choices.items())
+        ]
+        document = {**self._about, "object": "chat.completion", "choices": choices}
+        return {**document, _PROMPT_IDS: self._prompt_ids} if with_ids else document
+
+
+class _ChoiceParts:
+    def __init__(self) -> None:
+        self.about: Json = {}
+        self.ids: list[int] | None = None
+        self._texts: dict[str, list[str]] = {}
+        self._message: Json = {}
+        self._calls: dict[int, Json] = {}
+        self._logprobs: list[Any] | None = None
+
+    def add(self, choice: Json) -> None:
+        for name, value in choice.items():
+            if name not in ("index", "delta", "logprobs", _ELSEWHERE, _IDS, _PROMPT_IDS) and value is not None:
+                self.about[name] = value
+        for place in _places(choice):
+            if isinstance(ids := place.get(_IDS), list):
+                self.ids = self.ids or []
+                self.ids.extend(ids)
+                break
+        if isinstance(logprobs := choice.get("logprobs"), dict) and isinstance(found := logprobs.get("content"), list):
+            self._logprobs = self._logprobs or []
+            self._logprobs.extend(found)
+        delta = choice.get("delta") or {}
+        if not isinstance(delta, dict):
+            raise ValueError("a delta is no object")
+        for name, value in delta.items():
+            if name == "tool_calls":
+                for call in value or ():
+                    self._add_call(call)
+            elif isinstance(value, str) and name != "role":
+                self._texts.setdefault(name, []).append(value)
+            elif name == "content" and value is not None:
+                raise ValueError("the content is no text")
+            elif name not in (_ELSEWHERE, "role") and value:
+                known = self._message.get(name)
+                self._message[name] = known + value if isinstance(known, list) and isinstance(value, list) else value
+
+    def whole(self, *, with_ids: bool) -> Json:
+        calls = [
+            {**call, "function": {**call["function"], "arguments": "".join(call["function"]["arguments"])}}
+            for _, call in sorted(self._calls.items())
+        ]
+        texts = {name: "".join(parts) for name, parts in self._texts.items()}
+        content = texts.pop("content", "") or (None if calls else "")
+        message = {"role": "assistant", "content": content, **self._message}
+        message |= {name: text for name, text in texts.items() if text}
+        if calls:
+            message["tool_calls"] = calls
+        choice = {"message": message, "finish_reason": None, **self.about}
+        if self._logprobs is not None:
+            choice["logprobs"] = {"content": self._logprobs}
+        return {**choice, _IDS: self.ids} if with_ids and self.ids is not None else choice
+
+    def _add_call(self, given: Any) -> None:
+        at = given.get("index", 0) if isinstance(given, dict) else None
+        function = (given.get("function") or {}) if isinstance(given, dict) else None
+        if type(at) is not int or not 0 <= at < _MOST_CHOICES or not isinstance(function, dict):
+            raise ValueError("a tool call has no valid index")
+        call = self._calls.setdefault(at, {"id": "", "type": "function", "function": {"name": "", "arguments": []}})
+        name, arguments, identity = function.get("name"), function.get("arguments"), given.get("id")
+        if any(not isinstance(each, str | None) for each in (name, arguments, identity)):
+            raise ValueError("a tool call has fields that are no text")
+        call["id"] = call["id"] or identity or ""
+        call["function"]["name"] = call["function"]["name"] or name or ""
+        call["function"]["arguments"].append(arguments or "")
+
+
+def _prompt_ids(holder: Mapping[str, Any]) -> list[int] | None:
+    found = (place.get(_PROMPT_IDS) for place in _places(holder))
+    return next((ids for ids in found if isinstance(ids, list)), None)
+
+
+def _places(holder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The objects of a chunk, or of a choice, that may have token ids."""
+    delta = holder.get("delta")
+    for place in (holder, holder.get(_ELSEWHERE), delta.get(_ELSEWHERE) if isinstance(delta, dict) else None):
+        if isinstance(place, dict):
+            yield place

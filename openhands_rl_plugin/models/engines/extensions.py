@@ -1,0 +1,159 @@
+"""Request fields beyond the common protocol (token ids, logprobs): which of them each model of a server accepts.
+
+A server may refuse one for all models, for some, or in the words of any error, and an error that names one may have
+another cause: vLLM repeats the whole request in its errors. So a request that failed is sent again without the fields,
+and a field counts as refused only when that succeeds. A refused field is tried again after minutes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from openhands_rl_plugin.core.retry import Backoff
+from openhands_rl_plugin.core.types import JsonObject, Tokens
+
+TOKEN_IDS, LOGPROBS = "return_token_ids", "logprobs"
+
+Clock = Callable[[], float]
+"""Seconds; only differences count."""
+
+# What an error may call each field.
+_WORDS: Mapping[str, str] = {TOKEN_IDS: "token_id", LOGPROBS: "logprob"}
+# Statuses of errors that the request itself may have caused.
+_REFUSALS = frozenset({400, 403, 405, 415, 422})
+# Those that mostly have another cause: a missing model, a failure of the server.
+_REFUSALS_IF_NAMED = frozenset({404, 500, 501})
+_PAUSE = Backoff(first=300.0, longest=3600.0)
+_PROBE_SECONDS = 60.0
+_MOST_MODELS = 256
+
+
+@dataclass(slots=True)
+class _FieldState:
+    """``until``: when a refused field is tried again; ``None`` when it was not refused. ``status``: of the error."""
+
+    until: float | None = None
+    failures: int = 0
+    status: int = 0
+
+
+@dataclass(slots=True)
+class _ModelState:
+    fields: dict[str, _FieldState] = field(default_factory=dict)
+    unclear: int = 0
+
+    def of(self, name: str) -> _FieldState:
+        return self.fields.setdefault(name, _FieldState())
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedField:
+    """A field that is not sent to ``model`` now; tried again in ``retry_in`` seconds. ``status``: of the error."""
+
+    model: str
+    name: str
+    status: int
+    retry_in: float
+
+
+class ExtensionTable:
+    """What was learned about each model of one server; the ``most`` recently used models are kept."""
+
+    def __init__(self, clock: Clock = time.monotonic, most: int = _MOST_MODELS) -> None:
+        self._clock = clock
+        self._most = most
+        self._models: OrderedDict[str, _ModelState] = OrderedDict()
+
+    def attempt(self, model: str, wanted: Sequence[str]) -> ExtensionAttempt:
+        """One request to ``model`` with the ``wanted`` fields, as far as it accepts them."""
+        state = self._models.setdefault(model, _ModelState())
+        self._models.move_to_end(model)
+        while len(self._models) > self._most:
+            self._models.popitem(last=False)
+        now = self._clock()
+        sent = [name for name in wanted if state.of(name).until is None]
+        due = [name for name in wanted if (until := state.of(name).until) is not None and until <= now]
+        for name in due[:1]:
+            # One at a time, so that a refusal tells which; other requests do without it in the meantime.
+            state.of(name).until = now + _PROBE_SECONDS
+        return ExtensionAttempt(state, self._clock, sent, due[:1])
+
+    def refused(self) -> list[RefusedField]:
+        """All refused fields."""
+        now = self._clock()
+        return [
+            RefusedField(model, name, each.status, max(0.0, each.until - now))
+            for model, state in self._models.items()
+            for name, each in state.fields.items()
+            if each.until is not None
+        ]
+
+
+class ExtensionAttempt:
+    """The fields of one request, which is repeated as long as ``is_refused`` says so."""
+
+    def __init__(self, state: _ModelState, clock: Clock, trusted: Sequence[str], probed: Sequence[str]) -> None:
+        self._state = state
+        self._clock = clock
+        self._probed = frozenset(probed)
+        self._dropped: tuple[str, ...] = ()
+        self._clear = True
+        self._status = 0
+        self.fields: tuple[str, ...] = (*trusted, *probed)
+
+    def why_missing(self, name: str) -> str:
+        """Why an answer came without what the field asks for."""
+        if name in self.fields:
+            return f"the model server ignores {name}"
+        status = self._state.of(name).status
+        return f"the model server refuses {name}" + (f" with status {status}" if status else "")
+
+    def is_refused(self, status: int, body: bytes) -> bool:
+        """Whether to send the request again, with the ``fields`` that are left."""
+        text = body.decode("utf-8", "replace").lower()
+        named = [name for name in self.fields if _WORDS.get(name, name) in text]
+        if not self.fields or not (status in _REFUSALS or (status in _REFUSALS_IF_NAMED and named)):
+            return False
+        probed = [name for name in self.fields if name in self._probed]
+        told = named or ([] if self._dropped else probed)
+        # After a second refusal, those that were dropped first may not have been the cause, or not all of it.
+        self._clear &= len(told) == 1
+        drop = self.fields if self._dropped else (told or self.fields)
+        self._dropped += tuple(drop)
+        self._status = status
+        self.fields = tuple(name for name in self.fields if name not in drop)
+        return True
+
+    def succeeded(self) -> None:
+        """Learn from the answer that a request with ``fields``, and without the refused ones, got."""
+        for name in self.fields:
+            self._state.fields[name] = _FieldState()
+        unclear = not self._clear and len(self._dropped) > 1
+        self._state.unclear += unclear
+        for at, name in enumerate(self._dropped):
+            # Of several it may be one only. Each is tried alone at the next requests; if all pass alone and fail
+            # together once more, the first is kept.
+            alone = unclear and (self._state.unclear < 2 or at == 0)
+            self._refuse(name, self._clock() if alone else None)
+
+    def _refuse(self, name: str, again: float | None) -> None:
+        state, now = self._state.of(name), self._clock()
+        state.status = self._status
+        if again is not None:
+            state.until = again
+        elif state.until is None or name in self._probed or state.until <= now:
+            # Only once for requests that were refused side by side.
+            state.failures += 1
+            state.until = now + _PAUSE.pause(state.failures)
+
+
+def missing_parts(attempt: ExtensionAttempt, tokens: Tokens | None) -> JsonObject:
+    """What training needs and an answer lacks, each with its cause, as under ``core.records.MISSING``."""
+    if tokens is None:
+        return {"token_ids": attempt.why_missing(TOKEN_IDS)}
+    if tokens.sampled_ids and not tokens.logprobs:
+        return {"logprobs": attempt.why_missing(LOGPROBS)}
+    return {}

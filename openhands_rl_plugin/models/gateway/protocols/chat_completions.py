@@ -1,0 +1,114 @@
+"""OpenAI's chat completions, the protocol in which vLLM and others report token ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from openhands_rl_plugin.models.engines.chunks import ChunkAssembler
+from openhands_rl_plugin.models.engines.event_stream import ServerEvent
+from openhands_rl_plugin.models.engines.extensions import LOGPROBS, TOKEN_IDS
+from openhands_rl_plugin.models.engines.openai_stream import DONE
+from openhands_rl_plugin.models.gateway.json_text import Json, dump_object, parse_object
+from openhands_rl_plugin.models.gateway.protocols.protocol import WireProtocol, event
+from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecordable, client_request, parsed_body
+from openhands_rl_plugin.models.gateway.responses import UpstreamResponse, strip_ids
+
+STREAM_OPTIONS = "stream_options"
+
+
+def added_fields(call: ClientRequest, names: tuple[str, ...]) -> Json:
+    """The fields of ``names`` with their values, for this request."""
+    usage = {**(call.document.get(STREAM_OPTIONS) or {}), "include_usage": True}
+    return {name: usage if name == STREAM_OPTIONS else True for name in names}
+
+
+class ChunkStream:
+    """A streamed chat completion, from which the client gets what it asked for."""
+
+    def __init__(self, call: ClientRequest) -> None:
+        self._ids, self._logprobs = call.wants(TOKEN_IDS), call.wants(LOGPROBS)
+        self._usage = call.wants_usage
+        choices = call.document.get("n")
+        self._choices = choices if isinstance(choices, int) else 1
+        self._parts = ChunkAssembler()
+        self._problem = ""
+        self.ending = False
+        self.done = False
+
+    @property
+    def lost_ids(self) -> bool:
+        """Whether the server left out the ids of some sampled tokens."""
+        return self._parts.lost_ids
+
+    def feed(self, received: ServerEvent) -> bytes:
+        """Take an event; returns it without token ids, logprobs and usage that only the gateway asked for."""
+        if not received.data:
+            return received.raw
+        if received.data == DONE:
+            self.ending = self.done = True
+            return received.raw
+        chunk = parse_object(received.data)
+        try:
+            if chunk is None or "error" in chunk:
+                raise ValueError("an event of the stream is an error" if chunk else "an event of the stream is no JSON")
+            self._parts.add(chunk)
+        except ValueError as problem:
+            self._problem = self._problem or str(problem)
+            return received.raw
+        self.ending = self._parts.finished >= self._choices
+        return self._for_client(received.raw, chunk)
+
+    def whole(self) -> UpstreamResponse:
+        """The complete response."""
+        if self._problem or not self.ending:
+            raise Unrecordable(self._problem or "the stream ended before its answer did")
+        return UpstreamResponse(dump_object(self._parts.document()))
+
+    def _for_client(self, raw: bytes, chunk: Json) -> bytes:
+        shown = chunk if self._ids else strip_ids(chunk)
+        choices: list[Any] = list(shown.get("choices") or ())
+        if not self._usage and shown.get("usage") is not None:
+            shown = {name: value for name, value in shown.items() if name != "usage"}
+            if not choices:
+                return b""
+        if not self._ids:
+            choices = [strip_ids(choice) for choice in choices]
+        if not self._logprobs:
+            choices = [{**choice, "logprobs": None} if choice.get("logprobs") else choice for choice in choices]
+        if choices == chunk.get("choices") and shown == chunk:
+            return raw
+        if all(map(_says_nothing, choices)) and not all(map(_says_nothing, chunk["choices"])):
+            return b""
+        return event(dump_object({**shown, "choices": choices}))
+
+
+def _says_nothing(choice: Json) -> bool:
+    """Whether a chunk's choice has been there for its token ids and logprobs only."""
+    said = {**choice, **(choice.get("delta") or {})}
+    return not any(value for name, value in said.items() if name not in ("index", "delta"))
+
+
+def _wanted(call: ClientRequest) -> list[str]:
+    """The fields that the client's request leaves open."""
+    wanted = [name for name in (TOKEN_IDS, LOGPROBS) if call.document.get(name) is None]
+    return [*wanted, STREAM_OPTIONS] if call.streams and not call.wants_usage else wanted
+
+
+def _parse(body: bytes) -> ClientRequest:
+    document = parsed_body(body)
+    return client_request(body, document, document.get("messages"), document.get("tools"), document)
+
+
+def _error_event(error: Json) -> bytes:
+    return event(dump_object({"error": error})) + event(DONE)
+
+
+CHAT = WireProtocol(
+    path="chat/completions",
+    reports_ids=True,
+    wanted=_wanted,
+    parse=_parse,
+    answer=UpstreamResponse,
+    stream=ChunkStream,
+    error_event=_error_event,
+)

@@ -1,0 +1,88 @@
+"""What the recorder knows of a protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from openhands_rl_plugin.models.engines.event_stream import ServerEvent
+from openhands_rl_plugin.models.gateway.json_text import Json, dump_object
+from openhands_rl_plugin.models.gateway.requests import ClientRequest
+from openhands_rl_plugin.models.gateway.responses import UpstreamResponse
+
+STOP_REASONS = {
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "max_tokens": "length",
+    "model_context_window_exceeded": "length",
+    "tool_use": "tool_calls",
+    "refusal": "content_filter",
+    "max_output_tokens": "length",
+}
+"""What chat completions call the reasons of other protocols; one that is not here keeps its name."""
+
+
+class AnswerStream(Protocol):
+    """A streamed answer, event by event.
+
+    ``ending``: all has been said, and the client must not see the end before the answer is stored.
+    ``done``: no event comes after this one. ``lost_ids``: some sampled tokens came without their ids.
+    """
+
+    ending: bool
+    done: bool
+
+    @property
+    def lost_ids(self) -> bool: ...
+
+    def feed(self, received: ServerEvent) -> bytes:
+        """Take an event; returns what the client gets of it."""
+        ...
+
+    def whole(self) -> UpstreamResponse:
+        """The answer as a chat completion. Raises ``Unrecordable`` when the events are none, or not all."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WireProtocol:
+    """One protocol. ``path`` is below ``/v1``; ``reports_ids``: whether a server may report token ids in it.
+
+    ``wanted``: the fields to add to a request, if they are accepted.
+    ``parse`` and ``answer`` raise ``Unrecordable``. ``error_event`` is an error in a stream that has begun.
+    """
+
+    path: str
+    reports_ids: bool
+    wanted: Callable[[ClientRequest], Sequence[str]]
+    parse: Callable[[bytes], ClientRequest]
+    answer: Callable[[bytes], UpstreamResponse]
+    stream: Callable[[ClientRequest], AnswerStream]
+    error_event: Callable[[Json], bytes]
+
+
+def as_completion(message: Json, finish_reason: str | None, usage: Json, about: Json) -> UpstreamResponse:
+    """A chat completion with one choice."""
+    choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish_reason}
+    return UpstreamResponse(dump_object({**about, "choices": [choice], "usage": usage}))
+
+
+def wants_nothing(call: ClientRequest) -> Sequence[str]:
+    """The ``wanted`` of a protocol without token ids."""
+    return ()
+
+
+def event(data: bytes, name: str = "") -> bytes:
+    """One server-sent event."""
+    return (b"event: %s\n" % name.encode() if name else b"") + b"data: %s\n\n" % data
+
+
+def texts_of(content: object, *types: str) -> str:
+    """The texts of all parts of these types, joined; a text itself."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else ()
+    return "".join(
+        str(part.get("text") or "") for part in parts if isinstance(part, dict) and part.get("type") in types
+    )

@@ -1,0 +1,144 @@
+"""Which fields a model refuses, from the errors of real servers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from openhands_rl_plugin.models.engines.extensions import LOGPROBS, TOKEN_IDS, ExtensionTable
+
+BOTH = (TOKEN_IDS, LOGPROBS)
+Server = Callable[[set[str]], tuple[int, str]]
+"""The fields of a request -> status and body."""
+
+
+class Clock:
+    """Stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def refusing(*names: str, status: int = 400, body: str = "{name}") -> Server:
+    def answer(fields: set[str]) -> tuple[int, str]:
+        hit = next((name for name in names if name in fields), None)
+        return (200, "") if hit is None else (status, body.replace("{name}", hit).replace("{all}", str(fields)))
+
+    return answer
+
+
+def ask(
+    table: ExtensionTable, server: Server, model: str = "m", wanted: Iterable[str] = BOTH
+) -> tuple[Any, list[set[str]]]:
+    """The attempt, and what each of its requests had."""
+    attempt, sent = table.attempt(model, tuple(wanted)), []
+    while True:
+        sent.append(set(attempt.fields))
+        status, body = server(sent[-1])
+        if status == 200:
+            attempt.succeeded()
+            return attempt, sent
+        if not attempt.is_refused(status, body.encode()):
+            return None, sent
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (400, '{"error": {"message": "Unrecognized request argument supplied: {name}"}}'),
+        (400, '{"error": {"message": "Unknown parameter: \'{name}\'."}}'),
+        (403, '{"error": {"message": "You are not allowed to request {name} from this model"}}'),
+        (400, '{"detail": "{name}: Extra inputs are not permitted"}'),
+        (422, '{"detail": [{"type": "extra_forbidden", "loc": ["body", "{name}"], "input": true}]}'),
+        (400, "Logprobs is not enabled, or return_token_ids"),
+        (400, '{"error": {"message": "unsupported option"}}'),
+        (400, '{"error": {"message": "bad field", "request": "{all}"}}'),
+        (404, '{"error": {"message": "No endpoints found that support {name}"}}'),
+        (500, "{name} is not supported for models created with logits_all=False"),
+    ],
+)
+@pytest.mark.parametrize("refused", [LOGPROBS, TOKEN_IDS])
+def test_only_the_refused_field_is_dropped(status: int, body: str, refused: str):
+    table, server = ExtensionTable(Clock()), refusing(refused, status=status, body=body)
+    for _ in range(4):
+        ask(table, server)
+    attempt, sent = ask(table, server)
+    assert sent == [{*BOTH} - {refused}]
+    assert [each.name for each in table.refused()] == [refused]
+    assert attempt.why_missing(refused) == f"the model server refuses {refused} with status {status}"
+
+
+def test_a_server_that_knows_neither_is_asked_for_neither():
+    table, server = ExtensionTable(Clock()), refusing(*BOTH, body="Extra inputs are not permitted")
+    requests = [len(ask(table, server)[1]) for _ in range(6)]
+    assert requests[:3] == [2, 2, 2] and requests[3:] == [1, 1, 1]
+    assert {each.name for each in table.refused()} == {*BOTH}
+
+
+@pytest.mark.parametrize("status", [400, 403, 404, 422, 429, 500, 503])
+def test_the_mistake_of_a_client_changes_nothing(status: int):
+    """vLLM repeats the request, with all of its fields, in its errors."""
+    table = ExtensionTable(Clock())
+    echo = json.dumps({"message": "max_tokens must be at least 1", "input": dict.fromkeys(BOTH, True)})
+    attempt, sent = ask(table, lambda fields: (status, echo))
+    assert attempt is None and len(sent) <= 2
+    assert table.refused() == []
+    assert ask(table, refusing())[1] == [{*BOTH}]
+
+
+def test_a_failure_after_a_refusal_proves_nothing():
+    table = ExtensionTable(Clock())
+    attempt, _ = ask(table, lambda fields: (400, "logprobs") if LOGPROBS in fields else (429, "slow down"))
+    assert attempt is None and table.refused() == []
+
+
+def test_models_are_told_apart():
+    table = ExtensionTable(Clock())
+    ask(table, refusing(LOGPROBS), "old")
+    assert ask(table, refusing(), "new")[1] == [{*BOTH}]
+    assert ask(table, refusing(LOGPROBS), "old")[1] == [{TOKEN_IDS}]
+
+
+def test_a_refused_field_is_tried_again_ever_more_rarely():
+    clock = Clock()
+    table, server = ExtensionTable(clock), refusing(LOGPROBS)
+    ask(table, server)
+    pauses = []
+    for _ in range(6):
+        start = clock.now
+        while len(ask(table, server)[1]) == 1:
+            clock.now += 10
+        pauses.append(clock.now - start)
+    assert 220 <= pauses[0] <= 390 and 440 <= pauses[1] <= 770 and 2600 <= pauses[-1] <= 4600
+    clock.now += 5000
+    assert ask(table, refusing())[1] == [{*BOTH}]
+    assert table.refused() == []
+
+
+def test_fields_that_are_refused_together_only_keep_the_first():
+    """No endless series of refused requests, whatever a server combines."""
+    table = ExtensionTable(Clock())
+    requests = [ask(table, lambda fields: (400, "no") if fields == {*BOTH} else (200, ""))[1] for _ in range(12)]
+    assert all(sent == [{TOKEN_IDS}] for sent in requests[-4:])
+
+
+def test_while_one_request_tries_again_the_others_do_not():
+    clock = Clock()
+    table = ExtensionTable(clock)
+    ask(table, refusing(LOGPROBS))
+    clock.now += 1000
+    first, second = table.attempt("m", BOTH), table.attempt("m", BOTH)
+    assert set(first.fields) == {*BOTH} and set(second.fields) == {TOKEN_IDS}
+
+
+def test_the_table_is_bounded():
+    table = ExtensionTable(Clock(), most=3)
+    for number in range(10):
+        ask(table, refusing(LOGPROBS), f"m{number}")
+    assert [each.model for each in table.refused()] == ["m7", "m8", "m9"]
