@@ -16,6 +16,7 @@ from openhands_rl_plugin.core.records import (
     EpisodeEnd,
     EpisodeGrowth,
     EpisodeStart,
+    Label,
     TrajectoryFilter,
     TrajectorySummary,
 )
@@ -291,6 +292,25 @@ class TrajectoryStorage(Protocol):
 
     async def close(self) -> None:
         """Flush and release."""
+        ...
+
+
+@runtime_checkable
+class TakesLabels(Protocol):
+    """A storage that keeps labels beside the scores. A capability, not a flag.
+
+    Example:
+        >>> from openhands_rl_plugin import FileTrajectoryStorage
+        >>> isinstance(FileTrajectoryStorage("./trajectories"), TakesLabels)
+        True
+    """
+
+    async def add_labels(self, labels: Sequence[Label]) -> None:
+        """Append labels; one whose id is known is not stored again. They may come before their episode."""
+        ...
+
+    async def labels(self, trajectory_ids: Sequence[str]) -> tuple[Label, ...]:
+        """The labels of these episodes, oldest first."""
         ...
 
 

@@ -151,6 +151,36 @@ class EpisodeEnd(Frozen):
         )
 
 
+class LabelKind(StrEnum):
+    """What a label is: a verdict on the outcome, which of two episodes is better, a remark, or a mark to find it by."""
+
+    VERDICT = "verdict"
+    PREFERENCE = "preference"
+    COMMENT = "comment"
+    TAG = "tag"
+
+
+class Label(Frozen):
+    """What somebody noted on an episode, or on one ``node`` of it, or on its sampled ``tokens`` from one to another.
+
+    No label is a reward: who gives a verdict adds its ``Score`` too. ``value``: of a verdict the reward; of a
+    preference 1.0 when this episode is better than ``other``, 0.0 when it is worse. ``text``: a remark, a tag, or a
+    verdict's note. ``withdraws``: the id of an earlier label that holds no more. ``at``: Unix time in seconds.
+    """
+
+    id: str
+    trajectory_id: str
+    kind: LabelKind
+    value: float | None = None
+    text: str = ""
+    node: int | None = None
+    tokens: tuple[int, int] | None = None
+    other: str | None = None
+    withdraws: str | None = None
+    author: str = ""
+    at: float
+
+
 class TrajectoryOrder(StrEnum):
     """The sort key of a listing; equal ones stay in the order in which they were stored."""
 
@@ -170,11 +200,11 @@ HELD_OUT_SPLITS = frozenset({HELD_OUT, "held-out", "validation"})
 class TrajectoryFilter(Frozen):
     """Which stored trajectories to stream, in which order. Every field that is set must match; bounds are inclusive.
 
-    ``reward_*`` and ``TrajectoryOrder.REWARD`` look at the newest score's reward, or at the return of the episode when
-    nothing scored it yet. An episode that failed has none, nor one that nothing scored and of which no step was
-    rewarded: no bound matches it, and it comes last in either direction. ``since`` and ``until`` bound the time at
-    which the episode finished. Unfinished episodes (no sample of anything yet) are left out by default:
-    ``finished=False`` finds only them, ``None`` finds both. ``limit`` and ``offset`` make pages.
+    ``reward_*`` and ``TrajectoryOrder.REWARD`` look at the newest judgement of the outcome (``newest_outcome``), or
+    at the return of the episode when there is none yet. An episode that failed has none, nor one that nothing judged
+    and of which no step was rewarded: no bound matches it, and it comes last in either direction. ``since`` and
+    ``until`` bound the time at which the episode finished. Unfinished episodes (no sample of anything yet) are left out
+    by default: ``finished=False`` finds only them, ``None`` finds both. ``limit`` and ``offset`` make pages.
     """
 
     ids: tuple[str, ...] | None = None
@@ -205,7 +235,7 @@ class TrajectoryFilter(Frozen):
 
 
 class TrajectorySummary(Frozen):
-    """A stored trajectory without its nodes, for lists. ``reward`` is that of the newest score, if any.
+    """A stored trajectory without its nodes, for lists. ``reward``: the newest judgement of the outcome, if any.
 
     ``episode_return`` is ``None`` for a failed episode, and for one in which no step was rewarded.
     """

@@ -35,11 +35,9 @@ _TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type
 _CUTS = (0, 3, 5, 6)
 
 
-def sample_score(trajectory_id: str, reward: float | None) -> Score:
+def sample_score(trajectory_id: str, reward: float | None, version: str = "test-1") -> Score:
     """A judgement of one of the episodes."""
-    return Score(
-        trajectory_id=trajectory_id, reward=reward, reward_version="test-1", detail={"why": "\N{HOT BEVERAGE}"}
-    )
+    return Score(trajectory_id=trajectory_id, reward=reward, reward_version=version, detail={"why": "\N{HOT BEVERAGE}"})
 
 
 def sample_episode(
@@ -145,7 +143,7 @@ FILTERS: tuple[tuple[dict[str, object], set[str]], ...] = (
     ({"finished": False}, {"filter open"}),
     ({"stop": StopReason.UNFINISHED, "finished": None}, {"filter open"}),
     ({"finished": None, "adapter": "shop", "policy_version": 7, "strategy": "Other"}, {"filter strategy"}),
-    ({"reward_at_least": 0.75}, {"filter return", "filter scored"}),
+    ({"reward_at_least": 0.75}, {"filter return", "filter scored", "filter opinion"}),
     ({"reward_at_most": 0.25}, {"filter low"}),
     ({"reward_at_least": 0.875, "reward_at_most": 0.875}, {"filter return"}),
     ({"since": 2000.5}, {"filter late"}),
@@ -174,7 +172,8 @@ def one_of_each() -> Iterator[Trajectory]:
     yield sample_episode("filter return", run="filter", reward=0.875)
     yield sample_episode("filter scored", run="filter", reward=0.0)
     yield sample_episode("filter low", run="filter", reward=0.25)
-    yield sample_episode("filter unknown", run="filter", reward=0.875)
+    yield unrewarded(sample_episode("filter unknown", run="filter"))
+    yield sample_episode("filter opinion", run="filter", reward=0.25)
     yield sample_episode("filter late", run="filter", finished=2010.0)
     yield sample_episode("filter early", run="filter", finished=1990.0)
 
@@ -182,6 +181,10 @@ def one_of_each() -> Iterator[Trajectory]:
 def rewardless(run: str) -> Iterator[Trajectory]:
     """Episodes without a reward: one that failed after it was rewarded, and one in which no step was."""
     yield sample_episode(f"{run} failed", run=run, stop=StopReason.ERROR, failure=GONE)
-    plain = sample_episode(f"{run} plain", run=run)
-    nodes = tuple(node.model_copy(update={"reward": None}) for node in plain.nodes)
-    yield plain.model_copy(update={"nodes": nodes})
+    yield unrewarded(sample_episode(f"{run} plain", run=run))
+
+
+def unrewarded(sample: Trajectory) -> Trajectory:
+    """The episode, no step of which was rewarded."""
+    nodes = tuple(node.model_copy(update={"reward": None}) for node in sample.nodes)
+    return sample.model_copy(update={"nodes": nodes})

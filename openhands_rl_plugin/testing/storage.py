@@ -7,8 +7,17 @@ from collections.abc import Awaitable, Callable
 from typing import NoReturn
 
 from openhands_rl_plugin.core.errors import StorageError
-from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, TrajectoryFilter, TrajectoryOrder
+from openhands_rl_plugin.core.judgements import newest_outcome
+from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
+from openhands_rl_plugin.core.records import (
+    EpisodeEnd,
+    EpisodeGrowth,
+    EpisodeStart,
+    Label,
+    LabelKind,
+    TrajectoryFilter,
+    TrajectoryOrder,
+)
 from openhands_rl_plugin.core.types import Score, StopReason, Trajectory
 from openhands_rl_plugin.testing.samples import (
     FILTERS,
@@ -18,6 +27,7 @@ from openhands_rl_plugin.testing.samples import (
     sample_episode,
     sample_score,
     steps_of,
+    unrewarded,
 )
 
 _CONCURRENCY = 16
@@ -30,6 +40,7 @@ async def check_storage(make: Callable[[], TrajectoryStorage]) -> None:
     for check in (
         _check_adding,
         _check_scores,
+        _check_labels,
         _check_playing,
         _check_replacing,
         _check_dropping,
@@ -87,6 +98,24 @@ async def _check_scores(storage: TrajectoryStorage) -> None:
         _broken("a score that came before its trajectory must be found with it")
     await _check_summaries(storage, TrajectoryFilter(run_id="added"))
     await _check_summaries(storage, TrajectoryFilter(run_id="scored"))
+
+
+async def _check_labels(storage: TrajectoryStorage) -> None:
+    if not isinstance(storage, TakesLabels):
+        return
+    before = await _scores(storage, "1")
+    kinds = [*LabelKind, LabelKind.COMMENT]
+    labels = [Label(id=f"label {at}", trajectory_id="1", kind=kind, at=float(at)) for at, kind in enumerate(kinds)]
+    labels.append(Label(id="other", trajectory_id="nobody", kind=LabelKind.TAG, text="\N{HOT BEVERAGE}", at=0.0))
+    await storage.add_labels([])
+    await storage.add_labels(labels[:2])
+    await storage.add_labels(labels)
+    if await storage.labels(["1"]) != tuple(labels[:-1]) or await storage.labels([]) != ():
+        _broken("labels() must return the labels of the asked episodes, equal, each once and oldest first")
+    if await storage.labels(["nobody", "1"]) != tuple(labels):
+        _broken("labels() must return the labels of all asked episodes, also of one that is not stored")
+    if await _scores(storage, "1") != before:
+        _broken("a label is no score")
 
 
 async def _check_playing(storage: TrajectoryStorage) -> None:
@@ -160,7 +189,11 @@ async def _check_filters(storage: TrajectoryStorage) -> None:
     await storage.add_scores(
         [sample_score("filter scored", 0.0), sample_score("filter unknown", 0.9), sample_score("filter scored", 1.0)]
     )
-    await storage.add_scores([sample_score("filter unknown", None)])
+    # What was said is withdrawn, and neither a remark without a reward nor a verifier takes the place of an outcome.
+    await storage.add_scores([sample_score("filter unknown", None), sample_score("filter opinion", 0.75)])
+    await storage.add_scores(
+        [sample_score("filter opinion", 0.0, "verifier-1@x"), sample_score("filter opinion", None, "remark-1")]
+    )
     everything = {name for name in samples if name != "filter run"}
     for fields, names in FILTERS:
         expected = everything - names if fields.get("failed") is False else names
@@ -177,7 +210,8 @@ async def _check_filters(storage: TrajectoryStorage) -> None:
 async def _check_order(storage: TrajectoryStorage) -> None:
     rewards = {"a": 0.5, "b": 0.125, "unknown": 0.25, "c": 0.75, "d": 0.5}
     for at, (name, reward) in enumerate(rewards.items()):
-        await storage.add(sample_episode(f"order {name}", run="order", reward=reward, finished=3000.0 - at % 3))
+        sample = sample_episode(f"order {name}", run="order", reward=reward, finished=3000.0 - at % 3)
+        await storage.add(unrewarded(sample) if name == "unknown" else sample)
     await storage.add_scores(
         [sample_score("order b", 0.875), sample_score("order unknown", None), sample_score("order c", 0.25)]
     )
@@ -291,7 +325,8 @@ async def _check_summaries(storage: TrajectoryStorage, where: TrajectoryFilter) 
         told |= {"strategy": trajectory.strategy.name, "nodes": len(trajectory.nodes)}
         told |= {"turns": len(list(trajectory.sampled())), "episode_return": trajectory.known_return}
         told |= {"failure": trajectory.failure.kind if trajectory.failure else None}
-        told |= {"reward": scores[-1].reward if scores else None}
+        outcome = newest_outcome(scores)
+        told |= {"reward": outcome.reward if outcome is not None else None}
         if (summed := summary.model_dump()) != told:
             wrong = sorted(name for name in told if told[name] != summed[name])
             _broken(f"the summary of {trajectory.id!r} does not say what the trajectory says: {', '.join(wrong)}")

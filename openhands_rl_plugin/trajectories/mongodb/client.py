@@ -94,9 +94,19 @@ class MongoDatabase:
         """One document for each judgement; ``_id`` counts them."""
         return self._database["scores"]
 
+    @property
+    def labels(self) -> Collection:
+        """One document for each label."""
+        return self._database["labels"]
+
+    @property
+    def counters(self) -> Collection:
+        """The last number of each kind, and what was done once."""
+        return self._database["counters"]
+
     async def next(self, counter: str, count: int = 1) -> int:
         """The first of ``count`` consecutive numbers that no other process gets, larger than all before."""
-        found = await self._database["counters"].find_one_and_update(
+        found = await self.counters.find_one_and_update(
             {"_id": counter}, {"$inc": {"value": count}}, upsert=True, return_document=True
         )
         assert found is not None  # It is made when it is not there.
@@ -113,6 +123,7 @@ class MongoDatabase:
             # Beside these, every collection has its unique index of ``_id``.
             await self.chunks.create_indexes([IndexModel("pending", sparse=True)])
             await self.scores.create_indexes([IndexModel("episode"), IndexModel("pending", sparse=True)])
+            await self.labels.create_indexes([IndexModel("episode")])
             self._prepared = True
             return True
 

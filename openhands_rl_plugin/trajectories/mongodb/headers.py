@@ -18,8 +18,8 @@ _DIRECTIONS = {False: 1, True: -1}
 class StoredEpisode(NamedTuple):
     """An episode as the ``episodes`` collection has it.
 
-    The first ``chunks`` documents of the log ``generation`` are valid. ``scored`` is the number of the newest score, 0
-    when there is none, and ``score`` is its reward.
+    The first ``chunks`` documents of the log ``generation`` are valid. ``scored`` is the number of the newest score,
+    0 when there is none; ``score`` is the reward of the newest judgement of the outcome, if any.
     """
 
     header: EpisodeHeader
@@ -47,14 +47,14 @@ def new_document(header: EpisodeHeader, *, order: int, generation: str, chunks: 
 
 
 def change_to(header: EpisodeHeader, *, generation: str, chunks: int, is_open: bool) -> list[Query]:
-    """The update that makes an episode this one; a score that it has still decides what it is found by.
+    """The update that makes an episode this one; a judgement that it has still decides what it is found by.
 
     A failed episode is found by no reward.
     """
     row = {"generation": generation, "chunks": chunks, "open": is_open, **_columns(header)}
     # In a pipeline a text that begins with a dollar sign would be a field otherwise.
     literal = {name: {"$literal": value} for name, value in row.items()}
-    decides = header.failed or {"$eq": ["$scored", 0]}
+    decides = header.failed or {"$eq": ["$score", None]}
     kept = {
         name: {"$cond": [decides, {"$literal": value}, f"${name}"]}
         for name, value in _reward(header.sorting_reward(None)).items()
@@ -62,10 +62,12 @@ def change_to(header: EpisodeHeader, *, generation: str, chunks: int, is_open: b
     return [{"$set": {**literal, **kept}}]
 
 
-def score_change(number: int, reward: float | None) -> list[Query]:
-    """The update that makes a score the newest one of its episode, and what it is found by unless it failed."""
+def score_change(number: int, reward: float | None, episode_return: float | None) -> list[Query]:
+    """The update after the score ``number``: the newest judgement is now ``reward``, and what the episode is found by
+    unless it failed; ``None``: there is no judgement, and it is found by its return."""
     valid = {"$eq": ["$failure_kind", None]}
-    kept = {name: {"$cond": [valid, {"$literal": value}, f"${name}"]} for name, value in _reward(reward).items()}
+    found_by = _reward(episode_return if reward is None else reward)
+    kept = {name: {"$cond": [valid, {"$literal": value}, f"${name}"]} for name, value in found_by.items()}
     return [{"$set": {"scored": {"$literal": number}, "score": {"$literal": reward}, **kept}}]
 
 

@@ -13,6 +13,7 @@ from openhands_rl_plugin.core.records import (
     EpisodeEnd,
     EpisodeGrowth,
     EpisodeStart,
+    Label,
     TrajectoryFilter,
     TrajectorySummary,
 )
@@ -91,6 +92,17 @@ class MongoDBTrajectoryStorage:
         if scores:
             async with self._ready_to_write():
                 await self._scores.add(self._guard.scores(scores))
+
+    async def add_labels(self, labels: Sequence[Label]) -> None:
+        """Append labels; one whose id is known stays as it is. Raises ``StorageError``."""
+        if labels:
+            async with self._ready_to_write():
+                await self._scores.add_labels(self._guard.labels(labels))
+
+    async def labels(self, trajectory_ids: Sequence[str]) -> tuple[Label, ...]:
+        """The labels of these episodes, oldest first. Raises ``StorageError``."""
+        async with self._database.explained():
+            return await self._scores.labels_of(trajectory_ids)
 
     async def get(self, trajectory_id: str) -> Found | None:
         """One trajectory, finished or not, with its scores, oldest first, or ``None``. Raises ``StorageError``."""

@@ -177,6 +177,7 @@ class MongoEpisodeWriter:
             if gone.deleted_count:
                 await self._delete(found["generation"])
                 await self._database.scores.delete_many({"episode": identity})
+                await self._database.labels.delete_many({"episode": identity})
             return gone.deleted_count
 
     async def _grow(self, standing: _Standing, growth: EpisodeGrowth) -> bool:

@@ -5,7 +5,7 @@ It is made whole under another name and then renamed, so that it is never seen h
 - ``episodes``: one row for each, with the columns of ``EpisodeHeader``, where the episode stands, and its reward;
 - ``documents``: what is known at the start and at the end of an episode, as packed JSON;
 - ``chunks``: the nodes, packed as they came; ``marks``: what became known of a node later, as JSON;
-- ``scores``: the judgements, as packed JSON, in the order in which they came.
+- ``scores``: the judgements, as packed JSON, in the order in which they came; ``labels``: the same of labels.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from openhands_rl_plugin.core.errors import StorageError, describe
 from openhands_rl_plugin.core.files import sync
 from openhands_rl_plugin.core.types import SCHEMA_VERSION
+from openhands_rl_plugin.trajectories.sqlite.upgrade import LABELS, upgrade
 
 FILE_NAME = "trajectories.sqlite"
 
@@ -57,9 +58,9 @@ CREATE TABLE episodes (
     steps INTEGER NOT NULL,
     head INTEGER,
     revision INTEGER NOT NULL DEFAULT 0, -- how often it has grown
-    scored INTEGER NOT NULL, -- whether there is any score
-    score, -- the reward of the newest score: a number, the text 'nan', or NULL
-    reward REAL -- what filters and sorting look at: that of the newest score, or else the return; none when it failed
+    scored INTEGER NOT NULL, -- whether anything judged the outcome
+    score, -- the reward of the newest judgement: a number, the text 'nan', or NULL
+    reward REAL -- what filters and sorting look at: the newest judgement, or else the return; none when it failed
 );
 CREATE UNIQUE INDEX episodes_id ON episodes (id);
 CREATE INDEX episodes_run ON episodes (run_id);
@@ -81,6 +82,7 @@ CREATE TABLE marks (
 ) WITHOUT ROWID;
 CREATE TABLE scores (row INTEGER PRIMARY KEY AUTOINCREMENT, trajectory_id TEXT NOT NULL, score BLOB NOT NULL);
 CREATE INDEX scores_trajectory ON scores (trajectory_id);
+{LABELS}
 PRAGMA application_id = {_APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
@@ -94,6 +96,7 @@ def connect(file: Path, *, durable: bool = True) -> sqlite3.Connection:
             connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             connection.execute("PRAGMA fullfsync = ON")
             _check_version(connection, file)
+            upgrade(connection)
         except BaseException:
             connection.close()
             raise

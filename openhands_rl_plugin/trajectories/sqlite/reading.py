@@ -11,14 +11,17 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.judgements import newest_outcome
 from openhands_rl_plugin.core.records import (
     EpisodeStart,
+    Label,
     NodeMark,
     TrajectoryFilter,
     TrajectoryOrder,
     TrajectorySummary,
 )
 from openhands_rl_plugin.core.types import Node, Score, StopReason, Trajectory
+from openhands_rl_plugin.trajectories.sqlite.upgrade import has_labels
 from openhands_rl_plugin.trajectories.storages.documents import parsed_end, parsed_json
 from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, mark_fresh, so_far, whole
 from openhands_rl_plugin.trajectories.storages.packing import unpack_nodes
@@ -104,11 +107,18 @@ def read_nodes(connection: sqlite3.Connection, row: int, identity: str) -> tuple
     return _nodes(identity, _chunks(connection, [row])[row], _marks(connection, [row])[row])
 
 
-def newest_score(connection: sqlite3.Connection, trajectory_id: str) -> Score | None:
-    """The judgement that came last."""
-    query = "SELECT score FROM scores WHERE trajectory_id = ? ORDER BY row DESC LIMIT 1"
-    found = connection.execute(query, (trajectory_id,)).fetchone()
-    return None if found is None else parsed_json(Score, trajectory_id, found[0])
+def stored_outcome(connection: sqlite3.Connection, trajectory_id: str) -> Score | None:
+    """The newest judgement of the outcome."""
+    return newest_outcome(_scores(connection, [trajectory_id])[trajectory_id])
+
+
+def load_labels(connection: sqlite3.Connection, ids: Sequence[str]) -> list[Label]:
+    """The labels of these episodes, oldest first."""
+    if not has_labels(connection):
+        return []
+    query = "SELECT id, label FROM labels WHERE trajectory_id IN (SELECT value FROM json_each(?)) ORDER BY row"
+    found = connection.execute(query, (_one_value(ids),))
+    return [parsed_json(Label, identity, document) for identity, document in found]
 
 
 def read_start(connection: sqlite3.Connection, row: int, identity: str) -> EpisodeStart:
@@ -149,11 +159,14 @@ def _condition(where: TrajectoryFilter) -> tuple[str, list[object]]:
     if where.failed is not None:
         terms.append(f"failure_kind IS {'NOT ' if where.failed else ''}NULL")
     if where.ids is not None:
-        # One value, because a query may have only so many.
         terms.append("id IN (SELECT value FROM json_each(?))")
-        # For it a NUL ends a text, and no id has one.
-        values.append(json.dumps([each for each in where.ids if "\0" not in each]))
+        values.append(_one_value(where.ids))
     return " AND ".join(terms) or "TRUE", values
+
+
+def _one_value(ids: Sequence[str]) -> str:
+    """For ``json_each``, because a query may have only so many values. There a NUL ends a text, and no id has one."""
+    return json.dumps([each for each in ids if "\0" not in each])
 
 
 def _chunks(connection: sqlite3.Connection, rows: Sequence[int]) -> dict[int, list[tuple[int, bytes]]]:

@@ -17,6 +17,7 @@ from openhands_rl_plugin.core.records import (
     EpisodeEnd,
     EpisodeGrowth,
     EpisodeStart,
+    Label,
     TrajectoryFilter,
     TrajectorySummary,
 )
@@ -24,10 +25,18 @@ from openhands_rl_plugin.core.redaction import secrets_looked_up_once
 from openhands_rl_plugin.core.types import Score, Trajectory
 from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME, connect, explained, make_database
 from openhands_rl_plugin.trajectories.sqlite.group_commit import GroupCommitter, WriteCall
-from openhands_rl_plugin.trajectories.sqlite.reading import Found, count, load, load_summaries, row_numbers
+from openhands_rl_plugin.trajectories.sqlite.reading import (
+    Found,
+    count,
+    load,
+    load_labels,
+    load_summaries,
+    row_numbers,
+)
 from openhands_rl_plugin.trajectories.sqlite.writing import (
     SqliteEpisodeWriter,
     packed_growth,
+    packed_labels,
     packed_scores,
     packed_start,
     packed_trajectory,
@@ -87,6 +96,15 @@ class FileTrajectoryStorage:
         """Append judgements, all or none of them. Raises ``StorageError``."""
         if scores:
             await self._write(lambda: packed_scores(self._guard.scores(scores)), SqliteEpisodeWriter.add_scores)
+
+    async def add_labels(self, labels: Sequence[Label]) -> None:
+        """Append labels, all or none of them; one whose id is known stays as it is. Raises ``StorageError``."""
+        if labels:
+            await self._write(lambda: packed_labels(self._guard.labels(labels)), SqliteEpisodeWriter.add_labels)
+
+    async def labels(self, trajectory_ids: Sequence[str]) -> tuple[Label, ...]:
+        """The labels of these episodes, oldest first. Raises ``StorageError``."""
+        return tuple(await self._read(lambda connection: load_labels(connection, [*trajectory_ids]), []))
 
     async def get(self, trajectory_id: str) -> Found | None:
         """One trajectory, finished or not, with its scores, oldest first, or ``None``. Raises ``StorageError``."""

@@ -10,17 +10,19 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from openhands_rl_plugin.core.errors import StorageError
-from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, NodeMark
+from openhands_rl_plugin.core.judgements import is_opinion
+from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, Label, NodeMark
 from openhands_rl_plugin.core.types import Score, Trajectory
 from openhands_rl_plugin.trajectories.sqlite.reading import (
     HEADER_COLUMNS,
     NO_RETURN,
     UNFINISHED,
     header_from,
-    newest_score,
     read_nodes,
     read_start,
+    stored_outcome,
 )
+from openhands_rl_plugin.trajectories.sqlite.upgrade import JUDGE, judged_columns
 from openhands_rl_plugin.trajectories.storages.documents import packed_end, packed_json
 from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, Spine, marked, paid_return
 from openhands_rl_plugin.trajectories.storages.packing import PackedNodes, pack_in_chunks
@@ -70,6 +72,11 @@ def packed_start(start: EpisodeStart) -> tuple[EpisodeStart, bytes]:
 def packed_growth(growth: EpisodeGrowth) -> tuple[EpisodeGrowth, tuple[PackedNodes, ...]]:
     """A growth, ready to be stored. Raises ``StorageError``."""
     return growth, tuple(pack_in_chunks(growth.nodes, growth.first))
+
+
+def packed_labels(labels: Sequence[Label]) -> list[tuple[Label, bytes]]:
+    """Labels, ready to be stored. Raises ``StorageError``."""
+    return [(label, packed_json(label)) for label in labels]
 
 
 def packed_scores(scores: Sequence[Score]) -> list[tuple[Score, bytes]]:
@@ -158,19 +165,29 @@ class SqliteEpisodeWriter:
             if standing is not None and not standing.finished:
                 self._empty(standing.row)
                 self._connection.execute("DELETE FROM episodes WHERE row = ?", (standing.row,))
-                self._connection.execute("DELETE FROM scores WHERE trajectory_id = ?", (identity,))
+                for table in ("scores", "labels"):
+                    self._connection.execute(f"DELETE FROM {table} WHERE trajectory_id = ?", (identity,))
                 dropped += 1
         return dropped
 
     def add_scores(self, packed: Sequence[tuple[Score, bytes]]) -> None:
-        """Append judgements; the last one of an episode decides by which reward it is found and sorted."""
+        """Append judgements; the newest outcome of an episode decides by which reward it is found and sorted."""
         for score, document in packed:
             self._connection.execute(
                 "INSERT INTO scores (trajectory_id, score) VALUES (?, ?)", (score.trajectory_id, document)
             )
+            if not is_opinion(score.reward_version):
+                # Without a reward it withdraws what its version said before.
+                known = score.reward is not None
+                newest = score if known else stored_outcome(self._connection, score.trajectory_id)
+                self._connection.execute(JUDGE, (*judged_columns(newest), score.trajectory_id))
+
+    def add_labels(self, packed: Sequence[tuple[Label, bytes]]) -> None:
+        """Append labels, each once."""
+        for label, document in packed:
             self._connection.execute(
-                "UPDATE episodes SET scored = 1, score = ?, reward = iif(failure_kind IS NULL, ?, NULL) WHERE id = ?",
-                (_told(score.reward), score.reward, score.trajectory_id),
+                "INSERT OR IGNORE INTO labels (id, trajectory_id, label) VALUES (?, ?, ?)",
+                (label.id, label.trajectory_id, document),
             )
 
     def _find(self, identity: str) -> _Standing | None:
@@ -185,9 +202,8 @@ class SqliteEpisodeWriter:
         return standing
 
     def _insert(self, header: EpisodeHeader, head: int | None) -> int:
-        newest = newest_score(self._connection, header.id)
-        score = None if newest is None else newest.reward
-        values = (head, newest is not None, _told(score), header.sorting_reward(newest))
+        newest = stored_outcome(self._connection, header.id)
+        values = (head, *judged_columns(newest)[:2], header.sorting_reward(newest))
         row = self._connection.execute(_INSERT, (*_columns(header), *values)).lastrowid
         assert row is not None
         return row
@@ -238,10 +254,7 @@ def _columns(header: EpisodeHeader) -> tuple[object, ...]:
 
 
 def _told_return(value: float | None) -> float | str:
-    told = _told(value)
-    return NO_RETURN if told is None else told
-
-
-def _told(value: float | None) -> float | str | None:
-    """SQLite makes NULL of a NaN, and keeps text in a column that has no type."""
-    return "nan" if value is not None and math.isnan(value) else value
+    if value is None:
+        return NO_RETURN
+    # SQLite makes NULL of a NaN, and keeps text in a column that has no type.
+    return "nan" if math.isnan(value) else value

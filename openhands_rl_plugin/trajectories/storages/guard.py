@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart
+from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, Label
 from openhands_rl_plugin.core.redaction import REDACTED, redact_nodes, redact_trajectory, redact_value
 from openhands_rl_plugin.core.types import Node, Score, Trajectory
 
@@ -92,6 +92,10 @@ class SecretGuard:
     def scores(self, scores: Sequence[Score]) -> tuple[Score, ...]:
         """Judgements, whose details may quote the episode."""
         return tuple(redact_value(score) for score in scores)
+
+    def labels(self, labels: Sequence[Label]) -> tuple[Label, ...]:
+        """Labels, whose texts may quote the episode."""
+        return tuple(redact_value(label) for label in labels)
 
     def _remember(self, trajectory_id: str, seen: _Seen) -> None:
         with self._lock:

@@ -106,7 +106,7 @@ class EpisodeHeader(NamedTuple):
         )
 
     def summary(self, reward: float | None) -> TrajectorySummary:
-        """The summary for lists; ``reward`` is that of the newest score."""
+        """The summary for lists; ``reward`` is the newest judgement of the outcome."""
         return TrajectorySummary(
             id=self.id,
             run_id=self.run_id,
@@ -127,7 +127,7 @@ class EpisodeHeader(NamedTuple):
         )
 
     def sorting_reward(self, newest: Score | None) -> float | None:
-        """The reward of filters and sorting: the newest score's reward, or the return when nothing scored it yet.
+        """The reward of filters and sorting: the newest outcome's, or the return when there is no judgement yet.
 
         A failed episode has none, even if it was scored.
         """

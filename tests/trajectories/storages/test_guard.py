@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from openhands_rl_plugin.core.errors import StorageError
-from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, TrajectoryFilter
+from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
+from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, Label, LabelKind, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import REDACTED
 from openhands_rl_plugin.core.types import JsonObject, Message, Node, Times, Tokens
 from openhands_rl_plugin.testing.samples import sample_episode
@@ -138,4 +138,13 @@ async def test_a_time_that_is_no_number_is_refused_alone(opened: Open, at: float
         await storage.end(end)
     await storage.end(end.model_copy(update={"finished": 2.0}))
     assert await storage.count() == 1
+    await storage.close()
+
+
+async def test_a_label_holds_no_secret(opened: Open) -> None:
+    storage = opened()
+    assert isinstance(storage, TakesLabels)
+    label = Label(id="1", trajectory_id="a", kind=LabelKind.COMMENT, text=SECRET, author="me", at=1.0)
+    await storage.add_labels([label])
+    assert await storage.labels(["a"]) == (label.model_copy(update={"text": f"the key is {REDACTED}"}),)
     await storage.close()
