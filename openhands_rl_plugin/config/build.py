@@ -8,12 +8,13 @@ from __future__ import annotations
 import importlib.util
 import socket
 from collections.abc import Iterator, Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RewardSettings, RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, describe
-from openhands_rl_plugin.core.protocols import Environment, Reward, Strategy, TrajectoryStorage
+from openhands_rl_plugin.core.protocols import Environment, LLMEngine, Reward, Strategy, TrajectoryStorage
 from openhands_rl_plugin.core.types import StrategySpec
 
 
@@ -57,13 +58,21 @@ def _no_mongodb(settings: RLSettings) -> Iterator[str]:
 def make_environment(settings: RLSettings) -> Environment:
     """A new environment of ``[rl] env_name``, at the configured address.
 
-    A plugin's ``Options`` get ``base_url`` and ``react_format`` where they declare them, and ``[rl.environment]``.
+    It gets ``base_url`` and ``react_format``, as far as it declares them, and ``[rl.environment]``.
     """
-    declared = getattr(registry.load("environments", settings.env_name), "Options", None)
-    fields = declared.model_fields if declared is not None else {}
     known = {"base_url": settings.environment_url, "react_format": settings.react_format}
-    options = {name: value for name, value in known.items() if name in fields} | settings.environment
-    return registry.build("environments", settings.env_name, options)
+    return _build("environments", settings.env_name, known, settings.environment)
+
+
+def make_engine(settings: RLSettings, *, model: str, base_model: str, base_url: str = "") -> LLMEngine:
+    """A new engine of ``[rl] engine`` that samples from the weights with the served name ``model``.
+
+    It gets ``model``, ``base_model``, ``base_url``, ``api_key`` and ``timeout`` (seconds), as far as it declares them,
+    and ``[rl.engine_options]``, which come first.
+    """
+    serving = settings.serving
+    known = {"model": model, "base_model": base_model, "base_url": base_url, "timeout": serving.request_timeout}
+    return _build("engines", settings.engine, known | {"api_key": serving.api_key()}, settings.engine_options)
 
 
 def check_environment_server(settings: RLSettings) -> None:
@@ -100,15 +109,23 @@ def make_reward(settings: RewardSettings) -> Reward:
 
 
 def open_storage(settings: RLSettings, environ: Mapping[str, str] | None = None) -> TrajectoryStorage:
-    """The storage of ``[rl] storage_backend`` with ``[rl.storage]``; a guest's class gets ``path`` and ``durable``.
+    """The storage of ``[rl] storage_backend`` with ``[rl.storage]``.
+
+    A guest's class gets ``path`` and ``durable``, as far as it declares them, and ``[rl.storage.options]``.
 
     ``environ`` (default: the process's) holds the connection string of MongoDB. Raises ``MissingExtraError`` without
     the client library that the storage needs.
     """
     storage = settings.storage
-    options: dict[str, object] = {"durable": storage.durable}
+    known: dict[str, object] = {"durable": storage.durable}
     if settings.storage_backend == "mongodb":
-        options |= {"connection_string": storage.connection_string(environ), "database_name": storage.database}
+        known |= {"connection_string": storage.connection_string(environ), "database_name": storage.database}
     else:
-        options |= {"path": str(storage.directory)}
-    return registry.build("storages", settings.storage_backend, options)
+        known |= {"path": str(storage.directory)}
+    return _build("storages", settings.storage_backend, known, storage.options)
+
+
+def _build(kind: registry.Kind, name: str, known: Mapping[str, object], options: Mapping[str, object]) -> Any:
+    """The plugin with its ``options``, and with what is ``known`` here as far as it declares that."""
+    declared = registry.option_names(kind, name)
+    return registry.build(kind, name, {key: known[key] for key in known if key in declared} | dict(options))

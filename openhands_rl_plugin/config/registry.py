@@ -87,9 +87,9 @@ def load(kind: Kind, name: str) -> type[Any]:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{_singular(kind)} {name!r} cannot be loaded from {target}: {describe(error)}") from error
+        raise ConfigError(f"{singular(kind)} {name!r} cannot be loaded from {target}: {describe(error)}") from error
     if not isinstance(found, type):
-        raise ConfigError(f"{_singular(kind)} {name!r}: {target} is not a class")
+        raise ConfigError(f"{singular(kind)} {name!r}: {target} is not a class")
     return found
 
 
@@ -101,11 +101,11 @@ def check_options(kind: Kind, name: str, options: Mapping[str, object] | None = 
     ``<option>_options``, are validated too. Raises ``ConfigError`` with one line a wrong field.
     """
     plugin = load(kind, name)
-    accepted: type[BaseModel] = getattr(plugin, "Options", None) or _options_of_constructor(plugin)
+    accepted = _accepted(plugin)
     try:
         checked = accepted.model_validate(dict(options or {}))
     except ValidationError as error:
-        lines = (f"{_singular(kind)} {name!r}: {'.'.join(at)}: {what}" for at, what in problems(error, accepted))
+        lines = (f"{singular(kind)} {name!r}: {'.'.join(at)}: {what}" for at, what in problems(error, accepted))
         raise ConfigError("\n".join(lines)) from error
     for part in _parts(plugin, checked).values():
         check_options(*part)
@@ -125,6 +125,15 @@ def build(kind: Kind, name: str, options: Mapping[str, object] | None = None) ->
     return plugin(checked, **{option: build(*part) for option, part in _parts(plugin, checked).items()})
 
 
+def option_names(kind: Kind, name: str) -> frozenset[str]:
+    """The options that ``name`` declares. The plugin's module is imported, but nothing is built."""
+    return frozenset(_accepted(load(kind, name)).model_fields)
+
+
+def _accepted(plugin: type[Any]) -> type[BaseModel]:
+    return getattr(plugin, "Options", None) or _options_of_constructor(plugin)
+
+
 def _parts(plugin: type[Any], options: BaseModel) -> dict[str, tuple[Kind, str, Mapping[str, object] | None]]:
     """The plugins that a plugin is made of, as arguments of ``build``."""
     declared: Mapping[str, Kind] = getattr(plugin, "Parts", {}) if hasattr(plugin, "Options") else {}
@@ -142,7 +151,7 @@ def _target(kind: Kind, name: str) -> str:
         return name
     if kind == "environments" and ":" not in name:
         return BUILTINS[kind].get(name.partition("/")[0], BUILTINS[kind]["web"])
-    raise ConfigError(unknown_name(_singular(kind), name, names(kind)) + ', or "module:Class"')
+    raise ConfigError(unknown_name(singular(kind), name, names(kind)) + ', or "module:Class"')
 
 
 def _guests(kind: Kind) -> dict[str, str]:
@@ -164,5 +173,6 @@ def _options_of_constructor(plugin: type[Any]) -> type[BaseModel]:
     return create_model(f"{plugin.__name__}Options", __config__=config, **fields)
 
 
-def _singular(kind: Kind) -> str:
+def singular(kind: Kind) -> str:
+    """``"strategies"`` -> ``"strategy"``."""
     return {"strategies": "strategy"}.get(kind, kind.removesuffix("s"))

@@ -33,14 +33,26 @@ from openhands_rl_plugin.core.validation import Location, problems
 Locate = Callable[[Location], str]
 """Gives the section that a setting was read from."""
 
+AUTO = "auto"
+"""``[rl] engine``: an OpenAI-compatible client for a URL, the embedded generator for a model's directory."""
+
+IN_PROCESS = "transformers"
+"""The engine of the embedded generator."""
+
+# What ``config.build`` knows itself. Only the names matter where options are checked.
+_KNOWN_TO_ENGINES = {"model": "m", "base_model": "m", "base_url": "http://m/v1", "timeout": 1.0, "api_key": "k"}
+_KNOWN_TO_STORAGES = {"path": "p", "durable": True}
+_BUILT_IN_STORAGES = frozenset({"file", "mongodb"})
+
 _SECRET_KEY = re.compile(r"(^|_)(api_?key|password|passwd|secret|token|credentials?)\Z", re.IGNORECASE)
 _URL_WITH_PASSWORD = re.compile(r"\w://[^/@\s]*:[^/@\s]*@")
 
 
-def _registered(kind: registry.Kind) -> AfterValidator:
+def _registered(kind: registry.Kind, *, besides: str | None = None) -> AfterValidator:
     def check(value: str) -> str:
         try:
-            registry.check(kind, value)
+            if value != besides:
+                registry.check(kind, value)
         except ConfigError as error:
             raise ValueError(str(error)) from error
         return value
@@ -57,6 +69,7 @@ class StorageSettings(Settings):
         default="", description="NAME of the environment variable with MongoDB's connection string"
     )
     database: DatabaseName = Field(default="openhands_rl", description="name of the MongoDB database")
+    options: JsonObject = Field(default_factory=dict, description="options of another package's storage")
 
     @property
     def directory(self) -> Path:
@@ -239,6 +252,9 @@ class RLSettings(Settings):
     storage_backend: Annotated[str, _registered("storages")] = Field(
         default="file", description="name of the trajectory storage"
     )
+    engine: Annotated[str, _registered("engines", besides=AUTO)] = Field(
+        default=AUTO, description="source of completions without OpenHands; auto: as the model needs it"
+    )
     max_workers: int = Field(default=10, ge=1, le=4096, description="concurrent episodes")
     executor: Literal["processes", "ray"] = Field(
         default="processes", description="where OpenHands episodes run: local worker processes, or Ray actors"
@@ -247,6 +263,7 @@ class RLSettings(Settings):
         default_factory=dict, description="options of the strategy that rollout_strategy names"
     )
     environment: JsonObject = Field(default_factory=dict, description="options of the environment that env_name names")
+    engine_options: JsonObject = Field(default_factory=dict, description="options of the engine that engine names")
     storage: StorageSettings = StorageSettings()
     sampling: SamplingSettings = SamplingSettings()
     reward: RewardSettings = RewardSettings()
@@ -309,8 +326,28 @@ def _wrong_options(settings: RLSettings, locate: Locate) -> Iterator[str]:
         yield from _wrong_section(("strategy",), "strategies", strategy, settings.strategy, locate)
     if settings.environment:
         yield from _wrong_section(("environment",), "environments", environment, settings.environment, locate)
+    if settings.engine in (AUTO, IN_PROCESS):
+        for key in settings.engine_options:
+            yield f"{locate(('engine_options', key))} {key}: the engine {settings.engine!r} has no options"
+    else:
+        given = _known(_KNOWN_TO_ENGINES, "engines", settings.engine) | settings.engine_options
+        yield from _wrong_section(("engine_options",), "engines", settings.engine, given, locate)
+    if settings.storage_backend in _BUILT_IN_STORAGES:
+        for key in settings.storage.options:
+            yield f"{locate(('storage', 'options', key))} {key}: its options are those of [rl.storage] itself"
+    else:
+        given = _known(_KNOWN_TO_STORAGES, "storages", settings.storage_backend) | settings.storage.options
+        yield from _wrong_section(("storage", "options"), "storages", settings.storage_backend, given, locate)
     if reward != RewardSettings():
         yield from _wrong_section(("reward", "options"), "rewards", reward.name, reward.options, locate)
+
+
+def _known(known: JsonObject, kind: registry.Kind, name: str) -> JsonObject:
+    try:
+        declared = registry.option_names(kind, name)
+    except ConfigError:
+        return {}  # ``_wrong_section`` says why it cannot be loaded
+    return {key: value for key, value in known.items() if key in declared}
 
 
 def _wrong_section(
@@ -320,7 +357,7 @@ def _wrong_section(
         registry.check_options(kind, name, options)
     except ConfigError as error:
         for line in str(error).splitlines():
-            where, _, what = line.removeprefix(f"{section[0]} {name!r}: ").partition(": ")
+            where, _, what = line.removeprefix(f"{registry.singular(kind)} {name!r}: ").partition(": ")
             keys = tuple(where.split("."))
             if where != line and keys[0].isidentifier():
                 yield f"{locate((*section, *keys))} {keys[-1]}: {what}"

@@ -46,7 +46,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == version("openhands_rl_plugin")
 
 
-@pytest.mark.parametrize("words", [[], ["config"], ["env", "atari"]])
+@pytest.mark.parametrize("words", [[], ["config"], ["config", "chekc"], ["env", "atari"]])
 def test_wrong_usage_is_exit_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 2
     assert capsys.readouterr().err.startswith("usage: openhands-rl")

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin import RLAgentConfig
+from openhands_rl_plugin import FileTrajectoryStorage, RLAgentConfig
 from openhands_rl_plugin.config import fields
+from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError
@@ -120,7 +121,7 @@ def test_any_environment_name_is_accepted(name: str) -> None:
 
 def test_an_unknown_key_is_refused_with_the_nearest_name_and_its_section(tmp_path: Path) -> None:
     (line,) = refusal(tmp_path, "[rl]\nmax_turn = 3\n")
-    assert line.startswith("[rl] max_turn: unknown key; did you mean 'max_turns'? available: env_name, ")
+    assert line.startswith("[rl] max_turn: unknown key; did you mean 'max_turns'? available: engine, engine_options, ")
     (line,) = refusal(tmp_path, "[rl]\nmax_turns = 3\n[extended.rl.training]\nlearning_rat = 1.0\n")
     assert line.startswith("[extended.rl.training] learning_rat: unknown key; did you mean 'learning_rate'?")
 
@@ -365,3 +366,27 @@ def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setenv("HOME", str(tmp_path))
     assert RLSettings().storage.directory == tmp_path / ".openhands" / "rl_trajectories"
     assert RLSettings().serving.adapters_directory == tmp_path / ".openhands" / "rl_adapters"
+
+
+class LabelledStorage(FileTrajectoryStorage):
+    """A storage of another package, with an option of its own."""
+
+    def __init__(self, path: str, label: str) -> None:
+        super().__init__(path)
+        self.label = label
+
+
+def test_a_storage_of_another_package_has_options_of_its_own(tmp_path: Path) -> None:
+    own = f"""
+        [rl]
+        storage_backend = "{__name__}:LabelledStorage"
+        [rl.storage]
+        path = "{tmp_path}"
+    """
+    storage = open_storage(load(tmp_path, f'{own}\noptions = {{ label = "night" }}'))
+    assert isinstance(storage, LabelledStorage) and storage.label == "night"
+    assert refusal(tmp_path, own) == ["[rl.storage.options] label: is required"]
+    wrong = refusal(tmp_path, f'{own}\noptions = {{ labl = "night", label = "" }}')
+    assert wrong == ["[rl.storage.options] labl: unknown key; did you mean 'label'? available: label, path"]
+    (line,) = refusal(tmp_path, "[rl.storage]\noptions = { durable = true }")
+    assert line == "[rl.storage.options] durable: its options are those of [rl.storage] itself"

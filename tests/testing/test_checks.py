@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,24 @@ import pytest
 from openhands_rl_plugin.core.errors import ModelError
 from openhands_rl_plugin.core.protocols import Forkable, LLMEngine
 from openhands_rl_plugin.core.tree import EpisodeTree
-from openhands_rl_plugin.core.types import JsonObject, Message, Observation, Score, StopReason, Task, Trajectory
+from openhands_rl_plugin.core.types import (
+    Completion,
+    JsonObject,
+    Message,
+    Observation,
+    Score,
+    StopReason,
+    Task,
+    Tokens,
+    Trajectory,
+    Usage,
+)
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
 from openhands_rl_plugin.testing import (
     GridEnvironment,
     ScriptedEngine,
+    check_engine,
     check_environment,
     check_reward,
     check_storage,
@@ -49,6 +62,52 @@ async def test_the_scripted_engine_gives_n_answers_or_asks_a_function():
     assert [c.message.content for c in await ScriptedEngine(["a", "b"]).complete([], n=2)] == ["a", "b"]
     echo = ScriptedEngine(lambda messages: messages[-1].content or "")
     assert (await echo.complete([Message(role="user", content="hi")]))[0].message.content == "hi"
+
+
+class HalfAnEngine(ScriptedEngine):
+    """Breaks one rule of engines."""
+
+    def __init__(self, **changes: object) -> None:
+        super().__init__(lambda messages: f"word {len(messages)}")
+        self._changes = changes
+
+    async def complete(self, messages: Sequence[Message], **how: Any) -> list[Completion]:
+        answers = await super().complete(messages, **how)
+        return [answer.model_copy(update=self._changes) for answer in answers]
+
+
+class OneAnswer(ScriptedEngine):
+    """Ignores ``n``, as some servers do."""
+
+    async def complete(self, messages: Sequence[Message], **how: Any) -> list[Completion]:
+        return await super().complete(messages, **{**how, "n": 1})
+
+
+async def test_an_engine_that_breaks_a_rule_is_told_which():
+    await check_engine(HalfAnEngine(), away=ScriptedEngine([]))
+    with pytest.raises(AssertionError, match=r"complete\(n=3\) must return a list of 3 completions"):
+        await check_engine(OneAnswer(lambda _: "word"))
+    tokens = Tokens(prompt_ids=(1,), sampled_ids=(2, 3), logprobs=(-0.1,))
+    for changes, rule in (
+        ({"policy": None}, "must name its policy"),
+        ({"sampling": None}, "what it was sampled with"),
+        ({"message": Message(role="user", content="hm")}, "has the role 'user'"),
+        ({"usage": Usage(completion_tokens=17)}, "max_tokens was 16, and 17 tokens were sampled"),
+        ({"tokens": tokens}, "a logprob for each sampled id"),
+        ({"tokens": tokens.model_copy(update={"logprobs": (-0.1, 0.5)})}, "at most 0"),
+        ({"tokens": tokens.model_copy(update={"logprobs": (), "extends": True})}, "gives the whole prompt"),
+        ({"tokens": tokens.model_copy(update={"logprobs": ()})}, "longer conversation is not longer"),
+    ):
+        with pytest.raises(AssertionError, match=rule):
+            await check_engine(HalfAnEngine(**changes))
+    with pytest.raises(AssertionError, match="without its server the engine raised RuntimeError"):
+        await check_engine(HalfAnEngine(), away=ScriptedEngine(_gone))
+    with pytest.raises(AssertionError, match="answered without its server"):
+        await check_engine(HalfAnEngine(), away=HalfAnEngine())
+
+
+def _gone(_: Sequence[Message]) -> str:
+    raise RuntimeError("no such host")
 
 
 async def test_what_is_shipped_is_right(tmp_path: Path):

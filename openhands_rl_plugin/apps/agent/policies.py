@@ -11,10 +11,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from openhands_rl_plugin.apps.agent.snapshot import Savable, snapshot
-from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.build import make_engine
+from openhands_rl_plugin.config.rl import AUTO, IN_PROCESS, RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, PublishError
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.types import Adapter, Probe
@@ -30,8 +31,9 @@ _MAX_BATCH = 256
 _MIN_QUEUE = 512
 
 
+@runtime_checkable
 class ClosableEngine(LLMEngine, Protocol):
-    """An engine with connections to close."""
+    """An engine with connections to close. A capability of an engine, not a duty."""
 
     async def aclose(self) -> None:
         """Release what the engine holds."""
@@ -76,8 +78,8 @@ class Policy(ABC):
         self.adapter = adapter
 
     @abstractmethod
-    def engine(self) -> ClosableEngine:
-        """Completions from the version in use; the caller closes it."""
+    def engine(self) -> LLMEngine:
+        """Completions from the version in use; the caller closes it, if it is a ``ClosableEngine``."""
 
     @abstractmethod
     def training_weights(self) -> str:
@@ -115,7 +117,7 @@ class InProcessPolicy(Policy):
         }
         self._generator = Generator(GeneratorConfig.model_validate(config))
 
-    def engine(self) -> ClosableEngine:
+    def engine(self) -> LLMEngine:
         """An engine on the shared generator, which keeps running when the engine is closed."""
         from openhands_rl_plugin.models.engines.transformers import TransformersEngine
 
@@ -183,8 +185,10 @@ class EndpointPolicy(Policy):
         self._publisher = publisher_for(reached, self.store, keep=self.kept)
         self._asked = base.name
 
-    def engine(self) -> ClosableEngine:
-        """An engine with its own connections."""
+    def engine(self) -> LLMEngine:
+        """An engine with its own connections: that of ``[rl] engine``."""
+        if self.settings.engine != AUTO:
+            return make_engine(self.settings, model=self.served_model, base_model=self.base_model, base_url=self._url)
         timeout = self.settings.serving.request_timeout
         return OpenAIEngine(self.served_model, self._url, self._key, base_model=self.base_model, timeout=timeout)
 
@@ -212,13 +216,44 @@ class EndpointPolicy(Policy):
         await self._publisher.aclose()
 
 
+class EnginePolicy(Policy):
+    """A ``model`` that only the engine of ``[rl] engine`` can reach: episodes are run, but not trained here."""
+
+    def engine(self) -> LLMEngine:
+        """A new engine of that kind."""
+        return make_engine(self.settings, model=self.base_model, base_model=self.base_model)
+
+    def training_weights(self) -> str:
+        """Raises ``ConfigError``: nothing is known of the weights."""
+        raise ConfigError(
+            f"[rl] engine: no adapter can be given to {self.settings.engine!r}; train its episodes with `openhands-rl "
+            "train`, or pass the URL of a server as the model"
+        )
+
+    async def resume(self) -> None:
+        """There is no adapter to resume with."""
+
+    async def publish(self, adapter: Adapter, probe: Probe | None) -> None:
+        """Raises ``PublishError``: there is no server to publish to."""
+        raise PublishError(f"[rl] engine: {adapter.name} cannot be given to {self.settings.engine!r}")
+
+    async def close(self) -> None:
+        """Nothing was started."""
+
+
 def open_policy(model: object, tokenizer: object, settings: RLSettings) -> Policy:
     """The policy for ``model``: an endpoint's URL, a directory or hub name, or a model object.
 
     Raises ``ConfigError`` when model and tokenizer do not go together.
     """
     if isinstance(model, str) and model.startswith(("http://", "https://")):
+        if settings.engine == IN_PROCESS:
+            raise ConfigError("[rl] engine: 'transformers' runs a model's directory; for a server's URL use 'openai'")
         return EndpointPolicy(model, _weights_of_endpoint(tokenizer), settings)
+    if settings.engine == "openai":
+        raise ConfigError("[rl] engine: 'openai' asks a server: pass its URL as the model, or leave the line out")
+    if settings.engine not in (AUTO, IN_PROCESS) and isinstance(model, str | Path):
+        return EnginePolicy(str(model), settings)
     if isinstance(model, str | Path):
         name = str(local_weights(model) or model)
         if isinstance(tokenizer, str | Path):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 from pydantic import JsonValue, ValidationError
 
 from openhands_rl_plugin.apps.agent.episodes import ConversationMessage, EpisodeResult, result_of, session_runner
-from openhands_rl_plugin.apps.agent.policies import open_policy
+from openhands_rl_plugin.apps.agent.policies import ClosableEngine, open_policy
 from openhands_rl_plugin.config.build import make_environment, make_reward, make_strategy, open_storage
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.core.concurrency import LoopThread
@@ -47,9 +47,10 @@ class RLAgent:
     The agent of the same name that OpenHands loads (``agent = "RLAgent"``) is the one of ``hosts/v0/agent.py``.
 
     Args:
-        model: a transformers model object; a model's directory (or cached hub name); or the URL of an OpenAI-compatible
-            endpoint (``"http://127.0.0.1:8100/v1"``). An object is written once below ``[rl.serving] adapters_path``,
-            and served and trained from there: an adapter is bound to exact weights, and an object may change.
+        model: a transformers model object; a model's directory (or cached hub name); the URL of an OpenAI-compatible
+            endpoint (``"http://127.0.0.1:8100/v1"``); or any name that the engine of ``[rl] engine`` knows. An object
+            is written once below ``[rl.serving] adapters_path``, and served and trained from there: an adapter is
+            bound to exact weights, and an object may change.
         tokenizer: needed with a model object. With an endpoint: the directory of the model's weights, to train where
             the server does not report one.
         config: the ``[rl]`` section of ``config.toml``; default: all defaults.
@@ -246,7 +247,8 @@ class RLAgent:
             )
             played = await roll_out(plan, runner, storage)
         finally:
-            await engine.aclose()
+            if isinstance(engine, ClosableEngine):
+                await engine.aclose()
         outcomes = await judge_all(self._reward, played)
         await self._storage.add_scores([outcome for outcome in outcomes if isinstance(outcome, Score)])
         return [result_of(trajectory, outcome) for trajectory, outcome in zip(played, outcomes, strict=True)]

@@ -8,19 +8,29 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.registry import build
+from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 
-STORE_HELP = "folder of a file store, mongodb://host/database, or env:NAME of a variable that holds such a URI"
+STORE_HELP = (
+    "folder of a file store, mongodb://host/database, env:NAME of a variable that holds such a URI, or a config.toml"
+)
 
 _CONTENTS = ("trajectories.sqlite", "trajectories")
 _MONGODB = ("mongodb://", "mongodb+srv://")
 _VARIABLE = "env:"
+_CONFIGURATION = ".toml"
 
 
 def storage_at(where: str) -> TrajectoryStorage:
-    """The storage of a folder (created at the first write) or of a database. Raises ``ConfigError``."""
+    """The storage of a folder (created at the first write), of a database, or of a ``config.toml``'s ``[rl.storage]``.
+
+    Raises ``ConfigError``.
+    """
+    if where.endswith(_CONFIGURATION):
+        return open_storage(load_settings(Path(where).expanduser()))
     uri = _mongodb_uri(where)
     if uri is None:
         return build("storages", "file", {"path": where})
@@ -33,7 +43,7 @@ async def open_store(where: str, *, create: bool = False) -> AsyncIterator[Traje
     """The store at a path or URI; reading never creates one. Raises ``ConfigError`` or ``StorageError``."""
     storage = storage_at(where)
     try:
-        if _mongodb_uri(where) is None:
+        if not where.endswith(_CONFIGURATION) and _mongodb_uri(where) is None:
             _check_folder(where, create)
         yield storage
     finally:

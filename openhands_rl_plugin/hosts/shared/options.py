@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.rl import AUTO, RLSettings
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen, JsonObject, StrategySpec
 
 RL_AGENT = "RLAgent"
@@ -49,3 +50,12 @@ class HostOptions(Frozen):
             return StrategySpec(name=self.agent)
         options = {**settings.strategy, **self.strategy_options}
         return StrategySpec(name=settings.rollout_strategy, options=options)
+
+
+def check_engine_setting(settings: RLSettings) -> None:
+    """OpenHands' controller asks its model server itself. Raises ``ConfigError`` for another engine."""
+    if settings.engine not in (AUTO, "openai"):
+        raise ConfigError(
+            f"[rl] engine: OpenHands asks its model by itself, so {settings.engine!r} would not be used; it is for "
+            "RLAgent in Python. Remove the line from this config.toml"
+        )

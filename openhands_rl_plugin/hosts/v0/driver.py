@@ -22,7 +22,7 @@ from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
 from openhands_rl_plugin.core.validation import unknown_name
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
-from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
+from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions, check_engine_setting
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 
 if TYPE_CHECKING:
@@ -148,6 +148,7 @@ def _check_agent(options: HostOptions) -> None:
 
 
 def _require_server(settings: RLSettings) -> None:
+    check_engine_setting(settings)
     for key in ("base_url", "model"):
         if not getattr(settings.serving, key):
             raise ConfigError(f"[rl.serving] {key}: OpenHands' controller needs a policy server; set it")

@@ -18,6 +18,7 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, RLError
 from openhands_rl_plugin.core.messages import WireMessage
 from openhands_rl_plugin.core.types import JsonObject
+from openhands_rl_plugin.hosts.shared.options import check_engine_setting
 from openhands_rl_plugin.hosts.v0.recorder import OPENAI_COMPATIBLE, split_provider
 from openhands_rl_plugin.hosts.v0.settings import under_headless_main
 from openhands_rl_plugin.models.adapters.store import AdapterStore
@@ -54,6 +55,7 @@ class FirstPrompt:
 
     def check_server(self) -> None:
         """Raises ``ConfigError`` or ``InfrastructureError`` when no completion can be expected from the model."""
+        check_engine_setting(self._settings)
         if not self._url:
             self._check_vendor()
             return

@@ -1,0 +1,102 @@
+"""The example plugin of the documentation: found by its entry point, conforming, and used by an agent."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_model import ScriptedModel, refusal, says, serve
+
+from openhands_rl_plugin import RLAgent, RLAgentConfig
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.hosts.shared.options import check_engine_setting
+from openhands_rl_plugin.testing import check_engine
+
+PLUGIN = Path(__file__).parents[2] / "docs/examples/fallback_engine"
+AWAY = "http://127.0.0.1:9/v1"
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package as pip leaves it: its modules, and its metadata with the entry points of its pyproject.toml."""
+    project = tomllib.loads((PLUGIN / "pyproject.toml").read_text())["project"]
+    folder = tmp_path / "fallback_engine-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    groups = project["entry-points"].items()
+    lines = (f"[{group}]\n" + "".join(f"{name} = {at}\n" for name, at in points.items()) for group, points in groups)
+    (folder / "entry_points.txt").write_text("".join(lines))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(PLUGIN))
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedModel]:
+    with serve() as model:
+        model.policies["m"] = lambda body: says("right" if len(body["messages"]) // 2 % 2 else "down")
+        yield model
+
+
+def settings(server: ScriptedModel, tmp_path: Path, **more: Any) -> RLSettings:
+    return RLAgentConfig.model_validate(
+        {
+            "engine": "fallback",
+            "engine_options": {"second_url": server.url},
+            "env_name": "openhands_rl_plugin.testing:GridEnvironment",
+            "storage": {"path": str(tmp_path / "trajectories")},
+            "serving": {"model": "m", "adapters_path": str(tmp_path / "adapters")},
+            **more,
+        }
+    )
+
+
+async def test_it_is_an_engine(installed: None, server: ScriptedModel) -> None:
+    options = {"model": "m", "base_url": AWAY, "second_url": server.url, "timeout": 5.0}
+    engine = registry.build("engines", "fallback", options)
+    await check_engine(engine, away=registry.build("engines", "fallback", {**options, "second_url": AWAY}))
+    await engine.aclose()
+
+
+def test_an_agent_samples_with_the_engine_of_its_settings(
+    installed: None, server: ScriptedModel, tmp_path: Path
+) -> None:
+    with serve() as busy:
+        busy.policies["m"] = lambda _: refusal(503, "busy")
+        with RLAgent(busy.url, config=settings(server, tmp_path)) as agent:
+            (episode,) = agent.run("Walk.")
+    assert episode["reward"] == 1.0
+    assert len(busy.requests["m"]) == 2 * len(server.requests["m"]), "the engine of the plugin tries twice"
+
+
+def test_a_model_that_only_the_engine_knows_can_be_played_but_not_trained(
+    installed: None, server: ScriptedModel, tmp_path: Path
+) -> None:
+    options = {"second_url": server.url, "base_url": AWAY}
+    with RLAgent("m", config=settings(server, tmp_path, engine_options=options)) as agent:
+        (episode,) = agent.run("Walk.")
+        with pytest.raises(ConfigError, match="no adapter can be given to 'fallback'; train its episodes with"):
+            agent.train()
+    assert episode["reward"] == 1.0 and episode["stop"] == "terminated"
+
+
+def test_wrong_options_are_named_when_the_settings_are_read(installed: None) -> None:
+    with pytest.raises(ConfigError, match=r"\[rl.engine_options\] second_url: is required"):
+        RLSettings.model_validate({"engine": "fallback"})
+    with pytest.raises(ConfigError, match=r"\[rl.engine_options\] secnd_url: unknown key; did you mean 'second_url'"):
+        RLSettings.model_validate({"engine": "fallback", "engine_options": {"second_url": "x", "secnd_url": "x"}})
+    with pytest.raises(ConfigError, match=r"\[rl\] engine: unknown engine 'fallbak'; did you mean 'fallback'"):
+        RLSettings.model_validate({"engine": "fallbak"})
+    with pytest.raises(ConfigError, match=r"\[rl.engine_options\] retries: the engine 'auto' has no options"):
+        RLSettings.model_validate({"engine_options": {"retries": 1}})
+
+
+def test_openhands_refuses_an_engine_that_it_would_not_use(installed: None) -> None:
+    chosen = RLSettings.model_validate({"engine": "fallback", "engine_options": {"second_url": AWAY}})
+    with pytest.raises(ConfigError, match="'fallback' would not be used"):
+        check_engine_setting(chosen)
+    check_engine_setting(RLSettings())
