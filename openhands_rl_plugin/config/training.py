@@ -183,6 +183,10 @@ class TrainingSettings(Settings):
     tree: Annotated[Literal["path", "branches"], _Only((*_RL, "dpo"))] = Field(
         default="path", description="what of a search tree is trained on: the acted path, or all branches"
     )
+    condensations: Annotated[bool, _Only(_NOT_DPO)] = Field(
+        default=False,
+        description="also train the summaries that the policy wrote when a host condensed an episode's history",
+    )
     tree_weight: Annotated[float, _Only(_RL, *_BRANCHES)] = Field(
         default=1.0, ge=0, description="weight of an action's advantage over its siblings"
     )

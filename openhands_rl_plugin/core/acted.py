@@ -14,8 +14,9 @@ from pydantic import JsonValue
 TURN, CONDENSATION = "turn", "condensation"
 """Kinds of nodes: a message of the episode; a host's request to summarise its history, and the summary."""
 
-KIND, ACTED = "kind", "acted"
-"""Keys of a node's metadata, which every release can read. ``ACTED`` is for imports, where no reward says so."""
+KIND, ACTED, REWRITTEN = "kind", "acted", "history_rewritten"
+"""Keys of a node's metadata, which every release can read. ``ACTED`` is for imports, where no reward says so;
+``REWRITTEN``: the answer's prompt does not extend the conversation before."""
 
 
 class TreeNode(Protocol):
@@ -58,12 +59,13 @@ def acted_nodes(nodes: Sequence[TreeNode], head: int | None) -> tuple[int, ...]:
     """Indices of the answers that were acted on, in order.
 
     Those of the path to ``head``, and executed ones on other paths. Of several answers in one state only the one on the
-    path was acted on. No malformed, dropped or only simulated answer, and no summary.
+    path was acted on, unless a rewritten history led there again. No malformed, dropped or only simulated answer, and
+    no summary.
     """
     if head is None:
         return ()
     path = {at for at in path_to(nodes, head) if nodes[at].sampled and kind_of(nodes[at]) == TURN}
-    decided = {nodes[at].parent for at in path}
+    decided = {nodes[at].parent for at in path if REWRITTEN not in nodes[at].metadata}
     others = {at for at, node in enumerate(nodes) if was_executed(node) and node.parent not in decided}
     return tuple(sorted(path | others))
 

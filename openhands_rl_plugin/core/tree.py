@@ -11,6 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Self
 
+from openhands_rl_plugin.core.acted import KIND
 from openhands_rl_plugin.core.types import (
     Completion,
     EpisodeRequest,
@@ -130,6 +131,26 @@ class EpisodeTree:
         if completion.tokens is not None and not completion.tokens.extends:
             self._last_context = (index, completion.tokens.prompt_ids + completion.tokens.sampled_ids)
         return index
+
+    def aside(self, prompt: Sequence[Message], completion: Completion, kind: str) -> int:
+        """Add a completion that a host asked for beside the episode, such as a summary: a path of its own from a new
+        root, of nodes of this ``kind``. The head stays where it is."""
+        self.usage += completion.usage
+        at: int | None = None
+        for message in prompt:
+            at = self._add(DraftNode(parent=at, message=message, metadata={KIND: kind}))
+        return self._add(
+            DraftNode(
+                parent=at,
+                message=completion.message,
+                sampled=True,
+                tokens=completion.tokens,
+                policy=completion.policy,
+                sampling=completion.sampling,
+                finish_reason=completion.finish_reason,
+                metadata={**completion.metadata, KIND: kind},
+            )
+        )
 
     def commit(self, index: int) -> None:
         """Make a proposed node the next action."""

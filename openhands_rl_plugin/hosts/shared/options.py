@@ -29,7 +29,9 @@ class HostOptions(Frozen):
     ``[rl] max_workers``), ``command_timeout`` is in seconds, ``strategy_options`` override those of ``[rl.strategy]``.
     ``agent`` is ``RLAgent`` or an agent of OpenHands, which does not use the strategy. ``token_ids``: request token ids
     and logprobs, which some servers reject. ``stuck_detection`` is OpenHands' own. ``replies``
-    answer an agent that sends a message without a tool call (default: OpenHands' own text).
+    answer an agent that sends a message without a tool call (default: OpenHands' own text). ``condenser`` is a section
+    ``[agent.NAME.condenser]`` of OpenHands, whose model is the policy; by default there is none, so that every prompt
+    is a prefix of the next one.
     """
 
     environment_mode: bool = True
@@ -43,6 +45,7 @@ class HostOptions(Frozen):
     stuck_detection: bool = False
     llm_retries: int = Field(default=2, ge=1)
     replies: UserReplies | None = None
+    condenser: JsonObject = Field(default_factory=dict)
 
     def strategy_spec(self, settings: RLSettings) -> StrategySpec:
         """The strategy with all its options. For an agent of OpenHands it names that agent."""

@@ -40,6 +40,7 @@ from openhands_rl_plugin.hosts.shared.sessions import (
 )
 from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun, standalone_episode
 from openhands_rl_plugin.hosts.shared.workspace_conversation import WorkspaceConversation
+from openhands_rl_plugin.hosts.v0.condensation import record_condenser, recorded_condensations
 from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostTurn
 from openhands_rl_plugin.hosts.v0.environment_actions import EnvironmentActions
 from openhands_rl_plugin.hosts.v0.first_prompt import FirstPrompt, refuse, too_long
@@ -92,6 +93,8 @@ class RLAgent(CodeActAgent):
         if isinstance(self.llm, RouterLLM):
             raise ConfigError("RLAgent needs one model for a whole episode; remove [model_routing] from config.toml")
         self._served_model: str | None = None
+        record_condenser(self.condenser)
+        self._settings = bound.settings if bound else host_settings(config, llm_registry.config)
         if bound is not None:
             self._settings = bound.settings
             self._active = self._begin(bound)
@@ -175,7 +178,8 @@ class RLAgent(CodeActAgent):
         latest = state.get_last_user_message()
         if latest is not None and latest.content.strip() == "/exit":
             return self._finish(active, StopReason.NO_ACTION)
-        view = self.condenser.condensed_history(state)
+        with recorded_condensations(active.episode, state):
+            view = self.condenser.condensed_history(state)
         if isinstance(view, Condensation):
             return view.action
         initial = self._get_initial_user_message(state.history)

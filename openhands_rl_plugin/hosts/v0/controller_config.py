@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from openhands.core.config import AgentConfig, LLMConfig, OpenHandsConfig, SandboxConfig
-from openhands.core.config.condenser_config import NoOpCondenserConfig
+from openhands.core.config.condenser_config import CondenserConfig, create_condenser_config
 from pydantic import SecretStr
 
 from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.errors import ConfigError, describe
 from openhands_rl_plugin.core.types import Limits, SamplingParams
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
 
 _RUNTIMES = {"auto": "WorkspaceRuntime", "required": "BubblewrapRuntime", "none": "SubprocessRuntime"}
+# Condensers that ask a model.
+_ASKING = frozenset({"llm", "llm_attention", "structured"})
 # A turn takes one iteration, or several with several tool calls; an answer that does not parse takes one, too.
 _ITERATIONS_A_TURN = 4
 
@@ -26,8 +29,8 @@ def controller_config(
     """A configuration for the model server of ``[rl.serving]`` and the runtime that ``options`` ask for.
 
     ``model`` is the served name, ``[rl.serving] model`` by default. OpenHands' iteration limit only backs up the
-    episode's own turn limit; an agent other than ``RLAgent`` has no other limit. No condenser is used, so that every
-    prompt is a prefix of the next one. ``sampling`` is for other agents: ``RLAgent`` sets the parameters of each call.
+    episode's own turn limit; an agent other than ``RLAgent`` has no other limit. ``sampling`` is for other agents:
+    ``RLAgent`` sets the parameters of each call. Raises ``ConfigError`` for a condenser that OpenHands does not know.
     """
     serving = settings.serving
     limits = limits or settings.limits()
@@ -58,7 +61,7 @@ def controller_config(
         enable_plan_mode=False,
         enable_stuck_detection=options.stuck_detection,
         enable_history_truncation=False,
-        condenser=NoOpCondenserConfig(),
+        condenser=_condenser(options, llm),
     )
     return OpenHandsConfig(
         llms={"llm": llm},
@@ -70,6 +73,15 @@ def controller_config(
         max_iterations=turns * _ITERATIONS_A_TURN + 2 if options.agent == RL_AGENT else turns,
         sandbox=SandboxConfig(timeout=options.command_timeout),
     )
+
+
+def _condenser(options: HostOptions, llm: LLMConfig) -> CondenserConfig:
+    kind = str(options.condenser.get("type", "noop"))
+    asks = {"llm_config": llm} if kind in _ASKING else {}
+    try:
+        return create_condenser_config(kind, {**options.condenser, **asks})
+    except ValueError as error:
+        raise ConfigError(f"condenser {options.condenser}: {describe(error)}") from error
 
 
 def runtime_path(options: HostOptions) -> str:

@@ -8,12 +8,15 @@ from openhands.controller.agent import Agent
 from openhands.controller.state.state import State
 from openhands.core.exceptions import LLMNoResponseError
 from openhands.events.action import Action, AgentFinishAction
+from openhands.memory.condenser.condenser import Condenser
 
+from openhands_rl_plugin.core.acted import TURN
 from openhands_rl_plugin.core.conversation import HostConversation
 from openhands_rl_plugin.core.errors import describe
 from openhands_rl_plugin.core.types import Failure, StopReason
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.model_errors import model_server_error
+from openhands_rl_plugin.hosts.v0.condensation import keep_condensations, record_condenser
 from openhands_rl_plugin.hosts.v0.engine import MALFORMED
 from openhands_rl_plugin.hosts.v0.recorder import Attempt, CallLog, record_completions, recording
 
@@ -31,6 +34,8 @@ class AgentRecorder:
         self._conversation = HostConversation(episode.tree)
         self._step = agent.step
         record_completions(agent.llm)
+        if isinstance(condenser := getattr(agent, "condenser", None), Condenser):
+            record_condenser(condenser)
 
     def step(self, state: State) -> Action:
         """The agent's own step. A prompt that exceeds the context window ends the episode; other errors are raised."""
@@ -61,7 +66,9 @@ class AgentRecorder:
         return action
 
     def _keep(self, log: CallLog, malformed: Exception | None) -> None:
-        answered = [attempt for attempt in log.attempts if attempt.completion is not None]
+        own = [attempt for attempt in log.attempts if attempt.kind == TURN]
+        keep_condensations(self._episode, [attempt for attempt in log.attempts if attempt.kind != TURN])
+        answered = [attempt for attempt in own if attempt.completion is not None]
         if answered:
             self._keep_answer(log, answered[-1], malformed)
         self._episode.keep()
@@ -74,7 +81,7 @@ class AgentRecorder:
         metadata = {
             "session": log.session,
             "step": log.step,
-            "attempts": [each.summary() for each in log.attempts],
+            "attempts": [each.summary() for each in log.attempts if each.kind == TURN],
             **attempt.completion.metadata,
             **({"history_rewritten": True} if rewritten else {}),
             **({"malformed": describe(malformed)} if malformed else {}),

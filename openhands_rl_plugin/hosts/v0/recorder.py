@@ -22,6 +22,7 @@ from openhands.llm.llm import LLM
 from pydantic import JsonValue
 from pydantic_core import from_json
 
+from openhands_rl_plugin.core.acted import TURN
 from openhands_rl_plugin.core.concurrency import bound
 from openhands_rl_plugin.core.errors import describe
 from openhands_rl_plugin.core.messages import RECORDED_PARAMETERS, WireMessage, text_of, whole_json, whole_message
@@ -43,7 +44,8 @@ OPENAI_COMPATIBLE = frozenset({"openai", "custom_openai", "hosted_vllm", "litell
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One request and its outcome. ``latency`` is in seconds; ``completion`` is ``None`` without an answer."""
+    """One request and its outcome. ``latency`` is in seconds; ``completion`` is ``None`` without an answer. ``kind``:
+    a turn of the agent, or a condenser's request."""
 
     messages: Sequence[WireMessage]
     tools: Sequence[JsonObject]
@@ -52,6 +54,7 @@ class Attempt:
     latency: float
     completion: Completion | None
     error: str | None
+    kind: str = TURN
 
     def summary(self) -> JsonObject:
         """The attempt without the messages and the completion, which the tree has."""
@@ -82,12 +85,12 @@ def recording(log: CallLog) -> AbstractContextManager[CallLog]:
     return bound(_LOG, log)
 
 
-def record_completions(llm: LLM) -> None:
-    """Install the recorder in ``llm``. Idempotent."""
+def record_completions(llm: LLM, kind: str = TURN) -> None:
+    """Install the recorder in ``llm``, whose completions are of that ``kind``. Idempotent."""
     # OpenHands declares a functools.partial here; it only ever calls it.
     holder: Any = llm
     if not isinstance(holder._completion_unwrapped, RecordedCompletion):
-        holder._completion_unwrapped = RecordedCompletion(holder._completion_unwrapped)
+        holder._completion_unwrapped = RecordedCompletion(holder._completion_unwrapped, kind)
         holder._post_completion = _one_at_a_time(holder._post_completion)
 
 
@@ -109,8 +112,9 @@ class RecordedCompletion:
     OpenAI-compatible server and removes them from the response: OpenHands would copy and store them with every event.
     """
 
-    def __init__(self, send: Callable[..., ModelResponse]) -> None:
+    def __init__(self, send: Callable[..., ModelResponse], kind: str = TURN) -> None:
         self._send = send
+        self._kind = kind
         self._bound: Mapping[str, Any] = getattr(send, "keywords", {})
         self._contexts = ContextCache()
 
@@ -128,12 +132,12 @@ class RecordedCompletion:
                 asked_too = {key: asked[key] for key in _ASKED if key in asked}
                 response = self._send(*args, **{**kwargs, **asked_too, **client})
         except BaseException as error:
-            log.attempts.append(_attempt(asked, time.perf_counter() - started, error=describe(error)))
+            log.attempts.append(_attempt(asked, time.perf_counter() - started, self._kind, error=describe(error)))
             raise
         latency = time.perf_counter() - started
         completion = _completion(asked, response, log.base_model, interceptor)
         error = None if completion else "the server answered without a choice"
-        log.attempts.append(_attempt(asked, latency, completion, error))
+        log.attempts.append(_attempt(asked, latency, self._kind, completion, error))
         return response
 
 
@@ -166,7 +170,11 @@ def split_provider(model: str) -> tuple[str, str]:
 
 
 def _attempt(
-    asked: Mapping[str, Any], latency: float, completion: Completion | None = None, error: str | None = None
+    asked: Mapping[str, Any],
+    latency: float,
+    kind: str,
+    completion: Completion | None = None,
+    error: str | None = None,
 ) -> Attempt:
     return Attempt(
         messages=asked.get("messages") or (),
@@ -176,6 +184,7 @@ def _attempt(
         latency=latency,
         completion=completion,
         error=error,
+        kind=kind,
     )
 
 

@@ -51,7 +51,8 @@ def credited_samples(
     baseline = group_advantages(trajectories, rewards, settings, whitened=not late)
     if settings.tree == "path" and settings.step_rewards == "episode" and not settings.state_weight:
         weighted = [(t, a) for t, a in zip(trajectories, baseline.advantages, strict=True) if a is not None]
-        return Credit(baseline, [s for t, a in weighted for s in samples_of(t, a)])
+        summaries = settings.condensations
+        return Credit(baseline, [s for t, a in weighted for s in samples_of(t, a, condensations=summaries)])
     nodes = _node_advantages(trajectories, rewards, settings)
     if algorithm_of(settings).estimator.whitened and not late:
         nodes = _whitened(trajectories, nodes, settings)
@@ -67,12 +68,14 @@ def _node_advantages(
     if settings.step_rewards == "episode":
         whole = group_advantages(trajectories, rewards, settings, whitened=False).advantages
         nodes = {
-            index: dict.fromkeys(trained_nodes(trajectories[index]), advantage)
+            index: dict.fromkeys(trained_nodes(trajectories[index], condensations=settings.condensations), advantage)
             for index, advantage in enumerate(whole)
             if advantage is not None
         }
     else:
         nodes = _turn_advantages(trajectories, rewards, chosen, settings)
+        if settings.condensations:
+            _credit_condensations(trajectories, nodes)
     if settings.state_weight:
         _add(nodes, _state_advantages(trajectories, rewards, chosen, settings), settings.state_weight)
     if settings.tree == "branches":
@@ -81,6 +84,14 @@ def _node_advantages(
         }
         _add(nodes, siblings, settings.tree_weight)
     return {index: of_nodes for index, of_nodes in nodes.items() if of_nodes}
+
+
+def _credit_condensations(trajectories: Sequence[Trajectory], nodes: dict[int, NodeAdvantages]) -> None:
+    """A summary gets the advantage of the turn after it, which is the first that depends on it."""
+    for index, of_nodes in nodes.items():
+        turns = sorted(of_nodes)
+        for at in set(trained_nodes(trajectories[index], condensations=True)) - of_nodes.keys():
+            of_nodes[at] = of_nodes[next((turn for turn in turns if turn > at), turns[-1])]
 
 
 def _add(nodes: dict[int, NodeAdvantages], more: Mapping[int, NodeAdvantages], weight: float) -> None:

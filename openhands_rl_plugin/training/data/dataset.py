@@ -214,7 +214,8 @@ def build_dataset(episodes: Episodes, settings: TrainingSettings) -> TrainingDat
     match algorithm_of(settings).kind:
         case "imitation":
             good = [trajectories[at] for at in select_for_sft(trajectories, rewards, settings)]
-            samples = [sample for trajectory in good for sample in samples_of(trajectory, need_logprobs=False)]
+            options = {"need_logprobs": False, "condensations": settings.condensations}
+            samples = [sample for trajectory in good for sample in samples_of(trajectory, **options)]
         case "preference":
             pairs = preference_pairs(trajectories, rewards, settings)
             samples = [sample for pair in pairs for sample in (*pair.chosen, *pair.rejected)]

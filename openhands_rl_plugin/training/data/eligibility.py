@@ -37,6 +37,11 @@ def is_off_temperature(trajectory: Trajectory) -> bool:
     return any(sampling != _ON_TEMPERATURE for sampling in samplings(trajectory))
 
 
+def is_sampled_off_temperature(params: SamplingParams | None) -> bool:
+    """Whether these parameters give another distribution than that of the recorded logprobs."""
+    return _sampling(params) != _ON_TEMPERATURE
+
+
 def _sampling(params: SamplingParams | None) -> tuple[float, float]:
     """Temperature and ``top_p``; those not sent are the server's defaults, which are 1."""
     temperature, top_p = (None, None) if params is None else (params.temperature, params.top_p)

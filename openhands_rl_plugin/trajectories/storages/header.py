@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
-from openhands_rl_plugin.core.acted import ACTED, KIND, acted_nodes, path_to
+from openhands_rl_plugin.core.acted import ACTED, KIND, REWRITTEN, acted_nodes, path_to
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeStart, NodeMark, TrajectorySummary
 from openhands_rl_plugin.core.types import (
@@ -170,7 +170,7 @@ class Spine:
             at = len(self._nodes)
             if node.parent is not None and not 0 <= node.parent < at:
                 raise StorageError(f"node {at} cannot be stored: its parent {node.parent} is not an earlier node")
-            notes: JsonObject = {key: node.metadata[key] for key in (KIND, ACTED) if key in node.metadata}
+            notes: JsonObject = {key: node.metadata[key] for key in (KIND, ACTED, REWRITTEN) if key in node.metadata}
             self._nodes.append(_Vertebra(node.parent, node.sampled, node.reward, node.simulated, notes))
 
     def mark(self, marks: Iterable[NodeMark]) -> None:

@@ -1,0 +1,90 @@
+"""A condensed session of OpenHands' real controller: nothing that was sampled is lost, and summaries are themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from scripted_model import ScriptedModel, call, says, serve
+
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, TrainingSettings
+from openhands_rl_plugin.core.acted import CONDENSATION, TURN, kind_of
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Sample, Task, Trajectory
+from openhands_rl_plugin.hosts.shared.options import HostOptions
+from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
+from openhands_rl_plugin.training.credit.credit import credited_samples
+from openhands_rl_plugin.training.data.batch import samples_of
+from openhands_rl_plugin.training.data.eligibility import is_off_temperature
+
+CONDENSER = {"type": "llm", "max_size": 10, "keep_first": 3}
+TURNS = 12
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ScriptedModel]:
+    with serve() as model:
+        yield model
+
+
+async def play(server: ScriptedModel, model: str, **options) -> Trajectory:
+    """Twelve thoughts, and a summary wherever the condenser asks for one."""
+    said = iter(range(1000))
+
+    def policy(body: dict) -> dict:
+        number = next(said)
+        if not body.get("tools"):
+            return says(f"summary {number}")
+        return says(f"turn {number}", call("think", {"thought": f"hm {number}"}, f"call-{number}"))
+
+    server.policies[model] = policy
+    settings = RLSettings(serving=ServingSettings(base_url=server.url, model=model, request_timeout=20.0))
+    options = {"environment_mode": False, "isolation": "none", "condenser": CONDENSER, **options}
+    runner = ControllerRunner(settings, HostOptions(**options))
+    task = Task(id="t", environment="workspace", instruction="Think.", limits=Limits(max_turns=TURNS))
+    try:
+        return await runner.run(EpisodeRequest(task=task, run_id="r", group_id="g"))
+    finally:
+        await runner.close()
+
+
+def trained(samples: list[Sample]) -> int:
+    return sum(sum(sample.mask) for sample in samples)
+
+
+def sampled(trajectory: Trajectory, kind: str) -> int:
+    nodes = [node for node in trajectory.nodes if node.sampled and kind_of(node) == kind]
+    assert all(node.tokens is not None for node in nodes)
+    return sum(len(node.tokens.sampled_ids) for node in nodes if node.tokens is not None)
+
+
+@pytest.mark.parametrize("agent", ["RLAgent", "CodeActAgent"])
+async def test_all_acted_sampled_tokens_of_a_condensed_session_are_trained(server: ScriptedModel, agent: str) -> None:
+    episode = await play(server, f"condensed-{agent}", agent=agent)
+    assert episode.failure is None and not is_off_temperature(episode)
+    assert len(episode.ends()) > 2
+    last = trained(samples_of(episode, leaf=episode.head))
+    assert trained(samples_of(episode)) == sampled(episode, TURN) > 2 * last
+    summaries = [node for node in episode.nodes if node.sampled and kind_of(node) == CONDENSATION]
+    assert len(summaries) == len(episode.ends()) - 1
+    assert all((node.message.content or "").startswith("summary") for node in summaries)
+    # Of an agent of OpenHands a condensation is an iteration, too.
+    assert len(episode.acted()) == TURNS - (0 if agent == "RLAgent" else len(summaries))
+    assert episode.usage.calls == len(server.requests[f"condensed-{agent}"])
+
+
+async def test_summaries_are_trained_when_that_is_asked_for(server: ScriptedModel) -> None:
+    episode = await play(server, "summaries")
+    other = episode.model_copy(update={"id": "other"})
+    for steps in ("episode", "environment"):
+        chosen = TrainingSettings(algorithm="grpo", condensations=True, step_rewards=steps)  # type: ignore[arg-type]
+        samples = credited_samples([episode, other], [1.0, 0.0], chosen).samples
+        mine = [sample for sample in samples if sample.trajectory_id == episode.id]
+        assert trained(mine) == sampled(episode, TURN) + sampled(episode, CONDENSATION)
+    plain = credited_samples([episode, other], [1.0, 0.0], TrainingSettings(algorithm="grpo")).samples
+    assert trained(plain) == 2 * sampled(episode, TURN)
+
+
+async def test_a_condenser_that_openhands_does_not_know_is_refused(server: ScriptedModel) -> None:
+    with pytest.raises(ConfigError, match="Unknown condenser type: magic"):
+        await play(server, "magic", condenser={"type": "magic"})
