@@ -30,10 +30,11 @@ COMMANDS: Mapping[str, str] = {
     "gateway": "record what an agent and a model server exchange; only the agent's base_url changes",
     "grade": "grade patches on SWE-bench, SWE-Gym or your own instances",
     "import": "store trajectories that other tools recorded",
+    "label": "judge stored episodes one after another in the terminal",
     "list": "list stored episodes",
     "loop": "roll out, train and publish in turn, over an environment or a suite of tasks",
     "report": "report evaluations: pass@1, pass@k, best@k, failures, tokens, cost",
-    "score": "score stored episodes with a reward or a verifier",
+    "score": "score stored episodes with a reward, a verifier, or your own verdict",
     "serve": "serve a model and its LoRA adapters over an OpenAI-compatible API",
     "show": "show a stored episode: its messages, with rewards, versions and token counts",
     "stats": "statistics of stored episodes: success, reward, turns, tokens, failures",
@@ -44,7 +45,13 @@ COMMANDS: Mapping[str, str] = {
 exit code and may be a coroutine. It may have ``EPILOG`` (examples) and ``RESUME`` (what to do after Ctrl-C).
 """
 
-_MODULES = {"import": "import_", "list": "list_", "train": "train.train"}
+_MODULES = {
+    "import": "import_",
+    "label": "judging.label",
+    "list": "list_",
+    "score": "judging.score",
+    "train": "train.train",
+}
 DEBUG = "OPENHANDS_RL_DEBUG"
 FAILED, WRONG_USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import getpass
 import json
 import math
 from datetime import datetime
@@ -75,6 +76,14 @@ def filter_of(args: argparse.Namespace) -> TrajectoryFilter:
         since=args.since,
         until=args.until,
     )
+
+
+def author() -> str:
+    """Who judges, as this machine knows the user; empty where it does not."""
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        return ""
 
 
 def positive(text: str) -> int:

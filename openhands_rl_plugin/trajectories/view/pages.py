@@ -38,7 +38,7 @@ def print_tree(console: Console, episode: Episode) -> None:
     """Print every node in a line, deeper where the tree branches; ``●`` marks the acted path."""
     _print_head(console, episode)
     for turn, depth in _in_depth(episode):
-        mark, said = ("●" if turn.acted else "○"), one_line(_said(turn.message), _LINE_WIDTH)
+        mark, said = ("●" if turn.acted else "○"), one_line(said_by(turn.message), _LINE_WIDTH)
         style = "bold" if turn.acted else "dim"
         console.print(Text(f"{'  ' * depth}{mark} {_name(turn)}  {_figures(turn)}  {said}", style), soft_wrap=True)
         _print_report(console, turn, "  " * (depth + 1))
@@ -116,13 +116,14 @@ def _figures(turn: Turn) -> str:
     return " · ".join(parts)
 
 
-def _said(message: Message) -> str:
+def said_by(message: Message) -> str:
+    """What a message says: its text, and its tool calls."""
     calls = (f"→ {call.name}({call.arguments})" for call in message.tool_calls)
     return "\n".join([*filter(None, [message.content]), *calls])
 
 
 def _lines(message: Message, full: bool) -> Iterator[str]:
-    said = _said(message)
+    said = said_by(message)
     lines = visible(said if full else said[:MOST_CHARACTERS]).split("\n")
     yield from lines if full else lines[:MOST_LINES]
     if not full and (len(lines) > MOST_LINES or len(said) > MOST_CHARACTERS):

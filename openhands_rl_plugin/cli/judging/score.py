@@ -1,4 +1,4 @@
-"""``openhands-rl score STORE``: score stored episodes with any reward, including a trained verifier."""
+"""``openhands-rl score STORE``: score stored episodes with a reward, a trained verifier, or your own verdict."""
 
 from __future__ import annotations
 
@@ -6,26 +6,32 @@ import argparse
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.options.stored import add_filters, add_store, filter_of, json_object
+from openhands_rl_plugin.cli.options.stored import add_filters, add_store, author, filter_of, finite, json_object
 from openhands_rl_plugin.cli.options.stores import open_store
 from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import Reward
+from openhands_rl_plugin.core.types import StopReason
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.rollout.scoring import ScoreReport
 
 RESUME = "finished scores are kept; the same command scores the rest"
 EPILOG = """examples:
+  openhands-rl score ./trajectories --id 3f2a --value 1 --note "all tests pass"
+  openhands-rl score ./trajectories --id 3f2a --id 77b0 --value 0
   openhands-rl score ./trajectories --reward success
   openhands-rl score ./trajectories --reward success --options '{"threshold": 0.5}' --run night-3
   openhands-rl score ./trajectories --verifier ./adapters/verifier-v000001
   openhands-rl score ./trajectories --verifier ./adapters/verifier-v000001 --base-url http://127.0.0.1:8100/v1
 
-Scores are appended. Episodes that already have a score of the same version are skipped; listings show the newest score.
+Scores are appended. Episodes that already have a score of the same version are skipped. Listings, and the rewards
+return, success and recorded, go by the newest judgement of the outcome; what a verifier says never takes its place.
+To go through many episodes: openhands-rl label STORE.
 Attempts at one task are scored together, so that a verifier computes their common prefix once.
 """
 _SHOWN = 5
+_WITHDRAW = "none"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reward", metavar="NAME", help="name of a reward (return, success, matching, ...), or module:Class"
     )
     what.add_argument("--verifier", metavar="DIR", help="folder of a version trained by `train --verifier`")
+    value = "your verdict on the episodes of --id: 1 solved, 0 not, or any number; none withdraws the last verdict"
+    what.add_argument("--value", type=_verdict, metavar="X", help=value)
+    own = "an episode's id, or a unique prefix of it (for --value; may be repeated)"
+    parser.add_argument("--id", action="append", dest="ids", metavar="ID", help=own)
+    parser.add_argument("--note", default="", metavar="TEXT", help="why, kept with --value")
     parser.add_argument("--options", type=json_object, default={}, metavar="JSON", help="the reward's options")
     parser.add_argument("--model", metavar="DIR", help="verifier: folder of its base model, if it has moved")
     parser.add_argument("--base-url", metavar="URL", help="verifier: query this server instead of loading the model")
@@ -49,6 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def run(args: argparse.Namespace) -> int:
     """Score. Exit code 1 when no episode could be scored. Raises ``RLError`` for wrong options, stores and servers."""
+    if args.value is not None:
+        return await _say(args)
+    if args.ids or args.note:
+        raise ConfigError("--id and --note are for a verdict: give --value X too, or choose episodes with the filters")
     from openhands_rl_plugin.cli.options.progress import progress_bar
     from openhands_rl_plugin.rollout.rescoring import rescore
 
@@ -64,6 +79,34 @@ async def run(args: argparse.Namespace) -> int:
             )
     _print_report(report, reward, dry_run=args.dry_run)
     return 0 if report.scored or report.already_scored or not report.unscored else 1
+
+
+async def _say(args: argparse.Namespace) -> int:
+    from openhands_rl_plugin.rollout.verdicts import give_verdict
+    from openhands_rl_plugin.trajectories.view.episode import find_episode
+
+    if not args.ids:
+        raise ConfigError("--value is a verdict on an episode: give its --id; `openhands-rl list STORE` shows them")
+    value = None if args.value == _WITHDRAW else float(args.value)
+    async with open_store(args.store) as storage:
+        # All are looked up first, so that a wrong id leaves nothing half done.
+        found = [await find_episode(storage, each) for each in args.ids]
+        for episode in found:
+            if episode.stop is StopReason.UNFINISHED:
+                raise ConfigError(f"{episode.id} has not ended yet: judge it when it has")
+            if episode.failure is not None:
+                raise ConfigError(f"{episode.id} failed ({episode.failure.kind}), so that no verdict would count")
+        if args.dry_run:
+            print(f"{len(found)} to score")
+            return 0
+        for episode in found:
+            await give_verdict(storage, episode.id, value, note=args.note, author=author())
+            print(f"{episode.id}: {'verdict withdrawn' if value is None else f'{value:g}'}")
+    return 0
+
+
+def _verdict(text: str) -> str:
+    return text if text == _WITHDRAW else str(finite(text))
 
 
 def _reward(args: argparse.Namespace) -> Reward:
