@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from openhands_rl_plugin.core.errors import TrainingError
-from openhands_rl_plugin.core.messages import to_wire
-from openhands_rl_plugin.core.reasoning import reasoning_of
 from openhands_rl_plugin.core.types import JsonObject, Message, Trajectory
+from openhands_rl_plugin.trajectories.exchange.conversations import (
+    ARGUMENTS_FORMS,
+    ArgumentsForm,
+    SpokenMessage,
+    arguments_object,
+    spoken_messages,
+    wire_of,
+)
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
 from openhands_rl_plugin.trajectories.exchange.sft import text_messages
 from openhands_rl_plugin.trajectories.exchange.turns import single_call_turns
 
 WireMessages = Sequence[dict[str, Any]]
-
-ArgumentsForm = Literal["object", "string"]
-ARGUMENTS_FORMS: tuple[ArgumentsForm, ...] = ("object", "string")
 
 Render = Callable[[WireMessages, Sequence[JsonObject], bool], str]
 """Messages, tools, and whether the generation prompt follows -> text. Raises ``TrainingError`` when refused."""
@@ -65,14 +68,6 @@ class TemplateTraits(NamedTuple):
     reasoning: bool
 
 
-class SpokenMessage(Message):
-    """A message on its way to a template. ``turn`` numbers the messages that it came from."""
-
-    reasoning: str | None = None
-    trained: bool = False
-    turn: int = 0
-
-
 class RenderedMessage(NamedTuple):
     """A message as the template takes it, and whether the policy is trained to say it."""
 
@@ -84,7 +79,7 @@ def traits_of(render: Render) -> TemplateTraits:
     """Found out by rendering short conversations."""
     asked = {"role": "user", "content": "Begin."}
     system = {"role": "system", "content": "Rules."}
-    printed: list[ArgumentsForm] = [form for form in ARGUMENTS_FORMS if _prints_calls(render, asked, form)]
+    printed = forms_printed(render)
     arguments = printed[0] if printed else None
     calls = [_probe_call(arguments or "object", _CALL), _probe_call(arguments or "object", "probe_other")]
     both = [asked, {"role": "assistant", "content": "", "tool_calls": calls}]
@@ -100,51 +95,41 @@ def traits_of(render: Render) -> TemplateTraits:
     )
 
 
+def forms_printed(render: Render) -> tuple[ArgumentsForm, ...]:
+    """The forms of arguments that a template prints as one JSON object, or in a way of its own; the better one first.
+
+    None when it does not print calls, results and tools.
+    """
+    asked = {"role": "user", "content": "Begin."}
+    return tuple(form for form in ARGUMENTS_FORMS if _prints_calls(render, asked, form))
+
+
 def turns_for(trajectory: Trajectory, traits: TemplateTraits) -> tuple[list[RenderedMessage], tuple[JsonObject, ...]]:
     """The acted path in the form that a template takes, and its tools where they are given to the template.
 
     Raises ``TrainingError`` when a call cannot be said in that form.
     """
-    spoken: Sequence[Message] = [
-        SpokenMessage(
-            **dict(trajectory.nodes[at].message),
-            reasoning=reasoning_of(trajectory.nodes[at]),
-            trained=trajectory.nodes[at].sampled,
-            turn=at,
-        )
-        for at in trajectory.path()
-    ]
+    spoken: Sequence[Message] = spoken_messages(trajectory)
     native = traits.arguments is not None
-    if not (native and traits.parallel) and any(len(message.tool_calls) > 1 for message in spoken):
+    if not native or (not traits.parallel and any(len(message.tool_calls) > 1 for message in spoken)):
         spoken = single_call_turns(spoken).messages
     if native:
         turns = [RenderedMessage(_native(message, traits), _trained(message)) for message in spoken]
     else:
         turns = list(_as_text(spoken, trajectory.tools))
-    turns = list(_with_reasoning(turns, spoken))
     if not traits.system:
         turns = _without_system(turns)
     return (turns if traits.repeats else _alternating(turns)), (trajectory.tools if native else ())
 
 
-def arguments_object(arguments: str) -> JsonObject | None:
-    """The arguments of a call as an object; ``None`` when they are none."""
-    try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
 def _trained(message: Message) -> bool:
     """Malformed calls are context only: a template would write them as something that was not said."""
     well_formed = all(arguments_object(call.arguments) is not None for call in message.tool_calls)
-    return isinstance(message, SpokenMessage) and message.trained and well_formed
+    return isinstance(message, SpokenMessage) and message.sampled and well_formed
 
 
 def _native(message: Message, traits: TemplateTraits) -> dict[str, Any]:
-    wire = to_wire(message)
-    wire["content"] = message.content or ""
+    wire: dict[str, Any] = {**wire_of(message), "content": message.content or ""}
     if traits.arguments == "object":
         for call in wire.get("tool_calls", ()):
             value = arguments_object(call["function"]["arguments"])
@@ -162,18 +147,6 @@ def _as_text(spoken: Sequence[Message], tools: Sequence[JsonObject]) -> Iterator
     yield from (RenderedMessage(dict(wire), False) for wire in written[:added])
     for wire, message in zip(written[added:], spoken, strict=True):
         yield RenderedMessage(dict(wire), _trained(message))
-
-
-def _with_reasoning(turns: Sequence[RenderedMessage], spoken: Sequence[Message]) -> Iterator[RenderedMessage]:
-    """The reasoning stands with the first of the messages that one answer became."""
-    added = len(turns) - len(spoken)
-    yield from turns[:added]
-    seen: set[int] = set()
-    for turn, message in zip(turns[added:], spoken, strict=True):
-        if isinstance(message, SpokenMessage) and message.reasoning and message.turn not in seen:
-            turn.wire["reasoning_content"] = message.reasoning
-        seen.add(message.turn if isinstance(message, SpokenMessage) else -1)
-        yield turn
 
 
 def _without_system(turns: Sequence[RenderedMessage]) -> list[RenderedMessage]:

@@ -22,6 +22,7 @@ from openhands_rl_plugin.trajectories.exchange import (
     v1_events,
     verifier,
 )
+from openhands_rl_plugin.trajectories.exchange.conversations import ArgumentsForm, as_text, with_objects
 from openhands_rl_plugin.trajectories.exchange.episodes import Imported
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
 from openhands_rl_plugin.trajectories.exchange.reading import Source, row_source
@@ -42,8 +43,9 @@ class Format:
     """``read`` or ``rows`` is ``None`` for a format that is for import or export only.
 
     ``scope`` says which trajectories it is for, where a person does not say otherwise. ``columns`` are those of a
-    Parquet file, and ``None`` where rows have no fixed ones. ``folder`` formats write a file a row.
-    ``rows`` is given trajectories and scores without secrets.
+    Parquet file, and ``None`` where rows have no fixed ones. ``folder`` formats write a file a row. ``conversations``
+    are the columns with messages whose calls may have arguments in either form.
+    ``rows`` is given trajectories and scores without secrets; ``exact`` ones are written as they are.
     """
 
     name: str
@@ -53,8 +55,23 @@ class Format:
     scope: TrajectoryFilter = _VALID
     columns: Columns | None = None
     folder: bool = False
+    conversations: tuple[str, ...] = ()
+    exact: bool = False
 
-    def sink(self, target: Path) -> Sink:
+    def files(self, arguments: ArgumentsForm = "object") -> Files:
+        """How rows are written. Raises ``ConfigError`` for a format that is for import only.
+
+        Rendering may bring the parts of a secret together, so the written row is checked as well.
+        """
+        rows = self.rows
+        if rows is None:
+            raise ConfigError(f"the format {self.name!r} is for import only")
+        if self.exact:
+            return rows
+        change = with_objects if self.conversations and arguments == "object" else _unchanged
+        return lambda trajectory, scores: ((name, redact_json(change(row))) for name, row in rows(trajectory, scores))
+
+    def sink(self, target: Path, arguments: ArgumentsForm = "object") -> Sink:
         """Where rows go. Raises ``ExchangeError`` for a file that the format cannot be written to."""
         if self.folder:
             return Folder(target)
@@ -65,20 +82,16 @@ class Format:
         if self.columns is None:
             able = ", ".join(each.name for each in FORMATS.values() if each.columns is not None)
             raise ExchangeError(f"{target}: {self.name} has no fixed columns for Parquet; these have: {able}")
-        return ParquetFile(target, self.columns)
+        return ParquetFile(target, self.columns if arguments == "object" else as_text(self.columns))
+
+
+def _unchanged(row: JsonObject) -> JsonObject:
+    return row
 
 
 def _each(rows: Rows) -> Files:
-    """Rows of one file. Rendering may bring the parts of a secret together, so the written text is checked as well."""
-    return _clean(_as_they_are(rows))
-
-
-def _as_they_are(rows: Rows) -> Files:
+    """Rows of one file."""
     return lambda trajectory, scores: (("", row) for row in rows(trajectory, scores))
-
-
-def _clean(files: Files) -> Files:
-    return lambda trajectory, scores: ((name, redact_json(row)) for name, row in files(trajectory, scores))
 
 
 def _by_row(convert: Callable[[JsonObject], Imported]) -> Callable[[Path], Source]:
@@ -101,6 +114,7 @@ FORMATS: Mapping[str, Format] = {
             _by_row(sft.import_native),
             _each(sft.native_rows),
             columns=sft.NATIVE_COLUMNS,
+            conversations=("messages",),
         ),
         Format(
             "verifier",
@@ -113,12 +127,14 @@ FORMATS: Mapping[str, Format] = {
             "chosen and rejected actions of the same state, from search trees",
             rows=_each(trees.preference_rows),
             columns=trees.PREFERENCE_COLUMNS,
+            conversations=("prompt", "chosen", "rejected"),
         ),
         Format(
             "values",
             "states with the mean return that search saw from there on",
             rows=_each(trees.value_rows),
             columns=trees.VALUE_COLUMNS,
+            conversations=("messages",),
         ),
         Format(
             "output-jsonl",
@@ -131,7 +147,7 @@ FORMATS: Mapping[str, Format] = {
             "llm-completions",
             "folder of OpenHands V0's llm_completions/<instance>/*.json",
             llm_completions.source,
-            _clean(llm_completions.rows),
+            llm_completions.rows,
             _ALL,
             folder=True,
         ),
@@ -155,8 +171,9 @@ FORMATS: Mapping[str, Format] = {
             "trajectories",
             "everything, one trajectory with its scores a line: moves stores",
             _by_row(trajectories.read),
-            _as_they_are(trajectories.rows),
+            _each(trajectories.rows),
             _EVERYTHING,
+            exact=True,
         ),
     )
 }
@@ -170,12 +187,11 @@ def importable(name: str) -> Callable[[Path], Source]:
     return read
 
 
-def exportable(name: str) -> tuple[Format, Files]:
-    """The format ``name`` and how it is written. Raises ``ConfigError`` with the nearest name."""
+def exportable(name: str) -> Format:
+    """The format ``name``. Raises ``ConfigError`` with the nearest name, or when it is for import only."""
     found = _known(name)
-    if found.rows is None:
-        raise ConfigError(f"the format {name!r} is for import only")
-    return found, found.rows
+    found.files()
+    return found
 
 
 def table() -> str:

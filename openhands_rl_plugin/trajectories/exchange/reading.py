@@ -163,14 +163,32 @@ def _parquet_rows(file: Path) -> Iterator[Row]:
     try:
         with parquet.ParquetFile(file) as table:
             size, number, rows = file.stat().st_size, 0, max(1, table.metadata.num_rows)
+            decode = {field.name: _decoder(pyarrow, field.type) for field in table.schema_arrow}
             for batch in table.iter_batches(batch_size=64):
                 for row in batch.to_pylist():
                     number += 1
                     # Times and decimals are no JSON; what has them is written as text.
                     plain = json.loads(json.dumps(row, default=str))
+                    plain = {name: decode[name](value) for name, value in plain.items()}
                     yield Row(f"{file}[{number - 1}]", size * number // rows, lambda row=plain: row)
     except (pyarrow.ArrowException, OSError) as error:
         raise ExchangeError(f"{file}: cannot be read as Parquet: {error}") from error
+
+
+def _decoder(pyarrow: Any, kind: Any) -> Callable[[JsonValue], JsonValue]:
+    """Reads values of an Arrow type in which some are JSON."""
+    types = pyarrow.types
+    if isinstance(kind, pyarrow.BaseExtensionType) and kind.extension_name == "arrow.json":
+        return lambda value: from_text(value) if isinstance(value, str) else value
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        inner = _decoder(pyarrow, kind.value_type)
+        return lambda value: [inner(each) for each in value] if isinstance(value, list) else value
+    if types.is_struct(kind):
+        fields = {field.name: _decoder(pyarrow, field.type) for field in kind}
+        return lambda value: (
+            {name: fields[name](each) for name, each in value.items()} if isinstance(value, dict) else value
+        )
+    return lambda value: value
 
 
 def optional(module: str) -> Any:

@@ -6,9 +6,16 @@ from collections.abc import Iterator, Sequence
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.core.messages import to_wire
 from openhands_rl_plugin.core.templates.function_text import Newlines, RenderError, read_function_text, render_call
 from openhands_rl_plugin.core.types import JsonObject, Message, Score, Task, ToolCall, Trajectory
+from openhands_rl_plugin.trajectories.exchange.conversations import (
+    CONVERSATION,
+    TOOLS,
+    SpokenMessage,
+    reasoning_with,
+    spoken_messages,
+    wire_of,
+)
 from openhands_rl_plugin.trajectories.exchange.episodes import (
     SWE,
     Ending,
@@ -28,7 +35,7 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
     tools_of,
     without_nulls,
 )
-from openhands_rl_plugin.trajectories.exchange.judgement import identity_columns
+from openhands_rl_plugin.trajectories.exchange.judgement import identity_columns, patch_of
 from openhands_rl_plugin.trajectories.exchange.text_tools import read_system_prompt, system_prompt
 from openhands_rl_plugin.trajectories.exchange.turns import single_call_turns, until_last_answer
 from openhands_rl_plugin.trajectories.exchange.writing import JSON, Columns
@@ -41,22 +48,14 @@ IDENTITY: Columns = {
     "score": "float64",
     "resolved": "bool",
 }
-TEXT_COLUMNS: Columns = {"messages": [{"role": "string", "content": "string"}], **IDENTITY}
-NATIVE_COLUMNS: Columns = {
-    "messages": [
-        {
-            "role": "string",
-            "content": "string",
-            "tool_calls": [
-                {"id": "string", "type": "string", "function": {"name": "string", "arguments": "string"}},
-            ],
-            "tool_call_id": "string",
-            "name": "string",
-        }
-    ],
-    "tools": JSON,
+RECORD: Columns = {"test_result": JSON, "patch": "string", "traj_id": "string"}
+"""What a record of others says beside the judgement."""
+TEXT_COLUMNS: Columns = {
+    "messages": [{"role": "string", "content": "string", "reasoning_content": "string"}],
     **IDENTITY,
+    **RECORD,
 }
+NATIVE_COLUMNS: Columns = {"messages": CONVERSATION, "tools": TOOLS, **IDENTITY, **RECORD}
 
 _RESULT = "EXECUTION RESULT of [{}]:\n"
 _NAMELESS = "function"
@@ -73,6 +72,8 @@ class SftRow(Foreign):
     score: float | None = None
     resolved: bool | None = None
     test_result: JsonValue = None
+    patch: str | None = None
+    traj_id: str | None = None
 
 
 def text_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
@@ -85,16 +86,17 @@ def text_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonO
         turns = single_call_turns(messages)
         if turns.unanswered:
             raise LeftOutError("several calls were made at once and some of them got no result")
-        spoken = until_last_answer(turns.messages)
-        yield {"messages": [*text_messages(spoken, trajectory.tools)], **identity_columns(trajectory, scores)}
+        rendered = [*text_messages(until_last_answer(turns.messages), trajectory.tools)]
+        yield {"messages": rendered, **identity_columns(trajectory, scores), **_record_columns(trajectory)}
 
 
 def native_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
     """A row for each path that was acted on, one unless the history was rewritten: up to its last answer, with its
     tool calls and the tools."""
+    columns = {**identity_columns(trajectory, scores), **_record_columns(trajectory)}
     for said in _answered(trajectory):
-        messages: list[JsonValue] = [to_wire(message) for message in until_last_answer(said)]
-        yield {"messages": messages, "tools": [*trajectory.tools], **identity_columns(trajectory, scores)}
+        messages: list[JsonValue] = [wire_of(message) for message in until_last_answer(said)]
+        yield {"messages": messages, "tools": [*trajectory.tools], **columns}
 
 
 def text_messages(messages: Sequence[Message], tools: Sequence[JsonObject]) -> Iterator[JsonObject]:
@@ -113,7 +115,8 @@ def text_messages(messages: Sequence[Message], tools: Sequence[JsonObject]) -> I
             case "assistant" if message.tool_calls:
                 call = _rendered(message.tool_calls[0], by_name)
                 content = f"{content}\n\n{call}" if content else call
-        yield {"role": "user" if message.role == "tool" else message.role, "content": content}
+        row: JsonObject = {"role": "user" if message.role == "tool" else message.role, "content": content}
+        yield row if (reasoning := reasoning_with(message)) is None else {**row, "reasoning_content": reasoning}
 
 
 def import_text(row: JsonObject) -> Imported:
@@ -186,19 +189,31 @@ def _imported(format: str, record: SftRow, messages: list[Message], tools: tuple
     evidence: JsonObject = {} if record.resolved is None else {"resolved": record.resolved}
     if record.test_result is not None:
         evidence["test_result"] = without_nulls(record.test_result)
+    evidence |= {"patch": record.patch} if record.patch is not None else {}
+    evidence |= {"traj_id": record.traj_id} if record.traj_id is not None else {}
     reward = record.score if record.score is not None else reward_of(record.resolved)
     detail: JsonObject = {} if record.resolved is None else {"resolved": record.resolved}
     tree = conversation(messages, origin.policy, tools)
     return finished(tree, origin, Ending(end_of(messages), evidence, reward, detail))
 
 
-def _answered(trajectory: Trajectory) -> list[tuple[Message, ...]]:
+def _answered(trajectory: Trajectory) -> list[list[SpokenMessage]]:
     """The conversations with an answer, as the model saw them."""
-    paths = [trajectory.messages(end) for end in trajectory.ends()]
+    paths = [spoken_messages(trajectory, end) for end in trajectory.ends()]
     answered = [messages for messages in paths if any(message.role == "assistant" for message in messages)]
     if not answered:
         raise LeftOutError("it has no answer")
     return answered
+
+
+def _record_columns(trajectory: Trajectory) -> JsonObject:
+    evidence = trajectory.evidence
+    columns = {
+        "test_result": evidence.get("test_result"),
+        "patch": patch_of(trajectory),
+        "traj_id": evidence.get("traj_id"),
+    }
+    return {name: value for name, value in columns.items() if value is not None}
 
 
 def _rendered(call: ToolCall, tools: dict[str, JsonObject]) -> str:

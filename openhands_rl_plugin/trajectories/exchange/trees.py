@@ -4,31 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pydantic import JsonValue
-
-from openhands_rl_plugin.core.messages import to_wire
-from openhands_rl_plugin.core.types import JsonObject, Message, Score, Trajectory
+from openhands_rl_plugin.core.types import JsonObject, Score, Trajectory
+from openhands_rl_plugin.trajectories.exchange.conversations import CONVERSATION, TOOLS, conversation_of
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
 from openhands_rl_plugin.trajectories.exchange.judgement import identity_columns
 from openhands_rl_plugin.trajectories.exchange.sft import IDENTITY
-from openhands_rl_plugin.trajectories.exchange.writing import JSON, Columns
+from openhands_rl_plugin.trajectories.exchange.writing import Columns
 
 SMALLEST_MARGIN = 0.05
 """Siblings whose values differ by less are no preference: search has not seen enough of a difference."""
 
 PREFERENCE_COLUMNS: Columns = {
-    "prompt": JSON,
-    "chosen": JSON,
-    "rejected": JSON,
-    "tools": JSON,
+    "prompt": CONVERSATION,
+    "chosen": CONVERSATION,
+    "rejected": CONVERSATION,
+    "tools": TOOLS,
     "margin": "float64",
     "chosen_visits": "int64",
     "rejected_visits": "int64",
     **IDENTITY,
 }
 VALUE_COLUMNS: Columns = {
-    "messages": JSON,
-    "tools": JSON,
+    "messages": CONVERSATION,
+    "tools": TOOLS,
     "value": "float64",
     "visits": "int64",
     "on_path": "bool",
@@ -51,9 +49,9 @@ def preference_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator
             continue
         found = True
         yield {
-            "prompt": _wire(trajectory.messages(state)) if state is not None else [],
-            "chosen": _wire((trajectory.nodes[best].message,)),
-            "rejected": _wire((trajectory.nodes[worst].message,)),
+            "prompt": conversation_of(trajectory, trajectory.path(state)) if state is not None else [],
+            "chosen": conversation_of(trajectory, (best,)),
+            "rejected": conversation_of(trajectory, (worst,)),
             "tools": [*trajectory.tools],
             "margin": margin,
             "chosen_visits": trajectory.nodes[best].visits,
@@ -76,7 +74,7 @@ def value_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[Json
             found = True
             node = trajectory.nodes[at]
             yield {
-                "messages": _wire(trajectory.messages(at)),
+                "messages": conversation_of(trajectory, trajectory.path(at)),
                 "tools": [*trajectory.tools],
                 "value": node.value,
                 "visits": node.visits,
@@ -98,7 +96,3 @@ def _valued(trajectory: Trajectory) -> dict[int | None, list[int]]:
 
 def _valued_siblings(trajectory: Trajectory) -> dict[int | None, list[int]]:
     return {state: actions for state, actions in _valued(trajectory).items() if len(actions) > 1}
-
-
-def _wire(messages: Sequence[Message]) -> list[JsonValue]:
-    return [to_wire(message) for message in messages]

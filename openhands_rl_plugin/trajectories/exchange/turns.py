@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from openhands_rl_plugin.core.types import Message, ToolCall
+from openhands_rl_plugin.trajectories.exchange.conversations import SpokenMessage
 
 
 class Turns(NamedTuple):
@@ -37,8 +38,8 @@ def single_call_turns(messages: Sequence[Message]) -> Turns:
         kept = [pair for pair in pairs if pair[1] is not None] or pairs[:1]
         unanswered += len(pairs) - len(kept)
         for number, (call, result) in enumerate(kept):
-            content = message.content if number == 0 else None
-            out.append(message.model_copy(update={"content": content, "tool_calls": (call,)}))
+            part = message.model_copy(update={"tool_calls": (call,)})
+            out.append(part if number == 0 else _without_text(part))
             out += [_named(result, (call,))] if result is not None else []
         out += strays
     return Turns(out, unanswered)
@@ -66,6 +67,12 @@ def _paired(calls: Sequence[ToolCall], results: Sequence[Message]) -> tuple[list
             left.remove(result)
         pairs.append((call, result))
     return pairs, left
+
+
+def _without_text(message: Message) -> Message:
+    """The text and the reasoning stand with the first of the calls."""
+    reasoning = {"reasoning": None} if isinstance(message, SpokenMessage) else {}
+    return message.model_copy(update={"content": None, **reasoning})
 
 
 def _named(result: Message, calls: Sequence[ToolCall]) -> Message:

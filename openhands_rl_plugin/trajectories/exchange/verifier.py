@@ -10,9 +10,10 @@ from openhands_rl_plugin.core.transcript import transcript
 from openhands_rl_plugin.core.types import JsonObject, Message, Score, ToolCall, Trajectory
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
 from openhands_rl_plugin.trajectories.exchange.judgement import identity_columns, resolved
-from openhands_rl_plugin.trajectories.exchange.sft import TEXT_COLUMNS
+from openhands_rl_plugin.trajectories.exchange.sft import IDENTITY
+from openhands_rl_plugin.trajectories.exchange.writing import Columns
 
-COLUMNS = TEXT_COLUMNS
+COLUMNS: Columns = {"messages": [{"role": "string", "content": "string"}], **IDENTITY}
 
 SYSTEM = """You are an expert judge evaluating AI assistant interactions. Your task is to determine if the assistant \
 successfully resolved the user's request.

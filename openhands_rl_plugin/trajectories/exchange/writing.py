@@ -23,7 +23,7 @@ from openhands_rl_plugin.trajectories.exchange.reading import optional
 
 Columns = Mapping[str, Any]
 """Column -> ``datasets`` type: a name such as ``"string"``, a list of one of these, or another mapping;
-``JSON`` for values that have no common type and are written as text."""
+``JSON`` for values that have no common type: ``datasets`` reads them back as they were, others as text."""
 
 JSON = "json"
 
@@ -110,19 +110,18 @@ class ParquetFile(_Staged):
         super().__init__(target)
         datasets = optional("datasets")
         features = {name: _feature(datasets, kind) for name, kind in columns.items()}
-        self._schema = datasets.Features(features).arrow_schema
-        self._json = [name for name, kind in columns.items() if kind == JSON]
-        self._table, self._parquet = optional("pyarrow").Table, optional("pyarrow.parquet")
+        self._features = datasets.Features(features)
+        self._dataset, self._parquet = datasets.Dataset, optional("pyarrow.parquet")
         self._rows: list[JsonObject] = []
 
     def write(self, name: str, row: JsonObject) -> None:
         """Add a row; values without a column are dropped."""
-        self._rows.append({**row, **{column: to_json(row[column]).decode() for column in self._json}})
+        self._rows.append({column: row.get(column) for column in self._features})
         if len(self._rows) >= _ROW_GROUP:
             self._write_rows()
 
     def _open(self, staged: Path) -> None:
-        self._writer = self._parquet.ParquetWriter(staged, self._schema)
+        self._writer = self._parquet.ParquetWriter(staged, self._features.arrow_schema)
 
     def _close(self) -> None:
         if self._rows:
@@ -130,8 +129,8 @@ class ParquetFile(_Staged):
         self._writer.close()
 
     def _write_rows(self) -> None:
-        rows = [{name: row.get(name) for name in self._schema.names} for row in self._rows]
-        self._writer.write_table(self._table.from_pylist(rows, schema=self._schema))
+        table = self._dataset.from_list(self._rows, features=self._features).data.table
+        self._writer.write_table(table.cast(self._writer.schema))
         self._rows = []
 
 
@@ -208,4 +207,4 @@ def _feature(datasets: Any, kind: Any) -> Any:
         return {name: _feature(datasets, inner) for name, inner in kind.items()}
     if isinstance(kind, list):
         return datasets.List(_feature(datasets, kind[0]))
-    return datasets.Value("string" if kind == JSON else kind)
+    return datasets.Json() if kind == JSON else datasets.Value(kind)

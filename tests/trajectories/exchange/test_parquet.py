@@ -1,0 +1,165 @@
+"""Rows for trainers: what ``datasets`` and TRL make of them, with the stock chat templates."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exchange_samples import CODE, POLICY, TOOLS, call, score, trajectory
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.core.messages import to_wire
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import (
+    Completion,
+    EpisodeRequest,
+    JsonObject,
+    Message,
+    Node,
+    StopReason,
+    StrategySpec,
+    Task,
+    Times,
+    Trajectory,
+)
+from openhands_rl_plugin.trajectories.exchange.conversations import with_objects
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+sys.path.append(str(Path(__file__).parents[2] / "core" / "templates"))
+
+from official_templates import HOW_TO_GET, official_template, small_tokenizer
+
+PLAYED = trajectory([each for each in CODE if len(each.tool_calls) < 2 and each.tool_call_id not in ("c2", "c3")])
+TEXTS_ONLY = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}"
+    "{{ m.content }}{% endfor %}{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+)
+FAMILIES = ("qwen2.5", "qwen3", "llama3.1")
+
+
+def searched() -> Trajectory:
+    """One state in which search tried two calls, one better than the other, with reasoning."""
+    tree = EpisodeTree(tools=TOOLS)
+    for message in (Message(role="system", content="Rules."), Message(role="user", content="Fix f.")):
+        tree.head = tree.append(message)
+    tries = [call("c1", "execute_bash", command='ls "a"'), call("c2", "finish")]
+    nodes = []
+    for each, value in zip(tries, (0.9, 0.1), strict=True):
+        said = Message(role="assistant", content="", tool_calls=(each,))
+        metadata = {"reasoning_content": f"I try {each.name}."}
+        nodes.append(tree.propose(Completion(message=said, policy=POLICY, metadata=dict(metadata))))
+        tree.nodes[nodes[-1]].value, tree.nodes[nodes[-1]].visits = value, 3
+    tree.commit(nodes[0])
+    return tree.freeze(
+        EpisodeRequest(task=Task(id="t", environment="swe"), run_id="r", group_id="g"),
+        trajectory_id="00000000-0000-4000-8000-0000000000aa",
+        strategy=StrategySpec(name="MCTS"),
+        policy=POLICY,
+        stop=StopReason.TERMINATED,
+        times=Times(started=0.0, finished=1.0),
+    )
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rows") / "store"
+
+    async def fill() -> None:
+        async with FileTrajectoryStorage(path, durable=False) as storage:
+            await storage.add(searched())
+            await storage.add(PLAYED)
+            await storage.add_scores([score(PLAYED, 1.0, resolved=True)])
+
+    asyncio.run(fill())
+    return path
+
+
+def export(store: Path, name: str, out: Path, *words: str) -> int:
+    return cli.main(["export", str(store), "--format", name, "--out", str(out), *words])
+
+
+def loaded(file: Path) -> list[dict[str, Any]]:
+    import datasets
+
+    kind = "parquet" if file.suffix == ".parquet" else "json"
+    return list(datasets.load_dataset(kind, data_files=str(file), split="train", cache_dir=str(file.parent / "cache")))  # pyright: ignore
+
+
+def model_with(family: str, folder: Path) -> Path:
+    template = official_template(family)
+    if template is None:
+        pytest.skip(HOW_TO_GET)
+    small_tokenizer(template).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [("preferences", ("prompt", "chosen")), ("values", ("messages",)), ("sft-native", ("messages",))],
+)
+def test_trl_trains_on_what_was_said(
+    store: Path, tmp_path: Path, family: str, name: str, columns: tuple[str, ...]
+) -> None:
+    """Each row of a Parquet or JSON Lines file gives TRL the tokens of the conversation itself."""
+    from trl.data_utils import _tokenize, is_conversational  # pyright: ignore[reportPrivateUsage]
+
+    model = model_with(family, tmp_path / "model")
+    tokenizer = small_tokenizer(official_template(family) or "")
+    for ending in ("parquet", "jsonl"):
+        out = tmp_path / f"rows.{ending}"
+        assert export(store, name, out, "--model", str(model)) == 0
+        found = loaded(out)
+        assert found
+        for row in found:
+            assert is_conversational(row)
+            whole = [message for column in columns for message in row[column]]
+            said = [written(node) for node in nodes_in(row, columns)]
+            expected: Any = with_objects({"said": [*said]})["said"]
+            ids = _tokenize(tokenizer, whole, tools=row["tools"])["input_ids"]
+            assert ids == _tokenize(tokenizer, expected, tools=list(TOOLS))["input_ids"]
+
+
+def nodes_in(row: dict[str, Any], columns: tuple[str, ...]) -> list[Node]:
+    """The stored nodes that a row is made of."""
+    found = next(each for each in (searched(), PLAYED) if each.id == row["trajectory_id"])
+    last = row[columns[-1]][-1]["tool_calls"][0]["id"]
+    calls = {each.id: at for at, node in enumerate(found.nodes) for each in node.message.tool_calls}
+    return [found.nodes[at] for at in found.path(calls[last])]
+
+
+def written(node: Node) -> JsonObject:
+    reasoning = node.metadata.get("reasoning_content")
+    return {**to_wire(node.message), **({"reasoning_content": reasoning} if reasoning else {})}
+
+
+def test_columns_are_structured_for_readers_without_datasets(store: Path, tmp_path: Path) -> None:
+    import pyarrow.parquet as parquet
+
+    assert export(store, "preferences", tmp_path / "p.parquet", "--arguments", "string") == 0
+    (row,) = parquet.read_table(tmp_path / "p.parquet").to_pylist()
+    assert row["prompt"][0]["content"] == "Rules."
+    assert row["chosen"][0]["reasoning_content"] == "I try execute_bash."
+    assert json.loads(row["chosen"][0]["tool_calls"][0]["function"]["arguments"]) == {"command": 'ls "a"'}
+
+
+def test_arguments_are_what_the_template_takes(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(model_with("qwen2.5", tmp_path / "model"))
+    out = tmp_path / "rows.jsonl"
+    assert export(store, "sft-native", out, "--model", model, "--arguments", "string") == 1
+    assert "does not print such arguments as JSON; leave the option out, or say object" in capsys.readouterr().err
+    assert export(store, "sft-native", out, "--model", model) == 0
+    assert "2 rows rendered by the chat template" in capsys.readouterr().out
+    small_tokenizer(TEXTS_ONLY).save_pretrained(tmp_path / "texts")
+    assert export(store, "sft-native", out, "--model", str(tmp_path / "texts")) == 0
+    assert "arguments as string" in capsys.readouterr().out
+    first = json.loads(out.read_text().splitlines()[0])
+    assert any(isinstance(c["function"]["arguments"], str) for m in first["messages"] for c in m.get("tool_calls", ()))
+    gemma = str(model_with("gemma3", tmp_path / "gemma"))
+    assert export(store, "sft-native", out, "--model", gemma) == 1
+    assert "prints no tools, calls or results: export --format sft-text" in capsys.readouterr().err
+    assert export(store, "sft-text", out, "--arguments", "object") == 1
