@@ -8,7 +8,7 @@ calls, so a model is trained on the prompts that it will get.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from openhands_rl_plugin.core.errors import TrainingError
@@ -104,12 +104,17 @@ def forms_printed(render: Render) -> tuple[ArgumentsForm, ...]:
     return tuple(form for form in ARGUMENTS_FORMS if _prints_calls(render, asked, form))
 
 
-def turns_for(trajectory: Trajectory, traits: TemplateTraits) -> tuple[list[RenderedMessage], tuple[JsonObject, ...]]:
-    """The acted path in the form that a template takes, and its tools where they are given to the template.
+def turns_for(
+    trajectory: Trajectory, traits: TemplateTraits, leaf: int | None = None, context: Collection[int] = ()
+) -> tuple[list[RenderedMessage], tuple[JsonObject, ...]]:
+    """A path (default: that to the head) in the form that a template takes, and its tools where it prints those.
 
-    Raises ``TrainingError`` when a call cannot be said in that form.
+    Answers of the nodes ``context`` are not trained. Raises ``TrainingError`` when a call cannot be said in that form.
     """
-    spoken: Sequence[Message] = spoken_messages(trajectory)
+    spoken: Sequence[Message] = [
+        message.model_copy(update={"sampled": False}) if at in context else message
+        for at, message in zip(trajectory.path(leaf), spoken_messages(trajectory, leaf), strict=True)
+    ]
     native = traits.arguments is not None
     if not native or (not traits.parallel and any(len(message.tool_calls) > 1 for message in spoken)):
         spoken = single_call_turns(spoken).messages

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol, cast
 
+from openhands_rl_plugin.core.acted import ACTED
 from openhands_rl_plugin.core.errors import TrainingError
-from openhands_rl_plugin.core.types import JsonObject, Message, Node, Sample, Score, Tokens, Trajectory
+from openhands_rl_plugin.core.types import JsonObject, Message, Node, PolicyRef, Sample, Score, Tokens, Trajectory
 from openhands_rl_plugin.training.data.batch import samples_of
 from openhands_rl_plugin.training.data.chat_forms import (
     RenderedMessage,
@@ -137,11 +138,26 @@ class TokenMaker:
         return cast(str, text)
 
     def with_tokens(self, trajectory: Trajectory) -> Trajectory:
-        """The acted path as the template takes it, with token ids and without logprobs. Raises ``TrainingError``."""
-        turns, tools = turns_for(trajectory, self.traits)
-        if not any(turn.trained for turn in turns):
-            raise TrainingError("it has no answer that can be trained")
+        """All that was acted on, as the template takes it, with token ids and without logprobs.
+
+        Each path that a rewritten history left is a tree of its own; an answer is trained on the first of its paths.
+        Raises ``TrainingError``.
+        """
         nodes: list[Node] = []
+        tools: tuple[JsonObject, ...] = ()
+        seen: set[int] = set()
+        for end in trajectory.ends():
+            turns, tools = turns_for(trajectory, self.traits, end, seen)
+            seen |= {*trajectory.path(end)}
+            nodes += self._path(turns, tools, trajectory.policy, len(nodes))
+        if not any(node.sampled for node in nodes):
+            raise TrainingError("it has no answer that can be trained")
+        return trajectory.model_copy(update={"nodes": tuple(nodes), "head": len(nodes) - 1, "tools": tools})
+
+    def _path(
+        self, turns: Sequence[RenderedMessage], tools: Sequence[JsonObject], policy: PolicyRef, first: int
+    ) -> Iterator[Node]:
+        """The nodes of one path; the first of them has the index ``first``."""
         held = ""
         for at, turn in enumerate(turns):
             tokens = None
@@ -152,8 +168,14 @@ class TokenMaker:
                 new = prompt[len(held) :] if extends else prompt
                 tokens = Tokens(extends=extends, prompt_ids=self._ids(new), sampled_ids=self._ids(answer))
                 held = prompt + answer
-            nodes.append(_node(turn, tokens, at, trajectory))
-        return trajectory.model_copy(update={"nodes": tuple(nodes), "head": len(nodes) - 1, "tools": tools})
+            yield Node(
+                parent=first + at - 1 if at else None,
+                message=Message(role=turn.wire["role"], content=turn.wire.get("content")),
+                sampled=turn.trained,
+                tokens=tokens,
+                policy=policy if turn.trained else None,
+                metadata={ACTED: True} if turn.trained else {},
+            )
 
     def _prompt_and_answer(self, messages: WireMessages, tools: Sequence[JsonObject]) -> tuple[str, str]:
         """What the model is shown, and what it has to say to that, through the token that ends its turn."""
@@ -214,9 +236,3 @@ class TokenMaker:
             self.unsaid["reasoning"] += 1
         if turn.wire.get("tool_calls") and turn.wire.get("content") and not self.traits.content:
             self.unsaid["text beside a call"] += 1
-
-
-def _node(turn: RenderedMessage, tokens: Tokens | None, at: int, trajectory: Trajectory) -> Node:
-    message = Message(role=turn.wire["role"], content=turn.wire.get("content"))
-    policy = trajectory.policy if turn.trained else None
-    return Node(parent=at - 1 if at else None, message=message, sampled=turn.trained, tokens=tokens, policy=policy)

@@ -86,7 +86,7 @@ def text_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonO
         turns = single_call_turns(messages)
         if turns.unanswered:
             raise LeftOutError("several calls were made at once and some of them got no result")
-        rendered = [*text_messages(until_last_answer(turns.messages), trajectory.tools)]
+        rendered: list[JsonValue] = [*text_messages(until_last_answer(turns.messages), trajectory.tools)]
         yield {"messages": rendered, **identity_columns(trajectory, scores), **_record_columns(trajectory)}
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from openhands_rl_plugin.core.acted import ACTED
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, PolicyRef, Task, ToolCall, Trajectory
@@ -193,3 +194,21 @@ def test_what_a_template_refuses_is_an_error_with_its_reason() -> None:
     )
     with pytest.raises(TrainingError, match="generation prompt"):
         demonstration_samples(episode(CODE[:2] + CODE[-1:]), other)
+
+
+def test_every_segment_of_a_condensed_episode_is_trained_once() -> None:
+    """A second path that begins anew: its first answer is on the other path, too, and is trained there."""
+    tree = EpisodeTree(tools=TOOLS)
+    for message in CODE[:4]:
+        if message.role == "assistant":
+            tree.commit(tree.propose(Completion(message=message, policy=POLICY, metadata={ACTED: True})))
+        else:
+            tree.head = tree.append(message)
+    told = tree.head
+    tree.commit(tree.propose(Completion(message=CODE[-1], policy=POLICY, metadata={ACTED: True})))
+    tree.head = told
+    tree.head = tree.append(Message(role="user", content="In short: a look was taken."))
+    tree.commit(tree.propose(Completion(message=Message(role="assistant", content="Again."), policy=POLICY)))
+    condensed = finished(tree, Origin("x", Task(id="t", environment="swe")), Ending(end_of(CODE), {})).trajectory
+    texts = trained(tokenizer_of("qwen2.5"), condensed)
+    assert sorted(texts) == sorted([CALLS["qwen2.5"][0], "It is done.<|im_end|>", "Again.<|im_end|>"])
