@@ -7,7 +7,6 @@ import hmac
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from typing import Annotated
 from urllib.parse import unquote
@@ -87,8 +86,9 @@ class Gateway:
 
     async def health(self, request: web.Request) -> web.Response:
         """GET /health: counters since the start, and the fields that models refuse."""
-        counts = {"sessions": len(self.sessions), "in_flight": self._in_flight, **asdict(self._recorder.counts)}
-        return _response(Reply(200, dump_object({"status": "ok", **counts, "refused": self._recorder.refused()})))
+        now = {"status": "ok", "sessions": len(self.sessions), "in_flight": self._in_flight}
+        told = {**now, **self._recorder.counts.told(), "refused": self._recorder.refused()}
+        return _response(Reply(200, dump_object(told)))
 
     async def complete(self, protocol: WireProtocol, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions, /v1/messages and /v1/responses."""

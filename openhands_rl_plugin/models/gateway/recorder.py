@@ -6,7 +6,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import aiohttp
 
@@ -46,6 +46,12 @@ class Counts:
     upstream_errors: int = 0
     missing: Counter[str] = field(default_factory=Counter)
     unrecorded_paths: Counter[str] = field(default_factory=Counter)
+
+    def told(self) -> JsonObject:
+        """All of them, for ``/health``."""
+        counts = (getattr(self, each.name) for each in fields(self))
+        told = (dict(count) if isinstance(count, Counter) else count for count in counts)
+        return dict(zip((each.name for each in fields(self)), told, strict=True))
 
 
 class Recorder:

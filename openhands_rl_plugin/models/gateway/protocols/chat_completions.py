@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from openhands_rl_plugin.models.engines.chunks import ChunkAssembler
 from openhands_rl_plugin.models.engines.event_stream import ServerEvent
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS, TOKEN_IDS
@@ -66,7 +64,7 @@ class ChunkStream:
 
     def _for_client(self, raw: bytes, chunk: Json) -> bytes:
         shown = chunk if self._ids else strip_ids(chunk)
-        choices: list[Any] = list(shown.get("choices") or ())
+        choices = given = list(chunk.get("choices") or ())
         if not self._usage and shown.get("usage") is not None:
             shown = {name: value for name, value in shown.items() if name != "usage"}
             if not choices:
@@ -75,9 +73,9 @@ class ChunkStream:
             choices = [strip_ids(choice) for choice in choices]
         if not self._logprobs:
             choices = [{**choice, "logprobs": None} if choice.get("logprobs") else choice for choice in choices]
-        if choices == chunk.get("choices") and shown == chunk:
+        if choices == given and shown == chunk:
             return raw
-        if all(map(_says_nothing, choices)) and not all(map(_says_nothing, chunk["choices"])):
+        if all(map(_says_nothing, choices)) and not all(map(_says_nothing, given)):
             return b""
         return event(dump_object({**shown, "choices": choices}))
 

@@ -216,7 +216,8 @@ class ResponseStream:
 
 def _error_event(error: Json) -> bytes:
     told = {"type": "error", "code": str(error.get("code")), "message": error.get("message"), "param": None}
-    return event(dump_object({**told, "sequence_number": 0}), "error")
+    # OpenAI's client raises only for an event with a field ``error``.
+    return event(dump_object({**told, "sequence_number": 0, "error": error}), "error")
 
 
 RESPONSES = WireProtocol(
