@@ -6,7 +6,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import aiohttp
 
@@ -49,9 +49,13 @@ class Counts:
 
     def told(self) -> JsonObject:
         """All of them, for ``/health``."""
-        counts = (getattr(self, each.name) for each in fields(self))
-        told = (dict(count) if isinstance(count, Counter) else count for count in counts)
-        return dict(zip((each.name for each in fields(self)), told, strict=True))
+        return {
+            "recorded": self.recorded,
+            "unrecorded": self.unrecorded,
+            "upstream_errors": self.upstream_errors,
+            "missing": dict(self.missing),
+            "unrecorded_paths": dict(self.unrecorded_paths),
+        }
 
 
 class Recorder:
