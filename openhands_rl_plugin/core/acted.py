@@ -11,8 +11,9 @@ from typing import Protocol
 
 from pydantic import JsonValue
 
-TURN, CONDENSATION = "turn", "condensation"
-"""Kinds of nodes: a message of the episode; a host's request to summarise its history, and the summary."""
+TURN, CONDENSATION, SIDE = "turn", "condensation", "side request"
+"""Kinds of nodes: a message of the episode; a host's request to summarise its history, and the summary; another request
+of a client beside the episode, such as one for a title."""
 
 KIND, ACTED, REWRITTEN = "kind", "acted", "history_rewritten"
 """Keys of a node's metadata, which every release can read. ``ACTED`` is for imports, where no reward says so;

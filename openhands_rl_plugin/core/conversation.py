@@ -35,6 +35,7 @@ class HostConversation:
         at, known = self._match(prompt)
         new = tuple(to_message(message) for message in prompt[known:])
         rewritten = at != tree.head
+        self._settle(at, new)
         # The last action was executed even if it is no part of the prompt any more, so it gets its step all the same.
         tree.observe(Observation())
         tree.head = at
@@ -42,6 +43,9 @@ class HostConversation:
             tree.head = tree.append(message)
             self._forms[tree.head] = message
         return rewritten
+
+    def _settle(self, at: int | None, new: Sequence[Message]) -> None:
+        """Called before the last action counts as executed: the prompt has the path to ``at``, and ``new`` after it."""
 
     def _match(self, prompt: Sequence[WireMessage]) -> tuple[int | None, int]:
         """The last node that the prompt has in common with the tree, and the number of messages up to it."""

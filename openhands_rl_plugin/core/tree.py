@@ -135,22 +135,17 @@ class EpisodeTree:
     def aside(self, prompt: Sequence[Message], completion: Completion, kind: str) -> int:
         """Add a completion that a host asked for beside the episode, such as a summary: a path of its own from a new
         root, of nodes of this ``kind``. The head stays where it is."""
-        self.usage += completion.usage
+        kept = completion.model_copy(update={"metadata": {**completion.metadata, KIND: kind}})
+        return self.propose(kept, parent=self.beside(prompt, kind))
+
+    def beside(self, prompt: Sequence[Message], kind: str) -> int:
+        """Add the prompt of such a completion alone; returns its last node. Raises ``ValueError`` for an empty one."""
         at: int | None = None
         for message in prompt:
             at = self._add(DraftNode(parent=at, message=message, metadata={KIND: kind}))
-        return self._add(
-            DraftNode(
-                parent=at,
-                message=completion.message,
-                sampled=True,
-                tokens=completion.tokens,
-                policy=completion.policy,
-                sampling=completion.sampling,
-                finish_reason=completion.finish_reason,
-                metadata={**completion.metadata, KIND: kind},
-            )
-        )
+        if at is None:
+            raise ValueError("a prompt needs a message")
+        return at
 
     def commit(self, index: int) -> None:
         """Make a proposed node the next action."""

@@ -94,7 +94,6 @@ class RLAgent(CodeActAgent):
             raise ConfigError("RLAgent needs one model for a whole episode; remove [model_routing] from config.toml")
         self._served_model: str | None = None
         record_condenser(self.condenser)
-        self._settings = bound.settings if bound else host_settings(config, llm_registry.config)
         if bound is not None:
             self._settings = bound.settings
             self._active = self._begin(bound)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from openhands_rl_plugin.core.conversation import HostConversation
 from openhands_rl_plugin.core.messages import WireMessage, says, text_of
 from openhands_rl_plugin.core.tree import EpisodeTree
-from openhands_rl_plugin.core.types import Message
+from openhands_rl_plugin.core.types import Message, Usage
 
 
 class ClientConversation(HostConversation):
@@ -22,6 +24,23 @@ class ClientConversation(HostConversation):
                 self._acted.add(index)
             else:
                 self._forms[index] = node.message
+
+    def _settle(self, at: int | None, new: Sequence[Message]) -> None:
+        """What the client sent back was acted on. An answer was not when another one to its prompt was sent back, nor
+        when the client goes on from that prompt without it."""
+        tree = self._tree
+        last = tree.head
+        path = tree.path(at) if at is not None else []
+        if last is not None and tree.nodes[last].sampled and last not in path:
+            asked = tree.nodes[last].parent
+            other = any(tree.nodes[index].sampled and tree.nodes[index].parent == asked for index in path)
+            if other or (at == asked and not (new and new[0].role == "assistant")):
+                tree.head = asked
+        for index in path:
+            node = tree.nodes[index]
+            if node.sampled and node.reward is None and index != tree.head:
+                node.reward = 0.0
+                tree.usage += Usage(steps=1)
 
     def _child(self, parent: int | None, message: WireMessage) -> int | None:
         nodes = self._tree.nodes

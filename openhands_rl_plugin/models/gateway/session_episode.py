@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.core.messages import WireMessage, text_of, to_wire
+from openhands_rl_plugin.core.acted import KIND, SIDE
+from openhands_rl_plugin.core.messages import WireMessage, text_of, to_message, to_wire
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import MISSING, EpisodeEnd, EpisodeStart, TrajectoryFilter, trajectory_id
 from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
@@ -29,6 +30,7 @@ from openhands_rl_plugin.models.gateway.conversation import ClientConversation
 from openhands_rl_plugin.models.gateway.node_tokens import NodeTokens
 from openhands_rl_plugin.models.gateway.requests import ClientRequest
 from openhands_rl_plugin.models.gateway.responses import RecordedChoice, UpstreamResponse
+from openhands_rl_plugin.models.gateway.side_requests import SideRequests
 from openhands_rl_plugin.models.gateway.token_id_text import canonical
 from openhands_rl_plugin.rollout.journal import GrowingEpisode
 
@@ -103,8 +105,13 @@ class SessionEpisode:
         journal = self._journal or self._begin(call, answer)
         tree, first = self._tree, len(self._tree.nodes)
         messages, unknown = self._messages(call)
-        rewritten = self._conversation.follow(messages)
-        parent = tree.head
+        aside = self._sides.begins(call)
+        if aside:
+            rewritten, parent = False, tree.beside([to_message(message) for message in messages], SIDE)
+        else:
+            rewritten = self._conversation.follow(messages)
+            parent = tree.head
+            self._sides.notice(first)
         metadata = _metadata(call, answer, latency, rewritten=rewritten, tools=journal.start.tools)
         if protocol != _USUAL:
             metadata["protocol"] = protocol
@@ -117,9 +124,12 @@ class SessionEpisode:
             for at, choice in enumerate(answer.choices)
         ]
         causes = [cause for node in nodes if (cause := _note_missing(tree.nodes[node], why_missing))]
-        # Until the next request shows which choice the client uses, it is the first.
         for node in reversed(nodes):
-            self._conversation.acted(node)
+            if aside:
+                tree.nodes[node].metadata[KIND] = SIDE
+            else:
+                # Until the next request shows which choice the client uses, it is the first.
+                self._conversation.acted(node)
         await journal.keep(tree)
         for node in tree.nodes[first:]:
             node.tokens = None
@@ -140,7 +150,7 @@ class SessionEpisode:
             finished=finished,
         )
         await self._journal.keep(self._tree)
-        if any("replayed_as" in node.metadata for node in self._tree.nodes):
+        if self._sides.found_later or any("replayed_as" in node.metadata for node in self._tree.nodes):
             await self._rewrite(end)
         else:
             await self._storage.end(end)
@@ -163,6 +173,7 @@ class SessionEpisode:
         self._tree = tree
         self._node_tokens = NodeTokens(tree)
         self._conversation = ClientConversation(tree)
+        self._sides = SideRequests(tree)
 
     def _begin(self, call: ClientRequest, answer: UpstreamResponse) -> GrowingEpisode:
         instruction = next((text_of(each.get("content")) for each in call.messages if each["role"] == "user"), None)
@@ -210,7 +221,7 @@ class SessionEpisode:
         return policy if policy.adapter is not None else PolicyRef(base_model=served)
 
     async def _rewrite(self, end: EpisodeEnd) -> None:
-        """Replace the whole stored episode: appending cannot add ``replayed_as`` to nodes that are stored."""
+        """Replace the whole stored episode: appending cannot add ``replayed_as`` or a kind to nodes that are stored."""
         async for stored, _ in self._storage.find(TrajectoryFilter(ids=(end.trajectory_id,), finished=None)):
             nodes = tuple(
                 node.model_copy(update={"metadata": own.metadata})

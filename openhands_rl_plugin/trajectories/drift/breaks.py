@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from openhands_rl_plugin.core.acted import TURN, kind_of
 from openhands_rl_plugin.core.types import Frozen, Trajectory
 
 _WINDOW = 1024
@@ -53,7 +54,7 @@ class Break(Frozen):
 def breaks_of(trajectory: Trajectory) -> Iterator[Break]:
     """Every break of an episode, in all of its branches, in the order of the nodes."""
     for index, node in enumerate(trajectory.nodes):
-        if not node.sampled or node.tokens is None:
+        if not node.sampled or node.tokens is None or kind_of(node) != TURN:
             continue
         ancestor = _sampled_above(trajectory, node.parent)
         rewritten = _is_rewritten(trajectory, index, ancestor)
@@ -161,6 +162,7 @@ def _acted_before(trajectory: Trajectory, index: int) -> int | None:
             for at in reversed(range(index))
             if nodes[at].sampled
             and nodes[at].tokens is not None
+            and kind_of(nodes[at]) == TURN
             and nodes[at].parent != nodes[index].parent
             and (nodes[at].reward is not None or at in parents)
         ),

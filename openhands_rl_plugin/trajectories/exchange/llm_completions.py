@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pydantic import Field, JsonValue
 
+from openhands_rl_plugin.core.acted import ACTED, CONDENSATION, KIND
 from openhands_rl_plugin.core.messages import to_wire
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import JsonObject, Message, Node, PolicyRef, Score, Task, Times, Trajectory
@@ -126,6 +127,7 @@ def _episode(instance: str, files: Sequence[Path]) -> Imported:
         merged.add(each)
     tree = merged.tree
     tree.head = merged.main_head()
+    merged.mark_acted()
     asked = next((message.content for message in tree.messages() if message.role == "user"), None)
     origin = Origin("llm-completions", Task(id=instance, environment=SWE, instruction=asked or ""), merged.model)
     times = Times(started=logged[0].timestamp, finished=logged[-1].timestamp)
@@ -181,6 +183,19 @@ class _Merged:
         """The last call of the conversation with the most calls: others in the folder are a condenser's."""
         root, _ = self._calls.most_common(1)[0]
         return self._last[root]
+
+    def mark_acted(self) -> None:
+        """Note which answers the host went on from, where the path to the head does not say so; of other conversations,
+        that they are a condenser's."""
+        nodes = self.tree.nodes
+        main, path = self.tree.path()[0], set(self.tree.path())
+        for at, node in enumerate(nodes):
+            if at in path:
+                continue
+            if self.tree.path(at)[0] != main:
+                node.metadata[KIND] = CONDENSATION
+            elif node.sampled:
+                node.metadata[ACTED] = True
 
     def _step(self, at: int | None, message: Message) -> int:
         known = self._children.get(at, ())

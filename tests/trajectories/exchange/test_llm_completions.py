@@ -103,6 +103,7 @@ def test_a_rewritten_history_is_a_branch(tmp_path: Path) -> None:
     ]
     assert found.nodes[2].metadata["replayed_as"] == {"role": "assistant", "content": "one"}
     assert found.head == 6
+    assert [node.message.content for node in found.sampled()] == [" one ", "two", "three"], "all but the summary"
 
 
 def test_what_is_written_reads_back(tmp_path: Path) -> None:
