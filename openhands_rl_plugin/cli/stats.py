@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 
 from openhands_rl_plugin.cli.options.stored import add_filters, add_store, filter_of, finite
 from openhands_rl_plugin.cli.options.stores import open_store
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def run(args: argparse.Namespace) -> int:
     """Print the statistics. Raises ``RLError`` when the store or a filter is wrong."""
+    from openhands_rl_plugin.trajectories.view import gaps
     from openhands_rl_plugin.trajectories.view.figures import GROUPINGS, figures_of
     from openhands_rl_plugin.trajectories.view.tables import stats_table
     from openhands_rl_plugin.trajectories.view.terminal import console, print_json
@@ -42,11 +44,20 @@ async def run(args: argparse.Namespace) -> int:
         if name not in GROUPINGS:
             raise ConfigError(f"--by: {unknown_name('grouping', name, GROUPINGS)}")
     async with open_store(args.store) as storage:
-        groups = await figures_of(storage.summaries(filter_of(args)), by, args.success_at)
+        lacking = await gaps.gaps_by_episode(storage.find(filter_of(args)))
+        groups = await figures_of(storage.summaries(filter_of(args)), by, args.success_at, lacking)
     if args.json:
         print_json(groups)
     elif groups:
         console().print(stats_table(groups, by))
+        _print_gaps(sum((Counter(group.gaps) for group in groups), Counter()), gaps.REMEDY)
     else:
         print("no episodes match")
     return 0
+
+
+def _print_gaps(counts: Counter[str], remedy: str) -> None:
+    for cause, count in counts.most_common():
+        print(f"{count:,} x {cause}")
+    if counts:
+        print(remedy)

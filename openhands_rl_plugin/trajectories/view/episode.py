@@ -20,6 +20,7 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
     Usage,
 )
+from openhands_rl_plugin.trajectories.view.gaps import causes_of
 
 MOST_NAMED = 10
 """How many of the ids that match a prefix are listed."""
@@ -33,7 +34,8 @@ class Turn(Frozen):
 
     What search knows: ``simulated``, the reward is that of a fork's step; ``merged``, so many equal answers were taken
     for this one; ``dropped``, why the branch was given up; ``search_report``, on the answer that a search decided for,
-    what it spent. ``temperature`` is the one that the answer was sampled at.
+    what it spent. ``temperature`` is the one that the answer was sampled at, ``lacks`` what training misses
+    in it, and why.
     """
 
     node: int
@@ -55,6 +57,7 @@ class Turn(Frozen):
     sampled_tokens: int | None = None
     context_tokens: int | None = None
     finish_reason: str | None = None
+    lacks: tuple[str, ...] = ()
 
 
 class Totals(Frozen):
@@ -172,6 +175,7 @@ def _turns(trajectory: Trajectory) -> tuple[Turn, ...]:
                 sampled_tokens=len(tokens.sampled_ids) if tokens else None,
                 context_tokens=context if tokens else None,
                 finish_reason=node.finish_reason,
+                lacks=tuple(causes_of(node.metadata)),
             )
         )
     return tuple(turns)

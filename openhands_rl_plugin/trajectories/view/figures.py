@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+
+from pydantic import Field
 
 from openhands_rl_plugin.core.records import TrajectorySummary
 from openhands_rl_plugin.core.statistics import NORMAL_95, Estimate, paired_difference, wilson
@@ -24,7 +26,7 @@ class GroupFigures(Frozen):
     with a reward.
 
     ``success`` is the share of rewards of at least the bound, with its Wilson interval. ``curve`` has the mean reward
-    of up to 24 stretches of equal length, oldest first.
+    of up to 24 stretches of equal length, oldest first. ``gaps``: what answers lack for training, by cause.
     """
 
     name: tuple[str, ...]
@@ -40,15 +42,24 @@ class GroupFigures(Frozen):
     stops: dict[str, int]
     failures: dict[str, int]
     curve: tuple[float, ...]
+    gaps: dict[str, int] = Field(default_factory=dict)
 
 
 async def figures_of(
-    summaries: AsyncIterator[TrajectorySummary], by: Sequence[str], success_at: float
+    summaries: AsyncIterator[TrajectorySummary],
+    by: Sequence[str],
+    success_at: float,
+    gaps: Mapping[str, Mapping[str, int]] | None = None,
 ) -> tuple[GroupFigures, ...]:
-    """Figures of every group, in the order in which the groups appear. Keeps a number an episode, no more."""
+    """Figures of every group, in the order in which the groups appear. Keeps a number an episode, no more.
+
+    ``gaps``: of the episodes that lack something, by id.
+    """
     groups: dict[tuple[str, ...], _Group] = {}
     async for summary in summaries:
-        groups.setdefault(tuple(_part(summary, each) for each in by), _Group()).add(summary)
+        group = groups.setdefault(tuple(_part(summary, each) for each in by), _Group())
+        group.add(summary)
+        group.gaps.update((gaps or {}).get(summary.id, {}))
     return tuple(group.figures(name, success_at) for name, group in groups.items())
 
 
@@ -80,6 +91,7 @@ class _Group:
     rewards: list[float] = field(default_factory=list)
     stops: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
+    gaps: Counter[str] = field(default_factory=Counter)
 
     def add(self, summary: TrajectorySummary) -> None:
         self.episodes += 1
@@ -110,6 +122,7 @@ class _Group:
             stops=dict(self.stops.most_common()),
             failures=dict(self.failures.most_common()),
             curve=_curve(self.rewards),
+            gaps=dict(self.gaps.most_common()),
         )
 
 

@@ -95,8 +95,9 @@ def _figures(turn: Turn) -> str:
     if turn.prompt_tokens is not None:
         new = f"+{turn.prompt_tokens:,} prompt, {turn.sampled_tokens:,} sampled"
         parts.append(f"{new} of {turn.context_tokens:,} tokens")
-    elif turn.turn is not None:
+    elif turn.turn is not None and not turn.lacks:
         parts.append("no token ids")
+    parts += map(visible, turn.lacks)
     if turn.reward is not None:
         parts.append(f"{'simulated ' if turn.simulated else ''}reward {number(turn.reward)}")
     if turn.value is not None:

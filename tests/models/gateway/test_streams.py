@@ -14,8 +14,9 @@ import openai
 import pytest
 from aiohttp import web
 from protocol_wire import message, message_events, response, response_events, text_item
-from worlds import Body, Model, World, chunks_of, prompt_ids, sampled_ids, streamed, until, user, world
+from worlds import Body, Model, World, chunks_of, prompt_ids, sampled_ids, streamed, user, world
 
+from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -400,10 +401,39 @@ async def test_text_completions_are_counted_and_marked(tmp_path: Path, caplog: p
     async with world(tmp_path) as gateway:
         await read(gateway, PATHS[0])
         for _ in range(2):
-            answer = await gateway.http.post("/session/s/v1/completions", json={"prompt": "x", "messages": [user("x")]})
+            body = {"model": "policy", "messages": [user("x")]}
+            answer = await gateway.http.post("/session/s/v1/completions", json=body)
             assert answer.headers["x-openhands-rl-recorded"] == "no"
-        await until(lambda: True)
         health = (await gateway.http.get("/health")).json()
     assert health["unrecorded_paths"] == {"completions": 2}
     assert (await gateway.only()).evidence["unrecorded"] == {"completions": 2}
     assert caplog.text.count("POST /v1/completions is passed on, but not recorded") == 1
+
+
+async def test_what_is_missing_is_shown_to_who_looks_at_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    async with world(tmp_path) as gateway:
+        await read(gateway, PATHS[0], session="whole")
+        await read(gateway, PATHS[0], session="off", logprobs=False)
+        await gateway.http.post("/session/off/v1/completions", json={"model": "policy", "messages": [user("x")]})
+    async with world(tmp_path, model_of(), run_id="other") as gateway:
+        await read(gateway, "messages", session="claude")
+        await read(gateway, "responses", session="codex", previous_response_id="resp_0")
+    for name in ("off", "claude"):
+        (stored,) = [each for each in await gateway.stored() if each.task.id == name]
+        assert await asyncio.to_thread(cli.main, ["show", str(tmp_path), stored.id]) == 0
+    shown = capsys.readouterr().out
+    assert "no logprobs: the client turned logprobs off" in shown
+    assert "no token ids: POST /v1/messages reports none" in shown
+    assert await asyncio.to_thread(cli.main, ["stats", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "1 x no logprobs: the client turned logprobs off\n" in told
+    assert "1 x no token ids: POST /v1/messages reports none\n" in told
+    assert "1 x not recorded: requests to /v1/completions\n" in told
+    assert "1 x not recorded whole: an earlier response was not recorded\n" in told
+    assert told.count("serve the model with vLLM") == 1
+    assert await asyncio.to_thread(cli.main, ["stats", str(tmp_path), "--by", "run", "--json"]) == 0
+    groups = {group["name"][0]: group["gaps"] for group in json.loads(capsys.readouterr().out)}
+    assert groups["gateway"] == {
+        "no logprobs: the client turned logprobs off": 1,
+        "not recorded: requests to /v1/completions": 1,
+    }
