@@ -46,6 +46,7 @@ BUILTINS: Mapping[Kind, Mapping[str, str]] = {
         "mongodb": "openhands_rl_plugin.trajectories.mongodb.storage:MongoDBTrajectoryStorage",
     },
     "rewards": {
+        "command": "openhands_rl_plugin.rewards.command:CommandReward",
         "matching": "openhands_rl_plugin.rewards.matching:MatchingReward",
         "recorded": "openhands_rl_plugin.rewards.recorded:RecordedReward",
         "return": "openhands_rl_plugin.rewards.outcome:ReturnReward",

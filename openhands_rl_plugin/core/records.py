@@ -151,6 +151,29 @@ class EpisodeEnd(Frozen):
         )
 
 
+CHECKED = "command"
+"""The key of a workspace command's result in an episode's evidence."""
+
+
+class WorkspaceCommand(Frozen):
+    """A shell command that judges a workspace as it stands when the episode ends; ``timeout`` is in seconds."""
+
+    command: str = Field(min_length=1)
+    timeout: float = Field(default=600.0, gt=0)
+
+
+class CommandEvidence(Frozen):
+    """What such a command did. ``exit_code`` is ``None`` when it was ended at its time limit, or did not run at all:
+    then ``error`` says why. ``output`` is bounded: its middle is dropped."""
+
+    command: str
+    exit_code: int | None = None
+    timed_out: bool = False
+    output: str = ""
+    seconds: float = 0.0
+    error: str = ""
+
+
 class LabelKind(StrEnum):
     """What a label is: a verdict on the outcome, which of two episodes is better, a remark, or a mark to find it by."""
 

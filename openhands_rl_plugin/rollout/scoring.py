@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from openhands_rl_plugin.core.errors import CaughtFailure, boundary
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
 from openhands_rl_plugin.core.protocols import Reward
+from openhands_rl_plugin.core.records import WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, FailureKind, Frozen, Score, Trajectory
 
 
@@ -29,6 +30,28 @@ class RecordedJudge(Protocol):
     def from_record(self, trajectory: Trajectory, scores: Sequence[Score]) -> Score | None:
         """The score that follows from ``scores`` (oldest first); ``None`` where the reward has to judge itself."""
         ...
+
+
+@runtime_checkable
+class JudgesWorkspace(Protocol):
+    """A reward that needs the result of a command in the episode's workspace. A capability, not a flag.
+
+    The host runs the command when the episode ends and puts a ``CommandEvidence`` into the evidence, as ``CHECKED``.
+    """
+
+    @property
+    def workspace_command(self) -> WorkspaceCommand:
+        """What to run."""
+        ...
+
+
+def refuse_without_workspace(reward: Reward, where: str) -> None:
+    """Raise ``ConfigError`` for a reward that needs a workspace ``where`` there is none."""
+    if isinstance(reward, JudgesWorkspace):
+        raise ConfigError(
+            f"[rl.reward]: `{reward.workspace_command.command}` judges a workspace at the end of an episode, and "
+            f"{where}: choose another reward, such as return or recorded"
+        )
 
 
 class ScoreReport(Frozen):

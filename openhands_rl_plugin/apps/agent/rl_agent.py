@@ -26,7 +26,7 @@ from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Adapter, FailureKind, Limits, PolicyRef, Score, Task
 from openhands_rl_plugin.core.validation import problems
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
-from openhands_rl_plugin.rollout.scoring import judge_all
+from openhands_rl_plugin.rollout.scoring import judge_all, refuse_without_workspace
 from openhands_rl_plugin.training.data.dataset import (
     ExcludedEpisodes,
     TrainReport,
@@ -68,6 +68,7 @@ class RLAgent:
         make_strategy(self.config)
         self.config.training.check_servable()
         self._reward = make_reward(self.config.reward)
+        refuse_without_workspace(self._reward, "RLAgent plays environments, which have none")
         self._storage = open_storage(self.config)
         self._policy = open_policy(model, tokenizer, self.config)
         self._thread = LoopThread("rl-agent")

@@ -28,6 +28,7 @@ from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
+from openhands_rl_plugin.rollout.scoring import refuse_without_workspace
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.loop.asynchronous import make_loop
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState
@@ -144,6 +145,7 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
     """
     check_trainable(job.settings)
     if not job.tasks.suite.software:
+        refuse_without_workspace(make_reward(job.settings.reward), f"{job.tasks.suite.name} has none")
         await _greet(job.settings, job.tasks.held_out[0].task)
     plan = loop_plan(job, probe_ids(job.model))
     _note_start(job)

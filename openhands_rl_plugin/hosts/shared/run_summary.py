@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 
 from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.judgements import newest_outcome
 from openhands_rl_plugin.core.redaction import REDACTED
 from openhands_rl_plugin.core.types import Node, Score, Trajectory
 
@@ -47,12 +48,8 @@ def _token_ids(sampled: list[Node]) -> str:
 def _outcome(trajectory: Trajectory, scores: tuple[Score, ...], store: str) -> str:
     if trajectory.failure is not None:
         return f"failed, so never trained on ({trajectory.failure.kind.value}: {trajectory.failure.message[:120]})"
-    rewards = [score.reward for score in scores if score.reward is not None]
-    reward = rewards[-1] if rewards else trajectory.episode_return if _rewarded(trajectory) else None
+    newest = newest_outcome(scores)
+    reward = newest.reward if newest is not None else trajectory.known_return
     if reward is not None:
         return f"reward: {reward:g}"
     return f"reward: not scored (openhands-rl score {store} --id {trajectory.id} --value 1)"
-
-
-def _rewarded(trajectory: Trajectory) -> bool:
-    return any(trajectory.nodes[at].reward is not None for at in trajectory.path())

@@ -14,15 +14,17 @@ import threading
 import uuid
 import zlib
 
-from openhands_rl_plugin.config.build import make_strategy, open_storage, strategy_spec
+from openhands_rl_plugin.config.build import make_reward, make_strategy, open_storage, strategy_spec
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.redaction import redact_trajectory
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, StopReason, Task, Trajectory
+from openhands_rl_plugin.hosts.shared.end_evidence import workspace_command
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.run_summary import run_summary
+from openhands_rl_plugin.rollout.scoring import judge
 
 WORKSPACE = "workspace"
 
@@ -121,9 +123,20 @@ class StandaloneRun:
     async def _store(self, trajectory: Trajectory) -> str:
         try:
             await self._episode.end(trajectory)
+            await self._judge(trajectory)
             return await self._summary(trajectory)
         finally:
             await self._storage.close()
+
+    async def _judge(self, trajectory: Trajectory) -> None:
+        """By the reward's command, if it has one; other rewards are computed when they are needed."""
+        reward = self._episode.settings.reward
+        if trajectory.failure is None and workspace_command(reward) is not None:
+            outcome = await judge(make_reward(reward), trajectory)
+            if isinstance(outcome, Failure):
+                log.warning("no reward: %s", outcome.message)
+            else:
+                await self._storage.add_scores([outcome])
 
     async def _summary(self, trajectory: Trajectory) -> str:
         """Of what is stored, which says less than the episode did where a secret was taken out."""

@@ -30,10 +30,10 @@ from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError,
 from openhands_rl_plugin.core.messages import WireMessage
 from openhands_rl_plugin.core.tree import CHARACTERS_PER_TOKEN
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
+from openhands_rl_plugin.hosts.shared.end_evidence import end_evidence
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode, SessionWorld, current_episode
 from openhands_rl_plugin.hosts.shared.sessions import (
     EnvironmentHost,
-    EpisodeRuntime,
     deciding,
     runtime_of,
     stop_deciding,
@@ -43,7 +43,7 @@ from openhands_rl_plugin.hosts.shared.workspace_conversation import WorkspaceCon
 from openhands_rl_plugin.hosts.v0.condensation import record_condenser, recorded_condensations
 from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostTurn
 from openhands_rl_plugin.hosts.v0.environment_actions import EnvironmentActions
-from openhands_rl_plugin.hosts.v0.first_prompt import FirstPrompt, refuse, too_long
+from openhands_rl_plugin.hosts.v0.first_prompt import FirstPrompt, check_reward, refuse, too_long
 from openhands_rl_plugin.hosts.v0.recorder import split_provider
 from openhands_rl_plugin.hosts.v0.registration import register
 from openhands_rl_plugin.hosts.v0.session_state import controller_end
@@ -96,10 +96,12 @@ class RLAgent(CodeActAgent):
         record_condenser(self.condenser)
         if bound is not None:
             self._settings = bound.settings
+            check_reward(self._settings.reward, config.runtime)
             self._active = self._begin(bound)
             return
         try:
             self._settings = host_settings(config, llm_registry.config)
+            check_reward(self._settings.reward, config.runtime)
             self._served_model = self._check_first_prompt()
         except RLError as error:
             refuse(error)
@@ -321,9 +323,8 @@ class RLAgent(CodeActAgent):
         """Store a standalone episode with its evidence, and end it."""
         assert active.standalone is not None and self._state is not None
         runtime = runtime_of(self._state.session_id)
-        if isinstance(runtime, EpisodeRuntime):
-            evidence, broken = runtime.conclude()
-            active.episode.evidence, failure = evidence or active.episode.evidence, failure or broken
+        evidence, failure = end_evidence(runtime, self._settings.reward, failure or active.episode.failure)
+        active.episode.evidence = evidence or active.episode.evidence
         active.standalone.keep(stop=stop, failure=failure)
         self._active = None
 

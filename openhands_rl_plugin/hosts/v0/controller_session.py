@@ -31,9 +31,10 @@ from openhands.storage.memory import InMemoryFileStore
 
 from openhands_rl_plugin.core.errors import CaughtFailure, RLError, boundary
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason, Trajectory
+from openhands_rl_plugin.hosts.shared.end_evidence import end_evidence
 from openhands_rl_plugin.hosts.shared.episode import LAST_ERROR, HostEpisode, bind_episode
 from openhands_rl_plugin.hosts.shared.options import UserReplies
-from openhands_rl_plugin.hosts.shared.sessions import EpisodeRuntime, stop_deciding
+from openhands_rl_plugin.hosts.shared.sessions import stop_deciding
 from openhands_rl_plugin.hosts.v0.agent import RLAgent
 from openhands_rl_plugin.hosts.v0.other_agents import record_agent
 from openhands_rl_plugin.hosts.v0.session_state import controller_end
@@ -111,10 +112,8 @@ class ControllerSession:
         if (error := self._episode.error or self._end.error) is not None:
             raise error
         stop, failure = self._reason(timed_out, failure)
-        evidence = None
-        if isinstance(self._runtime, EpisodeRuntime):
-            evidence, broken = self._runtime.conclude()
-            failure = failure or broken
+        reward = self._episode.settings.reward
+        evidence, failure = end_evidence(self._runtime, reward, failure or self._episode.failure)
         if self._controller is not None and (error := self._controller.state.last_error):
             evidence = {**(evidence or self._episode.evidence or {}), LAST_ERROR: error[:_LONGEST_ERROR]}
         return self._episode.freeze(stop=stop, failure=failure, evidence=evidence)

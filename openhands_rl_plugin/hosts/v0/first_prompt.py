@@ -13,16 +13,20 @@ from typing import NoReturn
 import litellm
 from openhands.core.config import LLMConfig
 from openhands.core.logger import openhands_logger
+from openhands.runtime import get_runtime_cls
 
-from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.rl import RewardSettings, RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, RLError
 from openhands_rl_plugin.core.messages import WireMessage
 from openhands_rl_plugin.core.types import JsonObject
+from openhands_rl_plugin.hosts.shared.end_evidence import workspace_command
 from openhands_rl_plugin.hosts.shared.options import check_engine_setting
 from openhands_rl_plugin.hosts.v0.recorder import OPENAI_COMPATIBLE, split_provider
 from openhands_rl_plugin.hosts.v0.settings import under_headless_main
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.engines.server_models import ListedModel, listed_models, prompt_tokens
+
+_OWN_RUNTIME = "openhands_rl_plugin.hosts.v0.runtime.WorkspaceRuntime"
 
 _SECONDS = 10.0
 _LONG_ENOUGH = 65_536
@@ -114,6 +118,20 @@ class FirstPrompt:
         if missing and not any(os.environ.get(name) for name in missing):
             keys = ", ".join(missing)
             raise ConfigError(f"[llm] names no server, and {self._full_name} needs a key ({keys}): {_START}")
+
+
+def check_reward(reward: RewardSettings, runtime: str | None) -> None:
+    """Raises ``ConfigError`` when the reward needs a command's result that this runtime cannot give.
+
+    ``runtime``: its name or class path, as in ``[core] runtime``; ``None`` when it is not known.
+    """
+    asked = workspace_command(reward)
+    if asked is None or not runtime or hasattr(get_runtime_cls(runtime), "check"):
+        return
+    raise ConfigError(
+        f"[rl.reward]: `{asked.command}` judges a workspace at the end of an episode, and runtime = {runtime!r} cannot "
+        f"run it there: set runtime = {_OWN_RUNTIME!r} in [core], or choose another reward"
+    )
 
 
 def too_long(prompt: str, answer: int, context: str) -> ConfigError:

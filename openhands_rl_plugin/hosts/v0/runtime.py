@@ -43,7 +43,9 @@ from openhands.runtime.runtime_status import RuntimeStatus
 from openhands_aci.utils.diff import get_diff
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError
+from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, JsonObject
+from openhands_rl_plugin.environments.workspace.check import check_workspace
 from openhands_rl_plugin.environments.workspace.copies import (
     METHODS,
     ForkLimits,
@@ -102,8 +104,8 @@ class WorkspaceRuntime(SessionRuntime):
         self._evidence: JsonObject | None = None
         self.files = Workspace(root)
         self._editor: WorkspaceEditor | None = None
-        start = f"{self._sandbox.workspace}/{task.repository}" if task and task.repository else None
-        self._shell = Shell(self._sandbox, self._variables(), self.limits, start=start)
+        self._start = f"{self._sandbox.workspace}/{task.repository}" if task and task.repository else None
+        self._shell = Shell(self._sandbox, self._variables(), self.limits, start=self._start)
 
     def make_sandbox(self, config: OpenHandsConfig, root: Path) -> Sandbox:
         """The sandbox for the commands of the workspace at ``root``."""
@@ -143,6 +145,13 @@ class WorkspaceRuntime(SessionRuntime):
         if self._evidence is None:
             self._evidence = self.changes()
         return self._evidence, None
+
+    def check(self, asked: WorkspaceCommand) -> CommandEvidence:
+        """Run a reward's command over the workspace as it stands, in a fresh sandbox. Blocks."""
+        sandbox = self._sandbox
+        if isinstance(sandbox, SubprocessSandbox):
+            sandbox = SubprocessSandbox(self._tree.directory, self._private / "check")
+        return check_workspace(asked, sandbox, self._variables(), self.limits, start=self._start)
 
     def changes(self) -> JsonObject:
         """The changes since the session began: a patch and the names of the files. Blocks."""

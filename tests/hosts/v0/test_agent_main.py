@@ -58,6 +58,13 @@ storage = {{ path = "{folder}/trajectories" }}
 sampling = {{ temperature = 0.7, top_p = 0.9 }}
 """
 
+JUDGED = (
+    PLAIN
+    + """
+reward = {{ name = "command", options = {{ command = "grep -c hello greeting.txt", result = "last-line" }} }}
+"""
+)
+
 LAYERED = """
 [agent.RLAgent]
 classpath = "openhands_rl_plugin.hosts.v0.agent.RLAgent"
@@ -153,7 +160,7 @@ def runs(tmp_path_factory) -> Iterator[dict[str, Run]]:
         server.script("tiny", IN_PROMPT)
         server.script("shopper", SHOPPING)
         processes = {
-            "plain": start(folders["plain"], server, "policy-v000003", PLAIN),
+            "plain": start(folders["plain"], server, "policy-v000003", JUDGED),
             "layered": start(folders["layered"], server, "tiny", LAYERED, native="false", log_level="ERROR"),
             "short": start(folders["short"], small, "short", PLAIN),
             "shopping": start(folders["shopping"], server, "shopper", PLAIN, runtime=ENVIRONMENT, shop=shop),
@@ -351,7 +358,7 @@ def test_the_last_line_says_what_was_recorded(runs):
     (line,) = (line for line in runs["plain"].output.splitlines() if "recorded in" in line)
     store, known = runs["plain"].folder / "trajectories", runs["plain"].trajectory
     said = line[line.index("recorded in") :]
-    assert said.startswith(f"recorded in {store} as {known.id[:8]}: 4 completions; token ids: yes; reward: ")
+    assert said.startswith(f"recorded in {store} as {known.id[:8]}: 4 completions; token ids: yes; reward: 1; ")
     assert said.endswith(f"; openhands-rl show {store} {known.id[:8]}")
     (line,) = (line for line in runs["shopping"].output.splitlines() if "recorded in" in line)
     assert "; failed, so never trained on (model: " in line
@@ -360,3 +367,11 @@ def test_the_last_line_says_what_was_recorded(runs):
 def text(message: dict) -> str:
     content = message.get("content") or ""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+async def test_the_rewards_command_judged_the_workspace_when_the_run_ended(runs):
+    async with FileTrajectoryStorage(runs["plain"].folder / "trajectories") as storage:
+        ((trajectory, scores),) = [found async for found in storage.find()]
+    ran = trajectory.evidence["command"]
+    assert (ran["command"], ran["exit_code"], ran["output"]) == ("grep -c hello greeting.txt", 0, "1\n")
+    assert [score.reward for score in scores] == [1.0] and scores[0].reward_version.startswith("command-1@")

@@ -1,0 +1,46 @@
+"""A command over a workspace as its session left it: the project's tests, say, in a fresh sandbox."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from openhands_rl_plugin.core.errors import InfrastructureError
+from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
+from openhands_rl_plugin.environments.workspace.sandbox import Sandbox, SandboxLimits
+from openhands_rl_plugin.environments.workspace.shell import Shell
+
+MOST_OUTPUT = 16_000
+
+
+def check_workspace(
+    asked: WorkspaceCommand,
+    sandbox: Sandbox,
+    variables: Mapping[str, str],
+    limits: SandboxLimits,
+    *,
+    start: str | None = None,
+) -> CommandEvidence:
+    """Run the command in a shell of its own: no alias, variable or file in ``/tmp`` of the session has a say. Blocks.
+
+    ``start``: where it begins, as the session sees it (default: the workspace). Its output is cut to 16,000 bytes.
+    """
+    shell = Shell(sandbox, variables, limits.model_copy(update={"output": MOST_OUTPUT}), start=start)
+    began = time.monotonic()
+    try:
+        result = shell.run(asked.command, timeout=asked.timeout)
+    except InfrastructureError as error:
+        return CommandEvidence(command=asked.command, error=str(error), seconds=_since(began))
+    finally:
+        shell.close()
+    return CommandEvidence(
+        command=asked.command,
+        exit_code=result.exit_code,
+        timed_out=result.timed_out,
+        output=result.output,
+        seconds=_since(began),
+    )
+
+
+def _since(began: float) -> float:
+    return round(time.monotonic() - began, 3)

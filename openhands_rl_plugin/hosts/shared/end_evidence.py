@@ -1,0 +1,54 @@
+"""Evidence at the end of a session: what its runtime gathers, and what the reward's command says of the workspace."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.config.build import make_reward
+from openhands_rl_plugin.config.rl import RewardSettings
+from openhands_rl_plugin.core.records import CHECKED, CommandEvidence, WorkspaceCommand
+from openhands_rl_plugin.core.types import Failure, JsonObject
+from openhands_rl_plugin.hosts.shared.sessions import EpisodeRuntime
+from openhands_rl_plugin.rollout.scoring import JudgesWorkspace
+
+
+@runtime_checkable
+class ChecksWorkspace(Protocol):
+    """A runtime that can run a command over the workspace as it stands."""
+
+    def check(self, asked: WorkspaceCommand) -> CommandEvidence:
+        """Run it in a fresh sandbox. Blocks."""
+        ...
+
+
+def workspace_command(settings: RewardSettings) -> WorkspaceCommand | None:
+    """The command that the reward needs at the end of an episode, if any. Raises ``ConfigError``."""
+    # Other rewards are not made: a verifier would load its model.
+    if not hasattr(registry.load("rewards", settings.name), "workspace_command"):
+        return None
+    reward = make_reward(settings)
+    return reward.workspace_command if isinstance(reward, JudgesWorkspace) else None
+
+
+def end_evidence(
+    runtime: object, reward: RewardSettings, failure: Failure | None
+) -> tuple[JsonObject | None, Failure | None]:
+    """The session's evidence and its failure: ``failure``, or else the environment's. Blocks.
+
+    The reward's command comes last, so that what it writes is no part of the session's patch; after a failure it is
+    not run.
+    """
+    evidence: JsonObject | None = None
+    if isinstance(runtime, EpisodeRuntime):
+        evidence, broken = runtime.conclude()
+        failure = failure or broken
+    asked = workspace_command(reward)
+    if asked is not None and failure is None:
+        ran = (
+            runtime.check(asked)
+            if isinstance(runtime, ChecksWorkspace)
+            else CommandEvidence(command=asked.command, error="this runtime has no workspace of openhands_rl_plugin")
+        )
+        evidence = {**(evidence or {}), CHECKED: ran.model_dump(mode="json")}
+    return evidence, failure
