@@ -21,7 +21,9 @@ EPILOG = """examples:
   openhands-rl gateway --config config.toml --adapter policy --pin-sessions
   OPENHANDS_RL_API_KEY=... openhands-rl gateway --upstream http://10.0.0.5:8000/v1 --host 0.0.0.0
 
-The agent's base_url is http://127.0.0.1:8200/v1, or .../session/NAME/v1 to name its session. To end a session:
+The agent's base_url is http://127.0.0.1:8200/v1, or .../session/NAME/v1 to name its session; Claude Code's
+ANTHROPIC_BASE_URL is http://127.0.0.1:8200, or .../session/NAME. Recorded are /v1/chat/completions (with token ids and
+logprobs, if the server reports them), /v1/messages and /v1/responses. To end a session:
   curl -X POST http://127.0.0.1:8200/session/NAME/end -d '{"success": true}'
 """
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import httpx
 
 from openhands_rl_plugin.cli.doctor_checks.findings import Finding, fail, ok, warn
-from openhands_rl_plugin.core.errors import describe
+from openhands_rl_plugin.core.errors import InfrastructureError, RLError, describe
+from openhands_rl_plugin.models.engines.server_models import listed_models
 
 SECONDS = 10.0
 PROBE_SECONDS = 60.0
@@ -17,24 +18,23 @@ def check_model_server(base_url: str, model: str, api_key: str | None, *, probe:
     """List the models; with ``probe`` also request one token, which must come with ids and logprobs."""
     what = f"model server {base_url}"
     start = "start it, for example with `openhands-rl serve`, or change [rl.serving] base_url"
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    with httpx.Client(timeout=SECONDS, headers=headers, trust_env=False) as client:
-        try:
-            answer = client.get(f"{base_url}/models")
-            served = [str(each["id"]) for each in answer.raise_for_status().json()["data"]]
-        except httpx.HTTPStatusError as error:
-            remedy = "check [rl.serving] api_key_env" if error.response.status_code in {401, 403} else start
-            yield fail(what, f"/models answers {error.response.status_code}", remedy)
-            return
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-            yield fail(what, f"no list of models: {describe(error)}", start)
-            return
-        named = ", ".join(served[:5]) + (" ..." if len(served) > 5 else "")
-        if model and model not in served:
-            yield fail(what, f"serves {named or 'nothing'}, not {model}", "set [rl.serving] model to one of these")
-            return
-        yield ok(what, f"serves {named}")
-        if probe and (asked := model or next(iter(served), "")):
+    try:
+        listed = listed_models(base_url, api_key, SECONDS)
+    except RLError as error:
+        yield fail(what, str(error), start if isinstance(error, InfrastructureError) else "correct it in [rl.serving]")
+        return
+    if listed is None:
+        yield fail(what, "has no list of models", start)
+        return
+    served = [each.id for each in listed]
+    named = ", ".join(served[:5]) + (" ..." if len(served) > 5 else "")
+    if model and model not in served:
+        yield fail(what, f"serves {named or 'nothing'}, not {model}", "set [rl.serving] model to one of these")
+        return
+    yield ok(what, f"serves {named}")
+    if probe and (asked := model or next(iter(served), "")):
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        with httpx.Client(timeout=SECONDS, headers=headers, trust_env=False) as client:
             yield _probe(client, base_url, asked)
 
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from openhands_rl_plugin.core.errors import PublishError
 from openhands_rl_plugin.core.types import Adapter, Frozen
 from openhands_rl_plugin.models.adapters.connection import Connection
+from openhands_rl_plugin.models.engines.server_models import ListedModels
 
 ServerKind = Literal["auto", "embedded", "vllm", "sglang"]
 
@@ -65,21 +66,6 @@ class AdapterServer(Protocol):
 
 class _Answer(BaseModel):
     model_config = ConfigDict(extra="ignore")
-
-
-class _Card(_Answer):
-    id: str
-    root: str | None = None
-    parent: str | None = None
-    owned_by: str = ""
-
-
-class _Cards(_Answer):
-    data: list[_Card]
-
-    @property
-    def bases(self) -> list[_Card]:
-        return [card for card in self.data if card.parent is None]
 
 
 class _PromptLogprob(_Answer):
@@ -278,6 +264,6 @@ async def _kind(connection: Connection) -> str:
     return known.pop()
 
 
-async def _cards(connection: Connection) -> _Cards:
+async def _cards(connection: Connection) -> ListedModels:
     response = await connection.get("/v1/models")
-    return connection.read(response, _Cards, f"the server at {connection.root} does not list its models")
+    return connection.read(response, ListedModels, f"the server at {connection.root} does not list its models")

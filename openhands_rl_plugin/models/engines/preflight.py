@@ -7,8 +7,10 @@ from difflib import get_close_matches
 from urllib.parse import urlsplit
 
 import httpx
+from pydantic import ValidationError
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, describe
+from openhands_rl_plugin.models.engines.server_models import ListedModels
 
 _SECONDS = 10.0
 _PROBE_SECONDS = 60.0
@@ -57,8 +59,8 @@ def _away(base_url: str, error: Exception, named_by: str) -> InfrastructureError
 def _listed(answer: httpx.Response) -> list[str]:
     """The names of a list of models; empty for any other answer."""
     try:
-        return [str(each["id"]) for each in answer.raise_for_status().json()["data"]]
-    except (httpx.HTTPStatusError, ValueError, KeyError, TypeError):
+        return [each.id for each in ListedModels.model_validate_json(answer.content).data] if answer.is_success else []
+    except ValidationError:
         return []
 
 

@@ -23,20 +23,31 @@ class ServedBase(Frozen):
 
 
 class ListedModel(BaseModel):
-    """One entry of ``/v1/models``; ``max_model_len`` is the context in tokens, where the server says it."""
+    """One entry of ``/v1/models``; ``max_model_len`` is the context in tokens, where the server says it.
+
+    An adapter has its base model as ``parent``, and vLLM's ``root`` is the path that a model was loaded from.
+    """
 
     model_config = ConfigDict(extra="ignore")
 
     id: str
     root: str | None = None
     parent: str | None = None
+    owned_by: str = ""
     max_model_len: int | None = None
 
 
-class _Cards(BaseModel):
+class ListedModels(BaseModel):
+    """The answer of ``/v1/models``."""
+
     model_config = ConfigDict(extra="ignore")
 
-    data: list[ListedModel] = []
+    data: list[ListedModel]
+
+    @property
+    def bases(self) -> list[ListedModel]:
+        """Those that are no adapters."""
+        return [model for model in self.data if model.parent is None]
 
 
 def normalised_url(url: str) -> str:
@@ -105,7 +116,7 @@ def listed_models(
     if not answer.is_success:
         raise InfrastructureError(f"{base_url}/models answered {answer.status_code}; see the server's log")
     try:
-        return _Cards.model_validate_json(answer.content).data
+        return ListedModels.model_validate_json(answer.content).data
     except ValidationError as error:
         raise ConfigError(
             f"{base_url}/models did not answer a list of models; is it an OpenAI-compatible server?"

@@ -64,4 +64,4 @@ class LimitBody:
         await self._app(scope, counted, send)
 
     def _error(self) -> BodyTooLarge:
-        return BodyTooLarge(f"The request body is over {self._limit} bytes.")
+        return BodyTooLarge(f"The request body is over {self._limit} bytes; raise the server's --max-body-bytes.")

@@ -95,13 +95,13 @@ def test_a_server_without_token_ids_is_told(other_server: str) -> None:
     ("path", "model", "said"),
     [
         ("/v1", "three", "serves one, two, not three"),
-        ("/locked", "", "/models answers 401"),
-        ("/nothing", "", "/models answers 404"),
+        ("/locked", "", "refuses the API key"),
+        ("/nothing", "", "has no list of models"),
     ],
 )
 def test_a_wrong_server_is_told(other_server: str, path: str, model: str, said: str) -> None:
     (found,) = check_model_server(f"{other_server}{path}", model, "a-key", probe=True)
-    assert (found.level, found.said) == (Level.FAIL, said)
+    assert found.level is Level.FAIL and said in found.said
     assert found.remedy
 
 

@@ -190,7 +190,8 @@ def test_a_body_that_is_not_json(http: httpx.Client) -> None:
 def test_too_large_a_body(http: httpx.Client, announced: bool) -> None:
     blob = json.dumps({"messages": [{"role": "user", "content": "x" * 300_000}]}).encode()
     content = blob if announced else iter([blob[:150_000], blob[150_000:]])
-    assert error(http.post("/v1/chat/completions", content=content))["code"] == 413
+    refused = error(http.post("/v1/chat/completions", content=content))
+    assert refused["code"] == 413 and "raise the server's --max-body-bytes" in refused["message"]
 
 
 def requests_in_flight(generator: Generator) -> int:
