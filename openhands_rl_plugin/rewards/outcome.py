@@ -9,10 +9,12 @@ from pydantic import Field
 
 from openhands_rl_plugin.core.errors import GraderError
 from openhands_rl_plugin.core.judgements import UNJUDGED, newest_outcome
-from openhands_rl_plugin.core.types import Frozen, JsonObject, Score, Trajectory, pays_rewards
+from openhands_rl_plugin.core.types import Frozen, JsonObject, Score, StopReason, Trajectory, pays_rewards
 
 # Sums of step rewards, such as 10 x 0.1, must not miss a threshold by a rounding error.
 _ROUNDING = 1e-9
+# Then an action may have no answer because the answer did not come.
+_CUT_OFF = frozenset({StopReason.TIMEOUT, StopReason.UNFINISHED})
 
 
 class _OfReturn:
@@ -26,9 +28,9 @@ class _OfReturn:
         return self._score(trajectory, total, {"steps": steps})
 
     def from_record(self, trajectory: Trajectory, scores: Sequence[Score]) -> Score | None:
-        """As in ``RecordedJudge``: where the environment pays nothing, the newest judgement is the return."""
+        """As in ``RecordedJudge``: where no step was paid, the newest judgement is the return."""
         told = told_return(trajectory, scores)
-        if told is None or told.reward is None:
+        if told is None or told.reward is None or any(score.reward_version == self.version for score in scores):
             return None
         return self._score(trajectory, told.reward, {"judged_by": told.reward_version})
 
@@ -111,9 +113,10 @@ def environment_return(trajectory: Trajectory) -> tuple[float, int]:
     rewards = [node.reward for node in trajectory.sampled()]
     if not rewards:
         raise GraderError(f"{trajectory.id} has no executed action ({trajectory.stop}), so no return")
-    if not pays_rewards(trajectory.task.environment, trajectory.evidence) and not trajectory.episode_return:
-        raise GraderError(UNJUDGED)
     answered = [reward for reward in rewards if reward is not None]
+    paid = pays_rewards(trajectory.task.environment, trajectory.evidence) or trajectory.episode_return
+    if not paid or not (answered or trajectory.stop in _CUT_OFF):
+        raise GraderError(UNJUDGED)
     if len(answered) < len(rewards):
         raise GraderError(f"{trajectory.id} holds an action that got no answer ({trajectory.stop})")
     if not math.isfinite(total := sum(answered)):
@@ -122,7 +125,7 @@ def environment_return(trajectory: Trajectory) -> tuple[float, int]:
 
 
 def told_return(trajectory: Trajectory, scores: Sequence[Score]) -> Score | None:
-    """The newest judgement of the outcome, where the environment pays nothing: then that is the return."""
-    if trajectory.failure is not None or pays_rewards(trajectory.task.environment, trajectory.evidence):
+    """The newest judgement of the outcome, where no step was paid: then that is the return."""
+    if trajectory.failure is not None or trajectory.known_return is not None:
         return None
     return newest_outcome(scores)

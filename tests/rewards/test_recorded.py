@@ -70,6 +70,16 @@ def test_what_was_told_is_the_return_where_the_environment_pays_nothing() -> Non
     assert known_score(ReturnReward(), example_trajectory(), told) is None, "there the environment's rewards decide"
 
 
+async def test_an_import_without_step_rewards_is_worth_what_its_record_said() -> None:
+    made = example_trajectory()
+    nodes = tuple(node.model_copy(update={"reward": None}) for node in made.nodes)
+    imported = made.model_copy(update={"nodes": nodes, "task": Task(id="x", environment="swe")})
+    known = known_score(ReturnReward(), imported, [score("imported-1", 1.0)])
+    assert known is not None and known.reward == 1.0
+    with pytest.raises(GraderError, match="say one"):
+        await ReturnReward()(imported)
+
+
 async def test_it_keeps_the_rules_of_rewards_and_follows_the_return_of_what_nobody_judged() -> None:
     await check_reward(RecordedReward(), [example_trajectory(at) for at in range(3)])
     assert (await RecordedReward()(example_trajectory())).reward == 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from openhands_rl_plugin.core.statistics import Estimate, paired_difference, wilson
@@ -30,7 +31,7 @@ def evaluations(state: LoopState) -> tuple[StageEvaluation, ...]:
                 int(record.metrics["successes"]),
                 int(record.metrics["episodes"] - record.metrics["failed"] - record.metrics.get("unscored", 0.0)),
             ),
-            reward=record.metrics["reward"],
+            reward=record.metrics.get("reward", math.nan),
             turns=record.metrics["turns"],
             seconds=record.finished - record.started,
         )
@@ -47,9 +48,9 @@ def evaluation_rows(state: LoopState) -> list[tuple[str, ...]]:
     return [
         (
             one.stage.removeprefix("evaluate-"),
-            f"{one.success.mean:.3f}",
-            f"{one.success.low:.3f} to {one.success.high:.3f}",
-            f"{one.reward:.3f}",
+            f"{one.success.mean:.3f}" if one.success.n else "-",
+            f"{one.success.low:.3f} to {one.success.high:.3f}" if one.success.n else "-",
+            f"{one.reward:.3f}" if one.success.n else "-",
             f"{one.turns:.1f}",
             str(one.success.n),
         )

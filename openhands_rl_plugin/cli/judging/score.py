@@ -126,7 +126,9 @@ def _print_report(report: ScoreReport, reward: Reward, *, dry_run: bool) -> None
     print(f"{reward.version}: {report.scored} {'to score' if dry_run else 'scored'}, {report.already_scored} already")
     if report.unscored:
         print(f"{len(report.unscored)} without a score:")
-        reasons = Counter(f"{failure.kind}: {failure.message}" for _, failure in report.unscored)
+        reasons = Counter(
+            f"{failure.kind}: {failure.message.removeprefix('GraderError: ')}" for _, failure in report.unscored
+        )
         for reason, count in reasons.most_common(_SHOWN):
             print(f"  {count} x {reason}")
         if len(reasons) > _SHOWN:

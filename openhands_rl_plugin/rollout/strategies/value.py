@@ -222,9 +222,10 @@ class RewardValue:
     needs_world = True
 
     def __init__(self, options: RewardValueOptions | None = None, *, reward: Reward) -> None:
-        if reward.version.startswith("tests-"):
+        name = reward.version.partition("-")[0]
+        if name in ("tests", "command"):
             raise ConfigError(
-                "value 'reward' cannot judge by reward = 'tests', because a task's tests run only after its episode: "
+                f"value 'reward' cannot judge by reward = {name!r}, because a task's tests run only after its episode: "
                 'use another reward, or value = "model" or "verifier"'
             )
         self._reward = reward

@@ -118,16 +118,16 @@ def success_metrics(
     played: Sequence[Trajectory], rewards: Sequence[float | None], success_at: float
 ) -> dict[str, float]:
     """Counts and means over the episodes that have a reward; ``failed`` ones and ``unscored`` ones (no failure, and no
-    reward) are counted separately, never as zeros."""
+    reward) are counted separately, never as zeros; where there is no reward there is no mean."""
     valid = [reward for reward in rewards if reward is not None]
+    successes = sum(reward >= success_at for reward in valid)
     failed = sum(trajectory.failure is not None for trajectory in played)
     turns = [sum(1 for _ in trajectory.sampled()) for trajectory in played]
     return {
         "episodes": float(len(played)),
         "failed": float(failed),
         "unscored": float(len(played) - len(valid) - failed),
-        "successes": float(sum(reward >= success_at for reward in valid)),
-        "success": sum(reward >= success_at for reward in valid) / len(valid) if valid else 0.0,
-        "reward": sum(valid) / len(valid) if valid else 0.0,
+        "successes": float(successes),
+        **({"success": successes / len(valid), "reward": sum(valid) / len(valid)} if valid else {}),
         "turns": sum(turns) / len(turns) if turns else 0.0,
     }

@@ -13,7 +13,8 @@ from openhands_rl_plugin.core.errors import CaughtFailure, TrainingError, bounda
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import FailureKind, Frozen, Sample, Score, Trajectory
-from openhands_rl_plugin.training.verifier.card import VERSION_PREFIX, task_digest
+from openhands_rl_plugin.rollout.scoring import known_score
+from openhands_rl_plugin.training.verifier.card import task_digest
 from openhands_rl_plugin.training.verifier.prompt import VerifierPrompts
 from openhands_rl_plugin.trajectories.exchange.judgement import resolved
 
@@ -136,17 +137,17 @@ async def label_of(
 ) -> bool | None:
     """Whether the episode solved its task; ``None`` when it failed or its outcome is unknown.
 
-    With a reward the label is its newest stored score, or, without one, the reward computed now. Scores of verifiers
+    With a reward the label is its known score, or, without one, the reward computed now. Scores of verifiers
     are never labels.
     """
     if trajectory.failure is not None:
         return None
     if reward is None:
-        return resolved(trajectory, [score for score in scores if not score.reward_version.startswith(VERSION_PREFIX)])
-    known = [score.reward for score in scores if score.reward_version == reward.version]
+        return resolved(trajectory, scores)
+    known = known_score(reward, trajectory, scores)
     try:
         with boundary(FailureKind.GRADER, f"label {reward.version}"):
-            value = known[-1] if known else (await reward(trajectory)).reward
+            value = (known or await reward(trajectory)).reward
     except CaughtFailure:
         return None
     return None if value is None else value >= settings.label_at - _ROUNDING

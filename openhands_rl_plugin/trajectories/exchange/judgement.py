@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.core.judgements import newest_outcome
+from openhands_rl_plugin.core.judgements import VERDICT, newest_outcome
 from openhands_rl_plugin.core.types import JsonObject, Score, Trajectory
 
 RESOLVED_AT = 1.0
@@ -23,9 +23,12 @@ def score_of(trajectory: Trajectory, scores: Sequence[Score]) -> float | None:
 
 
 def resolved(trajectory: Trajectory, scores: Sequence[Score]) -> bool | None:
-    """What the newest score or the grader's report says; else whether the score reaches 1.0; else unknown."""
+    """What a person's verdict says; else the newest score or the grader's report; else whether the score reaches 1.0;
+    else unknown."""
     report = _at(trajectory.evidence, "test_result", "report") or trajectory.evidence.get("report")
     newest = newest_outcome(scores)
+    if newest is not None and newest.reward is not None and newest.reward_version == VERDICT:
+        return newest.reward >= RESOLVED_AT - _ROUNDING
     candidates = [newest.detail.get("resolved") if newest is not None else None, trajectory.evidence.get("resolved")]
     candidates.append(report.get("resolved") if isinstance(report, dict) else None)
     for candidate in candidates:

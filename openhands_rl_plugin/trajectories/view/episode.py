@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from openhands_rl_plugin.core.errors import StorageError
-from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
+from openhands_rl_plugin.core.records import Label, TrajectoryFilter
 from openhands_rl_plugin.core.types import (
     Failure,
     Frozen,
@@ -76,7 +76,7 @@ class Totals(Frozen):
 
 
 class Episode(Frozen):
-    """An episode, its scores and its turns. ``turns`` has every node of the tree, in the order of their making."""
+    """An episode, its scores, its labels and its turns: every node of the tree, in the order of their making."""
 
     id: str
     run_id: str
@@ -87,6 +87,7 @@ class Episode(Frozen):
     stop: StopReason
     failure: Failure | None
     scores: tuple[Score, ...]
+    labels: tuple[Label, ...] = ()
     turns: tuple[Turn, ...]
     totals: Totals
     usage: Usage
@@ -107,11 +108,12 @@ async def find_episode(storage: TrajectoryStorage, beginning: str) -> Episode:
         named = ", ".join(ids[:MOST_NAMED]) + (" ..." if len(ids) > MOST_NAMED else "")
         raise StorageError(f"{len(ids)} episodes have an id that begins with {beginning!r}; give more of it: {named}")
     async for trajectory, scores in storage.find(TrajectoryFilter(ids=tuple(ids), finished=None)):
-        return view_of(trajectory, scores)
+        labels = await storage.labels(ids) if isinstance(storage, TakesLabels) else ()
+        return view_of(trajectory, scores, labels)
     raise StorageError(f"no episode has an id that begins with {beginning!r}; `openhands-rl list` lists them")
 
 
-def view_of(trajectory: Trajectory, scores: Sequence[Score] = ()) -> Episode:
+def view_of(trajectory: Trajectory, scores: Sequence[Score] = (), labels: Sequence[Label] = ()) -> Episode:
     """The view of a trajectory."""
     turns = _turns(trajectory)
     sampled = [turn for turn in turns if turn.acted and turn.turn is not None]
@@ -126,6 +128,7 @@ def view_of(trajectory: Trajectory, scores: Sequence[Score] = ()) -> Episode:
         stop=trajectory.stop,
         failure=trajectory.failure,
         scores=tuple(scores),
+        labels=tuple(labels),
         turns=turns,
         totals=Totals(
             nodes=len(turns),

@@ -77,6 +77,10 @@ def _print_totals(console: Console, episode: Episode) -> None:
         console.print(Text(f"{_counted(aside, 'more turn')} on other branches: see --tree"))
     for score in episode.scores:
         console.print(Text(visible(f"score {number(score.reward)} by {score.reward_version}")), soft_wrap=True)
+    for label in episode.labels:
+        value = "" if label.value is None else f" {number(label.value)}"
+        said = f"{label.kind.value}{value}{f' by {label.author}' if label.author else ''}: {label.text}"
+        console.print(Text(visible(said.removesuffix(": "))), soft_wrap=True)
     if (failure := episode.failure) is not None:
         told = f"failed ({failure.kind.value}, {failure.boundary}): {failure.message}"
         console.print(Text(visible(told), "red"), soft_wrap=True)

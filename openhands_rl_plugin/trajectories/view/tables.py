@@ -40,6 +40,7 @@ def stats_table(groups: Sequence[GroupFigures], by: Sequence[str]) -> Table:
         (
             *(one_line(part, _LONGEST_NAME) for part in group.name),
             str(group.episodes),
+            str(group.valid),
             _with_interval(group.success),
             _with_interval(group.reward),
             number(group.turns),
@@ -51,7 +52,7 @@ def stats_table(groups: Sequence[GroupFigures], by: Sequence[str]) -> Table:
         )
         for group in groups
     ]
-    figures = ("episodes", "success", "reward", "turns", "prompt tokens", "sampled tokens")
+    figures = ("episodes", "judged", "success", "reward", "turns", "prompt tokens", "sampled tokens")
     return table((*by, *figures, "stops", "failures", "reward over time"), rows, numbers=figures)
 
 

@@ -23,3 +23,11 @@ def test_a_verifiers_opinion_is_no_outcome():
 def test_of_outcomes_the_newest_counts():
     scores = (judged("tests-1", 1.0, resolved=True), judged("tests-2", 0.0, resolved=False))
     assert (score_of(EPISODE, scores), resolved(EPISODE, scores)) == (0.0, False)
+
+
+def test_a_persons_verdict_comes_before_the_graders_report() -> None:
+    graded = example_trajectory().model_copy(update={"evidence": {"report": {"resolved": True}}})
+    verdict = Score(trajectory_id=graded.id, reward=0.0, reward_version="verdict-1")
+    assert resolved(graded, ()) is True and resolved(graded, [verdict]) is False
+    withdrawn = verdict.model_copy(update={"reward": None})
+    assert resolved(graded, [verdict, withdrawn]) is True
