@@ -8,14 +8,27 @@ taken in quotes only, and only when none of them is one of which messages and la
 
 from __future__ import annotations
 
-import base64
-import binascii
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Literal
+
+from openhands_rl_plugin.core.secret_places import in_places, in_statements, name_before
+from openhands_rl_plugin.core.secret_values import (
+    DOTTED,
+    PATH,
+    PLACEHOLDER,
+    REFERENCE,
+    UPPER,
+    has_random_part,
+    is_dummy,
+    is_generated,
+    is_login,
+    is_phrase,
+    is_random,
+)
 
 Span = tuple[int, int]
 
@@ -30,7 +43,6 @@ _RUN_MAP = bytes(
 )
 
 _NO_NAME = re.compile(r"[A-Z0-9]")  # most long runs are names of lower-case words, which need no closer look
-
 _SHAPES = re.compile(
     r"""(?<![A-Za-z0-9_])(?:
         (?P<prefixed>(?:sk-|hf_|gsk_|r8_|xai-|nvapi-|tvly-|pplx-|npm_|pypi-|dop_v1_|glpat-|lin_api_|figd_|ATATT
@@ -56,7 +68,7 @@ _PRIVATE_KEY = re.compile(
         (?:-----END\ [A-Z0-9 ]{0,40}PRIVATE\ KEY(?:\ BLOCK)?-----)?""",
     re.VERBOSE,
 )
-_URL_PASSWORD = re.compile(r"://[^\s/@:\"'<>\\]{0,256}:([^\s/@\"'<>{}$\[\]\\]{1,512})@")
+_URL_PASSWORD = re.compile(r"://(?P<user>[^\s/@:\"'<>\\]{0,256}):(?P<password>[^\s/@\"'<>{}$\[\]\\]{1,512})@")
 _WEBHOOK = re.compile(r"hooks\.slack\.com/services/([A-Za-z0-9/]{20,})")
 _BEARER = re.compile(r"earer ([A-Za-z0-9._~+/-]{16,}=*)")
 
@@ -83,8 +95,8 @@ _LONGEST_COMMAND = 600
 _COMMAND_ENDS = re.compile(r"(?<!\\)\n|[;|]")
 
 _NAME_WORDS = (b"key", b"token", b"secret", b"pass", b"credential", b"auth", b"pwd", b"_pat")
-_LONGEST_NAME = 64
-_NAME = re.compile(r"(?:\\[nrt])?(?P<name>[A-Za-z0-9_-]*)\Z")
+_FOLLOWS = frozenset({*(bytes([byte]) for byte in b" \t\r\n\"'\\=:,_>]s0123456789wpo")})
+"""What may stand behind a word of a name; nearly all of a program's text is left at once."""
 _SUFFIX = r"s?(?:_?[0-9]{1,3}|_(?:old|new|prod|production|staging|dev|test|live|backup|primary|secondary|default|b64))?"
 _ASSIGNED = re.compile(
     rf"""(?P<option>(?<=-))?(?P<word>key|token|secret|password|passwd|passphrase|pass|pwd|_pat|credentials?|authorization|auth)
@@ -99,12 +111,6 @@ _ASSIGNED = re.compile(
 _REST = re.compile(r"""[^\s"'`\\,;&<>(){}\[\]$|]*+""")
 _REST_OF_LIST = re.compile(r"""[^\s"'`\\;&<>(){}\[\]$|]*+""")
 _PHRASE = re.compile(r"""[^\n"'\\$<>{}]{4,100}(?=\\*["'])""")
-_NOT_OF_A_PHRASE = re.compile(
-    r"(?i)\b(?:\w*pass\w*|\w*word|the|an?|is|are|was|be|been|can|could|must|may|should|will|do|does|not|no|or|and|of|for"
-    r"|from|in|on|to|too|with|at|by|if|your?|my|user|enter|type|new|old|confirm|repeat|forgot\w*|required|optional"
-    r"|invalid|incorrect|wrong|weak|short|long|min\w*|max\w*|missing|empty|blank|value|field|text|string|characters?"
-    r"|length|hash\w*|error|failed|default|here|example|some|any|none)\b"
-)
 _CREDENTIAL_KEY = re.compile(
     r"(?i)(?:api|secret|access|private|auth|account|subscription|sign(?:ing)?|encrypt(?:ion)?|master|deploy|license)"
     r"[_-]?key\Z"
@@ -114,7 +120,6 @@ _PASSWORD = re.compile(r"(?i)(?:secret|password|passwd|passphrase)\Z")
 _HEADER = re.compile(r"(?i)(?:x-(?:[a-z]+-)*(?:key|token|secret)|api-key)\Z")
 _PASSWORD_NAME = re.compile(r"(?i)(?:\A|[_-])(?:password|passwd|passphrase|pwd)\Z|PASSWORD\Z")
 _PART_OF_A_WORD = re.compile(r"(?i)[a-z](?:pass|pwd|auth)\Z")
-_REFERENCE = re.compile(r"[$<{\[%]")
 _ACCOUNT = re.compile(r"(?i)(?:uid|user id|username|user)=[^;\n]{1,128};(?:[^;\n]{1,128};)*\Z")
 _VARIABLE = re.compile(r"_?[A-Z][A-Z0-9_]*\Z")
 _SECRET_VARIABLE = re.compile(
@@ -122,15 +127,6 @@ _SECRET_VARIABLE = re.compile(
 )
 
 _PADDING = re.compile("={0,2}")
-
-_LETTER, _DIGIT, _UPPER = re.compile(r"[A-Za-z]"), re.compile(r"\d"), re.compile(r"[A-Z]")
-_UNBROKEN = re.compile(r"(?=[A-Za-z]*\d)[A-Za-z0-9]{16}")
-_DOTTED = re.compile(r"\.?[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+\Z")
-_PATH = re.compile(r"(?:~|\.{0,2})/[\w.-]+(?:/[\w.-]+)*/?\Z")
-_PLACEHOLDER = re.compile(
-    r"(?i)(?:your|insert|replace|redacted|changeme|placeholder|0x|%)|(?:x{3,}|\*+|\.{3,}|none|null|true|false|undefined"
-    r"|required|optional|string|pass|passwd|pwd|password|secret|token|key)\Z"
-)
 
 
 def find_secrets(text: str, own: Sequence[str] = ()) -> list[Span]:
@@ -145,7 +141,7 @@ def is_secret_item(name: str, value: str) -> bool:
     if not names_anything(name):
         return False
     if _PASSWORD_NAME.search(name) and len(value) >= 4:
-        return not _PLACEHOLDER.match(value) and not _REFERENCE.match(value)
+        return not PLACEHOLDER.match(value) and not REFERENCE.match(value)
     item = f'"{name}": "{value}"'
     start = len(item) - len(value) - 1
     return any(span[0] >= start for span in _named(item, item.encode("ascii", "replace").lower()))
@@ -157,9 +153,9 @@ def own_secrets(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     Left out are paths, values that are too short, and single words, which everybody's text may hold.
     """
     values = {value for name in environ if (kind := _kind_of_secret(name)) for value in _values(environ[name], kind)}
-    long = {value for value in values if len(value) >= SHORTEST_OWN and _PLACEHOLDER.match(value) is None}
+    long = {value for value in values if len(value) >= SHORTEST_OWN and PLACEHOLDER.match(value) is None}
     words = {value for value in long if len(value) <= _LONGEST_OWN_WORD and value.isalpha()}
-    found = {value for value in long - words if not _PATH.match(value) or _is_random(value)}
+    found = {value for value in long - words if not PATH.match(value) or is_random(value)}
     return tuple(found | {value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") for value in found})
 
 
@@ -167,7 +163,7 @@ def _values(value: str, kind: str) -> tuple[str, ...]:
     """``value``, and if it may be a list, which of its parts are secrets; a plain number of tokens is none."""
     if kind == "one":
         return (value,)
-    return tuple(part for part in (value, *re.split(r"[,;\s]+", value)) if _is_generated(part, at_least=SHORTEST_OWN))
+    return tuple(part for part in (value, *re.split(r"[,;\s]+", value)) if is_generated(part, at_least=SHORTEST_OWN))
 
 
 @lru_cache(maxsize=4096)
@@ -194,7 +190,7 @@ def _with_known_shape(text: str, plain: bytes) -> Iterator[Span]:
         end = len(runs) if end < 0 else end
         if _NO_NAME.search(text, at, end):
             for match in _SHAPES.finditer(text, at, end):
-                if match["prefixed"] is None or _has_random_part(match["prefixed"]):
+                if match["prefixed"] is None or has_random_part(match["prefixed"]):
                     yield match.span()
         at = runs.find(_RUN, end)
 
@@ -205,21 +201,29 @@ def _marked(text: str) -> Iterator[Span]:
         yield from (match.span() for match in _PRIVATE_KEY.finditer(text))
     if "://" in text:
         yield from (match.span(1) for match in _WEBHOOK.finditer(text))
-        yield from (match.span(1) for match in _URL_PASSWORD.finditer(text) if not _PLACEHOLDER.match(match[1]))
-        yield from (match.span(1) for match in _SIGNED_URL.finditer(text) if _has_random_part(match[1]))
+        yield from (
+            match.span("password")
+            for match in _URL_PASSWORD.finditer(text)
+            if not is_dummy(match["password"]) and match["password"] != match["user"]
+        )
+        yield from (match.span(1) for match in _SIGNED_URL.finditer(text) if has_random_part(match[1]))
     if "earer " in text:
-        yield from (match.span(1) for match in _BEARER.finditer(text) if _is_generated(match[1], at_least=16))
+        yield from (
+            match.span(1)
+            for match in _BEARER.finditer(text)
+            if is_generated(match[1], at_least=16) and not is_dummy(match[1])
+        )
     if "curl" in text or "mysql" in text:
         yield from _in_commands(text)
 
 
 def _in_commands(text: str) -> Iterator[Span]:
     for match in _CURL_LOGIN.finditer(text):
-        same = match[1] == match[2] or _PLACEHOLDER.match(match[2])  # ``me:me`` is a default
+        same = match[1] == match[2] or PLACEHOLDER.match(match[2])  # ``me:me`` is a default
         if not same and _is_of_command("curl", text, match.start()):
             yield match.span(2)
     for match in _SHORT_PASSWORD.finditer(text):
-        word = _PLACEHOLDER.match(match[1]) or match[1].isdigit() or _PATH.match(match[1])
+        word = PLACEHOLDER.match(match[1]) or match[1].isdigit() or PATH.match(match[1])
         if not word and _is_of_command("mysql", text, match.start()):
             yield match.span(1)
 
@@ -240,7 +244,7 @@ def _own(text: str, own: Sequence[str]) -> Iterator[Span]:
 
 def _named(text: str, lower: bytes) -> Iterator[Span]:
     """Secrets that a name gives away."""
-    return chain(_assigned(text, lower), _cookies(text, lower))
+    return chain(_assigned(text, lower), _cookies(text, lower), in_statements(text, lower))
 
 
 def _cookies(text: str, lower: bytes) -> Iterator[Span]:
@@ -249,7 +253,7 @@ def _cookies(text: str, lower: bytes) -> Iterator[Span]:
         header = _COOKIES.match(text, at)
         at = lower.find(b"cookie", header.end() if header else at + 1)
         for match in _COOKIE.finditer(text, *header.span(1)) if header else ():
-            if match[1].lower() not in _COOKIE_ATTRIBUTES and _is_generated(match[2], at_least=8):
+            if match[1].lower() not in _COOKIE_ATTRIBUTES and is_generated(match[2], at_least=8):
                 yield match.span(2)
 
 
@@ -259,6 +263,13 @@ def _assigned(text: str, lower: bytes) -> Iterator[Span]:
         while at >= 0:
             if word in (b"auth", b"pass") and (other := _in_other_words(text, at)):
                 yield other
+            if lower[at + len(word) : at + len(word) + 1] not in _FOLLOWS:
+                at = lower.find(word, at + len(word))
+                continue
+            if place := in_places(text, at):
+                yield place
+                at = lower.find(word, max(at + len(word), place[1]))
+                continue
             match = _ASSIGNED.match(text, at)
             at += len(word)
             if match is not None and (end := _end_of_secret(text, match)):
@@ -271,14 +282,14 @@ def _in_other_words(text: str, at: int) -> Span | None:
     match, start = _DIGEST.match(text, at), max(0, at - _LONGEST_COMMAND)
     if text.startswith("password", at) and text.find("login", start, at) >= 0 and _NETRC.search(text, start, at):
         match = _NETRC_PASSWORD.match(text, at)
-    return match.span(1) if match and not _PLACEHOLDER.match(match[1]) else None
+    return match.span(1) if match and not PLACEHOLDER.match(match[1]) else None
 
 
 def _end_of_secret(text: str, match: re.Match[str]) -> int | None:
     """The end of the assigned value, if it is a secret."""
     if match["open"] and match["sign"] in ("=", ":") and match["word"].lower().startswith("p"):
         phrase = _PHRASE.match(text, match.start("value"))
-        if phrase and " " in phrase[0].strip() and _is_phrase(phrase[0]):
+        if phrase and " " in phrase[0].strip() and is_phrase(phrase[0]):
             return phrase.end()
     if not _is_secret(text, match):
         return None
@@ -292,38 +303,39 @@ def _is_secret(text: str, match: re.Match[str]) -> bool:
     quoted = match["open"] is not None
     padded = _PADDING.match(text, match.end())
     follows = text[padded.end() : padded.end() + 1] if padded and sign == ":" else text[match.end() : match.end() + 1]
-    if _PLACEHOLDER.match(value) or (follows and follows in "([{"):
+    whole = not follows or follows in " \t\r\n\"'\\;&"
+    if PLACEHOLDER.match(value) or (whole and is_dummy(value)) or (follows and follows in "([{"):
         return False
     if quoted and (not follows or follows not in "\"'\\=:"):
         return False  # more than one word
-    name = _name_before(text, match.start()) + match["word"]
+    name = name_before(text, match.start()).rpartition(".")[2] + match["word"]
     if not sign:
         return _is_value_of_option(name, value)
     if sign == ",":  # a pair of texts, or only two of a list
         pair = bool(quoted and match["end"] and not match["suffix"])
-        return pair and bool(match["scheme"] or _is_generated(value, at_least=8))
+        return pair and bool(match["scheme"] or is_generated(value, at_least=8))
     if word in ("auth", "_pat"):
-        return _is_login(value) if word == "auth" else _is_random(value)
+        return is_login(value) if word == "auth" else is_random(value)
     if match["end"] and not quoted and not match["scheme"]:
         return False  # a variable in a program
     if (match["scheme"] and word == "authorization") or _HEADER.match(name):
-        return len(value) >= 6 and not _DOTTED.match(value)
+        return len(value) >= 6 and not DOTTED.match(value)
     spaced = bool(match["before"] or (match["after"] and sign == "="))
     line_ends = not follows or follows in "\n\r\\"
     variable = _VARIABLE.match(name) and not spaced and (sign == "=" or quoted or line_ends)
     if word in ("pass", "pwd"):
         return _is_value_of_short_name(text, match, name, variable=bool(variable), quoted=quoted)
     if match["suffix"] and not (variable and match["suffix"][:1] not in "sS"):
-        return bool(_CREDENTIAL_KEY.search(name) or not _ANY_KEY.search(name)) and _is_random(value)
+        return bool(_CREDENTIAL_KEY.search(name) or not _ANY_KEY.search(name)) and is_random(value)
     if variable:
         return _is_value_of_variable(name, value)
     if sign == "=" and not spaced and word == "password" and _is_in_connection(text, match.start()):
-        return not _DOTTED.match(value)
+        return not DOTTED.match(value)
     if _ANY_KEY.search(name) and not _CREDENTIAL_KEY.search(name):
         return False
     if quoted or (sign != "=" and line_ends):
-        return _is_generated(value, at_least=7)
-    return sign == "=" and (_is_random(value) or (not spaced and "_" not in value and _is_generated(value, at_least=7)))
+        return is_generated(value, at_least=7)
+    return sign == "=" and (is_random(value) or (not spaced and "_" not in value and is_generated(value, at_least=7)))
 
 
 def _is_value_of_option(name: str, value: str) -> bool:
@@ -331,20 +343,20 @@ def _is_value_of_option(name: str, value: str) -> bool:
     any_key = _ANY_KEY.search(name) and not _CREDENTIAL_KEY.search(name)
     if any_key or not name.startswith("--") or value.startswith("-") or _PART_OF_A_WORD.search(name):
         return False
-    return _is_generated(value, at_least=6 if _PASSWORD.search(name) else 8)
+    return is_generated(value, at_least=6 if _PASSWORD.search(name) else 8)
 
 
 def _is_value_of_short_name(text: str, match: re.Match[str], name: str, *, variable: bool, quoted: bool) -> bool:
     """``pass`` and ``pwd`` are parts of other words, and words of a program or a shell themselves."""
     value, before = match["value"], name[: -len(match["word"])]
-    if before[-1:].isalpha() or (_PATH.match(value) and not _is_random(value)):
+    if before[-1:].isalpha() or (PATH.match(value) and not is_random(value)):
         return False
     if not before:
-        mixed = quoted and "_" not in value and bool(_UPPER.search(value)) and _is_generated(value, at_least=7)
+        mixed = quoted and "_" not in value and bool(UPPER.search(value)) and is_generated(value, at_least=7)
         return mixed or (match["sign"] == "=" and not quoted and _is_in_connection(text, match.start()))
     if variable:
-        return _is_generated(value, at_least=6) or (len(value) >= 12 and not value.isdigit())
-    return quoted and _is_generated(value, at_least=7)
+        return is_generated(value, at_least=6) or (len(value) >= 12 and not value.isdigit())
+    return quoted and is_generated(value, at_least=7)
 
 
 def _is_in_connection(text: str, at: int) -> bool:
@@ -352,49 +364,11 @@ def _is_in_connection(text: str, at: int) -> bool:
     return text[at - 1 : at] == ";" and _ACCOUNT.search(text[max(0, at - 256) : at]) is not None
 
 
-def _is_login(value: str) -> bool:
-    """Whether ``value`` is the Base64 form of ``name:password``; its padding may be missing."""
-    try:
-        written = base64.b64decode(value + "=" * (-len(value) % 4), validate=True)
-    except binascii.Error:
-        return False
-    return len(written) >= 6 and b":" in written and written.isascii() and written.decode("ascii").isprintable()
-
-
-def _is_phrase(value: str) -> bool:
-    """Whether a text of more than one word may be a password; messages and labels are none."""
-    return not (value[:1].isupper() and value.replace(" ", "").isalpha()) and not _NOT_OF_A_PHRASE.search(value)
-
-
-def _name_before(text: str, end: int) -> str:
-    before = _NAME.search(text, max(0, end - _LONGEST_NAME), end)
-    return before["name"] if before else ""
-
-
 def _is_value_of_variable(name: str, value: str) -> bool:
     """In ``NAME=value`` of an environment dump; keys and tokens may be of other kinds (``EOS_TOKEN``, ``SORT_KEY``)."""
-    if _PATH.match(value) and not _is_random(value):
+    if PATH.match(value) and not is_random(value):
         return False
     if _PASSWORD.search(name):
         return True
     credential = _CREDENTIAL_KEY.search(name) or not _ANY_KEY.search(name)
-    return _is_generated(value, at_least=8) or (bool(credential) and len(value) >= 12 and not value.isdigit())
-
-
-def _is_generated(value: str, *, at_least: int) -> bool:
-    """Letters and digits, and neither a path nor a name in a program."""
-    return (
-        len(value) >= at_least
-        and bool(_LETTER.search(value) and _DIGIT.search(value))
-        and not _DOTTED.match(value)
-        and not (_PATH.match(value) and not _is_random(value))
-    )
-
-
-def _is_random(value: str) -> bool:
-    """As ``_is_generated``, but unlike any name of a variable or a file."""
-    return _has_random_part(value) and len(value) >= 16 and not _DOTTED.match(value)
-
-
-def _has_random_part(value: str) -> bool:
-    return bool(_DIGIT.search(value)) and bool(_UPPER.search(value) or _UNBROKEN.search(value))
+    return is_generated(value, at_least=8) or (bool(credential) and len(value) >= 12 and not value.isdigit())

@@ -6,10 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted_secrets import CLEAN, IN_TEXT, SHAPES
 
+from evaluation.performance.secrets.planted import left_of, planted
 from openhands_rl_plugin.core.errors import CaughtFailure, boundary, describe
 from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart
 from openhands_rl_plugin.core.redaction import (
@@ -97,6 +98,26 @@ def test_text_without_secrets_stays_whatever_it_is(text: str) -> None:
             ";user=a;pwd=aaaa",
         ),
         *("login password ", "machine a login b ", "--password ", "password='a b", "auth=YTpi", "?sig=", "KEY_1", "A1"),
+        *(
+            "password='1",
+            "key is 1a",
+            "KEY 1a",
+            "ENV A_KEY 1a",
+            "auth=('a',",
+            "pwd=1a;",
+            ";uid=a;pwd=1a",
+            "api.key=1#",
+            "key>1a<",
+        ),
+        *(
+            "identified by '",
+            "postgres://a:b",
+            "password=1#&a=",
+            "token='\\\\'",
+            "a-token: 1a",
+            "_auth=1\n",
+            "secret=[(",
+        ),
         *("eyJ", "eyJaaaaaaa.", "sk-", "://a:", "-----BEGIN PRIVATE KEY-----", "A: x\n", "\\"),
     ],
 )
@@ -105,6 +126,55 @@ def test_hostile_text_takes_linear_time(piece: str) -> None:
     started = time.process_time()
     redact_text(text)
     assert time.process_time() - started < 3
+
+
+WORDS = ["password", "api.key", "A_TOKEN", "auth", ";pwd", "IDENTIFIED BY", "ENV A_KEY", "://a", "secret"]
+SIGNS = [
+    "=",
+    ": ",
+    " ",
+    "'",
+    '"',
+    "\\",
+    "\\\\",
+    "(",
+    "[",
+    "%",
+    "#",
+    "&a=",
+    ";",
+    "1",
+    "a",
+    "Z",
+    "@",
+    "<",
+    ">",
+    "\n",
+    "!@#$%^&*",
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(WORDS + SIGNS), min_size=1, max_size=6).map("".join))
+def test_any_repeated_text_takes_linear_time(piece: str) -> None:
+    text = piece * (60_000 // len(piece))
+    started = time.process_time()
+    redact_text(text)
+    assert time.process_time() - started < 2
+
+
+def test_planted_values_of_all_forms_and_places_are_gone() -> None:
+    """As the benchmark measures it, with other values."""
+    found = [(one, left_of(one.secret, redact_text(one.text))) for one in planted(20_261, 10)]
+    left = [f"{one.form} in {one.place}: {one.text}" for one, is_left in found if is_left]
+    assert len(left) <= 0.005 * len(found), left
+
+
+def test_ordinary_source_is_hardly_touched() -> None:
+    """The standard library holds tests with passwords of its own; the package itself none."""
+    root = Path(__file__).parents[2]
+    files = [path.read_text() for path in (root / "openhands_rl_plugin").rglob("*.py")]
+    assert sum(redact_text(text) is not text for text in files) <= 0.005 * len(files)
 
 
 def test_values_of_own_variables_go_whatever_they_look_like(monkeypatch: pytest.MonkeyPatch) -> None:

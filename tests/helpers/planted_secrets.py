@@ -52,6 +52,9 @@ PRIVATE_KEY = f"-----BEGIN RSA PRIVATE KEY-----\n{_KEY_LINES}\n-----END RSA PRIV
 
 _AWS_SECRET = "wJalrXUtnFEMI/K7MDENG+" + "bPxRfiCYzzKEYzzKEY"
 
+_SIGNS = "x^K9&mW!q2#Zt$L%"
+_DJANGO = "p&l%385148kslhtyn^##a1)ilz@4zqj=rq&agdol^##zgl9(vs"
+
 IN_TEXT: list[tuple[str, str]] = [
     (f"Authorization: Bearer {_MIXED}", _MIXED),
     ("POST /v1 HTTP/1.1\r\nauthorization: Basic dXNlcjpodW50ZXIyMg==\r\nAccept: */*", "dXNlcjpodW50ZXIyMg=="),
@@ -103,6 +106,27 @@ IN_TEXT: list[tuple[str, str]] = [
     (f"https://x.example.com/c?sv=2020&sig={_MIXED}%3D&se=1", f"{_MIXED}%3D"),
     (f"https://api.telegram.org/bot110201543:AA{_MIXED}x/getMe", f"AA{_MIXED}x"),
     (f"  token: {_MIXED}==\n", f"{_MIXED}=="),
+    (f'password = "{_SIGNS}"', _SIGNS),
+    (f"DB_PASSWORD={_SIGNS}\nHOST=db", _SIGNS),
+    (f"SECRET_KEY = 'django-insecure-{_DJANGO}'", f"django-insecure-{_DJANGO}"),
+    (f"SECRET_KEY = '{_DJANGO}'", _DJANGO),
+    ("postgresql://app:p@ss#W0rd/1@db.example.com:5432/shop", "p@ss#W0rd/1"),
+    (f'curl -H "DD-API-KEY: {_HEX}" https://x.example.com', _HEX),
+    ("curl -H 'PRIVATE-TOKEN: Zk39slQ2x7' https://x.example.com", "Zk39slQ2x7"),
+    (f"curl -H 'apikey: {_MIXED}' https://x.example.com", _MIXED),
+    (f"FROM python:3.12\nENV API_KEY {_HEX}\nRUN make", _HEX),
+    ("<user>me</user>\n<password>S3cret&Pa55</password>", "S3cret&Pa55"),
+    (f"api.url=https://x\napi.key={_HEX}\n", _HEX),
+    (f"aws configure set aws_secret_access_key {_AWS_SECRET}\n", _AWS_SECRET),
+    ("web ansible_host=10.0.0.1 ansible_ssh_pass=S3cret#Pa55 ansible_port=22", "S3cret#Pa55"),
+    ("Server=x;Uid=sa;PWD=S3cret&(Pa55;Encrypt=yes", "S3cret&(Pa55"),
+    ("CREATE USER 'me'@'%' IDENTIFIED BY 'S3cret#Pa55';", "S3cret#Pa55"),
+    ("registry=https://x\n//npm.example.com/:_auth=bWU6Y29ycmVjdGhvcnNl\n", "bWU6Y29ycmVjdGhvcnNl"),
+    ("requests.get(url, auth=('me', 'S3cret#Pa55'))", "S3cret#Pa55"),
+    ("requests.get(url, auth=HTTPBasicAuth('me', 'S3cretPa55'))", "S3cretPa55"),
+    ("Please help. My API key is Zk39slQ2x7, thank you.", "Zk39slQ2x7"),
+    (f"PRIVATE_KEY=0x{_HEX}{_HEX}\n", f"0x{_HEX}{_HEX}"),
+    ("os.environ['SERVICE_TOKEN'] = 'S3cret#Pa55'", "S3cret#Pa55"),
 ]
 """Text, and the secret in it."""
 
@@ -163,6 +187,14 @@ CLEAN: list[str] = [
     '{"auth": "none", "auth": "bearer", "oauth": "enabled"}, auth=HTTPBasicAuth(user2, x)',
     "https://example.com/?sig=short&design=abcdefghijklmnopqrstuvwxyz",
     "task-key-names hvs.some_module.a_rather_long_function_name dp.pt.a_rather_long_function_name",
+    "sqlplus scott:tiger@orcl; oracle://scott:tiger@db/orcl postgres://postgres:postgres@localhost redis://:secret@x/0",
+    "mysql://user:password@localhost amqp://guest:guest@rabbit https://foo:bar@example.com https://u:p@x.y",
+    "AWS_SECRET_ACCESS_KEY=wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY\nPASSWORD=changeme\ntoken: 2YotnFZFEjr1zCsicMWpAA",
+    "ENV API_KEY $API_KEY\nENV PASSWORD_FILE /run/secrets/p1\napi.key=${API_KEY_1}\n<password>${env.PASS1}</password>",
+    "IDENTIFIED BY 'password'; auth=('user', 'pass'), auth=(user1, password1); My API key is missing2 days.",
+    'logger.error("token: "+(0,N.O)(e1)); password = f"{user}-1{x}"; password = "%s1" % x; key: "<|unused_200054|>"',
+    'secret = "V1SecretVolumeSource"; pass "HintPep484TypeVarFree" as a new one; _PAT = r"[A-Z0-9]+#[!@^]*"',
+    "    password=settings.get(1, DEFAULT1),\n    token: dict[str, int2]\n    secret: Optional[Secret1] = None",
     "a.Digest(response=response), 12345678:AAA, SKIP0123456789, keyboard-0123456789abcdef0123456789abcdef",
 ]
 """What agents read and write all day."""

@@ -1,0 +1,1 @@
+"""How many planted secrets are taken out, and how much ordinary source is touched."""
