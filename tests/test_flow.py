@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from transformers import AutoTokenizer
 from openhands_rl_plugin.apps.demo.report import write_report
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, StorageSettings, TrainingSettings
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.core.types import SamplingParams, StrategySpec, Task
+from openhands_rl_plugin.core.types import SamplingParams, StrategySpec, Task, Trajectory
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
 from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.environments.webshop.demonstrator import DemonstratorOptions, WebShopDemonstrator
@@ -52,8 +53,17 @@ class Collector(LoopListener):
     def __init__(self) -> None:
         self.played: list[str] = []
 
+        self.saved: list[str] = []
+        self.finished: Counter[str] = Counter()
+
     def stage_started(self, name: str) -> None:
         self.played.append(name)
+
+    def episode_finished(self, stage: str, trajectory: Trajectory) -> None:
+        self.finished[stage] += 1
+
+    async def stage_saved(self, state: LoopState) -> None:
+        self.saved.append(state.records[-1].name)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +95,8 @@ def plan(model: Path) -> LoopPlan:
         adapter="flow",
         demonstrations=(TASK,),
         training=(TASK,),
-        held_out=(TASK,),
+        held_out=(TASK, TASK.model_copy(update={"id": f"webshop-{GOAL + 1}", "data": {"idx": GOAL + 1}})),
+        base_held_out=1,
         iterations=1,
         tasks_per_iteration=1,
         samples_per_task=8,
@@ -142,6 +153,9 @@ async def test_one_task_through_everything(settings: RLSettings, model: Path, tm
     state = await ClosedLoop(plan(model), again, seen).run()
     assert seen.played == STAGES[3:]
     assert [record.name for record in state.records] == STAGES
+    assert seen.saved == STAGES[3:]
+    assert seen.finished == {"evaluate-warm-start": 2, "iteration-000": 8, "evaluate-final": 2}
+    assert [record.metrics["episodes"] for record in state.records if record.name.startswith("evaluate")] == [1, 2, 2]
 
     await check_trajectories(again, state)
     await check_service(settings, again, state)

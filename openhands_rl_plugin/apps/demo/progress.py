@@ -7,9 +7,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from openhands_rl_plugin.apps.demo.summary import COLUMNS, evaluation_rows
+from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
 from openhands_rl_plugin.training.loop.sync import LoopListener
+from openhands_rl_plugin.trajectories.view.pages import said_by
 from openhands_rl_plugin.trajectories.view.progress import TimesColumn
+from openhands_rl_plugin.trajectories.view.terminal import one_line
 
 
 class ProgressListener(LoopListener):
@@ -27,6 +30,8 @@ class ProgressListener(LoopListener):
         self._run = self._progress.add_task("stages", total=stages, promise=False)  # they are of different lengths
         self._activity = self._progress.add_task("starting", total=None)
         self._shown = ""
+        self._exemplified: set[str] = set()
+        self._example: str | None = None
 
     def __enter__(self) -> ProgressListener:
         self._progress.start()
@@ -42,6 +47,16 @@ class ProgressListener(LoopListener):
     def advanced(self, stage: str, activity: str, done: int, total: int) -> None:
         """Move the lower bar."""
         self._show(f"{stage}: {activity}", done, total)
+
+    def episode_finished(self, stage: str, trajectory: Trajectory) -> None:
+        """Print one episode of each evaluation: where possible of the same task, so that they can be compared."""
+        known = trajectory.task.id == (self._example or trajectory.task.id)
+        if not stage.startswith("evaluate") or stage in self._exemplified or trajectory.failure or not known:
+            return
+        self._exemplified.add(stage)
+        self._example = trajectory.task.id
+        for line in episode_lines(trajectory):
+            self.console.print(line, style="dim", highlight=False, markup=False, overflow="ellipsis", no_wrap=True)
 
     def stage_finished(self, record: StageRecord) -> None:
         """Move the upper bar and print a line."""
@@ -68,6 +83,20 @@ def stage_line(record: StageRecord) -> str:
         + ", ".join(figures)
     )
 
+
+def episode_lines(trajectory: Trajectory) -> list[str]:
+    """An episode in a few lines: its task, policy and return, then each answer in a line."""
+    head = f"for example {trajectory.task.id}, by {trajectory.policy.served_name}: "
+    answers = [trajectory.nodes[at].message for at in trajectory.path() if trajectory.nodes[at].sampled]
+    lines = [f"{turn}. {one_line(said_by(answer), _ANSWER)}" for turn, answer in enumerate(answers, start=1)]
+    return [
+        f"    {one_line(head, _ANSWER)} return {trajectory.episode_return:.2f}",
+        *(f"      {each}" for each in lines),
+    ]
+
+
+_ANSWER = 80
+"""Characters of an answer that are shown."""
 
 _SHOWN = {"success": "success", "reward": "reward", "last_loss": "loss", "approx_kl": "KL"}
 

@@ -18,7 +18,8 @@ class LoopPlan(Frozen):
     """A whole run. ``base_model``: the name of the trained model on the server.
 
     ``success_at``: the least reward of a success. ``probe_ids``: the token ids on whose logprobs server and trainer
-    must agree after each publication.
+    must agree after each publication. ``base_held_out``: the number of held-out tasks that the policy is evaluated on
+    before training, the first ones; ``None``: all.
     """
 
     run_id: str
@@ -27,6 +28,7 @@ class LoopPlan(Frozen):
     demonstrations: tuple[Task, ...]
     training: tuple[Task, ...]
     held_out: tuple[Task, ...]
+    base_held_out: int | None = Field(default=None, ge=1)
     iterations: int = Field(ge=0)
     tasks_per_iteration: int = Field(ge=1)
     samples_per_task: int = Field(ge=2)

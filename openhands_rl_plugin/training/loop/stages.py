@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -58,8 +59,14 @@ class LoopListener:
     def advanced(self, stage: str, activity: str, done: int, total: int) -> None:
         """``done`` of ``total`` episodes or optimiser steps of an activity of the stage are finished."""
 
+    def episode_finished(self, stage: str, trajectory: Trajectory) -> None:
+        """An episode of an evaluation, of the demonstrations or of a synchronous iteration ended."""
+
     def stage_finished(self, record: StageRecord) -> None:
         """A stage ended, or was already finished when the run was resumed."""
+
+    async def stage_saved(self, state: LoopState) -> None:
+        """A stage ended and is saved in ``state``; the loop waits for this before the next stage."""
 
 
 @dataclass(frozen=True)
@@ -92,26 +99,29 @@ class LoopStages:
         self._trainer: LoraTrainer | None = None
 
     async def _stage(self, name: str, play: Callable[[str], Awaitable[StageRecord]]) -> None:
-        record = self._state.record(name)
-        if record is None:
-            self._listener.stage_started(name)
-            record = await play(name)
-            self._state = self._state.with_record(record)
-            self._state.save(self._parts.state_file)
+        if (known := self._state.record(name)) is not None:
+            self._listener.stage_finished(known)
+            return
+        self._listener.stage_started(name)
+        record = await play(name)
+        self._state = self._state.with_record(record)
+        self._state.save(self._parts.state_file)
         self._listener.stage_finished(record)
+        await self._listener.stage_saved(self._state)
 
     async def _begin(self) -> None:
         """The stages before reinforcement learning."""
-        await self._stage("evaluate-base", self._evaluate)
+        await self._stage("evaluate-base", partial(self._evaluate, first=self._plan.base_held_out))
         if not self._plan.demonstrations:
             return
         await self._stage("demonstrate", self._demonstrate)
         await self._stage("warm-start", self._warm_start)
         await self._stage("evaluate-warm-start", self._evaluate)
 
-    async def _evaluate(self, stage: str) -> StageRecord:
+    async def _evaluate(self, stage: str, first: int | None = None) -> StageRecord:
+        """Evaluate on the held-out tasks, or on the ``first`` of them."""
         started = time.time()
-        played = await self._roll_out(stage, self._plan.held_out, 1, self._plan.evaluation)
+        played = await self._roll_out(stage, self._plan.held_out[:first], 1, self._plan.evaluation)
         return self._record(stage, started, await self._judge(self._where(stage), played))
 
     async def _demonstrate(self, stage: str) -> StageRecord:
@@ -161,10 +171,11 @@ class LoopStages:
         )
         finished, total = 0, len(tasks) * samples_per_task
 
-        def count(_: Trajectory) -> None:
+        def count(trajectory: Trajectory) -> None:
             nonlocal finished
             finished += 1
             self._listener.advanced(stage, "episodes", finished, total)
+            self._listener.episode_finished(stage, trajectory)
 
         return await roll_out(plan, runner or self._parts.runner, self._parts.storage, count)
 

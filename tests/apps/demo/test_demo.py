@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import subprocess
@@ -13,12 +14,16 @@ from pathlib import Path
 
 import httpx
 import pytest
+from rich.console import Console
 
 from openhands_rl_plugin.apps.demo.child import free_port, running_command
 from openhands_rl_plugin.apps.demo.options import DemoOptions
+from openhands_rl_plugin.apps.demo.progress import ProgressListener
 from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.core.errors import InfrastructureError
+from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.evals.report.charts import Point, Series, line_chart, svg_file
+from openhands_rl_plugin.testing.samples import sample_episode
 from openhands_rl_plugin.training.loop.plan import LoopState
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -82,6 +87,28 @@ def test_a_run_is_not_continued_as_another_one(tmp_path: Path, capsys: pytest.Ca
     assert main(["demo", "--tiny", "--run-dir", str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and "--fresh" in error and error.count("\n") == 1
+
+
+def test_an_episode_of_the_same_task_is_shown_before_and_after(tmp_path: Path) -> None:
+    said = io.StringIO()
+    before, other = (sample_episode(name, task=name, text="\x1b[2J") for name in ("webshop-1", "webshop-2"))
+    after = before.model_copy(update={"id": "later", "policy": PolicyRef(base_model="m", adapter="shop", version=2)})
+    with ProgressListener(3, Console(file=said, width=100)) as listener:
+        for stage, trajectory in (
+            ("evaluate-base", before),
+            ("evaluate-base", other),
+            ("iteration-000", before),
+            ("evaluate-final", other),
+            ("evaluate-final", after),
+        ):
+            listener.episode_finished(stage, trajectory)
+    lines = [line.rstrip() for line in said.getvalue().splitlines() if "for example" in line]
+    assert [line.split(":")[0].split()[2:] for line in lines] == [
+        ["webshop-1,", "by", before.policy.served_name],
+        ["webshop-1,", "by", "shop-v000002"],
+    ]
+    assert "\x1b[2J" not in said.getvalue()
+    assert all(len(line) <= 100 for line in said.getvalue().splitlines())
 
 
 @pytest.mark.slow
