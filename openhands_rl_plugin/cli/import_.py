@@ -7,18 +7,20 @@ import sys
 from pathlib import Path
 
 from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
-from openhands_rl_plugin.trajectories.exchange.formats import importable, table
+from openhands_rl_plugin.trajectories.exchange.formats import recognised_source, source_of, table
 
 EPILOG = f"""formats:
 {table()}
 
 examples:
-  openhands-rl import output.jsonl --format output-jsonl --into ./trajectories
+  openhands-rl import output.jsonl --into ./trajectories
+  openhands-rl import jobs/ --into ./trajectories             (Harbor's trials, or any folder: file by file)
   openhands-rl import llm_completions/ --format llm-completions --into ./trajectories
   openhands-rl import train.raw.parquet --format sft-native --into ./trajectories --skip-bad
   openhands-rl import all.jsonl.gz --format trajectories --into mongodb://127.0.0.1/rl
 
-The same record is stored once, however often it is imported. Only the format "trajectories" carries tokens.
+The same record is stored once, however often it is imported. Only the formats "trajectories" and "atif" carry
+tokens; of the others `train` makes them with the chat template of its --model, to imitate or to prefer.
 """
 RESUME = "the same command continues where it stopped"
 _SHOWN = 20
@@ -27,7 +29,7 @@ _SHOWN = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The source, its format and the store."""
     parser.add_argument("file", type=Path, metavar="FILE", help="a file of the format, or a folder of such files")
-    parser.add_argument("--format", required=True, metavar="F", help="one of the formats below")
+    parser.add_argument("--format", metavar="F", help="one of the formats below (default: recognised)")
     parser.add_argument("--into", required=True, metavar="STORE", help=f"{STORE_HELP}; created if it does not exist")
     parser.add_argument(
         "--skip-bad", action="store_true", help="skip and count bad records instead of stopping at the first"
@@ -39,7 +41,11 @@ async def run(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.cli.options.progress import progress_bar
     from openhands_rl_plugin.trajectories.exchange.transfer import import_source
 
-    source = importable(args.format)(args.file)
+    if args.format is None:
+        source, names = recognised_source(args.file)
+        print("format: " + ", ".join(f"{name} ({count} files)" for name, count in names.most_common()), flush=True)
+    else:
+        source = source_of(args.file, args.format)
     async with open_store(args.into, create=True) as storage:
         with progress_bar("importing", source.total, in_bytes=source.in_bytes) as bar:
             report = await import_source(source, storage, skip_bad=args.skip_bad, advanced=bar.update)

@@ -4,13 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from openhands_rl_plugin.core.types import Node
+from openhands_rl_plugin.core.types import Message, Node
 
 REASONING_PARTS = frozenset({"thinking", "redacted_thinking", "reasoning"})
 """Types of content parts that hold reasoning (or a cipher of it) instead of what the assistant says."""
 
 _NAMES = ("reasoning_content", "reasoning", "thinking")
 _TEXTS = ("thinking", "reasoning", "text")
+
+
+class SpokenMessage(Message):
+    """A message on its way into or out of a tree, where its reasoning stands beside it. ``sampled``: the policy's."""
+
+    reasoning: str | None = None
+    sampled: bool = False
+
+
+def plain_message(message: Message) -> Message:
+    """The message as a tree keeps it."""
+    if type(message) is Message:
+        return message
+    return Message(**{name: getattr(message, name) for name in Message.model_fields})
+
+
+def reasoning_with(message: Message) -> str | None:
+    """The reasoning of a ``SpokenMessage``; other messages have none."""
+    return message.reasoning if isinstance(message, SpokenMessage) else None
 
 
 def reasoning_in(wire: Mapping[str, object]) -> str | None:

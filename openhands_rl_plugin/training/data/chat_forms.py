@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.core.reasoning import SpokenMessage
 from openhands_rl_plugin.core.types import JsonObject, Message, Trajectory
 from openhands_rl_plugin.trajectories.exchange.conversations import (
     ARGUMENTS_FORMS,
     ArgumentsForm,
-    SpokenMessage,
     arguments_object,
     spoken_messages,
     wire_of,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import JsonValue
 
 from openhands_rl_plugin.core.messages import to_wire
-from openhands_rl_plugin.core.reasoning import reasoning_of
+from openhands_rl_plugin.core.reasoning import SpokenMessage, reasoning_of, reasoning_with
 from openhands_rl_plugin.core.types import JsonObject, Message, Node, Trajectory
 from openhands_rl_plugin.trajectories.exchange.writing import JSON, Columns
 
@@ -35,21 +35,9 @@ TOOLS: list[Any] = [JSON]
 _ARGUMENTS = "arguments"
 
 
-class SpokenMessage(Message):
-    """A message on its way into a row or a template. ``sampled``: the policy said it."""
-
-    reasoning: str | None = None
-    sampled: bool = False
-
-
 def spoken_messages(trajectory: Trajectory, leaf: int | None = None) -> list[SpokenMessage]:
     """The messages from the root to ``leaf`` (default: the head), answers with their reasoning."""
     return [_spoken(trajectory.nodes[at]) for at in trajectory.path(leaf)]
-
-
-def reasoning_with(message: Message) -> str | None:
-    """The reasoning of a ``SpokenMessage``; other messages have none."""
-    return message.reasoning if isinstance(message, SpokenMessage) else None
 
 
 def wire_of(message: Message) -> JsonObject:

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from openhands_rl_plugin.core.reasoning import plain_message, reasoning_with
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     Completion,
@@ -24,6 +25,7 @@ from openhands_rl_plugin.core.types import (
     StrategySpec,
     Task,
     Times,
+    Tokens,
     Trajectory,
 )
 
@@ -71,33 +73,57 @@ class Ending(NamedTuple):
     times: Times = UNKNOWN_TIMES
 
 
-def say(tree: EpisodeTree, message: Message, policy: PolicyRef | None, metadata: JsonObject | None = None) -> int:
-    """Append ``message`` and move the head to it; it was sampled when there is a ``policy``."""
+def say(
+    tree: EpisodeTree,
+    message: Message,
+    policy: PolicyRef | None,
+    metadata: JsonObject | None = None,
+    *,
+    tokens: Tokens | None = None,
+    finish_reason: str | None = None,
+) -> int:
+    """Append ``message`` and move the head to it; it was sampled when there is a ``policy``.
+
+    ``tokens`` are those of the record, with the whole prompt.
+    """
+    if (reasoning := reasoning_with(message)) is not None:
+        metadata = {**(metadata or {}), "reasoning_content": reasoning}
+    message = plain_message(message)
     if policy is None:
         tree.head = tree.append(message)
         tree.nodes[tree.head].metadata.update(metadata or {})
         return tree.head
-    tree.commit(tree.propose(Completion(message=message, policy=policy, metadata=metadata or {})))
+    answer = Completion(
+        message=message, tokens=tokens, finish_reason=finish_reason, policy=policy, metadata=metadata or {}
+    )
+    tree.commit(tree.propose(answer))
     return len(tree.nodes) - 1
 
 
-def conversation(messages: Iterable[Message], policy: PolicyRef, tools: Sequence[JsonObject] = ()) -> EpisodeTree:
-    """A tree with one path, in which the policy sampled what the assistant said."""
+def conversation(
+    messages: Iterable[Message], policy: PolicyRef, tools: Sequence[JsonObject] = (), *, given: int = 0
+) -> EpisodeTree:
+    """A tree with one path, in which the policy sampled what the assistant said behind the first ``given`` messages."""
     tree = EpisodeTree(tools=tools)
-    for message in messages:
-        say(tree, message, policy if message.role == "assistant" else None)
+    for at, message in enumerate(messages):
+        say(tree, message, policy if message.role == "assistant" and at >= given else None)
     return tree
 
 
-def finished(tree: EpisodeTree, origin: Origin, ending: Ending) -> Imported:
-    """The episode as a trajectory, with a score when its reward is known."""
+def finished(
+    tree: EpisodeTree, origin: Origin, ending: Ending, *, policy: PolicyRef | None = None, tokens: int | None = None
+) -> Imported:
+    """The episode as a trajectory, with a score when its reward is known.
+
+    ``policy``: the weights, where the record knows more than their model; ``tokens``: how many answers have ids.
+    """
     run_id = origin.run_id or UNKNOWN
     group_id = origin.group_id or f"{run_id}/{origin.task.id}"
     trajectory = tree.freeze(
         EpisodeRequest(task=origin.task, run_id=run_id, group_id=group_id),
         trajectory_id="",
-        strategy=StrategySpec(name=STRATEGY, options={"format": origin.format, "tokens": None}),
-        policy=origin.policy,
+        strategy=StrategySpec(name=STRATEGY, options={"format": origin.format, "tokens": tokens}),
+        policy=policy or origin.policy,
         stop=ending.stop,
         times=ending.times,
         evidence=ending.evidence,

@@ -10,6 +10,7 @@ from pydantic_core import from_json, to_json
 
 from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.messages import text_of
+from openhands_rl_plugin.core.reasoning import SpokenMessage, reasoning_in
 from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
 from openhands_rl_plugin.core.validation import problems
 
@@ -82,6 +83,17 @@ class WireMessage(Foreign):
             raise ValueError("a part of the content is neither text nor an object with a type")
         return text_of([{"type": "text", **part} if "text" in part else part for part in parts])
 
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_reasoning(cls, data: object) -> object:
+        """From whichever place it stands in."""
+        reasoning = reasoning_in(data) if isinstance(data, dict) else None
+        return {**data, "reasoning_content": reasoning} if isinstance(data, dict) and reasoning else data
+
+    def spoken(self) -> SpokenMessage:
+        """As a message of ours with its reasoning."""
+        return SpokenMessage(**dict(self.message()), reasoning=self.reasoning_content)
+
     def message(self) -> Message:
         """As a message of ours."""
         calls = tuple(
@@ -141,5 +153,5 @@ def from_text(text: str | bytes) -> JsonValue:
 
 
 def messages_of(wire: Sequence[WireMessage]) -> list[Message]:
-    """All of them as messages of ours."""
-    return [message.message() for message in wire]
+    """All of them as messages of ours, with their reasoning."""
+    return [message.spoken() for message in wire]

@@ -8,10 +8,10 @@ For models that were prompted with text a file has the calls in native form too,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
 from openhands_rl_plugin.core.acted import ACTED, CONDENSATION, KIND
 from openhands_rl_plugin.core.messages import to_wire
@@ -38,6 +38,7 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
 from openhands_rl_plugin.trajectories.exchange.reading import Source, Unit, files_below, read_document
 from openhands_rl_plugin.trajectories.exchange.text_tools import read_system_prompt
 from openhands_rl_plugin.trajectories.exchange.v0_read import Response
+from openhands_rl_plugin.trajectories.exchange.v1_read import read_tool
 from openhands_rl_plugin.trajectories.exchange.writing import safe_name
 
 
@@ -56,14 +57,26 @@ class LLMSettings(Foreign):
 
 
 class Logged(Foreign):
-    """One file. ``fncall_*`` stand beside the text form that the model saw."""
+    """One file. ``fncall_*`` stand beside the text form that the model saw.
+
+    V1's SDK calls the native form ``raw_messages`` and ``response``, and the text that the model said ``raw_response``.
+    """
 
     messages: tuple[WireMessage, ...]
     response: Response
     fncall_messages: tuple[WireMessage, ...] = ()
     fncall_response: Response | None = None
     kwargs: LLMSettings = Field(default_factory=LLMSettings)
+    tools: JsonValue = None
     timestamp: float = 0.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_v1(cls, data: object) -> object:
+        if not isinstance(data, dict) or data.get("raw_messages") is None or data.get("raw_response") is None:
+            return data
+        native = {"fncall_messages": data["raw_messages"], "fncall_response": data.get("response")}
+        return {**data, **native, "response": data["raw_response"]}
 
 
 def source(path: Path) -> Source:
@@ -77,6 +90,11 @@ def source(path: Path) -> Source:
             yield Unit(str(folder), number, lambda folder=folder, own=own: _episode(folder.name, own))
 
     return Source(len(folders), units())
+
+
+def recognises(row: Mapping[str, JsonValue]) -> bool:
+    """The messages of a call, and the response to it."""
+    return isinstance(row.get("messages"), list) and isinstance(row.get("response"), dict)
 
 
 def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[tuple[str, JsonObject]]:
@@ -226,5 +244,7 @@ def _tools(logged: Logged) -> tuple[JsonObject, ...]:
     """From the request; a text prompt has them in its system message."""
     if logged.kwargs.tools is not None:
         return tools_of(logged.kwargs.tools)
+    if isinstance(logged.tools, list) and logged.fncall_response is None:
+        return tuple(read_tool(tool) for tool in logged.tools if isinstance(tool, dict))
     first = logged.messages[0] if logged.messages else None
     return read_system_prompt(first.content or "").tools if first is not None else ()

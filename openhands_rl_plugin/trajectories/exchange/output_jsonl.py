@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
 from pydantic import Field, JsonValue
@@ -21,6 +21,7 @@ from openhands_rl_plugin.trajectories.exchange.episodes import (
     reward_of,
 )
 from openhands_rl_plugin.trajectories.exchange.foreign import (
+    ExchangeError,
     Foreign,
     LeftOutError,
     names_of_tests,
@@ -67,6 +68,11 @@ class EvalOutput(Foreign):
     run_id: str | None = None
 
 
+def recognises(row: Mapping[str, JsonValue]) -> bool:
+    """An instance with its history or its result."""
+    return "instance_id" in row and "messages" not in row and not {"history", "test_result"}.isdisjoint(row)
+
+
 def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
     """One row. Raises ``LeftOutError`` when nothing was said."""
     messages = transcript(trajectory)
@@ -95,6 +101,8 @@ def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject
 def read(row: JsonObject) -> Imported:
     """An episode of a row. Raises ``ExchangeError``."""
     record = parse(EvalOutput, row)
+    if not record.history and not record.test_result and record.error is None:
+        raise ExchangeError("history: is required, or test_result or error of an instance that was not played")
     metadata = record.metadata
     data = without_nulls(record.instance)
     data.update({name: list(names_of_tests(data[name])) for name in _TEST_LISTS if name in data})

@@ -26,7 +26,9 @@ EXTRA = "exchange"
 _PEEK = 2**20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
-_ROW_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
+ROW_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", ".traj", ".traj.gz")
+CONVERSATION_FILE = "messages"
+"""``trajectory_format`` of a row that is a whole file: a list of messages."""
 _MEMBERS = {"model_patch", "instance_id", "messages", "trajectory"}
 
 
@@ -38,7 +40,7 @@ class Unit(NamedTuple):
 
     at: str
     done: int
-    read: Callable[[], Imported]
+    read: Callable[[], Imported | list[Imported]]
 
 
 class Source(NamedTuple):
@@ -57,15 +59,15 @@ class Row(NamedTuple):
     load: Callable[[], JsonObject]
 
 
-def row_source(path: Path, convert: Callable[[JsonObject], Imported]) -> Source:
+def row_source(path: Path, convert: Callable[[JsonObject, Path], Imported | list[Imported]]) -> Source:
     """The rows of a file (JSON Lines, JSON, Parquet; gzip), or of all such files below a folder, in order of name."""
-    files = files_below(path, _ROW_SUFFIXES)
+    files = files_below(path, ROW_SUFFIXES)
 
     def units() -> Iterator[Unit]:
         before = 0
         for file in files:
             for row in rows_of(file):
-                yield Unit(row.at, before + row.done, lambda load=row.load: convert(load()))
+                yield Unit(row.at, before + row.done, lambda load=row.load, file=file: convert(load(), file))
             before += file.stat().st_size
 
     return Source(sum(file.stat().st_size for file in files), units(), in_bytes=True)
@@ -145,13 +147,20 @@ def _document(file: Path, stream: io.BufferedReader[Any]) -> JsonValue:
 
 
 def _members(file: Path, document: JsonValue, size: int) -> Iterator[Row]:
-    """The rows of an array, or of an object from instance ids to rows; any other object is one row."""
+    """The rows of an array, or of an object from instance ids to rows. Any other object is one row, as a list of chat
+    messages is."""
+    if isinstance(document, list) and document and all(_is_message(value) for value in document):
+        document = {"messages": document, "trajectory_format": CONVERSATION_FILE}
     if isinstance(document, dict) and document and all(_is_member(value) for value in document.values()):
         document = [{"instance_id": key, **value} for key, value in document.items() if isinstance(value, dict)]
     rows = document if isinstance(document, list) else [document]
     for number, row in enumerate(rows, 1):
         at = f"{file}[{number - 1}]" if isinstance(document, list) else str(file)
         yield Row(at, size * number // len(rows), lambda row=row: _object(row))
+
+
+def _is_message(value: JsonValue) -> bool:
+    return isinstance(value, dict) and "role" in value and not {"content", "tool_calls"}.isdisjoint(value)
 
 
 def _is_member(value: JsonValue) -> bool:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from pydantic import JsonValue
+from pydantic import JsonValue, field_validator
+from pydantic_core import to_json
 
+from openhands_rl_plugin.core.reasoning import SpokenMessage, reasoning_with
 from openhands_rl_plugin.core.templates.function_text import Newlines, RenderError, read_function_text, render_call
 from openhands_rl_plugin.core.types import JsonObject, Message, Score, Task, ToolCall, Trajectory
 from openhands_rl_plugin.trajectories.exchange.conversations import (
     CONVERSATION,
     TOOLS,
-    SpokenMessage,
-    reasoning_with,
     spoken_messages,
     wire_of,
 )
@@ -30,6 +30,7 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
     Foreign,
     LeftOutError,
     WireMessage,
+    from_text,
     messages_of,
     parse,
     tools_of,
@@ -65,6 +66,12 @@ class SftRow(Foreign):
     """A row of ours, of SWE-Gym's SFT set, or of its Sampled set (which has ``test_result`` and null-filled tools)."""
 
     messages: tuple[WireMessage, ...]
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _from_json(cls, value: object) -> object:
+        return from_text(value) if isinstance(value, str) else value
+
     tools: JsonValue = None
     instance_id: str = ""
     run_id: str | None = None
@@ -74,6 +81,19 @@ class SftRow(Foreign):
     test_result: JsonValue = None
     patch: str | None = None
     traj_id: str | None = None
+
+
+def recognises(row: Mapping[str, JsonValue]) -> bool:
+    """Chat messages, as a list or as JSON."""
+    listed = row.get("messages")
+    if isinstance(listed, str):
+        return listed.lstrip().startswith("[")
+    return isinstance(listed, list) and bool(listed) and isinstance(listed[0], dict) and "role" in listed[0]
+
+
+def recognises_text(row: Mapping[str, JsonValue]) -> bool:
+    """Chat messages with calls in their text."""
+    return recognises(row) and not row.get("tools") and "<function=" in to_json(row.get("messages")).decode()
 
 
 def text_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:

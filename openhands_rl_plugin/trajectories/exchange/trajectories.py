@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from pydantic import ValidationError
+from pydantic import JsonValue, ValidationError
 
 from openhands_rl_plugin.core.types import SCHEMA_VERSION, Frozen, JsonObject, Score, Trajectory
 from openhands_rl_plugin.core.validation import problems
@@ -17,6 +17,12 @@ class Line(Frozen):
 
     trajectory: Trajectory
     scores: tuple[Score, ...] = ()
+
+
+def recognises(row: Mapping[str, JsonValue]) -> bool:
+    """A trajectory with its nodes."""
+    trajectory = row.get("trajectory")
+    return isinstance(trajectory, dict) and "nodes" in trajectory
 
 
 def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:

@@ -109,7 +109,7 @@ async def import_source(
 def _episodes(source: Source, skip_bad: bool, advanced: Advanced, report: ImportReport) -> Iterator[Imported]:
     for unit in source.units:
         try:
-            episode = unit.read()
+            found = unit.read()
         except ExchangeError as error:
             message = str(error) if str(error).startswith(unit.at) else f"{unit.at}: {error}"
             if not skip_bad:
@@ -117,7 +117,7 @@ def _episodes(source: Source, skip_bad: bool, advanced: Advanced, report: Import
             report.bad.append(message)
         else:
             report.records += 1
-            yield episode
+            yield from found if isinstance(found, list) else [found]
         advanced(unit.done)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from openhands_rl_plugin.core.reasoning import SpokenMessage
 from openhands_rl_plugin.core.types import Message, ToolCall
-from openhands_rl_plugin.trajectories.exchange.conversations import SpokenMessage
 
 
 class Turns(NamedTuple):

@@ -115,7 +115,7 @@ class EventReader:
             asked = f"User executed the command:\n{_text(event.args.get('command'))}"
             say(self.tree, Message(role="user", content=asked), None)
         elif event.source == "agent" and action in _FUNCTIONS:
-            self._guess(event, action)
+            self._reconstruct_call(event, action)
 
     def _respond(self, metadata: CallMetadata) -> None:
         response = metadata.model_response
@@ -129,7 +129,7 @@ class EventReader:
         reasoning: JsonObject = {"reasoning_content": wire.reasoning_content} if wire.reasoning_content else {}
         say(self.tree, wire.message(), self._policy, reasoning)
 
-    def _guess(self, event: V0Event, action: str) -> None:
+    def _reconstruct_call(self, event: V0Event, action: str) -> None:
         function, parameters = _FUNCTIONS[action]
         arguments = {new: event.args[old] for old, new in parameters.items() if event.args.get(old) is not None}
         if action == "read":
@@ -145,7 +145,7 @@ class EventReader:
         metadata = event.tool_call_metadata
         if observation in _SILENT and metadata is None:
             return
-        text = _told(event, observation)
+        text = _observation_text(event, observation)
         pending, self._pending = self._pending, None
         if metadata is not None:
             result = Message(role="tool", content=text, tool_call_id=metadata.tool_call_id, name=metadata.function_name)
@@ -158,7 +158,7 @@ class EventReader:
         say(self.tree, result, None)
 
 
-def _told(event: V0Event, observation: str) -> str:
+def _observation_text(event: V0Event, observation: str) -> str:
     match observation:
         case "run":
             return "".join(_command_result(event))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import Field, JsonValue
@@ -16,6 +16,24 @@ from openhands_rl_plugin.trajectories.exchange.v1_read import Log, read_log
 ENVIRONMENT = "openhands"
 _STATE = "base_state.json"
 _EVENTS = "events"
+EVENT_KINDS = frozenset(
+    {
+        "SystemPromptEvent",
+        "MessageEvent",
+        "ActionEvent",
+        "ObservationEvent",
+        "UserRejectObservation",
+        "AgentErrorEvent",
+        "ConversationErrorEvent",
+        "Condensation",
+        "CondensationRequest",
+        "CondensationSummaryEvent",
+        "ConversationStateUpdateEvent",
+        "LLMCompletionLogEvent",
+        "PauseEvent",
+        "TokenEvent",
+    }
+)
 _REGULAR_ENDS = {"MaxIterationsReached": StopReason.MAX_TURNS}
 
 
@@ -38,6 +56,16 @@ class BaseState(Foreign):
     agent: AgentState = Field(default_factory=AgentState)
     execution_status: str | None = None
     leaf_event_id: str | None = None
+
+
+def recognises(row: Mapping[str, JsonValue]) -> bool:
+    """By its kind and its source."""
+    return isinstance(kind := row.get("kind"), str) and kind in EVENT_KINDS and "source" in row
+
+
+def is_conversation(path: Path) -> bool:
+    """Whether a folder is a stored conversation, or has some in it."""
+    return path.is_dir() and bool(_conversations(path))
 
 
 def source(path: Path) -> Source:
@@ -74,11 +102,16 @@ def _events(files: Sequence[Path]) -> Iterator[JsonObject]:
 
 
 def _from_file(file: Path) -> Imported:
+    state = file.with_name(_STATE)
+    base = parse(BaseState, read_document(state)) if state.is_file() else BaseState()
     events = [row.load() for row in rows_of(file)]
-    return _episode(file.name.partition(".")[0], BaseState(), events)
+    name = file.name.partition(".")[0]
+    return _episode(base.id or (name if name != _EVENTS else file.absolute().parent.name), base, events)
 
 
 def _episode(name: str, base: BaseState, events: Sequence[JsonValue]) -> Imported:
+    if not any(recognises(event) for event in events if isinstance(event, dict)):
+        raise ExchangeError("there is no event of OpenHands' SDK in it")
     log = read_log(events, PolicyRef(base_model=base.agent.llm.model or "unknown"), base.leaf_event_id)
     asked = next((message.content for message in log.tree.messages() if message.role == "user"), None)
     task = Task(id=name, environment=ENVIRONMENT, instruction=asked or "")

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from pydantic import JsonValue
 
 from openhands_rl_plugin.core.messages import text_of
+from openhands_rl_plugin.core.reasoning import reasoning_in
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import JsonObject, Message, PolicyRef, Times, ToolCall
 from openhands_rl_plugin.trajectories.exchange.dates import seconds_of
@@ -48,7 +49,7 @@ class V1Call(Foreign):
     arguments: str = "{}"
     function: WireFunction | None = None
 
-    def made(self, event: V1Event) -> ToolCall:
+    def as_tool_call(self, event: V1Event) -> ToolCall:
         """As a call of ours; missing fields are taken from the event."""
         said = self.function or self
         return ToolCall(id=self.id or event.tool_call_id, name=said.name or event.tool_name, arguments=said.arguments)
@@ -69,6 +70,13 @@ class V1Event(Foreign):
     extended_content: tuple[Text, ...] = ()
     thought: tuple[Text, ...] = ()
     reasoning_content: str | None = None
+    thinking_blocks: tuple[JsonObject, ...] = ()
+
+    @property
+    def reasoning(self) -> str | None:
+        """Of an answer, in either form."""
+        return self.reasoning_content or reasoning_in({"thinking_blocks": self.thinking_blocks})
+
     tool_name: str = ""
     tool_call_id: str = ""
     tool_call: V1Call | None = None
@@ -122,12 +130,12 @@ class _Reader:
             self.tree.head = self.places[event.parent_id]
         match event.kind:
             case "SystemPromptEvent":
-                self.tree.tools = self.tree.tools or tuple(_tool(without_nulls(tool)) for tool in event.tools)
+                self.tree.tools = self.tree.tools or tuple(read_tool(tool) for tool in event.tools)
                 say(self.tree, Message(role="system", content=_system(event)), None)
             case "MessageEvent":
-                self._speak(event)
+                self._add_message(event)
             case "ActionEvent":
-                self._act(event)
+                self._add_action(event)
             case kind if kind in _RESULTS:
                 content = _join([*_result(event), *(part.text for part in event.extended_content)])
                 result = Message(
@@ -138,7 +146,7 @@ class _Reader:
                 pass
         self.places[event.id] = self.tree.head
 
-    def _speak(self, event: V1Event) -> None:
+    def _add_message(self, event: V1Event) -> None:
         wire = parse(WireMessage, _as_wire(event.llm_message or {}))
         message = wire.message()
         if event.extended_content:
@@ -147,10 +155,10 @@ class _Reader:
         sampled = message.role == "assistant"
         say(self.tree, message, self._policy if sampled else None, _reasoning(wire.reasoning_content))
 
-    def _act(self, event: V1Event) -> None:
+    def _add_action(self, event: V1Event) -> None:
         if event.tool_call is None:
             raise ExchangeError("tool_call: is required")
-        call = event.tool_call.made(event)
+        call = event.tool_call.as_tool_call(event)
         known = self._answers.get(event.llm_response_id or "")
         if known is not None:
             # Each call of a response is an event of its own.
@@ -158,7 +166,12 @@ class _Reader:
             node.message = node.message.model_copy(update={"tool_calls": (*node.message.tool_calls, call)})
             return
         message = Message(role="assistant", content=_join(part.text for part in event.thought), tool_calls=(call,))
-        at = say(self.tree, message, self._policy, _reasoning(event.reasoning_content))
+        at = say(
+            self.tree,
+            message,
+            self._policy,
+            _reasoning(event.reasoning),
+        )
         if event.llm_response_id:
             self._answers[event.llm_response_id] = at
 
@@ -181,18 +194,19 @@ def _result(event: V1Event) -> list[str]:
 
 
 def _shell_result(text: str, metadata: JsonObject) -> str:
-    told = f"{metadata.get('prefix') or ''}{text}{metadata.get('suffix') or ''}"
+    text = f"{metadata.get('prefix') or ''}{text}{metadata.get('suffix') or ''}"
     if metadata.get("working_dir"):
-        told += f"\n[Current working directory: {metadata['working_dir']}]"
+        text += f"\n[Current working directory: {metadata['working_dir']}]"
     if metadata.get("py_interpreter_path"):
-        told += f"\n[Python interpreter: {metadata['py_interpreter_path']}]"
+        text += f"\n[Python interpreter: {metadata['py_interpreter_path']}]"
     if metadata.get("exit_code") not in (None, -1):
-        told += f"\n[Command finished with exit code {metadata['exit_code']}]"
-    return told
+        text += f"\n[Command finished with exit code {metadata['exit_code']}]"
+    return text
 
 
-def _tool(tool: JsonObject) -> JsonObject:
+def read_tool(given: JsonObject) -> JsonObject:
     """A logged tool as an OpenAI tool; its name is that of its class, and its parameters only MCP tools have."""
+    tool = without_nulls(given)
     if "function" in tool:
         return tool
     mcp = tool.get("mcp_tool")

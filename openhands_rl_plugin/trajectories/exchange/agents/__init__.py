@@ -1,0 +1,1 @@
+"""Records of other agents, and of the data sets made of them."""

@@ -1,0 +1,311 @@
+"""ATIF, the Agent Trajectory Interchange Format of Harbor, both ways, with token ids and logprobs.
+
+Written is ATIF-v1.7, in which unknown fields are forbidden; read is every version. A step's ``metrics`` have the whole
+prompt's ids, those of the answer, and a logprob for each of these. What ATIF has no field for (the task, the judgement,
+rewards of steps, arguments as they were written) stands in ``extra``, so our own files are read back without loss.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from pydantic import Field, JsonValue
+from pydantic_core import to_json
+
+from openhands_rl_plugin.core.reasoning import SpokenMessage
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import (
+    JsonObject,
+    Message,
+    PolicyRef,
+    StopReason,
+    Task,
+    Times,
+    Tokens,
+    ToolCall,
+)
+from openhands_rl_plugin.trajectories.exchange.dates import seconds_of
+from openhands_rl_plugin.trajectories.exchange.episodes import (
+    UNKNOWN,
+    UNKNOWN_TIMES,
+    Ending,
+    Imported,
+    Origin,
+    end_of,
+    finished,
+    reward_of,
+    say,
+)
+from openhands_rl_plugin.trajectories.exchange.foreign import (
+    ExchangeError,
+    Foreign,
+    WireMessage,
+    parse,
+    tools_of,
+    without_nulls,
+)
+
+NAME = "atif"
+OWN = "openhands_rl"
+"""The key of ``extra`` under which our own fields stand."""
+_SOURCES = {"system": "system", "user": "user"}
+
+
+class AtifCall(Foreign):
+    """A call. ``arguments`` is an object."""
+
+    tool_call_id: str = ""
+    function_name: str
+    arguments: JsonValue = Field(default_factory=dict)
+    extra: JsonObject = Field(default_factory=dict)
+
+
+class AtifResult(Foreign):
+    """A result, of a call or of the step."""
+
+    source_call_id: str | None = None
+    content: JsonValue = None
+
+
+class AtifObservation(Foreign):
+    """What the environment answered to a step."""
+
+    results: tuple[AtifResult, ...] = ()
+
+
+class AtifMetrics(Foreign):
+    """Token ids of a step as far as they were recorded."""
+
+    prompt_token_ids: tuple[int, ...] | None = None
+    completion_token_ids: tuple[int, ...] | None = None
+    logprobs: tuple[float, ...] | None = None
+
+
+class AtifStep(Foreign):
+    """One step."""
+
+    source: str
+    timestamp: str | None = None
+    message: JsonValue = None
+    model_name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: tuple[AtifCall, ...] = ()
+    observation: AtifObservation = AtifObservation()
+    metrics: AtifMetrics = AtifMetrics()
+    llm_call_count: int | None = None
+    is_copied_context: bool = False
+    extra: JsonObject = Field(default_factory=dict)
+
+
+class AtifAgent(Foreign):
+    """Who played."""
+
+    name: str = UNKNOWN
+    version: str = ""
+    model_name: str | None = None
+    tool_definitions: JsonValue = None
+
+
+class AtifRecord(Foreign):
+    """One trajectory."""
+
+    schema_version: str
+    session_id: str | None = None
+    trajectory_id: str | None = None
+    agent: AtifAgent = Field(default_factory=AtifAgent)
+    steps: tuple[AtifStep, ...]
+    notes: str | None = None
+    final_metrics: JsonValue = None
+    extra: JsonObject = Field(default_factory=dict)
+
+
+class OwnFields(Foreign):
+    """What our own files have in the root's ``extra``."""
+
+    task: Task | None = None
+    run_id: str | None = None
+    group_id: str | None = None
+    policy: PolicyRef | None = None
+    stop: StopReason | None = None
+    score: float | None = None
+    resolved: bool | None = None
+    evidence: JsonObject = Field(default_factory=dict)
+
+
+class HarborRewards(Foreign):
+    """A trial's rewards by name."""
+
+    rewards: JsonObject = Field(default_factory=dict)
+
+
+class HarborTrial(Foreign):
+    """``result.json`` of a trial of Harbor."""
+
+    task_name: str | None = None
+    trial_name: str | None = None
+    verifier_result: HarborRewards = HarborRewards()
+
+
+def recognises(row: Mapping[str, JsonValue]) -> bool:
+    """By the name of its version."""
+    return str(row.get("schema_version", "")).startswith("ATIF") and isinstance(row.get("steps"), list)
+
+
+def is_trial(file: Path) -> bool:
+    """Whether a file is the ``result.json`` of a trial of Harbor, or its settings."""
+    trial = file.parent / "agent" / "trajectory.json"
+    return file.name in ("result.json", "config.json") and (trial.is_file() or any(file.parent.glob("*/agent")))
+
+
+def read(row: JsonObject, file: Path | None = None) -> Imported:
+    """An episode of a document; a trial of Harbor beside it gives the task's name and the reward.
+
+    Raises ``ExchangeError`` that names the step.
+    """
+    record = parse(AtifRecord, row)
+    own = parse(OwnFields, record.extra.get(OWN) or {})
+    trial = _trial(file)
+    policy = own.policy or PolicyRef(base_model=record.agent.model_name or UNKNOWN)
+    reader = _Reader(policy, tools_of(_as_tools(record.agent.tool_definitions)))
+    for number, step in enumerate(record.steps):
+        try:
+            reader.take(step)
+        except ExchangeError as error:
+            raise ExchangeError(f"steps[{number}]: {error}") from error
+    messages = reader.tree.messages()
+    asked = next((message.content for message in messages if message.role == "user"), None)
+    name = trial.task_name or record.session_id or record.trajectory_id or (file.stem if file is not None else "")
+    task = own.task or Task(id=name, environment=UNKNOWN, instruction=asked or "")
+    origin = Origin(NAME, task, policy.base_model, own.run_id or trial.trial_name, own.group_id)
+    evidence: JsonObject = dict(own.evidence)
+    evidence |= {} if own.resolved is None else {"resolved": own.resolved}
+    evidence |= {} if record.session_id is None else {"traj_id": record.session_id}
+    evidence |= {} if record.final_metrics is None else {"metrics": record.final_metrics}
+    paid = trial.verifier_result.rewards.get("reward")
+    reward = own.score if own.score is not None else float(paid) if isinstance(paid, int | float) else None
+    reward = reward if reward is not None else reward_of(own.resolved)
+    detail: JsonObject = {} if own.resolved is None else {"resolved": own.resolved}
+    ending = Ending(own.stop or end_of(messages), evidence, reward, detail, times=_times(record.steps))
+    return finished(reader.tree, origin, ending, policy=policy, tokens=reader.tokens or None)
+
+
+class _Reader:
+    def __init__(self, policy: PolicyRef, tools: tuple[JsonObject, ...]) -> None:
+        self.tree = EpisodeTree(tools=tools)
+        self.tokens = 0
+        self._policy = policy
+
+    def take(self, step: AtifStep) -> None:
+        """Append the step's message, and what was answered to it."""
+        text = parse(WireMessage, {"role": "user", "content": step.message}).content
+        if step.source != "agent":
+            if step.source not in _SOURCES:
+                raise ExchangeError(f"source: must be system, user or agent, not {step.source!r}")
+            if text is not None and (text or not step.observation.results):
+                say(self.tree, Message.model_validate({"role": step.source, "content": text}), None)
+        else:
+            self._answer(step, text)
+        names = {call.tool_call_id: call.function_name for call in step.tool_calls}
+        for result in step.observation.results:
+            content = parse(WireMessage, {"role": "user", "content": result.content}).content
+            called = result.source_call_id
+            if called is None and len(names) == 1:
+                (called,) = names
+            role = "tool" if called in names else "user"
+            say(
+                self.tree,
+                Message.model_validate(
+                    {
+                        "role": role,
+                        "content": content,
+                        "tool_call_id": called if role == "tool" else None,
+                        "name": names.get(called or "") if role == "tool" else None,
+                    }
+                ),
+                None,
+            )
+
+    def _answer(self, step: AtifStep, text: str | None) -> None:
+        calls = tuple(
+            ToolCall(id=call.tool_call_id, name=call.function_name, arguments=_arguments(call))
+            for call in step.tool_calls
+        )
+        own = parse(OwnStep, step.extra.get(OWN) or {})
+        empty = own.no_text if own.no_text is not None else text == "" and bool(calls)
+        spoken = SpokenMessage(
+            role="assistant", content=None if empty else text, tool_calls=calls, reasoning=step.reasoning_content
+        )
+        # Copied context was trained where it was first said; a step without a call of a model was not sampled.
+        if step.is_copied_context or step.llm_call_count == 0 or own.sampled is False:
+            say(self.tree, spoken, None)
+            return
+        policy = self._policy
+        if step.model_name is not None and step.model_name != policy.served_name:
+            policy = PolicyRef.from_served_name(policy.base_model, step.model_name)
+            policy = policy if policy.adapter is not None else PolicyRef(base_model=step.model_name)
+        tokens = _tokens(step.metrics)
+        self.tokens += tokens is not None
+        at = say(self.tree, spoken, policy, tokens=tokens, finish_reason=own.finish_reason)
+        self.tree.nodes[at].reward = own.reward
+
+
+class OwnStep(Foreign):
+    """What our own files have in a step's ``extra``."""
+
+    reward: float | None = None
+    finish_reason: str | None = None
+    sampled: bool | None = None
+    no_text: bool | None = None
+
+
+def _tokens(metrics: AtifMetrics) -> Tokens | None:
+    """Raises ``ExchangeError`` when ids and logprobs do not fit."""
+    if metrics.prompt_token_ids is None or metrics.completion_token_ids is None:
+        return None
+    logprobs = metrics.logprobs or ()
+    if logprobs and len(logprobs) != len(metrics.completion_token_ids):
+        raise ExchangeError(
+            f"metrics: {len(logprobs)} logprobs for {len(metrics.completion_token_ids)} completion_token_ids"
+        )
+    return Tokens(prompt_ids=metrics.prompt_token_ids, sampled_ids=metrics.completion_token_ids, logprobs=logprobs)
+
+
+def _arguments(call: AtifCall) -> str:
+    raw = call.extra.get("arguments")
+    if isinstance(raw, str):
+        return raw
+    return call.arguments if isinstance(call.arguments, str) else to_json(call.arguments).decode()
+
+
+def _as_tools(value: JsonValue) -> JsonValue:
+    """Definitions are OpenAI tools, or their functions alone."""
+    if not isinstance(value, list):
+        return value
+    return [
+        {"type": "function", "function": each} if isinstance(each, dict) and "function" not in each else each
+        for each in value
+    ]
+
+
+def _trial(file: Path | None) -> HarborTrial:
+    """Of ``TRIAL/agent/trajectory.json``: ``TRIAL/result.json``, where it is."""
+    result = file.parent.parent / "result.json" if file is not None else None
+    if result is None or not result.is_file():
+        return HarborTrial()
+    try:
+        return parse(HarborTrial, without_nulls(json.loads(result.read_bytes())))
+    except (OSError, ValueError) as error:
+        raise ExchangeError(f"{result}: cannot be read: {error}") from error
+
+
+def _times(steps: Sequence[AtifStep]) -> Times:
+    seconds: list[float] = []
+    for step in steps:
+        try:
+            seconds += [seconds_of(datetime.fromisoformat(step.timestamp))] if step.timestamp else []
+        except ValueError:
+            continue
+    return Times(started=min(seconds), finished=max(seconds)) if seconds else UNKNOWN_TIMES

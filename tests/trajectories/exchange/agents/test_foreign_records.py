@@ -1,0 +1,237 @@
+"""Records of other programs become episodes whose messages, calls, reasoning and outcome are those of the record."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from foreign_records import ATIF, BASH, CHAT, RECORDS
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.core.reasoning import reasoning_of
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import Score, StopReason, Trajectory
+from openhands_rl_plugin.trajectories.exchange.formats import FORMATS, recognised
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+CASES = [(name, number) for name, records in RECORDS.items() for number in range(len(records))]
+
+
+def stored(path: Path) -> list[tuple[Trajectory, tuple[Score, ...]]]:
+    async def read() -> list[tuple[Trajectory, tuple[Score, ...]]]:
+        async with FileTrajectoryStorage(path) as storage:
+            return [pair async for pair in storage.find(TrajectoryFilter(finished=None))]
+
+    return asyncio.run(read())
+
+
+def run(*words: str | Path) -> int:
+    return cli.main([str(word) for word in words])
+
+
+def imported(
+    record: Any, folder: Path, *words: str, file: str = "record.json"
+) -> list[tuple[Trajectory, tuple[Score, ...]]]:
+    target = folder / file
+    target.write_text(json.dumps(record))
+    assert run("import", target, "--into", folder / "store", *words) == 0
+    return stored(folder / "store")
+
+
+@pytest.mark.parametrize(("name", "number"), CASES)
+def test_a_record_is_recognised_and_read(
+    name: str, number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = RECORDS[name][number]
+    found = imported(record, tmp_path)
+    assert f"format: {name} (1 files)" in capsys.readouterr().out
+    assert all(trajectory.strategy.options["format"] == name for trajectory, _ in found)
+    if name in ("predictions", "output-jsonl"):
+        return
+    for trajectory, _ in found:
+        said = [(message.role, message.content) for message in trajectory.messages()]
+        assert ("user", "Fix f.") in said
+        assert said[-1] in (("assistant", "Done."), ("assistant", "No."))
+        assert trajectory.task.instruction == "Fix f."
+        assert "[thinking]" not in trajectory.model_dump_json()
+    text = json.dumps(record)
+    if "I should look." in text:
+        assert [reasoning_of(node) for node in found[0][0].sampled()] == ["I should look.", None]
+    if "tool_calls" in text or "function_call" in text:
+        (call,) = [call for message in found[0][0].messages() for call in message.tool_calls][:1]
+        assert (call.name, json.loads(call.arguments)) == ("bash", {"command": "ls"})
+        (result,) = [message for message in found[0][0].messages() if message.role == "tool"]
+        assert (result.content, result.tool_call_id) == ("a.py", call.id)
+
+
+@pytest.mark.parametrize(("name", "number"), CASES)
+def test_every_other_format_is_refused(
+    name: str, number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "record.json"
+    file.write_text(json.dumps(RECORDS[name][number]))
+    alike = {name, "sft-text", "sft-native", "mini-swe-agent"} if name in ("sft-native", "mini-swe-agent") else {name}
+    others = {"agentgym"} if name == "sharegpt" else {"predictions"} if (name, number) == ("nebius", 1) else set()
+    for other in FORMATS.values():
+        if other.importable and other.name not in alike | others:
+            into = tmp_path / other.name
+            assert run("import", file, "--format", other.name, "--into", into) == 1, other.name
+            assert capsys.readouterr().err
+            assert not into.exists() or stored(into) == []
+
+
+def test_outcomes_patches_and_names_survive(tmp_path: Path) -> None:
+    for name, number, patch, resolved in (
+        ("sft-native", 0, "diff --git a b", True),
+        ("sft-native", 1, "", False),
+        ("nebius", 0, "diff --git a b", True),
+        ("nebius", 1, "diff --git a b", True),
+        ("mini-swe-agent", 1, "diff --git a b", None),
+        ("swe-agent", 0, "diff --git a b", None),
+    ):
+        folder = tmp_path / f"{name}{number}"
+        folder.mkdir()
+        ((trajectory, scores),) = imported(RECORDS[name][number], folder, file="t1.traj.json")
+        assert trajectory.evidence["patch"] == patch
+        assert trajectory.evidence.get("resolved") is resolved
+        assert trajectory.task.id == "t1"
+        assert [score.reward for score in scores] == ([] if resolved is None else [float(resolved)])
+    again = tmp_path / "rows.jsonl"
+    assert run("export", tmp_path / "sft-native0" / "store", "--format", "sft-native", "--out", again) == 0
+    (row,) = [json.loads(line) for line in again.read_text().splitlines()]
+    kept = RECORDS["sft-native"][0]
+    assert {name: row[name] for name in ("traj_id", "patch", "tools")} == {
+        name: kept[name] for name in ("traj_id", "patch", "tools")
+    }
+    assert row["test_result"]["report"] == {"resolved": True}
+    assert [message.get("reasoning_content") for message in row["messages"]] == [
+        None,
+        None,
+        "I should look.",
+        None,
+        None,
+    ]
+
+
+def test_ends(tmp_path: Path) -> None:
+    for name, number, stop in (("swe-agent", 1, StopReason.TRUNCATED), ("mini-swe-agent", 2, StopReason.TERMINATED)):
+        folder = tmp_path / name
+        folder.mkdir()
+        assert imported(RECORDS[name][number], folder)[0][0].stop is stop
+    broken = {**RECORDS["mini-swe-agent"][1], "info": {"exit_status": "RateLimitError"}}
+    (tmp_path / "broken").mkdir()
+    ((failed, _),) = imported(broken, tmp_path / "broken")
+    assert failed.failure is not None and failed.failure.message == "RateLimitError"
+
+
+def test_preferences_are_two_episodes_of_one_task(tmp_path: Path) -> None:
+    found = imported(RECORDS["trl"][2], tmp_path)
+    assert {scores[0].reward for _, scores in found} == {0.0, 1.0}
+    assert len({trajectory.task.id for trajectory, _ in found}) == 1
+    assert all(sum(node.sampled for node in trajectory.nodes) == 1 for trajectory, _ in found)
+
+
+def test_atif_brings_ids_and_logprobs(tmp_path: Path) -> None:
+    trial = tmp_path / "jobs" / "trial-1"
+    (trial / "agent").mkdir(parents=True)
+    (trial / "agent" / "trajectory.json").write_text(json.dumps(ATIF))
+    (trial / "result.json").write_text(
+        json.dumps({"task_name": "hello", "trial_name": "hello__1", "verifier_result": {"rewards": {"reward": 1.0}}})
+    )
+    assert run("import", tmp_path / "jobs", "--into", tmp_path / "store") == 0
+    ((trajectory, (score,)),) = stored(tmp_path / "store")
+    first, second = (node.tokens for node in trajectory.sampled())
+    assert first is not None and (first.prompt_ids, first.sampled_ids, first.logprobs) == (
+        (1, 2),
+        (3, 4),
+        (-0.5, -0.25),
+    )
+    assert second is not None and (second.extends, second.prompt_ids, second.sampled_ids) == (True, (5,), (6,))
+    assert (trajectory.task.id, score.reward, trajectory.tools) == ("hello", 1.0, (BASH,))
+
+
+def test_atif_whose_logprobs_do_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = [
+        *ATIF["steps"][:3],
+        {**ATIF["steps"][3], "metrics": {"prompt_token_ids": [1], "completion_token_ids": [6], "logprobs": [0.0, 0.0]}},
+    ]
+    (tmp_path / "a.json").write_text(json.dumps({**ATIF, "steps": steps}))
+    assert run("import", tmp_path / "a.json", "--into", tmp_path / "store") == 1
+    assert "steps[3]: metrics: 2 logprobs for 1 completion_token_ids" in capsys.readouterr().err
+
+
+def test_copied_context_is_not_trained_again(tmp_path: Path) -> None:
+    copied = [{**each, "is_copied_context": True} for each in ATIF["steps"][:3]]
+    ((trajectory, _),) = imported({**ATIF, "steps": [*copied, ATIF["steps"][3]]}, tmp_path)
+    assert [node.message.content for node in trajectory.sampled()] == ["Done."]
+
+
+def test_a_folder_of_mixed_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "records"
+    folder.mkdir()
+    for name, records in RECORDS.items():
+        (folder / f"{name}.jsonl.gz").write_bytes(gzip.compress(json.dumps(records[-1]).encode()))
+    (folder / "step.traj").write_text(json.dumps(RECORDS["swe-agent"][0], indent=1))
+    assert run("import", folder, "--into", tmp_path / "store") == 0
+    assert "swe-agent (2 files)" in capsys.readouterr().out
+    assert len(stored(tmp_path / "store")) == len(RECORDS) + 2  # two of swe-agent, two of one row of TRL's
+    (folder / "zzz.json").write_text('{"what": 1}')
+    assert run("import", folder, "--into", tmp_path / "other") == 1
+    assert "zzz.json: is in none of the formats" in capsys.readouterr().err
+
+
+def test_a_row_of_another_format_in_a_file_is_a_bad_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps(RECORDS[name][0]) for name in ("trl", "sharegpt", "trl")))
+    assert run("import", file, "--into", tmp_path / "store") == 1
+    assert f"{file}:2: is a record of the format sharegpt, not trl" in capsys.readouterr().err
+    assert run("import", file, "--into", tmp_path / "store", "--skip-bad") == 0
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "3", '"text"', "null", "[[1]]", '{"messages": 3}', '{"steps": []}', "\x00\x01"]
+)
+def test_what_is_nothing_of_ours_is_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(text)
+    rc = run("import", file, "--into", tmp_path / "store")
+    told = capsys.readouterr()
+    assert (rc == 1 and len(told.err.strip().splitlines()) == 1) or "0 new trajectories" in told.out
+
+
+MALFORMED: list[Any] = [None, 3, "x", [], {}, [None], [3], {"a": None}, [{}], [{"role": "user"}], True, 1e300]
+
+
+@pytest.mark.parametrize("name", [name for name in RECORDS if name not in ("predictions",)])
+def test_any_field_may_be_wrong(name: str) -> None:
+    """A wrong value in any field of a record is an error of ours or is read; it is never another exception."""
+    from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
+
+    read = FORMATS[name].read
+    assert read is not None
+    wrong: Any
+    for record in RECORDS[name]:
+        row = {"messages": record} if isinstance(record, list) else record
+        for field in row:
+            for value in MALFORMED:
+                for wrong in (
+                    {**row, field: value},
+                    {**row, field: [value, *row[field]]} if isinstance(row[field], list) else row,
+                ):
+                    recognised(wrong)
+                    try:
+                        read(wrong, Path("x.json"))
+                    except ExchangeError:
+                        continue
+
+
+def test_thinking_parts_are_reasoning(tmp_path: Path) -> None:
+    parts = [{"type": "thinking", "thinking": "I should look.", "signature": "s"}, {"type": "text", "text": "A look."}]
+    row = {"messages": [*CHAT[:2], {"role": "assistant", "content": parts}, CHAT[-1]]}
+    ((trajectory, _),) = imported(row, tmp_path, file="rows.jsonl")
+    answer = next(trajectory.sampled())
+    assert (answer.message.content, reasoning_of(answer)) == ("A look.", "I should look.")
