@@ -41,6 +41,7 @@ _EXPORTS = {
     "Trajectory": "core.types",
     "TrajectoryFilter": "core.records",
     "WebEnvClient": "environments.http.client",
+    "demo_model": "apps.demo.model:ensure_model",
     "load_settings": "config.toml",
     "make_template": "core.templates.families:template_for",
 }

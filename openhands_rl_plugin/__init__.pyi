@@ -1,4 +1,5 @@
 from openhands_rl_plugin.apps.agent.rl_agent import RLAgent as RLAgent
+from openhands_rl_plugin.apps.demo.model import ensure_model as demo_model  # noqa: F401
 from openhands_rl_plugin.apps.endpoint.agent import AgentRuntime as AgentRuntime
 from openhands_rl_plugin.config.rl import RLSettings as RLSettings
 from openhands_rl_plugin.config.toml import load_settings as load_settings

@@ -117,6 +117,11 @@ def _unknown(name: str) -> str:
     return f"unknown command {name!r}; {hint}`openhands-rl --help` lists the commands"
 
 
+def parser_of(command: str) -> argparse.ArgumentParser:
+    """The parser of one command, which is imported."""
+    return _parser(command, import_module(module_of(command)))
+
+
 def module_of(command: str) -> str:
     """The module of a command."""
     return f"openhands_rl_plugin.cli.{_MODULES.get(command, command)}"

@@ -54,11 +54,11 @@ async def run(args: argparse.Namespace) -> int:
 
     Raises ``RLError`` when it is known before that nothing can be graded.
     """
-    from openhands_rl_plugin.cli.options.progress import progress_bar
     from openhands_rl_plugin.evals.swe.dataset import read_instances, read_predictions
     from openhands_rl_plugin.evals.swe.preflight import check_gradable, commonest
     from openhands_rl_plugin.evals.swe.run_evaluation import GradingPlan, grade_all, summary
     from openhands_rl_plugin.evals.swe.types import VerdictKind
+    from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
 
     if not args.run_id.replace("-", "").replace("_", "").replace(".", "").isalnum() or args.run_id.startswith("."):
         raise ConfigError(f"--run-id {args.run_id!r}: letters, digits, dots, dashes and underscores only")

@@ -11,8 +11,8 @@ from openhands_rl_plugin.cli.options.stored import positive
 from openhands_rl_plugin.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.cli.options.progress import ProgressBar
     from openhands_rl_plugin.evals.tasks.sources.packages import TaskPlan
+    from openhands_rl_plugin.trajectories.view.progress_bar import ProgressBar
 
 EPILOG = """examples:
   openhands-rl tasks make inflection==0.5.1 tabulate==0.10.0 --out tasks.jsonl --per-package 4 --seed 1
@@ -107,9 +107,9 @@ class _Watcher:
 
 
 def _make(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.cli.options.progress import progress_bar
     from openhands_rl_plugin.evals.swe.backends.caching import default_cache
     from openhands_rl_plugin.evals.tasks.suite import make_suite
+    from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
 
     plan = _plan(args)
     with progress_bar("making") as bar:
@@ -150,11 +150,11 @@ def _plan(args: argparse.Namespace) -> TaskPlan:
 
 
 async def _check(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.cli.options.progress import progress_bar
     from openhands_rl_plugin.evals.runs.backends import make_backend
     from openhands_rl_plugin.evals.swe.backends.caching import default_cache
     from openhands_rl_plugin.evals.tasks.quality_gate import QualityGate, check_tasks
     from openhands_rl_plugin.evals.tasks.sources.packages import tasks_file
+    from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
 
     path, cache = tasks_file(args.file), args.cache or default_cache()
     low, high = args.pass_rate

@@ -34,6 +34,7 @@ from openhands_rl_plugin.training.data.dataset import (
     load_episodes,
 )
 from openhands_rl_plugin.training.learn import learn
+from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
@@ -54,6 +55,7 @@ class RLAgent:
         tokenizer: needed with a model object. With an endpoint: the directory of the model's weights, to train where
             the server does not report one.
         config: the ``[rl]`` section of ``config.toml``; default: all defaults.
+        progress: show bars of episodes and of optimiser steps on stderr, if that is a terminal.
 
     An agent resumes the latest version of ``[rl.serving] adapter`` if that was trained on the same base model.
     All methods are synchronous and may be called from anywhere, from inside a running event loop too; calls from
@@ -62,7 +64,9 @@ class RLAgent:
     Raises ``ConfigError`` and other ``RLError`` whose first line names the cause and the remedy.
     """
 
-    def __init__(self, model: object, tokenizer: object = None, config: RLSettings | None = None) -> None:
+    def __init__(
+        self, model: object, tokenizer: object = None, config: RLSettings | None = None, *, progress: bool = True
+    ) -> None:
         self.config = config or RLSettings()
         make_environment(self.config)
         make_strategy(self.config)
@@ -74,6 +78,7 @@ class RLAgent:
         self._thread = LoopThread("rl-agent")
         self._one_call = threading.Lock()
         self._closed = False
+        self._progress = progress
         self._runs = 0
         try:
             self._thread.wait_for(self._policy.resume())
@@ -99,6 +104,7 @@ class RLAgent:
         parallel: bool = True,
         batch_size: int = 1,
         metadata: Mapping[str, JsonValue] | None = None,
+        split: str = "",
     ) -> list[EpisodeResult]:
         """Run and store episodes; return one result per episode, in the order of ``task_indices``.
 
@@ -109,11 +115,12 @@ class RLAgent:
             parallel: run up to ``config.max_workers`` episodes concurrently, else one after another.
             batch_size: episodes per task (the group size); training compares them, so use 4 or more.
             metadata: kept with the stored tasks.
+            split: of the tasks; ``train`` never learns from ``"heldout"``.
 
         A failed episode is part of the result, with ``failure`` set and ``reward`` ``None``. Raises ``StorageError``
         when an episode cannot be stored, ``ConfigError`` for invalid arguments.
         """
-        tasks = self._tasks(task_description, [0] if task_indices is None else task_indices, metadata)
+        tasks = self._tasks(task_description, [0] if task_indices is None else task_indices, metadata, split)
         for name, value in (("batch_size", batch_size), ("max_rounds", 1 if max_rounds is None else max_rounds)):
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
@@ -187,14 +194,16 @@ class RLAgent:
             episodes = self._thread.wait_for(collecting)
             dataset = build_dataset_or_sft(episodes, settings)
             trainer = _trainer(weights, settings, self._policy.adapter)
-            metrics, adapter, probe = learn(
-                trainer,
-                dataset,
-                self._policy.store,
-                self.config.serving.adapter,
-                base_model=self._policy.base_model,
-                parent=self._policy.adapter,
-            )
+            with progress_bar("optimiser steps", shown=self._progress) as bar:
+                metrics, adapter, probe = learn(
+                    trainer,
+                    dataset,
+                    self._policy.store,
+                    self.config.serving.adapter,
+                    base_model=self._policy.base_model,
+                    parent=self._policy.adapter,
+                    on_progress=lambda at: bar.update(at.done, at.total, note=f"loss {at.loss:.3f}"),
+                )
             assert adapter is not None  # this is the only process
             self._thread.wait_for(self._policy.adopt(adapter, probe))
         used, excluded = dataset.used, dataset.excluded
@@ -246,7 +255,9 @@ class RLAgent:
             runner = session_runner(
                 self.config, engine, base_model=base_model, limits=limits, seed=seed, storage=storage
             )
-            played = await roll_out(plan, runner, storage)
+            total = len(plan.tasks) * plan.samples_per_task
+            with progress_bar("episodes", total, shown=self._progress) as bar:
+                played = await roll_out(plan, runner, storage, on_finished=lambda _: bar.advance())
         finally:
             if isinstance(engine, ClosableEngine):
                 await engine.aclose()
@@ -266,7 +277,7 @@ class RLAgent:
         return "\n\n".join(f"{message.role}: {message.content or ''}" for message in opening.messages)
 
     def _tasks(
-        self, instruction: str, indices: Sequence[int], metadata: Mapping[str, JsonValue] | None
+        self, instruction: str, indices: Sequence[int], metadata: Mapping[str, JsonValue] | None, split: str = ""
     ) -> tuple[Task, ...]:
         name = self.config.env_name
         if len(set(indices)) < len(indices):
@@ -279,6 +290,7 @@ class RLAgent:
                     environment=name,
                     instruction=instruction,
                     data={"idx": index, **extra},
+                    split=split,
                 )
                 for index in indices
             )

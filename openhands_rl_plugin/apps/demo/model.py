@@ -30,11 +30,11 @@ _EXTRAS: Mapping[str, Mapping[str, str]] = {
 """Extra -> module -> package."""
 
 
-def check_extras() -> None:
-    """Raises ``MissingExtraError`` that names every extra that the demo needs and this installation lacks."""
+def check_extras(*extras: str) -> None:
+    """Raises ``MissingExtraError`` that names all that is not installed of ``extras`` (default: all of the demo's)."""
     missing = {
-        extra: [package for module, package in modules.items() if find_spec(module) is None]
-        for extra, modules in _EXTRAS.items()
+        extra: [package for module, package in _EXTRAS[extra].items() if find_spec(module) is None]
+        for extra in extras or _EXTRAS
     }
     if packages := [package for names in missing.values() for package in names]:
         raise MissingExtraError(", ".join(packages), ",".join(extra for extra, names in missing.items() if names))
@@ -56,7 +56,7 @@ def ensure_model(directory: Path | None = None) -> Path:
     directory = directory or default_model_directory()
     if (directory / "config.json").exists():
         return directory
-    check_extras()
+    check_extras("train", "demo")
     with (
         draft_folder(directory.parent, f".{directory.name}-") as fresh,
         tempfile.TemporaryDirectory(dir=directory.parent, prefix=".fetched-") as fetched,

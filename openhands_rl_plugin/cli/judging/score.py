@@ -64,8 +64,8 @@ async def run(args: argparse.Namespace) -> int:
         return await _say(args)
     if args.ids or args.note:
         raise ConfigError("--id and --note are for a verdict: give --value X too, or choose episodes with the filters")
-    from openhands_rl_plugin.cli.options.progress import progress_bar
     from openhands_rl_plugin.rollout.rescoring import rescore
+    from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
 
     reward = _reward(args)
     async with open_store(args.store) as storage:

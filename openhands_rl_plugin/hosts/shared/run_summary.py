@@ -48,8 +48,8 @@ def _token_ids(sampled: list[Node]) -> str:
 def _outcome(trajectory: Trajectory, scores: tuple[Score, ...], store: str) -> str:
     if trajectory.failure is not None:
         return f"failed, so never trained on ({trajectory.failure.kind.value}: {trajectory.failure.message[:120]})"
-    newest = newest_outcome(scores)
-    reward = newest.reward if newest is not None else trajectory.known_return
+    judged = newest_outcome(scores)
+    reward = trajectory.known_return if judged is None else judged.reward
     if reward is not None:
         return f"reward: {reward:g}"
-    return f"reward: not scored (openhands-rl score {store} --id {trajectory.id} --value 1)"
+    return f"reward: not scored (openhands-rl score {store} --id {trajectory.id[:_SHORT_ID]} --value 1)"

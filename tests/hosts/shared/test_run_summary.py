@@ -18,7 +18,7 @@ def test_an_episode_that_nobody_judged_says_how_to() -> None:
     line = run_summary(episode, (), RLSettings())
     assert line == (
         "recorded in ~/.openhands/rl_trajectories as 00000000: 2 completions; token ids: yes; reward: not scored "
-        f"(openhands-rl score ~/.openhands/rl_trajectories --id {episode.id} --value 1); "
+        "(openhands-rl score ~/.openhands/rl_trajectories --id 00000000 --value 1); "
         "openhands-rl show ~/.openhands/rl_trajectories 00000000"
     )
 

@@ -1,4 +1,4 @@
-"""The progress bar of every command: on stderr, and only where that is a terminal."""
+"""The progress bar of commands and of ``RLAgent``: on stderr, and only where that is a terminal."""
 
 from __future__ import annotations
 
@@ -46,11 +46,13 @@ class ProgressBar:
 
 
 @contextmanager
-def progress_bar(what: str, total: int | None = None, *, in_bytes: bool = False) -> Iterator[ProgressBar]:
+def progress_bar(
+    what: str, total: int | None = None, *, in_bytes: bool = False, shown: bool = True
+) -> Iterator[ProgressBar]:
     """A bar until the block ends. ``total``: steps, or bytes with ``in_bytes``; ``None`` when not known yet."""
     amount = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
     note = () if in_bytes else (TextColumn("{task.fields[note]}"),)
     columns = (TextColumn("{task.description}"), BarColumn(), *amount, TimesColumn(), *note)
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
         yield ProgressBar(progress, what, total)
