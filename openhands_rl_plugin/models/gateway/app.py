@@ -99,8 +99,10 @@ class Gateway:
             self._recorder.unrecorded(problem)
             return await self._forward(request, body, NOT_RECORDED)
         session = await self.sessions.open(self._session_name(request, call))
-        headers, query = request.headers.copy(), f"?{request.query_string}" if request.query_string else ""
+        given = request.rel_url.raw_query_string
+        headers, query = request.headers.copy(), f"?{given}" if given else ""
         call_in_flight = session.pending.join(
+            protocol.path,
             body,
             headers,
             lambda: _connected(request),

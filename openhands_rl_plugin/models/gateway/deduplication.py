@@ -21,8 +21,8 @@ from openhands_rl_plugin.models.gateway.replies import Reply
 Waiting = Callable[[], bool]
 """Whether a client still waits for its answer."""
 
-Digest = tuple[int, int]
-"""The length and the hash of a request's body."""
+Digest = tuple[str, int, int]
+"""The path of a request, and the length and the hash of its body."""
 
 
 @dataclass(eq=False, slots=True)
@@ -57,6 +57,7 @@ class PendingCalls:
 
     def join(
         self,
+        path: str,
         body: bytes,
         headers: Mapping[str, str],
         waits: Waiting,
@@ -67,7 +68,7 @@ class PendingCalls:
         ``ask`` gets the place for the events of a streamed answer.
         """
         # ``hash`` has a new key in every process; unlike hashlib, it does not release the GIL.
-        digest = (len(body), hash(body))
+        digest = (path, len(body), hash(body))
         for call_in_flight in self._pending:
             if call_in_flight.digest == digest and call_in_flight.is_retried_by(headers):
                 call_in_flight.waiting.append(waits)

@@ -122,7 +122,8 @@ def _recordable(at: int, message: Any) -> WireMessage:
 
 
 def _is_part(part: Any) -> bool:
-    return isinstance(part, dict) and (part.get("type") != "text" or isinstance(part.get("text"), str))
+    kind = part.get("type") if isinstance(part, dict) else ()
+    return _is_text(kind) and (kind != "text" or isinstance(part.get("text"), str))
 
 
 def _is_call(call: Any) -> bool:

@@ -7,7 +7,7 @@ from openhands_rl_plugin.models.engines.event_stream import ServerEvent
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS, TOKEN_IDS
 from openhands_rl_plugin.models.engines.openai_stream import DONE
 from openhands_rl_plugin.models.gateway.json_text import Json, dump_object, parse_object
-from openhands_rl_plugin.models.gateway.protocols.protocol import WireProtocol, event
+from openhands_rl_plugin.models.gateway.protocols.protocol import WireProtocol, event, guarded
 from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecordable, client_request, parsed_body
 from openhands_rl_plugin.models.gateway.responses import UpstreamResponse, strip_ids
 
@@ -60,7 +60,7 @@ class ChunkStream:
         """The complete response."""
         if self._problem or not self.ending:
             raise Unrecordable(self._problem or "the stream ended before its answer did")
-        return UpstreamResponse(dump_object(self._parts.document()))
+        return guarded(UpstreamResponse, "the response")(dump_object(self._parts.document()))
 
     def _for_client(self, raw: bytes, chunk: Json) -> bytes:
         shown = chunk if self._ids else strip_ids(chunk)
@@ -105,8 +105,8 @@ CHAT = WireProtocol(
     path="chat/completions",
     reports_ids=True,
     wanted=_wanted,
-    parse=_parse,
-    answer=UpstreamResponse,
+    parse=guarded(_parse, "the request"),
+    answer=guarded(UpstreamResponse, "the response"),
     stream=ChunkStream,
     error_event=_error_event,
 )

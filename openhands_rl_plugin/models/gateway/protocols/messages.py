@@ -17,6 +17,7 @@ from openhands_rl_plugin.models.gateway.protocols.protocol import (
     WireProtocol,
     as_completion,
     event,
+    guarded,
     texts_of,
     wants_nothing,
 )
@@ -148,6 +149,9 @@ def _usage(given: Json) -> Json:
     }
 
 
+_READ = guarded(_completion, "the response")
+
+
 class MessageStream:
     """A streamed message; all of it is passed on as it is."""
 
@@ -180,7 +184,7 @@ class MessageStream:
             block = self._blocks[index]
             block[name] = (block.get(name) or "") + "".join(parts)
         blocks = [block for _, block in sorted(self._blocks.items())]
-        return _completion({**self._message, "content": blocks})
+        return _READ({**self._message, "content": blocks})
 
     def _take(self, data: Json) -> None:
         match data.get("type"):
@@ -216,8 +220,8 @@ MESSAGES = WireProtocol(
     path="messages",
     reports_ids=False,
     wanted=wants_nothing,
-    parse=_parse,
-    answer=_answer,
+    parse=guarded(_parse, "the request"),
+    answer=guarded(_answer, "the response"),
     stream=MessageStream,
     error_event=_error_event,
 )

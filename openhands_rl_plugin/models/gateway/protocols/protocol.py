@@ -8,7 +8,7 @@ from typing import Protocol
 
 from openhands_rl_plugin.models.engines.event_stream import ServerEvent
 from openhands_rl_plugin.models.gateway.json_text import Json, dump_object
-from openhands_rl_plugin.models.gateway.requests import ClientRequest
+from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecordable
 from openhands_rl_plugin.models.gateway.responses import UpstreamResponse
 
 STOP_REASONS = {
@@ -66,6 +66,18 @@ def as_completion(message: Json, finish_reason: str | None, usage: Json, about: 
     """A chat completion with one choice."""
     choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish_reason}
     return UpstreamResponse(dump_object({**about, "choices": [choice], "usage": usage}))
+
+
+def guarded[G, R](read: Callable[[G], R], what: str) -> Callable[[G], R]:
+    """``read``, for JSON of any structure: raises ``Unrecordable`` for one that it does not expect."""
+
+    def guard(given: G) -> R:
+        try:
+            return read(given)
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise Unrecordable(f"{what} has an unknown format ({type(error).__name__})") from error
+
+    return guard
 
 
 def wants_nothing(call: ClientRequest) -> Sequence[str]:

@@ -16,6 +16,7 @@ from openhands_rl_plugin.models.gateway.protocols.protocol import (
     WireProtocol,
     as_completion,
     event,
+    guarded,
     texts_of,
     wants_nothing,
 )
@@ -172,6 +173,9 @@ def _usage(given: Json) -> Json:
     return {name: value for name, value in {**counts, **details}.items() if value is not None}
 
 
+_READ = guarded(_completion, "the response")
+
+
 class ResponseStream:
     """A streamed response; all of it is passed on as it is."""
 
@@ -201,7 +205,7 @@ class ResponseStream:
             raise Unrecordable(self._problem or "the stream ended before its answer did")
         # Some servers leave the output out of the last event.
         items = [item for _, item in sorted(self._items.items())]
-        return _completion({**self._response, "output": self._response.get("output") or items})
+        return _READ({**self._response, "output": self._response.get("output") or items})
 
     def _take(self, data: Json) -> None:
         match data.get("type"):
@@ -224,8 +228,8 @@ RESPONSES = WireProtocol(
     path="responses",
     reports_ids=False,
     wanted=wants_nothing,
-    parse=_parse,
-    answer=_answer,
+    parse=guarded(_parse, "the request"),
+    answer=guarded(_answer, "the response"),
     stream=ResponseStream,
     error_event=_error_event,
 )
