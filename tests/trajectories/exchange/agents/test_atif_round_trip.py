@@ -1,0 +1,116 @@
+"""ATIF out and in again: messages, calls, reasoning, token ids, logprobs, rewards and the judgement are the same."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as some
+
+from openhands_rl_plugin.core.reasoning import reasoning_of
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import (
+    Completion,
+    EpisodeRequest,
+    JsonObject,
+    Message,
+    PolicyRef,
+    Score,
+    StopReason,
+    StrategySpec,
+    Task,
+    Times,
+    Tokens,
+    ToolCall,
+    Trajectory,
+)
+from openhands_rl_plugin.trajectories.exchange.agents import atif, atif_write
+
+POLICY = PolicyRef(base_model="tiny", adapter="swe", version=7)
+TOOL: JsonObject = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
+TEXT = some.text(some.characters(codec="utf-8"), max_size=20)
+IDS = some.lists(some.integers(0, 2**31), min_size=1, max_size=4).map(tuple)
+ARGUMENTS = some.one_of(
+    some.dictionaries(TEXT, some.one_of(TEXT, some.integers(-5, 5), some.none(), some.booleans()), max_size=3).map(
+        json.dumps
+    ),
+    TEXT,
+)
+ANSWER = some.fixed_dictionaries(
+    {
+        "content": some.one_of(some.none(), TEXT),
+        "arguments": some.lists(ARGUMENTS, max_size=2),
+        "answered": some.booleans(),
+        "reasoning": some.one_of(some.none(), TEXT.filter(bool)),
+        "prompt": some.one_of(some.none(), IDS),
+        "sampled": IDS,
+        "extends": some.booleans(),
+        "logprobs": some.booleans(),
+        "reward": some.one_of(some.none(), some.floats(-1, 1)),
+        "told": some.one_of(some.none(), TEXT),
+    }
+)
+
+
+def episode(answers: list[dict[str, object]]) -> Trajectory:
+    tree = EpisodeTree(tools=(TOOL,))
+    for message in (Message(role="system", content="Rules."), Message(role="user", content="Fix f.")):
+        tree.head = tree.append(message)
+    held: tuple[int, ...] = ()
+    for number, drawn in enumerate(answers):
+        each: dict[str, object] = drawn
+        calls = tuple(
+            ToolCall(id=f"c{number}.{at}", name="bash", arguments=str(text))
+            for at, text in enumerate(each["arguments"])  # pyright: ignore
+        )
+        tokens = None
+        if (prompt := each["prompt"]) is not None:
+            sampled: tuple[int, ...] = each["sampled"]  # pyright: ignore
+            whole = (*held, *prompt) if each["extends"] else tuple(prompt)  # pyright: ignore
+            logprobs = (-0.125,) * len(sampled) if each["logprobs"] else ()
+            tokens = Tokens(prompt_ids=whole, sampled_ids=sampled, logprobs=logprobs)
+            held = (*whole, *sampled)
+        metadata: JsonObject = {"reasoning_content": str(each["reasoning"])} if each["reasoning"] else {}
+        said = Message(role="assistant", content=each["content"], tool_calls=calls)  # pyright: ignore
+        answer = Completion(message=said, tokens=tokens, finish_reason="stop", policy=POLICY, metadata=metadata)
+        tree.commit(tree.propose(answer))
+        tree.nodes[-1].reward = each["reward"]  # pyright: ignore
+        for call in calls if each["answered"] else ():
+            tree.head = tree.append(Message(role="tool", content="out", tool_call_id=call.id, name="bash"))
+        if each["told"] is not None:
+            tree.head = tree.append(Message(role="user", content=str(each["told"])))
+    return tree.freeze(
+        EpisodeRequest(task=Task(id="t", environment="swe", data={"repo": "a/b"}), run_id="r", group_id="g"),
+        trajectory_id="00000000-0000-4000-8000-0000000000ab",
+        strategy=StrategySpec(name="StandardReAct"),
+        policy=POLICY,
+        stop=StopReason.MAX_TURNS,
+        times=Times(started=1_763_700_000.0, finished=1_763_700_010.0),
+        evidence={"git_patch": "diff"},
+    )
+
+
+@given(some.lists(ANSWER, min_size=1, max_size=4), some.one_of(some.none(), some.floats(0, 1)))
+def test_nothing_is_lost(answers: list[dict[str, object]], reward: float | None) -> None:
+    played = episode(answers)
+    scores = [] if reward is None else [Score(trajectory_id=played.id, reward=reward, reward_version="tests-1")]
+    (row,) = atif_write.rows(played, scores)
+    found, judged = atif.read(json.loads(json.dumps(row)))
+    assert [node.message for node in found.nodes] == [node.message for node in played.nodes]
+    assert [node.tokens for node in found.nodes] == [node.tokens for node in played.nodes]
+    assert [(node.reward, node.finish_reason, node.policy, node.sampled) for node in found.nodes] == [
+        (node.reward, node.finish_reason, node.policy, node.sampled) for node in played.nodes
+    ]
+    assert list(map(reasoning_of, found.nodes)) == list(map(reasoning_of, played.nodes))
+    assert (found.task, found.run_id, found.group_id, found.policy, found.stop, found.tools, found.times) == (
+        *(played.task, played.run_id, played.group_id, played.policy, played.stop, played.tools, played.times),
+    )
+    assert found.evidence["git_patch"] == "diff"
+    if reward is not None:
+        assert judged[0].reward == reward
+    ids = [step["step_id"] for step in row["steps"]]  # pyright: ignore
+    assert ids == list(range(1, len(ids) + 1))
+    for step in row["steps"]:  # pyright: ignore
+        own = {call["tool_call_id"] for call in step.get("tool_calls", ())}  # pyright: ignore
+        results = step.get("observation", {"results": ()})["results"]  # pyright: ignore
+        assert all(result["source_call_id"] in own for result in results)  # pyright: ignore
