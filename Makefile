@@ -1,4 +1,5 @@
 # `make demo` and `make test` make their own environment the first time (.ci/setup) and start at once the next time.
+# CPU=1 the first time: PyTorch without CUDA, 1 GB to download instead of 3, for a machine without a GPU.
 # Options go into ARGS:  make demo ARGS=--tiny    make test ARGS="-k storage"    A Python of your choice: make PYTHON=...
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-vllm test-peers lint format clean
