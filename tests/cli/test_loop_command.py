@@ -167,7 +167,9 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert {ASKED[identity] for identity, versions in learnt.items() if versions} == {1}, "judged once"
 
     where = ["--model", str(talker), "--adapters", str(tmp_path / "adapters"), "--adapter", state.adapter[:-8]]
-    assert cli.main(["train", str(tmp_path / "trajectories"), *where, "--algorithm", "grpo", "--dry-run"]) == 0
+    assert cli.main(["train", str(tmp_path / "trajectories"), *where, "--algorithm", "grpo", "--dry-run"]) == 1, (
+        "all returns are equal"
+    )
     assert "left out:\n    4 held out" in capsys.readouterr().out, "what the run measured with is not learnt from later"
 
     assert cli.main([*command, "--samples-per-task", "4"]) == 1

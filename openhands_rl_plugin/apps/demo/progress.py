@@ -77,7 +77,12 @@ def stage_line(record: StageRecord) -> str:
     if metrics.get("failed"):
         figures.append(f"{metrics['failed']:.0f} failed")
     if metrics.get("unscored"):
-        figures.append(f"{metrics['unscored']:.0f} without a reward")
+        figures.append(
+            f"{metrics['unscored']:.0f} without a reward (`openhands-rl score STORE --reward NAME` says why)"
+        )
+    if metrics.get("episodes_used") == 0:
+        causes = [f"{metrics[key]:.0f} {why}" for key, why in _UNUSED.items() if metrics.get(key)]
+        figures.append(f"nothing learnt: {', '.join(causes) or 'no episode ended'}")
     return (
         f"  {record.name:<20} {record.finished - record.started:6.0f} s  {record.adapter or 'base':<18} "
         + ", ".join(figures)
@@ -98,6 +103,13 @@ def episode_lines(trajectory: Trajectory) -> list[str]:
 _ANSWER = 80
 """Characters of an answer that are shown."""
 
+_UNUSED = {
+    "episodes_failed": "failed or cut short by a timeout",
+    "episodes_unscored": "without a reward",
+    "episodes_overlong": "overlong",
+    "episodes_flat": "of tasks whose attempts have equal rewards (easier or harder tasks, or more samples_per_task)",
+    "episodes_alone": "without another attempt to compare with",
+}
 _SHOWN = {"success": "success", "reward": "reward", "last_loss": "loss", "approx_kl": "KL"}
 
 

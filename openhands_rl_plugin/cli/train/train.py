@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the base model's weights")
     served = "the model's name on its server; needed if the store has episodes of several"
     parser.add_argument("--base-model", metavar="NAME", help=served)
-    rewards = "return, success, verifier, ..., or module:Class (default: [rl.reward])"
+    rewards = "return, recorded, command, success, verifier, ..., or module:Class (default: [rl.reward])"
     parser.add_argument("--reward", metavar="NAME", help=rewards)
     parser.add_argument("--reward-options", type=json_object, metavar="JSON", help="the reward's options")
     servers = "publish the new version to this server (repeat it for each replica), or to those of [rl.serving]"

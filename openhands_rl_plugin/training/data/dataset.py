@@ -71,7 +71,7 @@ class ExcludedEpisodes(Frozen):
 
 _CAUSES = {
     "held_out": "held out (of evaluation splits: name one with --split)",
-    "other_policy": "by another model or adapter (choose with --base-model, --adapter)",
+    "other_policy": "by other models or adapters (choose with --base-model and --adapter)",
     "no_tokens": "without token ids (serve with `openhands-rl serve`, or vLLM, and record again)",
     "unfinished": "unfinished (a timeout or the end of the process cut them short; give them more time)",
     "overlong": 'overlong (a limit cut them short; overlong = "keep" uses them)',
@@ -183,8 +183,8 @@ def build_dataset_or_sft(episodes: Episodes, settings: TrainingSettings | Algori
     """
     if not episodes.trajectories:
         raise TrainingError(
-            "there is nothing to train on: no valid episodes of this model are stored; left out: "
-            f"{episodes.excluded.in_words()}. Call run(...) first"
+            "there is nothing to train on: no valid episodes of this model are stored; "
+            + (f"left out: {episodes.excluded.in_words()}" if episodes.excluded.causes() else "call run(...) first")
         )
     chosen = settings if isinstance(settings, TrainingSettings) else TrainingSettings(algorithm=settings)
     dataset = build_dataset(episodes, chosen)

@@ -68,7 +68,7 @@ def test_versions_follow_each_other(
     assert cli.main([*words, "--algorithm", "dapo", "--reward", "success"]) == 0
     printed = capsys.readouterr().out
     assert "shop from the base model, by dapo" in printed
-    assert "episodes: 4 used; left out:\n    1 by another model" in printed
+    assert "episodes: 4 used; left out:\n    1 by other models" in printed
     assert "\n    1 failed: infrastructure\n" in printed
     assert "shop-v000001: steps 1, " in printed
     assert scores_in(store) == ["success-1@1"] * 5, "the one of another adapter is scored too"
@@ -93,7 +93,7 @@ def test_a_dry_run_says_what_would_be_trained_and_leaves_nothing(
     assert cli.main([*words, "--algorithm", "rejection-sampling", "--keep-best", "5"]) == 0
     printed = capsys.readouterr().out
     assert "policy from the base model, by rejection-sampling" in printed
-    causes = ("1 by another model", "2 without a signal", "1 failed: infrastructure\n")
+    causes = ("1 by other models", "2 without a signal", "1 failed: infrastructure\n")
     assert "episodes: 2 used; left out:\n" in printed and all(f"\n    {cause}" in printed for cause in causes)
     assert "sequences: 2; tokens: 106, of them unique 66, trained 20" in printed
     assert "steps: 3 (3 epochs)" in printed and "memory: about" in printed
@@ -207,7 +207,7 @@ def test_what_only_measures_is_not_learnt_from_unless_it_is_named(
     words += ["--algorithm", algorithm, *TINY]
     assert cli.main([*words, "--dry-run"]) == 0
     printed = capsys.readouterr().out
-    assert all(f"\n    {cause}" in printed for cause in ("4 held out", "1 by another model", "1 failed: infra"))
+    assert all(f"\n    {cause}" in printed for cause in ("4 held out", "1 by other models", "1 failed: infra"))
     assert cli.main([*words, "--dry-run", "--split", "heldout"]) == 0
     said = capsys.readouterr().out
     assert f"episodes: {2 if algorithm == 'reinforce++' else 1} used" in said and "held out" not in said
@@ -293,7 +293,7 @@ def test_episodes_of_two_models_are_not_mixed(model: Path, tmp_path: Path, capsy
     assert cli.main(words) == 1
     assert "tiny (2), another (1); choose one with --base-model" in capsys.readouterr().err
     assert cli.main([*words, "--base-model", "tiny"]) == 0
-    assert "episodes: 2 used; left out:\n    1 by another model" in capsys.readouterr().out
+    assert "episodes: 2 used; left out:\n    1 by other models" in capsys.readouterr().out
 
 
 def test_tasks_have_to_have_passed_the_gate(
