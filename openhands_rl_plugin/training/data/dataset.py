@@ -30,6 +30,7 @@ from openhands_rl_plugin.training.data.batch import is_recorded, samples_of
 from openhands_rl_plugin.training.data.demonstrations import demonstration_reward, is_imported
 from openhands_rl_plugin.training.data.eligibility import is_interrupted, is_off_temperature, is_overlong, samplings
 from openhands_rl_plugin.training.data.imitation import PreferencePair, preference_pairs, select_for_sft
+from openhands_rl_plugin.training.data.shortened import may_be_shortened, until_secret
 
 
 class ExcludedEpisodes(Frozen):
@@ -42,7 +43,7 @@ class ExcludedEpisodes(Frozen):
     reward is not a result of the policy; ``overlong``: cut short by a limit, where ``overlong`` excludes such episodes;
     ``off_temperature``: sampled at another temperature than 1 or with a ``top_p``, so the recorded logprobs are not
     those of the sampling distribution; ``no_signal``: all rewards of its group are equal, or, for SFT, it is not a
-    success or not among the best.
+    success or not among the best. ``shortened`` episodes are used, up to a secret that was taken out.
     """
 
     held_out: int = 0
@@ -56,6 +57,7 @@ class ExcludedEpisodes(Frozen):
     overlong: int = 0
     off_temperature: int = 0
     no_signal: int = 0
+    shortened: int = 0
 
     def causes(self) -> list[str]:
         """For each reason how many, why, and what to do about it: ``"3 have no reward (say one: ...)"``."""
@@ -76,6 +78,7 @@ _CAUSES = {
     "unfinished": "unfinished (a timeout or the end of the process cut them short; give them more time)",
     "overlong": 'overlong (a limit cut them short; overlong = "keep" uses them)',
     "off_temperature": "off temperature (roll out with temperature = 1.0 and top_p = 1.0, or imitate them)",
+    "shortened": "in part (from the first secret on, which was taken out of text and token ids)",
     "no_signal": "without a signal (no attempt at the same task with another reward, or not among the best)",
 }
 
@@ -236,11 +239,12 @@ def _usable(episodes: Episodes, settings: TrainingSettings) -> Episodes:
 
     An episode that timed out after its success is a success: SFT may use it, algorithms that compare may not.
     """
-    kind = algorithm_of(settings).kind
+    kind, shortens = algorithm_of(settings).kind, may_be_shortened(settings)
     excluded: Counter[str] = Counter()
     kept: list[tuple[Trajectory, float]] = []
     for trajectory, value in zip(episodes.trajectories, episodes.returns, strict=True):
-        if not is_recorded(trajectory, need_logprobs=needs_logprobs(settings)):
+        short = until_secret(trajectory) if shortens else trajectory
+        if not is_recorded(short, need_logprobs=needs_logprobs(settings)):
             excluded["no_tokens"] += 1
         elif trajectory.stop is StopReason.UNFINISHED or (kind != "imitation" and is_interrupted(trajectory)):
             excluded["unfinished"] += 1
@@ -249,7 +253,8 @@ def _usable(episodes: Episodes, settings: TrainingSettings) -> Episodes:
         elif kind == "reinforcement" and is_off_temperature(trajectory):
             excluded["off_temperature"] += 1
         else:
-            kept.append((regrouped(trajectory, kind), value))
+            excluded["shortened"] += short is not trajectory
+            kept.append((until_secret(regrouped(trajectory, kind)) if shortens else regrouped(trajectory, kind), value))
     return Episodes(
         trajectories=tuple(trajectory for trajectory, _ in kept),
         returns=tuple(value for _, value in kept),

@@ -6,9 +6,12 @@ import re
 
 import pytest
 from credited_episodes import episode, settings
+from stored_samples import trajectory
 
+from openhands_rl_plugin.config.training import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
-from openhands_rl_plugin.core.types import SamplingParams, StopReason, StrategySpec, Task, Trajectory
+from openhands_rl_plugin.core.redaction import redact_trajectory
+from openhands_rl_plugin.core.types import Message, SamplingParams, StopReason, StrategySpec, Task, Trajectory
 from openhands_rl_plugin.training.data.dataset import (
     Episodes,
     ExcludedEpisodes,
@@ -69,6 +72,29 @@ def test_who_can_learn_nothing_is_told_what_was_left_out() -> None:
     episodes = stored(played(0, 1.0, StopReason.MAX_TURNS), played(1, 0.0))
     with pytest.raises(TrainingError, match=r"left out: 1 overlong \(.*\), 1 without a signal"):
         build_dataset_or_sft(episodes, settings(algorithm="grpo", overlong="leave-out"))
+
+
+SECRET = "api_key = " + '"' + "Zk39slQ2x7Lm4#" + '"'
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rejection-sampling"])
+def test_what_was_sampled_before_a_secret_is_trained(algorithm: str) -> None:
+    whole = [trajectory(f"{number}", reward=float(number % 2), turns=4) for number in range(4)]
+    nodes = list(whole[1].nodes)
+    told = next(at for at, node in enumerate(nodes) if at > 3 and not node.sampled)
+    nodes[told] = nodes[told].model_copy(update={"message": Message(role="user", content=SECRET)})
+    dirty = redact_trajectory(whole[1].model_copy(update={"nodes": tuple(nodes)}))
+    assert any(node.sampled and node.tokens is None for node in dirty.nodes)
+    episodes = stored(whole[0], dirty, *whole[2:])
+    settings = TrainingSettings(algorithm=algorithm, keep_best=4 if algorithm == "rejection-sampling" else 1)
+    dataset = build_dataset(episodes, settings)
+    assert "1" in ids(dataset) and dataset.excluded.shortened == 1 and dataset.excluded.no_tokens == 0
+    kept = sum(sum(sample.mask) for sample in dataset.samples if sample.trajectory_id == "1")
+    before = [node for node in whole[1].nodes[:told] if node.sampled and node.tokens]
+    assert kept == sum(len(node.tokens.sampled_ids) for node in before if node.tokens) > 0
+    assert "1 in part (from the first secret on" in dataset.excluded.in_words()
+    compared = build_dataset(episodes, TrainingSettings(algorithm="dpo"))
+    assert compared.excluded.no_tokens == 1, "a preference compares whole episodes"
 
 
 def sampled(trajectory: Trajectory, asked: SamplingParams | None, *, last: bool = False) -> Trajectory:
