@@ -64,7 +64,7 @@ async def run(args: argparse.Namespace) -> int:
     rows = chosen.files(arguments)
     if check is not None:
         rows = check.watching(rows)
-    async with open_store(args.store) as storage:
+    async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         total = await storage.count(where)
         with chosen.sink(args.out, arguments) as sink, progress_bar("exporting", total) as bar:
             report = await export_store(storage, where, rows, sink, wanted=args.resolved, advanced=bar.update)

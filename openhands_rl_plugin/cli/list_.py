@@ -35,7 +35,7 @@ async def run(args: argparse.Namespace) -> int:
 
     chosen = filter_of(args)
     order = {"sort": TrajectoryOrder(args.sort), "descending": args.desc, "limit": args.limit, "offset": args.offset}
-    async with open_store(args.store) as storage:
+    async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         found = [summary async for summary in storage.summaries(chosen.model_copy(update=order))]
         matching = await storage.count(chosen)
     if args.json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from openhands_rl_plugin.cli.options.stored import add_store
+from openhands_rl_plugin.cli.options.stored import add_skip_damaged, add_store
 from openhands_rl_plugin.cli.options.stores import open_store
 
 EPILOG = """examples:
@@ -17,6 +17,7 @@ EPILOG = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``STORE ID`` and the form of the output."""
     add_store(parser)
+    add_skip_damaged(parser)
     parser.add_argument("id", metavar="ID", help="the episode's id, or a unique prefix of it")
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
@@ -32,7 +33,7 @@ async def run(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.trajectories.view.pages import print_episode, print_tree
     from openhands_rl_plugin.trajectories.view.terminal import console, print_json
 
-    async with open_store(args.store) as storage:
+    async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         episode = await find_episode(storage, args.id)
     if args.json:
         print_json(episode)

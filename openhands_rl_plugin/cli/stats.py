@@ -43,7 +43,7 @@ async def run(args: argparse.Namespace) -> int:
     for name in by:
         if name not in GROUPINGS:
             raise ConfigError(f"--by: {unknown_name('grouping', name, GROUPINGS)}")
-    async with open_store(args.store) as storage:
+    async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         lacking = await gaps.gaps_by_episode(storage.find(filter_of(args)))
         groups = await figures_of(storage.summaries(filter_of(args)), by, args.success_at, lacking)
     if args.json:

@@ -36,6 +36,10 @@ class StorageError(RLError):
     """A record could not be written or read. Stops a run: nothing may be lost silently."""
 
 
+class DamagedError(StorageError):
+    """What is stored can be read no more, in part or in whole."""
+
+
 class TrainingError(RLError):
     """Training cannot continue: no usable samples, a non-finite loss, or a wrong checkpoint."""
 

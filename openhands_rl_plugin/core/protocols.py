@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from openhands_rl_plugin.core.records import (
+    DamagedRecord,
     EpisodeEnd,
     EpisodeGrowth,
     EpisodeStart,
@@ -292,6 +293,25 @@ class TrajectoryStorage(Protocol):
 
     async def close(self) -> None:
         """Flush and release."""
+        ...
+
+
+@runtime_checkable
+class SkipsDamage(Protocol):
+    """A storage that can leave out what is damaged. A capability, not a flag.
+
+    Example:
+        >>> from openhands_rl_plugin import FileTrajectoryStorage
+        >>> isinstance(FileTrajectoryStorage("./trajectories"), SkipsDamage)  # see trajectories/sqlite/repair.py
+        False
+    """
+
+    def skip_damaged(self) -> list[DamagedRecord]:
+        """From now on, leave out what cannot be read instead of raising.
+
+        Returns:
+            A list to which every record that is left out is added once.
+        """
         ...
 
 

@@ -204,6 +204,21 @@ class Label(Frozen):
     at: float
 
 
+class DamagedRecord(Frozen):
+    """A stored record that cannot be read. ``id`` is that of its episode, ``row`` the number in its table, as far as
+    they are known; ``what`` is "episode", "score" or "label"."""
+
+    what: str
+    id: str | None
+    row: int | None = None
+    cause: str
+
+    def in_words(self) -> str:
+        """``episode 3f2a (row 7): a record is damaged``."""
+        row = "" if self.row is None else f" (row {self.row})"
+        return f"{self.what} {self.id or 'of an unknown id'}{row}: {self.cause}"
+
+
 class TrajectoryOrder(StrEnum):
     """The sort key of a listing; equal ones stay in the order in which they were stored."""
 

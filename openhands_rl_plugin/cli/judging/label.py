@@ -48,7 +48,7 @@ async def run(args: argparse.Namespace) -> int:
 
     where = filter_of(args).model_copy(update={"finished": True, "failed": False})
     out, judged = console(), 0
-    async with open_store(args.store) as storage:
+    async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         ids = [summary.id async for summary in storage.summaries(where)]
         for at, identity in enumerate(ids):
             trajectory = await _open_one(storage, identity, again=args.again)

@@ -68,7 +68,7 @@ async def run(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
 
     reward = _reward(args)
-    async with open_store(args.store) as storage:
+    async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         with progress_bar("scoring") as bar:
             report = await rescore(
                 storage,
@@ -88,7 +88,7 @@ async def _say(args: argparse.Namespace) -> int:
     if not args.ids:
         raise ConfigError("--value is a verdict on an episode: give its --id; `openhands-rl list STORE` shows them")
     value = None if args.value == _WITHDRAW else float(args.value)
-    async with open_store(args.store) as storage:
+    async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         # All are looked up first, so that a wrong id leaves nothing half done.
         found = [await find_episode(storage, each) for each in args.ids]
         for episode in found:

@@ -19,8 +19,18 @@ def add_store(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", metavar="STORE", help=STORE_HELP)
 
 
+def add_skip_damaged(parser: argparse.ArgumentParser) -> None:
+    """``--skip-damaged``, the ``skip_damaged`` of ``open_store``."""
+    parser.add_argument(
+        "--skip-damaged",
+        action="store_true",
+        help="leave out the episodes and scores that cannot be read any more, and list them on standard error",
+    )
+
+
 def add_filters(parser: argparse.ArgumentParser) -> None:
-    """One option for each field of ``TrajectoryFilter`` that picks episodes."""
+    """One option for each field of ``TrajectoryFilter`` that picks episodes, and ``--skip-damaged``."""
+    add_skip_damaged(parser)
     group = parser.add_argument_group("filters", "Every filter that is given must match; bounds are inclusive.")
     group.add_argument("--run", "--run-id", dest="run", metavar="ID", help="episodes of this run")
     group.add_argument("--group", metavar="ID", help="episodes of this group of attempts at one task")

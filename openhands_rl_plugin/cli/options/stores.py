@@ -8,11 +8,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from openhands_rl_plugin.cli.options.damage import check, readable
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.config.toml import load_settings
-from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.errors import ConfigError, DamagedError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
+
+_SKIP = (
+    "--skip-damaged reads everything else; openhands-rl doctor --repair STORE copies what is readable into a new store"
+)
 
 STORE_HELP = (
     "folder of a file store, mongodb://host/database, env:NAME of a variable that holds such a URI, or a config.toml"
@@ -39,13 +44,29 @@ def storage_at(where: str) -> TrajectoryStorage:
 
 
 @asynccontextmanager
-async def open_store(where: str, *, create: bool = False) -> AsyncIterator[TrajectoryStorage]:
-    """The store at a path or URI; reading never creates one. Raises ``ConfigError`` or ``StorageError``."""
+async def open_store(
+    where: str, *, create: bool = False, skip_damaged: bool | None = None
+) -> AsyncIterator[TrajectoryStorage]:
+    """The store at a path or URI; reading never creates one. Raises ``ConfigError`` or ``StorageError``.
+
+    ``skip_damaged``: leave out what cannot be read, and say what that is on standard error; ``None`` for a command
+    without that option, whose error does not name it.
+    """
     storage = storage_at(where)
     try:
         if not where.endswith(_CONFIGURATION) and _mongodb_uri(where) is None:
             _check_folder(where, create)
-        yield storage
+        if skip_damaged:
+            async with readable(where, storage) as whole:
+                yield whole
+        else:
+            if skip_damaged is not None:
+                await check(storage)
+            yield storage
+    except DamagedError as error:
+        if skip_damaged is not False:
+            raise
+        raise DamagedError(f"{error}. {_SKIP}") from error
     finally:
         await storage.close()
 

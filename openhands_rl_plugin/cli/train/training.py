@@ -65,7 +65,7 @@ class TrainingRun:
 
         Raises ``ConfigError`` when the tasks did not pass the quality gate, ``TrainingError`` when none has an episode.
         """
-        async with open_store(self._args.store) as storage:
+        async with open_store(self._args.store, skip_damaged=self._args.skip_damaged) as storage:
             if suite := self._args.tasks:
                 from openhands_rl_plugin.evals.tasks.lineage import require_checked
                 from openhands_rl_plugin.evals.tasks.sources.packages import tasks_file

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.errors import DamagedError
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeStart, NodeMark
 from openhands_rl_plugin.core.types import Node
 from openhands_rl_plugin.trajectories.storages.documents import parsed_end, parsed_json
@@ -132,5 +132,5 @@ def _contents(record: LogEntry) -> Iterator[dict[str, Any]]:
         yield {**record._asdict(), "part": part, "parts": count, "data": data}
 
 
-def _damaged(episode: str) -> StorageError:
-    return StorageError(f"a part of episode {episode!r} is missing; restore the database from a backup")
+def _damaged(episode: str) -> DamagedError:
+    return DamagedError(f"a part of episode {episode!r} is missing; restore the database from a backup")

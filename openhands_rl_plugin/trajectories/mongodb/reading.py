@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.errors import DamagedError, describe
 from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectorySummary
 from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.trajectories.mongodb.client import MongoDatabase
@@ -47,7 +47,7 @@ async def load(database: MongoDatabase, ids: Sequence[str]) -> list[Trajectory]:
         loaded |= {trajectory.id: trajectory for trajectory in read}
         if not missing:
             return [loaded[identity] for identity in ids if identity in loaded]
-    raise StorageError(f"a part of episode {missing[0]!r} is missing; restore the database from a backup")
+    raise DamagedError(f"a part of episode {missing[0]!r} is missing; restore the database from a backup")
 
 
 async def load_summaries(database: MongoDatabase, ids: Sequence[str]) -> list[TrajectorySummary]:
@@ -80,13 +80,16 @@ def _trajectories(episodes: Sequence[StoredEpisode], logs: Mapping[str, Log]) ->
 
 def _trajectory(episode: StoredEpisode, log: Log) -> Trajectory:
     header = episode.header
-    replayed = replay(header.id, log)
+    try:
+        replayed = replay(header.id, log)
+    except (KeyError, ValueError, TypeError, IndexError) as error:
+        raise DamagedError(f"a part of episode {header.id!r} is damaged: {describe(error)}") from error
     if len(replayed.nodes) != header.nodes:
-        raise StorageError(
+        raise DamagedError(
             f"trajectory {header.id!r} has {len(replayed.nodes)} of {header.nodes} nodes; restore a backup"
         )
     if episode.open:
         return so_far(replayed.start, replayed.nodes, replayed.head, header.finished)
     if replayed.end is None:
-        raise StorageError(f"the end of trajectory {header.id!r} is missing; restore a backup")
+        raise DamagedError(f"the end of trajectory {header.id!r} is missing; restore a backup")
     return whole(replayed.start, replayed.nodes, replayed.end)

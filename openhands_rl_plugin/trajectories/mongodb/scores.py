@@ -13,8 +13,9 @@ from typing import Any
 
 from pymongo import UpdateOne
 
+from openhands_rl_plugin.core.errors import DamagedError
 from openhands_rl_plugin.core.judgements import is_opinion, newest_outcome
-from openhands_rl_plugin.core.records import Label
+from openhands_rl_plugin.core.records import DamagedRecord, Label
 from openhands_rl_plugin.core.types import Score, pays_rewards
 from openhands_rl_plugin.trajectories.mongodb.client import MongoDatabase
 from openhands_rl_plugin.trajectories.mongodb.headers import score_change
@@ -53,14 +54,21 @@ class ScoreBook:
         pending = self._database.scores.find({"pending": True}, {"episode": 1, "score": 1})
         await self._apply({each["_id"]: parsed_json(Score, each["episode"], each["score"]) async for each in pending})
 
-    async def of(self, trajectory_ids: Sequence[str]) -> Mapping[str, Sequence[Score]]:
-        """Id -> its scores, oldest first."""
+    async def of(
+        self, trajectory_ids: Sequence[str], lost: list[DamagedRecord] | None = None
+    ) -> Mapping[str, Sequence[Score]]:
+        """Id -> its scores, oldest first. With ``lost`` damaged ones are added to it instead of being an error."""
         if not trajectory_ids:
             return {}
         found = await self._database.scores.find({"episode": {"$in": list(trajectory_ids)}}).to_list()
         scores: dict[str, list[Score]] = defaultdict(list)
         for each in sorted(found, key=lambda document: document["_id"]):
-            scores[each["episode"]].append(parsed_json(Score, each["episode"], each["score"]))
+            try:
+                scores[each["episode"]].append(parsed_json(Score, each["episode"], each["score"]))
+            except DamagedError as error:
+                if lost is None:
+                    raise
+                lost.append(DamagedRecord(what="score", id=each["episode"], row=each["_id"], cause=str(error)))
         return scores
 
     async def add_labels(self, labels: Sequence[Label]) -> None:

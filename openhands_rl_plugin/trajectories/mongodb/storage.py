@@ -8,8 +8,9 @@ from itertools import batched
 from types import TracebackType
 from typing import Self
 
-from openhands_rl_plugin.core.errors import MissingExtraError
+from openhands_rl_plugin.core.errors import DamagedError, MissingExtraError
 from openhands_rl_plugin.core.records import (
+    DamagedRecord,
     EpisodeEnd,
     EpisodeGrowth,
     EpisodeStart,
@@ -54,6 +55,7 @@ class MongoDBTrajectoryStorage:
         except ModuleNotFoundError as error:
             raise MissingExtraError("pymongo", "mongodb") from error
         self._guard = SecretGuard()
+        self._lost: list[DamagedRecord] | None = None
         self._database = MongoDatabase(connection_string, database_name, durable=durable)
         self._writer = MongoEpisodeWriter(self._database)
         self._scores = ScoreBook(self._database)
@@ -119,10 +121,27 @@ class MongoDBTrajectoryStorage:
         where = where or TrajectoryFilter()
         for ids in batched(await self._ids(where, settled=asks_for_reward(where)), _READ_AHEAD):
             async with self._database.explained():
-                trajectories = await self._reading.load(self._database, ids)
-                scores = await self._scores.of(ids)
+                trajectories = await self._loaded(ids)
+                scores = await self._scores.of(ids, self._lost)
             for trajectory in trajectories:
                 yield trajectory, tuple(scores.get(trajectory.id, ()))
+
+    def skip_damaged(self) -> list[DamagedRecord]:
+        """From now on, ``find`` leaves out what cannot be read, and adds it to the list that is returned."""
+        self._lost = self._lost or []
+        return self._lost
+
+    async def _loaded(self, ids: Sequence[str]) -> list[Trajectory]:
+        try:
+            return await self._reading.load(self._database, ids)
+        except DamagedError as error:
+            if self._lost is None:
+                raise
+            if len(ids) == 1:
+                if not any(record.what == "episode" and record.id == ids[0] for record in self._lost):
+                    self._lost.append(DamagedRecord(what="episode", id=ids[0], cause=str(error)))
+                return []
+        return [found for identity in ids for found in await self._loaded((identity,))]
 
     async def summaries(self, where: TrajectoryFilter | None = None) -> AsyncIterator[TrajectorySummary]:
         """Like ``find``, without reading any node. Raises ``StorageError``."""

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from openhands_rl_plugin.core.errors import StorageError, describe
+from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe
 from openhands_rl_plugin.core.files import sync
 from openhands_rl_plugin.core.types import SCHEMA_VERSION
 from openhands_rl_plugin.trajectories.sqlite.upgrade import LABELS, upgrade
@@ -144,7 +144,11 @@ def explained(file: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        raise StorageError(f"{_cause(error, file)}, or choose another path in [rl.storage]") from error
+        kind = DamagedError if _is_damage(error) else StorageError
+        raise kind(f"{_cause(error, file)}, or choose another path in [rl.storage]") from error
+    except UnicodeDecodeError as error:
+        # Python cannot read the text of SQLite's error, which quotes what is damaged.
+        raise DamagedError(f"{file} is damaged; restore it from a backup") from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             cause = f"no space left for {file} ({error.strerror}), nothing was stored; free some space"
@@ -177,11 +181,16 @@ def _check_version(connection: sqlite3.Connection, file: Path) -> None:
         )
 
 
+def _is_damage(error: sqlite3.Error) -> bool:
+    name = getattr(error, "sqlite_errorname", "")
+    return name == "SQLITE_NOTADB" or name.startswith("SQLITE_CORRUPT") or "decode to UTF-8" in str(error)
+
+
 def _cause(error: sqlite3.Error, file: Path) -> str:
     name = getattr(error, "sqlite_errorname", "")
     if name == "SQLITE_FULL" or name in ("SQLITE_IOERR_WRITE", "SQLITE_IOERR_FSYNC", "SQLITE_IOERR_SHMSIZE"):
         return f"no space left for {file}, or its disk fails ({error}); nothing was stored; free some space"
-    if name in ("SQLITE_NOTADB", "SQLITE_CORRUPT") or name.startswith("SQLITE_CORRUPT"):
+    if _is_damage(error):
         return (
             f"{file} is damaged or no database ({error}); restore it from a backup, or move it away to start a new one"
         )

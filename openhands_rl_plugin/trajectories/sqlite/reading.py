@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.errors import DamagedError, StorageError
 from openhands_rl_plugin.core.judgements import newest_outcome
 from openhands_rl_plugin.core.records import (
     EpisodeStart,
@@ -45,7 +45,7 @@ class _Episode(NamedTuple):
     nodes: int
     head: int | None
     finished: float
-    start: bytes
+    start: bytes | None
     end: bytes | None
 
 
@@ -78,7 +78,7 @@ def load(connection: sqlite3.Connection, rows: Sequence[int]) -> list[Found]:
                 _Episode._make,
                 connection.execute(
                     "SELECT row, id, stop, nodes, head, finished, documents.start, documents.end "
-                    f"FROM episodes JOIN documents ON episode = row WHERE row IN {_slots(rows)}",
+                    f"FROM episodes LEFT JOIN documents ON episode = row WHERE row IN {_slots(rows)}",
                     rows,
                 ),
             )
@@ -90,6 +90,15 @@ def load(connection: sqlite3.Connection, rows: Sequence[int]) -> list[Found]:
         (_trajectory(each, _nodes(each.id, chunks[each.row], marks[each.row])), tuple(scores[each.id]))
         for each in present
     ]
+
+
+def check(connection: sqlite3.Connection) -> None:
+    """Raises ``DamagedError`` when a page of the headers, of the marks or of their indices is damaged: SQLite may then
+    leave out rows without a word. Reads these tables once, and no nodes."""
+    for table in ("episodes", "marks"):
+        (found,) = connection.execute(f"PRAGMA integrity_check({table})").fetchone()
+        if found != "ok":
+            raise DamagedError(f"the table {table} is damaged, restore the file from a backup: {found.splitlines()[0]}")
 
 
 def load_summaries(connection: sqlite3.Connection, rows: Sequence[int]) -> list[TrajectorySummary]:
@@ -189,10 +198,10 @@ def _nodes(identity: str, chunks: Sequence[tuple[int, bytes]], marks: Sequence[N
     try:
         for first, blob in chunks:
             if first != len(nodes):
-                raise StorageError(f"nodes {len(nodes)} to {first} are missing; restore the file from a backup")
+                raise DamagedError(f"nodes {len(nodes)} to {first} are missing; restore the file from a backup")
             nodes += unpack_nodes(blob)
     except StorageError as error:
-        raise StorageError(f"trajectory {identity!r}: {error}") from error
+        raise type(error)(f"trajectory {identity!r}: {error}") from error
     for mark in marks:
         mark_fresh(nodes[mark.index], mark)
     return tuple(nodes)
@@ -207,11 +216,15 @@ def _scores(connection: sqlite3.Connection, ids: Sequence[str]) -> dict[str, lis
 
 
 def _trajectory(episode: _Episode, nodes: Sequence[Node]) -> Trajectory:
+    if episode.start is None:
+        raise DamagedError(f"the documents of trajectory {episode.id!r} are missing; restore the file from a backup")
     if len(nodes) != episode.nodes:
-        raise StorageError(
+        raise DamagedError(
             f"trajectory {episode.id!r} has {len(nodes)} of {episode.nodes} nodes; restore the file from a backup"
         )
     start = parsed_json(EpisodeStart, episode.id, episode.start)
+    if start.id != episode.id:
+        raise DamagedError(f"trajectory {start.id!r} stands under {episode.id!r}; restore the file from a backup")
     if episode.end is None:
         return so_far(start, nodes, episode.head, episode.finished)
     return whole(start, nodes, parsed_end(start, episode.end))

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from openhands_rl_plugin.core.errors import StorageError, describe
+from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe
 from openhands_rl_plugin.core.records import (
     EpisodeEnd,
     EpisodeGrowth,
@@ -27,6 +27,7 @@ from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME, connect,
 from openhands_rl_plugin.trajectories.sqlite.group_commit import GroupCommitter, WriteCall
 from openhands_rl_plugin.trajectories.sqlite.reading import (
     Found,
+    check,
     count,
     load,
     load_labels,
@@ -132,6 +133,10 @@ class FileTrajectoryStorage:
         """How many match, ``offset`` and ``limit`` aside. Raises ``StorageError``."""
         return await self._read(lambda connection: count(connection, where or TrajectoryFilter()), 0)
 
+    async def check(self) -> None:
+        """Raises ``DamagedError`` when what lists the episodes is damaged, so that some may not be found."""
+        await self._read(check, None)
+
     async def close(self) -> None:
         """Flush and release. The storage can be used again; it then opens its file again."""
         await self._committer.close()
@@ -183,7 +188,7 @@ class FileTrajectoryStorage:
                 connection = connect(self._file)
                 connection.execute("PRAGMA query_only = ON")
             try:
-                answer = ask(connection)
+                answer = _asked(ask, connection)
             except BaseException:
                 connection.close()
                 raise
@@ -253,6 +258,13 @@ class FileTrajectoryStorage:
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise StorageError("a storage cannot be carried over a fork; open it in the process that uses it")
+
+
+def _asked[Answer](ask: Callable[[sqlite3.Connection], Answer], connection: sqlite3.Connection) -> Answer:
+    try:
+        return ask(connection)
+    except (ValueError, LookupError, TypeError, OverflowError) as error:
+        raise DamagedError(f"a record is damaged, restore the file from a backup: {describe(error)}") from error
 
 
 def _apply(connection: sqlite3.Connection, writer: SqliteEpisodeWriter, item: _Call) -> None:

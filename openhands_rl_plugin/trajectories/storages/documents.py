@@ -7,7 +7,7 @@ import json
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
 
-from openhands_rl_plugin.core.errors import StorageError, describe
+from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeStart
 from openhands_rl_plugin.core.types import SCHEMA_VERSION, Frozen
 from openhands_rl_plugin.trajectories.storages.header import newer_schema
@@ -31,7 +31,7 @@ def parsed_json[Value: Frozen](kind: type[Value], identity: str, packed: bytes) 
         version = json.loads(document).get("schema_version", SCHEMA_VERSION)
         if version > SCHEMA_VERSION:
             raise newer_schema(identity, version) from error
-        raise StorageError(f"record {identity!r} is not a {kind.__name__}: {describe(error)}") from error
+        raise DamagedError(f"record {identity!r} is not a {kind.__name__}: {describe(error)}") from error
 
 
 def packed_end(start: EpisodeStart, end: EpisodeEnd) -> bytes:

@@ -25,7 +25,7 @@ from backports import zstd
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
-from openhands_rl_plugin.core.errors import StorageError, describe
+from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe
 from openhands_rl_plugin.core.types import Node, Tokens
 
 CHUNK_BYTES = 1024 * 1024
@@ -92,7 +92,7 @@ def unpack_nodes(blob: bytes) -> tuple[Node, ...]:
     try:
         return _read_nodes(data)
     except (ValueError, KeyError, struct.error, ValidationError) as error:
-        raise StorageError(f"packed nodes are damaged: {describe(error)}") from error
+        raise DamagedError(f"packed nodes are damaged: {describe(error)}") from error
 
 
 def pack_document(document: bytes) -> bytes:
@@ -219,7 +219,7 @@ def _compress(version: int, parts: Sequence[bytes]) -> bytes:
 def _decompress(blob: bytes, version: int) -> bytes:
     if blob[:1] != bytes((version,)):
         found = blob[0] if blob else "none"
-        raise StorageError(
+        raise DamagedError(
             f"a record is in format {found}, not {version}: it is damaged, or a later openhands_rl_plugin wrote it; "
             "upgrade openhands_rl_plugin, or restore the file from a backup"
         )
@@ -227,7 +227,7 @@ def _decompress(blob: bytes, version: int) -> bytes:
     try:
         data = decompressor.decompress(memoryview(blob)[1:], UNPACKED_LIMIT)
     except zstd.ZstdError as error:
-        raise StorageError(f"a record is damaged, restore the file from a backup: {describe(error)}") from error
+        raise DamagedError(f"a record is damaged, restore the file from a backup: {describe(error)}") from error
     if not decompressor.eof or decompressor.unused_data:
-        raise StorageError(f"a record is damaged or larger than {UNPACKED_LIMIT:,} bytes; restore it from a backup")
+        raise DamagedError(f"a record is damaged or larger than {UNPACKED_LIMIT:,} bytes; restore it from a backup")
     return data
