@@ -205,16 +205,17 @@ def _value(payload: bytes, kind: int, at: int) -> tuple[Value, int]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = 0
-    for used in range(9):
+    value = used = 0
+    while used < 9:
         byte = data[at + used]
-        if used == 8:
+        used += 1
+        if used == 9:
             value = value << 8 | byte
-            break
-        value = value << 7 | byte & 0x7F
-        if not byte & 0x80:
-            break
-    return value - 2**64 if value >= 2**63 else value, at + used + 1
+        else:
+            value = value << 7 | byte & 0x7F
+            if not byte & 0x80:
+                break
+    return value - 2**64 if value >= 2**63 else value, at + used
 
 
 def _number(data: bytes, at: int, width: int) -> int:
