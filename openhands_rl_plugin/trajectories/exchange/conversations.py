@@ -37,7 +37,12 @@ _ARGUMENTS = "arguments"
 
 def spoken_messages(trajectory: Trajectory, leaf: int | None = None) -> list[SpokenMessage]:
     """The messages from the root to ``leaf`` (default: the head), answers with their reasoning."""
-    return [_spoken(trajectory.nodes[at]) for at in trajectory.path(leaf)]
+    return spoken(trajectory, trajectory.path(leaf))
+
+
+def spoken(trajectory: Trajectory, nodes: Sequence[int]) -> list[SpokenMessage]:
+    """The messages of some nodes, answers with their reasoning."""
+    return [_spoken(trajectory.nodes[at]) for at in nodes]
 
 
 def wire_of(message: Message) -> JsonObject:
@@ -49,7 +54,7 @@ def wire_of(message: Message) -> JsonObject:
 
 def conversation_of(trajectory: Trajectory, path: Sequence[int]) -> list[JsonValue]:
     """The messages of some nodes, for a row."""
-    return [wire_of(_spoken(trajectory.nodes[at])) for at in path]
+    return [wire_of(message) for message in spoken(trajectory, path)]
 
 
 def _spoken(node: Node) -> SpokenMessage:

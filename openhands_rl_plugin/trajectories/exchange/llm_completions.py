@@ -14,9 +14,9 @@ from pathlib import Path
 from pydantic import Field, JsonValue, model_validator
 
 from openhands_rl_plugin.core.acted import ACTED, CONDENSATION, KIND
-from openhands_rl_plugin.core.messages import to_wire
 from openhands_rl_plugin.core.tree import EpisodeTree
-from openhands_rl_plugin.core.types import JsonObject, Message, Node, PolicyRef, Score, Task, Times, Trajectory
+from openhands_rl_plugin.core.types import JsonObject, Message, PolicyRef, Score, Task, Times, Trajectory
+from openhands_rl_plugin.trajectories.exchange.conversations import conversation_of
 from openhands_rl_plugin.trajectories.exchange.episodes import (
     SWE,
     UNKNOWN,
@@ -111,12 +111,12 @@ def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[tuple[str,
         model = (node.policy or trajectory.policy).served_name
         at = trajectory.times.started + span * number / len(sampled)
         name = f"{safe_name(trajectory.task.id)}/{trajectory.id}/{safe_name(model)}-{number:05d}.json"
-        prompt = [to_wire(message) for message in trajectory.messages(node.parent)] if node.parent is not None else []
+        prompt = conversation_of(trajectory, trajectory.path(node.parent)) if node.parent is not None else []
         yield (
             name,
             {
                 "messages": [*prompt],
-                "response": _response(f"{trajectory.id}-{index}", model, node, at),
+                "response": _response(trajectory, index, model, at),
                 "args": [],
                 "kwargs": {"tools": [*trajectory.tools]} if trajectory.tools else {},
                 "timestamp": at,
@@ -125,14 +125,16 @@ def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[tuple[str,
         )
 
 
-def _response(identity: str, model: str, node: Node, at: float) -> JsonObject:
+def _response(trajectory: Trajectory, index: int, model: str, at: float) -> JsonObject:
+    node = trajectory.nodes[index]
+    (message,) = conversation_of(trajectory, (index,))
     finish = node.finish_reason or ("tool_calls" if node.message.tool_calls else "stop")
     return {
-        "id": identity,
+        "id": f"{trajectory.id}-{index}",
         "object": "chat.completion",
         "created": int(at),
         "model": model,
-        "choices": [{"index": 0, "finish_reason": finish, "message": to_wire(node.message)}],
+        "choices": [{"index": 0, "finish_reason": finish, "message": message}],
     }
 
 

@@ -7,8 +7,9 @@ from datetime import datetime
 
 from pydantic import Field, JsonValue
 
-from openhands_rl_plugin.core.transcript import transcript
+from openhands_rl_plugin.core.transcript import transcript_nodes
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Score, StopReason, Task, Times, Trajectory
+from openhands_rl_plugin.trajectories.exchange.conversations import spoken
 from openhands_rl_plugin.trajectories.exchange.dates import date_of, seconds_of
 from openhands_rl_plugin.trajectories.exchange.episodes import (
     SWE,
@@ -75,7 +76,7 @@ def recognises(row: Mapping[str, JsonValue]) -> bool:
 
 def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
     """One row. Raises ``LeftOutError`` when nothing was said."""
-    messages = transcript(trajectory)
+    messages = spoken(trajectory, transcript_nodes(trajectory))
     if not messages:
         raise LeftOutError("nothing was said in it")
     test_result: JsonObject = {"git_patch": patch_of(trajectory) or ""}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 from pydantic import JsonValue
@@ -121,7 +122,7 @@ def _read_parameters(listed: str) -> JsonObject:
             starts.append(match)
     properties: JsonObject = {}
     required: list[JsonValue] = []
-    for match, following in zip(starts, [*starts[1:], None], strict=True):
+    for match, following in zip_longest(starts, starts[1:]):
         properties[match[2]] = _read_property(match[3], listed[match.end() : following and following.start()])
         if match[4] == "required":
             required.append(match[2])

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from openhands_rl_plugin.core.messages import to_wire
 from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall, Trajectory
+from openhands_rl_plugin.trajectories.exchange.conversations import wire_of
 from openhands_rl_plugin.trajectories.exchange.dates import date_of
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, from_text
 
@@ -108,5 +108,5 @@ def _call_metadata(call: ToolCall, calls: int, response: JsonObject) -> JsonObje
 
 
 def _response(identity: str, model: str, message: Message) -> JsonObject:
-    choice: JsonObject = {"index": 0, "finish_reason": "tool_calls", "message": to_wire(message)}
+    choice: JsonObject = {"index": 0, "finish_reason": "tool_calls", "message": wire_of(message)}
     return {"id": identity, "object": "chat.completion", "created": 0, "model": model, "choices": [choice]}

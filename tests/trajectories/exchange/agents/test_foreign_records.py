@@ -33,12 +33,10 @@ def run(*words: str | Path) -> int:
     return cli.main([str(word) for word in words])
 
 
-def imported(
-    record: Any, folder: Path, *words: str, file: str = "record.json"
-) -> list[tuple[Trajectory, tuple[Score, ...]]]:
+def imported(record: Any, folder: Path, file: str = "record.json") -> list[tuple[Trajectory, tuple[Score, ...]]]:
     target = folder / file
     target.write_text(json.dumps(record))
-    assert run("import", target, "--into", folder / "store", *words) == 0
+    assert run("import", target, "--into", folder / "store") == 0
     return stored(folder / "store")
 
 
@@ -235,3 +233,38 @@ def test_thinking_parts_are_reasoning(tmp_path: Path) -> None:
     ((trajectory, _),) = imported(row, tmp_path, file="rows.jsonl")
     answer = next(trajectory.sampled())
     assert (answer.message.content, reasoning_of(answer)) == ("A look.", "I should look.")
+
+
+@pytest.mark.parametrize("name", ["sft-native", "sft-text", "llm-completions", "output-jsonl", "atif", "trajectories"])
+def test_reasoning_goes_out_and_in_again(name: str, tmp_path: Path) -> None:
+    """By every format that has a place for it; V0's events have one beside calls."""
+    imported(RECORDS["sft-native"][0], tmp_path, "rows.jsonl")
+    out = tmp_path / ("folder" if FORMATS[name].folder else "out.jsonl")
+    assert run("export", tmp_path / "store", "--format", name, "--out", out) == 0
+    assert run("import", out, "--format", name, "--into", tmp_path / "again") == 0
+    ((trajectory, _),) = stored(tmp_path / "again")
+    assert [reasoning_of(node) for node in trajectory.sampled()] == ["I should look.", None]
+
+
+def test_a_file_cut_short_or_of_another_compression_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = gzip.compress(json.dumps(ATIF).encode())
+    for name, content in (("cut.json.gz", whole[:-9]), ("plain.json.gz", b"{}"), ("zipped.traj", whole)):
+        (tmp_path / name).write_bytes(content)
+        assert run("import", tmp_path / name, "--into", tmp_path / "store") == 1
+        told = capsys.readouterr().err.strip()
+        assert name in told and len(told.splitlines()) == 1
+
+
+def test_deep_and_long_records_are_read_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
+    assert run("import", tmp_path / "deep.json", "--into", tmp_path / "store") == 1
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    arguments = '{"a":' + "[" * 5_000 + "]" * 5_000 + "}"
+    call = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": arguments}}
+    long = [*CHAT[:2], {"role": "assistant", "content": "x " * 1_000_000, "tool_calls": [call]}, *CHAT[3:]]
+    ((trajectory, _),) = imported({"messages": long, "instance_id": "t"}, tmp_path, "long.jsonl")
+    assert trajectory.nodes[2].message.tool_calls[0].arguments == arguments
+    for name in ("sft-native", "atif", "sft-text", "output-jsonl"):
+        assert run("export", tmp_path / "store", "--format", name, "--out", tmp_path / f"{name}.jsonl") == 0
