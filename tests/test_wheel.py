@@ -1,0 +1,57 @@
+"""What pip gets: the metadata that an index shows, and the files that the plugin reads at run time."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import zipfile
+from email.parser import HeaderParser
+from pathlib import Path
+
+import pytest
+from uv_program import uv_program
+
+ROOT = Path(__file__).parents[1]
+REPOSITORY = "https://example.org/us/plugin"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """By way of the sdist, as a release is made."""
+    if (uv := uv_program()) is None:
+        pytest.skip("no uv on PATH or beside this Python")
+    folder = tmp_path_factory.mktemp("dist")
+    environ = os.environ | {"OPENHANDS_RL_REPOSITORY": f"{REPOSITORY}/"}
+    done = subprocess.run(
+        [uv, "build", "--offline", "--out-dir", folder], cwd=ROOT, env=environ, capture_output=True, text=True
+    )
+    if done.returncode and "hatchling" in done.stderr and "network was disabled" in done.stderr:
+        pytest.skip("hatchling is not in uv's cache, and tests fetch nothing")
+    assert done.returncode == 0, done.stderr
+    (path,) = folder.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_the_index_shows_links_that_lead_somewhere(wheel: zipfile.ZipFile) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
+    shown = HeaderParser().parsestr(wheel.read(name).decode())
+    urls = dict(line.split(", ") for line in shown.get_all("Project-URL") or [])
+    assert urls["Repository"] == REPOSITORY and urls["Changelog"].startswith(f"{REPOSITORY}/blob/main/docs/")
+    assert "reinforcement-learning" in shown["Keywords"]
+    links = re.findall(r"\]\(([^)]+)\)", shown.get_payload())
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+    ours = [link.removeprefix(f"{REPOSITORY}/blob/main/") for link in links if link.startswith(REPOSITORY)]
+    assert ours and [path for path in ours if not (ROOT / path).exists()] == []
+
+
+def test_no_extra_needs_a_compiler_for_the_demos_model(wheel: zipfile.ZipFile) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
+    required = HeaderParser().parsestr(wheel.read(name).decode()).get_all("Requires-Dist") or []
+    assert required and not [line for line in required if line.startswith(("llm", "llama"))]
+
+
+def test_the_configuration_to_start_from_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
+    written = wheel.read("openhands_rl_plugin/config/example.toml").decode()
+    assert written == (ROOT / "config.toml.example").read_text(encoding="utf-8")
+    assert b"openhands_rl_plugin.hosts.v0.autoload" in wheel.read("openhands_rl_autoload.pth")
