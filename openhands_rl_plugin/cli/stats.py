@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def run(args: argparse.Namespace) -> int:
     """Print the statistics. Raises ``RLError`` when the store or a filter is wrong."""
+    from openhands_rl_plugin.trajectories.drift import segments
     from openhands_rl_plugin.trajectories.view import gaps
     from openhands_rl_plugin.trajectories.view.figures import GROUPINGS, figures_of
     from openhands_rl_plugin.trajectories.view.tables import stats_table
@@ -44,16 +45,26 @@ async def run(args: argparse.Namespace) -> int:
         if name not in GROUPINGS:
             raise ConfigError(f"--by: {unknown_name('grouping', name, GROUPINGS)}")
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
-        lacking = await gaps.gaps_by_episode(storage.find(filter_of(args)))
-        groups = await figures_of(storage.summaries(filter_of(args)), by, args.success_at, lacking)
+        counted: dict[str, Counter[str]] = {}
+        lacking = await gaps.gaps_by_episode(segments.counting_segments(storage.find(filter_of(args)), counted))
+        groups = await figures_of(storage.summaries(filter_of(args)), by, args.success_at, lacking, counted)
     if args.json:
         print_json(groups)
     elif groups:
         console().print(stats_table(groups, by))
+        _print_segments(sum((Counter(group.segments) for group in groups), Counter()), segments.BEGINNING)
         _print_gaps(sum((Counter(group.gaps) for group in groups), Counter()), gaps.REMEDY)
     else:
         print("no episodes match")
     return 0
+
+
+def _print_segments(counts: Counter[str], beginning: str) -> None:
+    """Only where an episode has more than one."""
+    first = counts.pop(beginning, 0)
+    if counts:
+        causes = ", ".join(f"{count:,} by {cause}" for cause, count in counts.most_common())
+        print(f"{first + counts.total():,} segments in {first:,} episodes: {causes} (see doctor drift)")
 
 
 def _print_gaps(counts: Counter[str], remedy: str) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
+from openhands_rl_plugin.core.acted import TURN, kind_of
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, TrajectoryFilter
+from openhands_rl_plugin.core.transcript import transcript_nodes
 from openhands_rl_plugin.core.types import (
     Failure,
     Frozen,
@@ -20,6 +23,7 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
     Usage,
 )
+from openhands_rl_plugin.trajectories.drift.segments import segment_causes
 from openhands_rl_plugin.trajectories.view.gaps import causes_of
 
 MOST_NAMED = 10
@@ -30,7 +34,8 @@ class Turn(Frozen):
     """One node. ``prompt_tokens`` is what this turn added, ``context_tokens`` the length of all that the model saw.
 
     ``turn`` counts the sampled nodes above and ``segment`` the runs of turns that extend each other, both from 1; they
-    are ``None`` where nothing was sampled, and ``segment`` also where there are no token ids.
+    are ``None`` where nothing was sampled, and ``segment`` also where there are no token ids. ``segment_cause``: why
+    one begins here. ``kind``: a message of the episode, or of what was asked beside it, such as a condensation.
 
     What search knows: ``simulated``, the reward is that of a fork's step; ``merged``, so many equal answers were taken
     for this one; ``dropped``, why the branch was given up; ``search_report``, on the answer that a search decided for,
@@ -48,6 +53,8 @@ class Turn(Frozen):
     value: float | None = None
     visits: int = 0
     simulated: bool = False
+    segment_cause: str | None = None
+    kind: str = TURN
     merged: int = 0
     dropped: str | None = None
     search_report: JsonObject | None = None
@@ -144,7 +151,10 @@ def view_of(trajectory: Trajectory, scores: Sequence[Score] = (), labels: Sequen
 
 
 def _turns(trajectory: Trajectory) -> tuple[Turn, ...]:
-    acted = set(trajectory.path())
+    acted = set(transcript_nodes(trajectory))
+    causes = segment_causes(trajectory)
+    numbers = {at: number for number, at in enumerate(trajectory.acted(), 1)}
+    starts = sorted(causes)
     turns: list[Turn] = []
     # Of each node: the sampled nodes, the segments and the length of the context up to it.
     counted: list[tuple[int, int, int]] = []
@@ -163,8 +173,10 @@ def _turns(trajectory: Trajectory) -> tuple[Turn, ...]:
                 parent=node.parent,
                 acted=index in acted,
                 message=node.message,
-                turn=sampled if node.sampled else None,
-                segment=segments if tokens else None,
+                turn=numbers.get(index, sampled) if node.sampled else None,
+                segment=(bisect_right(starts, index) if index in numbers else segments) if tokens else None,
+                segment_cause=causes.get(index),
+                kind=kind_of(node),
                 reward=node.reward,
                 value=node.value,
                 visits=node.visits,

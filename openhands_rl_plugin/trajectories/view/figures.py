@@ -27,6 +27,7 @@ class GroupFigures(Frozen):
 
     ``success`` is the share of rewards of at least the bound, with its Wilson interval. ``curve`` has the mean reward
     of up to 24 stretches of equal length, oldest first. ``gaps``: what answers lack for training, by cause.
+    ``segments``: how many there are, by why they begin.
     """
 
     name: tuple[str, ...]
@@ -43,6 +44,7 @@ class GroupFigures(Frozen):
     failures: dict[str, int]
     curve: tuple[float, ...]
     gaps: dict[str, int] = Field(default_factory=dict)
+    segments: dict[str, int] = Field(default_factory=dict)
 
 
 async def figures_of(
@@ -50,16 +52,18 @@ async def figures_of(
     by: Sequence[str],
     success_at: float,
     gaps: Mapping[str, Mapping[str, int]] | None = None,
+    segments: Mapping[str, Mapping[str, int]] | None = None,
 ) -> tuple[GroupFigures, ...]:
     """Figures of every group, in the order in which the groups appear. Keeps a number an episode, no more.
 
-    ``gaps``: of the episodes that lack something, by id.
+    ``gaps``: of the episodes that lack something, by id; ``segments``: of all that have some.
     """
     groups: dict[tuple[str, ...], _Group] = {}
     async for summary in summaries:
         group = groups.setdefault(tuple(_part(summary, each) for each in by), _Group())
         group.add(summary)
         group.gaps.update((gaps or {}).get(summary.id, {}))
+        group.segments.update((segments or {}).get(summary.id, {}))
     return tuple(group.figures(name, success_at) for name, group in groups.items())
 
 
@@ -92,6 +96,7 @@ class _Group:
     stops: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     gaps: Counter[str] = field(default_factory=Counter)
+    segments: Counter[str] = field(default_factory=Counter)
 
     def add(self, summary: TrajectorySummary) -> None:
         self.episodes += 1
@@ -123,6 +128,7 @@ class _Group:
             failures=dict(self.failures.most_common()),
             curve=_curve(self.rewards),
             gaps=dict(self.gaps.most_common()),
+            segments=dict(self.segments.most_common()),
         )
 
 

@@ -8,6 +8,7 @@ from pydantic import JsonValue
 from rich.console import Console
 from rich.text import Text
 
+from openhands_rl_plugin.core.acted import TURN
 from openhands_rl_plugin.core.types import Message
 from openhands_rl_plugin.trajectories.view.episode import Episode, Turn
 from openhands_rl_plugin.trajectories.view.terminal import number, one_line, visible
@@ -26,7 +27,8 @@ def print_episode(console: Console, episode: Episode, *, full: bool = False) -> 
     for turn in episode.acted:
         if turn.segment is not None and turn.segment != segment:
             segment = turn.segment
-            console.print(Text(f"── segment {segment}: this prompt does not extend the turn before ──", "yellow"))
+            why = f" ({turn.segment_cause})" if turn.segment_cause else ""
+            console.print(Text(f"── segment {segment}: this prompt does not extend the turn before{why} ──", "yellow"))
         console.print(Text(f"{_name(turn)}  {_figures(turn)}".rstrip(), f"bold {_STYLES[turn.message.role]}"))
         _print_report(console, turn, "  ")
         for line in _lines(turn.message, full):
@@ -91,7 +93,8 @@ def _counted(count: int, what: str) -> str:
 
 
 def _name(turn: Turn) -> str:
-    return f"#{turn.node} {turn.message.role}" + (f" turn {turn.turn}" if turn.turn is not None else "")
+    kind = f" {turn.kind}" if turn.kind != TURN else ""
+    return f"#{turn.node} {turn.message.role}{kind}" + (f" turn {turn.turn}" if turn.turn is not None else "")
 
 
 def _figures(turn: Turn) -> str:

@@ -25,12 +25,14 @@ from planted_secrets import SHAPES
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.redaction import redact_trajectory
-from openhands_rl_plugin.core.types import JsonObject, Message, Trajectory
+from openhands_rl_plugin.core.types import JsonObject, Message, Node, Tokens, Trajectory
 from openhands_rl_plugin.testing import example_trajectory
 from openhands_rl_plugin.trajectories.drift.breaks import breaks_of, context_of, difference_of
 from openhands_rl_plugin.trajectories.drift.causes import Cause, cause_of
 from openhands_rl_plugin.trajectories.drift.drift import DriftReport, drift_of
+from openhands_rl_plugin.trajectories.drift.segments import BEGINNING, segment_causes
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+from openhands_rl_plugin.trajectories.view.episode import view_of
 
 THOUGHT = "<think>I should list the files first.</think>Let me look at it."
 PLAIN = [Answer("Let me look at the files."), Answer("Now I know what to do."), Answer("It is done as you said.")]
@@ -229,3 +231,25 @@ def test_a_tokenizer_shows_the_texts(tmp_path: Path, capsys: pytest.CaptureFixtu
     for folder in (tmp_path, tmp_path / "none"):
         assert cli.main(["doctor", "drift", str(tmp_path / "store"), "--tokenizer", str(folder)]) == 1
         assert capsys.readouterr().err.startswith("error: --tokenizer: ")
+
+
+def test_segments_of_an_episode_have_their_causes():
+    first = Tokens(prompt_ids=(1, 2, 3), sampled_ids=(4,), logprobs=(-1.0,))
+    other = Tokens(prompt_ids=(1, 9), sampled_ids=(5,), logprobs=(-1.0,))
+    nodes = (
+        Node(parent=None, message=Message(role="user", content="long")),
+        Node(parent=0, message=Message(role="assistant", content="a"), sampled=True, tokens=first, reward=0.0),
+        Node(parent=None, message=Message(role="user", content="short")),
+        Node(
+            parent=2,
+            message=Message(role="assistant", content="b"),
+            sampled=True,
+            tokens=other,
+            metadata={"history_rewritten": True},
+        ),
+    )
+    episode = example_trajectory().model_copy(update={"nodes": nodes, "head": 3})
+    assert segment_causes(episode) == {1: BEGINNING, 3: "history condensed"}
+    shown = view_of(episode)
+    assert [(turn.turn, turn.segment) for turn in shown.acted if turn.turn] == [(1, 1), (2, 2)]
+    assert (shown.totals.segments, shown.totals.turns, shown.totals.sampled_tokens) == (2, 2, 2)
