@@ -34,7 +34,7 @@ def check_plugins(settings: RLSettings) -> None:
         try:
             registry.load(kind, name)
         except ConfigError as error:
-            problems.append(f"{key}: {error}; install the package that has it, or correct the name")
+            problems.append(f"{key}: {error}")
     if settings.storage_backend == "mongodb":
         problems += _no_mongodb(settings)
     if problems:

@@ -88,7 +88,10 @@ def load(kind: Kind, name: str) -> type[Any]:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{singular(kind)} {name!r} cannot be loaded from {target}: {describe(error)}") from error
+        raise ConfigError(
+            f"{singular(kind)} {name!r} cannot be loaded from {target}: {describe(error)}; install the package that "
+            "has it, or correct the name"
+        ) from error
     if not isinstance(found, type):
         raise ConfigError(f"{singular(kind)} {name!r}: {target} is not a class")
     return found

@@ -76,7 +76,7 @@ def test_a_chat_with_a_server_that_is_away(
         ('[rl]\nenv_name = "absent.plugin:World"\n', "No module named 'absent'; install the package that has it"),
         (
             '[rl]\nstorage_backend = "absent.plugin:Store"\n',
-            "[rl] storage_backend: storage 'absent.plugin:Store' cannot",
+            "storage 'absent.plugin:Store' cannot be loaded",
         ),
         ('[rl.reward]\nname = "absent.plugin:Reward"\n', "No module named 'absent'"),
         ('[rl]\nstorage_backend = "mongo"\n', "did you mean 'mongodb'?"),
