@@ -27,12 +27,17 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 FENCED = re.findall(r"^```(\w*)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 BLOCKS = [text for language, text in FENCED if language == "python"]
 TABLES = [text for language, text in FENCED if language == "toml"]
+GUIDES = [ROOT / "evaluation/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SHELL = [text for language, text in FENCED if not language] + [
+    text
+    for guide in GUIDES
+    for text in re.findall(r"^```(?:\w*)\n(.*?)^```", guide.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+]
 LINES = [
     line.strip()
-    for language, text in FENCED
-    if not language
+    for text in SHELL
     for line in text.replace("\\\n", " ").splitlines()
-    if re.match(r"(\w+=\S+ )*(openhands-rl|python -m|pip|make|vllm) ", line)
+    if re.match(r"(\w+=\S+ )*(openhands-rl|python -m openhands|pip|make|vllm) ", line)
 ]
 
 
