@@ -5,14 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from scripted_model import serve
+
 CODE = """
+import sys
+
 import openhands.agenthub
 from openhands.controller.agent import Agent
 from openhands.core.config import AgentConfig, LLMConfig, OpenHandsConfig
 from openhands.core.setup import create_agent
 from openhands.llm.llm_registry import LLMRegistry
 
-config = OpenHandsConfig(default_agent="RLAgent", llms={"llm": LLMConfig(model="openai/m", base_url="http://x/v1")})
+llm = LLMConfig(model="openai/m", base_url=sys.argv[1])
+config = OpenHandsConfig(default_agent="RLAgent", llms={"llm": llm})
 config.set_agent_config(AgentConfig(enable_jupyter=False, enable_browsing=False, enable_llm_editor=False))
 agent = create_agent(config, LLMRegistry(config))
 print(Agent.get_cls("RLAgent").__module__, type(agent).__name__)
@@ -21,5 +26,7 @@ print(Agent.get_cls("RLAgent").__module__, type(agent).__name__)
 
 def test_rl_agent_is_selected_by_name_with_a_plain_configuration():
     environ = {"PATH": "/usr/bin:/bin", "LOG_LEVEL": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "HOME": "/tmp"}
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=110, env=environ)
+    with serve() as server:
+        command = [sys.executable, "-c", CODE, server.url]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environ)
     assert done.stdout.split() == ["openhands_rl_plugin.hosts.v0.agent", "RLAgent"], done.stderr[-2000:]

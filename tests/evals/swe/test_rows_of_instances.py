@@ -95,7 +95,7 @@ def test_bad_rows_are_one_line_each(tmp_path: Path, text: str, said: str) -> Non
 
 @pytest.mark.parametrize("name", ["none.jsonl", "none.json", "none.parquet"])
 def test_a_missing_file_is_one_line(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+    with pytest.raises(ConfigError, match="there is no such file; give a"):
         read_instances(tmp_path / name)
 
 

@@ -32,7 +32,7 @@ def server() -> Iterator[ScriptedModel]:
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     openhands_logger.addHandler(caplog.handler)
-    caplog.set_level(logging.WARNING)
+    caplog.set_level(logging.WARNING, openhands_logger.name)
     yield caplog
     openhands_logger.removeHandler(caplog.handler)
 
