@@ -1,8 +1,9 @@
-"""A tiny Llama whose weights are set by hand: it calls one tool at first and another one after a tool has answered."""
+"""A tiny Llama whose weights are set by hand: it says one thing at first, or one of several, and another afterwards."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,27 +15,38 @@ FIRST, AGAIN, END = "<|first|>", "<|again|>", "<|im_end|>"
 _CALL = "<tool_call>\n{call}\n</tool_call>"
 # The assistant's header says what came before it, in the prompt as in the history, so that prompts extend each other.
 _TEMPLATE = (
-    "{% for message in messages %}"
+    "{% if tools %}<|im_start|>system\nTools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}"
+    "<|im_end|>\n{% endif %}"
+    "{% set said = namespace(before=false) %}{% for message in messages %}"
     "{% if message.role == 'assistant' %}"
-    "{{ '<|again|>' if loop.previtem is defined and loop.previtem.role == 'tool' else '<|first|>' }}"
+    "{{ '<|again|>' if said.before else '<|first|>' }}{% set said.before = true %}"
     "{% else %}<|im_start|>{{ message.role }}\n{% endif %}"
     "{{ message.content or '' }}"
     "{% for call in message.tool_calls or [] %}<tool_call>\n"
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
     "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|again|>' if messages[-1].role == 'tool' else '<|first|>' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<|again|>' if said.before else '<|first|>' }}{% endif %}"
 )
 _CERTAIN = 5.0
 
 
 def write_fixer(path: Path, first: tuple[str, dict[str, str]], again: tuple[str, dict[str, str]]) -> Path:
     """A model directory. ``first`` and ``again`` are names of tools with their arguments; each is one token."""
-    write_model(path, num_hidden_layers=1, max_position_embeddings=32768, tie_word_embeddings=False)
-    tokenizer = write_tokenizer(path, _TEMPLATE)
-    calls = [_CALL.format(call=json.dumps({"name": name, "arguments": given})) for name, given in (first, again)]
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (FIRST, AGAIN, *calls)])
+    call, last = (_CALL.format(call=json.dumps({"name": name, "arguments": given})) for name, given in (first, again))
+    return write_chooser(path, [call], last)
+
+
+def write_chooser(path: Path, first: Sequence[str], again: str, texts: Sequence[str] = ()) -> Path:
+    """A model directory: it begins with one of ``first``, each as likely, and goes on with ``again``, a token each.
+
+    ``texts``: what the tokenizer learns to write shortly, beside a few words.
+    """
+    vocabulary = {"vocab_size": 2048} if texts else {}
+    write_model(path, num_hidden_layers=1, max_position_embeddings=32768, tie_word_embeddings=False, **vocabulary)
+    tokenizer = write_tokenizer(path, _TEMPLATE, texts)
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (FIRST, AGAIN, *first, again)])
     tokenizer.save_pretrained(path)
-    first_id, again_id, call_id, last_id, end_id = tokenizer.convert_tokens_to_ids([FIRST, AGAIN, *calls, END])
+    first_id, again_id, *choices, last_id, end_id = tokenizer.convert_tokens_to_ids([FIRST, AGAIN, *first, again, END])
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -45,10 +57,12 @@ def write_fixer(path: Path, first: tuple[str, dict[str, str]], again: tuple[str,
         seen.zero_()
         said.zero_()
         seen[:, 0] = 1.0
-        for direction, (tokens, follower) in enumerate(
-            [((first_id,), call_id), ((again_id,), last_id), ((call_id, last_id), end_id)], start=1
-        ):
+        followers = [((first_id,), choices), ((again_id,), [last_id]), ((*choices, last_id), [end_id])]
+        for direction, (tokens, follows) in enumerate(followers, start=1):
             seen[list(tokens), 0], seen[list(tokens), direction] = 0.0, 1.0
-            said[follower, direction] = _CERTAIN
+            said[follows, direction] = _CERTAIN
+        # A direction of its own for each choice, which nothing points in until one is learnt.
+        for direction, choice in enumerate(choices, start=4):
+            said[choice, direction] = 1.0
     model.save_pretrained(path)
     return path

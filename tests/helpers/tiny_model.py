@@ -1,5 +1,6 @@
 """Tiny random models with a tokenizer and LoRA adapters for them, written to disk like real ones."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -40,16 +41,19 @@ _SHAPE = {
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def write_tokenizer(path: Path, chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+def write_tokenizer(
+    path: Path, chat_template: str | None = CHAT_TEMPLATE, texts: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """``texts``: what it learns to write shortly, beside a few words."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
+        vocab_size=1900 if texts else 400,
         special_tokens=["<|im_start|>", "<|im_end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    tokenizer.train_from_iterator(_TEXT, trainer)
+    tokenizer.train_from_iterator([*_TEXT, *texts], trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<|im_start|>",

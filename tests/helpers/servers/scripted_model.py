@@ -57,7 +57,10 @@ Policy = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class ScriptedModel:
-    """Answers a model's requests with its script, in order, or by its policy; ``requests`` holds what was sent."""
+    """Answers a model's requests with its script, in order, or by its policy; ``requests`` holds what was sent.
+
+    ``prompt_ids``, ``message_ids`` and ``logprob_of`` (a token) may be those of a real model.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -69,6 +72,9 @@ class ScriptedModel:
         self.delay = 0.0
         self.at_once = 0
         self.most_at_once = 0
+        self.prompt_ids: Callable[[list[dict[str, Any]]], list[int]] = prompt_ids
+        self.message_ids: Callable[[dict[str, Any]], list[int]] = message_ids
+        self.logprob_of: Callable[[int], float] = lambda token: LOGPROB
         self._count = 0
 
     def script(self, model: str, answers: Iterable[dict[str, Any]]) -> None:
@@ -86,7 +92,7 @@ class ScriptedModel:
         """The length of a prompt, of its tools too."""
         body = await request.json()
         tools = json.dumps(body["tools"]) if body.get("tools") else ""
-        return JSONResponse({"count": len(prompt_ids(body["messages"])) + len(tools)})
+        return JSONResponse({"count": len(self.prompt_ids(body["messages"])) + len(tools)})
 
     async def answer(self, request: Request) -> JSONResponse:
         """The route."""
@@ -106,19 +112,22 @@ class ScriptedModel:
         if "status" in answer:
             return JSONResponse({"error": {"message": answer["message"]}}, status_code=answer["status"])
         self._count += 1
-        return JSONResponse(completion(body, answer, f"chatcmpl-{self._count}"))
+        prompt, sampled = self.prompt_ids(body["messages"]), self.message_ids(answer) if "role" in answer else []
+        logprobs = [self.logprob_of(token) for token in sampled]
+        return JSONResponse(completion(body, answer, f"chatcmpl-{self._count}", prompt, sampled, logprobs))
 
 
-def completion(body: dict[str, Any], answer: dict[str, Any], id: str) -> dict[str, Any]:
+def completion(
+    body: dict[str, Any], answer: dict[str, Any], id: str, prompt: list[int], sampled: list[int], logprobs: list[float]
+) -> dict[str, Any]:
     """The response document, with token ids and logprobs where the request asks for them."""
-    prompt, sampled = prompt_ids(body["messages"]), message_ids(answer) if "role" in answer else []
     message = {key: value for key, value in answer.items() if key != "prompt_token_ids"}
     choice: dict[str, Any] = {"index": 0, "finish_reason": "stop", "message": message}
     if body.get("return_token_ids"):
         choice["token_ids"] = sampled
     if body.get("logprobs"):
-        entry = {"token": "x", "logprob": LOGPROB, "bytes": None, "top_logprobs": []}
-        choice["logprobs"] = {"content": [entry] * len(sampled)}
+        about = {"token": "x", "bytes": None, "top_logprobs": []}
+        choice["logprobs"] = {"content": [{**about, "logprob": logprob} for logprob in logprobs]}
     return {
         "id": id,
         "object": "chat.completion",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from broken_repository import REPAIR, passes, repository
 from fixing_model import write_fixer
 from scripted_model import ScriptedModel
 from test_agent_main import PATIENCE, Run, start
@@ -15,35 +14,12 @@ from openhands_rl_plugin.core.types import StopReason
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.server import running_server
 
-REPAIR = "sed -i s/-/+/ sums.py && python3 -m unittest -q"
 SECTIONS = """
 [rl]
 max_turns = 4
 sampling = {{ temperature = 1.0, seed = 7 }}
 storage = {{ path = "{folder}/trajectories" }}
 """
-FILES = {
-    "sums.py": "def add(a, b):\n    return a - b\n",
-    "test_sums.py": (
-        "import unittest\n\nimport sums\n\n\n"
-        "class Sums(unittest.TestCase):\n    def test_add(self):\n        self.assertEqual(sums.add(2, 3), 5)\n"
-    ),
-}
-
-
-def repository(folder: Path) -> None:
-    """A commit with a test that fails."""
-    folder.mkdir(parents=True)
-    for name, text in FILES.items():
-        (folder / name).write_text(text)
-    git = ["git", "-c", "user.name=t", "-c", "user.email=t@localhost"]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "broken"]):
-        subprocess.run([*git, *words], cwd=folder, check=True)
-
-
-def passes(folder: Path) -> bool:
-    tests = [sys.executable, "-B", "-m", "unittest", "-q"]
-    return subprocess.run(tests, cwd=folder, capture_output=True, check=False).returncode == 0
 
 
 @pytest.mark.slow
@@ -52,7 +28,9 @@ def test_a_failing_test_is_mended_and_every_token_is_on_record(tmp_path: Path) -
     repository(tmp_path / "workspace")
     assert not passes(tmp_path / "workspace")
     model = write_fixer(
-        tmp_path / "model", ("execute_bash", {"command": REPAIR}), ("finish", {"message": "The test passes."})
+        tmp_path / "model",
+        ("execute_bash", {"command": f"{REPAIR} && python3 -m unittest -q"}),
+        ("finish", {"message": "The test passes."}),
     )
     config = ServerConfig(model=str(model), served_model_name="fixer", port=0, dtype="float32", threads=1)
     with running_server(config) as url:
