@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.apps.demo.options import DemoOptions
 
 EPILOG = """examples:
-  openhands-rl demo                      the whole demo, about half an hour on two cores: eight iterations
+  openhands-rl demo                      the whole demo, 16 to 35 minutes on two cores: eight iterations
                                          of 8 tasks by 6 episodes
   openhands-rl demo --tiny               the same path in two to four minutes, too small to learn
   openhands-rl demo --seed 1 --run-dir runs/seed-1

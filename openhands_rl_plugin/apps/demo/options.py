@@ -22,7 +22,6 @@ from openhands_rl_plugin.training.loop.plan import LoopPlan
 ADAPTER = "webshop"
 ANSWER_TOKENS = 24
 CONTEXT_TOKENS = 1280  # six turns fit; the server reserves that many tokens for every running episode
-MICRO_BATCH_TOKENS = 1536  # its activations are the largest part of the trainer's memory
 SEPARATOR = "\n"  # a page costs a third fewer tokens than with WebShop's " [SEP] "
 HELD_OUT_ORDER = 20_240  # fixed, so that every seed of the demo is evaluated on the same goals
 
@@ -123,7 +122,7 @@ class DemoOptions(Frozen):
             algorithm="sft",
             learning_rate=self.warm_start_rate,
             num_epochs=self.warm_start_epochs,
-            max_tokens_per_micro_batch=MICRO_BATCH_TOKENS,
+            max_tokens_per_micro_batch=micro_batch_tokens(),
             seed=self.seed,
         )
 
@@ -138,9 +137,20 @@ class DemoOptions(Frozen):
             discount=0.95,
             # Stale episodes are weighted by their probability ratio.
             correction="truncate" if self.loop.kind == "async" else "none",
-            max_tokens_per_micro_batch=MICRO_BATCH_TOKENS,
+            max_tokens_per_micro_batch=micro_batch_tokens(),
             seed=self.seed,
         )
+
+
+def micro_batch_tokens() -> int:
+    """Tokens of a micro-batch, whose activations are the largest part of the trainer's memory.
+
+    In bfloat16, where the processor has it, they take as much as half of them in float32.
+    """
+    import torch
+
+    native = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return 1536 if native else 768
 
 
 def _shuffled(goals: tuple[int, ...] | range | list[int], seed: int) -> list[int]:
