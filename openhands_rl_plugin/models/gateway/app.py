@@ -21,7 +21,7 @@ from openhands_rl_plugin.core.types import JsonObject, Score, StopReason
 from openhands_rl_plugin.models.engines.extensions import Clock
 from openhands_rl_plugin.models.gateway.config import GatewayConfig
 from openhands_rl_plugin.models.gateway.deduplication import PendingCall
-from openhands_rl_plugin.models.gateway.json_text import dump_object, parse_object
+from openhands_rl_plugin.models.gateway.json_text import DEEPEST, dump_object, parse_object, too_deep
 from openhands_rl_plugin.models.gateway.protocols.chat_completions import CHAT
 from openhands_rl_plugin.models.gateway.protocols.messages import MESSAGES
 from openhands_rl_plugin.models.gateway.protocols.protocol import WireProtocol, event
@@ -159,6 +159,8 @@ class Gateway:
             problem = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(str(each) for each in problem["loc"])
             return _response(error_reply(400, f"{where}: {problem['msg']}", "BadRequestError"))
+        if too_deep(outcome.evidence):
+            return _response(error_reply(400, f"evidence: has more than {DEEPEST} levels", "BadRequestError"))
         evidence: JsonObject = {**outcome.evidence, "ended_by": "client"}
         if outcome.success is not None:
             evidence["success"] = outcome.success

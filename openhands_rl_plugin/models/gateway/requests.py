@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from openhands_rl_plugin.core.messages import RECORDED_PARAMETERS, WireMessage
 from openhands_rl_plugin.core.types import JsonObject, SamplingParams
-from openhands_rl_plugin.models.gateway.json_text import Json, dump_object, parse_object
+from openhands_rl_plugin.models.gateway.json_text import DEEPEST, Json, dump_object, parse_object
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
@@ -79,7 +79,7 @@ def parsed_body(body: bytes) -> Json:
     """The JSON object of a request. Raises ``Unrecordable`` for anything else."""
     document = parse_object(body)
     if document is None:
-        raise Unrecordable("the request is not a JSON object")
+        raise Unrecordable(f"the request is not a JSON object, or has more than {DEEPEST} levels")
     return document
 
 

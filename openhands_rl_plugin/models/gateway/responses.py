@@ -12,7 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.types import JsonObject, Message, Usage
 from openhands_rl_plugin.models.gateway.id_arrays import PROMPT_IDS, SAMPLED_IDS, StrippedBody, strip_id_arrays
-from openhands_rl_plugin.models.gateway.json_text import Json, dump_object, parse_object
+from openhands_rl_plugin.models.gateway.json_text import Json, dump_object, parse_object, too_deep
 from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecordable
 from openhands_rl_plugin.models.gateway.token_id_text import TokenIds, canonical, ids_of, text_of
 
@@ -160,9 +160,10 @@ class UpstreamResponse:
 
 def _read(text: bytes) -> Json | None:
     try:
-        return dict(_ANSWER.validate_json(text))
+        found = dict(_ANSWER.validate_json(text))
     except ValidationError:
         return parse_object(text)
+    return None if too_deep(found) else found
 
 
 def _arrays(document: Json) -> Iterator[object]:
