@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -38,6 +39,7 @@ _REWARD_VERSION = "gateway"
 _LONGEST_ERROR = 2000
 # Paths of completions that are passed on, but have no place in an episode.
 _UNRECORDED = frozenset({"completions", "messages/batches", "responses/compact", "batches"})
+_SEPARATOR = re.compile(r"[/\\]")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -97,10 +99,9 @@ class Gateway:
             call = protocol.parse(body)
         except Unrecordable as problem:
             self._recorder.unrecorded(problem)
-            return await self._forward(request, body, NOT_RECORDED)
+            return await self._forward(request, protocol.path, body, NOT_RECORDED)
         session = await self.sessions.open(self._session_name(request, call))
-        given = request.rel_url.raw_query_string
-        headers, query = request.headers.copy(), f"?{given}" if given else ""
+        headers, query = request.headers.copy(), _query(request)
         call_in_flight = session.pending.join(
             protocol.path,
             body,
@@ -122,19 +123,23 @@ class Gateway:
 
     async def pass_through(self, request: web.Request) -> web.StreamResponse:
         """Any other path below /v1: forwarded unchanged and not recorded."""
-        path = unquote(request.raw_path.partition("/v1/")[2].partition("?")[0])
-        if ".." in path.split("/"):
-            return _response(error_reply(400, "The path must not contain '..'.", "BadRequestError"))
+        # As it was sent, behind ``/v1/`` or ``/session/NAME/v1/``: a part of it may contain ``%2F``.
+        sent = request.rel_url.raw_path.split("/", 4 if "session" in request.match_info else 2)[-1]
+        path = unquote(sent)
         if request.method != "POST" or path not in _UNRECORDED:
-            return await self._forward(request, await request.read(), {})
+            return await self._forward(request, sent, await request.read(), {})
         self._recorder.unrecorded_path(path)
         if name := named_session(request.match_info.get("session", ""), request.headers):
             (await self.sessions.open(name)).unrecorded[path] += 1
-        return await self._forward(request, await request.read(), NOT_RECORDED)
+        return await self._forward(request, sent, await request.read(), NOT_RECORDED)
 
-    async def _forward(self, request: web.Request, body: bytes, marks: Mapping[str, str]) -> web.StreamResponse:
-        path = request.raw_path.partition("/v1/")[2]
-        async with self._upstream.exchange(request.method, path, request.headers, body) as answer:
+    async def _forward(
+        self, request: web.Request, path: str, body: bytes, marks: Mapping[str, str]
+    ) -> web.StreamResponse:
+        if ".." in _SEPARATOR.split(unquote(path)):
+            return _response(error_reply(400, "The path must not contain '..'.", "BadRequestError"))
+        target = path + _query(request)
+        async with self._upstream.exchange(request.method, target, request.headers, body) as answer:
             headers = {**forwarded_headers(answer.headers), **marks}
             if "content-type" in answer.headers:
                 headers["content-type"] = answer.headers["content-type"]
@@ -241,6 +246,12 @@ class Gateway:
             )
         finally:
             self._in_flight -= 1
+
+
+def _query(request: web.Request) -> str:
+    """The query as it was sent, with its ``?``; empty when there is none."""
+    query = request.rel_url.raw_query_string
+    return f"?{query}" if query else ""
 
 
 def _late(reply: Reply, protocol: WireProtocol) -> bytes:

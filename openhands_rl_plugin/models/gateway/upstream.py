@@ -12,14 +12,16 @@ from yarl import URL
 from openhands_rl_plugin.models.gateway.config import GatewayConfig
 from openhands_rl_plugin.models.gateway.replies import JSON, Reply, error_reply
 
-# Hop-by-hop headers, and those that the HTTP client sets itself.
+# Hop-by-hop headers, keys and cookies for the gateway, and those that the HTTP client sets itself.
 _OWN = frozenset(
     {
         "accept-encoding",
+        "api-key",
         "authorization",
         "connection",
         "content-encoding",
         "content-length",
+        "cookie",
         "expect",
         "host",
         "keep-alive",
@@ -31,10 +33,11 @@ _OWN = frozenset(
         "transfer-encoding",
         "upgrade",
         "x-api-key",
+        "x-goog-api-key",
     }
 )
 _NOT_PASSED_BACK = _OWN | {"content-type", "date", "server"}
-_KEY_HEADERS = ("authorization", "x-api-key")
+_KEY_HEADERS = ("api-key", "authorization", "x-api-key", "x-goog-api-key")
 _CONNECT_SECONDS = 10.0
 _READ_BUFFER = 2**20
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -35,3 +37,61 @@ async def test_deep_json_never_makes_the_store_unreadable(tmp_path: Path, levels
     assert [each.headers.get("x-openhands-rl-recorded") for each in sent] == [("no" if deep else None)] * 3
     assert unrecorded == (3 if deep else 0)
     assert len(await gateway.stored()) == (1 if deep else 4)
+
+
+async def raw(url: str, path: str, body: bytes) -> bytes:
+    """The status line of a POST whose path no client library changes."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    writer.write(head.encode() + body)
+    answer = await reader.read()
+    writer.close()
+    return answer.partition(b"\r\n")[0]
+
+
+async def test_no_path_leads_out_of_v1(tmp_path: Path):
+    asked: list[str] = []
+
+    async def answer(request: web.Request, body: Body) -> web.Response:
+        asked.append(request.raw_path)
+        return web.json_response({})
+
+    refused = ["/v1/%2e%2e/admin", "/v1/a%2F..%2F..%2Fadmin", "/v1/..%5Cadmin", "/session/s/v1/x/%2E./admin"]
+    passed = {
+        "/v%31/chat/completions?x=/v1/../../admin": "/v1/chat/completions?x=/v1/../../admin",
+        "/v%31/models?y=/v1/%2e%2e/admin": "/v1/models?y=/v1/%2e%2e/admin",
+        "/session/v1/v1/embeddings": "/v1/embeddings",
+        "/session/v1/v1/chat/completions": "/v1/chat/completions",
+        "/v1/models/org%2Fname": "/v1/models/org%2Fname",
+    }
+    async with world(tmp_path, Model(behave=answer)) as gateway:
+        lines = [await raw(gateway.url, path, b"{}") for path in [*refused, *passed]]
+    assert [line.split()[1] for line in lines] == [b"400"] * len(refused) + [b"200"] * len(passed)
+    assert asked == list(passed.values())
+
+
+@pytest.mark.parametrize("options", ["abc", [1], 5, True])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_wrong_stream_options_are_the_servers_to_refuse(tmp_path: Path, options: Any, stream: bool):
+    async def refuse(request: web.Request, body: Body) -> web.Response:
+        return web.json_response({"error": {"message": "stream_options"}}, status=400)
+
+    async with world(tmp_path, Model(behave=refuse)) as gateway:
+        answer = await gateway.ask(user("one"), stream=stream, stream_options=options)
+    assert answer.status_code == 400 and answer.json() == {"error": {"message": "stream_options"}}
+    assert all(body["stream_options"] == options for body in gateway.model.bodies)
+
+
+async def test_keys_and_cookies_for_the_gateway_stay_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GATE_KEY", "gate")
+    names = ("authorization", "api-key", "x-api-key", "x-goog-api-key", "cookie")
+    given = {**dict.fromkeys(names, "mine"), "authorization": "Bearer gate"}
+    async with world(tmp_path / "a", api_key_env="GATE_KEY") as gateway:
+        await gateway.say(user("one"), headers=given)
+        await gateway.http.post("/v1/embeddings", json={}, headers=given)
+    for sent in gateway.model.headers:
+        assert not set(names) & set(sent)
+    async with world(tmp_path / "b") as gateway:
+        await gateway.say(user("one"), headers=given)
+    assert set(names) & set(gateway.model.headers[0]) == set(names) - {"cookie"}

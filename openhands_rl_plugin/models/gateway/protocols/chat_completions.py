@@ -16,8 +16,10 @@ STREAM_OPTIONS = "stream_options"
 
 def added_fields(call: ClientRequest, names: tuple[str, ...]) -> Json:
     """The fields of ``names`` with their values, for this request."""
-    usage = {**(call.document.get(STREAM_OPTIONS) or {}), "include_usage": True}
-    return {name: usage if name == STREAM_OPTIONS else True for name in names}
+    added: Json = dict.fromkeys(names, True)
+    if STREAM_OPTIONS in added:
+        added[STREAM_OPTIONS] = {**(call.document.get(STREAM_OPTIONS) or {}), "include_usage": True}
+    return added
 
 
 class ChunkStream:
@@ -89,7 +91,9 @@ def _says_nothing(choice: Json) -> bool:
 def _wanted(call: ClientRequest) -> list[str]:
     """The fields that the client's request leaves open."""
     wanted = [name for name in (TOKEN_IDS, LOGPROBS) if call.document.get(name) is None]
-    return [*wanted, STREAM_OPTIONS] if call.streams and not call.wants_usage else wanted
+    # Options that are no object are the server's to refuse.
+    open_options = isinstance(call.document.get(STREAM_OPTIONS), dict | None)
+    return [*wanted, STREAM_OPTIONS] if call.streams and open_options and not call.wants_usage else wanted
 
 
 def _parse(body: bytes) -> ClientRequest:
