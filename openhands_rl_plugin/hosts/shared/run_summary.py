@@ -6,6 +6,7 @@ import shlex
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.judgements import newest_outcome
+from openhands_rl_plugin.core.records import MISSING
 from openhands_rl_plugin.core.redaction import REDACTED
 from openhands_rl_plugin.core.types import Node, Score, Trajectory
 
@@ -41,8 +42,16 @@ def _token_ids(sampled: list[Node]) -> str:
     if not sampled or not without:
         return "yes" if sampled else "none"
     secret = any(REDACTED in node.model_dump_json() for node in without)
-    cause = "a secret was taken out of the text, and ids would spell it" if secret else _NOT_SENT
+    cause = "a secret was taken out of the text, and ids would spell it" if secret else _why_not_sent(without)
     return f"no ({cause})" if len(without) == len(sampled) else f"{len(sampled) - len(without)} of them ({cause})"
+
+
+def _why_not_sent(without: list[Node]) -> str:
+    """The server's refusal, where one was noted."""
+    noted = (node.metadata.get(MISSING) for node in without)
+    causes = (str(each.get("token_ids", "")) for each in noted if isinstance(each, dict))
+    refusal = next((cause for cause in causes if "refuses" in cause), None)
+    return f"{refusal}; `openhands-rl serve`, vLLM and SGLang send them" if refusal else _NOT_SENT
 
 
 def _outcome(trajectory: Trajectory, scores: tuple[Score, ...], store: str) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,6 +27,7 @@ from openhands_rl_plugin.core.acted import TURN
 from openhands_rl_plugin.core.concurrency import bound
 from openhands_rl_plugin.core.errors import describe
 from openhands_rl_plugin.core.messages import RECORDED_PARAMETERS, WireMessage, text_of, whole_json, whole_message
+from openhands_rl_plugin.core.records import MISSING
 from openhands_rl_plugin.core.types import (
     Completion,
     JsonObject,
@@ -37,6 +39,13 @@ from openhands_rl_plugin.core.types import (
     Usage,
 )
 from openhands_rl_plugin.hosts.shared.token_interceptor import TokenInterceptor, intercepting, intercepting_client
+from openhands_rl_plugin.models.engines.extensions import (
+    LOGPROBS,
+    TOKEN_IDS,
+    ExtensionAttempt,
+    ExtensionTable,
+    missing_parts,
+)
 from openhands_rl_plugin.models.gateway.token_id_text import ContextCache
 
 OPENAI_COMPATIBLE = frozenset({"openai", "custom_openai", "hosted_vllm", "litellm_proxy"})
@@ -110,6 +119,7 @@ class RecordedCompletion:
 
     Outside ``recording`` it only forwards the call. Inside, it requests token ids and logprobs from an
     OpenAI-compatible server and removes them from the response: OpenHands would copy and store them with every event.
+    A request that the server refuses is sent again without them.
     """
 
     def __init__(self, send: Callable[..., ModelResponse], kind: str = TURN) -> None:
@@ -122,41 +132,69 @@ class RecordedCompletion:
         log = _LOG.get()
         if log is None:
             return self._send(*args, **kwargs)
-        asked = {**self._bound, **kwargs}
-        wanted = _token_request(asked) if log.ask_tokens else {}
-        asked.update(wanted)
-        started = time.perf_counter()
-        try:
-            with intercepting(self._contexts, log.after) as interceptor:
-                client = intercepting_client(asked) if "logprobs" in wanted else {}
-                asked_too = {key: asked[key] for key in _ASKED if key in asked}
-                response = self._send(*args, **{**kwargs, **asked_too, **client})
-        except BaseException as error:
-            log.attempts.append(_attempt(asked, time.perf_counter() - started, self._kind, error=describe(error)))
-            raise
-        latency = time.perf_counter() - started
-        completion = _completion(asked, response, log.base_model, interceptor)
-        error = None if completion else "the server answered without a choice"
-        log.attempts.append(_attempt(asked, latency, self._kind, completion, error))
-        return response
+        given = {**self._bound, **kwargs}
+        wanted = _wanted(given) if log.ask_tokens else ()
+        asking = _extensions_of(_base_url(given)).attempt(str(given.get("model")), wanted)
+        while True:
+            added = _token_request(given, asking.fields)
+            asked = {**given, **added}
+            started = time.perf_counter()
+            try:
+                with intercepting(self._contexts, log.after) as interceptor:
+                    client = intercepting_client(asked) if added else {}
+                    response = self._send(*args, **{**kwargs, **added, **client})
+            except BaseException as error:
+                log.attempts.append(_attempt(asked, time.perf_counter() - started, self._kind, error=describe(error)))
+                if _is_refused(asking, error):
+                    continue
+                raise
+            asking.succeeded()
+            latency = time.perf_counter() - started
+            completion = _completion(asked, response, log.base_model, interceptor)
+            # What the user turned off himself is not missing.
+            if completion and len(wanted) == len(_FIELDS) and (missing := missing_parts(asking, completion.tokens)):
+                completion.metadata[MISSING] = missing
+            error = None if completion else "the server answered without a choice"
+            log.attempts.append(_attempt(asked, latency, self._kind, completion, error))
+            return response
 
 
-_ASKED = ("logprobs", "extra_body")
+_FIELDS = (TOKEN_IDS, LOGPROBS)
 
 
-def _token_request(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that request token ids and logprobs. The user's own values take precedence."""
-    if not _knows_token_ids(asked):
-        return {}
-    return {
-        "logprobs": asked.get("logprobs", True),
-        "extra_body": {"return_token_ids": True, **(asked.get("extra_body") or {})},
-    }
+@lru_cache(16)
+def _extensions_of(base_url: str) -> ExtensionTable:
+    """What the models of one server accept; shared by all agents of the process."""
+    return ExtensionTable()
+
+
+def _wanted(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The fields to ask a server for, except for those that the user set: his own values take precedence."""
+    own = {**(given.get("extra_body") or {}), **given}
+    return tuple(name for name in _FIELDS if name not in own) if _knows_token_ids(given) else ()
+
+
+def _token_request(given: Mapping[str, Any], fields: Sequence[str]) -> dict[str, Any]:
+    """The parameters of litellm that request token ids and logprobs."""
+    added: dict[str, Any] = {LOGPROBS: True} if LOGPROBS in fields else {}
+    if TOKEN_IDS in fields:
+        added["extra_body"] = {TOKEN_IDS: True, **(given.get("extra_body") or {})}
+    return added
+
+
+def _is_refused(asking: ExtensionAttempt, error: BaseException) -> bool:
+    """Whether to send the request again with the fields that are left."""
+    status = getattr(error, "status_code", None)
+    return isinstance(error, Exception) and isinstance(status, int) and asking.is_refused(status, str(error).encode())
+
+
+def _base_url(given: Mapping[str, Any]) -> str:
+    return str(given.get("base_url") or given.get("api_base") or "")
 
 
 def _knows_token_ids(asked: Mapping[str, Any]) -> bool:
-    """Whether the server is self-hosted: OpenAI and other vendors reject the unknown parameter."""
-    base_url = asked.get("base_url") or asked.get("api_base")
+    """Whether the server may be self-hosted: OpenAI and other vendors reject the unknown parameter."""
+    base_url = _base_url(asked)
     if not base_url or (urlsplit(base_url).hostname or "").endswith("openai.com"):
         return False
     provider = asked.get("custom_llm_provider") or split_provider(asked.get("model") or "")[0]

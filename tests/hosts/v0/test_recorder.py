@@ -16,6 +16,7 @@ from openhands.llm.llm import LLM
 from pydantic import SecretStr
 from scripted_model import EMPTY, LOGPROB, ScriptedModel, message_ids, prompt_ids, refusal, says, serve, with_prompt_ids
 
+from openhands_rl_plugin.core.records import MISSING
 from openhands_rl_plugin.core.types import Tokens
 from openhands_rl_plugin.hosts.shared.token_interceptor import TokenInterceptor
 from openhands_rl_plugin.hosts.v0.recorder import CallLog, RecordedCompletion, record_completions, recording
@@ -160,11 +161,12 @@ def test_every_attempt_with_the_temperature_it_really_had(server):
 
 
 def test_attempts_without_any_answer(server):
-    server.script("gone", [EMPTY, refusal(400, "too long")])
+    # The refusal comes twice: with the fields for training, and without them.
+    server.script("gone", [EMPTY, refusal(400, "too long"), refusal(400, "too long")])
     log = CallLog(session="s", step=0, base_model="base")
     with pytest.raises(BadRequestError, match="too long"), recording(log):
         llm_for(server, "gone").completion(messages=MESSAGES)
-    assert [attempt.completion for attempt in log.attempts] == [None, None]
+    assert [attempt.completion for attempt in log.attempts] == [None, None, None]
     assert "without a choice" in str(log.attempts[0].error) and "too long" in str(log.attempts[1].error)
 
 
@@ -190,6 +192,27 @@ def test_vendors_are_not_asked_for_what_they_refuse(server):
     (request,) = server.requests["vendor"]
     assert "return_token_ids" not in request and "logprobs" not in request
     assert log.attempts[0].completion is not None and log.attempts[0].completion.tokens is None
+
+
+@pytest.mark.parametrize("status", [400, 403, 422])
+def test_a_strict_vendor_gets_the_request_again_without_what_it_refuses(server, status):
+    def strict(body):
+        refused = "return_token_ids" in body
+        return refusal(status, "property 'return_token_ids' is unsupported") if refused else says("Hello.")
+
+    name = f"strict-{status}"
+    server.policies[name] = strict
+    _, log = ask(llm_for(server, name))
+    refused, answered = log.attempts
+    assert refused.completion is None and "unsupported" in str(refused.error)
+    assert answered.completion is not None and answered.completion.message.content == "Hello."
+    told = 400 if status == 422 else status  # litellm has no 422
+    why = f"the model server refuses return_token_ids with status {told}"
+    assert answered.completion.metadata[MISSING] == {"token_ids": why}
+    # What it refuses is known to the other agents of the process.
+    _, log = ask(llm_for(server, name))
+    assert [attempt.error for attempt in log.attempts] == [None]
+    assert ["return_token_ids" in body for body in server.requests[name]] == [True, False, False]
 
 
 @pytest.mark.parametrize("ids", ["12", None, {"a": 1}])
