@@ -73,12 +73,14 @@ class CommandReward:
         if ran.command != self.options.command:
             raise GraderError(f"another command was run in their workspace, which is gone: {ran.command!r:.{_SHOWN}}")
         if ran.error:
-            raise GraderError(f"the command could not be run: {ran.error[:_SHOWN]}")
+            raise GraderError(f"the command could not be run: {ran.error!r:.{_SHOWN}}")
         return ran
 
     def _passed(self, ran: CommandEvidence) -> float:
         if ran.exit_code in _NOT_RUN:
-            raise GraderError(f"the shell could not run the command: {_last_line(ran)[:_SHOWN]}")
+            raise GraderError(f"the shell could not run the command: {_last_line(ran)!r:.{_SHOWN}}")
+        if ran.exit_code is None and not ran.timed_out:
+            raise GraderError("the command ended without an exit status")
         return float(ran.exit_code == 0)
 
     def _printed(self, ran: CommandEvidence) -> float:

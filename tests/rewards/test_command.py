@@ -38,7 +38,7 @@ async def test_the_number_that_it_prints_last(output: str, expected: float) -> N
     [
         (PASSES, example_trajectory(), "no command was run in their workspace"),
         (PASSES, ran("make check"), "another command was run in their workspace, which is gone: 'make check'"),
-        (PASSES, ran(error="the sandbox ended"), "could not be run: the sandbox ended"),
+        (PASSES, ran(error="the sandbox ended"), "could not be run: .the sandbox ended"),
         (PASSES, ran(exit_code=127, output="bash: pytest: command not found"), "pytest: command not found"),
         (COUNTS, ran(output="all good"), "printed no number on its last line, but 'all good'"),
         (COUNTS, ran(output="nan"), "printed no number"),

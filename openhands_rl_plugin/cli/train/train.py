@@ -156,7 +156,8 @@ class PolicyTraining(TrainingRun):
         from openhands_rl_plugin.training.algorithms import algorithm_of
         from openhands_rl_plugin.training.data.dataset import build_dataset, load_episodes
 
-        imitates = algorithm_of(self._training).kind != "reinforcement"
+        kind = algorithm_of(self._training).kind
+        imitates = kind != "reinforcement"
         async with self._open_store() as storage:
             base_model = self._args.base_model or await _only_base_model(
                 storage, self._where, self._name, str(self._args.model) if imitates else None
@@ -171,6 +172,7 @@ class PolicyTraining(TrainingRun):
                 adapter=self._name,
                 reward=reward,
                 demonstrations=imitates,
+                presume=kind == "imitation",
             )
             if imitates:
                 episodes = with_token_ids(episodes, self._args.model)

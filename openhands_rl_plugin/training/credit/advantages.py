@@ -13,6 +13,7 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.types import Frozen, Trajectory
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.credit.estimators import RolloutBatch
+from openhands_rl_plugin.training.data.batch import trained_nodes
 from openhands_rl_plugin.training.data.eligibility import is_interrupted, is_overlong
 
 EQUAL = 1e-9
@@ -110,7 +111,7 @@ def group_advantages(
     rollouts = RolloutBatch(
         rewards=[float(rewards[index] or 0.0) for index, _ in order],
         groups=[number for _, number in order],
-        lengths=[_sampled_tokens(trajectories[index]) for index, _ in order],
+        lengths=[_trained_tokens(trajectories[index], settings) for index, _ in order],
     )
     estimator = algorithm_of(settings).estimator
     if whitened:
@@ -129,5 +130,6 @@ def _all_equal(rewards: Sequence[float | None]) -> bool:
     return max(known) - min(known) <= EQUAL
 
 
-def _sampled_tokens(trajectory: Trajectory) -> int:
-    return sum(len(node.tokens.sampled_ids) for node in trajectory.sampled() if node.tokens is not None)
+def _trained_tokens(trajectory: Trajectory, settings: TrainingSettings) -> int:
+    tokens = (trajectory.nodes[at].tokens for at in trained_nodes(trajectory, condensations=settings.condensations))
+    return sum(len(each.sampled_ids) for each in tokens if each is not None)

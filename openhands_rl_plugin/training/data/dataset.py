@@ -26,7 +26,7 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.rollout.scoring import judge_all, known_score
 from openhands_rl_plugin.training.algorithms import Kind, algorithm_of, needs_logprobs
 from openhands_rl_plugin.training.credit.credit import credited_samples
-from openhands_rl_plugin.training.data.batch import is_recorded, samples_of
+from openhands_rl_plugin.training.data.batch import is_recorded, samples_of, trained_nodes
 from openhands_rl_plugin.training.data.demonstrations import demonstration_reward, is_imported
 from openhands_rl_plugin.training.data.eligibility import is_interrupted, is_off_temperature, is_overlong, samplings
 from openhands_rl_plugin.training.data.imitation import PreferencePair, preference_pairs, select_for_sft
@@ -43,7 +43,9 @@ class ExcludedEpisodes(Frozen):
     reward is not a result of the policy; ``overlong``: cut short by a limit, where ``overlong`` excludes such episodes;
     ``off_temperature``: sampled at another temperature than 1 or with a ``top_p``, so the recorded logprobs are not
     those of the sampling distribution; ``no_signal``: all rewards of its group are equal, or, for SFT, it is not a
-    success or not among the best. ``shortened`` episodes are used, up to a secret that was taken out.
+    success or not among the best. These are used: ``shortened`` episodes up to a secret that was taken out, ``partial``
+    ones without the answers before a rewritten history whose token ids were not recorded, and ``presumed`` imports of
+    which nobody said how they turned out.
     """
 
     held_out: int = 0
@@ -58,6 +60,8 @@ class ExcludedEpisodes(Frozen):
     off_temperature: int = 0
     no_signal: int = 0
     shortened: int = 0
+    partial: int = 0
+    presumed: int = 0
 
     def causes(self) -> list[str]:
         """For each reason how many, why, and what to do about it: ``"3 have no reward (say one: ...)"``."""
@@ -79,6 +83,8 @@ _CAUSES = {
     "overlong": 'overlong (a limit cut them short; overlong = "keep" uses them)',
     "off_temperature": "off temperature (roll out with temperature = 1.0 and top_p = 1.0, or imitate them)",
     "shortened": "in part (from the first secret on, which was taken out of text and token ids)",
+    "partial": "in part (without answers before a rewritten history that have no token ids)",
+    "presumed": "judged by nobody and imitated all the same, as imports are (openhands-rl label says which were good)",
     "no_signal": "without a signal (no attempt at the same task with another reward, or not among the best)",
 }
 
@@ -124,23 +130,27 @@ async def load_episodes(
     adapter: str,
     reward: Reward,
     demonstrations: bool = False,
+    presume: bool = False,
 ) -> Episodes:
     """The stored episodes that ``base_model`` sampled, alone or with any version of ``adapter``.
 
-    With ``demonstrations`` also imported ones, whoever sampled them, with the outcome that their record says.
+    With ``demonstrations`` also imported ones, whoever sampled them, with the outcome that their record says; with
+    ``presume`` those of which nobody said anything count as chosen to be imitated: 1.0.
     Episodes of an evaluation split are excluded unless ``where`` names the split. An episode without a score of the
     reward is scored here; the score is not stored.
     """
     own: list[Trajectory] = []
     known: dict[str, Score | Failure] = {}
-    others = held_out = 0
+    others = held_out = presumed = 0
     async for trajectory, scores in storage.find(where):
         if where.only_measures(trajectory.task.split):
             held_out += 1
         elif demonstrations and is_imported(trajectory):
             own.append(trajectory)
-            judged = [score for score in scores if score.reward_version == reward.version][-1:]
-            if (value := demonstration_reward(trajectory, judged or scores)) is not None:
+            value = demonstration_reward(trajectory, scores, reward.version)
+            if value is None and presume and not scores and trajectory.failure is None:
+                value, presumed = 1.0, presumed + 1
+            if value is not None:
                 known[trajectory.id] = Score(trajectory_id=trajectory.id, reward=value, reward_version=reward.version)
         elif _is_own(trajectory.policy, base_model, adapter):
             own.append(trajectory)
@@ -170,6 +180,7 @@ async def load_episodes(
         returns=tuple(value for _, value in valid),
         excluded=ExcludedEpisodes(
             held_out=held_out,
+            presumed=presumed,
             other_policy=others,
             failed=failed.total(),
             failures=dict(failed),
@@ -254,6 +265,8 @@ def _usable(episodes: Episodes, settings: TrainingSettings) -> Episodes:
             excluded["off_temperature"] += 1
         else:
             excluded["shortened"] += short is not trajectory
+            left = len(trained_nodes(short, need_logprobs=needs_logprobs(settings))) < len(short.acted())
+            excluded["partial"] += left and short is trajectory
             kept.append((until_secret(regrouped(trajectory, kind)) if shortens else regrouped(trajectory, kind), value))
     return Episodes(
         trajectories=tuple(trajectory for trajectory, _ in kept),

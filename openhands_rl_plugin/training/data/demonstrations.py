@@ -25,7 +25,7 @@ from openhands_rl_plugin.training.data.chat_forms import (
     turns_for,
 )
 from openhands_rl_plugin.trajectories.exchange.episodes import STRATEGY
-from openhands_rl_plugin.trajectories.exchange.judgement import score_of
+from openhands_rl_plugin.trajectories.exchange.judgement import resolved, score_of
 
 _CACHED_TEXTS = 4096
 
@@ -72,12 +72,19 @@ def is_imported(trajectory: Trajectory) -> bool:
     return trajectory.strategy.name == STRATEGY and is_demonstration(trajectory)
 
 
-def demonstration_reward(trajectory: Trajectory, scores: Sequence[Score]) -> float | None:
-    """What the record says of the outcome. What nobody judged was chosen to be imitated: 1.0; ``None`` if it failed."""
+def demonstration_reward(trajectory: Trajectory, scores: Sequence[Score], reward_version: str) -> float | None:
+    """The newest score of ``reward_version``; else what the record says of the outcome; ``None`` where it says nothing,
+    and after a failure."""
     if trajectory.failure is not None:
         return None
+    asked = [score.reward for score in scores if score.reward_version == reward_version][-1:]
+    if asked and asked[0] is not None:
+        return asked[0]
     judged = score_of(trajectory, scores)
-    return 1.0 if judged is None else judged
+    if judged is not None:
+        return judged
+    solved = resolved(trajectory, scores)
+    return None if solved is None else float(solved)
 
 
 def tokenised(trajectories: Sequence[Trajectory], tokenizer: ChatTokenizer) -> Tokenised:

@@ -6,6 +6,7 @@ from openhands_rl_plugin.config.training import TrainingSettings
 from openhands_rl_plugin.core.redaction import REDACTED
 from openhands_rl_plugin.core.types import Node, Trajectory
 from openhands_rl_plugin.training.algorithms import algorithm_of
+from openhands_rl_plugin.training.data.batch import recorded_nodes
 
 
 def may_be_shortened(settings: TrainingSettings) -> bool:
@@ -26,7 +27,8 @@ def until_secret(trajectory: Trajectory) -> Trajectory:
     cut = next((at for at in path if nodes[at].sampled and nodes[at].tokens is None), None)
     if cut is None or not any(_is_redacted(nodes[at]) for at in path if at <= cut):
         return trajectory
-    before = [at for at in trajectory.acted() if at < cut and at in set(path)]
+    recorded = recorded_nodes(trajectory, need_logprobs=False)
+    before = [at for at in trajectory.acted() if at < cut and at in recorded]
     # A parent has a smaller index than its children, so that the tree of those before is whole.
     return trajectory.model_copy(update={"nodes": nodes[:cut], "head": before[-1]}) if before else trajectory
 

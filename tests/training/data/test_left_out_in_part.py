@@ -1,0 +1,140 @@
+"""Episodes of which a part is trained, and imports of which nobody said how they turned out: counted, and said."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+
+from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.redaction import REDACTED
+from openhands_rl_plugin.core.types import (
+    Message,
+    Node,
+    PolicyRef,
+    Score,
+    StopReason,
+    StrategySpec,
+    Task,
+    Times,
+    Tokens,
+    Trajectory,
+)
+from openhands_rl_plugin.training.credit.advantages import group_advantages
+from openhands_rl_plugin.training.data.dataset import (
+    Episodes,
+    ExcludedEpisodes,
+    TrainingDataset,
+    build_dataset,
+    load_episodes,
+)
+
+POLICY = PolicyRef(base_model="m")
+REWRITTEN = {"history_rewritten": True}
+
+
+def said(parent: int | None, content: str) -> Node:
+    return Node(parent=parent, message=Message(role="user", content=content))
+
+
+def answer(parent: int, content: str, *, tokens: bool = True, length: int = 2, **more: Any) -> Node:
+    ids = Tokens(prompt_ids=(1, 2), sampled_ids=(3,) * length, logprobs=(-0.1,) * length) if tokens else None
+    message = Message(role="assistant", content=content)
+    return Node(parent=parent, message=message, sampled=True, policy=POLICY, tokens=ids, **more)
+
+
+def episode(nodes: Sequence[Node], *, strategy: str = "react", **more: Any) -> Trajectory:
+    given = {"id": "a", "run_id": "r", "group_id": "g", "task": Task(id="t", environment="swe"), **more}
+    return Trajectory(
+        strategy=StrategySpec(name=strategy),
+        policy=POLICY,
+        nodes=tuple(nodes),
+        head=len(nodes) - 1,
+        stop=StopReason.TERMINATED,
+        times=Times(started=0, finished=1),
+        **given,
+    )
+
+
+def fine_tuned(trajectory: Trajectory) -> TrainingDataset:
+    return build_dataset(Episodes((trajectory,), (1.0,), ExcludedEpisodes()), TrainingSettings(algorithm="sft"))
+
+
+class Opinion:
+    version = "verifier-1@abc"
+
+    async def __call__(self, trajectory: Trajectory) -> Score:
+        return Score(trajectory_id=trajectory.id, reward=0.02, reward_version=self.version)
+
+
+class Stored:
+    def __init__(self, trajectory: Trajectory, scores: Sequence[Score]) -> None:
+        self.found = trajectory, tuple(scores)
+
+    async def find(self, where: TrajectoryFilter) -> AsyncIterator[tuple[Trajectory, tuple[Score, ...]]]:
+        yield self.found
+
+
+def score(version: str, reward: float | None) -> Score:
+    return Score(trajectory_id="a", reward=reward, reward_version=version)
+
+
+@pytest.mark.parametrize(
+    ("scores", "presume", "returns", "presumed"),
+    [
+        ([score("verifier-1@abc", 0.02)], True, (0.02,), 0),
+        ([score("imported-1", 0.0), score("verifier-1@abc", 0.02)], True, (0.02,), 0),
+        ([score("verdict-1", 0.0), score("verdict-1", None)], True, (0.02,), 0),
+        ([score("imported-1", 0.0)], True, (0.0,), 0),
+        ([], True, (1.0,), 1),
+        ([], False, (0.02,), 0),
+    ],
+)
+async def test_an_import_is_worth_what_was_said_of_it(
+    scores: list[Score], presume: bool, returns: tuple[float, ...], presumed: int
+) -> None:
+    imported = episode([said(None, "q"), answer(0, "x", tokens=False)], strategy="imported")
+    storage: Any = Stored(imported, scores)
+    loaded = await load_episodes(
+        storage,
+        TrajectoryFilter(),
+        base_model="m",
+        adapter="z",
+        reward=Opinion(),
+        demonstrations=True,
+        presume=presume,
+    )
+    assert (loaded.returns, loaded.excluded.presumed) == (returns, presumed)
+    assert bool(presumed) == any("judged by nobody" in cause for cause in loaded.excluded.causes())
+
+
+def test_answers_without_ids_before_a_rewritten_history_are_counted() -> None:
+    nodes = [said(None, "q"), answer(0, "a1", reward=0.0), said(1, "o"), answer(2, "a2", tokens=False, reward=0.0)]
+    nodes += [said(None, "summary"), answer(4, "b1", reward=1.0, metadata=REWRITTEN)]
+    dataset = fine_tuned(episode(nodes))
+    assert sum(sum(sample.mask) for sample in dataset.samples) == 4
+    assert any(cause.startswith("1 in part") for cause in dataset.excluded.causes())
+
+
+def test_segments_before_a_secret_in_the_rewritten_history_are_trained() -> None:
+    nodes = [said(None, "q"), answer(0, "a1", reward=0.0), said(1, "o"), answer(2, "a2", reward=0.0)]
+    nodes += [said(None, f"summary {REDACTED}"), answer(4, "b1", tokens=False, reward=1.0, metadata=REWRITTEN)]
+    dataset = fine_tuned(episode(nodes))
+    assert sum(sum(sample.mask) for sample in dataset.samples) == 4
+    assert dataset.excluded.shortened == 1 and not dataset.excluded.no_tokens
+
+
+def test_whitening_weights_the_tokens_that_are_trained() -> None:
+    """Answers of a left segment without ids are not trained, so they have no weight in mean and variance."""
+    left = [said(None, "q"), answer(0, "x", length=40, reward=0.0), said(1, "o"), answer(2, "y", tokens=False)]
+    left += [said(None, "s"), answer(4, "b", length=2, reward=0.0, metadata=REWRITTEN)]
+    broken = [said(None, "q"), answer(0, "x", tokens=False, reward=0.0), *left[2:]]
+    broken[3] = answer(2, "y", length=40, reward=0.0)
+    first = episode(broken, id="a", group_id="g")
+    second = episode([said(None, "q"), answer(0, "z", length=2, reward=0.0)], id="b", group_id="g")
+    settings = TrainingSettings(algorithm="reinforce++", batch_size=2)
+    found = group_advantages([first, second], [1.0, 0.0], settings, whitened=True).advantages
+    assert found[0] is not None and found[1] is not None
+    assert abs(found[0] + found[1]) < 1e-5, "two rollouts with two trained tokens each"
