@@ -206,7 +206,7 @@ class Label(Frozen):
 
 class DamagedRecord(Frozen):
     """A stored record that cannot be read. ``id`` is that of its episode, ``row`` the number in its table, as far as
-    they are known; ``what`` is "episode", "score" or "label"."""
+    they are known; ``what`` is "episode", "score", "label", or "log" (the write-ahead log, by its file)."""
 
     what: str
     id: str | None

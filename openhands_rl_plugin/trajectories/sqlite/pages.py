@@ -12,9 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from openhands_rl_plugin.trajectories.sqlite.write_ahead_log import read_log
+
 USUAL_PAGE_BYTES = 2048
 _TABLE_LEAF, _INDEX_LEAF, _INDEX_INTERIOR = 0x0D, 0x0A, 0x02
 _LARGEST_PAYLOAD = 2**30
+_DEEPEST = 40  # SQLite itself goes no deeper than 20
 _INTEGER_BYTES = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8}
 
 Value = int | float | str | bytes | None
@@ -30,16 +33,19 @@ class PageRecord(NamedTuple):
 
 
 class SqlitePages:
-    """The pages of ``trajectories.sqlite`` and of its write-ahead log, numbered from 1, as they were last committed."""
+    """The pages of ``trajectories.sqlite`` and of its write-ahead log, numbered from 1, as they were last committed.
+
+    ``log_damage`` says what is wrong with the log, ``None`` when nothing is.
+    """
 
     def __init__(self, file: Path, size: int | None = None) -> None:
         self._file = file.open("rb")
         self._bytes = file.stat().st_size
         self.size = size or _page_size(self._file.read(100), self._bytes)
-        self._log: dict[int, bytes] = {}
         log = file.with_name(f"{file.name}-wal")
-        if log.exists():
-            self._log = _committed(log.read_bytes(), self.size)
+        read = read_log(log.read_bytes() if log.exists() else b"", self.size)
+        self._log = {number: page for number, page in read.pages.items() if 0 < number < 2**31}
+        self.log_damage = read.damage
         self.count = max([self._bytes // self.size, *self._log])
         self.free = self._free_pages()
 
@@ -56,21 +62,24 @@ class SqlitePages:
 
     def index(self, root: int) -> Iterator[PageRecord | None]:
         """The cells of the index whose root is that page, in order; ``None`` stands for what could not be read."""
-        yield from self._subtree(root, frozenset())
+        yield from self._subtree(root, set(), 1)
 
-    def _subtree(self, number: int, above: frozenset[int]) -> Iterator[PageRecord | None]:
+    def _subtree(self, number: int, visited: set[int], depth: int) -> Iterator[PageRecord | None]:
         page, start = self.page(number), 100 if number == 1 else 0
-        if number in above or len(page) < self.size or page[start] not in (_INDEX_LEAF, _INDEX_INTERIOR):
+        # A page occurs once in a tree: pointers that lead to it again are damaged.
+        known = number in visited or depth > _DEEPEST
+        if known or len(page) < self.size or page[start] not in (_INDEX_LEAF, _INDEX_INTERIOR):
             yield None
             return
+        visited.add(number)
         cells, interior = _number(page, start + 3, 2), page[start] == _INDEX_INTERIOR
         for at in range(min(cells, self.size // 2)):
             pointer = _number(page, start + (12 if interior else 8) + 2 * at, 2)
             if interior:
-                yield from self._subtree(_number(page, pointer, 4), above | {number})
+                yield from self._subtree(_number(page, pointer, 4), visited, depth + 1)
             yield self._cell_at(number, page, pointer)
         if interior:
-            yield from self._subtree(_number(page, start + 8, 4), above | {number})
+            yield from self._subtree(_number(page, start + 8, 4), visited, depth + 1)
 
     def page(self, number: int) -> bytes:
         """The bytes of a page; fewer, or none, when the file has no such page."""
@@ -154,21 +163,6 @@ def _page_size(header: bytes, length: int) -> int:
     size = 65536 if size == 1 else size
     valid = 512 <= size <= 65536 and size & (size - 1) == 0 and length % size == 0
     return size if valid else USUAL_PAGE_BYTES
-
-
-def _committed(log: bytes, size: int) -> dict[int, bytes]:
-    """The pages of a write-ahead log up to its last commit."""
-    pages: dict[int, bytes] = {}
-    waiting: dict[int, bytes] = {}
-    salts = log[16:24]
-    for at in range(32, len(log) - 24 - size + 1, 24 + size):
-        if log[at + 8 : at + 16] != salts:
-            break
-        waiting[_number(log, at, 4)] = log[at + 24 : at + 24 + size]
-        if _number(log, at + 4, 4):
-            pages |= waiting
-            waiting = {}
-    return {number: page for number, page in pages.items() if 0 < number < 2**31}
 
 
 def _values(payload: bytes) -> tuple[Value, ...]:

@@ -86,6 +86,8 @@ class SalvageReader:
                 self._pages = SqlitePages(file, USUAL_PAGE_BYTES)
                 self._contents = _Contents(self._pages)
         self.lost: list[DamagedRecord] = []
+        if (cause := self._pages.log_damage) is not None:
+            self.lost.append(DamagedRecord(what="log", id=f"{FILE_NAME}-wal", cause=cause))
         self._ids = {row: identity for identity, row in self._indexed("episodes_id")}
         self._chunk_rows: dict[int, set[Value]] = defaultdict(set)
         for episode, _, rowid in self._indexed("chunks_episode", 3):
