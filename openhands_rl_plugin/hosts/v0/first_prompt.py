@@ -7,13 +7,16 @@ iterations, which is all that it reports then.
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import Sequence
 from typing import NoReturn
 
+import httpx
 import litellm
 from openhands.core.config import LLMConfig
 from openhands.core.logger import openhands_logger
 from openhands.runtime import get_runtime_cls
+from pydantic import ValidationError
 
 from openhands_rl_plugin.config.rl import RewardSettings, RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, RLError
@@ -24,7 +27,14 @@ from openhands_rl_plugin.hosts.shared.options import check_engine_setting
 from openhands_rl_plugin.hosts.v0.recorder import OPENAI_COMPATIBLE, split_provider
 from openhands_rl_plugin.hosts.v0.settings import under_headless_main
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.models.engines.server_models import ListedModel, listed_models, prompt_tokens
+from openhands_rl_plugin.models.engines.server_models import (
+    ListedModel,
+    ListedModels,
+    away,
+    models_answer,
+    prompt_tokens,
+    uses_proxy,
+)
 
 _OWN_RUNTIME = "openhands_rl_plugin.hosts.v0.runtime.WorkspaceRuntime"
 
@@ -32,6 +42,8 @@ _SECONDS = 10.0
 _LONG_ENOUGH = 65_536
 _WANTED_CONTEXT = 16_384
 _NAMED = 5
+# Where litellm takes the key from when [llm] has none; a custom_openai is an openai to it.
+_KEY_VARIABLES = {"hosted_vllm": "HOSTED_VLLM_API_KEY", "litellm_proxy": "LITELLM_PROXY_API_KEY"}
 _START = (
     "start one with `openhands-rl serve --model DIR --served-model-name model`, and name it in config.toml: [llm] "
     'model = "openai/model", base_url = "http://127.0.0.1:8100/v1"'
@@ -55,6 +67,8 @@ class FirstPrompt:
         self._full_name = llm.model
         self._url = (llm.base_url or "").rstrip("/")
         self._key = llm.api_key.get_secret_value() if llm.api_key else None
+        if self._url and self._provider in OPENAI_COMPATIBLE:
+            self._key = self._key or os.environ.get(_KEY_VARIABLES.get(self._provider, "OPENAI_API_KEY"))
         self._listed: Sequence[ListedModel] = ()
 
     def check_server(self) -> None:
@@ -65,13 +79,36 @@ class FirstPrompt:
             return
         if self._provider not in OPENAI_COMPATIBLE:
             return
-        self._listed = listed_models(self._url, self._key, _SECONDS, key_setting="set [llm] api_key") or ()
+        self._listed = self._models()
         names = [listed.id for listed in self._listed]
         if names and self._model not in names:
             some = ", ".join(names[:_NAMED])
             openhands_logger.warning(
                 f'{self._url} lists no model {self._model!r}; set [llm] model to "openai/" and one of: {some}'
             )
+
+    def _models(self) -> Sequence[ListedModel]:
+        """What the server lists; empty where it does not, because completions need no list."""
+        try:
+            answer = models_answer(self._url, self._key, _SECONDS)
+        except httpx.TransportError as error:
+            if isinstance(error, httpx.ConnectError) and not (_of_tls(error) or uses_proxy(self._url)):
+                raise away(self._url, error) from error
+            return self._not_listed(type(error).__name__)
+        if answer.status_code == 401 and self._key:
+            raise ConfigError(f"{self._url} refuses the API key: set [llm] api_key")
+        if not answer.is_success:
+            return self._not_listed(f"status {answer.status_code}")
+        try:
+            return ListedModels.model_validate_json(answer.content).data
+        except ValidationError:
+            return self._not_listed("no list of models")
+
+    def _not_listed(self, cause: str) -> Sequence[ListedModel]:
+        openhands_logger.warning(
+            f"{self._url}/models cannot be read ({cause}), so name and context of the model are not checked"
+        )
+        return ()
 
     def check_length(self, messages: Sequence[WireMessage], tools: Sequence[JsonObject]) -> None:
         """Raises ``ConfigError`` when prompt and answer are longer than the context, as far as the server says."""
@@ -114,10 +151,18 @@ class FirstPrompt:
         """A hosted model needs its key; without ``[llm]`` OpenHands asks for one of a vendor that nobody named."""
         if self._key:
             return
-        missing = litellm.validate_environment(model=self._full_name)["missing_keys"]
+        asked = litellm.validate_environment(model=self._full_name)["missing_keys"]
+        # AWS has roles and profiles, too; what is no key has a default.
+        missing = [name for name in asked if name.endswith("_KEY") and not name.startswith("AWS_")]
         if missing and not any(os.environ.get(name) for name in missing):
             keys = ", ".join(missing)
             raise ConfigError(f"[llm] names no server, and {self._full_name} needs a key ({keys}): {_START}")
+
+
+def _of_tls(error: BaseException) -> bool:
+    """Whether something answered, but not with a certificate that we trust: litellm may be set to."""
+    below = error.__cause__ or error.__context__
+    return isinstance(error, ssl.SSLError) or (below is not None and _of_tls(below))
 
 
 def check_reward(reward: RewardSettings, runtime: str | None) -> None:

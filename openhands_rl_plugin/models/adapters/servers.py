@@ -253,7 +253,7 @@ async def open_server(connection: Connection, kind: ServerKind = "auto") -> Adap
 
 async def _kind(connection: Connection) -> str:
     bases = (await _cards(connection)).bases
-    owners = {card.owned_by for card in bases}
+    owners = {card.owned_by or "" for card in bases}
     known = {_OWNERS[owner] for owner in owners if owner in _OWNERS}
     if len(known) != 1:
         listed = ", ".join(repr(owner[:40]) for owner in sorted(owners)) or "no model"

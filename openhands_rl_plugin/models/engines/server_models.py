@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.types import Frozen
@@ -33,16 +35,21 @@ class ListedModel(BaseModel):
     id: str
     root: str | None = None
     parent: str | None = None
-    owned_by: str = ""
+    owned_by: str | None = None
     max_model_len: int | None = None
 
 
 class ListedModels(BaseModel):
-    """The answer of ``/v1/models``."""
+    """The answer of ``/v1/models``; some servers answer the bare list."""
 
     model_config = ConfigDict(extra="ignore")
 
     data: list[ListedModel]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_list(cls, value: object) -> object:
+        return {"data": value} if isinstance(value, list) else value
 
     @property
     def bases(self) -> list[ListedModel]:
@@ -100,15 +107,9 @@ def listed_models(
     Raises ``InfrastructureError`` when the server does not answer, ``ConfigError`` for a wrong URL or key.
     """
     try:
-        with _client(base_url, api_key, timeout) as client:
-            answer = client.get(f"{base_url}/models")
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"{base_url!r:.100} is not a URL: {error}") from error
+        answer = models_answer(base_url, api_key, timeout)
     except httpx.TransportError as error:
-        raise InfrastructureError(
-            f"no model server answers at {base_url} ({type(error).__name__}): start it with `openhands-rl serve` or "
-            "correct the URL"
-        ) from error
+        raise away(base_url, error) from error
     if answer.status_code in _NOT_OFFERED:
         return None
     if answer.status_code in (401, 403):
@@ -121,6 +122,29 @@ def listed_models(
         raise ConfigError(
             f"{base_url}/models did not answer a list of models; is it an OpenAI-compatible server?"
         ) from error
+
+
+def models_answer(base_url: str, api_key: str | None, timeout: float) -> httpx.Response:
+    """The response of ``GET {base_url}/models``. Raises ``ConfigError`` for a wrong URL, ``httpx.TransportError``."""
+    try:
+        with _client(base_url, api_key, timeout) as client:
+            return client.get(f"{base_url}/models")
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"{base_url!r:.100} is not a URL: {error}") from error
+
+
+def away(base_url: str, error: httpx.TransportError) -> InfrastructureError:
+    """The error of a server that does not answer, with the remedy."""
+    return InfrastructureError(
+        f"no model server answers at {base_url} ({type(error).__name__}): start it with `openhands-rl serve` or "
+        "correct the URL"
+    )
+
+
+def uses_proxy(url: str) -> bool:
+    """Whether the environment names a proxy for the URL."""
+    parts, proxies = urlsplit(url), getproxies()
+    return bool(proxies.get(parts.scheme) or proxies.get("all")) and not proxy_bypass(parts.hostname or "")
 
 
 def prompt_tokens(base_url: str, api_key: str | None, timeout: float, prompt: Mapping[str, object]) -> int | None:

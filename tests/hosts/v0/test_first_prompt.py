@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import ClassVar
 
 import pytest
 from openhands.core.config import LLMConfig
@@ -77,6 +80,69 @@ def test_without_a_model_section_the_remedy_is_a_server(monkeypatch: pytest.Monk
         FirstPrompt(LLMConfig(model="anthropic/claude-sonnet-4-20250514"), RLSettings()).check_server()
     monkeypatch.setenv("ANTHROPIC_API_KEY", "k")
     FirstPrompt(LLMConfig(model="anthropic/claude-sonnet-4-20250514"), RLSettings()).check_server()
+
+
+@pytest.mark.parametrize("model", ["ollama/llama3", "vertex_ai/gemini-1.5-pro", "bedrock/anthropic.claude-v2"])
+def test_what_needs_no_key_is_not_refused(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    for name in ("OLLAMA_API_BASE", "VERTEXAI_PROJECT", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    FirstPrompt(LLMConfig(model=model), RLSettings()).check_server()
+
+
+class _Lists(BaseHTTPRequestHandler):
+    """``/models`` with the status and the body that the path names."""
+
+    answers: ClassVar[dict[str, tuple[int, str]]] = {
+        "bare": (200, '[{"id": "m"}]'),
+        "null": (200, '{"data": [{"id": "m", "owned_by": null}]}'),
+        "html": (200, "<html>"),
+        **{str(status): (status, "{}") for status in (400, 403, 404, 429, 500)},
+    }
+
+    def do_GET(self) -> None:
+        name = self.path.split("/")[1]
+        known = self.headers.get("authorization") == "Bearer sk-right"
+        status, body = self.answers["bare"] if name == "key" and known else self.answers.get(name, (401, "{}"))
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def lists() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Lists) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("name", ["bare", "null", "key", "html", "400", "403", "404", "429", "500"])
+def test_a_server_that_lists_nothing_may_still_complete(
+    lists: str, name: str, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-right")
+    FirstPrompt(LLMConfig(model="openai/m", base_url=f"{lists}/{name}"), RLSettings()).check_server()
+    assert ("cannot be read" in warnings.text) is (name not in ("bare", "null", "key"))
+
+
+def test_a_key_that_is_refused_ends_the_run_and_no_key_does_not(lists: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LLMConfig(model="openai/m", base_url=f"{lists}/key")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    FirstPrompt(config, RLSettings()).check_server()
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-wrong")
+    with pytest.raises(ConfigError, match="refuses the API key"):
+        FirstPrompt(config, RLSettings()).check_server()
+
+
+def test_behind_a_proxy_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    FirstPrompt(LLMConfig(model="openai/m", base_url="https://models.invalid/v1"), RLSettings()).check_server()
 
 
 def test_a_name_that_is_not_listed_is_a_warning(
