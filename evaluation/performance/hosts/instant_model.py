@@ -45,6 +45,9 @@ def instant_model(delay: float = 0.0) -> Iterator[str]:
             process.terminate()
 
 
+MODELS = {"object": "list", "data": [{"id": "instant", "object": "model", "owned_by": "evaluation"}]}
+
+
 class InstantModel:
     """Answers chat completions; ``delay`` is in seconds."""
 
@@ -64,7 +67,8 @@ class InstantModel:
                 length = re.search(r"content-length: (\d+)", head)
                 body = await reader.readexactly(int(length[1])) if length else b"{}"
                 await asyncio.sleep(self._delay)
-                answer = json.dumps(completion(json.loads(body))).encode()
+                made = MODELS if head.startswith("get ") else completion(json.loads(body))
+                answer = json.dumps(made).encode()
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n")
                 writer.write(b"content-length: %d\r\n\r\n%s" % (len(answer), answer))
                 await writer.drain()
