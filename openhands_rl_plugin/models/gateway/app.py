@@ -16,9 +16,9 @@ import aiohttp
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.errors import CaughtFailure, StorageError, boundary
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.types import JsonObject, Score, StopReason
+from openhands_rl_plugin.core.types import FailureKind, JsonObject, Score, StopReason
 from openhands_rl_plugin.models.engines.extensions import Clock
 from openhands_rl_plugin.models.gateway.config import GatewayConfig
 from openhands_rl_plugin.models.gateway.deduplication import PendingCall
@@ -27,7 +27,7 @@ from openhands_rl_plugin.models.gateway.protocols.chat_completions import CHAT
 from openhands_rl_plugin.models.gateway.protocols.messages import MESSAGES
 from openhands_rl_plugin.models.gateway.protocols.protocol import WireProtocol, event
 from openhands_rl_plugin.models.gateway.protocols.responses_api import RESPONSES
-from openhands_rl_plugin.models.gateway.recorder import NOT_RECORDED, Recorder
+from openhands_rl_plugin.models.gateway.recorder import NOT_RECORDED, Recorder, unexpected
 from openhands_rl_plugin.models.gateway.replies import EVENTS, Reply, error_reply
 from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecordable
 from openhands_rl_plugin.models.gateway.session_names import named_session, session_name
@@ -63,6 +63,7 @@ class Gateway:
         self._recorder = Recorder(config, self._upstream, clock)
         self._expected = config.client_key().encode()
         self._in_flight = 0
+        self._left: set[asyncio.Task[Reply]] = set()
         self.sessions = SessionPool(
             storage,
             run_id=config.run_id,
@@ -73,7 +74,7 @@ class Gateway:
 
     def app(self) -> web.Application:
         """The application with its routes, API key check and limits."""
-        app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[self._guard])
+        app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[_last_resort, self._guard])
         app.router.add_get(_HEALTH, self.health)
         for prefix in ("", "/session/{session}"):
             for protocol in (CHAT, MESSAGES, RESPONSES):
@@ -88,7 +89,7 @@ class Gateway:
 
     async def health(self, request: web.Request) -> web.Response:
         """GET /health: counters since the start, and the fields that models refuse."""
-        now = {"status": "ok", "sessions": len(self.sessions), "in_flight": self._in_flight}
+        now = {"status": "ok", "sessions": len(self.sessions), "in_flight": self._busy()}
         told = {**now, **self._recorder.counts.told(), "refused": self._recorder.refused()}
         return _response(Reply(200, dump_object(told)))
 
@@ -109,11 +110,21 @@ class Gateway:
             lambda: _connected(request),
             lambda live: self._recorder.ask(protocol, session, call, headers, query=query, live=live),
         )
-        if call.streams:
-            return await self._stream(request, call_in_flight, protocol)
-        reply = await asyncio.shield(call_in_flight.task)
-        call_in_flight.delivered |= _connected(request)
-        return _response(reply)
+        try:
+            if call.streams:
+                return await self._stream(request, call_in_flight, protocol)
+            reply = await asyncio.shield(call_in_flight.task)
+            call_in_flight.delivered |= _connected(request)
+            return _response(reply)
+        finally:
+            if not call_in_flight.task.done():
+                # The client left; the model server works on.
+                self._left.add(call_in_flight.task)
+                call_in_flight.task.add_done_callback(self._left.discard)
+
+    def _busy(self) -> int:
+        """How many requests are in flight, also to the model server for clients that left."""
+        return self._in_flight + len(self._left)
 
     def _session_name(self, request: web.Request, call: ClientRequest) -> str:
         in_path = request.match_info.get("session", "")
@@ -223,12 +234,12 @@ class Gateway:
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Check the API key and the number of concurrent requests; return errors in OpenAI's format."""
-        if request.path == _HEALTH:
+        if request.path == _HEALTH and request.method in ("GET", "HEAD"):
             return await handler(request)
         if self._expected and not self._has_key(request.headers):
             return _response(error_reply(401, "The API key of the gateway is missing or wrong.", "Unauthorized"))
-        if self._in_flight >= self._config.max_in_flight:
-            message = f"The gateway has {self._in_flight} requests in flight; retry later or raise --max-in-flight."
+        if (busy := self._busy()) >= self._config.max_in_flight:
+            message = f"The gateway has {busy} requests in flight; retry later or raise --max-in-flight."
             return _response(error_reply(503, message, "ServiceUnavailableError", {"retry-after": "1"}))
         self._in_flight += 1
         try:
@@ -246,6 +257,16 @@ class Gateway:
             )
         finally:
             self._in_flight -= 1
+
+
+@web.middleware
+async def _last_resort(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """Errors that nobody expected, in OpenAI's format."""
+    try:
+        with boundary(FailureKind.INFRASTRUCTURE, "gateway"):
+            return await handler(request)
+    except CaughtFailure as caught:
+        return _response(unexpected(caught))
 
 
 def _query(request: web.Request) -> str:

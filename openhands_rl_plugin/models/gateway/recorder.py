@@ -10,19 +10,20 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.errors import CaughtFailure, StorageError, boundary
 from openhands_rl_plugin.core.redaction import redacting_logger
-from openhands_rl_plugin.core.types import JsonObject
+from openhands_rl_plugin.core.types import FailureKind, JsonObject
 from openhands_rl_plugin.models.engines.event_stream import EventStreamReader
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS, TOKEN_IDS, Clock, ExtensionAttempt, ExtensionTable
 from openhands_rl_plugin.models.gateway.config import GatewayConfig
+from openhands_rl_plugin.models.gateway.json_text import dump_object, parse_object
 from openhands_rl_plugin.models.gateway.live import LiveAnswer
 from openhands_rl_plugin.models.gateway.protocols.chat_completions import added_fields
 from openhands_rl_plugin.models.gateway.protocols.protocol import WireProtocol
 from openhands_rl_plugin.models.gateway.protocols.responses_api import RESPONSES
 from openhands_rl_plugin.models.gateway.replies import EVENTS, JSON, Reply, error_reply
 from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecordable, upstream_body
-from openhands_rl_plugin.models.gateway.responses import UpstreamResponse
+from openhands_rl_plugin.models.gateway.responses import UpstreamResponse, fields_not_asked_for, without_fields
 from openhands_rl_plugin.models.gateway.routing import AdapterRoute
 from openhands_rl_plugin.models.gateway.sessions import Session
 from openhands_rl_plugin.models.gateway.upstream import Upstream, UpstreamError, forwarded_headers
@@ -103,19 +104,28 @@ class Recorder:
         attempt = self._extensions.attempt(model, protocol.wanted(call))
         exchange = _Exchange(protocol, session, call, attempt, time.perf_counter())
         try:
+            with boundary(FailureKind.INFRASTRUCTURE, "gateway"):
+                return await self._reply(exchange, model, headers, query=query, live=live)
+        except StorageError as error:
+            # The client must not continue from an answer that is not stored; it can retry.
+            _LOG.error("a response could not be stored: %s", error)
+            return error_reply(503, f"The response could not be stored: {error}", "ServiceUnavailableError")
+        except CaughtFailure as caught:
+            return unexpected(caught)
+        finally:
+            live.end()
+
+    async def _reply(
+        self, exchange: _Exchange, model: str, headers: Mapping[str, str], *, query: str, live: LiveAnswer
+    ) -> Reply:
+        try:
             async with self._answered(exchange, model, headers, query) as response:
-                if call.streams and response.headers.get("content-type", "").startswith(EVENTS):
+                if exchange.call.streams and response.headers.get("content-type", "").startswith(EVENTS):
                     return await self._stream(exchange, response, live)
                 return await self._whole(exchange, await self._upstream.whole(response))
         except UpstreamError as error:
             self.counts.upstream_errors += 1
             return error.reply
-        except StorageError as error:
-            # The client must not continue from an answer that is not stored; it can retry.
-            _LOG.error("a response could not be stored: %s", error)
-            return error_reply(503, f"The response could not be stored: {error}", "ServiceUnavailableError")
-        finally:
-            live.end()
 
     def unrecorded(self, problem: Unrecordable) -> None:
         """Count an answer that cannot be recorded."""
@@ -151,9 +161,16 @@ class Recorder:
             answer = exchange.protocol.answer(reply.body)
         except Unrecordable as problem:
             self.unrecorded(problem)
-            return Reply(reply.status, reply.body, reply.content_type, {**reply.headers, **NOT_RECORDED})
-        await self._record(exchange, answer)
+            body, document = reply.body, parse_object(reply.body) if exchange.protocol.reports_ids else None
+            if document is not None and (shown := without_fields(document, fields_not_asked_for(call))) != document:
+                body = dump_object(shown)
+            return Reply(reply.status, body, reply.content_type, {**reply.headers, **NOT_RECORDED})
         body = answer.body_for(call) if exchange.protocol.reports_ids else reply.body
+        try:
+            await self._record(exchange, answer)
+        except Unrecordable as problem:
+            self.unrecorded(problem)
+            return Reply(200, body, reply.content_type, {**reply.headers, **NOT_RECORDED})
         return Reply(200, body, reply.content_type, reply.headers, recorded=True)
 
     async def _stream(self, exchange: _Exchange, response: aiohttp.ClientResponse, live: LiveAnswer) -> Reply:
@@ -183,10 +200,15 @@ class Recorder:
         return reply
 
     async def _record(self, exchange: _Exchange, answer: UpstreamResponse, *, lost_ids: bool = False) -> None:
+        """Store the answer. Raises ``Unrecordable`` and ``StorageError``."""
         session, seconds = exchange.session, time.perf_counter() - exchange.started
-        missing = await session.episode.record(
-            exchange.call, answer, seconds, protocol=exchange.protocol.path, why_missing=exchange.why(lost_ids)
-        )
+        try:
+            missing = await session.episode.record(
+                exchange.call, answer, seconds, protocol=exchange.protocol.path, why_missing=exchange.why(lost_ids)
+            )
+        except (ValueError, TypeError, RecursionError) as error:
+            # The answer is paid for.
+            raise Unrecordable(f"the exchange cannot be stored ({type(error).__name__})") from error
         self.counts.recorded += 1
         self.counts.missing.update(missing)
         identity = answer.document.get("id")
@@ -202,6 +224,12 @@ class Recorder:
             return self._route.current()
         session.pinned = session.pinned or self._route.current()
         return session.pinned
+
+
+def unexpected(caught: CaughtFailure) -> Reply:
+    """The reply for an error that nobody expected; the log has where it happened."""
+    _LOG.error("a request failed: %s", caught.failure.message, exc_info=caught.__cause__)
+    return error_reply(500, f"The gateway failed ({caught.failure.message}); its log has more.", "InternalServerError")
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,6 +200,19 @@ def strip_ids(holder: Json) -> Json:
     return kept
 
 
+def without_fields(value: Any, names: frozenset[str]) -> Any:
+    """JSON of any structure without the fields of these names, wherever they are."""
+    if isinstance(value, dict):
+        return {name: without_fields(each, names) for name, each in value.items() if name not in names}
+    return [without_fields(each, names) for each in value] if isinstance(value, list) else value
+
+
+def fields_not_asked_for(call: ClientRequest) -> frozenset[str]:
+    """The fields with ids and logprobs that only the gateway asked for."""
+    ids = () if call.wants("return_token_ids") else _IDS
+    return frozenset(ids if call.wants("logprobs") else (*ids, "logprobs"))
+
+
 def _without_logprobs(document: Json) -> Json:
     return {**document, "choices": [{**choice, "logprobs": None} for choice in document["choices"]]}
 

@@ -9,7 +9,12 @@ from openhands_rl_plugin.models.engines.openai_stream import DONE
 from openhands_rl_plugin.models.gateway.json_text import Json, dump_object, parse_object
 from openhands_rl_plugin.models.gateway.protocols.protocol import WireProtocol, event, guarded
 from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecordable, client_request, parsed_body
-from openhands_rl_plugin.models.gateway.responses import UpstreamResponse, strip_ids
+from openhands_rl_plugin.models.gateway.responses import (
+    UpstreamResponse,
+    fields_not_asked_for,
+    strip_ids,
+    without_fields,
+)
 
 STREAM_OPTIONS = "stream_options"
 
@@ -27,6 +32,7 @@ class ChunkStream:
 
     def __init__(self, call: ClientRequest) -> None:
         self._ids, self._logprobs = call.wants(TOKEN_IDS), call.wants(LOGPROBS)
+        self._hidden = fields_not_asked_for(call)
         self._usage = call.wants_usage
         choices = call.document.get("n")
         self._choices = choices if isinstance(choices, int) else 1
@@ -54,7 +60,8 @@ class ChunkStream:
             self._parts.add(chunk)
         except ValueError as problem:
             self._problem = self._problem or str(problem)
-            return received.raw
+            shown = without_fields(chunk, self._hidden)
+            return received.raw if chunk is None or shown == chunk else event(dump_object(shown))
         self.ending = self._parts.finished >= self._choices
         return self._for_client(received.raw, chunk)
 
