@@ -13,18 +13,34 @@ def transcript(trajectory: Trajectory) -> tuple[Message, ...]:
 
 
 def transcript_nodes(trajectory: Trajectory) -> Sequence[int]:
-    """The nodes of ``transcript``. What a rewritten history repeats of the messages before is left out."""
-    ends = trajectory.ends()
-    if len(ends) < 2:
-        return trajectory.path()
-    told: list[int] = []
-    known: set[Message] = set()
-    for at in sorted({up for end in ends for up in trajectory.path(end)}):
-        node = trajectory.nodes[at]
-        if node.sampled or node.message not in known:
-            told.append(at)
-        known.update((node.message, _replayed(node)))
-    return told
+    """The nodes of ``transcript``. What a rewritten history repeats of the history before is left out: of the messages
+    before its first answer those that stood there, in that order. Whatever else is said twice, such as two equal
+    observations, stays."""
+    told: set[int] = set()
+    before: Sequence[int] = ()
+    for end in trajectory.ends():
+        path = trajectory.path(end)
+        told.update(_new(trajectory.nodes, path, before) - told)
+        before = path
+    return sorted(told)
+
+
+def _new(nodes: Sequence[Node], path: Sequence[int], before: Sequence[int]) -> set[int]:
+    """The nodes of ``path`` that do not repeat those of the path ``before``."""
+    known = set(before)
+    own = [at for at in path if at not in known]
+    answer = next((number for number, at in enumerate(own) if nodes[at].sampled), len(own))
+    shared = set(path)
+    left = [nodes[at] for at in before if at not in shared]
+    new = own[answer:]
+    for at in own[:answer]:
+        message = nodes[at].message
+        same = next((number for number, old in enumerate(left) if message in (old.message, _replayed(old))), None)
+        if same is None:
+            new.append(at)
+        else:
+            left = left[same + 1 :]
+    return set(new)
 
 
 def _replayed(node: Node) -> Message:

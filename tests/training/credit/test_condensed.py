@@ -187,3 +187,18 @@ def test_the_transcript_says_everything_once() -> None:
     said = [message.content for message in transcript(condensed())]
     assert [text for text in said if text and text.startswith("answer")] == [f"answer {at}" for at in range(1, 9)]
     assert len(said) == len({*said}) and "summary after 3" in said and "result 3" in said
+
+
+def test_equal_observations_stay_in_the_transcript() -> None:
+    host = Host()
+    for _ in range(3):
+        host.turn()
+        host.history[-1] = Message(role="user", content="ok")
+    host.condense(2)
+    for _ in range(2):
+        host.turn()
+        host.history[-1] = Message(role="user", content="ok")
+    host.turn()
+    said = [message.content for message in transcript(host.finished())]
+    first = ["be good", "mend it", "answer 1", "ok", "answer 2", "ok", "answer 3"]
+    assert said == [*first, "summary after 3", "ok", "answer 4", "ok", "answer 5", "ok", "answer 6", "bye"]
