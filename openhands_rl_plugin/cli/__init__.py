@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from openhands_rl_plugin.core.errors import RLError, describe
+from openhands_rl_plugin.core.visible import visible
 
 COMMANDS: Mapping[str, str] = {
     "adapters": "list the versions of an adapter, publish one, or roll back",
@@ -161,5 +162,5 @@ def _parser(name: str | None, command: ModuleType | None) -> argparse.ArgumentPa
 
 
 def _fail(message: str, code: int) -> int:
-    print(message, file=sys.stderr)
+    print(visible(message), file=sys.stderr)
     return code

@@ -171,3 +171,10 @@ def test_help_says_what_every_option_does_and_takes(command: str, capsys: pytest
 def test_the_tiny_demo_says_that_it_is_too_small(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["demo", "--help"]) == 0
     assert "too small to learn" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_error_does_not_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["\x1b]0;title\x07"]) == 2
+    assert "\x1b" not in capsys.readouterr().err
+    assert cli.main(["show", "/nowhere/\x1b[2J", "1"]) == 1
+    assert "\x1b" not in capsys.readouterr().err

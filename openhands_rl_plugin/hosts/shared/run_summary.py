@@ -9,6 +9,7 @@ from openhands_rl_plugin.core.judgements import newest_outcome
 from openhands_rl_plugin.core.records import MISSING
 from openhands_rl_plugin.core.redaction import REDACTED
 from openhands_rl_plugin.core.types import Node, Score, Trajectory
+from openhands_rl_plugin.core.visible import one_line
 
 _SHORT_ID = 8
 _NOT_SENT = "the server did not send them: `openhands-rl serve`, vLLM and SGLang do"
@@ -56,7 +57,8 @@ def _why_not_sent(without: list[Node]) -> str:
 
 def _outcome(trajectory: Trajectory, scores: tuple[Score, ...], store: str) -> str:
     if trajectory.failure is not None:
-        return f"failed, so never trained on ({trajectory.failure.kind.value}: {trajectory.failure.message[:120]})"
+        kind, message = trajectory.failure.kind.value, one_line(trajectory.failure.message, 120)
+        return f"failed, so never trained on ({kind}: {message})"
     judged = newest_outcome(scores)
     reward = trajectory.known_return if judged is None else judged.reward
     if reward is not None:

@@ -22,6 +22,7 @@ from openhands_rl_plugin.config.rl import RewardSettings, RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, RLError
 from openhands_rl_plugin.core.messages import WireMessage
 from openhands_rl_plugin.core.types import JsonObject
+from openhands_rl_plugin.core.visible import one_line
 from openhands_rl_plugin.hosts.shared.end_evidence import workspace_command
 from openhands_rl_plugin.hosts.shared.options import check_engine_setting
 from openhands_rl_plugin.hosts.v0.recorder import OPENAI_COMPATIBLE, split_provider
@@ -82,7 +83,7 @@ class FirstPrompt:
         self._listed = self._models()
         names = [listed.id for listed in self._listed]
         if names and self._model not in names:
-            some = ", ".join(names[:_NAMED])
+            some = one_line(", ".join(names[:_NAMED]), 300)
             openhands_logger.warning(
                 f'{self._url} lists no model {self._model!r}; set [llm] model to "openai/" and one of: {some}'
             )

@@ -10,6 +10,7 @@ import httpx
 from pydantic import ValidationError
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, describe
+from openhands_rl_plugin.core.visible import one_line
 from openhands_rl_plugin.models.engines.server_models import ListedModels
 
 _SECONDS = 10.0
@@ -72,6 +73,6 @@ def _check_unlisted(client: httpx.Client, base_url: str, model: str, served: lis
         return  # what is wrong shows in the episodes
     if 400 <= answer.status_code < 500 and answer.status_code != 429:
         nearest = get_close_matches(model, served, n=1)
-        meant = f", did you mean {nearest[0]}?" if nearest else "."
-        known = ", ".join(served[:_SHOWN]) + (", ..." if len(served) > _SHOWN else "")
+        meant = f", did you mean {one_line(nearest[0], 100)}?" if nearest else "."
+        known = one_line(", ".join(served[:_SHOWN]), 300) + (", ..." if len(served) > _SHOWN else "")
         raise ConfigError(f"{base_url} does not serve {model}{meant} It has: {known}; name one of them with --model")

@@ -10,8 +10,9 @@ from rich.text import Text
 
 from openhands_rl_plugin.core.acted import TURN
 from openhands_rl_plugin.core.types import Message
+from openhands_rl_plugin.core.visible import one_line, visible
 from openhands_rl_plugin.trajectories.view.episode import Episode, Turn
-from openhands_rl_plugin.trajectories.view.terminal import number, one_line, visible
+from openhands_rl_plugin.trajectories.view.terminal import number
 
 MOST_LINES, MOST_CHARACTERS = 12, 1200
 """How much of a message is shown by default."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 from collections.abc import Sequence
 
@@ -13,22 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.core.visible import visible
 
 _WIDTH_OF_FILES = 200
 _BARS = "▁▂▃▄▅▆▇█"
-# Control characters except for tab and line feed, and what turns the direction of writing.
-_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def visible(text: str) -> str:
-    r"""``text`` with everything that a terminal would act upon written out: ESC is ``\x1b``."""
-    return _UNSAFE.sub(_written_out, text)
-
-
-def one_line(text: str, width: int) -> str:
-    """``text`` in one line of at most ``width`` characters, with ``…`` where it was cut."""
-    line = " ".join(visible(text[: 4 * width]).split())
-    return line if len(line) <= width and len(text) <= 4 * width else f"{line[: width - 1]}…"
 
 
 def console() -> Console:
@@ -68,8 +55,3 @@ def sparkline(values: Sequence[float]) -> str:
 def number(value: float | None) -> str:
     """Three significant places; ``-`` for what is not known, which is not zero."""
     return "-" if value is None else f"{value:.3f}".rstrip("0").rstrip(".") if abs(value) < 1000 else f"{value:,.0f}"
-
-
-def _written_out(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"

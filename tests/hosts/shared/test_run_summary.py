@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.types import Message, Score, Trajectory
+from openhands_rl_plugin.core.types import Failure, FailureKind, Message, Score, Trajectory
 from openhands_rl_plugin.hosts.shared.run_summary import run_summary
 from openhands_rl_plugin.testing import example_trajectory
 
@@ -46,3 +46,9 @@ def test_a_store_elsewhere_is_named_as_the_commands_take_it() -> None:
     assert "openhands-rl show env:STORE_URI 0" in run_summary(example_trajectory(), (), mongodb)
     spaces = RLSettings.model_validate({"storage": {"path": "/a b"}})
     assert "openhands-rl show '/a b' 0" in run_summary(example_trajectory(), (), spaces)
+
+
+def test_what_a_server_said_does_not_control_the_terminal() -> None:
+    failure = Failure(kind=FailureKind.MODEL, message="x\x1b]0;title\x07\nrecorded", boundary="b")
+    line = run_summary(example_trajectory().model_copy(update={"failure": failure}), (), RLSettings())
+    assert line.isprintable() and "\\x1b]0;title" in line

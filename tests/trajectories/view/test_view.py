@@ -31,6 +31,7 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
     Usage,
 )
+from openhands_rl_plugin.core.visible import one_line, visible
 from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNOptions, BestOfNStrategy
 from openhands_rl_plugin.rollout.strategies.budget import SearchBudget
 from openhands_rl_plugin.testing import ScriptedEngine, example_trajectory
@@ -38,7 +39,7 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorag
 from openhands_rl_plugin.trajectories.view.episode import view_of
 from openhands_rl_plugin.trajectories.view.figures import figures_of, mean_of
 from openhands_rl_plugin.trajectories.view.tables import short_ids
-from openhands_rl_plugin.trajectories.view.terminal import number, one_line, sparkline, visible
+from openhands_rl_plugin.trajectories.view.terminal import number, sparkline
 
 EPISODES = 8
 POLICY = PolicyRef(base_model="m", adapter="shop", version=7)
