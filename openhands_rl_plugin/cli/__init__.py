@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from openhands_rl_plugin.core.errors import RLError, describe
-from openhands_rl_plugin.core.visible import visible
+from openhands_rl_plugin.core.transcript import visible
 
 COMMANDS: Mapping[str, str] = {
     "adapters": "list the versions of an adapter, publish one, or roll back",

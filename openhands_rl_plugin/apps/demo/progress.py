@@ -7,8 +7,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from openhands_rl_plugin.apps.demo.summary import COLUMNS, evaluation_rows
+from openhands_rl_plugin.core.transcript import one_line
 from openhands_rl_plugin.core.types import Trajectory
-from openhands_rl_plugin.core.visible import one_line
 from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
 from openhands_rl_plugin.training.loop.sync import LoopListener
 from openhands_rl_plugin.trajectories.view.pages import said_by

@@ -97,7 +97,7 @@ def _asked() -> tuple[float | None, str] | None:
 
 
 def _show(out: Console, trajectory: Trajectory, actions: int, place: str) -> None:
-    from openhands_rl_plugin.core.visible import one_line
+    from openhands_rl_plugin.core.transcript import one_line
     from openhands_rl_plugin.trajectories.exchange.judgement import patch_of
     from openhands_rl_plugin.trajectories.view.pages import said_by
 
@@ -119,7 +119,7 @@ def _show(out: Console, trajectory: Trajectory, actions: int, place: str) -> Non
 def _print(out: Console, text: str, style: str) -> None:
     from rich.text import Text
 
-    from openhands_rl_plugin.core.visible import visible
+    from openhands_rl_plugin.core.transcript import visible
 
     out.print(Text(visible(text), style), soft_wrap=True)
 

@@ -8,8 +8,8 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.judgements import newest_outcome
 from openhands_rl_plugin.core.records import MISSING
 from openhands_rl_plugin.core.redaction import REDACTED
+from openhands_rl_plugin.core.transcript import one_line
 from openhands_rl_plugin.core.types import Node, Score, Trajectory
-from openhands_rl_plugin.core.visible import one_line
 
 _SHORT_ID = 8
 _NOT_SENT = "the server did not send them: `openhands-rl serve`, vLLM and SGLang do"

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from openhands_rl_plugin.core.acted import TURN
+from openhands_rl_plugin.core.transcript import one_line, visible
 from openhands_rl_plugin.core.types import Message
-from openhands_rl_plugin.core.visible import one_line, visible
 from openhands_rl_plugin.trajectories.view.episode import Episode, Turn
 from openhands_rl_plugin.trajectories.view.terminal import number
 

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from openhands_rl_plugin.core.transcript import visible
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.core.visible import visible
 
 _WIDTH_OF_FILES = 200
 _BARS = "▁▂▃▄▅▆▇█"

@@ -14,6 +14,7 @@ from evaluation.performance.search.planning import PlanningEnvironment, Planning
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.records import TrajectorySummary
+from openhands_rl_plugin.core.transcript import one_line, visible
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     Completion,
@@ -31,7 +32,6 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
     Usage,
 )
-from openhands_rl_plugin.core.visible import one_line, visible
 from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNOptions, BestOfNStrategy
 from openhands_rl_plugin.rollout.strategies.budget import SearchBudget
 from openhands_rl_plugin.testing import ScriptedEngine, example_trajectory
