@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, describe
 from openhands_rl_plugin.core.transcript import one_line
-from openhands_rl_plugin.models.engines.server_models import ListedModels
+from openhands_rl_plugin.models.engines.server_models import ListedModels, uses_proxy
 
 _SECONDS = 10.0
 _PROBE_SECONDS = 60.0
@@ -42,10 +42,19 @@ def check_model_server(base_url: str, model: str, api_key: str | None = None, *,
 
 
 def check_answers(base_url: str) -> None:
-    """Raise ``InfrastructureError`` where nothing listens. Sends nothing, so that it costs the server nothing."""
-    parts = urlsplit(base_url)
+    """Raise ``InfrastructureError`` where nothing listens. Sends nothing, so that it costs the server nothing.
+
+    Behind a proxy, which the engine uses for https, nothing is asked. Raises ``ConfigError`` for a wrong URL.
+    """
     try:
-        socket.create_connection((parts.hostname or "", parts.port or _PORTS[parts.scheme]), timeout=_SECONDS).close()
+        parts = urlsplit(base_url)
+        address = (parts.hostname or "", parts.port or _PORTS[parts.scheme])
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"--base-url {base_url!r:.100} is not a URL of http or https: {error}") from error
+    if parts.scheme == "https" and uses_proxy(base_url):
+        return
+    try:
+        socket.create_connection(address, timeout=_SECONDS).close()
     except OSError as error:
         raise _away(base_url, error, "--base-url") from error
 
