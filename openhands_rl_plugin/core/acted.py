@@ -60,15 +60,28 @@ def acted_nodes(nodes: Sequence[TreeNode], head: int | None) -> tuple[int, ...]:
     """Indices of the answers that were acted on, in order.
 
     Those of the path to ``head``, and executed ones on other paths. Of several answers in one state only the one on the
-    path was acted on, unless a rewritten history led there again. No malformed, dropped or only simulated answer, and
-    no summary.
+    path was acted on, and elsewhere those that the episode went on from, unless a rewritten history led there again. No
+    malformed, dropped or only simulated answer, and no summary.
     """
     if head is None:
         return ()
     path = {at for at in path_to(nodes, head) if nodes[at].sampled and kind_of(nodes[at]) == TURN}
     decided = {nodes[at].parent for at in path if REWRITTEN not in nodes[at].metadata}
     others = {at for at, node in enumerate(nodes) if was_executed(node) and node.parent not in decided}
-    return tuple(sorted(path | others))
+    return tuple(sorted(path | others - _superseded(nodes, others)))
+
+
+def _superseded(nodes: Sequence[TreeNode], executed: set[int]) -> set[int]:
+    """Those that the episode did not go on from, as it did from another answer in the same state."""
+    continued: set[int] = set()
+    for at in executed:
+        up = nodes[at].parent
+        while up is not None and up not in continued:
+            continued.add(up)
+            up = nodes[up].parent
+    decided = {nodes[at].parent for at in executed & continued if REWRITTEN not in nodes[at].metadata}
+    ends = executed - continued
+    return {at for at in ends if nodes[at].parent in decided and REWRITTEN not in nodes[at].metadata}
 
 
 def acted_ends(nodes: Sequence[TreeNode], head: int | None) -> tuple[int, ...]:

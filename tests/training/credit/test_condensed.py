@@ -202,3 +202,16 @@ def test_equal_observations_stay_in_the_transcript() -> None:
     said = [message.content for message in transcript(host.finished())]
     first = ["be good", "mend it", "answer 1", "ok", "answer 2", "ok", "answer 3"]
     assert said == [*first, "summary after 3", "ok", "answer 4", "ok", "answer 5", "ok", "answer 6", "bye"]
+
+
+def test_of_two_answers_in_one_left_state_that_with_a_sequel_was_acted_on() -> None:
+    host = Host()
+    for _ in range(3):
+        host.turn()
+    host.condense(2)
+    host.turn()
+    episode = host.finished()
+    second = episode.acted()[1]
+    retried = episode.nodes[second].model_copy(update={"message": Message(role="assistant", content="lost")})
+    doubled = episode.model_copy(update={"nodes": (*episode.nodes, retried)})
+    assert doubled.acted() == episode.acted() and len(episode.acted()) == 4
