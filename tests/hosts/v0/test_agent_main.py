@@ -324,7 +324,8 @@ def test_answers_with_calls_in_their_text_are_recorded_as_sampled(runs):
 
 
 def test_environment_runtime_makes_it_an_episode_of_the_environment(runs):
-    trajectory, (first, second) = runs["shopping"].trajectory, runs["shopping"].requests
+    trajectory, (first, second, again) = runs["shopping"].trajectory, runs["shopping"].requests
+    assert "return_token_ids" in second and "return_token_ids" not in again, "a refused request is sent once more"
     assert trajectory.task.environment == "webshop"
     assert [message["role"] for message in first["messages"]] == ["system", "user"]
     assert "search[keywords]" in text(first["messages"][0]) and "OpenHands" not in text(first["messages"][0])
@@ -342,7 +343,7 @@ def test_refused_request_ends_the_session_as_the_models_failure(runs):
     assert "no more script" in trajectory.failure.message
     assert len(sampled(trajectory)) == 1
     failed = trajectory.nodes[trajectory.head or 0].metadata["failed_attempts"]
-    assert isinstance(failed, list) and len(failed) == 1
+    assert isinstance(failed, list) and len(failed) == 2, "with the fields for training, and without them"
 
 
 def test_a_context_that_is_too_short_is_refused_before_the_run_in_one_line(runs):
