@@ -152,6 +152,9 @@ class TrainingSettings(Settings):
         default="loss",
         description="where the KL divergence is subtracted: from the objective, or from each token's advantage",
     )
+    entropy_coefficient: Annotated[float, _Only(_RL)] = Field(
+        default=0.0, ge=0, description="weight of the entropy bonus (verl's entropy_coeff); 0: off"
+    )
     correction: Annotated[Literal["none", "truncate", "mask"], _Only(_RL)] = Field(
         default="none",
         description="importance weights for off-policy rollouts: truncated, or masked outside of the bounds",
@@ -180,8 +183,9 @@ class TrainingSettings(Settings):
         ge=0,
         description="weight of the advantage among the group's turns in the same state (GiGPO); 0: off",
     )
-    tree: Annotated[Literal["path", "branches"], _Only((*_RL, "dpo"))] = Field(
-        default="path", description="what of a search tree is trained on: the acted path, or all branches"
+    tree: Annotated[Literal["path", "branches", "proposals"], _Only((*_RL, "dpo"))] = Field(
+        default="path",
+        description="what of a search tree is trained on: the acted path, also its branches, or each state's proposals",
     )
     condensations: Annotated[bool, _Only(_NOT_DPO)] = Field(
         default=False,
@@ -248,6 +252,8 @@ class TrainingSettings(Settings):
                 'discount needs rewards of steps: set step_rewards = "environment" or "search", or a state_weight, or '
                 "leave 1"
             )
+        if self.tree == "proposals":
+            self._check_proposals()
         if self.method == "full" and self.algorithm not in _IMITATION:
             raise ValueError(
                 'method = "full" fine-tunes: set algorithm = "sft" or "rejection-sampling", or train an adapter with '
@@ -264,6 +270,15 @@ class TrainingSettings(Settings):
                 f'{self.tracker}, or set tracker = "none"'
             )
         return self
+
+    def _check_proposals(self) -> None:
+        if self.algorithm == "dpo":
+            raise ValueError('tree = "proposals" is a policy gradient: for dpo set tree = "branches", which pairs them')
+        if self.step_rewards != "episode" or self.state_weight or self.condensations:
+            raise ValueError(
+                'tree = "proposals" credits each proposal with its value, not the acted turns: leave step_rewards = '
+                '"episode", state_weight = 0.0 and condensations = false'
+            )
 
     def as_fine_tuning(self) -> Self:
         """The same with ``algorithm = "sft"``; keys without effect on it are set to their defaults."""

@@ -331,6 +331,7 @@ class Sample(Frozen):
 
     ``input_ids``, ``mask`` (true where the policy sampled the token) and ``logprobs`` (0.0 where it did not) all have
     length T. ``advantage`` weighs every sampled token, unless ``token_advantages`` (length T) gives each its own.
+    ``count``: how many equal samples it stands for.
     """
 
     trajectory_id: str
@@ -341,6 +342,7 @@ class Sample(Frozen):
     advantage: float = 1.0
     token_advantages: tuple[float, ...] = ()
     policy: PolicyRef | None = None
+    count: int = Field(default=1, ge=1)
 
     def advantage_at(self, position: int) -> float:
         """The weight of the sampled token at ``position``."""

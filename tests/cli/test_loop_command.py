@@ -252,6 +252,11 @@ WRONG = [
         '[extended.rl]\nrollout_strategy = "ToT"\n[extended.rl.strategy]\nsampling = {top_p = 0.9}',
         "[rl.strategy] sampling.top_p = 0.9: logprobs",
     ),
+    (
+        ["--model", "MODEL"],
+        '[extended.rl]\nrollout_strategy = "BestOfN"',
+        'set [rl.training] tree = "proposals" (or "branches"), or act without a search (StandardReAct)',
+    ),
     (["--model", "MODEL"], '[rl.training]\nalgorithm = "sft"', '"sft" is not an RL algorithm'),
     (["--model", "MODEL"], '[rl.training]\nlora_variant = "dora"', "nor vLLM can serve it"),
     (["--model", "MODEL"], '[rl.training]\nsharding = "layers"', "and a loop trains in one: leave"),

@@ -23,6 +23,7 @@ from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.core.concurrency import LoopThread
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, MissingExtraError, boundary
 from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, FailureKind, Limits, PolicyRef, Score, Task
 from openhands_rl_plugin.core.validation import problems
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 
 __all__ = ["ConversationMessage", "EpisodeResult", "ExcludedEpisodes", "RLAgent", "TrainReport"]
+
+_LOG = redacting_logger(__name__)
 
 
 class RLAgent:
@@ -193,6 +196,8 @@ class RLAgent:
             )
             episodes = self._thread.wait_for(collecting)
             dataset = build_dataset_or_sft(episodes, settings)
+            for warning in dataset.warnings():
+                _LOG.warning("%s", warning)
             trainer = _trainer(weights, settings, self._policy.adapter)
             with progress_bar("optimiser steps", shown=self._progress) as bar:
                 metrics, adapter, probe = learn(

@@ -90,6 +90,12 @@ def check_trainable(settings: RLSettings) -> None:
                 f"{where} = {value:g}: logprobs are recorded and trained on as those of the whole distribution at "
                 "temperature 1, so the gradient would be wrong for any other sampling; set 1.0"
             )
+    if training.tree == "path" and getattr(make_strategy(settings), "selects", False):
+        raise ConfigError(
+            f'[rl] rollout_strategy = "{settings.rollout_strategy}" chooses among what the policy sampled, so its '
+            'episodes are no samples of the policy: set [rl.training] tree = "proposals" (or "branches"), or act '
+            "without a search (StandardReAct)"
+        )
 
 
 def _sampled_by(settings: RLSettings) -> Iterator[tuple[str, float]]:

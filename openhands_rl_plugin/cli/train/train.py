@@ -186,6 +186,8 @@ class PolicyTraining(TrainingRun):
         print(f"  episodes: {dataset.used} used; left out:{'' if causes else ' none'}")
         for cause in causes:
             print(f"    {cause}")
+        for warning in dataset.warnings():
+            print(f"  warning: {warning}")
         longest = max((len(sample.input_ids) for sample in dataset.samples), default=0)
         if dataset.samples:
             print(f"  {_sizes(dataset.samples)}")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 from openhands_rl_plugin.core.tree import DraftNode
-from openhands_rl_plugin.core.types import JsonObject, Message
+from openhands_rl_plugin.core.types import JsonObject, Message, Node
 
 NOTES = "search"
 """The key of the strategies' own part of a node's metadata."""
 
 
-def notes(node: DraftNode) -> JsonObject:
+def notes(node: DraftNode | Node) -> JsonObject:
     """The strategies' part of a node's metadata, to be read."""
     found = node.metadata.get(NOTES)
     return found if isinstance(found, dict) else {}

@@ -41,6 +41,8 @@ class SearchStrategy(ABC):
     Parts: ClassVar = {"value": "values"}
     name: ClassVar[str]
     needs_forks: ClassVar[bool] = False
+    selects: ClassVar[bool] = True
+    """What is acted on was chosen from several samples of the policy, and so is no sample of it."""
 
     def __init__(self, options: SearchOptions, value: ValueFunction | str | None) -> None:
         self._options = options

@@ -2,29 +2,23 @@
 
 By default every sampled token of an episode has the episode's advantage. ``step_rewards`` gives each turn its return to
 go, ``state_weight`` adds a comparison with other actions in the same state (GiGPO), ``tree`` also trains the branches
-of search trees.
+of search trees, or all that was proposed in them, whatever was chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.types import Sample, Trajectory
 from openhands_rl_plugin.training.algorithms import algorithm_of
-from openhands_rl_plugin.training.credit.advantages import GroupAdvantages, ValidGroups, group_advantages, valid_groups
-from openhands_rl_plugin.training.credit.estimators import RolloutBatch, dr_grpo, whiten
-from openhands_rl_plugin.training.credit.tree_advantages import (
-    environment_rewards,
-    search_rewards,
-    sibling_advantages,
-    state_before,
-    step_advantages,
-)
+from openhands_rl_plugin.training.credit.advantages import GroupAdvantages, group_advantages, valid_groups
+from openhands_rl_plugin.training.credit.estimators import whiten
+from openhands_rl_plugin.training.credit.proposals import proposal_advantages
+from openhands_rl_plugin.training.credit.tree_advantages import NodeAdvantages, sibling_advantages, times_sampled
+from openhands_rl_plugin.training.credit.turns import sampled_tokens, state_advantages, turn_advantages
 from openhands_rl_plugin.training.data.batch import samples_of, samples_of_tree, trained_nodes
-
-NodeAdvantages = dict[int, float]
 
 
 @dataclass(frozen=True)
@@ -53,18 +47,26 @@ def credited_samples(
         weighted = [(t, a) for t, a in zip(trajectories, baseline.advantages, strict=True) if a is not None]
         summaries = settings.condensations
         return Credit(baseline, [s for t, a in weighted for s in samples_of(t, a, condensations=summaries)])
-    nodes = _node_advantages(trajectories, rewards, settings)
+    first, again = _node_advantages(trajectories, rewards, settings)
+    times = {index: times_sampled(trajectories[index]) for index in {*first, *again}}
     if algorithm_of(settings).estimator.whitened and not late:
-        nodes = _whitened(trajectories, nodes, settings)
-    samples = [s for index, of_nodes in nodes.items() for s in samples_of_tree(trajectories[index], of_nodes)]
+        first, again = _whitened(trajectories, first, again, times, settings)
+    samples: list[Sample] = []
+    for index, of_nodes in first.items():
+        more = {at: (times[index][at] - 1, value) for at, value in again.get(index, {}).items()}
+        samples += samples_of_tree(trajectories[index], of_nodes, again=more)
     return Credit(baseline, samples)
 
 
 def _node_advantages(
     trajectories: Sequence[Trajectory], rewards: Sequence[float | None], settings: TrainingSettings
-) -> dict[int, NodeAdvantages]:
-    """``trajectory index -> node -> advantage``, before whitening."""
+) -> tuple[dict[int, NodeAdvantages], dict[int, NodeAdvantages]]:
+    """``trajectory index -> node -> advantage``, before whitening; and of what was sampled again and merged into it."""
     chosen = valid_groups(trajectories, rewards, settings)
+    proposed: dict[int, NodeAdvantages] = {}
+    if settings.tree == "proposals":
+        proposed = {index: proposal_advantages(trajectories[index], settings) for index in chosen.valid}
+        return _filled(proposed), _sampled_again(trajectories, proposed)
     if settings.step_rewards == "episode":
         whole = group_advantages(trajectories, rewards, settings, whitened=False).advantages
         nodes = {
@@ -73,17 +75,30 @@ def _node_advantages(
             if advantage is not None
         }
     else:
-        nodes = _turn_advantages(trajectories, rewards, chosen, settings)
+        nodes = turn_advantages(trajectories, rewards, chosen, settings)
         if settings.condensations:
             _credit_condensations(trajectories, nodes)
     if settings.state_weight:
-        _add(nodes, _state_advantages(trajectories, rewards, chosen, settings), settings.state_weight)
+        _add(nodes, state_advantages(trajectories, rewards, chosen, settings), settings.state_weight)
     if settings.tree == "branches":
-        siblings = {
-            index: sibling_advantages(trajectories[index], least_visits=settings.tree_visits) for index in chosen.valid
-        }
-        _add(nodes, siblings, settings.tree_weight)
+        for index in chosen.valid:
+            advantages = sibling_advantages(trajectories[index], least_visits=settings.tree_visits)
+            proposed[index] = {at: settings.tree_weight * value for at, value in advantages.items()}
+        _add(nodes, proposed, 1.0)
+    return _filled(nodes), _sampled_again(trajectories, proposed)
+
+
+def _filled(nodes: Mapping[int, NodeAdvantages]) -> dict[int, NodeAdvantages]:
     return {index: of_nodes for index, of_nodes in nodes.items() if of_nodes}
+
+
+def _sampled_again(
+    trajectories: Sequence[Trajectory], proposed: Mapping[int, NodeAdvantages]
+) -> dict[int, NodeAdvantages]:
+    """The advantages of proposals that a search merged into the first of their kind; those were never acted on."""
+    times = {index: times_sampled(trajectories[index]) for index in proposed}
+    merged = {index: {at: v for at, v in nodes.items() if times[index][at] > 1} for index, nodes in proposed.items()}
+    return _filled(merged)
 
 
 def _credit_condensations(trajectories: Sequence[Trajectory], nodes: dict[int, NodeAdvantages]) -> None:
@@ -101,106 +116,23 @@ def _add(nodes: dict[int, NodeAdvantages], more: Mapping[int, NodeAdvantages], w
             mine[at] = mine.get(at, 0.0) + weight * value
 
 
-def _turn_advantages(
-    trajectories: Sequence[Trajectory],
-    rewards: Sequence[float | None],
-    chosen: ValidGroups,
-    settings: TrainingSettings,
-) -> dict[int, NodeAdvantages]:
-    """Return to go of every turn relative to the same turn of the other episodes of the group."""
-    turns = _turns(trajectories, rewards, chosen, settings)
-    baseline = algorithm_of(settings).estimator.baseline
-    return _compared(turns, [(turn.group, turn.number) for turn in turns], baseline, settings)
-
-
-def _state_advantages(
-    trajectories: Sequence[Trajectory],
-    rewards: Sequence[float | None],
-    chosen: ValidGroups,
-    settings: TrainingSettings,
-) -> dict[int, NodeAdvantages]:
-    """Return to go of every turn relative to the group's turns in the same state, at whatever step.
-
-    The step level of GiGPO (Feng et al. 2025, arXiv 2505.10978). A state is the text that the policy received since its
-    last answer. A turn in a state that occurs only once in the group gets 0. Where the algorithm has no groups, the
-    mean of the state is the baseline.
-    """
-    turns = _turns(trajectories, rewards, chosen, settings)
-    states = [(turn.group, state_before(trajectories[turn.index], turn.at)) for turn in turns]
-    estimator = algorithm_of(settings).estimator
-    return _compared(turns, states, estimator.baseline if estimator.grouped else dr_grpo, settings)
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """Node ``at`` of trajectory ``index``, which is the ``number``-th answer of an episode of ``group``.
-
-    ``tokens``: number of sampled tokens; ``to_go``: the discounted return from this turn to the end.
-    """
-
-    index: int
-    at: int
-    group: int
-    number: int
-    tokens: int
-    to_go: float
-
-
-def _turns(
-    trajectories: Sequence[Trajectory],
-    rewards: Sequence[float | None],
-    chosen: ValidGroups,
-    settings: TrainingSettings,
-) -> list[_Turn]:
-    turns: list[_Turn] = []
-    for group, members in enumerate(chosen.groups):
-        for index in members:
-            steps = _step_rewards(trajectories[index], rewards[index] or 0.0, settings)
-            to_go = step_advantages(trajectories[index], steps, discount=settings.discount)
-            for number, at in enumerate(trained_nodes(trajectories[index])):
-                turns.append(_Turn(index, at, group, number, _tokens(trajectories[index], at), to_go[at]))
-    return turns
-
-
-def _compared(
-    turns: Sequence[_Turn],
-    keys: Sequence[Hashable],
-    baseline: Callable[[RolloutBatch, float], list[float]],
-    settings: TrainingSettings,
-) -> dict[int, NodeAdvantages]:
-    """Returns to go relative to those of the turns with the same key; ``keys[i]`` is the key of ``turns[i]``."""
-    numbers: dict[Hashable, int] = {}
-    rollouts = RolloutBatch(
-        rewards=[turn.to_go for turn in turns],
-        groups=[numbers.setdefault(key, len(numbers)) for key in keys],
-        lengths=[turn.tokens for turn in turns],
-    )
-    nodes: dict[int, NodeAdvantages] = {}
-    for turn, value in zip(turns, baseline(rollouts, settings.std_epsilon), strict=True):
-        nodes.setdefault(turn.index, {})[turn.at] = value
-    return nodes
-
-
-def _step_rewards(trajectory: Trajectory, reward: float, settings: TrainingSettings) -> Mapping[int, float]:
-    """Step rewards that sum to ``reward``: the difference from the environment's return is added to the last turn."""
-    steps = search_rewards(trajectory) if settings.step_rewards == "search" else environment_rewards(trajectory)
-    if steps:
-        steps[max(steps)] += reward - trajectory.episode_return
-    return steps
-
-
 def _whitened(
-    trajectories: Sequence[Trajectory], nodes: dict[int, NodeAdvantages], settings: TrainingSettings
-) -> dict[int, NodeAdvantages]:
-    places = [(index, at) for index, of_nodes in nodes.items() for at in of_nodes]
-    lengths = [_tokens(trajectories[index], at) for index, at in places]
-    values = whiten([nodes[index][at] for index, at in places], lengths, variance=settings.variance)
-    whitened: dict[int, NodeAdvantages] = {index: {} for index in nodes}
-    for (index, at), value in zip(places, values, strict=True):
-        whitened[index][at] = value
-    return whitened
-
-
-def _tokens(trajectory: Trajectory, at: int) -> int:
-    tokens = trajectory.nodes[at].tokens
-    return len(tokens.sampled_ids) if tokens is not None else 0
+    trajectories: Sequence[Trajectory],
+    first: dict[int, NodeAdvantages],
+    again: dict[int, NodeAdvantages],
+    times: Mapping[int, Mapping[int, int]],
+    settings: TrainingSettings,
+) -> tuple[dict[int, NodeAdvantages], dict[int, NodeAdvantages]]:
+    values: list[float] = []
+    lengths: list[int] = []
+    for part, nodes in enumerate((first, again)):
+        for index, of_nodes in nodes.items():
+            values += of_nodes.values()
+            lengths += [
+                sampled_tokens(trajectories[index], at) * (times[index][at] - 1 if part else 1) for at in of_nodes
+            ]
+    found = iter(whiten(values, lengths, variance=settings.variance))
+    whitened = [
+        {index: {at: next(found) for at in of_nodes} for index, of_nodes in nodes.items()} for nodes in (first, again)
+    ]
+    return whitened[0], whitened[1]

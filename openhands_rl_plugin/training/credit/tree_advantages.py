@@ -9,13 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from openhands_rl_plugin.core.types import Trajectory
+from openhands_rl_plugin.rollout.strategies.annotations import notes, times_merged
+
+NodeAdvantages = dict[int, float]
+"""``node -> advantage`` of one episode."""
 
 
 def sibling_advantages(trajectory: Trajectory, *, least_visits: int = 1) -> dict[int, float]:
     """Advantage of every sampled node, Q(s, a) - V(s): its value minus the mean value of its siblings and itself.
 
-    The mean is weighted by visits, so it is the search's estimate of the state's value. Nodes with fewer visits than
-    ``least_visits``, without a value or without a sibling are left out.
+    The mean is weighted by visits, so it is the search's estimate of the state's value; an action that was proposed
+    several times counts at least as often. Nodes with fewer visits than ``least_visits``, without a value or without a
+    sibling are left out.
     """
     siblings: dict[int | None, list[int]] = {}
     for index, node in enumerate(trajectory.nodes):
@@ -27,6 +32,14 @@ def sibling_advantages(trajectory: Trajectory, *, least_visits: int = 1) -> dict
         if len(members) > 1
         for index, advantage in _over_the_mean(trajectory, members).items()
     }
+
+
+def times_sampled(trajectory: Trajectory) -> dict[int, int]:
+    """How often the answer of each sampled node was sampled: a search merges equal proposals into one node.
+
+    Only the first one's ids are kept, so that those of others which say the same in other tokens count as that one.
+    """
+    return {at: 1 + times_merged(notes(node)) for at, node in enumerate(trajectory.nodes) if node.sampled}
 
 
 def step_advantages(trajectory: Trajectory, rewards: Mapping[int, float], *, discount: float = 1.0) -> dict[int, float]:
@@ -79,7 +92,8 @@ def search_rewards(trajectory: Trajectory) -> dict[int, float]:
 
 
 def _over_the_mean(trajectory: Trajectory, members: Sequence[int]) -> dict[int, float]:
-    visits = {at: max(trajectory.nodes[at].visits, 1) for at in members}
+    times = times_sampled(trajectory)
+    visits = {at: max(trajectory.nodes[at].visits, times[at]) for at in members}
     values = {at: trajectory.nodes[at].value or 0.0 for at in members}
     mean = sum(visits[at] * values[at] for at in members) / sum(visits.values())
     return {at: values[at] - mean for at in members}

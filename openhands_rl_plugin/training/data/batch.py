@@ -95,12 +95,17 @@ def recorded_nodes(trajectory: Trajectory, *, need_logprobs: bool = True) -> fro
 
 
 def samples_of_tree(
-    trajectory: Trajectory, advantages: Mapping[int, float], *, need_logprobs: bool = True
+    trajectory: Trajectory,
+    advantages: Mapping[int, float],
+    *,
+    need_logprobs: bool = True,
+    again: Mapping[int, tuple[int, float]] | None = None,
 ) -> list[Sample]:
     """The training sequences of a search tree in which every sampled node has an advantage of its own.
 
     ``advantages`` is ``node -> advantage``; sampled nodes without one are context only, and nodes of branches that were
-    not fully recorded are left out. Every node is trained once, however many leaves are below it. Raises
+    not fully recorded are left out. Every node is trained once, however many leaves are below it. ``again``: how often
+    a node was sampled beside that, and the advantage of those samplings, which have a sequence of their own. Raises
     ``TrainingError`` for the path to the head as ``samples_of`` does.
     """
     acted = {up for end in trajectory.ends() for up in trajectory.path(end)}
@@ -113,6 +118,11 @@ def samples_of_tree(
     samples: list[Sample] = []
     for leaf in ends:
         samples.extend(_segments(trajectory, leaf, named, trained, need_logprobs))
+    for at, (count, advantage) in sorted((again or {}).items()):
+        if at in recorded:
+            others = {other for other, node in enumerate(trajectory.nodes) if node.sampled and other != at}
+            found = _segments(trajectory, at, advantage, others, need_logprobs)
+            samples.extend(sample.model_copy(update={"count": count}) for sample in found)
     return samples
 
 

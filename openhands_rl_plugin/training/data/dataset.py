@@ -26,6 +26,7 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.rollout.scoring import judge_all, known_score
 from openhands_rl_plugin.training.algorithms import Kind, algorithm_of, needs_logprobs
 from openhands_rl_plugin.training.credit.credit import credited_samples
+from openhands_rl_plugin.training.credit.proposals import is_searched
 from openhands_rl_plugin.training.data.batch import is_recorded, samples_of, trained_nodes
 from openhands_rl_plugin.training.data.demonstrations import demonstration_reward, is_imported
 from openhands_rl_plugin.training.data.eligibility import is_interrupted, is_off_temperature, is_overlong, samplings
@@ -112,7 +113,8 @@ class Episodes:
 class TrainingDataset:
     """Training sequences with advantages, or preference pairs; ``used``: the number of their episodes.
 
-    For DPO ``samples`` are those of the ``pairs``.
+    For DPO ``samples`` are those of the ``pairs``. ``searched``: how many of the episodes are reinforced as if the
+    policy had sampled what a search chose.
     """
 
     algorithm: AlgorithmName
@@ -120,6 +122,17 @@ class TrainingDataset:
     used: int
     excluded: ExcludedEpisodes
     pairs: tuple[PreferencePair, ...] = ()
+    searched: int = 0
+
+    def warnings(self) -> list[str]:
+        """What is wrong with the data, and what to do about it, a line each."""
+        if not self.searched:
+            return []
+        return [
+            f"a search chose the answers of {self.searched} of {self.used} episodes, and they are trained as if the "
+            'policy had sampled them: train what was sampled with tree = "proposals" (or "branches"), or imitate what '
+            'was chosen with algorithm = "sft"'
+        ]
 
 
 async def load_episodes(
@@ -235,13 +248,16 @@ def build_dataset(episodes: Episodes, settings: TrainingSettings) -> TrainingDat
             samples = [sample for pair in pairs for sample in (*pair.chosen, *pair.rejected)]
         case "reinforcement":
             samples = credited_samples(trajectories, rewards, settings).samples
-    used = len({sample.trajectory_id for sample in samples})
+    trained = {sample.trajectory_id for sample in samples}
+    used = len(trained)
+    as_sampled = algorithm_of(settings).kind == "reinforcement" and settings.tree == "path"
     return TrainingDataset(
         algorithm=settings.algorithm,
         samples=tuple(samples),
         used=used,
         excluded=usable.excluded.model_copy(update={"no_signal": len(trajectories) - used}),
         pairs=tuple(pairs),
+        searched=sum(is_searched(each) for each in trajectories if each.id in trained) if as_sampled else 0,
     )
 
 

@@ -59,28 +59,32 @@ def diagnose(batch: TokenBatch, entropies: Tensor, *, ratio: Tensor, low: float,
 
 
 def token_logprobs(
-    hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None = None
+    hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None = None, *, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies of next tokens, in float32.
 
     hidden: [K, width], the states that predict; targets: [K] token ids; weight: [vocabulary, width] and bias of the
-    frozen output layer. Returns ([K] logprobs, [K] entropies); only the logprobs carry gradient, to ``hidden`` alone.
+    frozen output layer. Returns ([K] logprobs, [K] entropies); the logprobs carry gradient, to ``hidden`` alone, and
+    with ``entropy_gradient`` the entropies too, for another [K, width] of memory.
     """
-    return _TokenLogprobs.apply(hidden, targets, weight, bias)
+    logprobs, entropies = _TokenLogprobs.apply(hidden, targets, weight, bias, entropy_gradient)
+    return logprobs, entropies if entropy_gradient else entropies.detach()
 
 
 class _TokenLogprobs(torch.autograd.Function):
     """The gradient of a logprob with respect to its hidden state is ``W[target] - softmax(logits) W``, one row of
-    ``width`` numbers. It is computed along with the logits, so these are neither kept nor computed again."""
+    ``width`` numbers, and that of the entropy H is ``-(p (log p + H)) W``. They are computed along with the logits, so
+    these are neither kept nor computed again."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any, hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
         wanted = ctx.needs_input_grad[0]
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropies = torch.empty_like(logprobs)
         slopes = torch.empty_like(hidden) if wanted else hidden.new_empty(0)
+        spread = torch.empty_like(hidden) if wanted and entropy_gradient else hidden.new_empty(0)
         for start in range(0, len(targets), ROWS_AT_A_TIME):
             rows = slice(start, start + ROWS_AT_A_TIME)
             logits = torch.nn.functional.linear(hidden[rows], weight, bias).float()
@@ -90,12 +94,24 @@ class _TokenLogprobs(torch.autograd.Function):
             entropies[rows] = -torch.linalg.vecdot(probabilities, distribution)
             if wanted:
                 slopes[rows] = weight[targets[rows]] - probabilities.to(weight.dtype) @ weight
-        ctx.save_for_backward(slopes)
-        ctx.mark_non_differentiable(entropies)
+            if wanted and entropy_gradient:
+                spread[rows] = entropy_slopes(probabilities, distribution, entropies[rows]).to(weight.dtype) @ weight
+        ctx.save_for_backward(slopes, spread)
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
-        grad_logprobs, _ = grad_outputs
-        (slopes,) = ctx.saved_tensors
-        return (slopes * grad_logprobs[:, None]).to(slopes.dtype), None, None, None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None, None]:
+        grad_logprobs, grad_entropies = grad_outputs
+        slopes, spread = ctx.saved_tensors
+        gradient = slopes * grad_logprobs[:, None]
+        if len(spread):
+            gradient = gradient + spread * grad_entropies[:, None]
+        return gradient.to(slopes.dtype), None, None, None, None
+
+
+def entropy_slopes(probabilities: Tensor, logprobs: Tensor, entropies: Tensor) -> Tensor:
+    """[K, vocabulary]: the gradient of each row's entropy with respect to its logits, ``-p (log p + H)``.
+
+    ``logprobs`` are those of all tokens. A token of probability 0 has a gradient of 0.
+    """
+    return (-probabilities * (logprobs + entropies[:, None])).nan_to_num_(nan=0.0)

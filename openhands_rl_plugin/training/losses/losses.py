@@ -21,8 +21,8 @@ from openhands_rl_plugin.training.losses.objectives import TokenBatch
 class MicroBatch:
     """The K trained tokens of S samples after one forward pass.
 
-    ``logprobs`` (with gradient) and ``entropies``: [K], in the order of the samples; ``weights``: [S], the weight of a
-    token of each sample in the optimiser batch.
+    ``logprobs`` (with gradient) and ``entropies`` (with one where there is an entropy bonus): [K], in the order of the
+    samples; ``weights``: [S], the weight of a token of each sample in the optimiser batch.
     """
 
     items: Sequence[TrainingSample]
@@ -90,7 +90,12 @@ class Imitation:
 
 
 class Reinforcement:
-    """A policy gradient: the clipped objective, the KL term and the importance correction of stale tokens."""
+    """A policy gradient: the clipped objective, the KL term, the importance correction of stale tokens, and the entropy
+    bonus.
+
+    The bonus is the exact entropy of the next-token distribution at each trained token, weighted like its loss (Mnih et
+    al. 2016, arXiv 1602.01783; verl's ``entropy_coeff``). It is not corrected for stale tokens.
+    """
 
     whole_units = False
 
@@ -107,11 +112,11 @@ class Reinforcement:
         return batch_weights(batch, self._settings)
 
     def counts(self, item: TrainingSample) -> bool:
-        """With an advantage other than zero, or a KL term in the loss."""
-        return self._kl_in_loss or bool(item.advantages.any())
+        """With an advantage other than zero, or a KL term or an entropy bonus in the loss."""
+        return self._kl_in_loss or self._settings.entropy_coefficient > 0 or bool(item.advantages.any())
 
     def __call__(self, one: MicroBatch) -> tuple[Tensor, Diagnostics]:
-        """``sum(weights * correction * (objective + kl_coefficient * kl))``."""
+        """``sum(weights * (correction * (objective + kl_coefficient * kl) - entropy_coefficient * entropy))``."""
         tokens = TokenBatch(
             logprobs=one.logprobs,
             old=one.tokens([item.old for item in one.items]),
@@ -128,6 +133,8 @@ class Reinforcement:
             kl = objectives.kl_penalty(one.logprobs, reference, self._settings.kl)
             losses = losses + self._settings.kl_coefficient * correction * kl
             divergence = kl.detach().mean().item()
+        if self._settings.entropy_coefficient:
+            losses = losses - self._settings.entropy_coefficient * one.entropies
         diagnostics = self._diagnose(tokens, one.entropies, recorded, divergence, correction)
         return (one.weights[one.sequence] * losses).sum(), diagnostics
 
@@ -199,16 +206,20 @@ class Preference:
 
 
 def batch_weights(batch: Sequence[TrainingSample], settings: TrainingSettings) -> Tensor:
-    """[S]: the weight of a token of each sample, from all samples of an optimiser batch."""
-    lengths = torch.tensor([float(len(item.positions)) for item in batch])
+    """[S]: the weight of a token of each sample, from all samples of an optimiser batch.
+
+    A sample that stands for ``count`` equal ones has the weight of them all.
+    """
+    counts = torch.tensor([float(item.sample.count) for item in batch])
+    lengths = counts * torch.tensor([float(len(item.positions)) for item in batch])
     units = {unit: at for at, unit in enumerate(dict.fromkeys(item.unit for item in batch))}
     rollout = torch.tensor([units[item.unit] for item in batch], dtype=torch.int64)
     match aggregation_of(settings):
         case "token":
-            return objectives.token_mean(lengths)
+            return counts * objectives.token_mean(lengths)
         case "fixed":
             longest = int(objectives.tokens_per_rollout(lengths, rollout).max())
-            return objectives.fixed_length(lengths, settings.fixed_length or longest, len(units))
+            return counts * objectives.fixed_length(lengths, settings.fixed_length or longest, len(units))
         case "sequence" | "rollout":
             # The papers' sequence is a rollout's whole output, which a rewritten history cuts into several.
-            return objectives.rollout_mean(lengths, rollout)
+            return counts * objectives.rollout_mean(lengths, rollout)

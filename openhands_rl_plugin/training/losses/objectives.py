@@ -57,7 +57,9 @@ def gspo(batch: TokenBatch, *, low: float = 0.2, high: float = 0.28) -> Tensor:
     """GSPO (Zheng et al. 2025, arXiv 2507.18071): the ratio is the geometric mean of the sequence's token ratios.
 
     This is the paper's GSPO-token, which equals GSPO where all tokens of a sequence have one advantage. Aggregate with
-    ``sequence_mean``. The default clip range is DAPO's; the authors of GSPO use 3e-4 and 4e-4. Returns [K] losses.
+    ``sequence_mean``, or with ``rollout_mean`` where a rewritten history cut a rollout into several sequences: each of
+    these answers its own prompt and has its own ratio, and all of them together have the weight of one rollout. The
+    default clip range is DAPO's; the authors of GSPO use 3e-4 and 4e-4. Returns [K] losses.
     """
     of_sequence = batch.mean_of_sequence(batch.logprobs - batch.old).detach()
     ratio = torch.exp(batch.logprobs - batch.logprobs.detach() + of_sequence)

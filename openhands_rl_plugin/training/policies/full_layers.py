@@ -8,24 +8,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from openhands_rl_plugin.training.losses.logprobs import ROWS_AT_A_TIME
+from openhands_rl_plugin.training.losses.logprobs import ROWS_AT_A_TIME, entropy_slopes
 
 
 def trained_token_logprobs(
-    hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None = None
+    hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None = None, *, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
     """As ``logprobs.token_logprobs``, but with gradients for ``weight`` and ``bias`` as well.
 
     Logits are in memory for ``ROWS_AT_A_TIME`` positions only. They are recomputed in the backward pass, because the
     gradient of the weights needs the gradient of the loss.
     """
-    return _TokenLogprobs.apply(hidden, targets, weight, bias)
+    logprobs, entropies = _TokenLogprobs.apply(hidden, targets, weight, bias, entropy_gradient)
+    return logprobs, entropies if entropy_gradient else entropies.detach()
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any, hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropies = torch.empty_like(logprobs)
@@ -34,21 +35,25 @@ class _TokenLogprobs(torch.autograd.Function):
             logprobs[rows] = distribution.gather(1, targets[rows, None])[:, 0]
             entropies[rows] = -torch.linalg.vecdot(distribution.exp(), distribution)
         ctx.save_for_backward(hidden, targets, weight, bias)
-        ctx.mark_non_differentiable(entropies)
+        ctx.entropy_gradient = entropy_gradient
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        grad_logprobs, _ = grad_outputs
+        grad_logprobs, grad_entropies = grad_outputs
         hidden, targets, weight, bias = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
         for rows in _chunks(len(targets)):
-            slopes = torch.softmax(F.linear(hidden[rows], weight, bias).float(), dim=-1).neg_()
-            at = torch.arange(slopes.shape[0], device=slopes.device)
-            slopes[at, targets[rows]] += 1.0
-            slopes *= grad_logprobs[rows, None]
+            distribution = torch.log_softmax(F.linear(hidden[rows], weight, bias).float(), dim=-1)
+            probabilities = distribution.exp()
+            at = torch.arange(probabilities.shape[0], device=probabilities.device)
+            slopes = -probabilities * grad_logprobs[rows, None]
+            slopes[at, targets[rows]] += grad_logprobs[rows]
+            if ctx.entropy_gradient:
+                entropies = -torch.linalg.vecdot(probabilities, distribution)
+                slopes += entropy_slopes(probabilities, distribution, entropies) * grad_entropies[rows, None]
             if grad_bias is not None:
                 grad_bias += slopes.sum(0)
             low = slopes.to(weight.dtype)
@@ -59,6 +64,7 @@ class _TokenLogprobs(torch.autograd.Function):
             None,
             grad_weight.to(weight.dtype),
             grad_bias.to(weight.dtype) if grad_bias is not None else None,
+            None,
         )
 
 

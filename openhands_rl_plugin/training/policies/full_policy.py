@@ -111,7 +111,7 @@ class FullPolicy(PackedModel):
                 yield full_tensor(self.parameters[name].detach().to(self.dtype)).cpu().contiguous()
 
     def _score(self, hidden: Tensor, targets: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor]:
-        return trained_token_logprobs(hidden, targets, head.weight, head.bias)
+        return trained_token_logprobs(hidden, targets, head.weight, head.bias, entropy_gradient=self._entropy_gradient)
 
 
 def _hand_over(master: nn.Parameter):

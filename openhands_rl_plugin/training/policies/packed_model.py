@@ -34,6 +34,7 @@ class PackedModel(ABC):
         self.model_path = str(model_path)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = _dtype(settings.dtype, self.device)
+        self._entropy_gradient = settings.entropy_coefficient > 0
         self._base = self._open()
         self.longest: int = self._base.config.max_position_embeddings
         """The model's maximal context length, in tokens."""
@@ -54,7 +55,7 @@ class PackedModel(ABC):
     def logprobs(self, layout: Layout, wanted: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies ([K] float32) of tokens ``t > 0`` of sequences ``s``; ``wanted``: pairs ``(s, t)``.
 
-        With gradients enabled, they reach the trained parameters.
+        With gradients enabled, they reach the trained parameters; those of the entropies with an entropy bonus only.
         """
         rows = [layout.rows[s][t - 1] for s, t in wanted]
         targets = [layout.ids[layout.rows[s][t]] for s, t in wanted]
@@ -111,7 +112,7 @@ class PackedModel(ABC):
         return self._score(hidden_states(self._base, packed)[rows], targets, head)
 
     def _score(self, hidden: Tensor, targets: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor]:
-        return token_logprobs(hidden, targets, head.weight, head.bias)
+        return token_logprobs(hidden, targets, head.weight, head.bias, entropy_gradient=self._entropy_gradient)
 
     @torch.no_grad()
     def _plain_logprobs(self) -> Tensor:

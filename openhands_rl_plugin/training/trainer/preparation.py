@@ -71,7 +71,8 @@ def subtract_divergence(items: Sequence[TrainingSample], settings: TrainingSetti
         item.advantages = item.advantages - penalty.flip(0).cumsum(0).flip(0)
     if algorithm_of(settings).estimator.whitened:
         values = torch.cat([item.advantages for item in items]).tolist()
-        whitened = torch.tensor(whiten(values, [1] * len(values), variance=settings.variance))
+        counts = [item.sample.count for item in items for _ in item.positions]
+        whitened = torch.tensor(whiten(values, counts, variance=settings.variance))
         for item, part in zip(items, torch.split(whitened, [len(item.positions) for item in items]), strict=True):
             item.advantages = part
 

@@ -66,6 +66,8 @@ def fingerprint(settings: str, samples: Iterable[Sample], weights: Iterable[int]
         digest.update(bytes(sample.mask))
         digest.update(array("d", sample.logprobs).tobytes())
         digest.update(array("d", sample.token_advantages).tobytes())
+        if sample.count != 1:
+            digest.update(f"{sample.count}\n".encode())
     digest.update(array("q", weights).tobytes())
     return digest.hexdigest()
 

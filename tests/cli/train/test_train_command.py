@@ -315,3 +315,35 @@ def test_tasks_have_to_have_passed_the_gate(
 
 def _said(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().err.split())
+
+
+def test_what_a_search_chose_is_trained_with_a_warning_and_what_it_proposed_without(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def searched(number: int) -> Trajectory:
+        """The first turn was chosen from two."""
+        one = episode(number, float(number % 2))
+        chosen = one.nodes[1].model_copy(update={"value": 1.0, "visits": 1})
+        other = one.nodes[1].model_copy(update={"value": 0.0, "visits": 1, "reward": None})
+        return one.model_copy(update={"nodes": (one.nodes[0], chosen, one.nodes[2], other)})
+
+    store = store_of(tmp_path / "store", *(searched(number) for number in range(4)))
+    words = [
+        "train",
+        str(store),
+        "--model",
+        str(model),
+        "--adapters",
+        str(tmp_path / "adapters"),
+        "--algorithm",
+        "grpo",
+    ]
+    warning = (
+        "warning: a search chose the answers of 4 of 4 episodes, and they are trained as if the policy had sampled"
+    )
+    assert cli.main([*words, "--dry-run"]) == 0
+    assert warning in capsys.readouterr().out
+    for tree in ("proposals", "branches"):
+        assert cli.main([*words, *TINY, "--tree", tree]) == 0
+        printed = capsys.readouterr().out
+        assert "warning" not in printed and "4 used" in printed

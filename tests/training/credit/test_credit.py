@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import get_args
 
 import pytest
@@ -13,7 +14,7 @@ from openhands_rl_plugin.core.types import Message, Node, StopReason, Trajectory
 from openhands_rl_plugin.training.algorithms import ALGORITHMS, aggregation_of, clip_bounds
 from openhands_rl_plugin.training.credit.advantages import group_advantages
 from openhands_rl_plugin.training.credit.credit import credited_samples
-from openhands_rl_plugin.training.credit.tree_advantages import search_rewards, sibling_advantages
+from openhands_rl_plugin.training.credit.tree_advantages import search_rewards, sibling_advantages, times_sampled
 
 PLAYED = [episode(0, 0.0, 1.0), episode(1, 0.5, 0.0), episode(2, 0.0), episode(3, 1.0, group="alone")]
 REWARDS = [1.0, 0.5, 0.0, 1.0]
@@ -68,10 +69,43 @@ def test_episodes_that_a_limit_cut_short_can_be_left_out() -> None:
 
 def test_a_turn_is_compared_with_the_same_turn_of_the_others() -> None:
     chosen = settings(algorithm="dr-grpo", step_rewards="environment", discount=0.5)
-    # Returns to go: 0.5 and 1 of the first episode, 0.5 and 0 of the second, 0 of the third.
-    assert advantages_of_turns(PLAYED[0], chosen) == pytest.approx([0.5 - 1 / 3, 0.5, 0.5])
-    assert advantages_of_turns(PLAYED[1], chosen) == pytest.approx([0.5 - 1 / 3] * 2 + [-0.5] * 3)
+    # Returns to go: 0.5 and 1 of the first episode, 0.5 and 0 of the second, 0 of the third, which ends there.
+    assert advantages_of_turns(PLAYED[0], chosen) == pytest.approx([0.5 - 1 / 3, 2 / 3, 2 / 3])
+    assert advantages_of_turns(PLAYED[1], chosen) == pytest.approx([0.5 - 1 / 3] * 2 + [-1 / 3] * 3)
     assert advantages_of_turns(PLAYED[2], chosen) == pytest.approx([-1 / 3] * 3)
+
+
+def test_the_last_turn_of_the_longest_episode_is_compared_with_those_that_had_ended() -> None:
+    chosen = settings(algorithm="rloo", step_rewards="environment")
+    played = [episode(0, 0.0, 0.0, 1.0), episode(1, 0.0), episode(2, 0.0)]
+    samples = credited_samples(played, [1.0, 0.0, 0.0], chosen).samples
+    longest = next(sample for sample in samples if sample.trajectory_id == "0")
+    assert {longest.advantage_at(at) for at, sampled in enumerate(longest.mask) if sampled} == {1.0}
+
+
+def test_turn_advantages_give_the_exact_gradient_in_expectation() -> None:
+    """Each turn goes on or stops; stopping at turn t pays ``PAYS[t]``. All pairs of episodes are listed."""
+    pays, on = (0.3, 0.9, 0.1), (0.6, 0.7)
+    lengths = {1: 1 - on[0], 2: on[0] * (1 - on[1]), 3: on[0] * on[1]}
+
+    def score(turn: int, length: int) -> float:
+        """The derivative of the log-probability of going on or stopping at a turn, by its logit."""
+        return (1 - on[turn]) if length > turn + 1 else -on[turn]
+
+    def of(length: int, number: int) -> Trajectory:
+        return episode(number, *[0.0] * (length - 1), pays[length - 1])
+
+    true = [sum(p * pays[n - 1] * score(turn, n) for n, p in lengths.items() if n > turn) for turn in range(2)]
+    found = [0.0, 0.0]
+    for (n, p), (m, q) in itertools.product(lengths.items(), repeat=2):
+        chosen = settings(algorithm="rloo", step_rewards="environment")
+        credit = (
+            turns_of([of(n, 0), of(m, 1)], [pays[n - 1], pays[m - 1]], chosen) if n != m else [[0.0] * n, [0.0] * m]
+        )
+        for length, advantages in zip((n, m), credit, strict=True):
+            for turn in range(min(length, 2)):
+                found[turn] += p * q * advantages[turn] * score(turn, length) / 2
+    assert found == pytest.approx(true)
 
 
 def test_what_a_judge_adds_is_paid_at_the_end() -> None:
@@ -163,8 +197,18 @@ async def test_branches_are_trained_with_their_advantage_over_their_siblings() -
     acted = {at for at in one.path() if one.nodes[at].sampled}
     expected = [0.5 * value + (0.5 if at in acted else 0.0) for at, value in siblings.items()]
     expected += [0.5 for at in acted - set(siblings)]
-    found = [s.advantage_at(at) for s in both.samples if s.trajectory_id == "searched" for at in _positions(s.mask)]
-    tokens = [len(one.nodes[at].tokens.sampled_ids) for at in [*siblings, *(acted - set(siblings))]]  # pyright: ignore
+    again = [at for at in siblings for _ in range(times_sampled(one)[at] - 1)]
+    assert again, "what was merged is trained as a sibling, and was not acted on"
+    expected += [0.5 * siblings[at] for at in again]
+    found = [
+        s.advantage_at(at)
+        for s in both.samples
+        if s.trajectory_id == "searched"
+        for at in _positions(s.mask)
+        for _ in range(s.count)
+    ]
+    trained = [*siblings, *(acted - set(siblings)), *again]
+    tokens = [len(one.nodes[at].tokens.sampled_ids) for at in trained]  # pyright: ignore
     assert sorted(found) == pytest.approx(
         sorted(value for value, count in zip(expected, tokens, strict=True) for _ in range(count))
     )

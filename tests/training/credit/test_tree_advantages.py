@@ -10,6 +10,7 @@ from openhands_rl_plugin.training.credit.tree_advantages import (
     search_rewards,
     sibling_advantages,
     step_advantages,
+    times_sampled,
 )
 from openhands_rl_plugin.training.data.batch import samples_of, samples_of_tree
 
@@ -20,7 +21,8 @@ async def test_siblings_are_compared_with_what_their_state_was_worth():
     assert len(advantages) > 3
     for parent in {trajectory.nodes[at].parent for at in advantages}:
         members = [at for at in advantages if trajectory.nodes[at].parent == parent]
-        weighted = sum(trajectory.nodes[at].visits * advantages[at] for at in members)
+        times = times_sampled(trajectory)
+        weighted = sum(max(trajectory.nodes[at].visits, times[at]) * advantages[at] for at in members)
         assert weighted == pytest.approx(0.0, abs=1e-9)
         best = max(members, key=lambda at: trajectory.nodes[at].value or 0.0)
         assert advantages[best] == max(advantages[at] for at in members)

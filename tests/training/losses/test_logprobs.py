@@ -9,6 +9,7 @@ import torch
 
 from openhands_rl_plugin.training.losses.logprobs import ROWS_AT_A_TIME, Diagnostics, diagnose, token_logprobs
 from openhands_rl_plugin.training.losses.objectives import TokenBatch, ppo
+from openhands_rl_plugin.training.policies.full_layers import trained_token_logprobs
 
 
 def batch_of(count: int = 31) -> TokenBatch:
@@ -68,6 +69,27 @@ def test_logprobs_entropies_and_gradients_are_those_of_plain_autograd(with_bias:
     torch.testing.assert_close(logprobs, chosen)
     torch.testing.assert_close(entropies, -(expected.exp() * expected).sum(-1))
     torch.testing.assert_close(mine, slope, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("score", [token_logprobs, trained_token_logprobs], ids=["adapter", "all weights"])
+def test_the_gradient_of_the_entropy_is_that_of_plain_autograd(score, with_bias: bool) -> None:
+    torch.manual_seed(2)
+    count = ROWS_AT_A_TIME + 5
+    hidden, weight = torch.randn(count, 12, requires_grad=True), torch.randn(50, 12, requires_grad=True)
+    bias = torch.randn(50, requires_grad=True) if with_bias else None
+    targets, scale, bonus = torch.randint(50, (count,)), torch.randn(count), torch.rand(count)
+    inputs = [hidden] if score is token_logprobs else [hidden, weight, *([bias] if bias is not None else [])]
+
+    expected = torch.log_softmax(torch.nn.functional.linear(hidden, weight, bias), -1)
+    entropy = -(expected.exp() * expected).sum(-1)
+    plain = (expected.gather(1, targets[:, None])[:, 0] * scale - 0.3 * bonus * entropy).sum()
+    logprobs, entropies = score(hidden, targets, weight, bias, entropy_gradient=True)
+    mine = (logprobs * scale - 0.3 * bonus * entropies).sum()
+    for found, wanted in zip(torch.autograd.grad(mine, inputs), torch.autograd.grad(plain, inputs), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    _, watched = score(hidden, targets, weight.detach(), None)
+    assert not watched.requires_grad, "without a bonus the entropy is watched only"
 
 
 def test_logprobs_without_gradient() -> None:

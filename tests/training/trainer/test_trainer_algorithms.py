@@ -108,6 +108,29 @@ def test_the_loss_is_the_papers_and_passes_do_not_change_it(model: Path, algorit
     assert results[0][0].drift == pytest.approx(results[1][0].drift, rel=1e-4) != 0
 
 
+def test_the_entropy_bonus_is_that_of_autograd_and_reaches_samples_without_an_advantage(
+    model: Path, tmp_path: Path
+) -> None:
+    trainer = trainer_of(model, algorithm="grpo", entropy_coefficient=0.7)
+    samples = [each.model_copy(update={"advantage": 0.0}) for each in spoken(trainer, make_samples())]
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    trainer.save_adapter(tmp_path)
+    plain = PeftModel.from_pretrained(base, tmp_path, is_trainable=True)
+    total = 0.0
+    for sample in samples:
+        expected = torch.log_softmax(plain(torch.tensor([sample.input_ids])).logits[0, :-1], -1)
+        entropy = -(expected.exp() * expected).sum(-1)[torch.tensor(sample.mask[1:])]
+        loss = -0.7 * entropy.mean() / len(samples)
+        loss.backward()
+        total += loss.item()
+    assert trainer.reinforce(samples).loss == pytest.approx(total, abs=1e-5)
+    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    for name, parameter in trainer.parameters.items():
+        found = parameter.grad
+        assert found is not None
+        torch.testing.assert_close(found, wanted[name], rtol=1e-3, atol=1e-6, msg=name)
+
+
 @pytest.mark.parametrize("aggregation", ["sequence", "fixed", "rollout"])
 def test_what_counts_the_same_can_be_chosen(model: Path, aggregation: str) -> None:
     trainer = trainer_of(model, algorithm="grpo", aggregation=aggregation)
@@ -124,6 +147,19 @@ def test_a_rollout_of_two_sequences_counts_as_one(model: Path) -> None:
     first = sum(losses.sum() for _, losses in parts[:2]) / sum(len(losses) for _, losses in parts[:2])
     expected = (first + parts[2][1].mean()) / 2
     assert trainer.reinforce([one, two, three]).loss == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_each_segment_of_a_rollout_has_its_own_ratio_in_gspo_and_the_rollout_one_weight(model: Path) -> None:
+    for tokens_per_pass in (1, 100_000):
+        bounds = {"clip_low": 0.9, "clip_high": 9.0, "max_tokens_per_micro_batch": tokens_per_pass}
+        trainer = trainer_of(model, algorithm="gspo", **bounds)
+        one, two, three = spoken(trainer, make_samples(3))
+        two = two.model_copy(update={"trajectory_id": one.trajectory_id, "advantage": 1.0})
+        ratios = [torch.exp((logprobs_of(trainer, s) - recorded_of(s)).mean()).item() for s in (one, two, three)]
+        counts = [sum(s.mask) for s in (one, two)]
+        rollout = sum(ratio * count for ratio, count in zip(ratios, counts, strict=False)) / sum(counts)
+        expected = -(rollout + ratios[2] * three.advantage) / 2
+        assert trainer.reinforce([one, two, three]).loss == pytest.approx(expected, abs=1e-5)
 
 
 def test_without_the_adapter_it_is_the_base_model(model: Path) -> None:

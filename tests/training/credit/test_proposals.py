@@ -1,0 +1,232 @@
+"""The gradient of searched episodes against the exact one, in a world whose every outcome can be listed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from credited_episodes import episode, settings
+from made_samples import EXACT, assert_same
+from searched_episode import searched
+
+from evaluation.performance.search.planning import PlanningEnvironment, PlanningOptions
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import (
+    Completion,
+    EpisodeRequest,
+    Message,
+    Observation,
+    PolicyRef,
+    StopReason,
+    StrategySpec,
+    Task,
+    Times,
+    Tokens,
+    Trajectory,
+)
+from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNOptions, BestOfNStrategy
+from openhands_rl_plugin.testing import ScriptedEngine
+from openhands_rl_plugin.training.credit.credit import credited_samples
+from openhands_rl_plugin.training.credit.proposals import is_searched, proposal_advantages
+from openhands_rl_plugin.training.credit.tree_advantages import times_sampled
+from openhands_rl_plugin.training.losses.losses import batch_weights
+from openhands_rl_plugin.training.losses.micro_batches import samples_from_rollouts
+from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+
+WAYS = 3
+TASK = Task(id="plan", environment="planning")
+POLICY = {"": (0.5, 0.2, 0.3), "0": (0.2, 0.2, 0.6), "1": (0.7, 0.1, 0.2), "2": (0.1, 0.8, 0.1)}
+"""By the way there, ``"2"`` after way 2: the probability of each way."""
+
+
+def finished(tree: EpisodeTree, name: str = "one") -> Trajectory:
+    return tree.freeze(
+        EpisodeRequest(task=TASK, run_id="run", group_id="group"),
+        trajectory_id=name,
+        strategy=StrategySpec(name="BestOfN"),
+        policy=PolicyRef(base_model="scripted"),
+        stop=StopReason.TERMINATED,
+        times=Times(started=0.0, finished=1.0),
+    )
+
+
+async def played(proposals: Sequence[int], later: Sequence[int] = (), **options: object) -> Trajectory:
+    """The first turn by best-of-n with these proposals; ``later[way]`` is what a rollout goes on with after ``way``."""
+    world = PlanningEnvironment(PlanningOptions(seed=3, depth=2 if later else 1, branching=WAYS))
+    first = iter(proposals)
+
+    def say(messages: Sequence[Message]) -> str:
+        way = (messages[-1].content or "").removeprefix("You came by ").removesuffix(".")
+        return str(next(first) if way == "nowhere" else later[int(way)])
+
+    strategy = BestOfNStrategy(BestOfNOptions(n=len(proposals), **options))  # type: ignore[arg-type]
+    tree = EpisodeTree()
+    tree.observe(await world.reset(TASK))
+    tree.commit(await strategy.decide(tree, ScriptedEngine(say), world))
+    tree.observe(await world.step(tree.action))
+    return finished(tree)
+
+
+def score(way: int) -> torch.Tensor:
+    """The gradient of the log-probability of ``way`` at the root with respect to the root's logits."""
+    return torch.eye(WAYS, dtype=torch.float64)[way] - torch.tensor(POLICY[""], dtype=torch.float64)
+
+
+def estimate(played: Sequence[Trajectory], **changes: object) -> torch.Tensor:
+    """The ascent direction of the batch's loss at the root, from its samples, advantages and weights."""
+    chosen = settings(**changes)
+    samples = credited_samples(played, [each.episode_return for each in played], chosen).samples
+    total = torch.zeros(WAYS, dtype=torch.float64)
+    if not samples:
+        return total
+    items = samples_from_rollouts(samples)
+    for item, weight in zip(items, batch_weights(items, chosen).tolist(), strict=True):
+        for at in item.positions[::2]:  # the way, and the end of the message
+            total += 2 * weight * item.sample.advantage_at(at) * score(item.sample.input_ids[at] - ord("0"))
+    return total
+
+
+def exact(worth: Callable[[int], float]) -> torch.Tensor:
+    """The gradient of the expected worth of one way that is sampled from the policy."""
+    return torch.stack([POLICY[""][way] * worth(way) * score(way) for way in range(WAYS)]).sum(0)
+
+
+def paid(*path: int, depth: int) -> float:
+    return PlanningEnvironment(PlanningOptions(seed=3, depth=depth, branching=WAYS)).worth(path)
+
+
+async def test_the_gradient_over_proposals_is_exact_in_expectation_and_that_of_the_path_is_not() -> None:
+    trees = [
+        (math.prod(POLICY[""][way] for way in ways), await played(ways, value="none"))
+        for ways in itertools.product(range(WAYS), repeat=3)
+    ]
+    assert any(max(times_sampled(tree).values()) == 2 for _, tree in trees), "merged ones are among them"
+    true = exact(lambda way: paid(way, depth=1))
+    for algorithm, scale in (("rloo", 1.0), ("dr-grpo", 2 / 3)):
+        found = sum(p * estimate([tree], algorithm=algorithm, tree="proposals") for p, tree in trees)
+        torch.testing.assert_close(found, scale * true, rtol=0, atol=1e-7)
+    path = sum(p * q * estimate([a, b], algorithm="rloo") for (p, a), (q, b) in itertools.product(trees, trees))
+    assert isinstance(path, torch.Tensor)
+    assert torch.nn.functional.cosine_similarity(path, true, dim=0) < 0.9
+
+
+async def test_values_of_rollouts_give_the_exact_gradient_of_the_first_turn() -> None:
+    found = torch.zeros(WAYS, dtype=torch.float64)
+    for ways, later in itertools.product(itertools.product(range(WAYS), repeat=2), listed_rollouts()):
+        probability = math.prod(POLICY[""][way] for way in ways)
+        probability *= math.prod(POLICY[str(way)][then] for way, then in enumerate(later))
+        tree = await played(ways, later, value="rollout")
+        found += probability * estimate([tree], algorithm="rloo", tree="proposals")
+
+    def worth(way: int) -> float:
+        then = sum(POLICY[str(way)][next_] * paid(way, next_, depth=2) for next_ in range(WAYS))
+        return paid(way, depth=2) + then
+
+    torch.testing.assert_close(found, exact(worth), rtol=0, atol=1e-7)
+
+
+def listed_rollouts() -> Iterator[tuple[int, ...]]:
+    return itertools.product(range(WAYS), repeat=WAYS)
+
+
+def bandit(*proposals: tuple[int, float, int], merged: bool) -> Trajectory:
+    """One state; each proposal is a token, its value, and how often it was sampled: merged into one node, or not."""
+    tree = EpisodeTree()
+    tree.append(Message(role="user", content="?"))
+    for token, value, times in proposals:
+        said = Completion(
+            message=Message(role="assistant", content=str(token)),
+            tokens=Tokens(
+                prompt_ids=(5, 6, 7), sampled_ids=(token, 9)[: 1 + token % 2], logprobs=(-1.0,) * (1 + token % 2)
+            ),
+        )
+        for _ in range(1 if merged else times):
+            at = tree.propose(said, parent=0)
+            tree.nodes[at].value, tree.nodes[at].visits = value, 1
+            if merged and times > 1:
+                tree.nodes[at].metadata["search"] = {"merged": times - 1}
+    tree.commit(1)
+    tree.observe(Observation(messages=(Message(role="user", content="done"),), reward=proposals[0][1]))
+    then = Completion(
+        message=Message(role="assistant", content="then"),
+        tokens=Tokens(prompt_ids=(*tree.context_ids(1), 8), sampled_ids=(4,), logprobs=(-1.0,)),
+    )
+    last = tree.propose(then)
+    other = tree.propose(
+        then.model_copy(update={"message": Message(role="assistant", content="else")}), parent=tree.head
+    )
+    for at, value in ((last, 0.25), (other, 0.75)):
+        tree.nodes[at].value, tree.nodes[at].visits = value, 1
+    tree.commit(last)
+    tree.observe(Observation(messages=(Message(role="user", content="bye"),), terminated=True))
+    return finished(tree)
+
+
+PROPOSED = ((11, 1.0, 3), (12, 0.5, 1), (13, 0.0, 2))
+ALGORITHMS = ["rloo", "grpo", "dr-grpo", "dapo", "gspo", "cispo", "reinforce++", "reinforce++-baseline"]
+
+
+@pytest.mark.parametrize("tree", ["proposals", "branches"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_merged_proposals_weigh_as_often_as_they_were_sampled(algorithm: str, tree: str) -> None:
+    chosen = settings(algorithm=algorithm, tree=tree)
+    weighed = []
+    for merged in (True, False):
+        other = episode(1, 0.0, 0.0).model_copy(update={"group_id": "group"})
+        samples = credited_samples([bandit(*PROPOSED, merged=merged), other], [1.0, 0.0], chosen).samples
+        items = samples_from_rollouts(samples)
+        found: dict[tuple[object, ...], float] = {}
+        for item, weight in zip(items, batch_weights(items, chosen).tolist(), strict=True):
+            for at in item.positions:
+                key = (item.sample.input_ids[: at + 1], round(item.sample.advantage_at(at), 9))
+                found[key] = found.get(key, 0.0) + weight
+        weighed.append(found)
+    assert weighed[0] == pytest.approx(weighed[1])
+    assert len(credited_samples([bandit(*PROPOSED, merged=True)], [1.0], chosen).samples) < 9 or tree == "branches"
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "gspo"])
+def test_the_trained_gradient_is_that_of_all_that_was_sampled(model: Path, algorithm: str) -> None:
+    chosen = EXACT.model_copy(update={"algorithm": algorithm, "tree": "proposals", "num_epochs": 1})
+    gradients = []
+    for merged in (True, False):
+        samples = credited_samples([bandit(*PROPOSED, merged=merged)], [1.0], chosen).samples
+        trainer = LoraTrainer(model, chosen)
+        torch.manual_seed(0)
+        for parameter in trainer.parameters.values():
+            torch.nn.init.normal_(parameter, std=0.05)
+        trainer.reinforce(samples)
+        gradients.append({name: p.grad for name, p in trainer.parameters.items() if p.grad is not None})
+    assert any(gradient.abs().max() > 1e-4 for gradient in gradients[0].values())
+    assert_same(gradients[0], gradients[1], 1e-6)
+
+
+async def test_only_what_was_chosen_from_several_counts_as_searched() -> None:
+    assert is_searched(await searched())
+    assert is_searched(await played((0, 1), value="none"))
+    assert not is_searched(await played((1, 1), value="none")), "there was no choice"
+    assert not is_searched(episode(0, 0.0, 1.0))
+
+
+async def test_equal_and_single_proposals_have_no_signal() -> None:
+    chosen = settings(algorithm="rloo", tree="proposals")
+    assert proposal_advantages(await played((2, 2), value="none"), chosen) == {}
+    assert credited_samples([episode(0, 1.0), episode(1, 0.0)], [1.0, 0.0], chosen).samples == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"algorithm": "dpo"}, 'tree = "branches"'),
+        ({"step_rewards": "environment"}, "credits each proposal"),
+        ({"state_weight": 0.5}, "credits each proposal"),
+        ({"tree_visits": 3}, "tree_visits = 3 has no effect"),
+    ],
+)
+def test_options_that_do_not_go_with_proposals_are_refused(changes: dict[str, object], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        settings(**{"algorithm": "grpo", "tree": "proposals"} | changes)
