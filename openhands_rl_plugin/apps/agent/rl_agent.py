@@ -211,9 +211,8 @@ class RLAgent:
                 )
             assert adapter is not None  # this is the only process
             self._thread.wait_for(self._policy.adopt(adapter, probe))
-        used, excluded = dataset.used, dataset.excluded
-        figures = metrics.as_floats()
-        return TrainReport(algorithm=dataset.algorithm, adapter=adapter, used=used, excluded=excluded, metrics=figures)
+        told = {"used": dataset.used, "excluded": dataset.excluded, "metrics": metrics.as_floats()}
+        return TrainReport(algorithm=dataset.algorithm, adapter=adapter, **told)
 
     def create_prompt(self, task_description: str) -> str:
         """The first prompt of the environment's first task, as text. Opens and closes an episode for it.
