@@ -58,9 +58,13 @@ def _no_mongodb(settings: RLSettings) -> Iterator[str]:
 def make_environment(settings: RLSettings) -> Environment:
     """A new environment of ``[rl] env_name``, at the configured address.
 
-    It gets ``base_url`` and ``react_format``, as far as it declares them, and ``[rl.environment]``.
+    It gets ``base_url``, ``react_format`` and ``max_turns``, as far as it declares them, and ``[rl.environment]``.
     """
-    known = {"base_url": settings.environment_url, "react_format": settings.react_format}
+    known = {
+        "base_url": settings.environment_url,
+        "react_format": settings.react_format,
+        "max_turns": settings.max_turns,
+    }
     return _build("environments", settings.env_name, known, settings.environment)
 
 
@@ -78,10 +82,12 @@ def make_engine(settings: RLSettings, *, model: str, base_model: str, base_url: 
 def check_environment_server(settings: RLSettings) -> None:
     """Raise ``ConfigError`` where nothing listens at the address of ``[rl] env_name``. Sends nothing.
 
-    An environment without an address (its ``Options`` have no ``base_url``) runs in this process.
+    An environment without an address (its ``Options`` have no ``base_url``) runs in this process: it is made once, so
+    that a library or an option that is missing is an error before the first episode.
     """
     declared = getattr(registry.load("environments", settings.env_name), "Options", None)
     if declared is None or "base_url" not in declared.model_fields:
+        make_environment(settings)
         return
     url = urlsplit(str(settings.environment.get("base_url") or settings.environment_url))
     try:

@@ -31,8 +31,12 @@ BUILTINS: Mapping[Kind, Mapping[str, str]] = {
     },
     "environments": {
         "agentgym": "openhands_rl_plugin.environments.agentgym:AgentGymClient",
+        "gymnasium": "openhands_rl_plugin.environments.gyms.gymnasium:GymnasiumEnvironment",
+        "harbor": "openhands_rl_plugin.evals.harbor.environment:HarborEnvironment",
         "nemo-gym": "openhands_rl_plugin.environments.nemo_gym:NeMoGymClient",
         "openenv": "openhands_rl_plugin.environments.openenv.client:OpenEnvClient",
+        "skyrl-gym": "openhands_rl_plugin.environments.gyms.skyrl_gym:SkyRLGymEnvironment",
+        "textarena": "openhands_rl_plugin.environments.gyms.textarena:TextArenaEnvironment",
         "tools": "openhands_rl_plugin.environments.tools.environment:ToolEnvironment",
         "web": "openhands_rl_plugin.environments.http.client:WebEnvClient",
         "webshop": "openhands_rl_plugin.environments.http.client:WebEnvClient",

@@ -146,12 +146,12 @@ class BubblewrapSandbox:
         """``command`` behind ``bwrap`` and its mounts. Raises ``ConfigError`` where there is no bubblewrap."""
         # Behind ``around`` this user may be root in a namespace of its own.
         user = ("--uid", str(os.getuid()), "--gid", str(os.getgid())) if self._around else ()
-        mounts = root_mounts(_is_shown if self._task_workspace is None else _is_system)
+        mounts = root_mounts(_is_shown if self._task_workspace is None else is_system)
         return [
             *self._around,
             *isolate(mounts, network=self._network, options=("--as-pid-1", *user)),
             *("--size", str(self._temporary), "--tmpfs", "/tmp"),
-            *(self._masks() if self._task_workspace is None else _interpreter_mounts()),
+            *(self._masks() if self._task_workspace is None else interpreter_mounts()),
             *(part for mount in self._mounts for part in ("--ro-bind", str(mount.host), mount.inside)),
             *("--bind", self._bound, INSIDE),
             *(part for path in shared for part in ("--bind", str(path), str(path))),
@@ -220,12 +220,13 @@ def _is_shown(name: str) -> bool:
     return name not in ("proc", "dev", "tmp", INSIDE.strip("/"))
 
 
-def _is_system(name: str) -> bool:
+def is_system(name: str) -> bool:
+    """Whether an entry of ``/`` holds the system's programs, their libraries or settings."""
     return name in _SYSTEM or name.startswith("lib")
 
 
-def _interpreter_mounts() -> list[str]:
-    """The paths that this interpreter needs to start, without installed packages."""
+def interpreter_mounts() -> list[str]:
+    """The mounts that this interpreter needs to start, without installed packages."""
     venv, base = (os.path.realpath(path) for path in (sys.prefix, sys.base_prefix))
     own = [] if _is_within(base, venv) else [os.path.join(venv, name) for name in ("bin", "pyvenv.cfg")]
     return [part for path in (base, *own) for part in ("--ro-bind-try", path, path)]

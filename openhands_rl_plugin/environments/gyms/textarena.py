@@ -1,0 +1,166 @@
+"""TextArena's games in this process: games for one player, or for several with an opponent that you name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
+
+from pydantic import Field
+
+from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, describe
+from openhands_rl_plugin.core.types import JsonObject, Message, Task
+from openhands_rl_plugin.environments.gyms.episode import (
+    GymEpisode,
+    GymOptions,
+    Seen,
+    TextGymOptions,
+    load_function,
+    number,
+    plain,
+    plain_object,
+)
+from openhands_rl_plugin.environments.gyms.off_loop import PrivateRandom
+from openhands_rl_plugin.environments.http.client import episode_index
+
+Opponent = Callable[[str], str]
+_MOST_MOVES_OF_OTHERS = 64
+
+
+class TextArenaOptions(TextGymOptions):
+    """``id`` is one of ``textarena.make``; a task's number is the seed.
+
+    ``opponent`` is ``"module:function"`` of your own, from what its player sees to its action, and moves for all other
+    ``players`` of a game; the model is player ``seat``.
+    """
+
+    players: int = Field(default=1, ge=1, le=15)
+    seat: int = Field(default=0, ge=0)
+    opponent: str = ""
+
+
+class TextArenaEnvironment(GymEpisode):
+    """``reset(num_players, seed)``, ``step`` and ``get_observation`` of one game.
+
+    The first observation is shown whole, later ones as far as they are new. The reward of the last step is the player's
+    own of ``close``; TextArena pays none before. Games draw from Python's global random generator: each episode has its
+    own (``PrivateRandom``).
+    """
+
+    Options: ClassVar[type[GymOptions]] = TextArenaOptions
+    library = "textarena"
+
+    def __init__(self, options: TextArenaOptions | None = None) -> None:
+        super().__init__(options)
+        self._settings = options or TextArenaOptions()
+        if self._settings.players > 1 and not self._settings.opponent:
+            raise ConfigError(
+                'textarena: a game of several players needs an opponent: set opponent = "module:function"'
+            )
+        self._opponent: Opponent | None = (
+            load_function("opponent", self._settings.opponent) if self._settings.opponent else None
+        )
+        self._random = PrivateRandom(0)
+        self._game: Any = None
+        self._shown = ""
+
+    def open(self, name: str, task: Task) -> Seen:
+        """``make`` and ``reset``; moves of players before the model are made too."""
+        import textarena
+
+        seed, options = episode_index(task), self._settings
+        self._random = PrivateRandom(seed)
+        with self._random.active():
+            try:
+                self._game = textarena.make(name, **self.options.arguments)
+            except (ValueError, ImportError, TypeError) as error:
+                raise BadEnvironmentError(f"{self.name} cannot be made: {describe(error)}") from error
+            except LookupError as error:
+                raise _without_words(self.name, error) from error
+            try:
+                self._game.reset(num_players=options.players, seed=seed)
+            except (AssertionError, ValueError, KeyError) as error:
+                raise BadEnvironmentError(
+                    f"{self.name} is not a game of {options.players} players ({describe(error)}): set players and "
+                    'opponent = "module:function" in [rl.environment], or choose another game'
+                ) from error
+            except LookupError as error:
+                raise _without_words(self.name, error) from error
+            done = self._others_move()
+        messages = options.opening(task, self._new_text(), "")
+        return self._ended(messages) if done else Seen(messages)
+
+    def act(self, action: str) -> Seen:
+        """``step``, then the other players' moves."""
+        with self._random.active():
+            done, info = self._game.step(action)
+            done = bool(done) or self._others_move()
+            if done:
+                return self._ended((), info)
+            return Seen((Message(role="user", content=self._new_text() or "(no observation)"),), info=plain(info))
+
+    def shut(self) -> None:
+        """Nothing is held."""
+        self._game = None
+
+    def read(self, answer: Message) -> str:
+        """The action in a model's text, by ``react_format``."""
+        return self._settings.action_in(answer)
+
+    @property
+    def copies_safely(self) -> bool:
+        """Games keep their state in attributes; an opponent of your own may not."""
+        return self._opponent is None
+
+    def copy_into(self, twin: Self) -> None:
+        """A deep copy, and the random generators in the same state."""
+        twin._game, twin._random, twin._shown = copy.deepcopy(self._game), self._random.copy(), self._shown
+
+    def final(self) -> JsonObject:
+        """The game and the arguments."""
+        return {"environment": {"id": self.name, "arguments": plain_object(self.options.arguments)}}
+
+    def _others_move(self) -> bool:
+        """Whether the game ended while the other players moved. Raises ``BadEnvironmentError``."""
+        state = self._game.state
+        for _ in range(_MOST_MOVES_OF_OTHERS):
+            if state.done or state.current_player_id == self._settings.seat:
+                return bool(state.done)
+            assert self._opponent is not None
+            _, seen = self._game.get_observation()
+            action = self._opponent(_text(seen))
+            if not isinstance(action, str):
+                raise BadEnvironmentError(f"the opponent {self._settings.opponent} returned no text")
+            self._game.step(action)
+        raise BadEnvironmentError(f"{self.name}: the others moved {_MOST_MOVES_OF_OTHERS} times without a turn of ours")
+
+    def _new_text(self) -> str:
+        _, seen = self._game.get_observation()
+        text = _text(seen)
+        new = text.removeprefix(self._shown) if self._shown else text
+        self._shown = text
+        return new.strip("\n")
+
+    def _ended(self, messages: tuple[Message, ...], info: object = None) -> Seen:
+        found = self._game.close()
+        rewards, details = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        seat = self._settings.seat
+        reward = number((rewards or {}).get(seat), self.name)
+        own = details.get(seat, {}) if isinstance(details, dict) else {}
+        reason = str(own.get("reason") or "The game is over.") if isinstance(own, dict) else "The game is over."
+        said = messages or (Message(role="user", content=reason),)
+        return Seen(said, reward, terminated=True, info={"game": plain(own), "step": plain(info)})
+
+
+def _text(seen: object) -> str:
+    """An observation as text: that of the default wrappers is one, a raw one holds ``(sender, message, type)``."""
+    if isinstance(seen, list):
+        return "\n".join(str(each[1]) if isinstance(each, tuple) and len(each) > 1 else str(each) for each in seen)
+    return str(seen)
+
+
+def _without_words(name: str, error: LookupError) -> BadEnvironmentError:
+    return BadEnvironmentError(
+        f"{name} needs data of NLTK that is not here ({describe(error)}): fetch it with "
+        "`python -m nltk.downloader words averaged_perceptron_tagger_eng`"
+    )

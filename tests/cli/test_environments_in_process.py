@@ -1,0 +1,144 @@
+"""``evaluate`` and ``loop`` over environments that are played in this process, by the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harbor_tasks import write_task
+from shopping_loop import MODEL, write_talker
+
+from evaluation.performance.hosts.instant_model import instant_model, script
+from openhands_rl_plugin.cli import main
+from openhands_rl_plugin.models.generator.config import ServerConfig
+from openhands_rl_plugin.models.server.server import running_server
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[str]:
+    with instant_model() as url:
+        yield url
+
+
+def acting(*actions: str) -> str:
+    """A prompt that makes the instant model act so, turn by turn."""
+    return script([{"text": f"Action: {action}"} for action in actions])
+
+
+def write_config(folder: Path, env_name: str, *lines: str, **options: Any) -> Path:
+    written = "\n".join(f"{name} = {json.dumps(value)}" for name, value in options.items())
+    file = folder / "config.toml"
+    rl = "\n".join((f'env_name = "{env_name}"', "max_turns = 8", *lines))
+    file.write_text(f"[rl]\n{rl}\n[rl.environment]\n{written}\n")
+    return file
+
+
+def evaluated(config: Path, model: str, *words: str) -> list[dict[str, Any]]:
+    """The rows of ``output.jsonl``."""
+    out = config.parent / "out"
+    agent = ["--agent", "RLAgent", "--model", "org/instant", "--base-url", model, "--temperature", "1"]
+    bounds = ["--processes", "0", "--max-iterations", "8", "--no-completions", "--retries", "0", "--out", str(out)]
+    assert main(["evaluate", "environment", "--config", str(config), *agent, *bounds, *words]) == 0
+    return [json.loads(line) for file in out.rglob("output.jsonl") for line in file.read_text().splitlines()]
+
+
+def results(rows: list[dict[str, Any]]) -> list[tuple[float, bool]]:
+    return [(row["test_result"]["reward"], row["test_result"]["report"]["resolved"]) for row in rows]
+
+
+def test_gymnasium_is_evaluated(model: str, tmp_path: Path):
+    way = acting("down", "down", "right", "right", "down", "right")
+    config = write_config(tmp_path, "gymnasium/FrozenLake-v1", arguments=None, system_prompt=way)
+    config.write_text(config.read_text().replace("arguments = null", "arguments = { is_slippery = false }"))
+    assert results(evaluated(config, model, "--tasks", "2")) == [(1.0, True)] * 2
+
+
+@pytest.mark.slow
+def test_textarena_is_evaluated(model: str, tmp_path: Path):
+    config = write_config(tmp_path, "textarena/GuessTheNumber-v0", system_prompt=acting(*(f"[{n}]" for n in (1, 2, 3))))
+    found = results(evaluated(config, model, "--tasks", "1"))
+    assert len(found) == 1 and isinstance(found[0][0], float)
+
+
+def test_skyrl_gym_is_evaluated_by_rows(model: str, tmp_path: Path):
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": script([{"text": answer}])}],
+            "reward_spec": {"method": "rule", "ground_truth": "42"},
+            "extra_info": {"max_turns": 1},
+        }
+        for answer in ("#### 42", "#### 41")
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = write_config(tmp_path, "skyrl-gym/gsm8k_multi_turn")
+    found = results(evaluated(config, model, "--dataset-file", str(tmp_path / "rows.jsonl")))
+    assert sorted(found) == [(pytest.approx(0.2), False), (1.0, True)]
+
+
+def test_harbor_tasks_are_listed_checked_and_evaluated(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    tasks = tmp_path / "tasks"
+    write_task(tasks / "hello")
+    write_task(tasks / "gpu", config="[environment]\ngpus = 1\n")
+    assert main(["tasks", "list", str(tasks)]) == 0
+    listed = capsys.readouterr().out
+    assert "gpu  needs a GPU" in listed and "hello  runs here" in listed and "1 of 2 tasks run here" in listed
+    rows = tmp_path / "rows.jsonl"
+    assert main(["tasks", "check", str(tasks), "--rows", str(rows)]) == 0
+    assert "1 of 2 tasks pass; 1 need what is not here" in capsys.readouterr().out
+    solving = acting('echo "$GREETING" > hello.txt', "submit")
+    config = write_config(tmp_path, "harbor", tasks=str(tasks), system_prompt=solving)
+    found = evaluated(config, model, "--dataset-file", str(rows))
+    assert results(found) == [(1.0, True)]
+
+
+def test_what_is_missing_is_said_before_the_first_episode(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config = write_config(tmp_path, "textarena/TicTacToe-v0", players=2)
+    words = ["--agent", "RLAgent", "--model", "m", "--base-url", model, "--out", str(tmp_path / "out")]
+    assert main(["evaluate", "environment", "--config", str(config), "--tasks", "1", *words]) == 1
+    assert "needs an opponent" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_loop_trains_on_gymnasium(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    torch.set_num_threads(1)
+    talker = write_talker(tmp_path / MODEL)
+    served = ServerConfig(
+        model=str(talker), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=64, threads=1
+    )
+    with running_server(served) as server:
+        config = write_config(
+            tmp_path,
+            "gymnasium/Blackjack-v1",
+            "react_format = false",
+            "max_response_length = 8",
+            "max_prompt_length = 900",
+        )
+        with config.open("a") as file:
+            file.write(f"""
+[rl.storage]
+path = "{tmp_path / "trajectories"}"
+durable = false
+[rl.training]
+dtype = "float32"
+lora_rank = 4
+batch_size = 6
+num_epochs = 1
+[rl.loop]
+iterations = 1
+tasks_per_iteration = 2
+samples_per_task = 3
+held_out = 2
+[rl.serving]
+base_url = "{server}/v1"
+model = "{MODEL}"
+adapters_path = "{tmp_path / "adapters"}"
+""")
+        words = ["--tasks", "6", "--run-dir", str(tmp_path / "run"), "--processes", "0"]
+        assert main(["loop", "environment", "--config", str(config), *words]) == 0
+    assert "evaluate-final" in capsys.readouterr().out
