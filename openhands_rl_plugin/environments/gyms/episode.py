@@ -135,8 +135,8 @@ class GymEpisode(ABC):
         """Whether a deep copy is known to be independent and complete."""
         return False
 
-    def copy_into(self, twin: Self) -> None:
-        """Give ``twin`` a deep copy of the running environment."""
+    def copied(self) -> dict[str, Any]:
+        """The attributes of a copy of this episode: a deep copy of the running environment and what belongs to it."""
         raise NotImplementedError
 
     def final(self) -> JsonObject:
@@ -235,7 +235,8 @@ class GymEpisode(ABC):
 
     def _copy(self, twin: Self) -> None:
         try:
-            self.copy_into(twin)
+            for name, value in self.copied().items():
+                setattr(twin, name, value)
         except (TypeError, ValueError, AttributeError, copy.Error, NotImplementedError) as error:
             raise BadEnvironmentError(
                 f'{self.name} cannot be copied ({error}): set fork = "replay" in [rl.environment], or {WITHOUT_FORKS}'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, describe
 from openhands_rl_plugin.core.types import JsonObject, Message, Task
@@ -102,14 +102,10 @@ class GymnasiumEnvironment(GymEpisode):
         """Gymnasium's own text environments keep all of their state in attributes."""
         return type(getattr(self._env, "unwrapped", None)).__module__.startswith("gymnasium.envs.toy_text.")
 
-    def copy_into(self, twin: Self) -> None:
+    def copied(self) -> dict[str, Any]:
         """A deep copy, which has its own random generator in the same state."""
-        twin._env, twin._actions, twin._words, twin._draws = (
-            copy.deepcopy(self._env),
-            self._actions,
-            self._words,
-            self._draws,
-        )
+        shared = {"_actions": self._actions, "_words": self._words, "_draws": self._draws}
+        return {"_env": copy.deepcopy(self._env), **shared}
 
     def final(self) -> JsonObject:
         """The ``id`` and its arguments."""
@@ -121,7 +117,8 @@ class GymnasiumEnvironment(GymEpisode):
     def _make(self, name: str) -> Any:
         import gymnasium
 
-        arguments, show = dict(self.options.arguments), self._settings.show
+        arguments: dict[str, Any] = dict(self.options.arguments)
+        show = self._settings.show
         try:
             env = gymnasium.make(name, disable_env_checker=True, **arguments)
             drawn = "ansi" in env.metadata.get("render_modes", ())

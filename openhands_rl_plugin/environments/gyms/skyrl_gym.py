@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -76,9 +76,9 @@ class SkyRLGymEnvironment(GymEpisode):
         if self._env is not None:
             self._env.close()
 
-    def copy_into(self, twin: Self) -> None:
+    def copied(self) -> dict[str, Any]:
         """A deep copy; with ``fork = "copy"`` only, as tools may hold connections."""
-        twin._env = copy.deepcopy(self._env)
+        return {"_env": copy.deepcopy(self._env)}
 
     def final(self) -> JsonObject:
         """``get_metrics``."""

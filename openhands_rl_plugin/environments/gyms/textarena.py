@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -112,9 +112,9 @@ class TextArenaEnvironment(GymEpisode):
         """Games keep their state in attributes; an opponent of your own may not."""
         return self._opponent is None
 
-    def copy_into(self, twin: Self) -> None:
+    def copied(self) -> dict[str, Any]:
         """A deep copy, and the random generators in the same state."""
-        twin._game, twin._random, twin._shown = copy.deepcopy(self._game), self._random.copy(), self._shown
+        return {"_game": copy.deepcopy(self._game), "_random": self._random.copy(), "_shown": self._shown}
 
     def final(self) -> JsonObject:
         """The game and the arguments."""
@@ -142,10 +142,10 @@ class TextArenaEnvironment(GymEpisode):
         return new.strip("\n")
 
     def _ended(self, messages: tuple[Message, ...], info: object = None) -> Seen:
-        found = self._game.close()
+        found: Any = self._game.close()
         rewards, details = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
         seat = self._settings.seat
-        reward = number((rewards or {}).get(seat), self.name)
+        reward = number(rewards.get(seat) if isinstance(rewards, dict) else None, self.name)
         own = details.get(seat, {}) if isinstance(details, dict) else {}
         reason = str(own.get("reason") or "The game is over.") if isinstance(own, dict) else "The game is over."
         said = messages or (Message(role="user", content=reason),)
