@@ -67,7 +67,16 @@ async def run(args: argparse.Namespace) -> int:
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         total = await storage.count(where)
         with chosen.sink(args.out, arguments) as sink, progress_bar("exporting", total) as bar:
-            report = await export_store(storage, where, rows, sink, wanted=args.resolved, advanced=bar.update)
+            report = await export_store(
+                storage,
+                where,
+                rows,
+                sink,
+                wanted=args.resolved,
+                compares=chosen.compares,
+                labelled=chosen.exact,
+                advanced=bar.update,
+            )
     print(f"{args.out}: {report.rows} rows of {report.trajectories} trajectories")
     for reason, times in report.left_out.most_common(10):
         print(f"  {times} left out: {reason}")

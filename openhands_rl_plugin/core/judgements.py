@@ -1,13 +1,24 @@
 """Which of an episode's scores says how it turned out: graders, the gateway's end, imports and people do.
 
 What a verifier thinks of an episode is an opinion: it is stored as a score, and never takes the place of an outcome.
+Which of two episodes is better is a label, and no score.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import batched
 
-from openhands_rl_plugin.core.types import Score
+from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
+from openhands_rl_plugin.core.records import Label, LabelKind
+from openhands_rl_plugin.core.types import Score, Task, pays_rewards
+
+Preferences = dict[frozenset[str], str | None]
+"""Two episodes' ids -> that of the better one, or ``None`` where somebody found them equally good."""
+
+ALIKE = 0.5
+"""A preference's value where neither episode is better."""
+_AT_ONCE = 1000
 
 OPINION = "verifier-"
 """How the reward versions of verifiers begin."""
@@ -36,3 +47,35 @@ def newest_outcome(scores: Iterable[Score]) -> Score | None:
         last[score.reward_version] = score
     known = [score for score in last.values() if score.reward is not None and not is_opinion(score.reward_version)]
     return known[-1] if known else None
+
+
+def standing(labels: Iterable[Label]) -> tuple[Label, ...]:
+    """The labels that hold, in order: neither withdrawn nor withdrawals."""
+    known = tuple(labels)
+    withdrawn = {label.withdraws for label in known}
+    return tuple(label for label in known if label.withdraws is None and label.id not in withdrawn)
+
+
+def preferences(labels: Iterable[Label]) -> Preferences:
+    """What was said last of each two episodes."""
+    said: Preferences = {}
+    for label in sorted(standing(labels), key=lambda label: label.at):
+        first, second, value = label.trajectory_id, label.other, label.value
+        if label.kind is LabelKind.PREFERENCE and value is not None and second is not None and second != first:
+            said[frozenset((first, second))] = None if value == ALIKE else first if value > ALIKE else second
+    return said
+
+
+async def labels_of(storage: TrajectoryStorage, trajectory_ids: Sequence[str]) -> tuple[Label, ...]:
+    """The labels of these episodes, none where the storage takes none. Raises ``StorageError``."""
+    if not isinstance(storage, TakesLabels):
+        return ()
+    parts = [await storage.labels(part) for part in batched(trajectory_ids, _AT_ONCE)]
+    return tuple(label for part in parts for label in part)
+
+
+def asked_in_common(task: Task) -> tuple[str, str, str]:
+    """What attempts at one task have in common, and others have not."""
+    # The task of a session is named after the session: what it was asked is what it has in common with others.
+    name = task.id if pays_rewards(task.environment, {}) or not task.instruction else ""
+    return task.environment, name, task.instruction

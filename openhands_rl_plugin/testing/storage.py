@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import NoReturn
+
+from pydantic import JsonValue
 
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.judgements import newest_outcome
@@ -31,6 +34,8 @@ from openhands_rl_plugin.testing.samples import (
 )
 
 _CONCURRENCY = 16
+_DEEPER = 220
+"""Levels of nesting that pydantic still writes and no longer reads."""
 
 
 async def check_storage(make: Callable[[], TrajectoryStorage]) -> None:
@@ -39,6 +44,7 @@ async def check_storage(make: Callable[[], TrajectoryStorage]) -> None:
     await _check_empty(storage)
     for check in (
         _check_adding,
+        _check_depth,
         _check_scores,
         _check_labels,
         _check_playing,
@@ -82,6 +88,19 @@ async def _check_adding(storage: TrajectoryStorage) -> None:
         await _must_raise(step, "an id with a NUL character must raise StorageError")
     if await _found(storage, ids=("1\0",)):
         _broken("find() of an id with a NUL character must find nothing")
+
+
+async def _check_depth(storage: TrajectoryStorage) -> None:
+    value: JsonValue = "deep"
+    for _ in range(_DEEPER):
+        value = [value]
+    deep = sample_episode("deep", run="deep").model_copy(update={"evidence": {"deep": value}})
+    with suppress(StorageError):
+        await storage.add(deep)
+        if await _found(storage, run_id="deep") != [deep]:
+            _broken("what is nested too deeply to be read back must be refused with StorageError")
+    if len(await _found(storage, run_id="deep")) != await storage.count(TrajectoryFilter(run_id="deep")):
+        _broken("what was refused must not be counted")
 
 
 async def _check_scores(storage: TrajectoryStorage) -> None:

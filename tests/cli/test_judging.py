@@ -1,4 +1,5 @@
-"""``score --value`` and ``label``: a person's verdict is the outcome, may be withdrawn, and is asked for once."""
+"""``score --value`` and ``label``: a person's verdict is the outcome, may be withdrawn, and is asked for once. So is
+which of two attempts is better."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ import pytest
 from train_store import episode, store_of
 
 from openhands_rl_plugin import cli
+from openhands_rl_plugin.core.judgements import preferences
 from openhands_rl_plugin.core.records import Label, LabelKind
-from openhands_rl_plugin.core.types import Failure, FailureKind, Score, Task, Trajectory
+from openhands_rl_plugin.core.types import Failure, FailureKind, Message, Score, Task, Trajectory
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 SESSION = Task(id="session", environment="workspace", instruction="Mend the parser.")
@@ -23,6 +25,9 @@ def store(tmp_path: Path) -> Path:
     """Three ordinary runs that nobody judged, one that a grader did, and one that failed."""
     failure = Failure(kind=FailureKind.INFRASTRUCTURE, message="away", boundary="test")
     runs = [episode(at, 0.0, id=f"run-{at}", task=SESSION, evidence={"git_patch": f"+line {at}"}) for at in range(4)]
+    for at, run in enumerate(runs):
+        last = run.nodes[-1].model_copy(update={"message": Message(role="assistant", content=f"! {at}")})
+        runs[at] = run.model_copy(update={"nodes": (*run.nodes[:-1], last)})
     folder = store_of(tmp_path / "store", *runs, episode(4, 0.0, id="failed", failure=failure))
 
     async def grade() -> None:
@@ -102,7 +107,7 @@ def test_episodes_are_judged_one_after_another_and_each_once(
     assert "Mend the parser." in said and "+line 0" in said and "assistant: !" in said and "1 judged" in said
     assert label(store, "maybe\ns\n0.25\n", monkeypatch) == 0, "the end of the input quits"
     said = capsys.readouterr().out
-    assert "'maybe' is none of y, n, s, q or a number" in said and "+line 0" not in said and "1 judged" in said
+    assert "'maybe' is none of y, n, s, u, m, q or a number" in said and "+line 0" not in said and "1 judged" in said
     assert rewards(store, capsys) == {"run-0": 1.0, "run-1": None, "run-2": 0.25, "run-3": 1.0, "failed": None}
     scores, labels = read(store)
     assert scores["run-0"][0].detail["note"] == "tests pass"
@@ -111,3 +116,98 @@ def test_episodes_are_judged_one_after_another_and_each_once(
     assert "0 judged" in capsys.readouterr().out, "nothing is left to ask"
     assert label(store, "n\n", monkeypatch, "--again", "--min-reward", "0.9") == 0
     assert rewards(store, capsys)["run-0"] == 0.0
+
+
+def test_the_last_verdict_is_taken_back_and_the_one_before_holds_again(
+    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert label(store, "1\nn\nu\ny fine after all\nm look at the tests\ns\nq\n", monkeypatch) == 0
+    said = capsys.readouterr().out
+    assert "taken back: verdict 0 of run-1" in said and said.count("+line 1") == 2 and "2 judged" in said
+    assert rewards(store, capsys) == {"run-0": 1.0, "run-1": 1.0, "run-2": None, "run-3": 1.0, "failed": None}
+    assert cli.main(["show", str(store), "run-2"]) == 0
+    assert "look at the tests" in capsys.readouterr().out
+    assert label(store, "", monkeypatch, "--undo") == 0
+    assert "taken back: skipped of run-2" in capsys.readouterr().out
+    assert label(store, "n\nq\n", monkeypatch) == 0
+    assert rewards(store, capsys)["run-2"] == 0.0
+    assert cli.main(["score", str(store), "--id", "run-0", "--value", "0.25"]) == 0
+    assert cli.main(["label", str(store), "--undo"]) == 0
+    assert "taken back: verdict 0.25 of run-0" in capsys.readouterr().out
+    assert rewards(store, capsys)["run-0"] == 1.0, "what was said before"
+    for _ in range(4):  # of run-2 the verdict and the comment, of run-1 and run-0 the verdicts
+        assert cli.main(["label", str(store), "--undo"]) == 0
+    assert set(rewards(store, capsys).values()) == {None, 1.0} and rewards(store, capsys)["run-0"] is None
+    assert cli.main(["label", str(store), "--undo"]) == 1
+    assert "nothing to take back" in capsys.readouterr().out
+    assert cli.main(["show", str(store), "run-2"]) == 0
+    assert "look at the tests" not in capsys.readouterr().out
+
+
+def test_attempts_at_one_task_are_compared_and_each_pair_once(
+    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert label(store, "1 shorter\n=\nu\n3\n2\nq\n", monkeypatch, "--pairs") == 0
+    said = capsys.readouterr().out
+    assert "pair 3 of 3" in said and "policy" not in said and "'3' is none of 1, 2, =, s, u, q" in said
+    assert "taken back: preference 0.5" in said and "2 compared" in said
+    found = preferences(read(store)[1])
+    assert set(found) == {frozenset(("run-0", "run-1")), frozenset(("run-1", "run-2"))} and None not in found.values()
+    assert label(store, "s\n", monkeypatch, "--pairs") == 0
+    assert "pair 3 of 3" in capsys.readouterr().out
+    assert label(store, "", monkeypatch, "--pairs") == 0
+    assert "which is better" not in capsys.readouterr().out, "nothing is left to ask"
+    assert label(store, "", monkeypatch) == 0
+    assert "1 of 4" in capsys.readouterr().out, "two that were skipped are still asked for one by one"
+
+
+def test_a_preference_is_said_by_ids(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["label", str(store), "--id"]
+    assert cli.main([*words, "run-0", "--better-than", "run-1", "--note", "smaller"]) == 0
+    assert cli.main([*words, "run-1", "--better-than", "run-0"]) == 0
+    assert cli.main([*words, "run-2", "--as-good-as", "run-3"]) == 0
+    assert cli.main([*words, "run-2", "--comment", "both pass"]) == 0
+    known = preferences(read(store)[1])
+    assert known == {frozenset(("run-0", "run-1")): "run-1", frozenset(("run-2", "run-3")): None}
+    capsys.readouterr()
+    assert cli.main(["show", str(store), "run-0"]) == 0
+    assert "preference 1 over run-1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--better-than", "run-1"], "--id ID --better-than ID"),
+        (["--id", "run-1"], "--id ID --comment"),
+        (["--id", "run-1", "--better-than", "run-1"], "run-1 is one episode"),
+        (["--id", "run-1", "--better-than", "failed"], "failed failed (infrastructure)"),
+        (["--id", "run-1", "--better-than", "other"], "are of two tasks"),
+    ],
+)
+def test_a_wrong_preference_leaves_nothing(
+    store: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Task(id="session", environment="workspace", instruction="Write a parser.")
+    store_of(store, episode(5, 0.0, id="other", task=other))
+    assert cli.main(["label", str(store), *words]) == 1
+    assert said in capsys.readouterr().err
+    assert read(store)[1] == ()
+
+
+def test_what_was_said_moves_with_the_episodes(store: Path, tmp_path: Path) -> None:
+    assert cli.main(["label", str(store), "--id", "run-0", "--better-than", "run-1"]) == 0
+    assert cli.main(["export", str(store), "--format", "trajectories", "--out", str(tmp_path / "all.jsonl")]) == 0
+    for _ in range(2):
+        assert cli.main(["import", str(tmp_path / "all.jsonl"), "--into", str(tmp_path / "moved")]) == 0
+    assert read(tmp_path / "moved")[1] == read(store)[1] != ()
+
+
+def test_preferences_are_exported_from_where_two_attempts_part(store: Path, tmp_path: Path) -> None:
+    assert cli.main(["label", str(store), "--id", "run-2", "--better-than", "run-0"]) == 0
+    out = tmp_path / "pairs.jsonl"
+    assert cli.main(["export", str(store), "--format", "preferences", "--out", str(out)]) == 0
+    (row,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
+    assert (row["trajectory_id"], row["rejected_id"], row["margin"]) == ("run-2", "run-0", None)
+    assert [message["content"] for message in row["chosen"]] == ["!", "! 2"]
+    assert [message["content"] for message in row["rejected"]] == ["!", "! 0"]
+    assert [message["role"] for message in row["prompt"]] == ["user"]

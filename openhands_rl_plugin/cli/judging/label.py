@@ -1,69 +1,117 @@
-"""``openhands-rl label STORE``: one stored episode after another, and a verdict on each."""
+"""``openhands-rl label STORE``: what a person says of stored episodes, one after another or by their ids."""
 
 from __future__ import annotations
 
 import argparse
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.options.stored import add_filters, add_store, author, filter_of, finite, positive
+from openhands_rl_plugin.cli.judging.shown import RESUME as RESUME
+from openhands_rl_plugin.cli.judging.shown import asked, show, show_task, undone
+from openhands_rl_plugin.cli.options.stored import add_filters, add_store, author, filter_of, positive
 from openhands_rl_plugin.cli.options.stores import open_store
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.judgements import newest_outcome
 from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import StopReason
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from openhands_rl_plugin.core.protocols import TrajectoryStorage
     from openhands_rl_plugin.core.types import Trajectory
 
-RESUME = "verdicts are kept; the same command goes on with the next episode"
 EPILOG = """examples:
   openhands-rl label ~/.openhands/rl_trajectories
   openhands-rl label ~/.openhands/rl_trajectories --run night-3 --actions 10
   openhands-rl label ~/.openhands/rl_trajectories --again --max-reward 0.5
+  openhands-rl label ~/.openhands/rl_trajectories --pairs
+  openhands-rl label ~/.openhands/rl_trajectories --id 3f2a --better-than 77b0 --note "a smaller change"
+  openhands-rl label ~/.openhands/rl_trajectories --id 3f2a --comment "look at turn 7"
+  openhands-rl label ~/.openhands/rl_trajectories --undo
 
-Shows what was asked, the last actions, and the change (or the last answer). Answer y (1), n (0), a number, s (skip) or
-q (quit); what stands behind it is kept as a note: `n broke the tests`. Episodes that failed, that were judged before or
-that you skipped are not shown; --again shows them too. To judge one by its id: openhands-rl score STORE --id ID
---value 1.
+Shows what was asked, the last actions, and the change (or the last answer). Answer y (1), n (0), a number, s (skip),
+u (undo what you said last), m TEXT (a comment) or q (quit); what stands behind a verdict is kept as a note: `n broke
+the tests`. Episodes that failed, that were judged before or that you skipped are not shown; --again shows them too. To
+judge one by its id: openhands-rl score STORE --id ID --value 1.
+
+--pairs asks which of two attempts at one task is better: 1, 2, = (equally good), s, u or q. `train --algorithm dpo` and
+`export --format preferences` use the answers, and the first rather than the rewards of the same two.
 """
-_VERDICTS = {"y": 1.0, "yes": 1.0, "n": 0.0, "no": 0.0}
-_ASK = "solved? [y]es, [n]o, a number, [s]kip, [q]uit: "
-_MOST_LINES, _MOST_CHARACTERS, _WIDTH = 60, 6000, 160
+_VERDICTS = {"y": 1.0, "n": 0.0}
+_ASK = "solved? [y]es, [n]o, a number, [s]kip, [u]ndo, co[m]ment, [q]uit: "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The store, how much is shown, and the filters."""
+    """The store, how much is shown, what is said by ids, and the filters."""
     add_store(parser)
-    parser.add_argument("--actions", type=positive, default=5, metavar="N", help="show the last N actions")
-    again = "also show episodes that were judged before, and those that you skipped"
+    parser.add_argument("--actions", type=positive, default=5, metavar="COUNT", help="show so many of the last actions")
+    again = "also show episodes or pairs that were judged before, and those that you skipped"
     parser.add_argument("--again", action="store_true", help=again)
+    said = parser.add_argument_group("what is said", "Without one of these: a verdict on each episode.")
+    what = said.add_mutually_exclusive_group()
+    what.add_argument("--pairs", action="store_true", help="ask which of two attempts at one task is better")
+    what.add_argument("--better-than", metavar="ID", help="say that --id is better than this one")
+    what.add_argument("--as-good-as", metavar="ID", help="say that neither --id nor this one is better")
+    what.add_argument("--comment", metavar="TEXT", help="add a remark to --id")
+    what.add_argument("--undo", action="store_true", help="take back what you said last, whatever it was")
+    said.add_argument("--id", metavar="ID", help="an episode's id, or a unique prefix of it")
+    said.add_argument("--note", default="", metavar="TEXT", help="why, kept with a preference")
     add_filters(parser)
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Ask until all are judged or the user quits. Raises ``RLError`` when the store or a filter is wrong."""
-    from openhands_rl_plugin.rollout.verdicts import give_verdict, skip
+    """Ask until all are judged or the user quits. Raises ``RLError`` when the store, an id or a filter is wrong."""
+    by_id = args.better_than or args.as_good_as or args.comment
+    if bool(by_id) != bool(args.id) or (args.note and not (args.better_than or args.as_good_as)):
+        raise ConfigError(
+            "say it of two episodes, --id ID --better-than ID (or --as-good-as ID) [--note TEXT], or of one, --id ID "
+            "--comment TEXT; a verdict is openhands-rl score STORE --id ID --value 1"
+        )
+    async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
+        if by_id:
+            return await _say(args, storage)
+        if args.undo:
+            return await _take_back(storage)
+        if args.pairs:
+            from openhands_rl_plugin.cli.judging.pairs import compare
+
+            return await compare(args, storage)
+        return await _judge(args, storage)
+
+
+async def _judge(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
+    from openhands_rl_plugin.rollout.verdicts import comment, give_verdict, skip, undo
     from openhands_rl_plugin.trajectories.view.terminal import console
 
     where = filter_of(args).model_copy(update={"finished": True, "failed": False})
-    out, judged = console(), 0
-    async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
-        ids = [summary.id async for summary in storage.summaries(where)]
-        for at, identity in enumerate(ids):
-            trajectory = await _open_one(storage, identity, again=args.again)
-            if trajectory is None:
-                continue
-            _show(out, trajectory, args.actions, f"{at + 1} of {len(ids)}")
-            said = _asked()
-            if said is None:
-                break
-            value, note = said
-            if value is None:
-                await skip(storage, identity, author=author())
-            else:
-                await give_verdict(storage, identity, value, note=note, author=author())
-                judged += 1
+    ids = [summary.id async for summary in storage.summaries(where)]
+    out, judged, at, again = console(), 0, 0, args.again
+    while at < len(ids):
+        identity = ids[at]
+        trajectory = await _open_one(storage, identity, again=again)
+        if trajectory is None:
+            at, again = at + 1, args.again
+            continue
+        policy = trajectory.policy.served_name
+        show_task(out, trajectory)
+        show(out, trajectory, args.actions, f"{at + 1} of {len(ids)}: {identity} · {policy} · {trajectory.stop.value}")
+        while (said := asked(_ASK, (*_VERDICTS, "s", "u", "m"), numbers=True)) is not None and said[0] == "m":
+            await comment(storage, identity, said[1], author=author())
+        if said is None:
+            break
+        word, note = said
+        if word == "u":
+            label = await undo(storage, author=author())
+            print(undone(label) if label else "there is nothing to take back")
+            judged -= label is not None and label.value is not None and judged > 0
+            if label is not None and label.trajectory_id in ids:
+                at, again = ids.index(label.trajectory_id), True
+            continue
+        if word == "s":
+            await skip(storage, identity, author=author())
+        else:
+            value = _VERDICTS[word] if word in _VERDICTS else float(word)
+            await give_verdict(storage, identity, value, note=note, author=author())
+            judged += 1
+        at, again = at + 1, args.again
     print(f"{judged} judged; {RESUME}" if ids else "no episodes match")
     return 0
 
@@ -78,54 +126,34 @@ async def _open_one(storage: TrajectoryStorage, identity: str, *, again: bool) -
     return None
 
 
-def _asked() -> tuple[float | None, str] | None:
-    """The verdict (``None``: skipped) and a note; ``None`` to quit, also at the end of the input."""
-    while True:
-        try:
-            word, _, note = input(_ASK).strip().partition(" ")
-        except EOFError:
-            return None
-        word = word.lower()
-        if word in ("q", "quit"):
-            return None
-        if word in ("s", "skip"):
-            return None, ""
-        try:
-            return _VERDICTS[word] if word in _VERDICTS else finite(word), note.strip()
-        except argparse.ArgumentTypeError:
-            print(f"{word!r} is none of y, n, s, q or a number")
+async def _say(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
+    from openhands_rl_plugin.core.judgements import asked_in_common
+    from openhands_rl_plugin.rollout.verdicts import comment, prefer
+    from openhands_rl_plugin.trajectories.view.episode import find_episode
+
+    one = await find_episode(storage, args.id)
+    if args.comment:
+        await comment(storage, one.id, args.comment, author=author())
+        print(f"{one.id}: comment kept")
+        return 0
+    other = await find_episode(storage, args.better_than or args.as_good_as)
+    for episode in (one, other):
+        if episode.stop is StopReason.UNFINISHED or episode.failure is not None:
+            state = "has not ended yet" if episode.failure is None else f"failed ({episode.failure.kind})"
+            raise ConfigError(f"{episode.id} {state}, so that no preference would count")
+    if one.id == other.id:
+        raise ConfigError(f"{one.id} is one episode: give the ids of two")
+    if asked_in_common(one.task) != asked_in_common(other.task):
+        raise ConfigError(f"{one.id} and {other.id} are of two tasks: only attempts at one task can be compared")
+    alike = args.better_than is None
+    await prefer(storage, one.id, other.id, alike=alike, note=args.note, author=author())
+    print(f"{one.id}: {'as good as' if alike else 'better than'} {other.id}")
+    return 0
 
 
-def _show(out: Console, trajectory: Trajectory, actions: int, place: str) -> None:
-    from openhands_rl_plugin.core.transcript import one_line
-    from openhands_rl_plugin.trajectories.exchange.judgement import patch_of
-    from openhands_rl_plugin.trajectories.view.pages import said_by
+async def _take_back(storage: TrajectoryStorage) -> int:
+    from openhands_rl_plugin.rollout.verdicts import undo
 
-    messages = trajectory.messages()
-    asked = trajectory.task.instruction or next((each.content for each in messages if each.role == "user"), "") or ""
-    _print(out, f"── {place}: {trajectory.id} · {trajectory.policy.served_name} · {trajectory.stop.value} ──", "bold")
-    _print(out, _cut(asked), "cyan")
-    turns = [at for at, message in enumerate(messages) if message.role == "assistant"][-actions:]
-    for at, message in enumerate(messages):
-        if turns and at >= turns[0]:
-            style = "green" if message.role == "assistant" else "dim"
-            _print(out, f"  {message.role}: {one_line(said_by(message), _WIDTH)}", style)
-    if patch := patch_of(trajectory):
-        _print(out, _cut(patch), "yellow")
-    elif turns:
-        _print(out, _cut(said_by(messages[turns[-1]])), "green")
-
-
-def _print(out: Console, text: str, style: str) -> None:
-    from rich.text import Text
-
-    from openhands_rl_plugin.core.transcript import visible
-
-    out.print(Text(visible(text), style), soft_wrap=True)
-
-
-def _cut(text: str) -> str:
-    lines = text[:_MOST_CHARACTERS].split("\n")
-    shown = "\n".join(lines[:_MOST_LINES])
-    cut = len(lines) > _MOST_LINES or len(text) > _MOST_CHARACTERS
-    return f"{shown}\n… cut: {len(text):,} characters; `openhands-rl show --full` shows them" if cut else shown
+    label = await undo(storage, author=author())
+    print(undone(label) if label else f"there is nothing to take back that {author() or 'you'} said")
+    return 0 if label else 1

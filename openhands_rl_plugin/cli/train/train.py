@@ -173,6 +173,7 @@ class PolicyTraining(TrainingRun):
                 reward=reward,
                 demonstrations=imitates,
                 presume=kind == "imitation",
+                compared=kind == "preference",
             )
             if imitates:
                 episodes = with_token_ids(episodes, self._args.model)
@@ -191,6 +192,8 @@ class PolicyTraining(TrainingRun):
         longest = max((len(sample.input_ids) for sample in dataset.samples), default=0)
         if dataset.samples:
             print(f"  {_sizes(dataset.samples)}")
+            if dataset.pairs:
+                print(f"  pairs: {len(dataset.pairs)}, of them said by people {sum(p.said for p in dataset.pairs)}")
             units = len(dataset.pairs) or dataset.used
             steps = math.ceil(units / self._training.batch_size) * self._training.num_epochs
             print(f"  steps: {steps} ({self._training.num_epochs} epochs)")

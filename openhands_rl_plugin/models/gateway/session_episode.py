@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.core.acted import KIND, SIDE
+from openhands_rl_plugin.core.acted import KIND, SIDE, TURN, kind_of
 from openhands_rl_plugin.core.messages import WireMessage, text_of, to_message, to_wire
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import MISSING, EpisodeEnd, EpisodeStart, TrajectoryFilter, trajectory_id
@@ -30,7 +30,7 @@ from openhands_rl_plugin.models.gateway.conversation import ClientConversation
 from openhands_rl_plugin.models.gateway.node_tokens import NodeTokens
 from openhands_rl_plugin.models.gateway.requests import ClientRequest
 from openhands_rl_plugin.models.gateway.responses import RecordedChoice, UpstreamResponse
-from openhands_rl_plugin.models.gateway.side_requests import SideRequests
+from openhands_rl_plugin.models.gateway.side_requests import TOOLS, SideRequests
 from openhands_rl_plugin.models.gateway.token_id_text import canonical
 from openhands_rl_plugin.rollout.journal import GrowingEpisode
 
@@ -76,6 +76,7 @@ class SessionEpisode:
         episode._journal = GrowingEpisode(storage, EpisodeStart.of(stored))
         episode._journal.continue_after(stored.nodes, stored.head)
         episode._take(EpisodeTree.thaw(stored))
+        episode._sides.remember_tools()
         return episode
 
     @property
@@ -85,8 +86,9 @@ class SessionEpisode:
 
     @property
     def policy(self) -> PolicyRef | None:
-        """The weights that gave the first answer."""
-        return next((node.policy for node in self._tree.nodes if node.policy is not None), None)
+        """The weights that gave the first answer; what was asked beside the episode may be of others."""
+        known = [node for node in self._tree.nodes if node.policy is not None]
+        return next((node.policy for node in known if kind_of(node) == TURN), known[0].policy if known else None)
 
     async def record(
         self,
@@ -105,6 +107,8 @@ class SessionEpisode:
         journal = self._journal or self._begin(call, answer)
         tree, first = self._tree, len(self._tree.nodes)
         messages, unknown = self._messages(call)
+        tools = tree.tools
+        self._sides.offer_tools(call, messages)
         aside = self._sides.begins(call)
         if aside:
             rewritten, parent = False, tree.beside([to_message(message) for message in messages], SIDE)
@@ -112,7 +116,7 @@ class SessionEpisode:
             rewritten = self._conversation.follow(messages)
             parent = tree.head
             self._sides.notice(first)
-        metadata = _metadata(call, answer, latency, rewritten=rewritten, tools=journal.start.tools)
+        metadata = _metadata(call, answer, latency, rewritten=rewritten, tools=tools)
         if protocol != _USUAL:
             metadata["protocol"] = protocol
         if call.instructions:
@@ -222,6 +226,11 @@ class SessionEpisode:
 
     async def _rewrite(self, end: EpisodeEnd) -> None:
         """Replace the whole stored episode: appending cannot add ``replayed_as`` or a kind to nodes that are stored."""
+        turns = [node for node in self._tree.nodes if kind_of(node) == TURN]
+        asked = next((node.message.content for node in turns if node.message.role == "user"), None)
+        for node in turns:
+            if node.metadata.get(TOOLS) == list(self._tree.tools):
+                del node.metadata[TOOLS]  # noted when they were not known to be those of the session
         async for stored, _ in self._storage.find(TrajectoryFilter(ids=(end.trajectory_id,), finished=None)):
             nodes = tuple(
                 node.model_copy(update={"metadata": own.metadata})
@@ -229,7 +238,8 @@ class SessionEpisode:
             )
             times = Times(started=stored.times.started, finished=end.finished)
             kept = {name: value for name, value in end if name not in ("trajectory_id", "finished")}
-            await self._storage.add(stored.model_copy(update={**kept, "nodes": nodes, "times": times}))
+            task = stored.task.model_copy(update={"instruction": asked or stored.task.instruction})
+            await self._storage.add(stored.model_copy(update={**kept, "nodes": nodes, "times": times, "task": task}))
 
 
 def _note_missing(node: DraftNode, why: Mapping[str, str]) -> str:
@@ -258,5 +268,5 @@ def _metadata(
     if rewritten:
         metadata["history_rewritten"] = True
     if call.tools != tools:
-        metadata["tools"] = list(call.tools)
+        metadata[TOOLS] = list(call.tools)
     return metadata

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pydantic import Field
 
 from openhands_rl_plugin.config.rl import AlgorithmName, TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.core.judgements import UNJUDGED, Preferences, asked_in_common, labels_of, preferences
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import (
@@ -21,7 +22,6 @@ from openhands_rl_plugin.core.types import (
     Score,
     StopReason,
     Trajectory,
-    pays_rewards,
 )
 from openhands_rl_plugin.rollout.scoring import judge_all, known_score
 from openhands_rl_plugin.training.algorithms import Kind, algorithm_of, needs_logprobs
@@ -71,6 +71,11 @@ class ExcludedEpisodes(Frozen):
             told.insert(0, f"{self.no_reward} {'has' if self.no_reward == 1 else 'have'} no reward ({self.unjudged})")
         return [*told, *(f"{count} failed: {kind}" for kind, count in self.failures.items())]
 
+    def and_unjudged(self, more: int) -> ExcludedEpisodes:
+        """The same with so many more without a reward."""
+        change = {"no_reward": self.no_reward + more, "unjudged": self.unjudged or UNJUDGED}
+        return self.model_copy(update=change) if more else self
+
     def in_words(self) -> str:
         """The causes in a line; ``"none"`` when nothing was excluded."""
         return ", ".join(self.causes()) or "none"
@@ -102,11 +107,15 @@ class TrainReport(Frozen):
 
 @dataclass(frozen=True)
 class Episodes:
-    """Valid episodes of one policy with their rewards, and the counts of the excluded ones so far."""
+    """Valid episodes of one policy with their rewards, and the counts of the excluded ones so far.
+
+    ``said``: which of two of them people found better. An episode without a reward is here for that alone.
+    """
 
     trajectories: tuple[Trajectory, ...]
-    returns: tuple[float, ...]
+    returns: tuple[float | None, ...]
     excluded: ExcludedEpisodes
+    said: Preferences = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -144,11 +153,13 @@ async def load_episodes(
     reward: Reward,
     demonstrations: bool = False,
     presume: bool = False,
+    compared: bool = False,
 ) -> Episodes:
     """The stored episodes that ``base_model`` sampled, alone or with any version of ``adapter``.
 
     With ``demonstrations`` also imported ones, whoever sampled them, with the outcome that their record says; with
-    ``presume`` those of which nobody said anything count as chosen to be imitated: 1.0.
+    ``presume`` those of which nobody said anything count as chosen to be imitated: 1.0. With ``compared`` also what
+    people said of two of them, and those two, though they have no reward.
     Episodes of an evaluation split are excluded unless ``where`` names the split. An episode without a score of the
     reward is scored here; the score is not stored.
     """
@@ -176,7 +187,11 @@ async def load_episodes(
     unscored = [trajectory for trajectory in own if trajectory.id not in known]
     outcomes = await judge_all(reward, unscored)
     known |= {trajectory.id: outcome for trajectory, outcome in zip(unscored, outcomes, strict=True)}
-    valid: list[tuple[Trajectory, float]] = []
+    said = preferences(await labels_of(storage, [trajectory.id for trajectory in own])) if compared else {}
+    ids = {trajectory.id for trajectory in own}
+    said = {both: better for both, better in said.items() if both <= ids}
+    named = {each for both in said for each in both}
+    valid: list[tuple[Trajectory, float | None]] = []
     failed: Counter[str] = Counter()
     reasons: list[str] = []
     for trajectory in own:
@@ -185,12 +200,15 @@ async def load_episodes(
             valid.append((trajectory, outcome.reward))
         elif trajectory.failure is not None:
             failed[trajectory.failure.kind.value] += 1
+        elif trajectory.id in named:
+            valid.append((trajectory, None))
         else:
             told = outcome.message if isinstance(outcome, Failure) else f"{outcome.reward_version} gave none"
             reasons.append(told.removeprefix("GraderError: "))
     return Episodes(
         trajectories=tuple(trajectory for trajectory, _ in valid),
         returns=tuple(value for _, value in valid),
+        said=said,
         excluded=ExcludedEpisodes(
             held_out=held_out,
             presumed=presumed,
@@ -236,7 +254,8 @@ def build_dataset_or_sft(episodes: Episodes, settings: TrainingSettings | Algori
 def build_dataset(episodes: Episodes, settings: TrainingSettings) -> TrainingDataset:
     """The dataset for the algorithm of ``settings``; it may be empty."""
     usable = _usable(episodes, settings)
-    trajectories, rewards = usable.trajectories, usable.returns
+    trajectories = usable.trajectories
+    rewards = [value for value in usable.returns if value is not None]  # all of them, unless pairs are made
     pairs: list[PreferencePair] = []
     match algorithm_of(settings).kind:
         case "imitation":
@@ -244,7 +263,7 @@ def build_dataset(episodes: Episodes, settings: TrainingSettings) -> TrainingDat
             options = {"need_logprobs": False, "condensations": settings.condensations}
             samples = [sample for trajectory in good for sample in samples_of(trajectory, **options)]
         case "preference":
-            pairs = preference_pairs(trajectories, rewards, settings)
+            pairs = preference_pairs(trajectories, usable.returns, settings, usable.said)
             samples = [sample for pair in pairs for sample in (*pair.chosen, *pair.rejected)]
         case "reinforcement":
             samples = credited_samples(trajectories, rewards, settings).samples
@@ -268,10 +287,13 @@ def _usable(episodes: Episodes, settings: TrainingSettings) -> Episodes:
     """
     kind, shortens = algorithm_of(settings).kind, may_be_shortened(settings)
     excluded: Counter[str] = Counter()
-    kept: list[tuple[Trajectory, float]] = []
+    unjudged = 0
+    kept: list[tuple[Trajectory, float | None]] = []
     for trajectory, value in zip(episodes.trajectories, episodes.returns, strict=True):
         short = until_secret(trajectory) if shortens else trajectory
-        if not is_recorded(short, need_logprobs=needs_logprobs(settings)):
+        if value is None and kind != "preference":
+            unjudged += 1  # there for a preference only, which is not what is trained on now
+        elif not is_recorded(short, need_logprobs=needs_logprobs(settings)):
             excluded["no_tokens"] += 1
         elif trajectory.stop is StopReason.UNFINISHED or (kind != "imitation" and is_interrupted(trajectory)):
             excluded["unfinished"] += 1
@@ -287,7 +309,8 @@ def _usable(episodes: Episodes, settings: TrainingSettings) -> Episodes:
     return Episodes(
         trajectories=tuple(trajectory for trajectory, _ in kept),
         returns=tuple(value for _, value in kept),
-        excluded=episodes.excluded.model_copy(update=excluded),
+        excluded=episodes.excluded.and_unjudged(unjudged).model_copy(update=excluded),
+        said=episodes.said,
     )
 
 
@@ -298,10 +321,7 @@ def regrouped(trajectory: Trajectory, kind: Kind) -> Trajectory:
     not in the way of sampling. So episodes that are compared also have the same strategy and sampling parameters; for
     SFT the best episodes of a task may have different ones.
     """
-    task = trajectory.task
-    # The task of a session is named after the session: what it was asked is what it has in common with others.
-    name = task.id if pays_rewards(task.environment, {}) or not task.instruction else ""
-    key = [task.environment, name, task.instruction, trajectory.policy.served_name]
+    key = [*asked_in_common(trajectory.task), trajectory.policy.served_name]
     if kind != "imitation":
         options = {name: value for name, value in trajectory.strategy.options.items() if name != "seed"}
         key += [trajectory.strategy.name, json.dumps(options, sort_keys=True), str(samplings(trajectory))]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.core.judgements import Preferences
 from openhands_rl_plugin.core.types import Sample, Trajectory
 from openhands_rl_plugin.training.credit.advantages import EQUAL
 from openhands_rl_plugin.training.data.batch import recorded_nodes, samples_of, samples_of_tree
@@ -13,10 +14,12 @@ from openhands_rl_plugin.training.data.batch import recorded_nodes, samples_of, 
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """Two continuations from one state, as training sequences; ``chosen`` is the better one."""
+    """Two continuations from one state, as training sequences; ``chosen`` is the better one, by what a person ``said``
+    or by the rewards."""
 
     chosen: tuple[Sample, ...]
     rejected: tuple[Sample, ...]
+    said: bool = False
 
 
 def select_for_sft(
@@ -41,25 +44,45 @@ def select_for_sft(
 
 
 def preference_pairs(
-    trajectories: Sequence[Trajectory], rewards: Sequence[float], settings: TrainingSettings
+    trajectories: Sequence[Trajectory],
+    rewards: Sequence[float | None],
+    settings: TrainingSettings,
+    said: Preferences | None = None,
 ) -> list[PreferencePair]:
     """The best episode of a group with the worst, the second best with the second worst, and so on while they differ.
 
-    With ``tree = "branches"`` also the best and the worst action that search tried in one state of an episode. Raises
-    ``TrainingError`` when a sampled node has no token ids.
+    What people ``said`` of two episodes comes first: those two make that pair, of whatever policies and rewards, or
+    none where neither is better. With ``tree = "branches"`` also the best and the worst action that search tried in one
+    state of an episode. Raises ``TrainingError`` when a sampled node has no token ids.
     """
+    said = said or {}
     groups: dict[str, list[int]] = {}
-    for index, trajectory in enumerate(trajectories):
-        groups.setdefault(trajectory.group_id, []).append(index)
-    pairs = []
+    judged: dict[int, float] = {}
+    for index, (trajectory, reward) in enumerate(zip(trajectories, rewards, strict=True)):
+        if reward is not None:
+            judged[index] = reward
+            groups.setdefault(trajectory.group_id, []).append(index)
+    pairs = _said_pairs(trajectories, said)
     for members in groups.values():
-        order = sorted(members, key=lambda at: (-rewards[at], trajectories[at].id))
+        order = sorted(members, key=lambda at: (-judged[at], trajectories[at].id))
         for better, worse in zip(order[: len(order) // 2], reversed(order), strict=False):
-            if rewards[better] - rewards[worse] > EQUAL:
+            if frozenset((trajectories[better].id, trajectories[worse].id)) in said:
+                continue
+            if judged[better] - judged[worse] > EQUAL:
                 pairs.append(PreferencePair(_path(trajectories[better]), _path(trajectories[worse])))
     if settings.tree == "branches":
         pairs += [pair for trajectory in trajectories for pair in _sibling_pairs(trajectory, settings.tree_visits)]
     return [pair for pair in pairs if pair.chosen and pair.rejected]
+
+
+def _said_pairs(trajectories: Sequence[Trajectory], said: Preferences) -> list[PreferencePair]:
+    by_id = {trajectory.id: trajectory for trajectory in trajectories}
+    pairs: list[PreferencePair] = []
+    for both, better in said.items():
+        if better is not None and both <= by_id.keys():
+            (worse,) = both - {better}
+            pairs.append(PreferencePair(_path(by_id[better]), _path(by_id[worse]), said=True))
+    return pairs
 
 
 def _sibling_pairs(trajectory: Trajectory, least_visits: int) -> Iterator[PreferencePair]:

@@ -32,8 +32,10 @@ class TemplateCheck:
     def watching(self, files: Files) -> Files:
         """The same rows, each rendered."""
 
-        def watched(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[tuple[str, JsonObject]]:
-            for name, row in files(trajectory, scores):
+        def watched(
+            trajectory: Trajectory, scores: Sequence[Score], beaten: Sequence[Trajectory]
+        ) -> Iterator[tuple[str, JsonObject]]:
+            for name, row in files(trajectory, scores, beaten):
                 self._look_at(row)
                 yield name, row
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from openhands_rl_plugin.core.reasoning import plain_message, reasoning_with
+from openhands_rl_plugin.core.records import Label
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     Completion,
@@ -44,6 +45,12 @@ class Imported(NamedTuple):
 
     trajectory: Trajectory
     scores: tuple[Score, ...] = ()
+
+
+class ImportedWithLabels(Imported):
+    """One with what people noted on it."""
+
+    labels: tuple[Label, ...] = ()
 
 
 class Origin(NamedTuple):

@@ -52,7 +52,8 @@ _JSON_ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 Convert = Callable[[JsonObject, Path], Imported | list[Imported]]
 Recognises = Callable[[Mapping[str, JsonValue]], bool]
 Rows = Callable[[Trajectory, Sequence[Score]], Iterator[JsonObject]]
-Files = Callable[[Trajectory, Sequence[Score]], Iterator[tuple[str, JsonObject]]]
+Files = Callable[[Trajectory, Sequence[Score], Sequence[Trajectory]], Iterator[tuple[str, JsonObject]]]
+"""Rows and their files, of an episode, its scores, and the episodes that people found worse than it."""
 
 _VALID = TrajectoryFilter(failed=False)
 _ALL = TrajectoryFilter()
@@ -71,7 +72,8 @@ class Format:
     ``scope`` says which trajectories it is for, where a person does not say otherwise. ``columns`` are those of a
     Parquet file, and ``None`` where rows have no fixed ones. ``folder`` formats write a file a row. ``conversations``
     are the columns with messages whose calls may have arguments in either form.
-    ``rows`` is given trajectories and scores without secrets; ``exact`` ones are written as they are.
+    ``rows`` is given trajectories and scores without secrets; ``exact`` ones are written as they are. Those of a format
+    that ``compares`` are also given the episodes that are worse, as people said.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Format:
     folder: bool = False
     conversations: tuple[str, ...] = ()
     exact: bool = False
+    compares: bool = False
     recognises: Recognises = _never
     source: Callable[[Path], Source] | None = None
 
@@ -102,7 +105,7 @@ class Format:
         if self.exact:
             return rows
         change = with_objects if self.conversations and arguments == "object" else _unchanged
-        return lambda trajectory, scores: ((name, redact_json(change(row))) for name, row in rows(trajectory, scores))
+        return lambda *given: ((name, redact_json(change(row))) for name, row in rows(*given))
 
     def sink(self, target: Path, arguments: ArgumentsForm = "object") -> Sink:
         """Where rows go. Raises ``ExchangeError`` for a file that the format cannot be written to."""
@@ -124,7 +127,7 @@ def _unchanged(row: JsonObject) -> JsonObject:
 
 def _each(rows: Rows) -> Files:
     """Rows of one file."""
-    return lambda trajectory, scores: (("", row) for row in rows(trajectory, scores))
+    return lambda trajectory, scores, beaten: (("", row) for row in rows(trajectory, scores))
 
 
 def _by_row(convert: Callable[[JsonObject], Imported | list[Imported]]) -> Convert:
@@ -159,7 +162,7 @@ FORMATS: Mapping[str, Format] = {
             "llm-completions",
             "folder of OpenHands' llm_completions/<instance>/*.json (V0; V1's completion logs in)",
             None,
-            llm_completions.rows,
+            lambda trajectory, scores, beaten: llm_completions.rows(trajectory, scores),
             _ALL,
             folder=True,
             recognises=llm_completions.recognises,
@@ -238,9 +241,10 @@ FORMATS: Mapping[str, Format] = {
         ),
         Format(
             "preferences",
-            "chosen and rejected actions of the same state, from search trees",
-            rows=_each(trees.preference_rows),
+            "chosen and rejected: actions of a state by search, attempts by `label --pairs`",
+            rows=lambda *given: (("", row) for row in trees.preference_rows(*given)),
             columns=trees.PREFERENCE_COLUMNS,
+            compares=True,
             conversations=("prompt", "chosen", "rejected"),
         ),
         Format(

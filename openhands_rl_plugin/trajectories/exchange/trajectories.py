@@ -1,4 +1,4 @@
-"""Our own lossless format: a trajectory with its scores a line, to move stores."""
+"""Our own lossless format: a trajectory with its scores and labels a line, to move stores."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pydantic import JsonValue, ValidationError
 
+from openhands_rl_plugin.core.records import Label
 from openhands_rl_plugin.core.types import SCHEMA_VERSION, Frozen, JsonObject, Score, Trajectory
 from openhands_rl_plugin.core.validation import problems
-from openhands_rl_plugin.trajectories.exchange.episodes import Imported
+from openhands_rl_plugin.trajectories.exchange.episodes import Imported, ImportedWithLabels
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
 
 
@@ -17,6 +18,7 @@ class Line(Frozen):
 
     trajectory: Trajectory
     scores: tuple[Score, ...] = ()
+    labels: tuple[Label, ...] = ()
 
 
 def recognises(row: Mapping[str, JsonValue]) -> bool:
@@ -26,7 +28,7 @@ def recognises(row: Mapping[str, JsonValue]) -> bool:
 
 
 def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
-    """One line with everything, tokens included."""
+    """One line with everything, tokens included; ``export_store`` adds the labels."""
     yield Line(trajectory=trajectory, scores=tuple(scores)).model_dump(mode="json")
 
 
@@ -41,6 +43,8 @@ def read(row: JsonObject) -> Imported:
     except ValidationError as error:
         lines = [": ".join(filter(None, (".".join(at), what))) for at, what in problems(error, Line)]
         raise ExchangeError("; ".join(lines[:5])) from error
-    if any(score.trajectory_id != line.trajectory.id for score in line.scores):
-        raise ExchangeError("scores: one belongs to another trajectory")
-    return Imported(line.trajectory, line.scores)
+    if any(each.trajectory_id != line.trajectory.id for each in (*line.scores, *line.labels)):
+        raise ExchangeError("scores or labels: one belongs to another trajectory")
+    found = ImportedWithLabels(line.trajectory, line.scores)
+    found.labels = line.labels
+    return found

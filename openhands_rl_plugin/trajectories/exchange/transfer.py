@@ -7,13 +7,17 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import batched
 
-from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, NodeMark, TrajectoryFilter
+from pydantic import JsonValue
+
+from openhands_rl_plugin.core.judgements import labels_of, preferences
+from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
+from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, Label, NodeMark, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import redact_trajectory, redact_value
-from openhands_rl_plugin.core.types import Score, StopReason, Trajectory
-from openhands_rl_plugin.trajectories.exchange.episodes import Imported
+from openhands_rl_plugin.core.types import JsonObject, Score, StopReason, Trajectory
+from openhands_rl_plugin.trajectories.exchange.episodes import Imported, ImportedWithLabels
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, LeftOutError
 from openhands_rl_plugin.trajectories.exchange.formats import Files
 from openhands_rl_plugin.trajectories.exchange.judgement import resolved
@@ -52,21 +56,30 @@ async def export_store(
     sink: Sink,
     *,
     wanted: bool | None = None,
+    compares: bool = False,
+    labelled: bool = False,
     advanced: Advanced = lambda done: None,
 ) -> ExportReport:
-    """Write the matches, without secrets. ``wanted`` keeps the resolved (or unresolved) ones only.
+    """Write the matches, without secrets. ``wanted`` keeps the resolved (or unresolved) ones only; ``compares`` gives
+    each those of the other matches that people found worse; ``labelled`` rows get a column with the episode's labels.
 
     ``where.limit`` counts what is written. ``advanced`` is called with how many trajectories were read.
     """
     report = ExportReport()
     looked = 0
-    async with aclosing(_found(storage, where.model_copy(update={"limit": None}))) as found:
+    every = where.model_copy(update={"limit": None})
+    worse = await _worse(storage, every) if compares else {}
+    async with aclosing(_found(storage, every)) as found:
         async for trajectory, scores in found:
             if report.trajectories == where.limit:
                 break
             looked += 1
             if wanted is None or resolved(trajectory, scores) is wanted:
-                _export(trajectory, scores, rows, sink, report)
+                losers = TrajectoryFilter(ids=worse.get(trajectory.id, ()))
+                labels = await labels_of(storage, [trajectory.id]) if labelled else ()
+                beaten = [redact_trajectory(other) async for other, _ in storage.find(losers)] if losers.ids else []
+                made = partial(rows, redact_trajectory(trajectory), [*map(redact_value, scores)], beaten)
+                _write(made, [*map(redact_value, labels)], sink, report)
             advanced(looked)
     return report
 
@@ -78,17 +91,29 @@ async def _found(
         yield pair
 
 
-def _export(trajectory: Trajectory, scores: Sequence[Score], rows: Files, sink: Sink, report: ExportReport) -> None:
-    clean = redact_trajectory(trajectory)
-    judged = tuple(redact_value(score) for score in scores)
+async def _worse(storage: TrajectoryStorage, where: TrajectoryFilter) -> dict[str, tuple[str, ...]]:
+    """Episode -> those that people found worse than it."""
+    ids = [summary.id async for summary in storage.summaries(where)]
+    known = frozenset(ids)
+    worse: dict[str, tuple[str, ...]] = {}
+    for both, better in preferences(await labels_of(storage, ids)).items():
+        if better is not None and both <= known:
+            worse[better] = (*worse.get(better, ()), *(both - {better}))
+    return worse
+
+
+def _write(
+    rows: Callable[[], Iterator[tuple[str, JsonObject]]], labels: Sequence[Label], sink: Sink, report: ExportReport
+) -> None:
     try:
         # All rows of an episode or none: one that is left out leaves nothing behind.
-        made = list(rows(clean, judged))
+        made = list(rows())
     except LeftOutError as reason:
         report.left_out[str(reason)] += 1
         return
     for name, row in made:
-        sink.write(name, row)
+        said: list[JsonValue] = [label.model_dump(mode="json") for label in labels]
+        sink.write(name, {**row, "labels": said} if said else row)
         report.rows += 1
     report.trajectories += 1
 
@@ -123,7 +148,7 @@ def _episodes(source: Source, skip_bad: bool, advanced: Advanced, report: Import
 
 async def _store(batch: Sequence[Imported], storage: TrajectoryStorage, report: ImportReport) -> None:
     episodes: dict[str, Trajectory] = {}
-    for found, _ in batch:
+    for found in (each.trajectory for each in batch):
         if found.id not in episodes or _goes_on(episodes[found.id], found):
             episodes[found.id] = found
     known: dict[str, Trajectory] = {}
@@ -137,6 +162,10 @@ async def _store(batch: Sequence[Imported], storage: TrajectoryStorage, report: 
     scores = [score for each in batch for score in _new_scores(each, judged)]
     await storage.add_scores(scores)
     report.scores += len(scores)
+    if isinstance(storage, TakesLabels):
+        await storage.add_labels(
+            [label for each in batch if isinstance(each, ImportedWithLabels) for label in each.labels]
+        )
 
 
 def _goes_on(known: Trajectory, found: Trajectory) -> bool:

@@ -1,10 +1,12 @@
-"""Rows from search trees: pairs of siblings for preference training, and value targets of states."""
+"""Rows for preference training: pairs of siblings in search trees, and of attempts that people compared; and value
+targets of states."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
-from openhands_rl_plugin.core.types import JsonObject, Score, Trajectory
+from openhands_rl_plugin.core.types import JsonObject, Node, Score, Trajectory
 from openhands_rl_plugin.trajectories.exchange.conversations import CONVERSATION, TOOLS, conversation_of
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
 from openhands_rl_plugin.trajectories.exchange.judgement import identity_columns
@@ -22,6 +24,7 @@ PREFERENCE_COLUMNS: Columns = {
     "margin": "float64",
     "chosen_visits": "int64",
     "rejected_visits": "int64",
+    "rejected_id": "string",
     **IDENTITY,
 }
 VALUE_COLUMNS: Columns = {
@@ -34,13 +37,31 @@ VALUE_COLUMNS: Columns = {
 }
 
 
-def preference_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
-    """One row for each state with two or more valued actions: the best against the worst of them.
+def preference_rows(
+    trajectory: Trajectory, scores: Sequence[Score], beaten: Sequence[Trajectory] = ()
+) -> Iterator[JsonObject]:
+    """One row for each state with two or more valued actions, the best against the worst of them, and one for each
+    attempt at the same task that people found worse than this one.
 
-    ``prompt``, ``chosen`` and ``rejected`` are conversations in OpenAI's form, as preference trainers read them;
-    ``margin`` is the difference of their mean returns. Raises ``LeftOutError`` for an episode without such a state.
+    ``prompt``, ``chosen`` and ``rejected`` are conversations in OpenAI's form, as preference trainers read them; the
+    prompt of two attempts is what both begin with. ``margin`` is the difference of mean returns, and ``None`` where a
+    person chose; ``rejected_id`` is the rejected one's trajectory. Raises ``LeftOutError`` where there is neither.
     """
     found = False
+    for other in beaten:
+        shared = _shared_beginning(trajectory, other)
+        found = True
+        yield {
+            "prompt": conversation_of(trajectory, trajectory.path()[:shared]),
+            "chosen": conversation_of(trajectory, trajectory.path()[shared:]),
+            "rejected": conversation_of(other, other.path()[shared:]),
+            "tools": [*trajectory.tools],
+            "margin": None,
+            "chosen_visits": None,
+            "rejected_visits": None,
+            "rejected_id": other.id,
+            **identity_columns(trajectory, scores),
+        }
     for state, siblings in _valued_siblings(trajectory).items():
         best = max(siblings, key=lambda at: trajectory.nodes[at].value or 0.0)
         worst = min(siblings, key=lambda at: trajectory.nodes[at].value or 0.0)
@@ -56,10 +77,11 @@ def preference_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator
             "margin": margin,
             "chosen_visits": trajectory.nodes[best].visits,
             "rejected_visits": trajectory.nodes[worst].visits,
+            "rejected_id": trajectory.id,
             **identity_columns(trajectory, scores),
         }
     if not found:
-        raise LeftOutError("no state of it has two actions whose values differ")
+        raise LeftOutError("no state of it has two actions whose values differ, and nobody preferred it to another")
 
 
 def value_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
@@ -83,6 +105,17 @@ def value_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[Json
             }
     if not found:
         raise LeftOutError("no action of it was valued by a search")
+
+
+def _shared_beginning(one: Trajectory, other: Trajectory) -> int:
+    """How many messages both begin with, before the first answer that either of them gave."""
+    pairs = zip(one.path(), other.path(), strict=False)
+    same = takewhile(lambda at: _is_same_context(one.nodes[at[0]], other.nodes[at[1]]), pairs)
+    return sum(1 for _ in same)
+
+
+def _is_same_context(one: Node, other: Node) -> bool:
+    return one.message == other.message and not one.sampled and not other.sampled
 
 
 def _valued(trajectory: Trajectory) -> dict[int | None, list[int]]:

@@ -18,7 +18,7 @@ def packed_json(value: Frozen, without: frozenset[str] = frozenset()) -> bytes:
     """A value as packed JSON. Raises ``StorageError`` for what JSON cannot hold."""
     try:
         return pack_document(value.model_dump_json(exclude=set(without)).encode())
-    except PydanticSerializationError as error:
+    except (PydanticSerializationError, RecursionError) as error:
         raise StorageError(f"{type(value).__name__} cannot be written as JSON: {describe(error)}") from error
 
 

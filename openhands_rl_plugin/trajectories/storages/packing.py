@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from backports import zstd
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import PydanticSerializationError
+from pydantic_core import PydanticSerializationError, from_json
 
 from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe
 from openhands_rl_plugin.core.types import Node, Tokens
@@ -33,6 +33,10 @@ CHUNK_BYTES = 1024 * 1024
 
 UNPACKED_LIMIT = 512 * 1024 * 1024
 """No pack unfolds to more bytes than this, whatever its header says."""
+
+DEEPEST = 180
+"""Levels of nesting in a record. Pydantic reads 200, and what is exported or listed is wrapped in some more."""
+_AROUND = 200 - DEEPEST
 
 _NODES, _DOCUMENT = 1, 2  # version bytes; later formats take other numbers
 
@@ -96,8 +100,8 @@ def unpack_nodes(blob: bytes) -> tuple[Node, ...]:
 
 
 def pack_document(document: bytes) -> bytes:
-    """A JSON document, smaller and checked. Raises ``StorageError`` when it is larger than the limit."""
-    return _compress(_DOCUMENT, [document])
+    """A JSON document, smaller and checked. Raises ``StorageError`` when it is larger or deeper than can be read."""
+    return _compress(_DOCUMENT, [_readable(document, "a record")])
 
 
 def unpack_document(blob: bytes) -> bytes:
@@ -107,9 +111,23 @@ def unpack_document(blob: bytes) -> bytes:
 
 def _without_tokens(node: Node) -> bytes:
     try:
-        return node.model_dump_json(exclude={"tokens"}, exclude_defaults=True).encode()
-    except PydanticSerializationError as error:
+        document = node.model_dump_json(exclude={"tokens"}, exclude_defaults=True).encode()
+    except (PydanticSerializationError, RecursionError) as error:
         raise StorageError(f"a node cannot be written as JSON: {describe(error)}") from error
+    return _readable(document, "a node")
+
+
+def _readable(document: bytes, what: str) -> bytes:
+    """The document itself. Raises ``StorageError`` for one that is nested more deeply than what reads JSON allows."""
+    # Hardly any has so many brackets, also counting those in its texts.
+    if document.count(b"[") + document.count(b"{") > DEEPEST:
+        try:
+            from_json(b"[" * _AROUND + document + b"]" * _AROUND)
+        except ValueError as error:
+            raise StorageError(
+                f"{what} is nested more than {DEEPEST} levels deep and could not be read back: keep the value as text"
+            ) from error
+    return document
 
 
 def _array_bytes(tokens: Tokens | None) -> int:

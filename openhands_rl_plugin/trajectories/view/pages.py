@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from openhands_rl_plugin.core.acted import TURN
+from openhands_rl_plugin.core.judgements import standing
 from openhands_rl_plugin.core.transcript import one_line, visible
 from openhands_rl_plugin.core.types import Message
 from openhands_rl_plugin.trajectories.view.episode import Episode, Turn
@@ -80,9 +81,10 @@ def _print_totals(console: Console, episode: Episode) -> None:
         console.print(Text(f"{_counted(aside, 'more turn')} on other branches: see --tree"))
     for score in episode.scores:
         console.print(Text(visible(f"score {number(score.reward)} by {score.reward_version}")), soft_wrap=True)
-    for label in episode.labels:
+    for label in standing(episode.labels):
         value = "" if label.value is None else f" {number(label.value)}"
-        said = f"{label.kind.value}{value}{f' by {label.author}' if label.author else ''}: {label.text}"
+        other = f" over {label.other}" if label.other else ""
+        said = f"{label.kind.value}{value}{other}{f' by {label.author}' if label.author else ''}: {label.text}"
         console.print(Text(visible(said.removesuffix(": "))), soft_wrap=True)
     if (failure := episode.failure) is not None:
         told = f"failed ({failure.kind.value}, {failure.boundary}): {failure.message}"

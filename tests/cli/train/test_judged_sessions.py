@@ -8,10 +8,10 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from train_store import TINY
+from train_store import TINY, episode, store_of
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.core.types import Score
+from openhands_rl_plugin.core.types import Score, Task
 from openhands_rl_plugin.models.gateway.config import GatewayConfig
 from openhands_rl_plugin.models.gateway.server import running_gateway
 from openhands_rl_plugin.models.generator.config import ServerConfig
@@ -91,3 +91,22 @@ def test_sessions_that_nobody_judged_are_named_with_the_remedy(
         said = capsys.readouterr()
         assert "\n    3 have no reward (say one: openhands-rl score STORE --id ID --value 1" in said.out
         assert "nothing to train on; left out: 3 have no reward" in said.err and "failed" not in said.out + said.err
+
+
+def test_what_a_person_preferred_is_trained_though_nobody_rewarded_it(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = Task(id="s", environment="workspace", instruction="Mend it.")
+    store = store_of(tmp_path / "store", *(episode(at, 0.0, task=task, id=f"run-{at}") for at in range(3)))
+    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *TINY]
+    words += ["--algorithm", "dpo"]
+    assert cli.main([*words, "--dry-run"]) == 1
+    assert "3 have no reward" in capsys.readouterr().out
+    assert cli.main(["label", str(store), "--id", "run-0", "--better-than", "run-2"]) == 0
+    assert cli.main(words) == 0
+    said = capsys.readouterr().out
+    assert "1 has no reward" in said and "pairs: 1, of them said by people 1" in said and "policy-v000001" in said
+    assert cli.main([*words, "--algorithm", "grpo", "--dry-run"]) == 1
+    assert "3 have no reward" in capsys.readouterr().out, "a preference is no reward"
+    assert cli.main(["label", str(store), "--undo"]) == 0
+    assert cli.main([*words, "--dry-run"]) == 1

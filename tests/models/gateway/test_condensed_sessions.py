@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 from worlds import SYSTEM, TOOL, Model, user, world
 
-from openhands_rl_plugin.core.acted import CONDENSATION, SIDE, kind_of
+from openhands_rl_plugin.core.acted import CONDENSATION, SIDE, TURN, kind_of
 from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.training.data.batch import samples_of
 from openhands_rl_plugin.trajectories.drift.breaks import breaks_of
@@ -79,6 +79,38 @@ async def test_a_request_without_tools_beside_a_session_with_tools_is_no_turn(tm
     assert title["content"] not in trained(episode)
     assert [kind_of(node) for node in episode.nodes if node.message.content == title["content"]] == [SIDE]
     assert not any(node.metadata.get("history_rewritten") for node in episode.nodes)
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+async def test_a_title_that_was_asked_for_before_the_first_tools_is_no_turn(tmp_path: Path, forgotten: bool) -> None:
+    async with world(tmp_path, max_sessions=1) as gateway:
+        title = await gateway.say(user("A title for `mend it`?"), model="small")
+        topic = await gateway.say(SYSTEM, user("A topic for `mend it`?"), model="small")
+        mine = {"role": "system", "content": "You mend code."}
+        first = await gateway.say(mine, user("mend it"), tools=[TOOL])
+        if forgotten:
+            await gateway.say(user("something else"), session="other")
+            assert (await gateway.end("other")).status_code == 200
+        result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "1"}
+        last = await gateway.say(mine, user("mend it"), first, result, tools=[TOOL])
+        assert (await gateway.end()).status_code == 200
+    (episode,) = [each for each in await gateway.stored() if each.task.id == "s"]
+    kinds = {node.message.content: kind_of(node) for node in episode.nodes if node.sampled}
+    turns = [first["content"], last["content"]]
+    assert kinds == {title["content"]: SIDE, topic["content"]: SIDE, **dict.fromkeys(turns, TURN)}
+    assert title["content"] not in trained(episode) and topic["content"] not in trained(episode)
+    assert (episode.task.instruction, episode.policy.base_model, episode.tools) == ("mend it", "policy", (TOOL,))
+    assert not any(node.metadata.get("history_rewritten") for node in episode.sampled())
+    assert [node.message.content for node in episode.sampled()] == turns
+    assert [node.metadata.get("tools") for node in episode.nodes if node.sampled] == [[], [], None, None]
+
+
+async def test_a_conversation_that_got_its_tools_later_is_one_episode(tmp_path: Path) -> None:
+    async with world(tmp_path) as gateway:
+        plan = await gateway.say(SYSTEM, user("make a plan"))
+        await gateway.say(SYSTEM, user("make a plan"), plan, user("do it"), tools=[TOOL])
+        assert (await gateway.end()).status_code == 200
+    assert [node.message.content for node in (await gateway.only()).sampled()] == ["answer 1", "answer 2"]
 
 
 async def test_only_the_choice_that_the_client_used_was_acted_on(tmp_path: Path) -> None:

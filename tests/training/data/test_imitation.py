@@ -43,3 +43,13 @@ async def test_siblings_of_a_tree_are_pairs_with_one_context() -> None:
         values = [trajectory.nodes[sample.leaf].value for sample in (better, worse)]
         assert better.input_ids[start:] != worse.input_ids[start:], values
     assert preference_pairs([trajectory], [1.0], settings(algorithm="dpo")) == []
+
+
+def test_what_a_person_said_of_two_comes_before_their_rewards() -> None:
+    chosen = settings(algorithm="dpo")
+    said = {frozenset(("0", "2")): "2", frozenset(("1", "4")): "1", frozenset(("3", "4")): None}
+    pairs = preference_pairs(PLAYED, REWARDS, chosen, said)
+    names = [(pair.chosen[0].trajectory_id, pair.rejected[0].trajectory_id, pair.said) for pair in pairs]
+    assert names == [("2", "0", True), ("1", "4", True)], "also of two groups; nothing where neither is better"
+    alone = preference_pairs(PLAYED[:3], [None, None, None], chosen, said)
+    assert [(pair.chosen[0].trajectory_id, pair.rejected[0].trajectory_id) for pair in alone] == [("2", "0")]

@@ -7,7 +7,7 @@ from openhands_rl_plugin.models.engines.event_stream import ServerEvent
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS, TOKEN_IDS
 from openhands_rl_plugin.models.engines.openai_stream import DONE
 from openhands_rl_plugin.models.gateway.json_text import Json, dump_object, parse_object
-from openhands_rl_plugin.models.gateway.protocols.protocol import WireProtocol, event, guarded
+from openhands_rl_plugin.models.gateway.protocols.protocol import WireProtocol, event, guarded, marked
 from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecordable, client_request, parsed_body
 from openhands_rl_plugin.models.gateway.responses import (
     UpstreamResponse,
@@ -56,12 +56,17 @@ class ChunkStream:
         chunk = parse_object(received.data)
         try:
             if chunk is None or "error" in chunk:
-                raise ValueError("an event of the stream is an error" if chunk else "an event of the stream is no JSON")
+                raise ValueError(
+                    "an event of the stream is an error" if chunk else "an event of the stream is no JSON object"
+                )
             self._parts.add(chunk)
         except ValueError as problem:
             self._problem = self._problem or str(problem)
+            if chunk is None and any(name.encode() in received.data for name in self._hidden):
+                return _error_event({"message": str(problem), "type": "BadGatewayError", "code": 502})
             shown = without_fields(chunk, self._hidden)
-            return received.raw if chunk is None or shown == chunk else event(dump_object(shown))
+            kept = chunk is None or shown == chunk
+            return marked(received if kept else received._replace(raw=event(dump_object(shown))))
         self.ending = self._parts.finished >= self._choices
         return self._for_client(received.raw, chunk)
 

@@ -90,6 +90,11 @@ def event(data: bytes, name: str = "") -> bytes:
     return (b"event: %s\n" % name.encode() if name else b"") + b"data: %s\n\n" % data
 
 
+def marked(received: ServerEvent) -> bytes:
+    """An event that makes the answer unrecordable, as it is, after a comment that says so: the headers are gone."""
+    return b": not recorded: the next event has an unknown format\n\n" + received.raw
+
+
 def texts_of(content: object, *types: str) -> str:
     """The texts of all parts of these types, joined; a text itself."""
     if isinstance(content, str):

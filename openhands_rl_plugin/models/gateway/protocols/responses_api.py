@@ -17,6 +17,7 @@ from openhands_rl_plugin.models.gateway.protocols.protocol import (
     as_completion,
     event,
     guarded,
+    marked,
     texts_of,
     wants_nothing,
 )
@@ -188,15 +189,16 @@ class ResponseStream:
         self.lost_ids = False
 
     def feed(self, received: ServerEvent) -> bytes:
-        """Take an event; returns it."""
+        """Take an event; returns it, one that cannot be recorded with a mark."""
         if received.data and received.data != b"[DONE]":
             data = parse_object(received.data)
             try:
                 if data is None:
-                    raise ValueError("an event of the stream is no JSON")
+                    raise ValueError("an event of the stream is no JSON object")
                 self._take(data)
             except (ValueError, TypeError, LookupError) as problem:
                 self._problem = self._problem or str(problem) or "an event of the stream has an unknown format"
+                return marked(received)
         return received.raw
 
     def whole(self) -> UpstreamResponse:
