@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pydantic import Field
@@ -187,9 +188,7 @@ async def load_episodes(
     unscored = [trajectory for trajectory in own if trajectory.id not in known]
     outcomes = await judge_all(reward, unscored)
     known |= {trajectory.id: outcome for trajectory, outcome in zip(unscored, outcomes, strict=True)}
-    said = preferences(await labels_of(storage, [trajectory.id for trajectory in own])) if compared else {}
-    ids = {trajectory.id for trajectory in own}
-    said = {both: better for both, better in said.items() if both <= ids}
+    said = await _said_of(storage, own) if compared else {}
     named = {each for both in said for each in both}
     valid: list[tuple[Trajectory, float | None]] = []
     failed: Counter[str] = Counter()
@@ -219,6 +218,12 @@ async def load_episodes(
             unjudged=next((reason for reason, _ in Counter(reasons).most_common(1)), ""),
         ),
     )
+
+
+async def _said_of(storage: TrajectoryStorage, episodes: Sequence[Trajectory]) -> Preferences:
+    ids = [trajectory.id for trajectory in episodes]
+    said, known = preferences(await labels_of(storage, ids)), frozenset(ids)
+    return {both: better for both, better in said.items() if both <= known}
 
 
 def build_dataset_or_sft(episodes: Episodes, settings: TrainingSettings | AlgorithmName) -> TrainingDataset:
