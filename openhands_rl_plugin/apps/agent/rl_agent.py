@@ -28,7 +28,6 @@ from openhands_rl_plugin.core.types import Adapter, FailureKind, Limits, PolicyR
 from openhands_rl_plugin.core.validation import problems
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.scoring import judge_all, refuse_without_workspace
-from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.data.dataset import (
     ExcludedEpisodes,
     TrainReport,
@@ -194,7 +193,6 @@ class RLAgent:
                 base_model=self._policy.base_model,
                 adapter=self.config.serving.adapter,
                 reward=self._reward,
-                compared=algorithm_of(settings).kind == "preference",
             )
             episodes = self._thread.wait_for(collecting)
             dataset = build_dataset_or_sft(episodes, settings)

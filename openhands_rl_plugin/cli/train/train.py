@@ -173,7 +173,6 @@ class PolicyTraining(TrainingRun):
                 reward=reward,
                 demonstrations=imitates,
                 presume=kind == "imitation",
-                compared=kind == "preference",
             )
             if imitates:
                 episodes = with_token_ids(episodes, self._args.model)

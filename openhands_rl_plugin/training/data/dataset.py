@@ -154,13 +154,12 @@ async def load_episodes(
     reward: Reward,
     demonstrations: bool = False,
     presume: bool = False,
-    compared: bool = False,
 ) -> Episodes:
     """The stored episodes that ``base_model`` sampled, alone or with any version of ``adapter``.
 
     With ``demonstrations`` also imported ones, whoever sampled them, with the outcome that their record says; with
-    ``presume`` those of which nobody said anything count as chosen to be imitated: 1.0. With ``compared`` also what
-    people said of two of them, and those two, though they have no reward.
+    ``presume`` those of which nobody said anything count as chosen to be imitated: 1.0. What people said of two of
+    them comes with them, and those two also without a reward.
     Episodes of an evaluation split are excluded unless ``where`` names the split. An episode without a score of the
     reward is scored here; the score is not stored.
     """
@@ -185,10 +184,8 @@ async def load_episodes(
                 known[trajectory.id] = score
         else:
             others += 1
-    unscored = [trajectory for trajectory in own if trajectory.id not in known]
-    outcomes = await judge_all(reward, unscored)
-    known |= {trajectory.id: outcome for trajectory, outcome in zip(unscored, outcomes, strict=True)}
-    said = await _said_of(storage, own) if compared else {}
+    known |= await _judged(reward, [trajectory for trajectory in own if trajectory.id not in known])
+    said = await _said_of(storage, own)
     named = {each for both in said for each in both}
     valid: list[tuple[Trajectory, float | None]] = []
     failed: Counter[str] = Counter()
@@ -218,6 +215,11 @@ async def load_episodes(
             unjudged=next((reason for reason, _ in Counter(reasons).most_common(1)), ""),
         ),
     )
+
+
+async def _judged(reward: Reward, unscored: Sequence[Trajectory]) -> dict[str, Score | Failure]:
+    outcomes = await judge_all(reward, unscored)
+    return {trajectory.id: outcome for trajectory, outcome in zip(unscored, outcomes, strict=True)}
 
 
 async def _said_of(storage: TrajectoryStorage, episodes: Sequence[Trajectory]) -> Preferences:
