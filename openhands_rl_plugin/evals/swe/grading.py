@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from openhands_rl_plugin.core.errors import InfrastructureError, RLError, describe
-from openhands_rl_plugin.environments.workspace.processes import Ended
+from openhands_rl_plugin.environments.workspace.processes import Ended, Prelude
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.patches import added_files, changed_files, refusal, restored_files, touched_files
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
@@ -34,6 +34,8 @@ _APPLY = " || ".join(
 """The official commands, tried in this order."""
 
 _APPLY_TIME = 120.0
+_FULL = "No space left on device"
+_PRELUDE_TIME = 1800.0
 _SPOILED = (">>>>> Patch Apply Failed", ">>>>> Reset Failed", ">>>>> Tests Errored", ">>>>> Tests Timed Out")
 
 
@@ -45,9 +47,15 @@ class Box(Protocol):
         ...
 
     async def run(
-        self, command: Sequence[str], *, timeout: float, given: bytes | None = None, tests: bool = False
+        self,
+        command: Sequence[str],
+        *,
+        timeout: float,
+        given: bytes | None = None,
+        tests: bool = False,
+        prelude: Prelude | None = None,
     ) -> Ended:
-        """Run a command in ``/testbed``. ``tests``: with the guard's equipment."""
+        """Run a command in ``/testbed``. ``tests``: with the guard's equipment. ``prelude``: as for ``run``."""
         ...
 
     async def left(self) -> Mapping[str, bytes]:
@@ -143,13 +151,18 @@ async def evaluate(
     parse = parser_of(recipe.parser)
     flags = await asyncio.to_thread(guard.check_patch, instance, patch)
     if (why := await _apply(box, instance, patch, logs)) is not None:
+        await _check_space(box, why)
         return PatchVerdict(instance_id=instance.instance_id, kind=VerdictKind.UNAPPLIED, reason=why, flags=flags)
     loading = asyncio.create_task(asyncio.to_thread(load_official_grader, recipe))
     word = secrets.token_hex(16)
     await box.put(SCRIPT_INSIDE, recipe.evaluation_script)
     start = f"IFS= read -r PS4; exec </dev/null; . {SCRIPT_INSIDE}"
     ended = await box.run(
-        ["/bin/bash", "-c", start, SCRIPT_INSIDE], timeout=timeout, given=f"+{word} \n".encode(), tests=True
+        ["/bin/bash", "-c", start, SCRIPT_INSIDE],
+        timeout=timeout,
+        given=f"+{word} \n".encode(),
+        tests=True,
+        prelude=_prelude(recipe.evaluation_script, word),
     )
     await loading
     log = read_log(ended.text, word, instance.base_commit)
@@ -174,7 +187,26 @@ async def evaluate(
         instance, patch, log.tests, statuses, ended.code, left, word, recipe.evaluation_script, parse
     )
     seen = (*found.flags, *await asyncio.to_thread(guard.check_run, observed))
-    return _resolved(found, instance, recipe, statuses, seen, "" if whole else "the run ended before its tests did")
+    why = "" if whole else "the run ended before its tests did"
+    verdict = _resolved(found, instance, recipe, statuses, seen, why)
+    if not verdict.resolved:
+        await _check_space(box, log.text)
+    return verdict
+
+
+async def _check_space(box: Box, said: str) -> None:
+    """Raise ``InfrastructureError`` when a run failed for want of space: that says nothing about its patch."""
+    if _FULL in said:
+        fill = "head -c 4194304 /dev/zero >/tmp/space && rm -f /tmp/space"
+        if (await box.run(["/bin/sh", "-c", fill], timeout=_APPLY_TIME)).code:
+            raise InfrastructureError("no space is left where the tests run")
+
+
+def _prelude(script: str, word: str) -> Prelude | None:
+    """What a script does before its tests: it installs the repository again, which may have to be compiled."""
+    if START in script:
+        return Prelude(START.encode(), _PRELUDE_TIME)
+    return Prelude(f"{word} git apply -v -".encode(), _PRELUDE_TIME) if "git apply -v -" in script else None
 
 
 def _resolved(

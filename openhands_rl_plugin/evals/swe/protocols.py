@@ -28,7 +28,8 @@ class InstanceBackend(Protocol):
         ...
 
     async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> PatchVerdict:
-        """Apply ``patch`` and the row's tests to a fresh checkout and run them for at most ``timeout`` seconds.
+        """Apply ``patch`` and the row's tests to a fresh checkout and run them for at most ``timeout`` seconds, which
+        do not include what the script does before the tests.
 
         Never raises for what a patch does; an infrastructure failure is a verdict of kind ``INFRASTRUCTURE``.
         """

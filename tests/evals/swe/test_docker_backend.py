@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
 from repository_samples import FIX, instance, with_extra
 
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.evals.swe.backends import docker
 from openhands_rl_plugin.evals.swe.backends.docker import DockerBackend, exec_command, platform_of, start_command
 from openhands_rl_plugin.evals.swe.types import VerdictKind
 
@@ -31,6 +33,10 @@ if failing and words[0] == failing:
     sys.exit(1)
 if words[:2] == ["image", "inspect"]:
     sys.exit(1)
+if words[0] == "inspect":
+    print(os.environ.get("RUNNING", "true"))
+if words[0] == "ps":
+    print(os.environ.get("LEFT", "another-container"))
 if words[0] == "exec":
     if "apply" in words:
         print("Applied patch calc.py cleanly.")
@@ -38,6 +44,8 @@ if words[0] == "exec":
         word = sys.stdin.readline().strip()
         print(f"+{word} : '>>>>> Start Test Output'")
         print("PASSED tests/test_calc.py::test_add\\nPASSED tests/test_calc.py::test_double")
+        if "RUNNING" in os.environ or failing == "inspect":
+            sys.exit(137)
         print(f"+{word} : '>>>>> End Test Output'")
 """
 
@@ -77,6 +85,31 @@ async def test_what_fails_around_a_patch_is_infrastructure(
     verdict = await DockerBackend(program=str(program)).grade(ROW, FIX, logs=tmp_path / "logs", timeout=30.0)
     assert verdict.kind is VerdictKind.INFRASTRUCTURE
     assert said in verdict.reason and f"{failing} does not work" in verdict.reason
+
+
+async def test_an_engine_that_was_lost_says_nothing_about_a_patch(program: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("FAILING", "inspect")
+    verdict = await DockerBackend(program=str(program)).grade(ROW, FIX, logs=tmp_path / "logs", timeout=30.0)
+    assert verdict.kind is VerdictKind.INFRASTRUCTURE
+    assert verdict.reason.startswith("the container engine was lost during the run: docker: inspect")
+
+
+async def test_tests_that_end_their_own_container_are_unresolved(program: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("RUNNING", "false")
+    monkeypatch.setattr("openhands_rl_plugin.evals.swe.backends.docker._SHUTTING_DOWN", 0.0)
+    verdict = await DockerBackend(program=str(program)).grade(ROW, FIX, logs=tmp_path / "logs", timeout=30.0)
+    assert (verdict.kind, verdict.reason) == (VerdictKind.UNRESOLVED, "the run ended before its tests did")
+
+
+async def test_containers_that_a_killed_process_left_are_removed(program: Path, tmp_path: Path, monkeypatch) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    prefix = docker._PREFIX
+    monkeypatch.setenv("LEFT", f"{prefix}{ended.pid}-a {prefix}{os.getpid()}-b other-{prefix}{ended.pid}-c")
+    await DockerBackend(program=str(program)).check()
+    assert [words for words in calls(tmp_path) if words[0] == "rm"] == [
+        ["rm", "--force", "--volumes", f"{prefix}{ended.pid}-a"]
+    ]
 
 
 async def test_without_a_daemon_or_a_program_one_clear_line(program: Path, monkeypatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from repository_samples import TEST_PATCH, instance
+from repository_samples import TEST_PATCH, git, instance
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, MissingExtraError
 from openhands_rl_plugin.evals.swe.backends import shim
@@ -274,6 +274,66 @@ other:
 )
 def test_pips_options_as_uvs(monkeypatch, given: str, wanted: str) -> None:
     assert shim("pip", monkeypatch).translate(given.split()) == wanted.split()
+
+
+@pytest.mark.parametrize(
+    ("given", "files", "legacy"),
+    [
+        ("-e .", ["setup.py"], True),
+        ("-ve .[test]", ["setup.py", "setup.cfg"], True),
+        ("--editable=.", ["setup.py"], True),
+        ("-e .", ["setup.py", "pyproject.toml"], False),
+        ("--no-use-pep517 -e .", ["setup.py", "pyproject.toml"], True),
+        ("-e git+https://example.org/x", ["setup.py"], False),
+        (".", ["setup.py"], False),
+    ],
+)
+def test_an_editable_install_is_a_legacy_one_where_pips_is(
+    monkeypatch, tmp_path: Path, given: str, files: list[str], legacy: bool
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    assert shim("pip", monkeypatch).is_legacy(given.split()) is legacy
+
+
+BUILT = ("setup.py", "calc/__init__.py", "calc/add.py", "calc/fast.c", "calc/setup_package.py", "docs/index.rst")
+
+
+@pytest.mark.parametrize(
+    ("file", "kept"),
+    [
+        ("calc/add.py", True),
+        ("calc/new.py", True),
+        ("docs/index.rst", True),
+        ("calc/fast.c", False),
+        ("calc/setup_package.py", False),
+        ("setup.py", False),
+        ("calc/more/__init__.py", False),
+    ],
+)
+def test_what_was_compiled_is_kept_until_its_sources_change(monkeypatch, tmp_path: Path, file: str, kept: bool) -> None:
+    project, environment = tmp_path / "project", tmp_path / "environment"
+    for each in BUILT:
+        (project / each).parent.mkdir(parents=True, exist_ok=True)
+        (project / each).write_text("x\n")
+    environment.mkdir()
+    (project / ".gitignore").write_text("*.so\n")
+    git(project, "init", "--quiet")
+    git(project, "add", "--all")
+    monkeypatch.setenv("CONDA_PREFIX", str(environment))
+    monkeypatch.chdir(project)
+    built = shim("built", monkeypatch)
+    built.record(["-e", "."])
+    assert not built.is_kept(["-e", "."])
+    (project / "calc" / "fast.so").write_text("compiled")
+    built.record(["-e", "."])
+    assert built.is_kept(["-e", "."]) and not built.is_kept(["-e", ".[test]"])
+    (project / file).parent.mkdir(exist_ok=True)
+    (project / file).write_text("changed\n")
+    assert built.is_kept(["-e", "."]) is kept
+    (project / "calc" / "fast.so").unlink()
+    assert not built.is_kept(["-e", "."])
 
 
 def test_the_commands_of_tox_ini(monkeypatch, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import os
 import platform
 import shutil
@@ -17,7 +18,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
-from openhands_rl_plugin.environments.workspace.processes import Ended, checked, run
+from openhands_rl_plugin.environments.workspace.processes import Ended, Prelude, checked, run
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource, file_at, find_repository
 from openhands_rl_plugin.evals.swe.grading import Guard, GuardEquipment, NoGuard, evaluate, grade_and_log
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
@@ -26,7 +27,11 @@ from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount, PatchVerdict
 
 ENVIRONMENT = "/opt/miniconda3/envs/testbed"
+_PREFIX = f"openhands-rl-{hashlib.sha256(platform.node().encode()).hexdigest()[:8]}-"
+"""Of containers of this machine; the number of their process follows."""
+
 _GUARD, _GUARD_OUT = "/guard", "/guard-out"
+_SHUTTING_DOWN = 2.0
 _PULL_TIME, _START_TIME, _COPY_TIME = 3600.0, 120.0, 600.0
 
 
@@ -34,7 +39,7 @@ class DockerBackend:
     """Grades each patch in a new container, which is always removed.
 
     ``mirror``: a folder of git directories for requirement files that rows do not contain; without it they come from
-    GitHub. ``program``: ``docker``, or another with its arguments.
+    GitHub. ``program``: one with docker's arguments; left out, ``docker``, or ``podman`` where only that is installed.
     """
 
     name = "docker"
@@ -42,26 +47,27 @@ class DockerBackend:
     def __init__(
         self,
         *,
-        program: str = "docker",
+        program: str = "",
         mirror: Path | None = None,
         guard: Guard | None = None,
         network: bool = False,
         memory: str = "16g",
     ) -> None:
-        self._program = program
+        self._program = program or ("podman" if shutil.which("podman") and not shutil.which("docker") else "docker")
         self._sources = [] if mirror is None else [MirrorSource(mirror)]
         self._guard = guard or NoGuard()
         self._network = network
         self._memory = memory
 
     async def check(self) -> None:
-        """Raise ``ConfigError`` without a docker program or a running daemon."""
+        """Raise ``ConfigError`` without a docker program or a running daemon. Removes what killed processes left."""
         if shutil.which(self._program) is None:
             raise ConfigError(f"the program {self._program} is not installed; install Docker, or use --backend local")
         asked = await run([self._program, "version", "--format", "{{.Server.Version}}"], timeout=30)
         if asked.code or asked.timed_out:
             reason = "it does not answer" if asked.timed_out else asked.last_line
             raise ConfigError(f"no Docker daemon ({reason}); start it, or use --backend local")
+        await self._remove_left()
 
     async def checkout(self, instance: Instance, directory: Path) -> Checkout:
         """Copy repository and environment out of the image. Raises ``InfrastructureError`` and ``ConfigError``."""
@@ -95,6 +101,13 @@ class DockerBackend:
     async def close(self) -> None:
         """Nothing to release; images stay."""
 
+    async def _remove_left(self) -> None:
+        listing = [self._program, "ps", "--all", "--filter", f"name={_PREFIX}", "--format", "{{.Names}}"]
+        for name in (await checked(listing, "list containers", timeout=_START_TIME)).text.split():
+            owner = name.removeprefix(_PREFIX).partition("-")[0]
+            if name.startswith(_PREFIX) and not Path("/proc", owner).exists():
+                await run([self._program, "rm", "--force", "--volumes", name], timeout=_START_TIME)
+
     async def _recipe(self, instance: Instance) -> Recipe:
         read_file = from_mirrors(self._sources) if self._sources else from_github
         return await asyncio.to_thread(recipe_of, instance, read_file)
@@ -110,7 +123,7 @@ class DockerBackend:
 
     @asynccontextmanager
     async def _container(self, image: str, equipment: GuardEquipment) -> AsyncIterator[str]:
-        name = f"openhands-rl-{uuid.uuid4().hex}"
+        name = f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex}"
         command = start_command(self._program, name, image, network=self._network, memory=self._memory)
         try:
             await checked(command, f"start a container of {image}", timeout=_START_TIME)
@@ -135,15 +148,31 @@ class DockerBox:
         await copy_in(self._program, self._container, inside, text)
 
     async def run(
-        self, command: Sequence[str], *, timeout: float, given: bytes | None = None, tests: bool = False
+        self,
+        command: Sequence[str],
+        *,
+        timeout: float,
+        given: bytes | None = None,
+        tests: bool = False,
+        prelude: Prelude | None = None,
     ) -> Ended:
-        """``docker exec``. At the time limit the container is stopped: ending the client would not do that."""
+        """``docker exec``. At the time limit the container is stopped: ending the client would not do that.
+
+        Raises ``InfrastructureError`` when the engine or the container is gone. A container that has ended was ended by
+        what ran in it.
+        """
         variables = self._variables if tests else {}
-        ended = await run(
-            exec_command(self._program, self._container, command, variables), timeout=timeout, given=given
-        )
+        command = exec_command(self._program, self._container, command, variables)
+        ended = await run(command, timeout=timeout, given=given, prelude=prelude)
         if ended.timed_out:
             await run([self._program, "kill", self._container], timeout=_START_TIME)
+        elif tests or ended.code:
+            look = [self._program, "inspect", "--format", "{{.State.Running}}", self._container]
+            state = await checked(look, "the container engine was lost during the run", timeout=_START_TIME)
+            if "true" not in state.text:
+                # An engine that is shutting down ends its containers, and answers for a moment.
+                await asyncio.sleep(_SHUTTING_DOWN)
+                await checked(look, "the container engine was lost during the run", timeout=_START_TIME)
         return ended
 
     async def left(self) -> Mapping[str, bytes]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.environments.workspace.bubblewrap import Overlay, can_overlay
-from openhands_rl_plugin.environments.workspace.processes import Ended, checked, run
+from openhands_rl_plugin.environments.workspace.processes import Ended, Prelude, checked, run
 from openhands_rl_plugin.evals.swe.backends.caching import Cache, copy_tree, default_cache, remove
 from openhands_rl_plugin.evals.swe.backends.interpreters import Interpreter, find_python, find_uv
 from openhands_rl_plugin.evals.swe.backends.layers import Layers
@@ -26,6 +26,7 @@ from openhands_rl_plugin.evals.swe.backends.sandbox import (
     check_bubblewrap,
     git_settings,
 )
+from openhands_rl_plugin.evals.swe.backends.services import NEEDED_CAPABILITIES, TestServices, services_of
 from openhands_rl_plugin.evals.swe.backends.uv_cache import shared_folder
 from openhands_rl_plugin.evals.swe.grading import (
     PATCH_INSIDE,
@@ -124,7 +125,8 @@ class LocalBackend:
             recipe = await self._recipe(instance)
             written.write_script(recipe.evaluation_script)
             layer, _, sandbox = await self._layer(instance, recipe)
-            async with self._box(layer, sandbox, self._guard.equipment(instance)) as box:
+            services = None if self._network else await services_of(self._cache, recipe)
+            async with self._box(layer, sandbox, self._guard.equipment(instance), services) as box:
                 return await evaluate(box, instance, recipe, patch, written, timeout=timeout, guard=self._guard)
 
         return await grade_and_log(instance, patch, written, grade)
@@ -157,19 +159,27 @@ class LocalBackend:
         return self._cache.path("runs", "any").parent
 
     @asynccontextmanager
-    async def _box(self, layer: Path, sandbox: InstanceSandbox, equipment: GuardEquipment) -> AsyncIterator[LocalBox]:
+    async def _box(
+        self, layer: Path, sandbox: InstanceSandbox, equipment: GuardEquipment, services: TestServices | None
+    ) -> AsyncIterator[LocalBox]:
         scratch = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=self._runs()))
         try:
-            yield await _open(layer, sandbox, equipment, scratch, shared_folder(self._cache), self._network)
+            room = await _open(layer, sandbox, equipment, scratch, shared_folder(self._cache))
+            yield LocalBox(sandbox, room, equipment, scratch, services)
         finally:
             await remove(scratch)
 
 
 class LocalBox:
-    """A layer with changes of its own on top, in ``scratch``."""
+    """A layer with changes of its own on top, in ``scratch``. Without ``services`` the tests have the network."""
 
     def __init__(
-        self, sandbox: InstanceSandbox, room: Room, equipment: GuardEquipment, scratch: Path, *, network: bool
+        self,
+        sandbox: InstanceSandbox,
+        room: Room,
+        equipment: GuardEquipment,
+        scratch: Path,
+        services: TestServices | None,
     ) -> None:
         self._sandbox = sandbox
         self._room = room
@@ -177,7 +187,7 @@ class LocalBox:
         self._script = scratch / "eval.sh"
         self._out = scratch / "out"
         self._shown = [Shown(scratch / "guard", _GUARD), Shown(self._out, _GUARD_OUT, writable=True)]
-        self._network = network
+        self._services = services
 
     async def put(self, inside: str, text: str) -> None:
         """Write the patch or the script; the script is shown read-only."""
@@ -185,18 +195,28 @@ class LocalBox:
         await asyncio.to_thread(place.write_bytes, text.encode())
 
     async def run(
-        self, command: Sequence[str], *, timeout: float, given: bytes | None = None, tests: bool = False
+        self,
+        command: Sequence[str],
+        *,
+        timeout: float,
+        given: bytes | None = None,
+        tests: bool = False,
+        prelude: Prelude | None = None,
     ) -> Ended:
         """Run in a sandbox that ends with the command and kills all of its processes."""
-        shown = [*self._shown, Shown(self._script, SCRIPT_INSIDE)] if tests else []
+        if not tests:
+            return await run(self._sandbox.wrap(self._room, command, network=False), timeout=timeout, given=given)
+        shown = [*self._shown, Shown(self._script, SCRIPT_INSIDE)]
+        services = self._services
         wrapped = self._sandbox.wrap(
             self._room,
-            command,
-            network=tests and self._network,
-            shown=shown,
-            variables=self._variables if tests else None,
+            services.around(command) if services else command,
+            network=services is None,
+            shown=[*shown, *services.shown] if services else shown,
+            variables=self._variables,
+            capabilities=NEEDED_CAPABILITIES if services and services.any else (),
         )
-        return await run(wrapped, timeout=timeout, given=given)
+        return await run(wrapped, timeout=timeout, given=given, prelude=prelude)
 
     async def left(self) -> Mapping[str, bytes]:
         """Regular files in the guard's folder, without too large ones."""
@@ -205,8 +225,8 @@ class LocalBox:
 
 
 async def _open(
-    layer: Path, sandbox: InstanceSandbox, equipment: GuardEquipment, scratch: Path, uv_cache: Path, network: bool
-) -> LocalBox:
+    layer: Path, sandbox: InstanceSandbox, equipment: GuardEquipment, scratch: Path, uv_cache: Path
+) -> Room:
     for name in ("tmp", "guard", "out"):
         (scratch / name).mkdir(mode=0o700)
     (scratch / "eval.sh").touch()
@@ -223,13 +243,11 @@ async def _open(
             for name, lower in layers.items()
         )
         cache = scratch / "uv" / "merged"
-        room = Room(scratch / "layer" / "merged", scratch / "tmp", cache, cache / "own", overlays)
-    else:
-        (scratch / "layer").mkdir()
-        for name in PARTS:
-            await copy_tree(layer / name, scratch / "layer" / name)
-        room = Room(scratch / "layer", scratch / "tmp")
-    return LocalBox(sandbox, room, equipment, scratch, network=network)
+        return Room(scratch / "layer" / "merged", scratch / "tmp", cache, cache / "own", overlays)
+    (scratch / "layer").mkdir()
+    for name in PARTS:
+        await copy_tree(layer / name, scratch / "layer" / name)
+    return Room(scratch / "layer", scratch / "tmp")
 
 
 async def _commit_changes(directory: Path) -> None:

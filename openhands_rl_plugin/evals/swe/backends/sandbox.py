@@ -106,13 +106,16 @@ class InstanceSandbox:
         network: bool,
         shown: Sequence[Shown] = (),
         variables: Mapping[str, str] | None = None,
+        capabilities: Sequence[str] = (),
     ) -> list[str]:
-        """The command line that runs ``program`` in ``room``, in ``/testbed`` if that exists."""
+        """The command line that runs ``program`` in ``room``, in ``/testbed`` if that exists. ``capabilities``: more
+        than root has in a container.
+        """
         limits = [f"--data={self._limits.memory}", f"--fsize={self._limits.file}", "--core=0"]
         settings = {**self._variables(room, network=network), **(variables or {})}
-        capabilities = [word for name in _CAPABILITIES for word in ("--cap-add", f"CAP_{name}")]
+        allowed = [word for name in (*_CAPABILITIES, *capabilities) for word in ("--cap-add", f"CAP_{name}")]
         # ``localhost`` is a name that resolves without a network.
-        options = [*_ROOT, "--hostname", "localhost", "--die-with-parent", *capabilities]
+        options = [*_ROOT, "--hostname", "localhost", "--die-with-parent", *allowed]
         return [
             *mount_overlays(room.overlays),
             *("prlimit", *limits, "--"),
@@ -237,7 +240,8 @@ _SHIMS: Mapping[str, str] = {
 
 def shim_digest() -> str:
     """Changes when an environment might be made in another way."""
-    files = [path.read_bytes() for path in sorted(Path(shim.__file__).parent.iterdir()) if path.is_file()]
+    makers = [path for path in sorted(Path(shim.__file__).parent.iterdir()) if path.name != "network.py"]
+    files = [path.read_bytes() for path in makers if path.is_file()]
     return hashlib.sha256(b"\0".join([*files, *(text.encode() for text in _SHIMS.values())])).hexdigest()[:12]
 
 

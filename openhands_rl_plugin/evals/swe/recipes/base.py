@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from pydantic import Field
-
 from openhands_rl_plugin.core.types import Frozen
 
 ReadFile = Callable[[str, str, str], str | None]
@@ -23,6 +21,9 @@ class Recipe(Frozen):
     ``exclude_newer``: the date of which packages are installed, ``YYYY-MM-DD``; empty for today's. ``python``: a
     version as "3.9". ``grader``: whose functions compare the outcomes of tests with the row, those of ``swebench``
     ("official") or ours ("own").
+
+    ``httpbin``: the tests ask ``http://httpbin.org``; ``unreachable``: IPv4 addresses at which they expect that nobody
+    answers, however long they wait.
     """
 
     environment_script: str
@@ -34,4 +35,5 @@ class Recipe(Frozen):
     exclude_newer: str = ""
     image: str | None = None
     grader: Literal["official", "own"] = "official"
-    variables: dict[str, str] = Field(default_factory=dict)
+    httpbin: bool = False
+    unreachable: tuple[str, ...] = ()

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from common import ENVIRONMENTS, SEEDS, prefix, say, uv_install
 
-# Names on conda-forge -> names on PyPI. ``None``: a library or program that is no Python package.
+# Names on conda-forge -> names on PyPI. ``None``: a library or program that is no Python package,
+# or a package that needs one.
 NAMES: dict[str, str | None] = {
     **{
         "python-graphviz": "graphviz",
@@ -40,6 +41,8 @@ NAMES: dict[str, str | None] = {
             *("hdf5", "libnetcdf", "eccodes", "esmpy", "pandoc", "openssl", "ninja", "llvm-openmp", "mkl", "blas"),
             *("ffmpeg", "imagemagick", "firefox", "geckodriver", "texlive-core", "libxml2", "boost-cpp", "nomkl"),
             *("libopenblas", "tk", "ca-certificates", "jre", "openjdk", "selenium-manager"),
+            # Cannot be imported without eccodes.
+            "cfgrib",
         )
     ),
 }

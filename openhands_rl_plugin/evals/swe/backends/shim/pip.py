@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from itertools import pairwise
 
+import built
 from common import OFFLINE, SEEDS, python, say, uv, uv_install
 
 # Options of ``pip install`` that uv does not know and that change nothing here.
@@ -28,7 +29,8 @@ RENAMED = {
     "-C": "--config-setting",
     "--config-settings": "--config-setting",
 }
-EDITABLE = ("-e", "--editable")
+LEGACY = ("--config-setting", "editable_mode=compat")
+"""Makes setuptools link an editable project's folder, as ``setup.py develop`` does, instead of installing a finder."""
 
 
 def main(words: list[str]) -> int:
@@ -51,13 +53,24 @@ def install(words: list[str]) -> int:
     if absent := next((file for file in listed_files(translated) if not os.path.exists(file)), None):
         say(f"could not open requirements file {absent}: no such file")
         return 1
+    if OFFLINE and built.is_kept(translated):
+        say("nothing has changed that the installed project is built from")
+        return 0
+    status = install_translated(words, translated)
+    if not status and not OFFLINE:
+        built.record(translated)
+    return status
+
+
+def install_translated(words: list[str], translated: list[str]) -> int:
+    """The same with the options in both forms."""
     constrained = constraints()
-    if not uv_install(*constrained, *translated):
+    if not uv_install(*constrained, *translated, *(LEGACY if is_legacy(words) else ())):
         return 0
     say("uv could not install that; pip tries")
     if not has_pip() and uv_install(*SEEDS):
         return 1
-    plain = [word for word in translated if word not in EDITABLE]
+    plain = [word for word in translated if word not in built.EDITABLE]
     if len(plain) < len(translated) and not uv_install(*constrained, *plain):
         return own_pip(["install", "--no-deps", *words])
     return own_pip(["install", *words])
@@ -84,6 +97,19 @@ def translate(words: list[str]) -> list[str]:
         else:
             translated.append(word)
     return [word for word in translated if word]
+
+
+def is_legacy(words: list[str]) -> bool:
+    """Whether pip would run ``setup.py develop``: for editable projects without a ``pyproject.toml``, or if told to."""
+    folders = [value.partition("[")[0] for name, value in pairwise(spread(words)) if name in built.EDITABLE]
+    projects = [folder for folder in folders if os.path.exists(os.path.join(folder, "setup.py"))]
+    told = "--no-use-pep517" in words
+    return bool(projects) and all(told or not os.path.exists(f"{folder}/pyproject.toml") for folder in projects)
+
+
+def spread(words: list[str]) -> list[str]:
+    """The words with each value as a word of its own, as in ``-e .``."""
+    return [part for word in translate(words) for part in (word.split("=", 1) if word.startswith("--") else [word])]
 
 
 def listed_files(words: list[str]) -> list[str]:
