@@ -96,7 +96,7 @@ async def run(args: argparse.Namespace) -> None:
     pairs = [pair for line in lines for name in ("gold", "nothing") if isinstance(pair := line[name], dict)]
     same = sum(pair["same"] is True for pair in pairs)
     alike = sum(not pair["differing"] for pair in pairs)
-    print(f"{len(lines)} instances of {len({line['repo'] for line in lines})} repositories, {len(pairs)} patches:")
+    print(f"{len(lines)} instances of {len({str(line['repo']) for line in lines})} repositories, {len(pairs)} patches:")
     print(f"{same} with the same verdict and flags, {alike} with the same outcome of every test")
 
 
