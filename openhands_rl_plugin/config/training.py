@@ -254,10 +254,10 @@ class TrainingSettings(Settings):
             )
         if self.tree == "proposals":
             self._check_proposals()
-        if self.method == "full" and self.algorithm not in _IMITATION:
+        if self.method == "full" and self.kl != "none":
             raise ValueError(
-                'method = "full" fine-tunes: set algorithm = "sft" or "rejection-sampling", or train an adapter with '
-                'method = "lora"'
+                f'kl = "{self.kl}" is the divergence from the base model, of which method = "full" keeps no copy: set '
+                'kl = "none", or train an adapter with method = "lora"'
             )
         if self.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
             raise ValueError(

@@ -1,10 +1,47 @@
-"""Giving memory back that was freed."""
+"""How much memory is free, and giving back what was freed."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import subprocess
 import sys
+from pathlib import Path
+
+_LIMITS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+_ASK_GPU = ("nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits")
+
+
+def free_memory() -> int | None:
+    """Bytes that a model could have: those of the first GPU, or where there is none, of this machine or container.
+
+    ``None`` where neither says so. Loads no torch.
+    """
+    try:
+        told = subprocess.run(_ASK_GPU, capture_output=True, text=True, timeout=10, check=True).stdout
+        return int(told.split()[0]) * 1024**2
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        pass
+    found = [_available(), *(_left_of(*files) for files in _LIMITS)]
+    return min((each for each in found if each is not None), default=None)
+
+
+def _available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, StopIteration):
+        return None
+
+
+def _left_of(limit: str, used: str) -> int | None:
+    try:
+        return max(0, int(Path(limit).read_text(encoding="ascii")) - int(Path(used).read_text(encoding="ascii")))
+    except (OSError, ValueError):  # no such group, or "max"
+        return None
 
 
 def return_freed_memory() -> None:

@@ -142,7 +142,7 @@ WRONG = [
     ("[extended]\nrl = 3", "[extended.rl] must be a table, got 3"),
     ('[rl.training]\nalgorithm = "ppo"', "[rl.training] algorithm: must be 'sft', 'rejection-sampling', "),
     ('[rl.training]\nlora_variant = "full"', "[rl.training] lora_variant: must be 'lora', 'rslora' or 'dora'"),
-    ('[rl.training]\nmethod = "full"', '[rl] training: method = "full" fine-tunes: set algorithm = "sft"'),
+    ('[rl.training]\nmethod = "full"\nkl = "k3"', '[rl] training: kl = "k3" is the divergence from the base model'),
     ("[rl.training]\ndual_clip = 0.5", "[rl] training: dual_clip must be 0 (off) or greater than 1"),
     ("[rl.training]\ndiscount = 0.9", "[rl] training: discount needs rewards of steps: set step_rewards"),
     ('[rl.training]\nalgorithm = "sft"\ntree = "branches"', '[rl] training: tree = "branches" has no effect on'),

@@ -27,7 +27,7 @@ from openhands_rl_plugin.cli.train.training import (
 from openhands_rl_plugin.config.build import make_reward
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings, VerifierSettings
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, TrainingError
-from openhands_rl_plugin.core.memory import forget_unused
+from openhands_rl_plugin.core.memory import forget_unused, free_memory
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.trajectories.exchange.episodes import STRATEGY as IMPORTED
 
@@ -179,7 +179,7 @@ class PolicyTraining(TrainingRun):
             return base_model, build_dataset(episodes, self._training)
 
     def _print_plan(self, dataset: TrainingDataset) -> None:
-        from openhands_rl_plugin.training.trainer.memory_estimate import estimate_share
+        from openhands_rl_plugin.training.trainer.memory_estimate import check_fits, estimate_share
 
         print(f"{self._name} from {self._start}, by {dataset.algorithm}")
         causes = dataset.excluded.causes()
@@ -196,18 +196,22 @@ class PolicyTraining(TrainingRun):
             units = len(dataset.pairs) or dataset.used
             steps = math.ceil(units / self._training.batch_size) * self._training.num_epochs
             print(f"  steps: {steps} ({self._training.num_epochs} epochs)")
-        print(memory_line(self._args.model, self._training, longest), flush=True)
+        free = free_memory()
+        print(memory_line(self._args.model, self._training, longest, free=free), flush=True)
+        if self._whole and self._ranks is None and dataset.samples and not self._args.dry_run:
+            check_fits(self._args.model, self._training, longest, free)
         if self._ranks is not None and self._training.sharding != "none":
             share = estimate_share(self._args.model, self._training, longest, self._ranks.size).total
             print(f"  split by --sharding layers: about {share / 1e9:.2f} GB in each process", flush=True)
 
     def _train_whole(self, dataset: TrainingDataset, base_model: str) -> None:
         """Train all weights; rank 0 writes the model ``ADAPTERS/NAME-model-v000001``, or the next free number."""
+        from openhands_rl_plugin.training.learn import fit
         from openhands_rl_plugin.training.trainer.full_trainer import FullTrainer
 
         trainer = FullTrainer(self._args.model, self._training)
         with training_progress() as advanced:
-            metrics = trainer.sft(dataset.samples, advanced, run=self._run_directory).as_floats()
+            metrics = fit(trainer, dataset, advanced, run=self._run_directory).as_floats()
         if self._leads:
             names = (self._adapters.root / f"{self._name}-model-v{number:06d}" for number in count(1))
             target = next(path for path in names if not path.exists())

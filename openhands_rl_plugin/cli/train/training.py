@@ -132,10 +132,11 @@ def training_progress() -> Iterator[Callable[[TrainProgress], None]]:
         yield advanced
 
 
-def memory_line(model: Path, settings: TrainingSettings, longest: int) -> str:
-    """The estimated memory of training on sequences of at most ``longest`` tokens."""
+def memory_line(model: Path, settings: TrainingSettings, longest: int, *, free: int | None = None) -> str:
+    """The estimated memory of training on sequences of at most ``longest`` tokens, and the ``free`` bytes."""
     from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory
 
     memory = estimate_memory(model, settings, longest)
     parts = ", ".join(f"{name} {part / 1e9:.2f}" for name, part in memory.parts().items())
-    return f"  memory: about {memory.total / 1e9:.2f} GB ({parts})"
+    here = "" if free is None else f"; free: {free / 1e9:.2f} GB" + (", too little" if memory.total > free else "")
+    return f"  memory: about {memory.total / 1e9:.2f} GB ({parts}){here}"

@@ -1,21 +1,18 @@
-"""Full-parameter fine-tuning: a model directory comes out, not an adapter."""
+"""Full-parameter training: a model directory comes out, not an adapter."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.core.errors import PublishError, StorageError, TrainingError, describe
+from openhands_rl_plugin.core.errors import PublishError, StorageError, describe
 from openhands_rl_plugin.core.files import draft_folder, file_sha256, sync
-from openhands_rl_plugin.core.types import Frozen, Sample
-from openhands_rl_plugin.training.data.imitation import PreferencePair
+from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.training.distributed.sharding import is_sharded
 from openhands_rl_plugin.training.policies.full_policy import FullPolicy
 from openhands_rl_plugin.training.policies.full_sharded import ShardedFullPolicy
-from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
-from openhands_rl_plugin.training.trainer.trainer import OnProgress, Trainer
+from openhands_rl_plugin.training.trainer.trainer import Trainer
 
 MANIFEST = "trained.json"
 
@@ -33,7 +30,8 @@ class TrainedModel(Frozen):
 class FullTrainer(Trainer):
     """All weights of a model and their optimiser. Raises ``TrainingError`` when the model cannot be trained.
 
-    SFT only: DPO and reinforcement learning need the reference model, which is not kept.
+    There is no copy of the model that training began with, so that a KL term is refused; the logprobs that ratios and
+    DPO are relative to are computed before the first step.
     """
 
     def __init__(self, model_path: str | Path, settings: TrainingSettings) -> None:
@@ -42,18 +40,6 @@ class FullTrainer(Trainer):
         super().__init__(policy, settings)
         self._model = policy
         self._optimizer.register_step_post_hook(lambda *_: policy.round())
-
-    def reinforce(
-        self, samples: Sequence[Sample], on_progress: OnProgress | None = None, *, run: Path | None = None
-    ) -> TrainMetrics:
-        """Raises ``TrainingError``."""
-        raise TrainingError(_FINE_TUNES)
-
-    def prefer(
-        self, pairs: Sequence[PreferencePair], on_progress: OnProgress | None = None, *, run: Path | None = None
-    ) -> TrainMetrics:
-        """Raises ``TrainingError``."""
-        raise TrainingError(_FINE_TUNES)
 
     def hand_over(self) -> None:
         """Send this rank's shard of the weights to rank 0; called by all others while rank 0 calls ``save_model``."""
@@ -93,8 +79,3 @@ class FullTrainer(Trainer):
             "all weights were trained, so there is no adapter to load into a running server: use save_model, and start "
             "a server with that directory"
         )
-
-
-_FINE_TUNES = (
-    'all weights are trained by fine-tuning only: set algorithm = "sft" or "rejection-sampling", or method = "lora"'
-)

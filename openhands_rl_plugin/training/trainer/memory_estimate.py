@@ -129,6 +129,18 @@ def estimate_memory(model: Path, settings: TrainingSettings, longest: int) -> Me
     return MemoryEstimate(weights, _adapter_parameters(tensors, settings) * _ADAPTER_BYTES, activations)
 
 
+def check_fits(model: Path, settings: TrainingSettings, longest: int, free: int | None) -> None:
+    """Raise ``TrainingError`` if the weights and the optimiser's state alone are more than the ``free`` bytes."""
+    need = estimate_memory(model, settings, longest)
+    least = need.weights + need.adapter + need.optimiser
+    if free is not None and least > free:
+        raise TrainingError(
+            f'{model} does not fit: method = "{settings.method}" needs {least / 1e9:.2f} GB for weights, gradients and '
+            f"optimiser (about {need.total / 1e9:.2f} GB in all), and {free / 1e9:.2f} GB are free: train an adapter, "
+            'method = "lora", or split it among processes with sharding = "layers"'
+        )
+
+
 def estimate_share(model: Path, settings: TrainingSettings, longest: int, processes: int) -> MemoryEstimate:
     """``estimate_memory`` for each of several processes with ``sharding = "layers"``, after loading.
 

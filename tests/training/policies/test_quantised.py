@@ -62,9 +62,7 @@ def test_what_cannot_be_served_is_told_at_configuration() -> None:
     with pytest.raises(ConfigError, match=r'lora_variant = "dora": neither .* nor vLLM can serve it'):
         TrainingSettings(lora_variant="dora").check_servable()
     with pytest.raises(ConfigError, match=r'method = "full" makes a whole model'):
-        TrainingSettings(method="full", algorithm="sft").check_servable()
-    with pytest.raises(ValidationError, match=r'method = "full" fine-tunes: set algorithm'):
-        TrainingSettings(method="full", algorithm="grpo")
+        TrainingSettings(method="full", algorithm="grpo").check_servable()
 
 
 def test_qlora_without_bitsandbytes_is_refused_at_configuration() -> None:

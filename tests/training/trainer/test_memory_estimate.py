@@ -9,8 +9,9 @@ from made_samples import EXACT
 from transformers import AutoModelForCausalLM
 
 from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.core.memory import free_memory
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
-from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory
+from openhands_rl_plugin.training.trainer.memory_estimate import check_fits, estimate_memory
 
 
 def test_weights_and_adapter_are_counted_exactly(model: Path) -> None:
@@ -28,6 +29,20 @@ def test_longer_passes_want_more_and_checkpointing_wants_less(model: Path) -> No
     assert estimate_memory(model, EXACT.model_copy(update={"gradient_checkpointing": True}), 100).activations < plain
     half = EXACT.model_copy(update={"dtype": "bfloat16"})
     assert estimate_memory(model, half, 100).weights * 2 == estimate_memory(model, EXACT, 100).weights
+
+
+def test_what_does_not_fit_is_said_before_anything_is_loaded(model: Path) -> None:
+    full = EXACT.model_copy(update={"method": "full"})
+    need = estimate_memory(model, full, 100)
+    assert need.optimiser == 3 * need.weights, "gradients and two moments, in float32"
+    check_fits(model, full, 100, need.total)
+    check_fits(model, full, 100, None)
+    with pytest.raises(
+        TrainingError, match=r'does not fit: method = "full" needs 0\.00 GB .* and 0\.00 GB are free: train'
+    ):
+        check_fits(model, full, 100, need.weights)
+    free = free_memory()
+    assert free is not None and free > 2**20
 
 
 def test_a_folder_without_a_model_is_one_line(tmp_path: Path, model: Path) -> None:

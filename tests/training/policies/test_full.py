@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,12 @@ from train_store import episode, store_of
 from transformers import AutoModelForCausalLM
 
 from openhands_rl_plugin import cli
+from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import PublishError, StorageError, TrainingError
 from openhands_rl_plugin.core.types import Sample
+from openhands_rl_plugin.training.data.imitation import PreferencePair
 from openhands_rl_plugin.training.trainer.full_trainer import FullTrainer
+from openhands_rl_plugin.training.trainer.metrics import TrainProgress
 
 FULL = EXACT.model_copy(update={"method": "full", "algorithm": "sft", "learning_rate": 1e-3, "aggregation": "token"})
 
@@ -75,6 +79,55 @@ def test_a_model_directory_comes_out_and_is_what_was_trained(model: Path, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
+def test_reinforcement_of_all_weights_has_the_gradient_of_transformers(model: Path) -> None:
+    settings = {"method": "full", "algorithm": "grpo", "entropy_coefficient": 0.2, "clip_low": 0.9, "clip_high": 9.0}
+    one = {"num_epochs": 1, "batch_size": 4, "max_grad_norm": 1e9, "max_tokens_per_micro_batch": 100}
+    trainer = FullTrainer(model, EXACT.model_copy(update=settings | one))
+    samples = make_samples(4)
+    metrics = trainer.reinforce(samples)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    for sample in samples:
+        ids, mask = torch.tensor([sample.input_ids]), torch.tensor(sample.mask[1:])
+        whole = torch.log_softmax(base(ids).logits[0, :-1], -1)
+        logprobs = whole.gather(1, ids[0, 1:, None])[:, 0]
+        ratio = torch.exp(logprobs - torch.tensor(sample.logprobs[1:]))
+        losses = torch.maximum(-ratio * sample.advantage, -ratio.clamp(0.1, 10.0) * sample.advantage)
+        losses = losses + 0.2 * (whole.exp() * whole).sum(-1)
+        (losses[mask].mean() / len(samples)).backward()
+    for name, parameter in base.named_parameters():
+        found, wanted = trainer.parameters[name].grad, parameter.grad
+        assert found is not None and wanted is not None
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5, msg=name)
+    assert metrics.steps == 1
+
+
+def test_a_killed_reinforcement_of_all_weights_goes_on_where_it_was(model: Path, tmp_path: Path) -> None:
+    settings = EXACT.model_copy(
+        update={"method": "full", "algorithm": "gspo", "correction": "truncate", "learning_rate": 1e-3}
+        | {"checkpoint_steps": 1}
+    )
+    straight = FullTrainer(model, settings)
+    straight.reinforce(make_samples(4))
+
+    def killed(at: TrainProgress) -> None:
+        if at.done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        FullTrainer(model, settings).reinforce(make_samples(4), killed, run=tmp_path)
+    resumed = FullTrainer(model, settings)
+    resumed.reinforce(make_samples(4), run=tmp_path)
+    assert_same(dict(straight.parameters), dict(resumed.parameters))
+    assert resumed.step == straight.step == 4
+
+
+def test_all_weights_learn_preferences(model: Path) -> None:
+    one, other, *_ = make_samples(2)
+    settings = EXACT.model_copy(update={"method": "full", "algorithm": "dpo", "learning_rate": 1e-3, "num_epochs": 3})
+    metrics = FullTrainer(model, settings).prefer([PreferencePair((one,), (other,))])
+    assert metrics.first_loss == pytest.approx(math.log(2), abs=1e-5) and metrics.last_loss < 0.6
+
+
 @pytest.mark.parametrize("shard", [60_000, 10_000], ids=["several tensors a file", "tensors larger than a file"])
 def test_large_models_are_written_in_parts(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: int
@@ -91,9 +144,8 @@ def test_what_it_cannot_do_is_one_line(model: Path, tmp_path: Path) -> None:
     trainer = FullTrainer(model, FULL)
     with pytest.raises(PublishError, match="there is no adapter to load into a running server: use save_model"):
         trainer.save_adapter(tmp_path)
-    for refused in (lambda: trainer.reinforce(make_samples()), lambda: trainer.prefer([])):
-        with pytest.raises(TrainingError, match="fine-tuning only"):
-            refused()
+    with pytest.raises(ValueError, match='kl = "k3" is the divergence from the base model, of which method = "full"'):
+        TrainingSettings(method="full", algorithm="grpo", kl="k3")
     with pytest.raises(TrainingError, match="is not a directory"):
         # The name of a cached model has no files of its own to copy.
         trainer._model.model_path = "org/name"
@@ -143,12 +195,12 @@ def test_the_command_writes_a_model_and_will_not_publish_it(
 ) -> None:
     store = store_of(tmp_path / "store", *(episode(number, float(number % 2)) for number in range(4)))
     words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "out"), "--dtype", "float32"]
-    words += ["--method", "full", "--algorithm", "sft", "--num-epochs", "1", "--schedule", "cosine"]
-    for number in (1, 2):
-        assert cli.main(words) == 0
+    words += ["--method", "full", "--num-epochs", "1", "--schedule", "cosine", "--algorithm"]
+    for number, algorithm in enumerate(("sft", "grpo"), start=1):
+        assert cli.main([*words, algorithm]) == 0
         printed = capsys.readouterr().out
-        assert "optimiser" in printed and f"policy-model-v00000{number}: steps 1, " in printed
+        assert "optimiser" in printed and "; free: " in printed and f"policy-model-v00000{number}: steps 1, " in printed
     assert read_trained(tmp_path / "out" / "policy-model-v000001").base_model == "tiny"
-    assert cli.main([*words, "--publish", "http://127.0.0.1:9/v1"]) == 1
+    assert cli.main([*words, "sft", "--publish", "http://127.0.0.1:9/v1"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "is not loaded into a running server as an adapter" in line
