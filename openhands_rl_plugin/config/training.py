@@ -107,6 +107,10 @@ class TrainingSettings(Settings):
         strict=False,
         description="linear layers that the adapter is added to, by name",
     )
+    adapt_experts: bool = Field(
+        default=False,
+        description="add the adapter to the experts of a mixture too, where vLLM can load it; `serve` cannot",
+    )
     clip_low: Annotated[float, _Only((*_PPO, "gspo"))] = Field(
         default=0.0,
         ge=0,

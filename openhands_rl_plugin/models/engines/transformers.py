@@ -216,8 +216,14 @@ class _ModelBackend:
         """Grow all sequences by a token a step, after one prefill of the prompt that they share."""
         ids = torch.tensor([prompt_ids], device=self._model.device)
         output = self._model(input_ids=ids, use_cache=True, logits_to_keep=1)
-        past, logits = output.past_key_values, output.logits[:, -1].float().expand(len(sequences), -1)
-        past.batch_repeat_interleave(len(sequences))
+        past, logits = getattr(output, "past_key_values", None), output.logits[:, -1].float().expand(len(sequences), -1)
+        if past is None:
+            raise ServingError(
+                f"{self._model.config.model_type} keeps its state in no cache of transformers: give the model's "
+                "directory to a server"
+            )
+        # One row for each sequence. Layers with a recurrent state have this method, and not `batch_repeat_interleave`.
+        past.reorder_cache(torch.zeros(len(sequences), dtype=torch.int64, device=self._model.device))
         while not cancelled.is_set():
             chosen = sample(logits, [s.params for s in sequences], [s.rng for s in sequences])
             for sequence, token in zip(sequences, chosen, strict=True):

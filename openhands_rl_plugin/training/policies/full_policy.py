@@ -110,7 +110,7 @@ class FullPolicy(PackedModel):
             for name in names:
                 yield full_tensor(self.parameters[name].detach().to(self.dtype)).cpu().contiguous()
 
-    def _score(self, hidden: Tensor, targets: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor]:
+    def _score_linear(self, hidden: Tensor, targets: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor]:
         return trained_token_logprobs(hidden, targets, head.weight, head.bias, entropy_gradient=self._entropy_gradient)
 
 

@@ -19,6 +19,8 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe
 from openhands_rl_plugin.models.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from openhands_rl_plugin.training.distributed.sharding import shard_layers
+from openhands_rl_plugin.training.policies.adapter_targets import describe_targets, prepare_targets, without_renaming
+from openhands_rl_plugin.training.policies.experts import BY_NAME
 from openhands_rl_plugin.training.policies.fused import fuse_layers
 from openhands_rl_plugin.training.policies.lora_layers import adapter_config
 from openhands_rl_plugin.training.policies.packed_model import PackedModel
@@ -35,7 +37,7 @@ class TrainablePolicy(PackedModel):
 
     def save(self, directory: Path) -> None:
         """Write the adapter in PEFT's format into an existing directory."""
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.weights().items()}
+        weights = {self._in_file(name): tensor.detach().cpu().contiguous() for name, tensor in self.weights().items()}
         # Not save_file: its error for a full disk is not an OSError.
         (directory / WEIGHTS_FILE).write_bytes(serialize(weights, {"format": "pt"}))
         config = self._peft.peft_config["default"]
@@ -57,7 +59,7 @@ class TrainablePolicy(PackedModel):
             tensors = load_file(directory / WEIGHTS_FILE)
         except (OSError, SafetensorError) as error:
             raise TrainingError(f"cannot read the adapter in {directory}: {describe(error)}") from error
-        self.set_weights(tensors, str(directory))
+        self.set_weights({self._in_model(name): tensor for name, tensor in tensors.items()}, str(directory))
 
     def set_weights(self, tensors: dict[str, Tensor], source: str) -> None:
         """Load adapter tensors. Raises ``TrainingError`` when names or shapes differ."""
@@ -65,20 +67,39 @@ class TrainablePolicy(PackedModel):
         theirs = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if mine != theirs:
             raise TrainingError(
-                f"{source} does not fit {self.model_path} with the current lora_rank and target_modules; use the "
-                "settings and the base model it was trained with, or start a new adapter"
+                f"{source} does not fit {self.model_path} with the current lora_rank, target_modules and "
+                "adapt_experts; use the settings and the base model it was trained with, or start a new adapter"
             )
-        set_peft_model_state_dict(self._peft, tensors)
+        with without_renaming(self._base):
+            set_peft_model_state_dict(self._peft, tensors)
+
+    def notes(self) -> list[str]:
+        """As of every model, and what the adapter touches and who can serve it."""
+        return [
+            *super().notes(),
+            *describe_targets(self._coverage, self._targets, packed=self.packing.packed, servable=self._servable),
+        ]
 
     def _prepare(self, settings: TrainingSettings) -> None:
+        self._targets, self._servable = settings.target_modules, settings.lora_variant != "dora"
+        self._coverage = prepare_targets(self._base, self._targets, adapt_experts=settings.adapt_experts)
         fuse_layers(self._base)
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(settings.seed)
-            self._peft = _wrap(self._base, self._config(settings), self.model_path)
+            with without_renaming(self._base):
+                self._peft = _wrap(self._base, self._config(settings), self.model_path)
 
     def _config(self, settings: TrainingSettings) -> LoraConfig:
         return adapter_config(settings, self.model_path)
+
+    def _in_file(self, name: str) -> str:
+        names = BY_NAME.get(self._base.config.get_text_config().model_type)
+        return name.replace(*names.block) if names is not None and names.block is not None else name
+
+    def _in_model(self, name: str) -> str:
+        names = BY_NAME.get(self._base.config.get_text_config().model_type)
+        return name.replace(*names.block[::-1]) if names is not None and names.block is not None else name
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self._peft.named_parameters() if p.requires_grad}

@@ -1,9 +1,9 @@
-"""A causal language model over packed sequences, checked against the original. Subclasses define what is trained."""
+"""A causal language model over several sequences, checked against the original. Subclasses define what is trained."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,22 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe
+from openhands_rl_plugin.models.short_windows import short_windows
 from openhands_rl_plugin.training.data.layout import Layout, lay_out
 from openhands_rl_plugin.training.losses.logprobs import token_logprobs
+from openhands_rl_plugin.training.policies.output_layer import scaled_token_logprobs, measure_scale
 from openhands_rl_plugin.training.policies.packed_attention import ATTENTION_NAME, PackedRows, hidden_states
+from openhands_rl_plugin.training.policies.packing_check import (
+    PACKED,
+    Packing,
+    drop_nothing,
+    problem_of_logprobs,
+    problem_of_packing,
+    problem_of_positions,
+    sequences_of,
+)
 
-# Packing and fused layers reorder sums only; an architecture that they do not fit is off by far more than that.
-# On unlikely text bfloat16 alone moves logprobs by 0.1 nats on average; a wrong mask moves them by whole nats.
-_SELF_CHECK_TOLERANCE = {torch.bfloat16: 0.3, torch.float32: 1e-3}
+_UNBOUNDED = 2**31
 
 PROBE_TOLERANCE = {torch.bfloat16: 0.15, torch.float32: 0.01}
 """Mean absolute difference, in nats, between two sound implementations that sum in another order."""
@@ -36,16 +45,35 @@ class PackedModel(ABC):
         self.dtype = _dtype(settings.dtype, self.device)
         self._entropy_gradient = settings.entropy_coefficient > 0
         self._base = self._open()
-        self.longest: int = self._base.config.max_position_embeddings
+        config = self._base.config.get_text_config()
+        self.longest: int = getattr(config, "max_position_embeddings", None) or _UNBOUNDED
         """The model's maximal context length, in tokens."""
-        self.vocabulary: int = self._base.config.vocab_size
-        expected = self._plain_logprobs()
-        self._prepare(settings)
-        self._check_packed(expected)
+        self.vocabulary: int = config.vocab_size
+        drop_nothing(self._base)
+        with short_windows(self._base):
+            plain = self._plain_logprobs()
+            self._prepare(settings)
+            self.packing: Packing = PACKED
+            """Whether sequences are computed together; where not, the trainer gives one a micro-batch."""
+            self._check(plain)
         if settings.gradient_checkpointing:
             _checkpoint_layers(self._base, self.model_path)
         self.parameters = self._trained()
         """The trained parameters, float32, by name."""
+
+    @property
+    def family(self) -> str:
+        """The architecture, by the name in ``config.json``."""
+        return self._base.config.model_type
+
+    def notes(self) -> list[str]:
+        """What a user should know before training begins, a line each."""
+        if self.packing.packed:
+            return []
+        return [
+            f"{self.family} trains one sequence a micro-batch and shares no prefixes, because {self.packing.reason}: "
+            "slower, and max_tokens_per_micro_batch has no effect"
+        ]
 
     @property
     def probe_tolerance(self) -> float:
@@ -57,6 +85,30 @@ class PackedModel(ABC):
 
         With gradients enabled, they reach the trained parameters; those of the entropies with an entropy bonus only.
         """
+        if self.packing.packed:
+            return self._logprobs_of_rows(layout, wanted)
+        by_sequence: dict[int, list[int]] = {}
+        for at, (s, _) in enumerate(wanted):
+            by_sequence.setdefault(s, []).append(at)
+        parts = []
+        for s, places in by_sequence.items():
+            alone = lay_out([tuple(layout.ids[row] for row in layout.rows[s])])
+            parts.append(self._logprobs_of_rows(alone, [(0, wanted[at][1]) for at in places]))
+        back = torch.tensor([at for places in by_sequence.values() for at in places], device=self.device).argsort()
+        logprobs, entropies = zip(*parts, strict=True)
+        return torch.cat(logprobs)[back], torch.cat(entropies)[back]
+
+    def last_logits(self, sequences: Sequence[tuple[int, ...]]) -> Tensor:
+        """[S, vocabulary] float32 logits after the last token of each sequence."""
+        groups = [sequences] if self.packing.packed else [[each] for each in sequences]
+        parts = []
+        for group in groups:
+            layout = lay_out(group)
+            last = torch.tensor([rows[-1] for rows in layout.rows], device=self.device)
+            parts.append(self._hidden(PackedRows(layout, self.device))[last])
+        return self._scale.logits(torch.cat(parts), self._head())
+
+    def _logprobs_of_rows(self, layout: Layout, wanted: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         rows = [layout.rows[s][t - 1] for s, t in wanted]
         targets = [layout.ids[layout.rows[s][t]] for s, t in wanted]
         return self._compute(
@@ -107,42 +159,70 @@ class PackedModel(ABC):
 
     def _compute(self, packed: PackedRows, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """[K] logprobs and entropies of ``targets``, the tokens after ``rows``."""
-        head = self._base.get_output_embeddings()
-        assert isinstance(head, nn.Linear)  # checked when it was loaded
-        return self._score(hidden_states(self._base, packed)[rows], targets, head)
+        return self._score(self._hidden(packed)[rows], targets, self._head())
 
     def _score(self, hidden: Tensor, targets: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor]:
+        scale = self._scale
+        if scale.cap is not None or (head.bias is not None and scale.factor != 1.0):
+            return scaled_token_logprobs(hidden, targets, head, scale, entropy_gradient=self._entropy_gradient)
+        return self._score_linear(hidden if scale.factor == 1.0 else hidden * scale.factor, targets, head)
+
+    def _score_linear(self, hidden: Tensor, targets: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor]:
         return token_logprobs(hidden, targets, head.weight, head.bias, entropy_gradient=self._entropy_gradient)
 
+    def _head(self) -> nn.Linear:
+        head = self._base.get_output_embeddings()
+        assert isinstance(head, nn.Linear)  # checked when it was loaded
+        return head
+
+    def _hidden(self, packed: PackedRows) -> Tensor:
+        """[N, width] last hidden states."""
+        if self.packing.packed:
+            return hidden_states(self._base, packed)
+        return _decoder(self._base)(input_ids=packed.ids, use_cache=False).last_hidden_state[0]
+
     @torch.no_grad()
-    def _plain_logprobs(self) -> Tensor:
+    def _plain_logprobs(self) -> list[Tensor]:
         parts = []
-        for sequence in self._check_sequences():
+        for sequence in sequences_of(self.vocabulary):
             ids = torch.tensor([sequence], device=self.device)
-            logits = self._base(ids, use_cache=False).logits[0, :-1].float()
-            parts.append(torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None])[:, 0])
-        return torch.cat(parts)
+            logits = self._base(ids, use_cache=False).logits[0].float()
+            parts.append(torch.log_softmax(logits[:-1], dim=-1).gather(1, ids[0, 1:, None])[:, 0])
+        hidden = _decoder(self._base)(input_ids=ids, use_cache=False).last_hidden_state[0]
+        self._scale = measure_scale(self._base, hidden, logits)
+        return parts
 
-    def _check_packed(self, expected: Tensor) -> None:
-        """Two packed sequences with a common prefix must agree with the original model on each of them alone."""
-        sequences = self._check_sequences()
-        wanted = [(s, t) for s, sequence in enumerate(sequences) for t in range(1, len(sequence))]
+    @torch.no_grad()
+    def _check(self, plain: Sequence[Tensor]) -> None:
+        """Pack sequences only where that changes none of them. Raises ``TrainingError`` for a model that is not known.
+
+        The attention of a model that is not packed stays its own.
+        """
+        own = self._base.config._attn_implementation
+        reason = problem_of_positions(self._base)
+        if not reason:
+            try:
+                self._base.set_attn_implementation(ATTENTION_NAME)
+                reason = problem_of_packing(self._logprobs_of, plain, self.vocabulary, self.dtype)
+            except (NotImplementedError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+                reason = f"its attention cannot be replaced ({describe(error).removeprefix('ValueError: ')})"
+        if not reason:
+            return
+        self.packing = Packing(False, reason)
+        if self._base.config._attn_implementation != own:
+            self._base.set_attn_implementation(own or "eager")
         try:
-            self._base.set_attn_implementation(ATTENTION_NAME)
-            with torch.no_grad():
-                actual, _ = self.logprobs(lay_out(sequences), wanted)
+            problem = problem_of_logprobs(self._logprobs_of(sequences_of(self.vocabulary)), plain, self.dtype)
         except (NotImplementedError, TypeError, AttributeError, RuntimeError, ValueError) as error:
-            raise TrainingError(f"{self.model_path}: this architecture cannot be trained: {describe(error)}") from error
-        difference = (actual - expected).abs().mean().item()
-        if not difference <= _SELF_CHECK_TOLERANCE[self._base.dtype]:
-            raise TrainingError(
-                f"{self.model_path}: this architecture cannot be trained: packed logprobs differ from the model's by "
-                f"{difference:.3g} on average"
-            )
+            problem = describe(error)
+        if problem:
+            raise TrainingError(f"{self.model_path}: this architecture ({self.family}) cannot be trained: {problem}")
 
-    def _check_sequences(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        ids = tuple((11 * i + 3) % 97 % self.vocabulary for i in range(48))
-        return ids, ids[:24] + ids[:24]
+    def _logprobs_of(self, sequences: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Those of tokens 1 .. T-1 of each sequence."""
+        wanted = [(s, t) for s, sequence in enumerate(sequences) for t in range(1, len(sequence))]
+        found, _ = self.logprobs(lay_out(sequences), wanted)
+        return list(torch.split(found, [len(sequence) - 1 for sequence in sequences]))
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
@@ -167,6 +247,12 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, **options: A
         raise TrainingError(f"{path}: this architecture cannot be trained: its output layer is not linear")
     nn.Module.to(model, device)  # transformers' own `to` hides its signature from type checkers
     return model.eval().requires_grad_(False)
+
+
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    """The model without its output layer."""
+    found = model.get_decoder()
+    return model.base_model if found is model or found is None else found
 
 
 def _checkpoint_layers(base: PreTrainedModel, path: str) -> None:

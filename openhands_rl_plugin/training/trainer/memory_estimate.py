@@ -163,6 +163,8 @@ def estimate_share(model: Path, settings: TrainingSettings, longest: int, proces
 def _adapter_parameters(tensors: Sequence[_Tensor], settings: TrainingSettings) -> int:
     found = 0
     for name, dimensions in tensors:
+        if ".experts." in name and not settings.adapt_experts:
+            continue
         if len(dimensions) == 2 and name.removesuffix(".weight").rpartition(".")[2] in settings.target_modules:
             found += settings.lora_rank * sum(dimensions)
             # DoRA has a magnitude for every output as well.

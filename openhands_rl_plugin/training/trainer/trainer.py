@@ -121,6 +121,16 @@ class Trainer:
         return self._train(samples_from_pairs(pairs), Preference(self.settings), on_progress, run)
 
     @property
+    def notes(self) -> list[str]:
+        """What a user should know before training begins, a line each."""
+        return self._policy.notes()
+
+    @property
+    def _micro_batch_tokens(self) -> int:
+        """Every sequence is longer than one token: then each is a micro-batch of its own."""
+        return self.settings.max_tokens_per_micro_batch if self._policy.packing.packed else 1
+
+    @property
     def is_main_process(self) -> bool:
         """Whether this is rank 0, which writes files."""
         return self._ranks.rank == 0
@@ -258,7 +268,7 @@ class Trainer:
             self._restore(tensors, counters, "the checkpoint")
             done, first_step = int(counters["done"]), int(counters["first_step"])
             tally = RunningMetrics(**json.loads(counters["tally"]))
-        limit = self.settings.max_tokens_per_micro_batch
+        limit = self._micro_batch_tokens
         if loss.recompute_old_logprobs:
             counts = [len(item.positions) for item in items]
             parts = (
@@ -289,14 +299,15 @@ class Trainer:
         weights = dict(zip(map(id, batch), loss.weights(batch).tolist(), strict=True))
         self._optimizer.zero_grad(set_to_none=True)
         total, diagnostics = 0.0, Diagnostics()
-        mine, idle = shard_micro_batches(
-            self._ranks, live, self.settings.max_tokens_per_micro_batch, whole_units=loss.whole_units
-        )
+        mine, idle = shard_micro_batches(self._ranks, live, self._micro_batch_tokens, whole_units=loss.whole_units)
         for group in mine:
             share, found = self._backward(group, [weights[id(item)] for item in group], loss)
             total, diagnostics = total + share, diagnostics + found
         for group in idle:
             self._backward(group, [0.0] * len(group), loss)
+        for parameter in self.parameters.values():
+            if parameter.grad is None:  # of an expert that no token was sent to: every rank has the same gradients
+                parameter.grad = torch.zeros_like(parameter)
         if not self._policy.sharded:  # FSDP sums them in the backward pass
             self._ranks.all_reduce(
                 [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
@@ -343,6 +354,7 @@ class Trainer:
         speed = tally.tokens / tally.seconds if tally.seconds else 0.0
         rate = self._optimizer.param_groups[0]["lr"]
         own = {"step": self.step, "learning_rate": rate, "seconds": tally.seconds, "tokens_per_second": speed}
+        own["packed"] = float(self._policy.packing.packed)
         return own | asdict(progress) | asdict(found)
 
     def _fingerprint(self, samples: list[Sample], loss: MicroBatchLoss) -> str:

@@ -9,7 +9,6 @@ from typing import Literal
 
 import torch
 from pydantic import ValidationError
-from torch import nn
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe
@@ -17,10 +16,8 @@ from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
 from openhands_rl_plugin.training.data.batch import pack
-from openhands_rl_plugin.training.data.layout import lay_out
 from openhands_rl_plugin.training.policies.adapter_shape import read_shape
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
-from openhands_rl_plugin.training.policies.packed_attention import PackedRows, hidden_states
 from openhands_rl_plugin.training.verifier.card import VerifierCard, VerifierOutput
 from openhands_rl_plugin.training.verifier.prompt import VerifierPrompts, load_tokenizer
 
@@ -70,13 +67,8 @@ class VerifierModel(TrainablePolicy):
         return [verdicts[prompt] for prompt in prompts]
 
     def _verdicts(self, sequences: Sequence[tuple[int, ...]]) -> list[VerifierOutput]:
-        layout = lay_out(sequences)
-        hidden = hidden_states(self._base, PackedRows(layout, self.device))
-        last = hidden[torch.tensor([rows[-1] for rows in layout.rows], device=self.device)]
-        head = self._base.get_output_embeddings()
-        assert isinstance(head, nn.Linear)  # checked when it was loaded
         # One row per prompt: few, because a prompt has at least a few hundred tokens.
-        logits = nn.functional.linear(last, head.weight, head.bias).float()
+        logits = self.last_logits(sequences)
         labels = logits[:, [self.card.yes, self.card.no]]
         margins = labels[:, 0] - labels[:, 1]
         masses = (labels.logsumexp(1) - logits.logsumexp(1)).exp()
