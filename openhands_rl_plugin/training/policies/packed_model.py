@@ -18,7 +18,7 @@ from openhands_rl_plugin.core.errors import TrainingError, describe
 from openhands_rl_plugin.models.short_windows import short_windows
 from openhands_rl_plugin.training.data.layout import Layout, lay_out
 from openhands_rl_plugin.training.losses.logprobs import token_logprobs
-from openhands_rl_plugin.training.policies.output_layer import scaled_token_logprobs, measure_scale
+from openhands_rl_plugin.training.policies.output_layer import measure_scale, scaled_token_logprobs
 from openhands_rl_plugin.training.policies.packed_attention import ATTENTION_NAME, PackedRows, hidden_states
 from openhands_rl_plugin.training.policies.packing_check import (
     PACKED,
