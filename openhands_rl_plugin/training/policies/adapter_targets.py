@@ -129,12 +129,12 @@ def without_renaming(model: PreTrainedModel) -> Iterator[None]:
     configs = {id(config): config for config in (model.config, model.config.get_text_config())}.values()
     kinds = [(config, config.model_type) for config in configs]
     for config in configs:
-        config.model_type = ""
+        setattr(config, "model_type", "")  # noqa: B010 - a class variable, which is hidden for the moment
     try:
         yield
     finally:
         for config, kind in kinds:
-            config.model_type = kind
+            setattr(config, "model_type", kind)  # noqa: B010
 
 
 def _is_target(name: str, targets: Sequence[str]) -> bool:

@@ -99,7 +99,7 @@ class TrainablePolicy(PackedModel):
 
     def _in_model(self, name: str) -> str:
         names = BY_NAME.get(self._base.config.get_text_config().model_type)
-        return name.replace(*names.block[::-1]) if names is not None and names.block is not None else name
+        return name.replace(names.block[1], names.block[0]) if names is not None and names.block is not None else name
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self._peft.named_parameters() if p.requires_grad}

@@ -183,7 +183,7 @@ class PackedModel(ABC):
 
     @torch.no_grad()
     def _plain_logprobs(self) -> list[Tensor]:
-        parts = []
+        parts, ids, logits = [], torch.empty(0), torch.empty(0)
         for sequence in sequences_of(self.vocabulary):
             ids = torch.tensor([sequence], device=self.device)
             logits = self._base(ids, use_cache=False).logits[0].float()
