@@ -10,6 +10,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
+from openhands_rl_plugin.core.transcript import visible
 from openhands_rl_plugin.core.types import Message
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ EPILOG = """examples:
 
 _PROMPT = "> "
 _SHOWN = 500
-# Text of a model or a tool must not control the terminal.
-_CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +128,7 @@ class _Printer:
                 if self._turn != event.turn:
                     self._end_line()
                 self._turn = event.turn
-                print(_clean(event.text), end="", flush=True)
+                print(visible(event.text), end="", flush=True)
             case ToolCallStarted():
                 self._line(f"[{event.name}] {_short(event.arguments)}")
             case Answer():
@@ -144,7 +143,7 @@ class _Printer:
 
     def _line(self, text: str) -> None:
         self._end_line()
-        print(_clean(text), flush=True)
+        print(visible(text), flush=True)
 
     def _end_line(self) -> None:
         if self._turn:
@@ -162,10 +161,6 @@ def _lines() -> Iterator[str]:
         if not line:
             return
         yield line.strip()
-
-
-def _clean(text: str) -> str:
-    return text.translate(_CONTROLS)
 
 
 def _short(text: str) -> str:

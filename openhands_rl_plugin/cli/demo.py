@@ -36,15 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="folder of the run (default: runs/demo; with --tiny runs/demo-tiny)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of tasks, sampling and weights")
+    parser.add_argument("--seed", type=int, default=0, metavar="SEED", help="seed of tasks, sampling and weights")
     parser.add_argument("--tiny", action="store_true", help=_TINY)
     parser.add_argument("--fresh", action="store_true", help="delete the files of an earlier run in the folder")
-    parser.add_argument("--iterations", type=int, metavar="N", help="iterations of roll out, train and reload")
-    parser.add_argument("--held-out", type=int, metavar="N", help="goals in each evaluation")
+    parser.add_argument("--iterations", type=int, metavar="ITERATIONS", help="iterations of roll out, train and reload")
+    parser.add_argument("--held-out", type=int, metavar="GOALS", help="goals in each evaluation")
     kinds = "async: rollouts continue while the policy is trained"
     parser.add_argument("--loop", choices=["sync", "async"], default="sync", help=kinds)
     staleness = "async: versions that a rollout may be behind"
-    parser.add_argument("--max-staleness", type=int, default=1, metavar="N", help=staleness)
+    parser.add_argument("--max-staleness", type=int, default=1, metavar="VERSIONS", help=staleness)
     partial = "async: running episodes finish on their version, or continue on the newest"
     parser.add_argument("--partial-rollouts", choices=["finish", "continue"], default="finish", help=partial)
     parser.add_argument("--model", type=Path, metavar="DIR", help="another Hugging Face chat model to start from")

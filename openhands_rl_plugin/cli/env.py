@@ -19,9 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("environment", choices=["webshop"], help="the environment")
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on")
     parser.add_argument("--port", type=int, default=8000, metavar="PORT", help="port; 0 takes a free one")
-    parser.add_argument("--products", type=int, default=1000, metavar="N", help="size of the catalogue")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of catalogue and goals")
-    parser.add_argument("--results-per-page", type=int, default=10, metavar="N", help="results on a page of a search")
+    parser.add_argument("--products", type=int, default=1000, metavar="PRODUCTS", help="size of the catalogue")
+    parser.add_argument("--seed", type=int, default=0, metavar="SEED", help="seed of catalogue and goals")
+    parser.add_argument("--results-per-page", type=int, default=10, metavar="RESULTS", help="results on a page")
     text = "separator of a page's texts: WebShop's ' [SEP] ', or a newline, which costs fewer tokens"
     parser.add_argument("--separator", choices=sorted(SEPARATORS), default="sep", help=text)
 

@@ -95,7 +95,7 @@ def _add_agent(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--strategy", default="", metavar="NAME", help="of RLAgent (default: [rl] rollout_strategy)")
     option = "option of the strategy; may be repeated"
     group.add_argument("--strategy-option", action="append", default=[], metavar="NAME=JSON", help=option)
-    group.add_argument("--max-iterations", type=int, default=50, metavar="N", help="turns of an episode")
+    group.add_argument("--max-iterations", type=int, default=50, metavar="TURNS", help="turns of an episode")
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
@@ -118,13 +118,13 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_runs(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--runs", type=int, default=1, metavar="N", help="runs over all tasks")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="sampling seed")
+    group.add_argument("--runs", type=int, default=1, metavar="RUNS", help="runs over all tasks")
+    group.add_argument("--seed", type=int, default=0, metavar="SEED", help="sampling seed")
     group.add_argument("--shuffle", type=int, metavar="SEED", help="play the tasks in random order")
-    group.add_argument("--workers", type=int, default=1, metavar="N", help="episodes at a time")
+    group.add_argument("--workers", type=int, default=1, metavar="EPISODES", help="episodes at a time")
     add_bounds(group)
     retries = "retries of an episode after an infrastructure failure"
-    group.add_argument("--retries", type=int, default=2, metavar="N", help=retries)
+    group.add_argument("--retries", type=int, default=2, metavar="RETRIES", help=retries)
     failed = "play episodes again that ended with an infrastructure failure"
     group.add_argument("--retry-failed", action="store_true", help=failed)
     add_repositories(group)

@@ -36,14 +36,14 @@ Secrets of known shapes are never written. The file appears when it is complete,
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``STORE``, the format, the target and the filters."""
     parser.add_argument("store", metavar="STORE", help=STORE_HELP)
-    parser.add_argument("--format", required=True, metavar="F", help="one of the formats below")
+    parser.add_argument("--format", required=True, metavar="FORMAT", help="one of the formats below")
     kinds = ".jsonl, .json (one array), either with .gz, or .parquet; a new folder for llm-completions"
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=kinds)
     forms = "the arguments of calls as JSON objects or as texts (default: what --model's template prints, else object)"
     parser.add_argument("--arguments", choices=ARGUMENTS_FORMS, help=forms)
     model = "the model that will be trained: rows are checked with its chat template"
     parser.add_argument("--model", type=Path, metavar="DIR", help=model)
-    parser.add_argument("--limit", type=positive, metavar="N", help="at most N trajectories")
+    parser.add_argument("--limit", type=positive, metavar="EPISODES", help="at most so many trajectories")
     add_filters(parser)
     parser.add_argument(
         "--resolved",

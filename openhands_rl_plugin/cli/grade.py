@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for logs and reports")
     add_repositories(parser)
-    parser.add_argument("--workers", type=positive, default=1, metavar="N", help="instances graded at a time")
+    parser.add_argument("--workers", type=positive, default=1, metavar="INSTANCES", help="instances graded at a time")
     parser.add_argument(
         "--timeout",
         type=positive,

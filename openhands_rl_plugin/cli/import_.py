@@ -29,7 +29,7 @@ _SHOWN = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The source, its format and the store."""
     parser.add_argument("file", type=Path, metavar="FILE", help="a file of the format, or a folder of such files")
-    parser.add_argument("--format", metavar="F", help="one of the formats below (default: recognised)")
+    parser.add_argument("--format", metavar="FORMAT", help="one of the formats below (default: recognised)")
     parser.add_argument("--into", required=True, metavar="STORE", help=f"{STORE_HELP}; created if it does not exist")
     parser.add_argument(
         "--skip-bad", action="store_true", help="skip and count bad records instead of stopping at the first"

@@ -23,8 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     orders = [each.value for each in TrajectoryOrder]
     parser.add_argument("--sort", choices=orders, default="stored", help="order of the list")
     parser.add_argument("--desc", action="store_true", help="highest or newest first")
-    parser.add_argument("--limit", type=positive, default=DEFAULT_LIMIT, metavar="N", help="at most N episodes")
-    parser.add_argument("--offset", type=natural, default=0, metavar="N", help="skip the first N")
+    parser.add_argument(
+        "--limit", type=positive, default=DEFAULT_LIMIT, metavar="EPISODES", help="at most so many episodes"
+    )
+    parser.add_argument("--offset", type=natural, default=0, metavar="EPISODES", help="skip the first ones")
     parser.add_argument("--json", action="store_true", help="one JSON object per line and episode")
 
 

@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check = what.add_parser("check", help="the quality gate: oracle, no-op, flakiness, pass rate, duplicates")
     what_file = "a .jsonl file of tasks, swe-local, or a folder of tasks in Harbor's format"
     check.add_argument("file", metavar="FILE", help=what_file)
-    check.add_argument("--repeats", type=positive, default=2, metavar="N", help="test runs of each task")
-    check.add_argument("--workers", type=positive, default=2, metavar="N", help="tasks checked at a time")
+    check.add_argument("--repeats", type=positive, default=2, metavar="RUNS", help="test runs of each task")
+    check.add_argument("--workers", type=positive, default=2, metavar="TASKS", help="tasks checked at a time")
     check.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="for one test run")
     check.add_argument(
         "--results", type=Path, metavar="FILE", help="a policy's results: JSON, task id -> share of solved episodes"
@@ -61,7 +61,7 @@ def _add_make(make: argparse.ArgumentParser) -> None:
     make.add_argument("sources", nargs="+", metavar="SOURCE", help=source)
     make.add_argument("--out", type=Path, required=True, metavar="FILE", help="the .jsonl file to write")
     make.add_argument(
-        "--per-package", type=positive, metavar="N", help="tasks wanted per package (default: 4, or the plan's)"
+        "--per-package", type=positive, metavar="TASKS", help="tasks wanted per package (default: 4, or the plan's)"
     )
     make.add_argument("--seed", type=int, metavar="S", help="seed of the choice of bugs (default: 1, or the plan's)")
     make.add_argument("--python", metavar="VERSION", help="Python version of the tests (default: 3.12, or the plan's)")

@@ -10,6 +10,7 @@ REASONING_PARTS = frozenset({"thinking", "redacted_thinking", "reasoning"})
 """Types of content parts that hold reasoning (or a cipher of it) instead of what the assistant says."""
 
 _NAMES = ("reasoning_content", "reasoning", "thinking")
+_ENDS = ("</think>", "</thinking>", "</reasoning>")
 _TEXTS = ("thinking", "reasoning", "text")
 
 
@@ -37,24 +38,34 @@ def reasoning_in(wire: Mapping[str, object]) -> str | None:
     for name in _NAMES:
         if isinstance(text := wire.get(name), str) and text:
             return text
-    texts = [*_texts(wire.get("thinking_blocks")), *_texts(wire.get("content"))]
-    return "\n".join(texts) or None
+    said = ([text for name in _TEXTS if isinstance(text := part.get(name), str) and text][:1] for part in _parts(wire))
+    return "\n".join(text for texts in said for text in texts) or None
 
 
 def reasoning_of(node: Node) -> str | None:
     """The reasoning that was recorded or imported with a node, or ``None``."""
+    return next((text for wire in _wires(node) if (text := reasoning_in(wire)) is not None), None)
+
+
+def has_reasoning(node: Node) -> bool:
+    """Whether an answer had a part of thinking: in its text, or beside it, where it may be a cipher."""
+    in_text = any(mark in (node.message.content or "") for mark in _ENDS)
+    return in_text or any(reasoning_in(wire) or any(_parts(wire)) for wire in _wires(node))
+
+
+def _wires(node: Node) -> Iterator[Mapping[str, object]]:
+    """The places of a node that may have the fields of a chat message."""
     held = node.metadata
     for wire in (held, held.get("message"), _first_message(held.get("response"))):
-        if isinstance(wire, Mapping) and (text := reasoning_in(wire)) is not None:
-            return text
-    return None
+        if isinstance(wire, Mapping):
+            yield wire
 
 
-def _texts(parts: object) -> Iterator[str]:
-    for part in parts if isinstance(parts, list | tuple) else ():
-        if isinstance(part, Mapping) and part.get("type") in REASONING_PARTS:
-            texts = (part.get(name) for name in _TEXTS)
-            yield from [text for text in texts if isinstance(text, str) and text][:1]
+def _parts(wire: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
+    for parts in (wire.get("thinking_blocks"), wire.get("content")):
+        for part in parts if isinstance(parts, list | tuple) else ():
+            if isinstance(part, Mapping) and part.get("type") in REASONING_PARTS:
+                yield part
 
 
 def _first_message(response: object) -> object:

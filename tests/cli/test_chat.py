@@ -41,16 +41,16 @@ async def talk(reply: Any, lines: str, *options: str) -> tuple[str, list[Any]]:
 
 async def test_a_conversation_goes_on_until_it_is_reset(tmp_path: Path) -> None:
     def reply(path: str, body: Any) -> Any:
-        return respond(answer(f"You said {body['messages'][-1]['content']}.\x1b[31m"))
+        return respond(answer(f"You said {body['messages'][-1]['content']}.\x1b[31m\u202e"))
 
     printed, asked = await talk(reply, "one\n\ntwo\n/what\n/reset\nthree\n/quit\nfour\n", "--record", str(tmp_path))
     assert printed == (
-        "You said one.[31m\nYou said two.[31m\n(unknown command /what; use /reset or /quit)\n"
-        "(a new conversation)\nYou said three.[31m\n"
+        "You said one.\\x1b[31m\\u202e\nYou said two.\\x1b[31m\\u202e\n(unknown command /what; use /reset or /quit)\n"
+        "(a new conversation)\nYou said three.\\x1b[31m\\u202e\n"
     )
     assert [[message["content"] for message in body["messages"]] for body in asked] == [
         ["one"],
-        ["one", "You said one.\x1b[31m", "two"],
+        ["one", "You said one.\x1b[31m\u202e", "two"],
         ["three"],
     ]
     command = [sys.executable, "-m", "openhands_rl_plugin.cli", "list", str(tmp_path), "--json"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import socket
 import subprocess
 import sys
@@ -137,6 +138,12 @@ def test_ctrl_c_while_the_program_starts(module: str) -> None:
     command = [sys.executable, "-c", _INTERRUPTED_AT.replace("sys.argv[1]", repr(module), 1)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("command", sorted(cli.COMMANDS))
+def test_no_option_takes_a_letter(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main([command, "--help"])
+    assert not re.findall(r"--[a-z-]+ [A-Z]\b(?!-)", capsys.readouterr().out)
 
 
 def test_ctrl_c_while_a_command_is_imported(

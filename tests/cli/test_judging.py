@@ -83,7 +83,7 @@ def test_a_verdict_is_the_outcome_until_it_is_withdrawn(store: Path, capsys: pyt
         (["--value", "1", "--id", "run"], "4 episodes have an id that begins with 'run'"),
         (["--value", "1", "--id", "run-0", "--id", "nobody"], "no episode has an id that begins with 'nobody'"),
         (["--value", "1", "--id", "failed"], "failed failed (infrastructure)"),
-        (["--reward", "return", "--id", "run-0"], "give --value X too"),
+        (["--reward", "return", "--id", "run-0"], "give --value REWARD too"),
     ],
 )
 def test_a_wrong_verdict_leaves_nothing(

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--verifier", metavar="DIR", help="folder of a version trained by `train --verifier`")
     value = "your verdict on the episodes of --id: 1 solved, 0 not, or any number; none withdraws the last verdict"
-    what.add_argument("--value", type=_verdict, metavar="X", help=value)
+    what.add_argument("--value", type=_verdict, metavar="REWARD", help=value)
     own = "an episode's id, or a unique prefix of it (for --value; may be repeated)"
     parser.add_argument("--id", action="append", dest="ids", metavar="ID", help=own)
     parser.add_argument("--note", default="", metavar="TEXT", help="why, kept with --value")
@@ -63,7 +63,7 @@ async def run(args: argparse.Namespace) -> int:
     if args.value is not None:
         return await _say(args)
     if args.ids or args.note:
-        raise ConfigError("--id and --note are for a verdict: give --value X too, or choose episodes with the filters")
+        raise ConfigError("--id and --note are for a verdict: give --value REWARD too, or choose with the filters")
     from openhands_rl_plugin.rollout.rescoring import rescore
     from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
 

@@ -39,14 +39,14 @@ def add_filters(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--split", metavar="NAME", help="episodes of tasks of this split, such as train or heldout")
     group.add_argument("--strategy", metavar="NAME", help="episodes of this rollout strategy, such as ReAct")
     group.add_argument("--adapter", metavar="NAME", help="sampled from a version of this adapter")
-    group.add_argument("--policy-version", type=int, metavar="N", help="sampled from this version number")
+    group.add_argument("--policy-version", type=int, metavar="VERSION", help="sampled from this version number")
     group.add_argument("--stop", choices=[each.value for each in StopReason], help="why the episode ended")
     group.add_argument(
         "--failed", action=argparse.BooleanOptionalAction, help="only failed episodes, or only those without failure"
     )
     group.add_argument("--failure", choices=[each.value for each in FailureKind], help="what the episode failed of")
-    group.add_argument("--min-reward", type=finite, metavar="X", help="lowest reward")
-    group.add_argument("--max-reward", type=finite, metavar="X", help="highest reward")
+    group.add_argument("--min-reward", type=finite, metavar="REWARD", help="lowest reward")
+    group.add_argument("--max-reward", type=finite, metavar="REWARD", help="highest reward")
     group.add_argument(
         "--since",
         type=_time,

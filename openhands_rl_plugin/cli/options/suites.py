@@ -15,16 +15,17 @@ if TYPE_CHECKING:
 def add_tasks(group: argparse._ActionsContainer) -> None:
     """Which tasks of the suite."""
     group.add_argument("--dataset-file", type=Path, metavar="FILE", help="the suite's rows: .jsonl, .json or .parquet")
-    group.add_argument("--tasks", type=int, metavar="N", help="number of tasks of an environment (task 0 to N-1)")
+    group.add_argument("--tasks", type=int, metavar="TASKS", help="number of tasks of an environment (from task 0 on)")
     group.add_argument("--include", nargs="+", default=[], metavar="ID", help="only these ids or patterns ('psf__*')")
     group.add_argument("--exclude", nargs="+", default=[], metavar="ID", help="all but these ids or patterns")
-    group.add_argument("--limit", type=int, metavar="N", help="use at most N tasks")
+    group.add_argument("--limit", type=int, metavar="TASKS", help="use at most so many tasks")
 
 
 def add_bounds(group: argparse._ActionsContainer) -> None:
     """Processes and times."""
-    group.add_argument("--processes", type=int, metavar="N", help="processes that play the episodes (0: this one only)")
-    group.add_argument("--graders", type=int, metavar="N", help="patches tested at a time (default: one per CPU)")
+    played = "processes that play the episodes (0: this one only)"
+    group.add_argument("--processes", type=int, metavar="PROCESSES", help=played)
+    group.add_argument("--graders", type=int, metavar="PATCHES", help="patches tested at a time (default: one per CPU)")
     for option, kind, seconds, what in (
         ("--timeout", float, 7200.0, "an episode"),
         ("--test-timeout", float, 1800.0, "a patch's tests"),

@@ -95,8 +95,10 @@ class VerifierTraining(TrainingRun):
         from openhands_rl_plugin.training.verifier.card import task_digest
 
         print(f"{self._name} from {self._start}, a verifier")
-        left_out = [f"{n} {why.replace('_', ' ')}" for why, n in dataset.left_out.model_dump().items() if n]
-        print(f"  training: {_counts(dataset.training)}; left out: {', '.join(left_out) or 'none'}")
+        causes = dataset.left_out.causes()
+        print(f"  training: {_counts(dataset.training)}; left out:{'' if causes else ' none'}")
+        for cause in causes:
+            print(f"    {cause}")
         print(f"  held out: {_counts(dataset.held_out)}")
         again = {example.label.task for example in dataset.training if task_digest(example.label.task) in self._seen}
         if self._parent is not None and again:

@@ -36,8 +36,8 @@ def end_evidence(
 ) -> tuple[JsonObject | None, Failure | None]:
     """The session's evidence and its failure: ``failure``, or else the environment's. Blocks.
 
-    The reward's command comes last, so that what it writes is no part of the session's patch; after a failure it is
-    not run.
+    The reward's command comes last, so that what it writes is no part of the session's patch. It judges whatever a run
+    that ended has left, also at a limit of iterations; after a failure, which a stop in the middle is, it is not run.
     """
     evidence: JsonObject | None = None
     if isinstance(runtime, EpisodeRuntime):

@@ -6,10 +6,11 @@ import shlex
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.judgements import newest_outcome
-from openhands_rl_plugin.core.records import MISSING
+from openhands_rl_plugin.core.records import CHECKED, MISSING
 from openhands_rl_plugin.core.redaction import REDACTED
 from openhands_rl_plugin.core.transcript import one_line
 from openhands_rl_plugin.core.types import Node, Score, Trajectory
+from openhands_rl_plugin.hosts.shared.end_evidence import workspace_command
 
 _SHORT_ID = 8
 _NOT_SENT = "the server did not send them: `openhands-rl serve`, vLLM and SGLang do"
@@ -17,12 +18,13 @@ _NOT_SENT = "the server did not send them: `openhands-rl serve`, vLLM and SGLang
 
 def run_summary(trajectory: Trajectory, scores: tuple[Score, ...], settings: RLSettings) -> str:
     """``trajectory`` and ``scores`` as they are stored."""
+    asked = workspace_command(settings.reward)
     store, short = _store(settings), trajectory.id[:_SHORT_ID]
     sampled = [node for node in trajectory.nodes if node.sampled]
     parts = [
         f"recorded in {store} as {short}: {len(sampled)} completions",
         f"token ids: {_token_ids(sampled)}",
-        _outcome(trajectory, scores, store),
+        _outcome(trajectory, scores, store, asked.command if asked is not None else None),
         f"openhands-rl show {store} {short}",
     ]
     return "; ".join(parts)
@@ -55,12 +57,17 @@ def _why_not_sent(without: list[Node]) -> str:
     return f"{refusal}; `openhands-rl serve`, vLLM and SGLang send them" if refusal else _NOT_SENT
 
 
-def _outcome(trajectory: Trajectory, scores: tuple[Score, ...], store: str) -> str:
+def _outcome(trajectory: Trajectory, scores: tuple[Score, ...], store: str, command: str | None) -> str:
+    """``command``: of the reward, which judges the workspace of a run that ended. One that was stopped in the middle
+    is no result of the policy."""
+    unchecked = f"`{one_line(command, 40)}`" if command and CHECKED not in trajectory.evidence else ""
     if trajectory.failure is not None:
         kind, message = trajectory.failure.kind.value, one_line(trajectory.failure.message, 120)
-        return f"failed, so never trained on ({kind}: {message})"
+        left = f", nor judged by {unchecked}" if unchecked else ""
+        return f"failed, so never trained on ({kind}: {message}){left}"
     judged = newest_outcome(scores)
     reward = trajectory.known_return if judged is None else judged.reward
     if reward is not None:
         return f"reward: {reward:g}"
-    return f"reward: not scored (openhands-rl score {store} --id {trajectory.id[:_SHORT_ID]} --value 1)"
+    why = f"; {unchecked} judges a run that ended, and the process ended first" if unchecked else ""
+    return f"reward: not scored (openhands-rl score {store} --id {trajectory.id[:_SHORT_ID]} --value 1{why})"

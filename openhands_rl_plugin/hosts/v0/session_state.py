@@ -29,7 +29,9 @@ def controller_end(agent_state: str, last_error: str) -> tuple[StopReason, Failu
         return StopReason.MAX_TURNS, None
     if "maximum budget" in error or "stuckinloop" in error:
         return StopReason.TRUNCATED, None
-    message = last_error or f"the controller ended in the state {agent_state!r}"
+    stopped = agent_state == "stopped"
+    ended = "it was stopped before the agent had finished" if stopped else f"the controller ended in {agent_state!r}"
+    message = last_error or ended
     return StopReason.ERROR, Failure(
         kind=FailureKind.INFRASTRUCTURE, message=message[:500], boundary="openhands.controller"
     )

@@ -64,6 +64,19 @@ class LeftOut(Frozen):
     unlabelled: int = 0
     balance: int = 0
 
+    def causes(self) -> list[str]:
+        """For each reason how many, why, and what to do about it."""
+        return [f"{count} {_CAUSES[name]}" for name, count in self if count]
+
+
+_CAUSES = {
+    "of_held_out_splits": "held out (of evaluation splits: name one with --split)",
+    "failed": "failed (an error of the run, which says nothing about the policy)",
+    "unlabelled": "without a label (grade them, or name a reward whose scores are labels with --label; "
+    "openhands-rl label STORE gives verdicts for --label recorded)",
+    "balance": "more failures than --negatives wants for each success",
+}
+
 
 @dataclass(frozen=True)
 class VerifierDataset:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
 
-from openhands_rl_plugin.core.types import JsonObject, Message, Node, Trajectory
+from openhands_rl_plugin.core.reasoning import has_reasoning
+from openhands_rl_plugin.core.types import Message, Node, Trajectory
 from openhands_rl_plugin.trajectories.drift.breaks import Break
 
 Decode = Callable[[Sequence[int]], str]
@@ -52,8 +53,6 @@ SETTINGS: dict[Cause, str] = {
     Cause.REDACTED: "keep secrets out of the environment that the agent sees",
 }
 
-_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "thinking_blocks")
-_THOUGHTS = ("</think>", "</thinking>", "</reasoning>")
 _FEW = 3
 """So many ids at the end of an answer are an end token and what templates put around it."""
 
@@ -70,11 +69,6 @@ def cause_of(trajectory: Trajectory, found: Break, decode: Decode | None = None)
     return _of_answer(trajectory.nodes[found.answer.node], found)
 
 
-def reasoning_in(node: Node) -> bool:
-    """Whether an answer had a part of thinking, in its text or beside it."""
-    return any(mark in (node.message.content or "") for mark in _THOUGHTS) or _has_reasoning(node.metadata)
-
-
 def _of_rewriting(trajectory: Trajectory, found: Break) -> Cause:
     before, after = len(trajectory.path(found.previous)), len(trajectory.path(found.node))
     return Cause.CONDENSED if after <= before else Cause.REWRITTEN
@@ -89,7 +83,7 @@ def _of_prompt(trajectory: Trajectory, found: Break) -> Cause:
     assert answer.tokens is not None
     end = difference.at + len(difference.removed)
     own_prompt = behind.start - len(answer.tokens.prompt_ids)
-    if end > behind.start and reasoning_in(answer):
+    if end > behind.start and has_reasoning(answer):
         return Cause.REASONING  # the generation prompt opens the block of thinking
     if end == behind.start and difference.meets and difference.at > own_prompt:
         return Cause.GENERATION_PROMPT
@@ -103,7 +97,7 @@ def _of_answer(answer: Node, found: Break) -> Cause:
     replay = _replay_of(answer)
     if replay is not None and answer.message.tool_calls and _same_but_written_otherwise(answer.message, replay):
         return Cause.ARGUMENTS
-    if reasoning_in(answer) and len(difference.removed) > len(difference.inserted) and left > _FEW:
+    if has_reasoning(answer) and len(difference.removed) > len(difference.inserted) and left > _FEW:
         return Cause.REASONING
     if replay is not None and _squeezed(replay.content) == _squeezed(answer.message.content):
         return Cause.WHITESPACE
@@ -147,11 +141,3 @@ def _is_cut(replay: str | None, text: str) -> bool:
     """Whether only an end was added or taken, such as a closing tag."""
     one, other = sorted((_squeezed(replay), _squeezed(text)), key=len)
     return other.startswith(one)
-
-
-def _has_reasoning(metadata: JsonObject) -> bool:
-    response = metadata.get("response")
-    choices = response.get("choices") if isinstance(response, dict) else None
-    first = choices[0] if isinstance(choices, list) and choices else None
-    places = [metadata, metadata.get("message"), first.get("message") if isinstance(first, dict) else None]
-    return any(isinstance(place, dict) and any(place.get(key) for key in _REASONING_KEYS) for place in places)
