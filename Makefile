@@ -2,7 +2,7 @@
 # CPU=1 the first time: PyTorch without CUDA, 1 GB to download instead of 3, for a machine without a GPU.
 # Options go into ARGS:  make demo ARGS=--tiny    make test ARGS="-k storage"    A Python of your choice: make PYTHON=...
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-vllm test-peers lint format clean
+.PHONY: help setup demo test test-slow test-vllm test-peers test-containers lint format clean
 .DELETE_ON_ERROR:
 
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -34,6 +34,10 @@ test-vllm: $(READY) ## Publish to a real vLLM on this machine's processor
 test-peers: $(READY) ## Test against OpenEnv, NeMo Gym, AgentGym, Ray and vLLM
 	.ci/peers $(ARGS)
 
+# Docker, or podman, which is started for it; the script says what to install.
+test-containers: $(READY) ## Test the Docker back end against a real engine
+	.ci/containers $(ARGS)
+
 lint: $(READY) ## Check the style and the types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -44,7 +48,7 @@ format: $(READY) ## Format the code
 	$(BIN)/ruff format
 
 clean: ## Remove the environment
-	rm -rf .venv .uv .peers
+	rm -rf .venv .uv .peers .containers
 
 $(READY): pyproject.toml uv.lock .ci/setup
 	@PYTHON="$(PYTHON)" .ci/setup

@@ -17,10 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from evaluation.performance.grading.golds import NOTHING, chosen
-from evaluation.performance.grading.images import base_image, instance_image, remove_image
+from evaluation.performance.grading.images import instance_image, remove_image
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.evals.swe.backends.docker import DockerBackend, from_mirrors
-from openhands_rl_plugin.evals.swe.backends.interpreters import find_python
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
 from openhands_rl_plugin.evals.swe.dataset import read_instances, read_rows
@@ -76,11 +75,9 @@ async def run(args: argparse.Namespace) -> None:
     done = {str(line["instance_id"]) for line in read_rows(args.out)} if args.out.exists() else set()
     rows = [row for row in chosen(read_instances(args.rows), args.ids, args.each) if row.instance_id not in done]
     recipes = {row.instance_id: await asyncio.to_thread(recipe_of, row, from_mirrors([mirrors])) for row in rows}
-    pythons = [find_python(version) for version in sorted({recipe.python for recipe in recipes.values()})]
-    base = await base_image(args.program, pythons) if rows else ""
     for row in rows:
         recipe = recipes[row.instance_id]
-        image = await instance_image(args.program, base, here, args.cache, row, recipe.python)
+        image = await instance_image(args.program, here, args.cache, row, recipe.python)
         logs = args.out.with_suffix(".logs") / row.instance_id
         patches = {"gold": row.patch, "nothing": NOTHING}
         ours = await graded(here, row, recipe, patches, logs, args.timeout)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from openhands_rl_plugin.environments.workspace.processes import checked, run
@@ -20,7 +20,7 @@ from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.backends.sandbox import CONDA, PARTS, shim_digest
 from openhands_rl_plugin.evals.swe.types import Instance
 
-BASE = "localhost/openhands-rl/base:bookworm"
+NAMES = "localhost/openhands-rl"
 _PACKAGES = (
     *("git", "patch", "make", "gcc", "g++", "libc6-dev", "procps", "ca-certificates", "locales", "tzdata"),
     *("libssl3", "libffi8", "libsqlite3-0", "libbz2-1.0", "liblzma5", "libreadline8", "zlib1g", "libncursesw6"),
@@ -50,41 +50,46 @@ _VARIABLES = {
 }
 
 
-async def base_image(program: str, interpreters: Sequence[Interpreter]) -> str:
-    """The image of Debian with what the sandbox shows of this machine: Pythons, uv and the shim. Made when missing."""
-    if (await run([program, "image", "inspect", BASE])).code == 0:
-        return BASE
-    plain = f"{BASE}-plain"
-    if (await run([program, "image", "inspect", plain])).code:
+async def debian_image(program: str) -> str:
+    """The image of a plain Debian, made when missing."""
+    name = f"{NAMES}/debian:bookworm"
+    if (await run([program, "image", "inspect", name])).code:
         with tempfile.TemporaryDirectory(prefix="openhands-rl-") as folder:
             archive = Path(folder, "debian.tar")
             make = ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join(_PACKAGES)}", "bookworm"]
             await checked([*make, str(archive)], "make a Debian by mmdebstrap", timeout=_TIME)
-            await checked([program, "import", str(archive), plain], "import Debian", timeout=_TIME)
+            await checked([program, "import", str(archive), name], "import Debian", timeout=_TIME)
+    return name
+
+
+async def base_image(program: str, interpreter: Interpreter) -> str:
+    """The image of Debian with what the sandbox shows of this machine: Python, uv and the shim. Made when missing."""
+    base = f"{NAMES}/base:{interpreter.program.name}-{shim_digest()}"
+    if (await run([program, "image", "inspect", base])).code == 0:
+        return base
+    plain = await debian_image(program)
     folder = Path(shim.__file__).parent
-    places = {str(prefix): str(prefix) for prefix in {each.prefix for each in interpreters} | {_own().prefix}}
+    places = {str(prefix): str(prefix) for prefix in (interpreter.prefix, _own().prefix)}
     places |= {str(folder): f"{CONDA}/shim", str(folder / "activate.sh"): f"{CONDA}/bin/activate"}
     places |= {str(find_uv()): f"{CONDA}/bin/uv"}
     links = {f"{CONDA}/host-python": str(_own().program), f"{CONDA}/envs": PARTS["conda"]}
     with tempfile.TemporaryDirectory(prefix="openhands-rl-") as wheels:
-        pip = [str(interpreters[0].program), "-m", "pip", "download", "--quiet", "--no-deps", f"--dest={wheels}"]
+        pip = [str(interpreter.program), "-m", "pip", "download", "--quiet", "--no-deps", f"--dest={wheels}"]
         await checked([*pip, *_BUILDERS], "get what builds projects", timeout=_TIME)
-        await _build(program, plain, BASE, {**places, wheels: "/opt/wheelhouse"}, links, _VARIABLES)
-    return BASE
+        await build_image(program, plain, base, {**places, wheels: "/opt/wheelhouse"}, links, _VARIABLES)
+    return base
 
 
-async def instance_image(
-    program: str, base: str, backend: LocalBackend, cache: Path, instance: Instance, python: str
-) -> str:
+async def instance_image(program: str, backend: LocalBackend, cache: Path, instance: Instance, python: str) -> str:
     """The image of one instance, made when missing. ``python``: the version that its recipe wants."""
-    name = f"localhost/openhands-rl/{instance.instance_id.lower()}:latest"
+    name = f"{NAMES}/{instance.instance_id.lower()}:latest"
     layer = await backend.prepare(instance)
     if (await run([program, "image", "inspect", name])).code == 0:
         return name
     places = {str(layer / part): inside for part, inside in PARTS.items() if (layer / part).exists()}
     places |= {str(Cache(cache).path("shims", shim_digest())): f"{CONDA}/shims"}
     variables = {"SHIM_PYTHON": str(find_python(python).program)}
-    await _build(program, base, name, places, {}, variables)
+    await build_image(program, await base_image(program, find_python(python)), name, places, {}, variables)
     return name
 
 
@@ -93,7 +98,7 @@ async def remove_image(program: str, name: str) -> None:
     await run([program, "image", "rm", "--force", name], timeout=_TIME)
 
 
-async def _build(
+async def build_image(
     program: str,
     image: str,
     name: str,

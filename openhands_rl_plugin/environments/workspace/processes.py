@@ -35,8 +35,11 @@ class Ended(NamedTuple):
 
     @property
     def last_line(self) -> str:
-        """The last line with content, for an error message; lines of a shell trace (``set -x``) do not count."""
+        """The last line with content, for an error message; lines of a shell trace (``set -x``) do not count, nor does
+        the advice that some programs end with.
+        """
         lines = [line.strip() for line in self.text[-20_000:].splitlines() if line.strip() and line[0] != "+"]
+        lines = [line for line in lines if not (line.startswith("Run '") and "--help' for more" in line)] or lines
         return lines[-1][:300] if lines else f"exit status {self.code}, without output"
 
 

@@ -1,0 +1,209 @@
+"""The Docker back end against a real engine: cheats and honest patches as in the sandbox, and engines that fail.
+
+``make test-containers`` finds or starts the engine. Images are made here; nothing is pulled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from cheats import CHEATS, EQUAL_TO_ALL, patch_of
+from pytest_sample import make_pytest_sample
+from repository_samples import FIX, NOTHING, Sample, instance, needs_sandbox, with_extra
+
+from evaluation.performance.grading.images import build_image, debian_image, instance_image
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.evals.swe.backends.docker import DockerBackend
+from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
+from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
+from openhands_rl_plugin.evals.swe.dataset import PatchPrediction
+from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
+from openhands_rl_plugin.evals.swe.recipes.custom import recipe
+from openhands_rl_plugin.evals.swe.recipes.parsers import parse_pytest
+from openhands_rl_plugin.evals.swe.run_evaluation import GradingPlan, grade_all
+from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
+
+PROGRAM = os.environ.get("OPENHANDS_RL_CONTAINER_PROGRAM", "")
+
+pytestmark = [
+    pytest.mark.slow,
+    needs_sandbox,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(not PROGRAM, reason="no container engine is named; make test-containers finds one"),
+]
+needs_podman = pytest.mark.skipif(
+    not (shutil.which("podman") and PROGRAM.endswith("docker") and os.geteuid() == 0),
+    reason="engines of a test's own need podman beside docker's client, as root",
+)
+
+
+class Both:
+    """The small repository in a sandbox and in a container."""
+
+    def __init__(self, sample: Sample, folder: Path) -> None:
+        self.folder = folder
+        self.sample = sample
+        self.cache = folder / "cache"
+        self.local = LocalBackend(cache=self.cache, sources=[MirrorSource(sample.mirror)], guard=RewardHackGuard())
+        self.docker = DockerBackend(program=PROGRAM, guard=RewardHackGuard(), memory="4g")
+        self.row = sample.instance
+
+    async def image(self) -> Instance:
+        """The row with its image, which is made the first time."""
+        python = recipe(self.row).python
+        name = await instance_image(PROGRAM, self.local, self.cache, self.row, python)
+        return with_extra(self.row, image=name)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    folder = tmp_path_factory.mktemp("calc")
+    sample = make_pytest_sample(folder)
+    # A name of this run's own: an image is of one commit.
+    row = sample.instance.model_copy(update={"instance_id": f"someone__calc-{os.getpid()}"})
+    yield Both(sample._replace(instance=row), folder)
+    subprocess.run([PROGRAM, "image", "rm", "--force", f"localhost/openhands-rl/{row.instance_id}:latest"])
+
+
+def outcomes(verdict: PatchVerdict) -> dict[str, str]:
+    log = Path(verdict.logs or "", "test_output.txt")
+    return parse_pytest(log.read_text()) if log.exists() else {}
+
+
+PATCHES = {"the fix": FIX, "nothing": NOTHING, "equal to all": EQUAL_TO_ALL, "empty": ""}
+PATCHES |= {cheat.name: patch_of(cheat.files) for cheat in CHEATS}
+
+
+@pytest.mark.parametrize("name", PATCHES)
+async def test_a_container_says_what_the_sandbox_says(both: Both, tmp_path: Path, name: str) -> None:
+    row, patch = await both.image(), PATCHES[name]
+    here = await both.local.grade(both.row, patch, logs=tmp_path / "local", timeout=60.0)
+    there = await both.docker.grade(row, patch, logs=tmp_path / "docker", timeout=60.0)
+    assert (there.kind, there.flagged) == (here.kind, here.flagged), (there, here)
+    assert outcomes(there) == outcomes(here)
+    assert (here.kind is VerdictKind.RESOLVED) is (name in ("the fix", "equal to all"))
+
+
+def containers(program: str = PROGRAM) -> list[str]:
+    listed = subprocess.run([program, "ps", "-a", "--format", "{{.Names}}"], capture_output=True, text=True)
+    return [name for name in listed.stdout.split() if f"-{os.getpid()}-" in name]
+
+
+async def test_nothing_is_left_of_a_run_that_took_too_long(both: Both, tmp_path: Path) -> None:
+    row = with_extra(await both.image(), test_command="sleep 300")
+    verdict = await both.docker.grade(row, FIX, logs=tmp_path, timeout=2.0)
+    assert verdict.kind is VerdictKind.TIMED_OUT
+    assert not containers()
+
+
+async def test_an_image_that_is_not_there_is_said(both: Both, tmp_path: Path) -> None:
+    row = with_extra(both.row, image="localhost:1/openhands-rl/no-such-image:latest")
+    verdict = await both.docker.grade(row, FIX, logs=tmp_path, timeout=60.0)
+    assert verdict.kind is VerdictKind.INFRASTRUCTURE
+    assert verdict.reason.startswith("pull localhost:1/openhands-rl/no-such-image:latest: ")
+
+
+async def test_tests_that_end_their_container_are_unresolved(both: Both, tmp_path: Path) -> None:
+    row = with_extra(await both.image(), test_command="pkill -9 tail; sleep 30")
+    verdict = await both.docker.grade(row, FIX, logs=tmp_path, timeout=60.0)
+    assert (verdict.kind, verdict.reason) == (VerdictKind.UNRESOLVED, "the run ended before its tests did")
+
+
+async def test_an_engine_that_is_absent_is_one_line(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/no.sock")
+    if PROGRAM.endswith("docker"):
+        with pytest.raises(ConfigError, match=r"no Docker daemon .*--backend local"):
+            await DockerBackend(program=PROGRAM).check()
+
+
+class OwnEngine:
+    """A podman service on a socket of its own, with the images in ``storage`` or, left out, those of the machine."""
+
+    def __init__(self, folder: Path, storage: Path | None = None) -> None:
+        # podman refuses a long path of a ``runroot``.
+        places = [] if storage is None else [f"--root={storage}/root", f"--runroot={storage}/run"]
+        self.socket = folder / "engine.sock"
+        self._command = ["podman", *places, "system", "service", "--time=0", f"unix://{self.socket}"]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.socket.unlink(missing_ok=True)
+        self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL)
+        until = time.monotonic() + 30
+        while not self.socket.exists() and time.monotonic() < until:
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextmanager
+def own_engine(folder: Path, monkeypatch, storage: Path | None = None) -> Iterator[OwnEngine]:
+    engine = OwnEngine(folder, storage)
+    engine.start()
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{engine.socket}")
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+@needs_podman
+async def test_a_run_whose_engine_was_stopped_is_resumed(both: Both, tmp_path: Path, monkeypatch) -> None:
+    row = with_extra(await both.image(), test_command=f"sleep 8; {both.row.extra['test_command']}")
+    prediction = PatchPrediction(instance_id=row.instance_id, model_patch=FIX)
+    plan = GradingPlan(retries=0, timeout=60.0)
+    with own_engine(tmp_path, monkeypatch) as engine:
+        grading = asyncio.create_task(grade_all(both.docker, [row], [prediction], plan, tmp_path / "out"))
+        await asyncio.sleep(5)
+        engine.stop()
+        (lost,) = (await grading).verdicts.values()
+        assert lost.kind is VerdictKind.INFRASTRUCTURE
+        assert lost.reason.startswith("the container engine was lost during the run")
+        engine.start()
+        (found,) = (await grade_all(both.docker, [row], [prediction], plan, tmp_path / "out")).verdicts.values()
+        assert found.kind is VerdictKind.RESOLVED
+        subprocess.run([PROGRAM, "rm", "--force", *containers()], capture_output=True)
+
+
+@needs_podman
+async def test_tests_without_space_say_nothing_about_a_patch(both: Both, tmp_path: Path, monkeypatch) -> None:
+    plain, saved = await debian_image(PROGRAM), tmp_path / "debian.tar"
+    subprocess.run([PROGRAM, "save", "--output", str(saved), plain], check=True)
+    small = Path(tempfile.mkdtemp(prefix="small-"))
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1100m", "tmpfs", str(small)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        with own_engine(tmp_path, monkeypatch, small):
+            monkeypatch.setenv("TMPDIR", str(small))
+            subprocess.run([PROGRAM, "load", "--quiet", "--input", str(saved)], check=True)
+            layer = await both.local.prepare(both.row)
+            image = "localhost/openhands-rl/small:latest"
+            await build_image(PROGRAM, plain, image, {str(layer / "testbed"): "/testbed"}, {}, {})
+            command = "head -c 2000M /dev/zero >/testbed/large; echo FAILED tests/test_calc.py::test_add"
+            row = with_extra(both.row, image=image, test_command=command)
+            verdict = await both.docker.grade(row, FIX, logs=tmp_path / "logs", timeout=120.0)
+            assert (verdict.kind, verdict.reason) == (
+                VerdictKind.INFRASTRUCTURE,
+                "no space is left where the tests run",
+            )
+    finally:
+        subprocess.run(["umount", "--lazy", str(small)], capture_output=True)
+        small.rmdir()
+
+
+async def test_a_row_without_an_image_needs_the_local_back_end(both: Both, tmp_path: Path) -> None:
+    verdict = await both.docker.grade(instance("c0ffee"), FIX, logs=tmp_path, timeout=30.0)
+    assert verdict.reason.endswith("its row names no image; use --backend local")
