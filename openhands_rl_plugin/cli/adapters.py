@@ -28,7 +28,7 @@ EPILOG = """examples:
 
 A version comes into use when every server reproduces the trainer's logprobs of its probe (a fixed text); otherwise all
 servers keep the old one. vLLM needs --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True. SGLang needs --enable-lora
---max-lora-rank N --lora-target-modules all; its name of an adapter is BASE:VERSION.
+--max-lora-rank RANK --lora-target-modules all; its name of an adapter is BASE:VERSION.
 """
 
 

@@ -38,7 +38,7 @@ EPILOG = """suites:
   FILE                  rows in SWE-bench's columns: .jsonl, .json or .parquet
   webshop               the embedded shop, started for the run
   environment           the environment and server that [rl] of --config names: "agentgym/textcraft", "openenv/...",
-                        "nemo-gym/..."; task 0 to N-1 (--tasks N), or rows (.jsonl) with --dataset-file
+                        "nemo-gym/..."; from task 0 on (--tasks), or rows (.jsonl) with --dataset-file
 
 examples:
   openhands-rl evaluate swe-local --llm eval --config config.toml --workers 4
@@ -106,9 +106,9 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--base-model", metavar="NAME", help=base)
     group.add_argument("--base-url", metavar="URL", help="OpenAI-compatible server, up to and including /v1")
     group.add_argument("--api-key-env", metavar="VARIABLE", help="environment variable with the server's API key")
-    group.add_argument("--temperature", type=float, metavar="T", help="sampling temperature of all runs")
-    group.add_argument("--temperatures", metavar="T,T,...", help="of run 0, run 1, ...; the last one is repeated")
-    group.add_argument("--top-p", type=float, metavar="P", help="nucleus sampling: probability mass, up to 1")
+    group.add_argument("--temperature", type=float, metavar="TEMPERATURE", help="sampling temperature of all runs")
+    group.add_argument("--temperatures", metavar="LIST", help="of run 0, run 1, ...; the last one is repeated")
+    group.add_argument("--top-p", type=float, metavar="PROBABILITY", help="nucleus sampling: probability mass, up to 1")
     group.add_argument("--max-output-tokens", type=int, metavar="TOKENS", help="tokens of one completion")
     native = "tool calls by the server's API (default: as in [llm]); --no-...: calls in the text"
     group.add_argument("--native-tool-calling", action=argparse.BooleanOptionalAction, help=native)

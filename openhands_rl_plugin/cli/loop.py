@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 RESUME = "finished stages are kept, and the same command continues"
 EPILOG = """suites: those of `openhands-rl evaluate`
   webshop               the embedded shop, started for the run
-  environment           the environment and server that [rl] of --config names; task 0 to N-1 (--tasks N), or rows
+  environment           the environment and server that [rl] of --config names; from task 0 on (--tasks), or rows
                         (.jsonl) with --dataset-file
   swe-local, swe-gym, FILE, ...
                         repository tasks: the reward of an episode is the verdict of its tests

@@ -21,7 +21,6 @@ from openhands_rl_plugin.core.records import (
     TrajectorySummary,
 )
 from openhands_rl_plugin.core.types import Node, Score, StopReason, Trajectory
-from openhands_rl_plugin.trajectories.sqlite.upgrade import has_labels
 from openhands_rl_plugin.trajectories.storages.documents import parsed_end, parsed_json
 from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, mark_fresh, so_far, whole
 from openhands_rl_plugin.trajectories.storages.packing import unpack_nodes
@@ -119,6 +118,11 @@ def read_nodes(connection: sqlite3.Connection, row: int, identity: str) -> tuple
 def stored_outcome(connection: sqlite3.Connection, trajectory_id: str) -> Score | None:
     """The newest judgement of the outcome."""
     return newest_outcome(_scores(connection, [trajectory_id])[trajectory_id])
+
+
+def has_labels(connection: sqlite3.Connection) -> bool:
+    """Whether the store has the table of labels; one of an earlier release that may not be written has none."""
+    return bool(connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'labels'").fetchone()[0])
 
 
 def load_labels(connection: sqlite3.Connection, ids: Sequence[str]) -> list[Label]:

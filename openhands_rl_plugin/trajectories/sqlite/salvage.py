@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
+from openhands_rl_plugin.core.acted import path_to
 from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe
 from openhands_rl_plugin.core.records import DamagedRecord, EpisodeStart, Label, NodeMark
 from openhands_rl_plugin.core.types import Node, Score, StopReason, Trajectory
@@ -136,7 +137,7 @@ class SalvageReader:
         if row in self._unsure and not self._is_proven(trajectory, header):
             raise DamagedError("what became known of its nodes later, such as rewards, is damaged")
         told = header[_RETURN] if header is not None and known.marks.get(row) else None
-        if isinstance(told, float) and told != Spine(nodes).along(trajectory.head)[1]:
+        if isinstance(told, float) and told not in _returns(nodes, trajectory.head):
             raise DamagedError(f"its rewards do not add up to its return, {told:g}")
         if trajectory.head is not None and not 0 <= trajectory.head < len(nodes):
             raise DamagedError("its last node is missing")
@@ -184,7 +185,7 @@ class SalvageReader:
         if header is None:
             return False
         told = header[_RETURN]
-        same = isinstance(told, float) and told == Spine(trajectory.nodes).along(trajectory.head)[1]
+        same = isinstance(told, float) and told in _returns(trajectory.nodes, trajectory.head)
         return header[_REVISION] == 0 or (same and told != 0)
 
     def _marks_in_doubt(self) -> frozenset[int]:
@@ -240,6 +241,13 @@ class SalvageReader:
             return self._start(row).id
         except StorageError:
             return None
+
+
+def _returns(nodes: Sequence[Node], head: int | None) -> tuple[float | None, float | None]:
+    """What a header may say: the return of all that was acted on, or, in a store of an earlier release, of the path."""
+    path = path_to(nodes, head)
+    rewards = [reward for at in path if (reward := nodes[at].reward) is not None]
+    return Spine(nodes).along(head)[1], float(sum(rewards)) if rewards else None
 
 
 def _key(cell: PageRecord) -> tuple[int, int] | None:

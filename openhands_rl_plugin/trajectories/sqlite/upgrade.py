@@ -1,4 +1,5 @@
-"""What a store lacks that an earlier release made: the table of labels, and rewards by the newest judgement."""
+"""What a store lacks that an earlier release made: the table of labels, rewards by the newest judgement, and
+turns and returns of all segments."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.judgements import newest_outcome
 from openhands_rl_plugin.core.records import EpisodeEnd
 from openhands_rl_plugin.core.types import Score, pays_rewards
+from openhands_rl_plugin.trajectories.sqlite.reading import FINISHED, NO_RETURN, has_labels, read_nodes
 from openhands_rl_plugin.trajectories.storages.documents import parsed_json
+from openhands_rl_plugin.trajectories.storages.header import Spine
 
 LABELS = """
 CREATE TABLE labels (
@@ -24,11 +27,10 @@ JUDGE = (
     "WHEN ?1 THEN ?3 WHEN typeof(episode_return) IN ('real', 'integer') THEN episode_return END WHERE id = ?4"
 )
 """Parameters: whether there is a judgement, what it says as a column, as a number, and the episode's id."""
-
-
-def has_labels(connection: sqlite3.Connection) -> bool:
-    """Whether the store has the table of labels; one of an earlier release that may not be written has none."""
-    return bool(connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'labels'").fetchone()[0])
+_COUNT = (
+    "UPDATE episodes SET turns = ?1, episode_return = CASE WHEN failure_kind IS NULL THEN ?2 ELSE episode_return END, "
+    "reward = CASE WHEN failure_kind IS NULL AND NOT scored THEN ?3 ELSE reward END WHERE row = ?4"
+)
 
 
 def upgrade(connection: sqlite3.Connection) -> None:
@@ -46,6 +48,7 @@ def upgrade(connection: sqlite3.Connection) -> None:
             for statement in LABELS.split(";"):
                 connection.execute(statement)
             _judge_again(connection)
+            _count_all_segments(connection)
             _forget_unpaid_returns(connection)
         connection.execute("COMMIT")
     except BaseException:
@@ -69,6 +72,17 @@ def _judge_again(connection: sqlite3.Connection) -> None:
         with suppress(StorageError):
             scores = [parsed_json(Score, identity, document) for document in documents]
             connection.execute(JUDGE, (*judged_columns(newest_outcome(scores)), identity))
+
+
+def _count_all_segments(connection: sqlite3.Connection) -> None:
+    """Earlier releases counted the turns and rewards of a condensed episode's last segment only: more steps were
+    executed than that has turns."""
+    query = f"SELECT row, id, head FROM episodes WHERE steps > turns AND {FINISHED}"
+    for row, identity, head in connection.execute(query).fetchall():
+        with suppress(StorageError):
+            turns, total = Spine(read_nodes(connection, row, identity)).along(head)
+            column = NO_RETURN if total is None else "nan" if total != total else total
+            connection.execute(_COUNT, (turns, column, total, row))
 
 
 def _forget_unpaid_returns(connection: sqlite3.Connection) -> None:
