@@ -24,6 +24,7 @@ from pydantic import ModelWrapValidatorHandler as Handler
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.fields import DatabaseName, HttpUrl, SafeName, Settings, VariableName
+from openhands_rl_plugin.config.sampling import SamplingSettings as SamplingSettings
 from openhands_rl_plugin.config.training import AlgorithmName as AlgorithmName
 from openhands_rl_plugin.config.training import TrainingSettings as TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError
@@ -86,16 +87,6 @@ class StorageSettings(Settings):
             f"[rl.storage] uri_env: the environment variable {self.uri_env} is not set; "
             f"export {self.uri_env}=mongodb://..., or remove the line"
         )
-
-
-class SamplingSettings(Settings):
-    """``[rl.sampling]``: sampling of rollouts."""
-
-    temperature: float = Field(
-        default=1.0, ge=0, le=10, description="sampling temperature of rollouts; 0: greedy; RL needs 1"
-    )
-    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling; RL needs 1")
-    seed: int = Field(default=0, ge=0, description="seed of the run; every episode derives its own from it")
 
 
 class ServingSettings(Settings):
@@ -305,12 +296,7 @@ class RLSettings(Settings):
 
     def sampling_params(self, seed: int | None = None) -> SamplingParams:
         """The sampling parameters of one episode, with its own ``seed``."""
-        return SamplingParams(
-            temperature=self.sampling.temperature,
-            top_p=self.sampling.top_p,
-            max_tokens=self.max_response_length,
-            seed=seed,
-        )
+        return self.sampling.params(max_tokens=self.max_response_length, seed=seed)
 
 
 def section_of(location: Location) -> str:

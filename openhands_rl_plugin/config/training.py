@@ -159,6 +159,14 @@ class TrainingSettings(Settings):
     entropy_coefficient: Annotated[float, _Only(_RL)] = Field(
         default=0.0, ge=0, description="weight of the entropy bonus (verl's entropy_coeff); 0: off"
     )
+    kl_bias_correction: Annotated[bool, _KL] = Field(
+        default=True,
+        description='kl_in "loss": multiply the estimate by the ratio, so that its gradient is the divergence\'s',
+    )
+    old_logprobs: Annotated[Literal["auto", "recorded", "recomputed"], _Only(_RL)] = Field(
+        default="auto",
+        description="denominator of the ratio: logprobs recorded when sampling, or recomputed by the trainer",
+    )
     correction: Annotated[Literal["none", "truncate", "mask"], _Only(_RL)] = Field(
         default="none",
         description="importance weights for off-policy rollouts: truncated, or masked outside of the bounds",
@@ -251,6 +259,18 @@ class TrainingSettings(Settings):
             raise ValueError("dual_clip must be 0 (off) or greater than 1: it bounds the ratio where it is above 1")
         if found := [why for _, why in self._without_effect()]:
             raise ValueError("; ".join(found))
+        if self.kl != "none" and not self.kl_bias_correction and (self.kl == "k1" or self.kl_in == "reward"):
+            raise ValueError(
+                "kl_bias_correction = false: the gradient of k1 in the loss is then noise with a mean of 0; "
+                'leave true, or set kl = "k2" or "k3"'
+                if self.kl_in == "loss"
+                else 'kl_bias_correction = false has no effect where kl_in = "reward": leave true'
+            )
+        if self.old_logprobs == "recorded" and self.correction != "none":
+            raise ValueError(
+                'old_logprobs = "recorded" leaves no importance weights to correct by: leave "auto", or set correction '
+                '= "none"'
+            )
         if self.discount < 1 and self.step_rewards == "episode" and not self.state_weight:
             raise ValueError(
                 'discount needs rewards of steps: set step_rewards = "environment" or "search", or a state_weight, or '
@@ -323,4 +343,6 @@ class TrainingSettings(Settings):
 
 
 def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     return f'"{value}"' if isinstance(value, str) else f"{value:g}"

@@ -92,3 +92,12 @@ def acted_ends(nodes: Sequence[TreeNode], head: int | None) -> tuple[int, ...]:
     left = [at for at in acted_nodes(nodes, head) if at not in last]
     inner = {up for at in left for up in path_to(nodes, at)[:-1]}
     return (*(at for at in left if at not in inner), head)
+
+
+_SESSIONS = frozenset({"gateway", "workspace"})
+
+
+def pays_rewards(environment: str, evidence: dict[str, JsonValue]) -> bool:
+    """Whether the steps of an episode could earn rewards. Those of a client's session and of a session in a workspace
+    (which leaves a patch) cannot: their 0.0 says only that a step was executed, and others judge the outcome."""
+    return environment not in _SESSIONS and "git_patch" not in evidence

@@ -34,6 +34,27 @@ RECORDED_PARAMETERS = (
 )
 """What is kept of a request beside its messages and tools. Named one by one: a request may carry keys and headers."""
 
+NEUTRAL_PARAMETERS: Mapping[str, float] = {
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""The values with which a server samples from the model's own distribution, at any temperature.
+
+They are sent, because servers have other defaults: vLLM and SGLang take absent ones from the model's
+``generation_config.json`` (Qwen2.5-Instruct: a top_k of 20 and a repetition_penalty of 1.05), llama.cpp has a top_k of
+40 and a min_p of 0.05 of its own.
+"""
+
+
+def altering_parameters(given: Mapping[str, Any]) -> dict[str, float]:
+    """Those of ``given`` beside the temperature with which a server samples from another distribution, with values."""
+    neutral = {"top_p": 1.0, **NEUTRAL_PARAMETERS}
+    found = {name: given[name] for name, value in neutral.items() if given.get(name) not in (None, value)}
+    return {name: value for name, value in found.items() if (name, value) != ("top_k", 0)}
+
 
 def to_message(wire: WireMessage) -> Message:
     """The message in whole characters, with its text parts joined by line breaks, as chat templates join them."""

@@ -13,7 +13,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from openhands_rl_plugin.core.acted import acted_ends, acted_nodes, path_to
+from openhands_rl_plugin.core.acted import acted_ends, acted_nodes, path_to, pays_rewards
 
 SCHEMA_VERSION = 2
 """1: whole trajectories. 2: an episode may be unfinished."""
@@ -134,10 +134,15 @@ class Usage(Frozen):
 
 
 class SamplingParams(Frozen):
-    """The sampling parameters of a completion. ``None`` leaves the choice to the server."""
+    """The sampling parameters of a completion. ``None`` leaves the choice to the server; see ``NEUTRAL_PARAMETERS``."""
 
     temperature: float | None = Field(default=None, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     max_tokens: int | None = Field(default=None, ge=1)
     stop: tuple[str, ...] = ()
     seed: int | None = None
@@ -156,10 +161,8 @@ class Completion(Frozen):
 
 
 class Observation(Frozen):
-    """An answer of an environment. ``reward`` is that of this one step.
-
-    ``terminated``: the task ended; ``truncated``: a limit cut it short.
-    """
+    """An answer of an environment, with the reward of this one step. ``terminated``: the task ended; ``truncated``: a
+    limit cut it short."""
 
     messages: tuple[Message, ...] = ()
     reward: float = 0.0
@@ -302,15 +305,6 @@ class Trajectory(Frozen):
         return sorted({*self.path(), *acted_nodes(self.nodes, self.head)})
 
 
-_SESSIONS = frozenset({"gateway", "workspace"})
-
-
-def pays_rewards(environment: str, evidence: JsonObject) -> bool:
-    """Whether the steps of an episode could earn rewards. Those of a client's session and of a session in a workspace
-    (which leaves a patch) cannot: their 0.0 says only that a step was executed, and others judge the outcome."""
-    return environment not in _SESSIONS and "git_patch" not in evidence
-
-
 class Score(Frozen):
     """A judgement of one trajectory. Scores are appended, never rewritten; unscored is ``reward=None``, never 0.0.
 
@@ -330,8 +324,8 @@ class Sample(Frozen):
     """One training sequence: a run of turns in which every prompt extends the one before.
 
     ``input_ids``, ``mask`` (true where the policy sampled the token) and ``logprobs`` (0.0 where it did not) all have
-    length T. ``advantage`` weighs every sampled token, unless ``token_advantages`` (length T) gives each its own.
-    ``count``: how many equal samples it stands for.
+    length T. ``advantage`` weighs every sampled token, unless ``token_advantages`` (length T) gives each its own;
+    so do ``temperature``, at which it was sampled, and ``token_temperatures``. ``count``: equal samples it stands for.
     """
 
     trajectory_id: str
@@ -343,10 +337,16 @@ class Sample(Frozen):
     token_advantages: tuple[float, ...] = ()
     policy: PolicyRef | None = None
     count: int = Field(default=1, ge=1)
+    temperature: float = 1.0
+    token_temperatures: tuple[float, ...] = ()
 
     def advantage_at(self, position: int) -> float:
         """The weight of the sampled token at ``position``."""
         return self.token_advantages[position] if self.token_advantages else self.advantage
+
+    def temperature_at(self, position: int) -> float:
+        """The temperature that the token at ``position`` was sampled at."""
+        return self.token_temperatures[position] if self.token_temperatures else self.temperature
 
 
 class Adapter(Frozen):
@@ -362,21 +362,30 @@ class Adapter(Frozen):
     metrics: dict[str, float] = Field(default_factory=dict)
 
 
-class Probe(Frozen):
-    """Fixed token ids and the trainer's logprobs of ids 1 .. T-1, to be compared with those of a server.
+class ExpectedShare(Frozen):
+    """How much of the trainer's next-token distribution, at a temperature, the ``token_ids`` have after the first
+    ``position`` ids of a probe: the ``likeliest`` ids, or those ``repeated`` from the text before."""
 
-    ``max_difference`` bounds the mean absolute difference, in nats.
-    """
+    kind: Literal["likeliest", "repeated"]
+    position: int = Field(ge=1)
+    temperature: float = Field(gt=0)
+    token_ids: tuple[int, ...] = Field(min_length=1)
+    share: float = Field(gt=0, lt=1)
+
+
+class Probe(Frozen):
+    """Fixed token ids and the trainer's logprobs of ids 1 .. T-1, to be compared with those of a server, and ``shares``
+    (none in earlier releases) with its samples. ``max_difference`` bounds the mean absolute difference, in nats."""
 
     token_ids: tuple[int, ...] = Field(min_length=2)
     logprobs: tuple[float, ...]
     max_difference: float = Field(gt=0)
+    shares: tuple[ExpectedShare, ...] = ()
 
 
 class EpisodeRequest(Frozen):
-    """The input of a runner for one episode. The same request gives the same trajectory id.
-
-    ``sample`` counts the episodes of one task in its group; ``attempt`` counts the replacements of one that failed.
+    """The input of a runner for one episode, whose id follows from it. ``sample`` counts the episodes of one task in
+    its group; ``attempt`` counts the replacements of one that failed.
     """
 
     task: Task

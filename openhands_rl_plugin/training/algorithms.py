@@ -16,6 +16,7 @@ from openhands_rl_plugin.training.credit.estimators import ESTIMATORS, Estimator
 Kind = Literal["imitation", "preference", "reinforcement"]
 Objective = Literal["likelihood", "preference", "ppo", "gspo", "cispo"]
 Aggregation = Literal["token", "sequence", "fixed", "rollout"]
+OldLogprobs = Literal["auto", "recorded", "recomputed"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,18 @@ def clip_bounds(settings: TrainingSettings) -> tuple[float, float]:
 def aggregation_of(settings: TrainingSettings) -> Aggregation:
     """What counts the same in an optimiser batch."""
     return algorithm_of(settings).aggregation if settings.aggregation == "auto" else settings.aggregation
+
+
+def old_logprobs_of(settings: TrainingSettings) -> OldLogprobs:
+    """Whose logprobs are the denominator of the ratio; "auto" only where that depends on their measured mismatch.
+
+    An importance correction weighs the recomputed ones against the recorded ones. GSPO's bounds are far below the
+    difference of two engines, so that its first on-policy step would be clipped.
+    """
+    if settings.old_logprobs != "auto":
+        return settings.old_logprobs
+    chosen = settings.correction != "none" or algorithm_of(settings).objective == "gspo"
+    return "recomputed" if chosen else "auto"
 
 
 def needs_logprobs(settings: TrainingSettings) -> bool:

@@ -33,7 +33,7 @@ from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.server import running_server
-from openhands_rl_plugin.training.data.eligibility import is_off_temperature
+from openhands_rl_plugin.training.data.eligibility import off_policy_sampling
 from openhands_rl_plugin.training.loop.plan import LoopState
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -156,7 +156,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     played = stored(tmp_path)
     assert len({trajectory.id for trajectory, _ in played}) == len(played) >= 2 + 2 * 6 + 2
     assert {trajectory.policy.base_model for trajectory, _ in played} == {MODEL}
-    assert not any(is_off_temperature(trajectory) for trajectory, _ in played), "`train` may learn from them, too"
+    assert not any(off_policy_sampling(trajectory) for trajectory, _ in played), "`train` may learn from them, too"
     learnt = {
         trajectory.id: [score.reward_version for score in scores]
         for trajectory, scores in played

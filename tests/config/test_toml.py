@@ -12,6 +12,7 @@ from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.types import Limits, SamplingParams
 
 EXAMPLE = Path(__file__).parents[2] / "config.toml.example"
@@ -96,7 +97,8 @@ def test_settings_become_limits_sampling_and_an_address() -> None:
     assert settings.limits() == Limits(
         max_turns=3, max_prompt_length=100, max_response_length=20, max_obs_length=30, timeout=None
     )
-    assert settings.sampling_params(7) == SamplingParams(temperature=1.0, top_p=1.0, max_tokens=20, seed=7)
+    neutral = SamplingParams.model_validate({"temperature": 1.0, "top_p": 1.0, **NEUTRAL_PARAMETERS})
+    assert settings.sampling_params(7) == neutral.model_copy(update={"max_tokens": 20, "seed": 7})
     assert settings.environment_url == "http://127.0.0.1:36001"
 
 

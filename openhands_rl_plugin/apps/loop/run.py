@@ -14,8 +14,9 @@ from openhands_rl_plugin.apps.loop.graded import GradedRunner
 from openhands_rl_plugin.apps.loop.parts import STATE, open_parts, probe_ids
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks
 from openhands_rl_plugin.config.build import make_environment, make_reward, make_strategy, open_storage
-from openhands_rl_plugin.config.rl import RewardSettings, RLSettings
+from openhands_rl_plugin.config.rl import IN_PROCESS, RewardSettings, RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, boundary
+from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
 from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.statistics import Estimate, paired_difference
@@ -84,11 +85,18 @@ def check_trainable(settings: RLSettings) -> None:
             '[rl.training] sharding = "layers" splits a model among several processes, and a loop trains in one: leave '
             '"auto", or train on stored episodes with torchrun and `openhands-rl train`'
         )
-    for where, value in _sampled_by(settings):
-        if value != 1:
+    for where, name, value in _sampled_by(settings):
+        if name == "temperature" and value == 0:
+            raise ConfigError(f"{where}{name} = 0: greedy answers have no probability to train on; set it above 0")
+        if altering_parameters({name: value}):
             raise ConfigError(
-                f"{where} = {value:g}: logprobs are recorded and trained on as those of the whole distribution at "
-                "temperature 1, so the gradient would be wrong for any other sampling; set 1.0"
+                f"{where}{name} = {value:g}: answers would not be sampled from the policy's own distribution, and the "
+                f"gradient would be wrong; set {({'top_p': 1.0} | NEUTRAL_PARAMETERS)[name]:g}"
+            )
+        if name == "temperature" and value != 1 and training.correction != "none" and _gives_unscaled(settings):
+            raise ConfigError(
+                f'{where}{name} = {value:g} with [rl.training] correction = "{training.correction}": `openhands-rl '
+                'serve` reports logprobs of temperature 1, and no correction fits; set 1.0, or correction = "none"'
             )
     if training.tree == "path" and getattr(make_strategy(settings), "selects", False):
         raise ConfigError(
@@ -98,16 +106,21 @@ def check_trainable(settings: RLSettings) -> None:
         )
 
 
-def _sampled_by(settings: RLSettings) -> Iterator[tuple[str, float]]:
-    """All temperatures and ``top_p`` that actions are sampled with: the settings', and the strategy's own."""
-    yield "[rl.sampling] temperature", settings.sampling.temperature
-    yield "[rl.sampling] top_p", settings.sampling.top_p
+def _gives_unscaled(settings: RLSettings) -> bool:
+    """Whether the rollouts' logprobs are known to be those of temperature 1; of other servers, training finds out."""
+    return settings.engine == IN_PROCESS or settings.serving.server == "embedded"
+
+
+def _sampled_by(settings: RLSettings) -> Iterator[tuple[str, str, float]]:
+    """Where all parameters that actions are sampled with are set, their names and values: the settings' and the
+    strategy's own."""
     options: object = getattr(make_strategy(settings), "options", None)
-    for prefix, asked in (("", options), ("sampling.", getattr(options, "sampling", None))):
-        for name in ("temperature", "top_p"):
-            value: object = getattr(asked, name, None)
-            if isinstance(value, float):
-                yield f"[rl.strategy] {prefix}{name}", value
+    asked = {"[rl.strategy] ": options, "[rl.strategy] sampling.": getattr(options, "sampling", None)}
+    for where, values in {"[rl.sampling] ": settings.sampling, **asked}.items():
+        for name in ("temperature", "top_p", *NEUTRAL_PARAMETERS):
+            value: object = getattr(values, name, None)
+            if isinstance(value, int | float):
+                yield where, name, value
 
 
 def objective_of(tasks: LoopTasks, settings: RLSettings) -> RewardSettings:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from openhands.core.config import AgentConfig, LLMConfig, OpenHandsConfig, SandboxConfig
 from openhands.core.config.condenser_config import CondenserConfig, create_condenser_config
 from pydantic import SecretStr
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, describe
+from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
 from openhands_rl_plugin.core.types import Limits, SamplingParams
+from openhands_rl_plugin.hosts.shared.episode import overlay
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
 
 _RUNTIMES = {"auto": "WorkspaceRuntime", "required": "BubblewrapRuntime", "none": "SubprocessRuntime"}
@@ -52,7 +56,7 @@ def controller_config(
         caching_prompt=False,
         disable_vision=True,
         modify_params=False,
-        completion_kwargs={"logprobs": True, "extra_body": {"return_token_ids": True}} if options.token_ids else None,
+        completion_kwargs=_completion_kwargs(settings, options, sampling),
     )
     config = AgentConfig(
         enable_browsing=False,
@@ -73,6 +77,15 @@ def controller_config(
         max_iterations=turns * _ITERATIONS_A_TURN + 2 if options.agent == RL_AGENT else turns,
         sandbox=SandboxConfig(timeout=options.command_timeout),
     )
+
+
+def _completion_kwargs(settings: RLSettings, options: HostOptions, sampling: SamplingParams) -> dict[str, Any] | None:
+    """What OpenHands sends with every call: it drops an ``extra_body`` that a call has of its own."""
+    chosen = overlay(settings.sampling_params(), sampling)
+    extra = altering_parameters({name: getattr(chosen, name) for name in NEUTRAL_PARAMETERS})
+    if options.token_ids:
+        return {"logprobs": True, "extra_body": {"return_token_ids": True, **extra}}
+    return {"extra_body": extra} if extra else None
 
 
 def _condenser(options: HostOptions, llm: LLMConfig) -> CondenserConfig:

@@ -26,7 +26,7 @@ from openhands.llm.llm import LLM
 
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import EpisodeError, ModelError, describe
-from openhands_rl_plugin.core.messages import WireMessage, to_wire
+from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, WireMessage, altering_parameters, to_wire
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams, Tokens
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
@@ -173,7 +173,14 @@ class ControllerEngine:
         # Copies, because litellm may modify its arguments and several calls share the prompt.
         arguments = self._arguments([dict(message) for message in prompt], tools, sampling)
         episode = self._episode
-        log = CallLog(turn.session, turn.step, episode.base_model, ask_tokens=episode.token_ids, after=after)
+        log = CallLog(
+            turn.session,
+            turn.step,
+            episode.base_model,
+            ask_tokens=episode.token_ids,
+            after=after,
+            altering=altering_parameters({name: getattr(sampling, name) for name in NEUTRAL_PARAMETERS}),
+        )
         with recording(log):
             outcome = self._outcome(arguments, log)
         attempt = log.attempts[-1]

@@ -26,7 +26,14 @@ from pydantic_core import from_json
 from openhands_rl_plugin.core.acted import TURN
 from openhands_rl_plugin.core.concurrency import bound
 from openhands_rl_plugin.core.errors import describe
-from openhands_rl_plugin.core.messages import RECORDED_PARAMETERS, WireMessage, text_of, whole_json, whole_message
+from openhands_rl_plugin.core.messages import (
+    NEUTRAL_PARAMETERS,
+    RECORDED_PARAMETERS,
+    WireMessage,
+    text_of,
+    whole_json,
+    whole_message,
+)
 from openhands_rl_plugin.core.records import MISSING
 from openhands_rl_plugin.core.types import (
     Completion,
@@ -41,9 +48,11 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.hosts.shared.token_interceptor import TokenInterceptor, intercepting, intercepting_client
 from openhands_rl_plugin.models.engines.extensions import (
     LOGPROBS,
+    SAMPLING,
     TOKEN_IDS,
     ExtensionAttempt,
     ExtensionTable,
+    extension_values,
     missing_parts,
 )
 from openhands_rl_plugin.models.gateway.token_id_text import ContextCache
@@ -75,7 +84,7 @@ class CallLog:
     """The attempts of one call, in order. ``session`` and ``step`` are OpenHands'; ``ask_tokens``: request token ids.
 
     ``after``: the tokens of the last sampled node before the answer, if known. Of a prompt that extends them, only the
-    new tokens are kept.
+    new tokens are kept. ``altering``: sampling parameters beyond OpenAI's; OpenHands drops an ``extra_body`` of a call.
     """
 
     session: str
@@ -84,6 +93,7 @@ class CallLog:
     attempts: list[Attempt] = field(default_factory=list)
     ask_tokens: bool = True
     after: Tokens | None = None
+    altering: JsonObject = field(default_factory=dict)
 
 
 _LOG: ContextVar[CallLog | None] = ContextVar("rl_call_log", default=None)
@@ -133,6 +143,8 @@ class RecordedCompletion:
         if log is None:
             return self._send(*args, **kwargs)
         given = {**self._bound, **kwargs}
+        if log.altering:
+            kwargs["extra_body"] = given["extra_body"] = {**(given.get("extra_body") or {}), **log.altering}
         wanted = _wanted(given) if log.ask_tokens else ()
         asking = _extensions_of(_base_url(given)).attempt(str(given.get("model")), wanted)
         while True:
@@ -141,7 +153,7 @@ class RecordedCompletion:
             started = time.perf_counter()
             try:
                 with intercepting(self._contexts, log.after) as interceptor:
-                    client = intercepting_client(asked) if added else {}
+                    client = intercepting_client(asked) if {TOKEN_IDS, LOGPROBS}.intersection(asking.fields) else {}
                     response = self._send(*args, **{**kwargs, **added, **client})
             except BaseException as error:
                 log.attempts.append(_attempt(asked, time.perf_counter() - started, self._kind, error=describe(error)))
@@ -152,14 +164,18 @@ class RecordedCompletion:
             latency = time.perf_counter() - started
             completion = _completion(asked, response, log.base_model, interceptor)
             # What the user turned off himself is not missing.
-            if completion and len(wanted) == len(_FIELDS) and (missing := missing_parts(asking, completion.tokens)):
+            if (
+                completion
+                and {TOKEN_IDS, LOGPROBS} <= {*wanted}
+                and (missing := missing_parts(asking, completion.tokens))
+            ):
                 completion.metadata[MISSING] = missing
             error = None if completion else "the server answered without a choice"
             log.attempts.append(_attempt(asked, latency, self._kind, completion, error))
             return response
 
 
-_FIELDS = (TOKEN_IDS, LOGPROBS)
+_FIELDS = (TOKEN_IDS, LOGPROBS, SAMPLING)
 
 
 @lru_cache(16)
@@ -175,11 +191,11 @@ def _wanted(given: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _token_request(given: Mapping[str, Any], fields: Sequence[str]) -> dict[str, Any]:
-    """The parameters of litellm that request token ids and logprobs."""
-    added: dict[str, Any] = {LOGPROBS: True} if LOGPROBS in fields else {}
-    if TOKEN_IDS in fields:
-        added["extra_body"] = {TOKEN_IDS: True, **(given.get("extra_body") or {})}
-    return added
+    """The parameters of litellm that request token ids, logprobs and neutral sampling."""
+    own = given.get("extra_body") or {}
+    values = extension_values(fields, {**own, **given})
+    added: dict[str, Any] = {LOGPROBS: values.pop(LOGPROBS)} if LOGPROBS in values else {}
+    return {**added, "extra_body": {**values, **own}} if values else added
 
 
 def _is_refused(asking: ExtensionAttempt, error: BaseException) -> bool:
@@ -309,11 +325,13 @@ def _usage(response: ModelResponse) -> Usage:
 
 
 def _sampling(asked: Mapping[str, Any]) -> SamplingParams:
-    stop = asked.get("stop") or ()
+    given = {**(asked.get("extra_body") or {}), **asked}
+    stop = given.get("stop") or ()
     return SamplingParams.model_construct(
-        temperature=asked.get("temperature"),
-        top_p=asked.get("top_p"),
-        max_tokens=asked.get("max_completion_tokens") or asked.get("max_tokens"),
+        temperature=given.get("temperature"),
+        top_p=given.get("top_p"),
+        **{name: given.get(name) for name in NEUTRAL_PARAMETERS},
+        max_tokens=given.get("max_completion_tokens") or given.get("max_tokens"),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        seed=asked.get("seed"),
+        seed=given.get("seed"),
     )

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, Protocol
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, RootModel
 
 from openhands_rl_plugin.core.errors import PublishError
+from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.types import Adapter, Frozen
 from openhands_rl_plugin.models.adapters.connection import Connection
 from openhands_rl_plugin.models.engines.server_models import ListedModels
@@ -59,6 +60,13 @@ class AdapterServer(Protocol):
         """Those of ids 1 .. T-1, each given the ids before it, under the adapter."""
         ...
 
+    async def sample(self, name: str, token_ids: Sequence[int], temperature: float, count: int) -> Sequence[int] | None:
+        """Ids of ``count`` tokens, each sampled after ``token_ids`` with the parameters of rollouts.
+
+        ``None`` where the server reports no ids, or has no sampling parameters of its own to be found out.
+        """
+        ...
+
     async def served_model(self, name: str) -> str:
         """The ``model`` of a completion request that is to be sampled with the adapter."""
         ...
@@ -74,6 +82,14 @@ class _PromptLogprob(_Answer):
 
 class _Choice(_Answer):
     prompt_logprobs: list[dict[int, _PromptLogprob] | None]
+
+
+class _SampledChoice(_Answer):
+    token_ids: list[int] | None = None
+
+
+class _Sampled(_Answer):
+    choices: list[_SampledChoice]
 
 
 class _Completion(_Answer):
@@ -129,6 +145,24 @@ class VLLMServer(_HTTPServer):
         except (LookupError, ValueError) as error:
             raise PublishError(f"{what}: its prompt_logprobs are not those of the prompt") from error
 
+    async def sample(self, name: str, token_ids: Sequence[int], temperature: float, count: int) -> Sequence[int] | None:
+        """``POST /v1/completions`` with ``return_token_ids``."""
+        body: dict[str, object] = {
+            "model": name,
+            "prompt": list(token_ids),
+            "n": count,
+            "max_tokens": 1,
+            "temperature": temperature,
+            "top_p": 1.0,
+            **NEUTRAL_PARAMETERS,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        response = await self._http.post("/v1/completions", body)
+        answer = self._http.read(response, _Sampled, f"{name} cannot be sampled at {self.url}")
+        ids = [each.token_ids[0] for each in answer.choices if each.token_ids]
+        return ids if len(ids) == count else None
+
     async def served_model(self, name: str) -> str:
         """The adapter's name."""
         return name
@@ -142,6 +176,10 @@ class EmbeddedServer(VLLMServer):
     async def capacity(self) -> Capacity:
         """Not reported."""
         return Capacity()
+
+    async def sample(self, name: str, token_ids: Sequence[int], temperature: float, count: int) -> Sequence[int] | None:
+        """``None``: it samples with nothing but the request's own parameters."""
+        return None
 
 
 class _Update(_Answer):
@@ -166,6 +204,18 @@ class _Meta(_Answer):
 
 class _Generated(_Answer):
     meta_info: _Meta
+
+
+class _SampledMeta(_Answer):
+    output_token_logprobs: list[tuple[float | None, int, str | None]] = []
+
+
+class _SampledOne(_Answer):
+    meta_info: _SampledMeta
+
+
+class _SampledAll(RootModel[list[_SampledOne]]):
+    """SGLang's answers to a request for several."""
 
 
 class SGLangServer(_HTTPServer):
@@ -219,6 +269,26 @@ class SGLangServer(_HTTPServer):
         if [token for _, token, _ in found] != list(token_ids[1:]) or len(logprobs) != len(found):
             raise PublishError(f"{what}: its input_token_logprobs are not those of the prompt")
         return logprobs
+
+    async def sample(self, name: str, token_ids: Sequence[int], temperature: float, count: int) -> Sequence[int] | None:
+        """``POST /generate`` for several answers."""
+        body: dict[str, object] = {
+            "input_ids": list(token_ids),
+            "sampling_params": {
+                "n": count,
+                "max_new_tokens": 1,
+                "temperature": temperature,
+                "top_p": 1.0,
+                **NEUTRAL_PARAMETERS,
+                "ignore_eos": True,
+            },
+            "return_logprob": True,
+            "lora_path": name,
+        }
+        response = await self._http.post("/generate", body)
+        answers = self._http.read(response, _SampledAll, f"{name} cannot be sampled at {self.url}").root
+        ids = [each.meta_info.output_token_logprobs[0][1] for each in answers if each.meta_info.output_token_logprobs]
+        return ids if len(ids) == count else None
 
     async def served_model(self, name: str) -> str:
         """``BASE:ADAPTER``. SGLang answers with the base model, and no error, for the adapter's name alone."""

@@ -1,4 +1,5 @@
-"""Request fields beyond the common protocol (token ids, logprobs): which of them each model of a server accepts.
+"""Request fields beyond the common protocol (token ids, logprobs, the neutral values of sampling parameters): which of
+them each model of a server accepts.
 
 A server may refuse one for all models, for some, or in the words of any error, and an error that names one may have
 another cause: vLLM repeats the whole request in its errors. So a request that failed is sent again without the fields,
@@ -12,16 +13,25 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.retry import Backoff
-from openhands_rl_plugin.core.types import JsonObject, Tokens
+from openhands_rl_plugin.core.types import JsonObject, SamplingParams, Tokens
 
 TOKEN_IDS, LOGPROBS = "return_token_ids", "logprobs"
+
+SAMPLING = "sampling"
+"""The neutral values of all sampling parameters that a request leaves open, together: a server that refuses one of them
+(OpenAI's knows no top_k) has no defaults of a model for the others."""
 
 Clock = Callable[[], float]
 """Seconds; only differences count."""
 
 # What an error may call each field.
-_WORDS: Mapping[str, str] = {TOKEN_IDS: "token_id", LOGPROBS: "logprob"}
+_WORDS: Mapping[str, tuple[str, ...]] = {
+    TOKEN_IDS: ("token_id",),
+    LOGPROBS: ("logprob",),
+    SAMPLING: tuple(NEUTRAL_PARAMETERS),
+}
 # Statuses of errors that the request itself may have caused.
 _REFUSALS = frozenset({400, 403, 405, 415, 422})
 # Those that mostly have another cause: a missing model, a failure of the server.
@@ -114,14 +124,14 @@ class ExtensionAttempt:
     def is_refused(self, status: int, body: bytes) -> bool:
         """Whether to send the request again, with the ``fields`` that are left."""
         text = body.decode("utf-8", "replace").lower()
-        named = [name for name in self.fields if _WORDS.get(name, name) in text]
+        named = [name for name in self.fields if any(word in text for word in _WORDS.get(name, (name,)))]
         if not self.fields or not (status in _REFUSALS or (status in _REFUSALS_IF_NAMED and named)):
             return False
         probed = [name for name in self.fields if name in self._probed]
         told = named or ([] if self._dropped else probed)
-        # After a second refusal, those that were dropped first may not have been the cause, or not all of it.
+        # After an unclear refusal, those that were dropped may not have been the cause, or not all of it.
         self._clear &= len(told) == 1
-        drop = self.fields if self._dropped else (told or self.fields)
+        drop = self.fields if self._dropped and not self._clear else (told or self.fields)
         self._dropped += tuple(drop)
         self._status = status
         self.fields = tuple(name for name in self.fields if name not in drop)
@@ -148,6 +158,20 @@ class ExtensionAttempt:
             # Only once for requests that were refused side by side.
             state.failures += 1
             state.until = now + _PAUSE.pause(state.failures)
+
+
+def extension_values(fields: Sequence[str], body: Mapping[str, object]) -> JsonObject:
+    """What to add to a request for these fields. ``body``: its sampling parameters, which are not changed."""
+    values: JsonObject = dict.fromkeys((name for name in fields if name != SAMPLING), True)
+    open_ones = (name for name in NEUTRAL_PARAMETERS if SAMPLING in fields and body.get(name) is None)
+    return values | {name: NEUTRAL_PARAMETERS[name] for name in open_ones}
+
+
+def sampling_as_sent(sampling: SamplingParams, asking: ExtensionAttempt) -> SamplingParams:
+    """The parameters that the answered request had: ``None`` for neutral values that the server refused."""
+    sent = NEUTRAL_PARAMETERS if SAMPLING in asking.fields else dict.fromkeys(NEUTRAL_PARAMETERS)
+    own = {name: value for name in sent if (value := getattr(sampling, name)) not in (None, NEUTRAL_PARAMETERS[name])}
+    return sampling.model_copy(update={**sent, **own})
 
 
 def missing_parts(attempt: ExtensionAttempt, tokens: Tokens | None) -> JsonObject:

@@ -17,11 +17,14 @@ from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams
 from openhands_rl_plugin.models.engines.extensions import (
     LOGPROBS,
+    SAMPLING,
     TOKEN_IDS,
     Clock,
     ExtensionAttempt,
     ExtensionTable,
+    extension_values,
     missing_parts,
+    sampling_as_sent,
 )
 from openhands_rl_plugin.models.engines.openai_stream import StreamedAnswer
 from openhands_rl_plugin.models.engines.openai_wire import completions_from, request_body
@@ -30,7 +33,7 @@ from openhands_rl_plugin.models.engines.seeded import merge_sampling
 _RETRIED = frozenset({408, 409, 425, 429})
 _LONGEST_PAUSE = 20.0
 _MAX_RESPONSE_BYTES = 256 * 1024 * 1024
-_EXTENSIONS = (TOKEN_IDS, LOGPROBS)
+_EXTENSIONS = (TOKEN_IDS, LOGPROBS, SAMPLING)
 
 
 class OpenAIEngine:
@@ -45,7 +48,8 @@ class OpenAIEngine:
         timeout: seconds for one request.
         retries: how often a request is retried when the server is unreachable, slow or overloaded.
         backoff: seconds before the first retry; doubled each time, with jitter.
-        sampling: defaults for parameters that a call does not set.
+        sampling: defaults for parameters that a call does not set. Those beyond temperature and ``top_p`` that nobody
+            sets are sent with their neutral values (``core.messages.NEUTRAL_PARAMETERS``), unless the server refuses.
         clock: seconds, for when a refused field is requested again.
 
     Bound to the event loop of its first request; close it with ``aclose``.
@@ -135,7 +139,8 @@ class OpenAIEngine:
         self, content: bytes, sampling: SamplingParams, attempts: int, asking: ExtensionAttempt
     ) -> list[Completion]:
         """The completions of a response; what training needs and is missing is named in their metadata."""
-        found = completions_from(content, self.base_model, self.model, sampling, attempts=attempts)
+        sent = sampling_as_sent(sampling, asking)
+        found = completions_from(content, self.base_model, self.model, sent, attempts=attempts)
         return [
             each.model_copy(update={"metadata": {**each.metadata, MISSING: missing}})
             if (missing := missing_parts(asking, each.tokens))
@@ -186,7 +191,7 @@ class OpenAIEngine:
             headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
             secure = self.base_url.startswith("https:")
             self._client = httpx.AsyncClient(timeout=self._timeout, headers=headers, verify=secure, trust_env=secure)
-        extra = dict.fromkeys(asking.fields, True)
+        extra = extension_values(asking.fields, body)
         return self._client.stream("POST", f"{self.base_url}/chat/completions", json={**body, **extra})
 
     async def _content(self, response: httpx.Response) -> bytes:

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from openhands_rl_plugin.core.errors import ModelError
-from openhands_rl_plugin.core.messages import to_wire, whole_text
+from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters, to_wire, whole_text
 from openhands_rl_plugin.core.types import (
     Completion,
     JsonObject,
@@ -28,7 +28,8 @@ _IDS_END = 2**63  # the largest integer of the storages
 def request_body(
     model: str, messages: Sequence[Message], *, tools: Sequence[JsonObject], n: int, sampling: SamplingParams
 ) -> JsonObject:
-    """The body of ``POST /chat/completions``; parameters that ``sampling`` does not set are omitted."""
+    """The body of ``POST /chat/completions``; parameters that ``sampling`` does not set are omitted, and so are neutral
+    values beyond OpenAI's own parameters (``extensions.SAMPLING``)."""
     body: JsonObject = {"model": model, "messages": [to_wire(message) for message in messages]}
     if n != 1:
         body["n"] = n
@@ -37,6 +38,7 @@ def request_body(
     for name in ("temperature", "top_p", "max_tokens", "seed"):
         if (value := getattr(sampling, name)) is not None:
             body[name] = value
+    body |= altering_parameters({name: getattr(sampling, name) for name in NEUTRAL_PARAMETERS})
     if sampling.stop:
         body["stop"] = list(sampling.stop)
     return body

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, ModelError
+from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.types import (
     Completion,
     JsonObject,
@@ -50,6 +51,9 @@ class _GenerationBackend(Protocol):
     async def generate(self, prompt_ids: tuple[int, ...], params: Sequence[DecodingParams]) -> list[Generation]: ...
 
     def close(self) -> None: ...
+
+
+_NEUTRAL = SamplingParams.model_validate(NEUTRAL_PARAMETERS)
 
 
 class TransformersEngine:
@@ -146,7 +150,7 @@ class TransformersEngine:
                 calls=1,
             ),
             policy=self.policy,
-            sampling=wanted,
+            sampling=merge_sampling(wanted, _NEUTRAL),
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -67,6 +67,11 @@ class GatewayConfig(BaseModel):
     )
     timeout: float = Field(
         default=600.0, gt=0, description="seconds without data from the model server before a request fails"
+    )
+    sampling_defaults: Literal["neutral", "model"] = Field(
+        default="neutral",
+        description="parameters that a request leaves open: neutral: temperature and top_p 1, no top_k, min_p or "
+        "penalty, as training needs; model: left to the server",
     )
     keep_alive: float = Field(default=10.0, gt=0, description="seconds between keep-alive comments in a stream")
 

@@ -6,15 +6,22 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import aiohttp
 
 from openhands_rl_plugin.core.errors import CaughtFailure, StorageError, boundary
 from openhands_rl_plugin.core.redaction import redacting_logger
-from openhands_rl_plugin.core.types import FailureKind, JsonObject
+from openhands_rl_plugin.core.types import FailureKind, JsonObject, SamplingParams
 from openhands_rl_plugin.models.engines.event_stream import EventStreamReader
-from openhands_rl_plugin.models.engines.extensions import LOGPROBS, TOKEN_IDS, Clock, ExtensionAttempt, ExtensionTable
+from openhands_rl_plugin.models.engines.extensions import (
+    LOGPROBS,
+    SAMPLING,
+    TOKEN_IDS,
+    Clock,
+    ExtensionAttempt,
+    ExtensionTable,
+)
 from openhands_rl_plugin.models.gateway.config import GatewayConfig
 from openhands_rl_plugin.models.gateway.json_text import dump_object, parse_object
 from openhands_rl_plugin.models.gateway.live import LiveAnswer
@@ -65,6 +72,7 @@ class Recorder:
     def __init__(self, config: GatewayConfig, upstream: Upstream, clock: Clock = time.monotonic) -> None:
         self._upstream = upstream
         self._pins = config.pin_sessions
+        self._fills = config.sampling_defaults == "neutral"
         self._extensions = ExtensionTable(clock)
         self._sessions_of: OrderedDict[str, str] = OrderedDict()
         self._route = None
@@ -101,7 +109,8 @@ class Recorder:
         the reply's status counts: an error came too late for the client to see it as one.
         """
         model = self._model(session, call.model)
-        attempt = self._extensions.attempt(model, protocol.wanted(call))
+        wanted = [name for name in protocol.wanted(call) if self._fills or name != SAMPLING]
+        attempt = self._extensions.attempt(model, wanted)
         exchange = _Exchange(protocol, session, call, attempt, time.perf_counter())
         try:
             with boundary(FailureKind.INFRASTRUCTURE, "gateway"):
@@ -204,7 +213,7 @@ class Recorder:
         session, seconds = exchange.session, time.perf_counter() - exchange.started
         try:
             missing = await session.episode.record(
-                exchange.call, answer, seconds, protocol=exchange.protocol.path, why_missing=exchange.why(lost_ids)
+                exchange.as_sent(), answer, seconds, protocol=exchange.protocol.path, why_missing=exchange.why(lost_ids)
             )
         except (ValueError, TypeError, RecursionError) as error:
             # The answer is paid for.
@@ -241,6 +250,12 @@ class _Exchange:
     call: ClientRequest
     attempt: ExtensionAttempt
     started: float
+
+    def as_sent(self) -> ClientRequest:
+        """The request with the sampling parameters that it was answered with."""
+        added = added_fields(self.call, self.attempt.fields) if SAMPLING in self.attempt.fields else {}
+        settings = {name: value for name, value in added.items() if name in SamplingParams.model_fields}
+        return replace(self.call, filled=settings)
 
     def why(self, lost_ids: bool) -> dict[str, str]:
         """Why the answer has no token ids, or no logprobs, if it has none."""

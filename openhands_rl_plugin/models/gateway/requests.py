@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
-from openhands_rl_plugin.core.messages import RECORDED_PARAMETERS, WireMessage
+from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, RECORDED_PARAMETERS, WireMessage
 from openhands_rl_plugin.core.types import JsonObject, SamplingParams
 from openhands_rl_plugin.models.gateway.json_text import DEEPEST, Json, dump_object, parse_object
 
@@ -26,6 +26,7 @@ class ClientRequest:
     ``messages``, ``tools`` and ``settings`` (the sampling parameters) are in the format of chat completions, whatever
     the protocol. ``instructions``: whether the first message holds for this request only. ``continues``: the id of an
     earlier response whose conversation comes before ``messages``. ``unknown_before``: why it is not known what does.
+    ``filled``: the sampling parameters that it left open, as they were sent to the model server.
     """
 
     body: bytes
@@ -36,6 +37,7 @@ class ClientRequest:
     instructions: bool = False
     continues: str = ""
     unknown_before: str = ""
+    filled: Json = field(default_factory=dict)
 
     @property
     def model(self) -> str:
@@ -62,14 +64,16 @@ class ClientRequest:
 
     def sampling(self) -> SamplingParams | None:
         """The parameters as ``SamplingParams``; ``None`` when they have values that are not valid there."""
-        stop = self.settings.get("stop") or ()
+        given = {**self.settings, **self.filled}
+        stop = given.get("stop") or ()
         try:
             return SamplingParams(
-                temperature=self.settings.get("temperature"),
-                top_p=self.settings.get("top_p"),
-                max_tokens=self.settings.get("max_completion_tokens") or self.settings.get("max_tokens"),
+                temperature=given.get("temperature"),
+                top_p=given.get("top_p"),
+                **{name: given.get(name) for name in NEUTRAL_PARAMETERS},
+                max_tokens=given.get("max_completion_tokens") or given.get("max_tokens"),
                 stop=(stop,) if isinstance(stop, str) else tuple(stop),
-                seed=self.settings.get("seed"),
+                seed=given.get("seed"),
             )
         except (ValidationError, TypeError):
             return None

@@ -9,7 +9,7 @@ from itertools import pairwise
 from openhands_rl_plugin.core.acted import CONDENSATION, kind_of
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.types import Node, PolicyRef, Sample, Tokens, Trajectory
-from openhands_rl_plugin.training.data.eligibility import is_sampled_off_temperature
+from openhands_rl_plugin.training.data.eligibility import is_sampled_off_policy, temperature_of
 from openhands_rl_plugin.training.data.layout import MIN_SHARED, common_prefix
 
 
@@ -59,7 +59,7 @@ def trained_nodes(
 def _condensations(trajectory: Trajectory, reinforced: bool) -> Iterator[int]:
     for at, node in enumerate(trajectory.nodes):
         own = node.sampled and kind_of(node) == CONDENSATION and node.policy == trajectory.policy
-        if own and not (reinforced and is_sampled_off_temperature(node.sampling)):
+        if own and not (reinforced and is_sampled_off_policy(node.sampling)):
             yield at
 
 
@@ -184,8 +184,8 @@ class _Segment:
         self.ids: list[int] = []
         self.mask: list[bool] = []
         self.logprobs: list[float] = []
-        self.trained: list[tuple[int, int, float]] = []
-        """Start, end and advantage of every span of trained tokens."""
+        self.trained: list[tuple[int, int, float, float]] = []
+        """Start, end, advantage and temperature of every span of trained tokens."""
         self.policy: PolicyRef | None = None
 
     def add_context(self, ids: Sequence[int]) -> None:
@@ -193,21 +193,21 @@ class _Segment:
         self.mask.extend([False] * len(ids))
         self.logprobs.extend([0.0] * len(ids))
 
-    def add_sampled(self, tokens: Tokens, advantage: float, policy: PolicyRef | None) -> None:
+    def add_sampled(self, tokens: Tokens, advantage: float, node: Node) -> None:
         count = len(tokens.sampled_ids)
-        self.trained.append((len(self.ids), len(self.ids) + count, advantage))
+        self.trained.append((len(self.ids), len(self.ids) + count, advantage, temperature_of(node.sampling)))
         self.ids.extend(tokens.sampled_ids)
         self.mask.extend([True] * count)
         self.logprobs.extend(tokens.logprobs or [0.0] * count)
-        self.policy = self.policy or policy
+        self.policy = self.policy or node.policy
 
     def sample(self, trajectory_id: str, leaf: int) -> Sample | None:
         """The finished sequence up to its last trained token, ``None`` when nothing in it is trained."""
         if not self.trained:
             return None
         end = self.trained[-1][1]
-        different = {advantage for _, _, advantage in self.trained}
-        alike = len(different) == 1
+        advantage, token_advantages = self._by_token([(*span[:2], span[2]) for span in self.trained], 0.0)
+        temperature, token_temperatures = self._by_token([(*span[:2], span[3]) for span in self.trained], 1.0)
         # Not validated, for speed: the parts come from validated values, and there are tens of thousands of them.
         return Sample.model_construct(
             trajectory_id=trajectory_id,
@@ -215,16 +215,22 @@ class _Segment:
             input_ids=tuple(self.ids[:end]),
             mask=tuple(self.mask[:end]),
             logprobs=tuple(self.logprobs[:end]),
-            advantage=different.pop() if alike else 1.0,
-            token_advantages=() if alike else self._token_advantages(end),
+            advantage=advantage,
+            token_advantages=token_advantages,
             policy=self.policy,
+            temperature=temperature,
+            token_temperatures=token_temperatures,
         )
 
-    def _token_advantages(self, end: int) -> tuple[float, ...]:
-        values = [0.0] * end
-        for start, stop, advantage in self.trained:
-            values[start:stop] = [advantage] * (stop - start)
-        return tuple(values)
+    @staticmethod
+    def _by_token(spans: list[tuple[int, int, float]], elsewhere: float) -> tuple[float, tuple[float, ...]]:
+        """The value that all spans have, or 1.0 and one for each token."""
+        if len({value for _, _, value in spans}) == 1:
+            return spans[0][2], ()
+        values = [elsewhere] * spans[-1][1]
+        for start, stop, value in spans:
+            values[start:stop] = [value] * (stop - start)
+        return 1.0, tuple(values)
 
 
 def _segments(
@@ -247,7 +253,7 @@ def _segments(
             segment.add_context(tokens.sampled_ids)
         else:
             own = advantage[index] if isinstance(advantage, Mapping) else advantage
-            segment.add_sampled(tokens, own, node.policy)
+            segment.add_sampled(tokens, own, node)
             trained.add(index)
     if (sample := segment.sample(trajectory.id, leaf)) is not None:
         yield sample

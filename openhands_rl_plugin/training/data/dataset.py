@@ -30,7 +30,7 @@ from openhands_rl_plugin.training.credit.credit import credited_samples
 from openhands_rl_plugin.training.credit.proposals import is_searched
 from openhands_rl_plugin.training.data.batch import is_recorded, samples_of, trained_nodes
 from openhands_rl_plugin.training.data.demonstrations import demonstration_reward, is_imported
-from openhands_rl_plugin.training.data.eligibility import is_interrupted, is_off_temperature, is_overlong, samplings
+from openhands_rl_plugin.training.data.eligibility import is_interrupted, is_overlong, off_policy_sampling, samplings
 from openhands_rl_plugin.training.data.imitation import PreferencePair, preference_pairs, select_for_sft
 from openhands_rl_plugin.training.data.shortened import may_be_shortened, until_secret
 
@@ -43,11 +43,11 @@ class ExcludedEpisodes(Frozen):
     ``unjudged``: why, for most of them; ``failed``, and ``failures`` by kind; ``no_tokens``: the token ids (or, for
     reinforcement learning, logprobs) were not recorded; ``unfinished``: ended by a timeout or with the process, so the
     reward is not a result of the policy; ``overlong``: cut short by a limit, where ``overlong`` excludes such episodes;
-    ``off_temperature``: sampled at another temperature than 1 or with a ``top_p``, so the recorded logprobs are not
-    those of the sampling distribution; ``no_signal``: all rewards of its group are equal, or, for SFT, it is not a
-    success or not among the best. These are used: ``shortened`` episodes up to a secret that was taken out, ``partial``
-    ones without the answers before a rewritten history whose token ids were not recorded, and ``presumed`` imports of
-    which nobody said how they turned out.
+    ``off_temperature``: sampled greedily, or with a ``top_p``, ``top_k``, ``min_p`` or penalty, so not from the policy
+    at a temperature, and ``sampled_by``: how, most of them; ``no_signal``: all rewards of its group are equal, or, for
+    SFT, it is not a success or not among the best. These are used: ``shortened`` episodes up to a secret that was taken
+    out, ``partial`` ones without the answers before a rewritten history whose token ids were not recorded, and
+    ``presumed`` imports of which nobody said how they turned out.
     """
 
     held_out: int = 0
@@ -60,6 +60,7 @@ class ExcludedEpisodes(Frozen):
     unfinished: int = 0
     overlong: int = 0
     off_temperature: int = 0
+    sampled_by: str = ""
     no_signal: int = 0
     shortened: int = 0
     partial: int = 0
@@ -88,7 +89,8 @@ _CAUSES = {
     "no_tokens": "without token ids (serve with `openhands-rl serve`, or vLLM, and record again)",
     "unfinished": "unfinished (a timeout or the end of the process cut them short; give them more time)",
     "overlong": 'overlong (a limit cut them short; overlong = "keep" uses them)',
-    "off_temperature": "off temperature (roll out with temperature = 1.0 and top_p = 1.0, or imitate them)",
+    "off_temperature": "not sampled from the policy (leave top_p, top_k, min_p and the penalties of [rl.sampling] at "
+    "their defaults and the temperature above 0, or imitate them)",
     "shortened": "in part (from the first secret on, which was taken out of text and token ids)",
     "partial": "in part (without answers before a rewritten history that have no token ids)",
     "presumed": "judged by nobody and imitated all the same, as imports are (openhands-rl label says which were good)",
@@ -295,6 +297,7 @@ def _usable(episodes: Episodes, settings: TrainingSettings) -> Episodes:
     kind, shortens = algorithm_of(settings).kind, may_be_shortened(settings)
     excluded: Counter[str] = Counter()
     unjudged = 0
+    ways: Counter[str] = Counter()
     kept: list[tuple[Trajectory, float | None]] = []
     for trajectory, value in zip(episodes.trajectories, episodes.returns, strict=True):
         short = until_secret(trajectory) if shortens else trajectory
@@ -306,8 +309,8 @@ def _usable(episodes: Episodes, settings: TrainingSettings) -> Episodes:
             excluded["unfinished"] += 1
         elif is_overlong(trajectory, settings):
             excluded["overlong"] += 1
-        elif kind == "reinforcement" and is_off_temperature(trajectory):
-            excluded["off_temperature"] += 1
+        elif kind == "reinforcement" and (how := off_policy_sampling(trajectory)):
+            ways[how] += 1
         else:
             excluded["shortened"] += short is not trajectory
             left = len(trained_nodes(short, need_logprobs=needs_logprobs(settings))) < len(short.acted())
@@ -316,7 +319,13 @@ def _usable(episodes: Episodes, settings: TrainingSettings) -> Episodes:
     return Episodes(
         trajectories=tuple(trajectory for trajectory, _ in kept),
         returns=tuple(value for _, value in kept),
-        excluded=episodes.excluded.and_unjudged(unjudged).model_copy(update=excluded),
+        excluded=episodes.excluded.and_unjudged(unjudged).model_copy(
+            update={
+                **excluded,
+                "off_temperature": ways.total(),
+                "sampled_by": next((how for how, _ in ways.most_common(1)), ""),
+            }
+        ),
         said=episodes.said,
     )
 
@@ -336,11 +345,11 @@ def regrouped(trajectory: Trajectory, kind: Kind) -> Trajectory:
 
 
 def off_temperature_message(excluded: ExcludedEpisodes) -> str:
-    """The error text for a dataset that is empty because of off-temperature sampling, with the remedy."""
+    """The error text for a dataset that is empty because of how it was sampled, with the remedy."""
     return (
-        f"{excluded.off_temperature} episodes were sampled at another temperature than 1 or with a top_p below 1, but "
-        "the recorded logprobs are those of temperature 1: roll out again with temperature = 1.0 and top_p = 1.0, or "
-        'train on these with algorithm = "dpo", "sft" or "rejection-sampling"'
+        f"{excluded.off_temperature} episodes were sampled with {excluded.sampled_by}, which is not the policy's own "
+        "distribution at a temperature: roll out again with the defaults of [rl.sampling] (the temperature may be any "
+        'above 0), or train on these with algorithm = "dpo", "sft" or "rejection-sampling"'
     )
 
 

@@ -1,20 +1,19 @@
 """Which episodes an algorithm may train on, by their stop reason and sampling parameters.
 
-Servers return the logprobs of the full distribution at temperature 1, and the trainer computes the same ones. Tokens
-sampled at another temperature or with a ``top_p`` come from another distribution: their importance ratio is wrong,
-although it is 1 in the first step, and neither clipping nor importance correction detects that.
+A policy gradient needs the probability with which an answer was sampled. At any temperature above 0 the trainer has
+it: softmax of the logits divided by the temperature. A ``top_p``, ``top_k`` or ``min_p`` makes tokens impossible, and
+penalties change the logits by what was said before: the importance ratio would be wrong, although it is 1 in the first
+step, and neither clipping nor importance correction detects that.
 """
 
 from __future__ import annotations
 
 from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
 from openhands_rl_plugin.core.types import SamplingParams, StopReason, Trajectory
 
 _INTERRUPTED = frozenset({StopReason.TIMEOUT, StopReason.UNFINISHED})
 _LIMIT_REACHED = frozenset({StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.MAX_TOKENS})
-
-_ON_TEMPERATURE = (1.0, 1.0)
-"""The temperature and ``top_p`` of the distribution whose logprobs are recorded."""
 
 
 def is_interrupted(trajectory: Trajectory) -> bool:
@@ -27,22 +26,33 @@ def is_overlong(trajectory: Trajectory, settings: TrainingSettings) -> bool:
     return settings.overlong == "leave-out" and trajectory.stop in _LIMIT_REACHED
 
 
-def samplings(trajectory: Trajectory) -> tuple[tuple[float, float], ...]:
-    """The distinct pairs of temperature and ``top_p`` of the answers that were acted on, in order."""
-    return tuple(sorted({_sampling(node.sampling) for node in trajectory.sampled()}))
+def samplings(trajectory: Trajectory) -> tuple[str, ...]:
+    """The distinct ways of sampling of the answers that were acted on, in order: not neutral parameters with values."""
+    return tuple(sorted({_in_words(node.sampling) or "temperature 1" for node in trajectory.sampled()}))
 
 
-def is_off_temperature(trajectory: Trajectory) -> bool:
-    """Whether an answer that was acted on was sampled from another distribution than that of its logprobs."""
-    return any(sampling != _ON_TEMPERATURE for sampling in samplings(trajectory))
+def off_policy_sampling(trajectory: Trajectory) -> str:
+    """How an answer that was acted on was sampled, if not from the policy at a temperature; else empty."""
+    found = (_in_words(node.sampling) for node in trajectory.sampled() if is_sampled_off_policy(node.sampling))
+    return next(found, "")
 
 
-def is_sampled_off_temperature(params: SamplingParams | None) -> bool:
-    """Whether these parameters give another distribution than that of the recorded logprobs."""
-    return _sampling(params) != _ON_TEMPERATURE
+def is_sampled_off_policy(params: SamplingParams | None) -> bool:
+    """Whether an answer was sampled greedily, or not from softmax(logits / temperature)."""
+    return params is not None and (params.temperature == 0 or bool(_altering(params)))
 
 
-def _sampling(params: SamplingParams | None) -> tuple[float, float]:
-    """Temperature and ``top_p``; those not sent are the server's defaults, which are 1."""
-    temperature, top_p = (None, None) if params is None else (params.temperature, params.top_p)
-    return 1.0 if temperature is None else temperature, 1.0 if top_p is None else top_p
+def temperature_of(params: SamplingParams | None) -> float:
+    """The temperature; one that was not sent is taken to be 1."""
+    return 1.0 if params is None or params.temperature is None else params.temperature
+
+
+def _in_words(params: SamplingParams | None) -> str:
+    altering = {} if params is None else _altering(params)
+    if temperature_of(params) != 1.0:
+        altering = {"temperature": temperature_of(params), **altering}
+    return ", ".join(f"{name} = {value:g}" for name, value in altering.items())
+
+
+def _altering(params: SamplingParams) -> dict[str, float]:
+    return altering_parameters({name: getattr(params, name, None) for name in ("top_p", *NEUTRAL_PARAMETERS)})

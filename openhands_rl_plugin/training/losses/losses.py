@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.training.algorithms import aggregation_of, algorithm_of, clip_bounds
+from openhands_rl_plugin.training.algorithms import (
+    OldLogprobs,
+    aggregation_of,
+    algorithm_of,
+    clip_bounds,
+    old_logprobs_of,
+)
 from openhands_rl_plugin.training.losses import objectives
 from openhands_rl_plugin.training.losses.logprobs import Diagnostics, diagnose
 from openhands_rl_plugin.training.losses.micro_batches import TrainingSample
@@ -47,8 +53,9 @@ class MicroBatchLoss(Protocol):
     whole_units: bool
     """Whether the samples of a unit must be in one micro-batch."""
 
-    recompute_old_logprobs: bool
-    """Whether the policy recomputes ``TrainingSample.old`` before the first step, instead of using the recorded one."""
+    old_logprobs: OldLogprobs
+    """Whose logprobs ``TrainingSample.old`` are: recorded when sampling, or recomputed by the policy before the first
+    step; "auto": recomputed where the recorded ones differ from the policy's by more than the clip's bounds."""
 
     needs_reference: bool
     """Whether ``TrainingSample.reference`` must be set, the base model's logprobs."""
@@ -69,7 +76,8 @@ class MicroBatchLoss(Protocol):
 class Imitation:
     """Negative log-likelihood (supervised fine-tuning)."""
 
-    whole_units = recompute_old_logprobs = needs_reference = False
+    whole_units = needs_reference = False
+    old_logprobs: OldLogprobs = "recorded"
 
     def __init__(self, settings: TrainingSettings) -> None:
         # The fallback from reinforcement learning to SFT keeps the settings; their aggregation is not meant for SFT.
@@ -103,7 +111,7 @@ class Reinforcement:
         self._settings = settings
         self._objective = algorithm_of(settings).objective
         self._low, self._high = clip_bounds(settings)
-        self.recompute_old_logprobs = settings.correction != "none"
+        self.old_logprobs = old_logprobs_of(settings)
         self.needs_reference = settings.kl != "none"
         self._kl_in_loss = settings.kl != "none" and settings.kl_in == "loss"
 
@@ -130,7 +138,9 @@ class Reinforcement:
         divergence = 0.0
         if self._kl_in_loss and self._settings.kl != "none":
             reference = one.tokens([item.reference for item in one.items if item.reference is not None])
-            kl = objectives.kl_penalty(one.logprobs, reference, self._settings.kl)
+            kl = objectives.kl_loss(
+                tokens, reference, self._settings.kl, bias_correction=self._settings.kl_bias_correction
+            )
             losses = losses + self._settings.kl_coefficient * correction * kl
             divergence = kl.detach().mean().item()
         if self._settings.entropy_coefficient:
@@ -170,8 +180,9 @@ class Reinforcement:
 class Preference:
     """DPO (Rafailov et al. 2023, arXiv 2305.18290); the reference is the policy that training started from."""
 
-    whole_units = recompute_old_logprobs = True
+    whole_units = True
     needs_reference = False
+    old_logprobs: OldLogprobs = "recomputed"
 
     def __init__(self, settings: TrainingSettings) -> None:
         self._beta = settings.dpo_beta

@@ -24,6 +24,7 @@ class TrainingSample:
     ``recorded``: logprobs at sampling. ``old``: the old policy's logprobs, the denominator of the importance ratio (for
     DPO, the reference model's). ``reference``: the base model's logprobs, for the KL term. ``unit``: the index of the
     rollout or pair; samples of a unit are in the same optimiser batch. ``chosen``: whether it is the chosen completion.
+    ``temperatures``: what the trainer divides the logits by, ``None`` for 1: those that were sampled at.
     """
 
     sample: Sample
@@ -34,6 +35,7 @@ class TrainingSample:
     advantages: Tensor = field(default_factory=lambda: torch.empty(0))
     old: Tensor = field(default_factory=lambda: torch.empty(0))
     reference: Tensor | None = None
+    temperatures: Tensor | None = None
 
     def __post_init__(self) -> None:
         sample = self.sample
@@ -43,10 +45,27 @@ class TrainingSample:
         self.old = self.recorded
 
 
-def samples_from_rollouts(samples: Sequence[Sample]) -> list[TrainingSample]:
-    """Training samples of rollouts; a unit is a trajectory."""
+def samples_from_rollouts(samples: Sequence[Sample], *, as_sampled: bool = False) -> list[TrainingSample]:
+    """Training samples of rollouts; a unit is a trajectory.
+
+    ``as_sampled``: reinforce the distributions at the temperatures of sampling; imitation wants that of temperature 1.
+    """
     units: dict[str, int] = {}
-    return [TrainingSample(sample, units.setdefault(sample.trajectory_id, len(units))) for sample in samples]
+    items = [TrainingSample(sample, units.setdefault(sample.trajectory_id, len(units))) for sample in samples]
+    for item in items if as_sampled else ():
+        temperatures = torch.tensor([item.sample.temperature_at(at) for at in item.positions])
+        if bool((temperatures != 1.0).any()):
+            item.temperatures = temperatures
+    return items
+
+
+def temperatures_of(items: Sequence[TrainingSample]) -> Tensor | None:
+    """[K]: the temperatures of the trained tokens of a micro-batch, in order; ``None`` where all are 1."""
+    if all(item.temperatures is None for item in items):
+        return None
+    return torch.cat(
+        [torch.ones(len(item.positions)) if item.temperatures is None else item.temperatures for item in items]
+    )
 
 
 def samples_from_pairs(pairs: Sequence[PreferencePair]) -> list[TrainingSample]:

@@ -82,7 +82,7 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, kind: Literal["k1", "k2", "k
 
     From Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); verl and OpenRLHF use the same
     names. k1 is unbiased and may be negative. k2, as a loss, has the gradient of the KL. k3 is unbiased and never
-    negative.
+    negative. For a loss see ``kl_loss``.
     """
     difference = logprobs - reference
     match kind:
@@ -92,6 +92,24 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, kind: Literal["k1", "k2", "k
             return 0.5 * difference**2
         case "k3":
             return torch.exp(-difference) - 1 + difference
+
+
+def kl_loss(
+    batch: TokenBatch, reference: Tensor, kind: Literal["k1", "k2", "k3"], *, bias_correction: bool = True
+) -> Tensor:
+    """The KL term of a loss, for tokens of the old policy. reference: [K] logprobs -> [K] losses.
+
+    The gradient of an estimate is not an estimate of the gradient: k1's alone has the mean 0, and k3's alone is that of
+    KL(reference || policy). Multiplied by the ratio current / old, as in DeepSeek-V3.2 (arXiv 2512.02556, equation 7)
+    and TRL's ``use_bias_correction_kl``, the mean of either's gradient over tokens of the old policy is exactly that of
+    KL(policy || reference) of the next token. k2 has that gradient on tokens of the current policy already, so the
+    ratio weighs it without a gradient of its own.
+    """
+    penalty = kl_penalty(batch.logprobs, reference, kind)
+    if not bias_correction:
+        return penalty
+    ratio = torch.exp((batch.logprobs - batch.old).clamp(-_LOG_BOUND, _LOG_BOUND))
+    return (ratio.detach() if kind == "k2" else ratio) * penalty
 
 
 def correction_weights(

@@ -110,8 +110,12 @@ class FullPolicy(PackedModel):
             for name in names:
                 yield full_tensor(self.parameters[name].detach().to(self.dtype)).cpu().contiguous()
 
-    def _score_linear(self, hidden: Tensor, targets: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor]:
-        return trained_token_logprobs(hidden, targets, head.weight, head.bias, entropy_gradient=self._entropy_gradient)
+    def _score_linear(
+        self, hidden: Tensor, targets: Tensor, head: nn.Linear, temperatures: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return trained_token_logprobs(
+            hidden, targets, head.weight, head.bias, temperatures, entropy_gradient=self._entropy_gradient
+        )
 
 
 def _hand_over(master: nn.Parameter):

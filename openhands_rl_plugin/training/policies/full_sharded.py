@@ -46,10 +46,12 @@ class ShardedFullPolicy(FullPolicy):
             for name, part in mine.items():
                 part.copy_(tensors[name])
 
-    def _compute(self, packed: PackedRows, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute(
+        self, packed: PackedRows, rows: Tensor, targets: Tensor, temperatures: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         if self._root is None:  # not sharded yet
-            return super()._compute(packed, rows, targets)
-        return self._root(packed, rows, targets)
+            return super()._compute(packed, rows, targets, temperatures)
+        return self._root(packed, rows, targets, temperatures)
 
 
 class _Root(nn.Module):
@@ -60,6 +62,8 @@ class _Root(nn.Module):
         self.base = base
         self._function = compute
 
-    def forward(self, packed: PackedRows, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, packed: PackedRows, rows: Tensor, targets: Tensor, temperatures: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """As ``PackedModel._compute``."""
-        return self._function(packed, rows, targets)
+        return self._function(packed, rows, targets, temperatures)

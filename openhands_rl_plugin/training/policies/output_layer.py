@@ -48,7 +48,13 @@ def measure_scale(model: PreTrainedModel, hidden: Tensor, logits: Tensor) -> Out
 
 
 def scaled_token_logprobs(
-    hidden: Tensor, targets: Tensor, head: nn.Linear, scale: OutputScale, *, entropy_gradient: bool
+    hidden: Tensor,
+    targets: Tensor,
+    head: nn.Linear,
+    scale: OutputScale,
+    temperatures: Tensor | None = None,
+    *,
+    entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     """As ``logprobs.token_logprobs``, with a cap, and with gradients for the output layer where it is trained."""
     parts = [
@@ -59,6 +65,7 @@ def scaled_token_logprobs(
             head.weight,
             head.bias,
             scale,
+            None if temperatures is None else temperatures[start : start + ROWS_AT_A_TIME],
             entropy_gradient,
             use_reentrant=False,
         )
@@ -69,9 +76,16 @@ def scaled_token_logprobs(
 
 
 def _one_chunk(
-    hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, scale: OutputScale, entropy_gradient: bool
+    hidden: Tensor,
+    targets: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: OutputScale,
+    temperatures: Tensor | None,
+    entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
-    distribution = torch.log_softmax(_scaled(hidden, weight, bias, scale.factor, scale.cap), dim=-1)
+    logits = _scaled(hidden, weight, bias, scale.factor, scale.cap)
+    distribution = torch.log_softmax(logits if temperatures is None else logits / temperatures[:, None], dim=-1)
     spread = distribution if entropy_gradient else distribution.detach()
     return distribution.gather(1, targets[:, None])[:, 0], -torch.linalg.vecdot(spread.exp(), spread)
 

@@ -17,7 +17,7 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe
 from openhands_rl_plugin.models.short_windows import short_windows
 from openhands_rl_plugin.training.data.layout import Layout, lay_out
-from openhands_rl_plugin.training.losses.logprobs import token_logprobs
+from openhands_rl_plugin.training.losses.logprobs import ROWS_AT_A_TIME, token_logprobs
 from openhands_rl_plugin.training.policies.output_layer import measure_scale, scaled_token_logprobs
 from openhands_rl_plugin.training.policies.packed_attention import ATTENTION_NAME, PackedRows, hidden_states
 from openhands_rl_plugin.training.policies.packing_check import (
@@ -80,20 +80,24 @@ class PackedModel(ABC):
         """Largest accepted mean absolute difference of a server's logprobs from these, in nats."""
         return PROBE_TOLERANCE[self.dtype]
 
-    def logprobs(self, layout: Layout, wanted: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    def logprobs(
+        self, layout: Layout, wanted: list[tuple[int, int]], temperatures: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies ([K] float32) of tokens ``t > 0`` of sequences ``s``; ``wanted``: pairs ``(s, t)``.
 
-        With gradients enabled, they reach the trained parameters; those of the entropies with an entropy bonus only.
+        ``temperatures``: [K], what the logits are divided by; ``None`` for 1. With gradients enabled, they reach the
+        trained parameters; those of the entropies with an entropy bonus only.
         """
         if self.packing.packed:
-            return self._logprobs_of_rows(layout, wanted)
+            return self._logprobs_of_rows(layout, wanted, temperatures)
         by_sequence: dict[int, list[int]] = {}
         for at, (s, _) in enumerate(wanted):
             by_sequence.setdefault(s, []).append(at)
         parts = []
         for s, places in by_sequence.items():
             alone = lay_out([tuple(layout.ids[row] for row in layout.rows[s])])
-            parts.append(self._logprobs_of_rows(alone, [(0, wanted[at][1]) for at in places]))
+            own = None if temperatures is None else temperatures[torch.tensor(places, device=temperatures.device)]
+            parts.append(self._logprobs_of_rows(alone, [(0, wanted[at][1]) for at in places], own))
         back = torch.tensor([at for places in by_sequence.values() for at in places], device=self.device).argsort()
         logprobs, entropies = zip(*parts, strict=True)
         return torch.cat(logprobs)[back], torch.cat(entropies)[back]
@@ -108,13 +112,16 @@ class PackedModel(ABC):
             parts.append(self._hidden(PackedRows(layout, self.device))[last])
         return self._scale.logits(torch.cat(parts), self._head())
 
-    def _logprobs_of_rows(self, layout: Layout, wanted: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    def _logprobs_of_rows(
+        self, layout: Layout, wanted: list[tuple[int, int]], temperatures: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         rows = [layout.rows[s][t - 1] for s, t in wanted]
         targets = [layout.ids[layout.rows[s][t]] for s, t in wanted]
         return self._compute(
             PackedRows(layout, self.device),
             torch.tensor(rows, device=self.device),
             torch.tensor(targets, device=self.device),
+            None if temperatures is None else temperatures.to(self.device),
         )
 
     def sequence_logprobs(self, token_ids: tuple[int, ...]) -> list[float]:
@@ -122,6 +129,14 @@ class PackedModel(ABC):
         with torch.no_grad():
             values, _ = self.logprobs(lay_out([token_ids]), [(0, t) for t in range(1, len(token_ids))])
         return values.tolist()
+
+    @torch.no_grad()
+    def next_token_logits(self, token_ids: tuple[int, ...]) -> Iterator[Tensor]:
+        """The logits after tokens 0 .. T-2, each given the ones before: float32 [rows, vocabulary] at a time."""
+        hidden = self._hidden(PackedRows(lay_out([token_ids]), self.device))
+        for start in range(0, len(token_ids) - 1, ROWS_AT_A_TIME):
+            rows = hidden[start : min(start + ROWS_AT_A_TIME, len(token_ids) - 1)]
+            yield self._scale.logits(rows, self._head())
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
@@ -157,18 +172,27 @@ class PackedModel(ABC):
     def _open(self) -> PreTrainedModel:
         return load_model(self.model_path, self.dtype, self.device)
 
-    def _compute(self, packed: PackedRows, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute(
+        self, packed: PackedRows, rows: Tensor, targets: Tensor, temperatures: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """[K] logprobs and entropies of ``targets``, the tokens after ``rows``."""
-        return self._score(self._hidden(packed)[rows], targets, self._head())
+        return self._score(self._hidden(packed)[rows], targets, self._head(), temperatures)
 
-    def _score(self, hidden: Tensor, targets: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor]:
-        scale = self._scale
+    def _score(
+        self, hidden: Tensor, targets: Tensor, head: nn.Linear, temperatures: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        scale, bonus = self._scale, self._entropy_gradient
         if scale.cap is not None or (head.bias is not None and scale.factor != 1.0):
-            return scaled_token_logprobs(hidden, targets, head, scale, entropy_gradient=self._entropy_gradient)
-        return self._score_linear(hidden if scale.factor == 1.0 else hidden * scale.factor, targets, head)
+            return scaled_token_logprobs(hidden, targets, head, scale, temperatures, entropy_gradient=bonus)
+        scaled = hidden if scale.factor == 1.0 else hidden * scale.factor
+        return self._score_linear(scaled, targets, head, temperatures)
 
-    def _score_linear(self, hidden: Tensor, targets: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor]:
-        return token_logprobs(hidden, targets, head.weight, head.bias, entropy_gradient=self._entropy_gradient)
+    def _score_linear(
+        self, hidden: Tensor, targets: Tensor, head: nn.Linear, temperatures: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return token_logprobs(
+            hidden, targets, head.weight, head.bias, temperatures, entropy_gradient=self._entropy_gradient
+        )
 
     def _head(self) -> nn.Linear:
         head = self._base.get_output_embeddings()

@@ -14,7 +14,7 @@ from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.credit.estimators import whiten
 from openhands_rl_plugin.training.data.layout import lay_out
 from openhands_rl_plugin.training.distributed.ranks import Ranks, shard_micro_batches
-from openhands_rl_plugin.training.losses.micro_batches import TrainingSample
+from openhands_rl_plugin.training.losses.micro_batches import TrainingSample, temperatures_of
 from openhands_rl_plugin.training.losses.objectives import kl_penalty
 from openhands_rl_plugin.training.policies.packed_model import PackedModel
 
@@ -37,20 +37,38 @@ def check_samples(samples: Sequence[Sample], *, longest: int, vocabulary: int) -
             raise TrainingError(f"{where}: a token id is not in the model's vocabulary; was it another model's?")
 
 
+def check_sampled(samples: Sequence[Sample]) -> None:
+    """Raise ``TrainingError`` for the first sample that was sampled greedily, which has no probability to reinforce."""
+    for sample in samples:
+        if min(sample.temperature, *sample.token_temperatures, 1.0) <= 0:
+            raise TrainingError(
+                f"trajectory {sample.trajectory_id}: sampled at temperature 0, where every answer has probability 1; "
+                'roll out at another temperature, or train with algorithm = "sft", "rejection-sampling" or "dpo"'
+            )
+
+
 def trained_tokens(items: Sequence[TrainingSample]) -> list[tuple[int, int]]:
     """Pairs (index of the sample, position) of the sampled tokens of a micro-batch, sample by sample."""
     return [(number, at) for number, item in enumerate(items) for at in item.positions]
 
 
+def micro_batch_logprobs(
+    policy: PackedModel, group: Sequence[TrainingSample], *, scaled: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropies of the trained tokens of a micro-batch, at their temperatures; else at temperature 1."""
+    layout = lay_out([item.sample.input_ids for item in group])
+    return policy.logprobs(layout, trained_tokens(group), temperatures_of(group) if scaled else None)
+
+
 @torch.no_grad()
 def policy_logprobs(
-    policy: PackedModel, items: Sequence[TrainingSample], max_tokens: int, ranks: Ranks
+    policy: PackedModel, items: Sequence[TrainingSample], max_tokens: int, ranks: Ranks, *, scaled: bool = True
 ) -> list[Tensor]:
-    """The policy's logprobs of the trained tokens of each sample, in order, on the CPU."""
+    """The policy's logprobs of the trained tokens of each sample, in order, on the CPU. ``scaled``: by temperature."""
     found = {id(item): torch.zeros(len(item.positions)) for item in items}
     mine, idle = shard_micro_batches(ranks, items, max_tokens, whole_units=False)
     for number, group in enumerate((*mine, *idle)):
-        logprobs, _ = policy.logprobs(lay_out([item.sample.input_ids for item in group]), trained_tokens(group))
+        logprobs, _ = micro_batch_logprobs(policy, group, scaled=scaled)
         if number < len(mine):
             parts = torch.split(logprobs.cpu(), [len(item.positions) for item in group])
             found.update({id(item): part for item, part in zip(group, parts, strict=True)})
@@ -90,13 +108,14 @@ def scale_negative_advantages(items: Sequence[TrainingSample], negative_scale: f
 
 def newest_version(samples: Sequence[Sample], known: int) -> int:
     """The newest of ``known`` and the versions that sampled the samples."""
-    return max(known, *map(_version, samples))
+    return max(known, *map(version_of, samples))
 
 
 def staleness(samples: Sequence[Sample], newest: int) -> float:
     """Mean number of versions between the newest one and the one that sampled (base model: version 0)."""
-    return sum(newest - _version(sample) for sample in samples) / len(samples)
+    return sum(newest - version_of(sample) for sample in samples) / len(samples)
 
 
-def _version(sample: Sample) -> int:
+def version_of(sample: Sample) -> int:
+    """The version that sampled it; 0 is the base model."""
     return (sample.policy.version if sample.policy is not None else None) or 0

@@ -61,11 +61,12 @@ def fingerprint(settings: str, samples: Iterable[Sample], weights: Iterable[int]
     """A digest of everything that a run's result depends on. ``weights``: a checksum of each initial tensor."""
     digest = hashlib.sha256(f"{settings}\n{step}\n".encode())
     for sample in samples:
-        digest.update(f"{sample.trajectory_id}\n{sample.advantage}\n{len(sample.input_ids)}\n".encode())
+        about = (sample.trajectory_id, sample.advantage, sample.temperature, len(sample.input_ids))
+        digest.update(("\n".join(map(str, about)) + "\n").encode())
         digest.update(array("q", sample.input_ids).tobytes())
         digest.update(bytes(sample.mask))
         digest.update(array("d", sample.logprobs).tobytes())
-        digest.update(array("d", sample.token_advantages).tobytes())
+        digest.update(array("d", (*sample.token_advantages, *sample.token_temperatures)).tobytes())
         if sample.count != 1:
             digest.update(f"{sample.count}\n".encode())
     digest.update(array("q", weights).tobytes())

@@ -21,7 +21,6 @@ from openhands_rl_plugin.core.memory import return_freed_memory
 from openhands_rl_plugin.core.types import Probe, Sample
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.data.imitation import PreferencePair
-from openhands_rl_plugin.training.data.layout import lay_out
 from openhands_rl_plugin.training.distributed.ranks import all_reduce_metrics, current_ranks, shard_micro_batches
 from openhands_rl_plugin.training.distributed.sharding import full_tensor, local_shard, shard_like
 from openhands_rl_plugin.training.losses.logprobs import Diagnostics
@@ -35,15 +34,18 @@ from openhands_rl_plugin.training.losses.micro_batches import (
 from openhands_rl_plugin.training.policies.packed_model import PackedModel
 from openhands_rl_plugin.training.trainer.checkpoint import load_checkpoint, save_checkpoint
 from openhands_rl_plugin.training.trainer.metrics import RunningMetrics, TrainMetrics, TrainProgress
+from openhands_rl_plugin.training.trainer.old_logprobs import OldLogprobs
 from openhands_rl_plugin.training.trainer.preparation import (
+    check_sampled,
     check_samples,
+    micro_batch_logprobs,
     newest_version,
     policy_logprobs,
     scale_negative_advantages,
     staleness,
     subtract_divergence,
-    trained_tokens,
 )
+from openhands_rl_plugin.training.trainer.probe_shares import expected_shares
 from openhands_rl_plugin.training.trainer.resume import (
     FullCheckpoint,
     PendingCheckpoint,
@@ -100,15 +102,16 @@ class Trainer:
     ) -> TrainMetrics:
         """A policy gradient for ``num_epochs`` by the algorithm of the settings. ``run``: as for ``sft``.
 
-        The old logprobs are the recorded ones, or, with importance correction, those of the policy before this call.
+        Logits are divided by the temperature that an answer was sampled at. The old logprobs are the recorded ones or
+        those of the policy before this call, as ``old_logprobs`` says.
         Samples with an advantage of zero are not computed; their tokens still count in the mean. A step with only such
         samples is skipped. Raises ``TrainingError`` or ``StorageError``.
         """
         if algorithm_of(self.settings).kind != "reinforcement":
             raise TrainingError(f"{self.settings.algorithm} does not reinforce; choose another [rl.training] algorithm")
-        return self._train(
-            samples_from_rollouts(self._checked(samples)), Reinforcement(self.settings), on_progress, run
-        )
+        check_sampled(self._checked(samples))
+        items = samples_from_rollouts(samples, as_sampled=True)
+        return self._train(items, Reinforcement(self.settings), on_progress, run)
 
     def prefer(
         self, pairs: Sequence[PreferencePair], on_progress: OnProgress | None = None, *, run: Path | None = None
@@ -135,13 +138,14 @@ class Trainer:
         """Whether this is rank 0, which writes files."""
         return self._ranks.rank == 0
 
-    def probe(self, token_ids: Sequence[int], max_difference: float | None = None) -> Probe:
-        """The current policy's logprobs of fixed ids, to check a server against."""
+    def probe(self, token_ids: Sequence[int], max_difference: float | None = None, *, shares: bool = False) -> Probe:
+        """The current policy's logprobs of fixed ids, to check a server against; ``shares``: its samples too."""
         ids = tuple(token_ids)
         return Probe(
             token_ids=ids,
             logprobs=tuple(self._policy.sequence_logprobs(ids)),
             max_difference=max_difference or self._policy.probe_tolerance,
+            shares=expected_shares(self._policy, ids) if shares else (),
         )
 
     def finish(self) -> None:
@@ -203,16 +207,10 @@ class Trainer:
         name = self._name(samples, loss, run)
         lines = MetricsFile(run) if run is not None and self.is_main_process else None
         kept = self._checkpoint(run, name) if run is not None else None
-        done, first_step, tally = self._begin(items, loss, kept)
+        done, first_step, tally, recomputed = self._begin(items, loss, kept)
         if lines is not None:
             lines.keep_lines(done)
-        order = batches(
-            items,
-            size=self.settings.batch_size,
-            epochs=self.settings.num_epochs,
-            seed=f"{self.settings.seed}:{first_step}",
-            order=self.settings.batch_order,
-        )
+        order = self._order(items, first_step)
         self._learning_rate = learning_rates(self.settings, range(first_step, first_step + len(order)))
         started = time.monotonic() - tally.seconds
         with tracked(self.settings, name, run) if self.is_main_process else nullcontext(NoTracker()) as tracker:
@@ -227,13 +225,19 @@ class Trainer:
                     lines.log(record)
                 if kept is not None and self._is_kept(number, len(order)):
                     counters = {"first_step": str(first_step), "tally": json.dumps(asdict(tally))}
-                    old = {_OLD: torch.cat([item.old for item in items])} if loss.recompute_old_logprobs else {}
+                    old = {_OLD: torch.cat([item.old for item in items])} if recomputed else {}
                     kept.save(self._state() | old, self._counters() | counters, number)
                 if on_progress is not None:
                     on_progress(progress)
         if kept is not None:
             self.pending.add(kept)
         return tally.metrics(len(items), staleness(samples, newest))
+
+    def _order(self, items: list[TrainingSample], first_step: int) -> list[list[TrainingSample]]:
+        """The optimiser batches of all epochs."""
+        chosen = self.settings
+        seed = f"{chosen.seed}:{first_step}"
+        return batches(items, size=chosen.batch_size, epochs=chosen.num_epochs, seed=seed, order=chosen.batch_order)
 
     def _is_kept(self, number: int, last: int) -> bool:
         """Whether to checkpoint after step ``number``; the last step too, until the trained weights are saved."""
@@ -258,8 +262,9 @@ class Trainer:
 
     def _begin(
         self, items: list[TrainingSample], loss: MicroBatchLoss, kept: RunCheckpoint | None
-    ) -> tuple[int, int, RunningMetrics]:
-        """Finished steps of a killed call that is resumed, the step at its start, and its metrics so far."""
+    ) -> tuple[int, int, RunningMetrics, bool]:
+        """Finished steps of a killed call that is resumed, the step at its start, its metrics so far, and whether the
+        old logprobs are recomputed ones."""
         found = kept.resume() if kept is not None else None
         done, first_step, tally, old = 0, self.step, RunningMetrics(), None
         if found is not None:
@@ -269,15 +274,14 @@ class Trainer:
             done, first_step = int(counters["done"]), int(counters["first_step"])
             tally = RunningMetrics(**json.loads(counters["tally"]))
         limit = self._micro_batch_tokens
-        if loss.recompute_old_logprobs:
-            counts = [len(item.positions) for item in items]
-            parts = (
-                torch.split(old, counts)
-                if old is not None
-                else policy_logprobs(self._policy, items, limit, self._ranks)
-            )
-            for item, part in zip(items, parts, strict=True):
+        if old is not None:
+            for item, part in zip(items, torch.split(old, [len(item.positions) for item in items]), strict=True):
                 item.old = part
+        recomputed = old is not None
+        if found is None:
+            order = self._order(items, first_step)
+            chosen = OldLogprobs(self._policy, loss, self.settings, self._ranks, version=self._version, limit=limit)
+            recomputed = chosen.set(items, order[: len(order) // self.settings.num_epochs])
         if loss.needs_reference:
             with self._policy.without_adapter():
                 references = policy_logprobs(self._policy, items, limit, self._ranks)
@@ -287,7 +291,7 @@ class Trainer:
                 subtract_divergence(items, self.settings)
         if self.settings.negative_scale != 1.0:
             scale_negative_advantages(items, self.settings.negative_scale)
-        return done, first_step, tally
+        return done, first_step, tally, recomputed
 
     def _step(self, batch: list[TrainingSample], loss: MicroBatchLoss, tally: RunningMetrics) -> Diagnostics:
         """One optimiser step; skipped if no sample of the batch has a gradient."""
@@ -343,8 +347,7 @@ class Trainer:
         self, group: list[TrainingSample], weights: list[float], loss: MicroBatchLoss
     ) -> tuple[float, Diagnostics]:
         """Accumulate the gradient of one micro-batch; returns its share of the loss."""
-        layout = lay_out([item.sample.input_ids for item in group])
-        logprobs, entropies = self._policy.logprobs(layout, trained_tokens(group))
+        logprobs, entropies = micro_batch_logprobs(self._policy, group)
         share, diagnostics = loss(MicroBatch(group, logprobs, entropies, logprobs.new_tensor(weights)))
         share.backward()
         return share.item(), diagnostics

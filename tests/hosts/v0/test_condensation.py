@@ -15,7 +15,7 @@ from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 from openhands_rl_plugin.training.credit.credit import credited_samples
 from openhands_rl_plugin.training.data.batch import samples_of
-from openhands_rl_plugin.training.data.eligibility import is_off_temperature
+from openhands_rl_plugin.training.data.eligibility import off_policy_sampling
 
 CONDENSER = {"type": "llm", "max_size": 10, "keep_first": 3}
 TURNS = 12
@@ -61,7 +61,7 @@ def sampled(trajectory: Trajectory, kind: str) -> int:
 @pytest.mark.parametrize("agent", ["RLAgent", "CodeActAgent"])
 async def test_all_acted_sampled_tokens_of_a_condensed_session_are_trained(server: ScriptedModel, agent: str) -> None:
     episode = await play(server, f"condensed-{agent}", agent=agent)
-    assert episode.failure is None and not is_off_temperature(episode)
+    assert episode.failure is None and not off_policy_sampling(episode)
     assert len(episode.ends()) > 2
     last = trained(samples_of(episode, leaf=episode.head))
     assert trained(samples_of(episode)) == sampled(episode, TURN) > 2 * last

@@ -16,6 +16,7 @@ from openhands.llm.llm import LLM
 from pydantic import SecretStr
 from scripted_model import EMPTY, LOGPROB, ScriptedModel, message_ids, prompt_ids, refusal, says, serve, with_prompt_ids
 
+from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.records import MISSING
 from openhands_rl_plugin.core.types import Tokens
 from openhands_rl_plugin.hosts.shared.token_interceptor import TokenInterceptor
@@ -76,7 +77,9 @@ def test_answer_with_its_tokens_policy_and_parameters(server):
     assert completion.tokens.logprobs == (LOGPROB,) * len(completion.tokens.sampled_ids)
     assert completion.policy.model_dump() == {"base_model": "base", "adapter": "shop", "version": 12}
     assert completion.usage.cached_tokens == 7
-    assert attempt.parameters == {"temperature": 0.25, "top_p": 1.0, "seed": 9, "stop": ["x"]}
+    asked = {"temperature": 0.25, "top_p": 1.0, "seed": 9, "stop": ["x"]}
+    assert attempt.parameters == {**asked, **NEUTRAL_PARAMETERS}
+    assert completion.sampling is not None and completion.sampling.top_k == -1
     assert list(attempt.messages) == MESSAGES
     assert "sk-hidden" not in repr(log)
     # The host gets the answer without the arrays that it would copy into every event.
@@ -184,6 +187,9 @@ def test_what_the_user_set_himself_is_kept(server):
     assert (request["logprobs"], request["return_token_ids"], request["top_k"]) == (False, False, 5)
     assert log.attempts[0].completion is not None and log.attempts[0].completion.tokens is None
     assert log.attempts[0].parameters["top_k"] == 5
+    # The neutral values fill in what he left open.
+    assert (request["repetition_penalty"], request["min_p"]) == (1.0, 0.0)
+    assert log.attempts[0].completion.sampling.top_k == 5
 
 
 def test_vendors_are_not_asked_for_what_they_refuse(server):
@@ -192,6 +198,28 @@ def test_vendors_are_not_asked_for_what_they_refuse(server):
     (request,) = server.requests["vendor"]
     assert "return_token_ids" not in request and "logprobs" not in request
     assert log.attempts[0].completion is not None and log.attempts[0].completion.tokens is None
+
+
+def test_a_server_without_such_parameters_is_asked_again_and_its_defaults_are_recorded_as_unknown(server):
+    def plain(body):
+        found = next((name for name in ("top_k", "min_p") if name in body), "")
+        return refusal(400, f"Unrecognized request argument supplied: {found}") if found else says("Hello.")
+
+    server.policies["plain"] = plain
+    _, log = ask(llm_for(server, "plain"))
+    completion = log.attempts[-1].completion
+    assert len(log.attempts) == 2 and completion is not None and completion.tokens is not None
+    assert (completion.sampling.temperature, completion.sampling.top_k) == (0.0, None)
+
+
+def test_what_a_strategy_asks_for_beyond_openais_parameters_is_sent(server):
+    server.script("picky", [says("Hello.")])
+    log = CallLog(session="s", step=0, base_model="base", altering={"top_k": 7})
+    with recording(log):
+        llm_for(server, "picky").completion(messages=MESSAGES)
+    (request,) = server.requests["picky"]
+    assert (request["top_k"], request["min_p"]) == (7, 0.0)
+    assert log.attempts[0].completion is not None and log.attempts[0].completion.sampling.top_k == 7
 
 
 @pytest.mark.parametrize("status", [400, 403, 422])

@@ -11,6 +11,7 @@ import pytest
 from raw_server import raw_server, respond
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, ModelError
+from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.types import Message, PolicyRef, SamplingParams, ToolCall
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 
@@ -82,6 +83,7 @@ async def test_request_and_answer():
                 "stop": ["X"],
                 "logprobs": True,
                 "return_token_ids": True,
+                **NEUTRAL_PARAMETERS,
             },
         )
     ]
@@ -92,7 +94,8 @@ async def test_request_and_answer():
     assert completion.tokens.logprobs == (-0.5, -1.5)
     assert completion.policy == PolicyRef(base_model="base", adapter="policy", version=3)
     assert (completion.usage.prompt_tokens, completion.usage.cached_tokens, completion.usage.calls) == (3, 1, 1)
-    assert completion.sampling == SamplingParams(temperature=0.5, top_p=0.9, max_tokens=7, stop=("X",), seed=4)
+    asked = SamplingParams(temperature=0.5, top_p=0.9, max_tokens=7, stop=("X",), seed=4)
+    assert completion.sampling == asked.model_copy(update=NEUTRAL_PARAMETERS)
     assert completion.finish_reason == "stop"
 
 

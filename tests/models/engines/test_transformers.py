@@ -13,6 +13,7 @@ from tiny_model import write_adapter, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from openhands_rl_plugin.core.errors import ConfigError, ModelError, RLError
+from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, Message, Observation, PolicyRef, SamplingParams, Tokens, ToolCall
 from openhands_rl_plugin.models.engines.transformers import TransformersEngine
@@ -113,7 +114,10 @@ async def test_what_a_call_leaves_open_comes_from_the_engine(generator: Generato
     engine = TransformersEngine(generator, sampling=SamplingParams(temperature=0.0, max_tokens=2))
     completion = (await engine.complete(ASK, sampling=SamplingParams(seed=5)))[0]
     assert len(tokens_of(completion).sampled_ids) == 2
-    assert completion.sampling == SamplingParams(temperature=0.0, max_tokens=2, seed=5)
+    asked = SamplingParams(temperature=0.0, max_tokens=2, seed=5)
+    assert completion.sampling == asked.model_copy(update=NEUTRAL_PARAMETERS)
+    with pytest.raises(ModelError, match="repetition_penalty is not supported by this server"):
+        await engine.complete(ASK, sampling=SamplingParams(repetition_penalty=1.1))
 
 
 async def test_an_answer_is_cut_where_the_model_ends(engine: TransformersEngine):

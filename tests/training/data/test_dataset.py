@@ -10,8 +10,10 @@ from stored_samples import trajectory
 
 from openhands_rl_plugin.config.training import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.redaction import redact_trajectory
 from openhands_rl_plugin.core.types import Message, SamplingParams, StopReason, StrategySpec, Task, Trajectory
+from openhands_rl_plugin.training.data.batch import samples_of
 from openhands_rl_plugin.training.data.dataset import (
     Episodes,
     ExcludedEpisodes,
@@ -111,16 +113,29 @@ def sampled(trajectory: Trajectory, asked: SamplingParams | None, *, last: bool 
 HALF, NUCLEUS = SamplingParams(temperature=0.5), SamplingParams(temperature=1.0, top_p=0.9)
 
 
-@pytest.mark.parametrize("asked", [HALF, NUCLEUS, SamplingParams(temperature=0.0), SamplingParams(temperature=1.2)])
+@pytest.mark.parametrize(
+    ("asked", "how"),
+    [
+        (NUCLEUS, "top_p = 0.9"),
+        (SamplingParams(temperature=0.0), "temperature = 0"),
+        (SamplingParams(temperature=0.7, top_k=20, min_p=0.0), "temperature = 0.7, top_k = 20"),
+        (SamplingParams(min_p=0.05), "min_p = 0.05"),
+        (SamplingParams(repetition_penalty=1.05, top_k=-1), "repetition_penalty = 1.05"),
+        (SamplingParams(presence_penalty=-0.5), "presence_penalty = -0.5"),
+        (SamplingParams(frequency_penalty=0.1), "frequency_penalty = 0.1"),
+    ],
+)
 @pytest.mark.parametrize("algorithm", REINFORCING)
-def test_what_was_sampled_from_another_distribution_is_not_reinforced(algorithm: str, asked: SamplingParams) -> None:
+def test_what_was_sampled_from_another_distribution_is_not_reinforced(
+    algorithm: str, asked: SamplingParams, how: str
+) -> None:
     plain = [played(0, 1.0), played(1, 0.5)]
     dataset = build_dataset(stored(*plain, sampled(played(2, 0.0), asked)), settings(algorithm=algorithm))
     assert ids(dataset) == {"0", "1"}
-    assert dataset.excluded == ExcludedEpisodes(off_temperature=1)
+    assert dataset.excluded == ExcludedEpisodes(off_temperature=1, sampled_by=how)
     two_turns = episode(2, 0.0, 0.0).model_copy(update={"task": plain[0].task})
     partly = build_dataset(stored(*plain, sampled(two_turns, asked, last=True)), settings(algorithm=algorithm))
-    assert partly.excluded == ExcludedEpisodes(off_temperature=1)
+    assert partly.excluded == ExcludedEpisodes(off_temperature=1, sampled_by=how)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +146,8 @@ def test_what_was_sampled_from_another_distribution_is_not_reinforced(algorithm:
         SamplingParams(temperature=1.0),
         SamplingParams(top_p=1.0, max_tokens=9, seed=3),
         SamplingParams(temperature=1.0, top_p=1.0, stop=("x",)),
+        SamplingParams.model_validate(NEUTRAL_PARAMETERS),
+        SamplingParams(top_k=0),
     ],
 )
 def test_what_a_request_left_open_was_sampled_at_one(asked: SamplingParams | None) -> None:
@@ -147,11 +164,27 @@ def test_an_answer_that_was_not_acted_on_may_be_of_any_temperature() -> None:
     assert build_dataset(episodes, settings(algorithm="grpo")).used == 2
 
 
+def test_what_was_sampled_at_another_temperature_is_reinforced_at_that_one() -> None:
+    warm = [sampled(played(number, float(number)), HALF) for number in range(2)]
+    dataset = build_dataset(stored(*warm), settings(algorithm="grpo"))
+    assert (dataset.used, dataset.excluded) == (2, ExcludedEpisodes())
+    assert {sample.temperature for sample in dataset.samples} == {0.5}
+    mixed = sampled(episode(2, 0.0, 1.0), HALF, last=True)
+    (sample,) = samples_of(mixed)
+    trained = [at for at, own in enumerate(sample.mask) if own]
+    assert sample.temperature_at(trained[0]) == 1.0 and sample.temperature_at(trained[-1]) == 0.5
+
+
+def test_episodes_of_different_temperatures_are_no_group() -> None:
+    apart = stored(played(0, 1.0), sampled(played(1, 0.0), HALF))
+    assert build_dataset(apart, settings(algorithm="grpo")).excluded == ExcludedEpisodes(no_signal=2)
+
+
 def test_fine_tuning_and_preferences_take_any_temperature() -> None:
-    episodes = stored(*(sampled(played(number, float(number)), HALF) for number in range(2)))
+    episodes = stored(*(sampled(played(number, float(number)), NUCLEUS) for number in range(2)))
     assert ids(build_dataset(episodes, settings(algorithm="sft"))) == {"1"}
     assert build_dataset(episodes, settings(algorithm="dpo")).used == 2
-    with pytest.raises(TrainingError, match=r"2 episodes were sampled at another temperature .* roll out again with"):
+    with pytest.raises(TrainingError, match=r"2 episodes were sampled with top_p = 0.9, .*: roll out again with"):
         build_dataset_or_sft(episodes, "grpo")
 
 

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from openhands_rl_plugin.training.losses.logprobs import ROWS_AT_A_TIME, Diagnostics, diagnose, token_logprobs
 from openhands_rl_plugin.training.losses.objectives import TokenBatch, ppo
@@ -96,3 +98,29 @@ def test_logprobs_without_gradient() -> None:
     hidden, weight = torch.randn(3, 4), torch.randn(7, 4)
     logprobs, _ = token_logprobs(hidden, torch.tensor([0, 1, 2]), weight)
     assert not logprobs.requires_grad
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 1000), with_bias=st.booleans(), head_is_trained=st.booleans())
+def test_at_a_temperature_they_are_those_of_the_divided_logits(
+    seed: int, with_bias: bool, head_is_trained: bool
+) -> None:
+    torch.manual_seed(seed)
+    count = ROWS_AT_A_TIME + 5
+    hidden, weight = torch.randn(count, 6, requires_grad=True), torch.randn(30, 6, requires_grad=True)
+    bias = torch.randn(30, requires_grad=True) if with_bias else None
+    targets, scale = torch.randint(30, (count,)), torch.randn(count)
+    temperatures = 0.2 + 2 * torch.rand(count)
+    given_to = [hidden, weight, *([bias] if bias is not None else [])] if head_is_trained else [hidden]
+
+    expected = torch.log_softmax(torch.nn.functional.linear(hidden, weight, bias) / temperatures[:, None], -1)
+    chosen = expected.gather(1, targets[:, None])[:, 0]
+    slopes = torch.autograd.grad((chosen * scale).sum(), given_to)
+
+    compute = trained_token_logprobs if head_is_trained else token_logprobs
+    logprobs, entropies = compute(hidden, targets, weight, bias, temperatures)
+    mine = torch.autograd.grad((logprobs * scale).sum(), given_to)
+    torch.testing.assert_close(logprobs, chosen, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropies, -(expected.exp() * expected).sum(-1), rtol=1e-4, atol=1e-5)
+    for gradient, slope in zip(mine, slopes, strict=True):
+        torch.testing.assert_close(gradient, slope, rtol=1e-4, atol=1e-4)

@@ -22,6 +22,9 @@ from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.metrics import TrainProgress
 
+# Recorded logprobs that are far from the trainer's, as those of ``make_samples``, would be recomputed.
+RECORDED = EXACT.model_copy(update={"old_logprobs": "recorded"})
+
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> None:
@@ -42,7 +45,7 @@ def one_thread() -> None:
 def test_gradients_are_those_of_transformers_and_peft(architecture: dict[str, object], tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", **architecture)
     samples = make_samples(4)
-    settings = EXACT.model_copy(update={"num_epochs": 1, "batch_size": 4, "max_grad_norm": 1e9})
+    settings = RECORDED.model_copy(update={"num_epochs": 1, "batch_size": 4, "max_grad_norm": 1e9})
     trainer = LoraTrainer(model, settings)
     trainer.sft(samples)  # away from the start, where half of the gradients are zero
     trainer.save_adapter(tmp_path / "adapter")
@@ -93,7 +96,7 @@ def test_long_sequences_are_attended_to_exactly(tmp_path: Path) -> None:
     """Longer than a block of queries, and than what is kept of the attention for the backward pass."""
     model = write_model(tmp_path / "model", max_position_embeddings=2048)
     samples = make_samples(2, length=1300)
-    settings = EXACT.model_copy(update={"num_epochs": 1, "max_grad_norm": 1e9})
+    settings = RECORDED.model_copy(update={"num_epochs": 1, "max_grad_norm": 1e9})
     trainer = LoraTrainer(model, settings)
     trainer.save_adapter(tmp_path / "adapter")
     expected = plain_gradients(model, tmp_path / "adapter", samples)
@@ -255,7 +258,7 @@ def test_samples_that_cannot_be_trained_are_named(model: Path, sample: Sample, s
 
 
 def test_a_loss_that_is_not_finite_stops_with_the_weights_unchanged(model: Path, tmp_path: Path) -> None:
-    trainer = LoraTrainer(model, EXACT)
+    trainer = LoraTrainer(model, RECORDED)
     before = adapter_of(trainer, tmp_path / "before")
     sample = changed(advantage=-1.0)
     bad = sample.model_copy(update={"logprobs": tuple(-1e4 if m else 0.0 for m in sample.mask)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from openhands_rl_plugin.models.engines.chunks import ChunkAssembler
 from openhands_rl_plugin.models.engines.event_stream import ServerEvent
-from openhands_rl_plugin.models.engines.extensions import LOGPROBS, TOKEN_IDS
+from openhands_rl_plugin.models.engines.extensions import LOGPROBS, SAMPLING, TOKEN_IDS, extension_values
 from openhands_rl_plugin.models.engines.openai_stream import DONE
 from openhands_rl_plugin.models.gateway.json_text import Json, dump_object, parse_object
 from openhands_rl_plugin.models.gateway.protocols.protocol import WireProtocol, event, guarded, marked
@@ -21,7 +21,9 @@ STREAM_OPTIONS = "stream_options"
 
 def added_fields(call: ClientRequest, names: tuple[str, ...]) -> Json:
     """The fields of ``names`` with their values, for this request."""
-    added: Json = dict.fromkeys(names, True)
+    added: Json = extension_values(names, call.document)
+    if SAMPLING in names:
+        added |= {name: 1.0 for name in ("temperature", "top_p") if call.document.get(name) is None}
     if STREAM_OPTIONS in added:
         added[STREAM_OPTIONS] = {**(call.document.get(STREAM_OPTIONS) or {}), "include_usage": True}
     return added
@@ -102,7 +104,7 @@ def _says_nothing(choice: Json) -> bool:
 
 def _wanted(call: ClientRequest) -> list[str]:
     """The fields that the client's request leaves open."""
-    wanted = [name for name in (TOKEN_IDS, LOGPROBS) if call.document.get(name) is None]
+    wanted = [name for name in (TOKEN_IDS, LOGPROBS) if call.document.get(name) is None] + [SAMPLING]
     # Options that are no object are the server's to refuse.
     open_options = isinstance(call.document.get(STREAM_OPTIONS), dict | None)
     return [*wanted, STREAM_OPTIONS] if call.streams and open_options and not call.wants_usage else wanted

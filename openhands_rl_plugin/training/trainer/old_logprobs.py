@@ -1,0 +1,150 @@
+"""The denominator of the importance ratio: logprobs recorded when sampling, or recomputed before the first step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.core.redaction import redacting_logger
+from openhands_rl_plugin.training.algorithms import algorithm_of, clip_bounds
+from openhands_rl_plugin.training.distributed.ranks import Ranks
+from openhands_rl_plugin.training.losses.losses import MicroBatchLoss
+from openhands_rl_plugin.training.losses.micro_batches import TrainingSample
+from openhands_rl_plugin.training.policies.packed_model import PackedModel
+from openhands_rl_plugin.training.trainer.preparation import policy_logprobs, version_of
+
+log = redacting_logger(__name__)
+
+_UNSCALED = (
+    "the recorded logprobs are those of temperature 1, but the answers were sampled at another one: start vLLM with "
+    "--logprobs-mode processed_logprobs (SGLang: without SGLANG_RETURN_ORIGINAL_LOGPROB), or roll out at temperature 1"
+)
+
+
+class OldLogprobs:
+    """Decides whose logprobs ``TrainingSample.old`` are and sets them, before the first step of a call.
+
+    ``version``: the one that the policy starts from: only what it sampled itself shows how far two engines differ.
+    ``limit``: tokens of a micro-batch.
+    """
+
+    def __init__(
+        self,
+        policy: PackedModel,
+        loss: MicroBatchLoss,
+        settings: TrainingSettings,
+        ranks: Ranks,
+        *,
+        version: int,
+        limit: int,
+    ) -> None:
+        self._policy = policy
+        self._loss = loss
+        self._settings = settings
+        self._ranks = ranks
+        self._version = version
+        self._limit = limit
+
+    def set(self, items: Sequence[TrainingSample], epoch: Sequence[Sequence[TrainingSample]]) -> bool:
+        """Whether they are recomputed. ``epoch``: the optimiser batches of the first epoch, which hold all items.
+
+        Raises ``TrainingError`` where the recorded ones are of another distribution, and the settings need them.
+        """
+        scaled = [item for item in items if item.temperatures is not None]
+        unscaled = self._are_unscaled(scaled)
+        if unscaled and self._settings.correction != "none":
+            raise TrainingError(f'correction = "{self._settings.correction}" compares two engines: {_UNSCALED}')
+        if unscaled and self._settings.old_logprobs == "recorded":
+            raise TrainingError(f'old_logprobs = "recorded": {_UNSCALED}, or set old_logprobs = "auto"')
+        why = "the recorded ones are those of temperature 1" if unscaled else self._why_recomputed(items)
+        if why is None:
+            return False
+        tokens = sum(len(item.sample.input_ids) for item in (*items, *(scaled if unscaled else ())))
+        if algorithm_of(self._settings).kind == "reinforcement":
+            log.info(
+                "old logprobs are recomputed, because %s: forward passes over %d more tokens, each at about a third of "
+                "the cost of training on it once",
+                why,
+                tokens,
+            )
+        for batch in epoch:
+            self._recompute(batch)
+        if unscaled:
+            for item, values in zip(scaled, self._compute(scaled, scaled=False), strict=True):
+                # For the drift only, which so compares the two engines at temperature 1.
+                item.recorded = item.old + item.recorded - values
+        return True
+
+    def _recompute(self, batch: Sequence[TrainingSample]) -> None:
+        # In the groups that the step will make of them: bfloat16 rounds by the shapes, by more than GSPO's bounds.
+        live = [item for item in batch if self._loss.counts(item)]
+        rest = [item for item in batch if not self._loss.counts(item)]
+        for part in filter(None, (live, rest)):
+            for item, values in zip(part, self._compute(part), strict=True):
+                item.old = values
+
+    def _why_recomputed(self, items: Sequence[TrainingSample]) -> str | None:
+        settings = self._settings
+        if self._loss.old_logprobs == "recorded":
+            return None
+        if self._loss.old_logprobs == "recomputed":
+            if settings.old_logprobs == "recomputed":
+                return 'old_logprobs = "recomputed"'
+            return (
+                "a correction needs both"
+                if settings.correction != "none"
+                else f"{settings.algorithm}'s bounds are narrow"
+            )
+        own = self._first([item for item in items if version_of(item.sample) == self._version])
+        if not own:
+            return None
+        found, bound = self._mismatch(own), _log_bound(settings)
+        if found <= bound:
+            return None
+        return f"the recorded ones differ by {found:.2g} nats on average, more than the clip's bound of {bound:.2g}"
+
+    def _mismatch(self, items: Sequence[TrainingSample]) -> float:
+        """Mean absolute log ratio of the trainer's to the recorded probability, of what is clipped: tokens, or
+        sequences by their mean."""
+        differences = [now - item.recorded for item, now in zip(items, self._compute(items), strict=True)]
+        if algorithm_of(self._settings).objective == "gspo":
+            return sum(abs(each.mean().item()) for each in differences) / len(differences)
+        return torch.cat(differences).abs().mean().item()
+
+    def _are_unscaled(self, items: Sequence[TrainingSample]) -> bool:
+        """Whether the recorded logprobs are those of temperature 1 (vLLM's ``raw_logprobs``, which is its default, and
+        `openhands-rl serve`) and not those that were sampled with (``processed_logprobs``, SGLang).
+
+        No server says so in its answers: they are whichever the trainer's own are nearer to.
+        """
+        own = self._first(items)
+        if not own:
+            return False
+        scaled, unscaled = self._compute(own), self._compute(own, scaled=False)
+        recorded = torch.cat([item.recorded for item in own])
+        to_scaled, to_unscaled = ((torch.cat(each) - recorded).abs().sum() for each in (scaled, unscaled))
+        return bool(to_unscaled < to_scaled)
+
+    def _compute(self, items: Sequence[TrainingSample], *, scaled: bool = True) -> list[Tensor]:
+        return policy_logprobs(self._policy, items, self._limit, self._ranks, scaled=scaled)
+
+    def _first(self, items: Sequence[TrainingSample]) -> list[TrainingSample]:
+        """As many as a micro-batch holds, at least one of those that there are."""
+        room, found = self._settings.max_tokens_per_micro_batch, list[TrainingSample]()
+        for item in items:
+            room -= len(item.sample.input_ids)
+            if found and room < 0:
+                break
+            found.append(item)
+        return found
+
+
+def _log_bound(settings: TrainingSettings) -> float:
+    """The nearer of the clip's bounds, as a log ratio."""
+    low, high = clip_bounds(settings)
+    return min(math.log1p(high), -math.log1p(-low) if low < 1 else math.inf)
