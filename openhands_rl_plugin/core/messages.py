@@ -49,7 +49,7 @@ They are sent, because servers have other defaults: vLLM and SGLang take absent 
 """
 
 
-def altering_parameters(given: Mapping[str, Any]) -> dict[str, float]:
+def altering_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
     """Those of ``given`` beside the temperature with which a server samples from another distribution, with values."""
     neutral = {"top_p": 1.0, **NEUTRAL_PARAMETERS}
     found = {name: given[name] for name, value in neutral.items() if given.get(name) not in (None, value)}

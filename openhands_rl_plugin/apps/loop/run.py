@@ -89,9 +89,10 @@ def check_trainable(settings: RLSettings) -> None:
         if name == "temperature" and value == 0:
             raise ConfigError(f"{where}{name} = 0: greedy answers have no probability to train on; set it above 0")
         if altering_parameters({name: value}):
+            neutral = NEUTRAL_PARAMETERS.get(name, 1.0)
             raise ConfigError(
                 f"{where}{name} = {value:g}: answers would not be sampled from the policy's own distribution, and the "
-                f"gradient would be wrong; set {({'top_p': 1.0} | NEUTRAL_PARAMETERS)[name]:g}"
+                f"gradient would be wrong; set {neutral:g}"
             )
         if name == "temperature" and value != 1 and training.correction != "none" and _gives_unscaled(settings):
             raise ConfigError(

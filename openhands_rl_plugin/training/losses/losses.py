@@ -111,7 +111,7 @@ class Reinforcement:
         self._settings = settings
         self._objective = algorithm_of(settings).objective
         self._low, self._high = clip_bounds(settings)
-        self.old_logprobs = old_logprobs_of(settings)
+        self.old_logprobs: OldLogprobs = old_logprobs_of(settings)
         self.needs_reference = settings.kl != "none"
         self._kl_in_loss = settings.kl != "none" and settings.kl_in == "loss"
 
