@@ -33,7 +33,7 @@ BUILTINS: Mapping[Kind, Mapping[str, str]] = {
         "agentgym": "openhands_rl_plugin.environments.agentgym:AgentGymClient",
         "gymnasium": "openhands_rl_plugin.environments.gyms.gymnasium:GymnasiumEnvironment",
         "harbor": "openhands_rl_plugin.evals.harbor.environment:HarborEnvironment",
-        "nemo-gym": "openhands_rl_plugin.environments.nemo_gym:NeMoGymClient",
+        "nemo-gym": "openhands_rl_plugin.environments.nemo_gym.client:NeMoGymClient",
         "openenv": "openhands_rl_plugin.environments.openenv.client:OpenEnvClient",
         "skyrl-gym": "openhands_rl_plugin.environments.gyms.skyrl_gym:SkyRLGymEnvironment",
         "textarena": "openhands_rl_plugin.environments.gyms.textarena:TextArenaEnvironment",

@@ -99,5 +99,6 @@ _SESSIONS = frozenset({"gateway", "workspace"})
 
 def pays_rewards(environment: str, evidence: dict[str, JsonValue]) -> bool:
     """Whether the steps of an episode could earn rewards. Those of a client's session and of a session in a workspace
-    (which leaves a patch) cannot: their 0.0 says only that a step was executed, and others judge the outcome."""
-    return environment not in _SESSIONS and "git_patch" not in evidence
+    (which leaves a patch) cannot, and those that the environment notes as ``unrewarded`` have not: their 0.0 says only
+    that a step was executed, and others judge the outcome."""
+    return environment not in _SESSIONS and "git_patch" not in evidence and evidence.get("unrewarded") is not True

@@ -39,6 +39,11 @@ class ClippedWorld:
         """As its environment says."""
         return getattr(self._environment, "pays_rewards", True)
 
+    @property
+    def most_forks(self) -> int | None:
+        """As its environment says."""
+        return getattr(self._environment, "most_forks", None)
+
     async def fork(self) -> Environment:
         """A copy of the episode as it stands. Raises what its environment raises."""
         return _clipped(await self._environment.fork(), self._limits)

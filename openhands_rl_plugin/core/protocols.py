@@ -174,21 +174,6 @@ class Forkable(Protocol):
         ...
 
 
-@runtime_checkable
-class OffersTools(Protocol):
-    """An environment whose actions are tool calls, which the model server is given.
-
-    Example:
-        >>> isinstance(GridEnvironment(), OffersTools)
-        False
-    """
-
-    @property
-    def offered_tools(self) -> Sequence[JsonObject]:
-        """The tools in OpenAI's form."""
-        ...
-
-
 class Strategy(Protocol):
     """Decides one turn; someone else executes it.
 

@@ -108,6 +108,11 @@ class EpisodeTree:
         self.terminated |= observation.terminated
         self.truncated |= observation.truncated
 
+    def pay(self, reward: float) -> None:
+        """Add a reward to the last action that was executed, after its observation."""
+        acted = next(self.nodes[index] for index in reversed(self.path()) if self.nodes[index].sampled)
+        acted.reward = (acted.reward or 0.0) + reward
+
     def append(self, message: Message, *, parent: int | None = None) -> int:
         """Add a message that was not sampled below ``parent`` (default ``head``); does not move ``head``."""
         return self._add(DraftNode(parent=self.head if parent is None else parent, message=message))

@@ -7,13 +7,13 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
+from openhands_rl_plugin.core.capabilities import OffersTools, PaysWhenCut, ReservesForks
 from openhands_rl_plugin.core.clipping import ClippedWorld, clip
 from openhands_rl_plugin.core.errors import CaughtFailure, boundary
 from openhands_rl_plugin.core.protocols import (
     Environment,
     Forkable,
     LLMEngine,
-    OffersTools,
     Strategy,
     TrajectoryStorage,
 )
@@ -66,8 +66,8 @@ class AgentSession:
         self._limits = limits or Limits()
         self._storage = storage
         self._journal: EpisodeJournal | None = None
-        offered = environment.offered_tools if isinstance(environment, OffersTools) else ()
-        self.tree = EpisodeTree(tools=tools or offered)
+        self._given_tools = tuple(tools)
+        self.tree = EpisodeTree(tools=self._offered())
 
     async def run(self, request: EpisodeRequest) -> Trajectory:
         """Run until a limit is reached. Failures are part of the result; raises ``StorageError``."""
@@ -84,7 +84,8 @@ class AgentSession:
         then the environment is used up, and the episode has to be restarted.
         """
         start = self._start(request, unfinished.times.started)
-        if start != EpisodeStart.of(unfinished):
+        # The tools of an environment may be known after its reset only; ``_replay`` compares them.
+        if start.model_copy(update={"tools": unfinished.tools}) != EpisodeStart.of(unfinished):
             return None
         self.tree = EpisodeTree.thaw(unfinished)
         if self._storage is not None:
@@ -146,7 +147,14 @@ class AgentSession:
 
     async def _open(self, task: Task, limits: Limits) -> None:
         self.tree.observe(await self._reset(task, limits))
+        self.tree.tools = self._offered()
+        if self._journal is not None:
+            self._journal.start = self._journal.start.model_copy(update={"tools": self.tree.tools})
         await self._keep()
+
+    def _offered(self) -> tuple[JsonObject, ...]:
+        environment = self._environment
+        return self._given_tools or (tuple(environment.offered_tools) if isinstance(environment, OffersTools) else ())
 
     async def _replay(self, task: Task, limits: Limits) -> None:
         """Replay the actions, then execute the committed answer, which may not have been executed."""
@@ -154,6 +162,8 @@ class AgentSession:
         if not path:
             return await self._open(task, limits)
         answer = await self._reset(task, limits)
+        if self._offered() != self.tree.tools:
+            raise _DivergedError
         at = _heard(path, 0, answer)
         while at < len(path) and path[at].executed:
             answer = await self._step(path[at].message, limits)
@@ -178,13 +188,27 @@ class AgentSession:
             self.tree.commit(chosen)
             await self._keep()
             await self._act(limits)
+        await self._cut(live)
         return stop
+
+    async def _cut(self, environment: Environment) -> None:
+        """Ask for the reward of an episode that a limit cut, where it is paid at the end only."""
+        if self.tree.terminated or self.tree.truncated or not self.tree.turns:
+            return
+        if isinstance(environment, PaysWhenCut):
+            with boundary(FailureKind.ENVIRONMENT, "environment.cut_short"):
+                answer = await environment.cut_short()
+            if answer is not None:
+                self.tree.pay(answer.reward)
+                await self._keep()
 
     async def _act(self, limits: Limits) -> None:
         self.tree.observe(await self._step(self.tree.action, limits))
         await self._keep()
 
     async def _reset(self, task: Task, limits: Limits) -> Observation:
+        if isinstance(self._environment, ReservesForks):
+            self._environment.reserve(getattr(self._strategy, "forks", 0))
         with boundary(FailureKind.ENVIRONMENT, "environment.reset"):
             return clip(await self._environment.reset(task), limits)
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import httpx
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
+from pydantic import Field, JsonValue, field_validator
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, EpisodeError, InfrastructureError
 from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Message, Observation, Task
+from openhands_rl_plugin.environments.http.answers import EpisodeStep as EpisodeStep
+from openhands_rl_plugin.environments.http.answers import ServerAnswer as ServerAnswer
+from openhands_rl_plugin.environments.http.answers import SessionAnswer
 from openhands_rl_plugin.environments.http.ledger import Claim, EpisodeLedger
 from openhands_rl_plugin.environments.http.opening import action_language, opening_messages
 from openhands_rl_plugin.environments.http.react import ParsedAction, parse_plain, parse_react
@@ -59,56 +61,6 @@ class HttpEnvironmentOptions(Frozen):
         if url.userinfo:
             raise ValueError("must not contain a user name or password")
         return value.rstrip("/")
-
-
-class ServerAnswer(BaseModel):
-    """The answer to ``/reset`` or ``/step``. Other keys are ignored; a wrong type is an error."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
-
-    state: str = Field(validation_alias=AliasChoices("state", "observation"))
-    reward: float = 0.0
-    done: bool = False
-    terminated: bool = False
-    truncated: bool = False
-    info: JsonValue = None
-
-    @classmethod
-    def parse(cls, answer: JsonValue, path: str) -> Self:
-        """Check an answer. Raises ``BadEnvironmentError`` that names the field."""
-        if not isinstance(answer, dict):
-            raise BadEnvironmentError(f"{path} answered {excerpt(str(answer))}, which is not a JSON object")
-        if answer.get("error"):
-            raise BadEnvironmentError(f"{path} answered an error: {excerpt(str(answer['error']))}")
-        try:
-            return cls.model_validate(answer)
-        except ValidationError as invalid:
-            first = invalid.errors(include_url=False)[0]
-            field = ".".join(str(part) for part in first["loc"][:3])
-            raise BadEnvironmentError(f"{path} answered a wrong '{field}': {first['msg']}") from invalid
-
-    def same_as(self, other: ServerAnswer | None) -> bool:
-        """Whether observation, reward and end of episode are equal; ``info`` and sessions may differ."""
-        mine = (self.state, self.reward, self.done, self.terminated, self.truncated)
-        return other is not None and mine == (other.state, other.reward, other.done, other.terminated, other.truncated)
-
-    @property
-    def ended(self) -> bool:
-        """The task itself ended; an episode that a limit of the server ended is ``truncated`` instead."""
-        return self.terminated or (self.done and not self.truncated)
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeStep:
-    """One executed action with the server's answer, or a malformed action that was not sent to the server."""
-
-    action: str | None
-    answer: ServerAnswer | None = None
-
-    @property
-    def reward(self) -> float:
-        """The reward of the step."""
-        return self.answer.reward if self.answer is not None else 0.0
 
 
 class RefusedActionError(BadEnvironmentError):
@@ -160,6 +112,21 @@ class BaseEnvClient(ABC):
         """The description of the actions in the prompt, when the options give none."""
         return action_language(task.environment)
 
+    def opening(self, task: Task, state: str) -> tuple[Message, ...]:
+        """The messages that open the conversation."""
+        options = self.options
+        return opening_messages(
+            task,
+            state,
+            react_format=options.react_format,
+            actions=self.actions(task) if options.action_language is None else options.action_language,
+            system_prompt=options.system_prompt,
+        )
+
+    def reply(self, action: Message, state: str) -> tuple[Message, ...]:
+        """The messages that answer an action."""
+        return (Message(role="user", content=state),)
+
     def make_transport(self) -> JsonTransport:
         """This episode's connection to the server."""
         options = self.options
@@ -174,17 +141,11 @@ class BaseEnvClient(ABC):
         if self._task is not None or self._closed:
             raise RuntimeError("an environment client runs one episode: create a new client")
         self._task = task
-        options = self.options
         self._transport = self.make_transport()
         answer = self._opening = self._last = await self._open_with_retries(task)
-        messages = opening_messages(
-            task,
-            answer.state,
-            react_format=options.react_format,
-            actions=self.actions(task) if options.action_language is None else options.action_language,
-            system_prompt=options.system_prompt,
+        return Observation(
+            messages=self.opening(task, answer.state), terminated=answer.ended, truncated=answer.truncated
         )
-        return Observation(messages=messages, terminated=answer.ended, truncated=answer.truncated)
 
     async def step(self, action: Message) -> Observation:
         """Execute one model response. A malformed one is not sent: it takes a step and has reward 0."""
@@ -192,17 +153,17 @@ class BaseEnvClient(ABC):
             raise RuntimeError("no episode is open: reset did not succeed")
         if self._last.ended or self._last.truncated:
             raise RuntimeError("the episode has ended")
-        parsed = self._parse(action)
+        parsed = self.parse(action)
         if parsed.action is None:
-            return self._malformed(parsed.error)
+            return self._malformed(action, parsed.error)
         try:
-            answer = await self.act(parsed.action)
+            answer = (await self.act(parsed.action)).told("/step")
         except RefusedActionError as refused:
-            return self._malformed(str(refused))
+            return self._malformed(action, str(refused))
         self._last = answer
         self.steps.append(EpisodeStep(parsed.action, answer))
         return Observation(
-            messages=(Message(role="user", content=answer.state),),
+            messages=self.reply(action, answer.state),
             reward=answer.reward,
             terminated=answer.ended,
             truncated=answer.truncated,
@@ -212,22 +173,34 @@ class BaseEnvClient(ABC):
         """An independent copy of the open episode in its current state: by the server where it can, else by replay.
 
         A replay executes the actions so far in a new episode. Raises ``BadEnvironmentError`` when the answers differ
-        from the original ones, because a search in such copies would explore another episode.
+        from the original ones twice, because a search in such copies would explore another episode.
         """
+        twin = await self._twin() or await self._twin()
+        if twin is None:
+            raise BadEnvironmentError(
+                f"{self.options.base_url} cannot be forked: it answered the same actions differently twice; "
+                f"{_WITHOUT_FORKS}"
+            )
+        twin.steps, twin._last, twin._server_forks = list(self.steps), self._last, self._server_forks
+        return twin
+
+    async def _twin(self) -> Self | None:
+        """A copy of the episode; ``None`` where the replay went another way."""
         if self._task is None or self._transport is None or self._opening is None:
             raise RuntimeError("only an open episode can be forked")
         twin = type(self)(self.options)
         twin._task, twin._opening = self._task, self._opening
         twin._transport = self._transport.share()
         try:
-            if not await self.fork_episode(twin):
-                await self._replay_in(twin, self._opening)
+            if await self.fork_episode(twin) or await self._replayed(twin, self._opening):
+                return twin
         except BaseException:
             with suppress(EpisodeError):
                 await twin.close()
             raise
-        twin.steps, twin._last, twin._server_forks = list(self.steps), self._last, self._server_forks
-        return twin
+        with suppress(EpisodeError):
+            await twin.close()
+        return None
 
     async def evidence(self) -> JsonObject:
         """Final state, return, per-step rewards and how the episode ended; empty when it never began."""
@@ -263,32 +236,43 @@ class BaseEnvClient(ABC):
             raise RuntimeError("the environment is not open: call reset first and nothing after close")
         return self._transport
 
-    def _malformed(self, error: str | None) -> Observation:
+    def _malformed(self, action: Message, error: str | None) -> Observation:
         self.steps.append(EpisodeStep(None))
-        return Observation(messages=(Message(role="user", content=error),))
+        if not action.tool_calls:
+            return Observation(messages=(Message(role="user", content=error),))
+        answers = (
+            Message(role="tool", content=error, tool_call_id=call.id, name=call.name) for call in action.tool_calls
+        )
+        return Observation(messages=tuple(answers))
 
-    def _parse(self, action: Message) -> ParsedAction:
+    def parse(self, action: Message) -> ParsedAction:
+        """The action in a response of the model. Override it for a server that wants more than the text of one."""
         return parse_react(action.content) if self.options.react_format else parse_plain(action.content)
 
-    async def _replay_in(self, twin: Self, opening: ServerAnswer) -> None:
+    async def _replayed(self, twin: Self, opening: ServerAnswer) -> bool:
+        """Whether the actions so far were answered in ``twin`` as they were here."""
         assert self._task is not None
         same = (await twin._open_with_retries(self._task)).same_as(opening)
         for step in (step for step in list(self.steps) if step.action is not None):
             same = same and (await twin.act(step.action or "")).same_as(step.answer)
-        if not same:
-            raise BadEnvironmentError(
-                f"{self.options.base_url} cannot be forked: it answered the same actions differently the second time; "
-                f"{_WITHOUT_FORKS}"
-            )
+        return same
 
     async def _open_with_retries(self, task: Task) -> ServerAnswer:
+        """The opening. After retries, an error says beside its own cause that of the first try."""
         backoff = Backoff(self.options.backoff, _LONGEST_PAUSE)
-        for attempt in range(self.options.retries):
+        first: UnavailableError | None = None
+        attempt = 0
+        while True:
             try:
                 return await self.open_episode(task)
-            except UnavailableError:
-                await backoff.wait(attempt + 1)
-        return await self.open_episode(task)
+            except EpisodeError as error:
+                if isinstance(error, UnavailableError) and attempt < self.options.retries:
+                    first, attempt = first or error, attempt + 1
+                    await backoff.wait(attempt)
+                    continue
+                if first is not None and str(first) != str(error):
+                    error.args = (f"{error} (the first of {attempt + 1} tries: {first})",)
+                raise
 
 
 def episode_index(task: Task) -> int:
@@ -297,12 +281,6 @@ def episode_index(task: Task) -> int:
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:
         raise BadEnvironmentError(f"task '{task.id}' needs a whole number in data['idx'], not {excerpt(repr(index))}")
     return index
-
-
-class SessionAnswer(ServerAnswer):
-    """The answer to ``/reset``, with a session where the server can run several episodes of one task."""
-
-    session: str | int | None = Field(default=None, validation_alias=AliasChoices("session", "session_id"))
 
 
 class WebEnvClient(BaseEnvClient):

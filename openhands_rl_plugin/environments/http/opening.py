@@ -23,13 +23,14 @@ ACTION_LANGUAGES = {
         "read <object>, eat <object>, flush <object>"
     ),
     "babyai": (
-        "turn right, turn left, move forward, toggle\n"
-        "go to <object> <id>, pick up <object> <id>\n"
+        "turn right, turn left, move forward, toggle, drop, check available actions\n"
+        "go to <object> <id>, pickup <object> <id>, go to goal\n"
         "go through <door> <id>, toggle and go through <door> <id>"
     ),
     "alfworld": (
         "go to <place>, look, inventory, examine <object>\n"
-        "take <object> from <place>, put <object> in/on <place>, open <object>, close <object>, use <object>\n"
+        "take <object> from <place>, put <object> in/on <place> (in newer versions: move <object> to <place>)\n"
+        "open <object>, close <object>, use <object>\n"
         "clean <object> with <place>, heat <object> with <place>, cool <object> with <place>"
     ),
 }

@@ -21,6 +21,8 @@ from openhands_rl_plugin.core.types import JsonObject
 _EXCERPT_CHARACTERS = 200
 _OVERLOADED = frozenset({408, 425, 429})
 _NOT_OFFERED = frozenset({404, 405})
+# Of what stands between, or of a server that is too busy to say more.
+_NOT_ITS_OWN = frozenset({*range(300, 400), *_OVERLOADED, 502, 503, 504})
 
 
 class EndpointMissingError(BadEnvironmentError):
@@ -65,10 +67,26 @@ class JsonTransport:
         """Read ``path`` once. Raises ``InfrastructureError`` or ``BadEnvironmentError``."""
         return await self._exchange("GET", path, None)
 
+    async def ask(self, path: str, body: JsonObject) -> tuple[int, str]:
+        """Send ``body`` to ``path`` once; the status and the text of the server's own answer, refusals among them.
+
+        Raises as ``post`` for what is not the server's own: overload, redirects, a broken connection.
+        """
+        response, content = await self._send("POST", path, body)
+        if response.status_code in _NOT_ITS_OWN:
+            check_status(f"{self._base_url}{path}", response.status_code, content, response.headers.get("location"))
+        return response.status_code, content.decode("utf-8", errors="replace")
+
     async def _exchange(self, method: str, path: str, body: JsonObject | None) -> JsonValue:
+        response, content = await self._send(method, path, body)
+        where = f"{self._base_url}{path}"
+        check_status(where, response.status_code, content, response.headers.get("location"))
+        return decode_json(where, content)
+
+    async def _send(self, method: str, path: str, body: JsonObject | None) -> tuple[httpx.Response, bytes]:
         try:
             async with asyncio.timeout(self._timeout), self._client.stream(method, path, json=body) as response:
-                content = await self._read(response, path)
+                return response, await self._read(response, path)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise UnavailableError(
                 f"nothing answers at {self._base_url}: start the server (the embedded shop: `openhands-rl env webshop`)"
@@ -84,9 +102,6 @@ class JsonTransport:
                 f"the connection to {self._base_url} broke during {path} ({type(error).__name__}):"
                 " check whether the server is still running"
             ) from error
-        where = f"{self._base_url}{path}"
-        check_status(where, response.status_code, content, response.headers.get("location"))
-        return decode_json(where, content)
 
     def share(self) -> Self:
         """This transport, with one more user; each user calls ``close``."""

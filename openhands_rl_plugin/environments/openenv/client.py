@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from pydantic import Field, JsonValue
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, EpisodeError
-from openhands_rl_plugin.core.types import JsonObject, Task
+from openhands_rl_plugin.core.types import JsonObject, Message, Task, ToolCall
+from openhands_rl_plugin.environments.http.calls import ServerTools, replies
 from openhands_rl_plugin.environments.http.client import (
     BaseEnvClient,
     HttpEnvironmentOptions,
+    RefusedActionError,
     ServerAnswer,
     episode_index,
 )
+from openhands_rl_plugin.environments.http.react import ParsedAction
 from openhands_rl_plugin.environments.http.transport import EndpointMissingError, excerpt
 from openhands_rl_plugin.environments.openenv.action import ActionForm
-from openhands_rl_plugin.environments.openenv.websocket import OpenEnvSession
+from openhands_rl_plugin.environments.openenv.mcp import LIST, action_of, is_mcp, output_of, tools_in
+from openhands_rl_plugin.environments.openenv.places import ForkPlaces, PlaceWait
+from openhands_rl_plugin.environments.openenv.websocket import NoPlaceError, OpenEnvSession
 
 _NOT_SHOWN = frozenset({"metadata", "reward", "done"})
 
@@ -29,12 +34,15 @@ class OpenEnvOptions(HttpEnvironmentOptions):
 
     ``action_field`` is the action's field that a plain text fills, ``observation_field`` the field that is shown to the
     model. ``None``: chosen by the fields of the server's actions and observations.
+
+    ``place_timeout``: seconds that an episode waits for a place on a server that is full.
     """
 
     index_key: str = "seed"
     reset_arguments: JsonObject = Field(default_factory=dict)
     action_field: str | None = None
     observation_field: str | None = None
+    place_timeout: float = Field(default=1800.0, ge=0)
 
 
 class OpenEnvClient(BaseEnvClient):
@@ -43,6 +51,10 @@ class OpenEnvClient(BaseEnvClient):
     An observation with a single text field is shown to the model as that text, any other one as JSON of its fields
     without reward, done and metadata. The model answers with JSON of an action's fields, or with the value of the only
     field. An invalid action takes a step, and its error is the observation. The evidence holds the server's ``state``.
+
+    An environment that is driven by MCP is asked for its tools after the reset, and an action calls one of them. A step
+    may say nothing of its reward; the one that ends the episode may not. Where no step of an episode did, the evidence
+    says ``unrewarded``.
     """
 
     Options: ClassVar[type[HttpEnvironmentOptions]] = OpenEnvOptions
@@ -51,28 +63,91 @@ class OpenEnvClient(BaseEnvClient):
         self._settings = options or OpenEnvOptions()
         super().__init__(self._settings)
         self._form: ActionForm | None = None
+        self._driven = False
+        self._tools: ServerTools | None = None
+        self._told: tuple[tuple[ToolCall, str], ...] = ()
+        self._paid = False
         self._session: OpenEnvSession | None = None
+        self._places: ForkPlaces | None = None
+        self._is_fork = False
+
+    @property
+    def offered_tools(self) -> tuple[JsonObject, ...]:
+        """The tools of the environment, after ``reset``; none where ``react_format`` describes them in the prompt."""
+        return self._tools.offered if self._tools is not None and not self.options.react_format else ()
+
+    @property
+    def most_forks(self) -> int | None:
+        """Forks that the server has room for; ``None``: not known."""
+        return None if self._places is None else self._places.most
+
+    def reserve(self, forks: int) -> None:
+        """Let ``reset`` take the places of up to ``forks`` forks, too."""
+        self._places = ForkPlaces(forks) if forks else None
 
     async def open_episode(self, task: Task) -> ServerAnswer:
-        """``GET /schema``, a connection of its own, and ``reset``."""
-        options = self._settings
+        """``GET /schema``, a connection of its own, and ``reset``; waits for a place."""
         arguments = self._reset_arguments(task)
         if self._form is None:
-            self._form = ActionForm(await self._action_schema(), options.action_field)
-        await self._leave()
-        self._session = OpenEnvSession(options.base_url, timeout=options.timeout, max_bytes=options.max_response_bytes)
-        await self._session.open()
-        return self._answer(await self._session.ask("reset", arguments), "reset")
+            schema = await self._action_schema()
+            self._form, self._driven = ActionForm(schema, self._settings.action_field), is_mcp(schema)
+        wait = PlaceWait(self._settings.base_url, 0.0 if self._is_fork else self._settings.place_timeout)
+        while True:
+            await self._leave()
+            try:
+                return await self._begin(arguments)
+            except NoPlaceError as full:
+                await self._leave()
+                await wait.after(full)
 
     async def act(self, action: str) -> ServerAnswer:
-        """``step``."""
+        """``step``, once for each call where the environment is driven by tools."""
         if self._session is None or self._form is None:
             raise RuntimeError("no episode is open")
-        return self._answer(await self._session.ask("step", self._form.read(action)), "step")
+        self._told = ()
+        if self._tools is None:
+            return self._answer(await self._session.ask("step", self._form.read(action)), "step")
+        calls = self._tools.read(action).calls
+        if not calls:
+            raise RefusedActionError(f"Invalid action: {self._tools.language()}")
+        sent = [action_of(call, self._tools) for call in calls]
+        earned, told, answer = 0.0, [], None
+        for call, step in zip(calls, sent, strict=True):
+            answer = self._answer(data := await self._session.ask("step", step), "step")
+            earned += answer.reward
+            told.append((call, output_of(data.get("observation"))))
+            if answer.done:
+                break
+        assert answer is not None
+        self._told = tuple(told)
+        return answer.model_copy(update={"state": "\n\n".join(text for _, text in told), "reward": earned})
+
+    def parse(self, action: Message) -> ParsedAction:
+        """The response's own calls, where it has some."""
+        if self._tools is not None and action.tool_calls:
+            return ParsedAction(self._tools.of_message(action, action.content).written(), None)
+        return super().parse(action)
+
+    def reply(self, action: Message, state: str) -> tuple[Message, ...]:
+        """The outputs of calls, of a tool's where the response had calls of its own."""
+        if not self._told:
+            return super().reply(action, state)
+        return replies(action, [call for call, _ in self._told], [text for _, text in self._told])
+
+    async def fork_episode(self, twin: Self) -> bool:
+        """A fork replays, in a place that was taken for it where there is one."""
+        twin._places, twin._is_fork = self._places, True
+        return False
 
     async def release(self) -> None:
-        """``close``; the server ends the episode with its connection."""
+        """``close``; the server ends the episode with its connection. A fork's is kept for the next fork."""
+        if self._is_fork and self._places is not None and self._session is not None:
+            session, self._session = self._session, None
+            await self._places.give_back(session)
+            return
         await self._leave()
+        if self._places is not None and not self._is_fork:
+            await self._places.close()
 
     async def evidence(self) -> JsonObject:
         """The evidence of ``BaseEnvClient``, with the server's ``state`` while the connection is open."""
@@ -80,11 +155,33 @@ class OpenEnvClient(BaseEnvClient):
         if found and self._session is not None and self._session.alive:
             with suppress(EpisodeError):
                 found["state"] = await self._session.ask("state", answered_by="state")
+        if any(step.action is not None for step in self.steps) and not self._paid:
+            found["unrewarded"] = True
         return found
 
     def actions(self, task: Task) -> str:
-        """The format of actions, from the server's schema."""
+        """The format of actions, from the server's schema or its tools; none where these are offered themselves."""
+        if self._tools is not None:
+            return self._tools.language() if self.options.react_format else ""
         return self._form.language() if self._form is not None else ""
+
+    async def _begin(self, arguments: JsonObject) -> ServerAnswer:
+        options = self._settings
+        if self._is_fork and self._places is not None and (kept := self._places.take()) is not None:
+            self._session = kept
+        else:
+            self._session = self._connection()
+            await self._session.open()
+        answer = self._answer(await self._session.ask("reset", arguments), "reset")
+        if self._places is not None and not self._is_fork:
+            await self._places.fill(options.base_url, self._connection)
+        if self._driven and self._tools is None:
+            self._tools = tools_in(await self._session.ask("step", LIST), options.base_url)
+        return answer
+
+    def _connection(self) -> OpenEnvSession:
+        options = self._settings
+        return OpenEnvSession(options.base_url, timeout=options.timeout, max_bytes=options.max_response_bytes)
 
     async def _leave(self) -> None:
         session, self._session = self._session, None
@@ -109,6 +206,14 @@ class OpenEnvClient(BaseEnvClient):
 
     def _answer(self, data: JsonObject, what: str) -> ServerAnswer:
         reward: JsonValue = data.get("reward")
+        if what == "step":
+            if "done" not in data:
+                raise BadEnvironmentError("step answered no 'done'")
+            if reward is None and data["done"] is True:
+                raise BadEnvironmentError(
+                    "step ended the episode without a reward, which is not 0.0: let the server pay its last step"
+                )
+            self._paid |= reward is not None
         if reward is None or isinstance(reward, bool):
             reward = float(reward or 0)
         answer = {"state": self._shown(data, what), "reward": reward, "done": data.get("done", False)}

@@ -35,6 +35,14 @@ _SAID = aiohttp.WSMsgType.TEXT
 _BROKEN = frozenset({"FACTORY_ERROR", "SESSION_ERROR"})
 
 
+class NoPlaceError(UnavailableError):
+    """The server has as many episodes as it may. ``most``: how many those are, where it says that."""
+
+    def __init__(self, message: str, most: int | None = None) -> None:
+        super().__init__(message)
+        self.most = most
+
+
 class OpenEnvSession:
     """Sends one request at a time, each once.
 
@@ -187,7 +195,11 @@ class OpenEnvSession:
         code, message = data.get("code"), excerpt(str(data.get("message")))
         said = f"{self._where} answered a {kind} with the error {code}: {message}"
         if code == "CAPACITY_REACHED":
-            raise UnavailableError(f"{said}; lower max_workers or raise max_concurrent_envs of the server")
+            most = data.get("max_sessions")
+            raise NoPlaceError(
+                f"{said}; lower max_workers or raise max_concurrent_envs of the server",
+                most if isinstance(most, int) else None,
+            )
         if code in _BROKEN:
             raise InfrastructureError(said)
         if code == "VALIDATION_ERROR" and kind == "step":

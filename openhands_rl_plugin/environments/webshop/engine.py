@@ -203,7 +203,9 @@ class WebShopSession:
         return f"Invalid action: {problem} You can search[keywords]{clicks}"
 
     def _after(self, action: str) -> _Place:
-        match = _ACTION.fullmatch(action.strip())
+        # As in the original shop, whose pattern ends with the line: what a model says below its action is ignored.
+        lines = action.strip().splitlines() or [""]
+        match = _ACTION.fullmatch(action.strip()) or _ACTION.fullmatch(lines[0].strip())
         if match is None:
             raise _Refused(f"'{_shortened(action)}' is neither search[keywords] nor click[value].")
         verb, argument = match.group(1).lower(), match.group(2).strip()

@@ -26,6 +26,11 @@ class EnvironmentWorld:
         """The environment's own."""
         return getattr(self._environment, "pays_rewards", True)
 
+    @property
+    def most_forks(self) -> int | None:
+        """The environment's own."""
+        return getattr(self._environment, "most_forks", None)
+
     async def fork(self) -> Environment:
         """A fork of the live episode. Raises what its environment raises."""
         return await self.branch(self._environment)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 
+from openhands_rl_plugin.core.capabilities import OffersTools, ReservesForks
 from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, boundary
 from openhands_rl_plugin.core.protocols import Environment, Forkable
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Limits, Message, Observation, Task
@@ -15,8 +16,11 @@ from openhands_rl_plugin.hosts.shared.environment_reply import RESET_TOOL, STEP_
 class HostedEnvironment:
     """One episode of one environment: failures are in its replies, and evidence is collected before it is closed."""
 
-    def __init__(self, environment: Environment, task: Task) -> None:
+    def __init__(self, environment: Environment, task: Task, *, forks: int = 0) -> None:
+        """``forks``: how many the strategy holds at a time."""
         self._environment = environment
+        if isinstance(environment, ReservesForks):
+            environment.reserve(forks)
         self._task = task
         self._opened = False
         self._closed = False
@@ -71,6 +75,11 @@ class HostedEnvironment:
         if tool == RESET_TOOL:
             answer = await self._environment.reset(self._task)
             self._opened = True
+            if isinstance(self._environment, OffersTools) and self._environment.offered_tools:
+                raise BadEnvironmentError(
+                    "OpenHands' controller passes the text of an answer only, and this environment wants its tools "
+                    "called: set react_format = true in [rl] (tools of your own: template in [rl.environment])"
+                )
             return answer
         content = arguments.get("content")
         if not isinstance(content, str):

@@ -27,7 +27,7 @@ from openhands.events.observation.mcp import MCPObservation
 from openhands.microagent import BaseMicroagent
 from openhands.runtime.runtime_status import RuntimeStatus
 
-from openhands_rl_plugin.config.build import make_environment
+from openhands_rl_plugin.config.build import make_environment, make_strategy
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.protocols import Environment
@@ -50,12 +50,14 @@ class EnvironmentRuntime(SessionRuntime):
         episode = current_episode()
         if episode is None:
             settings = host_settings(config.get_agent_config("RLAgent"), config)
-            task = task_from_environment_variable(settings)
+            task, strategy = task_from_environment_variable(settings), make_strategy(settings)
         else:
-            settings, task = episode.settings, episode.request.task
+            settings, task, strategy = episode.settings, episode.request.task, episode.strategy
         self._instructed_by_user = episode is None
         # Before OpenHands' constructor, which leaves threads and an exit handler behind if a later line fails.
-        self.hosted = HostedEnvironment(self.make_environment(settings, task), task)
+        self.hosted = HostedEnvironment(
+            self.make_environment(settings, task), task, forks=getattr(strategy, "forks", 0)
+        )
         super().__init__(config, *args, **kwargs)
 
     def unsupported(self, what: str) -> ErrorObservation:

@@ -64,6 +64,11 @@ class SearchStrategy(ABC):
         """The fewest calls and steps of one turn's search, including those of each judgement."""
         return judgement.after(Least(1, 1))
 
+    @property
+    def forks(self) -> int:
+        """The forks that a search holds at a time; 0 where it can do without."""
+        return self._options.open_worlds if self._needs_forks() else 0
+
     async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
         """Search below ``tree.head`` and return the action to commit.
 
@@ -139,13 +144,15 @@ class SearchStrategy(ABC):
         return self._accounts[tree]
 
     async def _choose(self, search: Search) -> int | None:
-        needs_forks = self.needs_forks or self._value.needs_world or isinstance(self._value, NoValue)
-        if search.world is not None and not needs_forks:
+        if search.world is not None and not self._needs_forks():
             refused = await search.without_forks()
             if refused is not None and not self._told:
                 self._told = True
                 _LOG.warning("%s judges without forks, as the environment refuses them now: %s", self.name, refused)
         return await self.choose(search)
+
+    def _needs_forks(self) -> bool:
+        return self.needs_forks or self._value.needs_world or isinstance(self._value, NoValue)
 
     async def _without_search(self, search: Search) -> int:
         """What is known already, or one plain completion."""

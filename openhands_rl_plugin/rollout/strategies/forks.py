@@ -43,6 +43,22 @@ class SaysHowLongStepsMayTake(Protocol):
         ...
 
 
+@runtime_checkable
+class SaysHowManyForks(Protocol):
+    """An environment that knows how many forks its server has room for. Without this protocol there is no bound."""
+
+    @property
+    def most_forks(self) -> int | None:
+        """``None``: not known."""
+        ...
+
+
+def most_forks(world: object, wanted: int) -> int:
+    """The forks to hold at a time, of those that are ``wanted``."""
+    most = world.most_forks if isinstance(world, SaysHowManyForks) else None
+    return wanted if most is None else max(1, min(most, wanted))
+
+
 def pays_rewards(world: object) -> bool:
     """Whether steps in ``world`` can earn anything."""
     return world.pays_rewards if isinstance(world, SaysWhetherItPays) else True

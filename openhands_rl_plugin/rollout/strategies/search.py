@@ -22,7 +22,7 @@ from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, Failure, FailureKind, Message, Observation, SamplingParams
 from openhands_rl_plugin.rollout.strategies.annotations import action_key, ended, note, notes, times_merged
 from openhands_rl_plugin.rollout.strategies.budget import Spending, SpentError
-from openhands_rl_plugin.rollout.strategies.forks import ForkPool, fork_steps, in_step_time, pays_rewards
+from openhands_rl_plugin.rollout.strategies.forks import ForkPool, fork_steps, in_step_time, most_forks, pays_rewards
 from openhands_rl_plugin.rollout.strategies.options import SearchLog, SearchOptions
 from openhands_rl_plugin.rollout.strategies.seeds import call_seed
 
@@ -55,7 +55,7 @@ class Search:
         self.episode = episode
         self.log = SearchLog()
         self.root = tree.head
-        self._worlds = ForkPool(options.open_worlds, options.step_timeout)
+        self._worlds = ForkPool(most_forks(world, options.open_worlds), options.step_timeout)
         self._asking: Counter[int | None] = Counter()
         self._stepping: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 

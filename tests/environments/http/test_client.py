@@ -191,7 +191,7 @@ async def test_plain_format_sends_the_whole_answer():
 
 async def test_truncation_is_not_termination():
     def handler(path: str, body: Any) -> bytes:
-        return respond({"state": "s", "done": path == "/step", "truncated": path == "/step"})
+        return respond({"state": "s", "reward": 0, "done": path == "/step", "truncated": path == "/step"})
 
     async with raw_server(handler) as server:
         client = WebEnvClient(options(server.url))

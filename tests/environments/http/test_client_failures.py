@@ -171,6 +171,29 @@ async def test_answers_nonsense(where: str, answer: bytes, kind: FailureKind, wo
     assert Trajectory.model_validate_json(trajectory.model_dump_json()) == trajectory
 
 
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ({"state": "s", "done": True}, ["no 'reward'", "0.0 where a step earns nothing"]),
+        ({"state": "s", "done": True, "info": {"reward": 1.0}}, ["no 'reward'", "the one in 'info' does not count"]),
+        ({"state": "s", "reward": 1.0}, ["no 'done'"]),
+        ({"state": "s", "reward": "0.5", "done": False}, ["'reward'"]),
+        ({"state": "s", "reward": [1.0], "done": False}, ["'reward'"]),
+        ({"state": "s", "reward": 1.0, "done": 1}, ["'done'"]),
+    ],
+)
+async def test_a_step_says_what_it_was_worth(answer: dict[str, Any], words: list[str]):
+    async with raw_server(on_step(respond(answer))) as server:
+        await assert_failed(await play(server.url), ENVIRONMENT, *words)
+
+
+async def test_after_retries_the_first_cause_is_kept_beside_the_last():
+    answers = iter([respond("loading the catalogue", status="503 Busy"), respond("no such task", status=BAD)])
+    async with raw_server(lambda path, body: next(answers)) as server:
+        failed = await play(server.url)
+        await assert_failed(failed, ENVIRONMENT, "no such task", "the first of 2 tries", "loading the catalogue")
+
+
 async def test_comes_back_in_time():
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

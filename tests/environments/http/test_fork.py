@@ -119,7 +119,8 @@ async def test_a_server_that_answers_otherwise_the_second_time_is_refused():
     class Moody(CountingServer):
         async def __call__(self, path: str, body: Any) -> bytes:
             if path == "/step":
-                return respond({"state": f"mood {sum(self.counts.values())} {len(self.counts)}"})
+                mood = f"mood {sum(self.counts.values())} {len(self.counts)}"
+                return respond({"state": mood, "reward": 0, "done": False})
             return await super().__call__(path, body)
 
     async with raw_server(Moody(sessions=True)) as server:
@@ -130,6 +131,26 @@ async def test_a_server_that_answers_otherwise_the_second_time_is_refused():
             await client.fork()
         assert (await client.step(react("two"))).messages, "the original plays on"
         await client.close()
+
+
+async def test_a_replay_that_went_another_way_is_tried_once_more():
+    class MoodyOnce(CountingServer):
+        moods = iter(["another mood"])
+
+        async def __call__(self, path: str, body: Any) -> bytes:
+            if path == "/step" and len(self.counts) == 2 and (mood := next(self.moods, None)) is not None:
+                return respond({"state": mood, "reward": 0, "done": False})
+            return await super().__call__(path, body)
+
+    async with raw_server(MoodyOnce(sessions=True)) as server:
+        client = WebEnvClient(options(server.url))
+        await client.reset(task(7))
+        await client.step(react("one"))
+        twin = await client.fork()
+        assert (await twin.step(react("two"))).messages[0].content == "count 2"
+        for each in (client, twin):
+            await each.close()
+        assert server.paths().count("/close") == 3, "the one that went another way is closed, too"
 
 
 async def test_a_server_without_sessions_is_refused_without_being_asked():

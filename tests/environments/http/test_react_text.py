@@ -35,6 +35,32 @@ def test_the_last_action_line_wins(text: str, action: str):
     assert (parse_react(text).action, parse_react(text).error) == (action, None)
 
 
+CODE = 'def f(x):\n    if x:\n\n        return "Action: no"\n    return 1'
+JSON = '{\n  "tool_name": "write",\n  "arguments": {"text": "a\\nb"}\n}'
+
+
+@pytest.mark.parametrize("action", [CODE, JSON, "first line\nsecond line", "    indented\n  less", "a `b` c\n`d`"])
+def test_an_action_of_several_lines_arrives_whole(action: str):
+    fenced = f"```python\n{action}\n```"
+    for text in (f"Thought: so\nAction:\n{fenced}", f"Action: {fenced}", f"Action:\n{fenced}\nThat should do it."):
+        assert parse_react(text).action == action, text
+    for text in (f"Action: {action}", f"Action:\n{action}\nObservation: made up\nThought: x", f"Action: {action}</s>"):
+        assert parse_react(text).action == action.strip(), text
+    assert parse_react(f"Action:\n{fenced}", unwrap=False).action == fenced
+    assert parse_plain(fenced).action == action
+    assert parse_plain(fenced, unwrap=False).action == fenced
+    answer = f"It is so:\n{fenced}\nor\n{fenced}"
+    assert parse_plain(answer).action == answer, "what stands between fences is kept, and so are they"
+
+
+def test_a_line_of_code_is_no_action_line():
+    yaml = "on: push\naction: run\nsteps: []"
+    assert parse_react(f"Thought: x\nAction:\n```yaml\n{yaml}\n```").action == yaml
+    assert parse_react(f"Thought: as in\n```yaml\n{yaml}\n```\nAction: go").action == "go"
+    assert parse_react("```\nThought: x\nAction: go\n```").action == "go", "the whole answer in a fence"
+    assert parse_react("Thought: ```\nAction: go\nfar").action == "go\nfar", "a fence that nothing closes is none"
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
@@ -80,7 +106,7 @@ def test_any_text_gives_an_action_or_an_error(text: str | None):
     for parsed in (parse_react(text), parse_plain(text)):
         assert (parsed.action is None) != (parsed.error is None)
         if parsed.action is not None:
-            assert parsed.action.strip() == parsed.action != ""
+            assert parsed.action.strip() and parsed.action == parsed.action.strip("\n").rstrip()
 
 
 def test_a_long_hostile_text_is_read_quickly():
@@ -91,6 +117,8 @@ def test_a_long_hostile_text_is_read_quickly():
         "`" * 300_000,
         "</s>" * 50_000,
         "\n" * 300_000,
+        "```x\n" * 60_000,
+        "Action: x\n" * 60_000 + "Action:",
     ):
         started = time.process_time()
         assert parse_react(text).action is None

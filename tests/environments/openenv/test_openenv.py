@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import socket
 import time
@@ -16,7 +17,9 @@ from hypothesis import strategies as st
 from openenv_wire import SCHEMA, Misbehaviour, Socket, error, observation, openenv_server, serving
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, GraderError, InfrastructureError
+from openhands_rl_plugin.core.protocols import LLMEngine, Strategy
 from openhands_rl_plugin.core.types import (
+    Completion,
     EpisodeRequest,
     FailureKind,
     JsonObject,
@@ -26,6 +29,7 @@ from openhands_rl_plugin.core.types import (
     StopReason,
     StrategySpec,
     Task,
+    ToolCall,
     Trajectory,
 )
 from openhands_rl_plugin.environments.http.client import RefusedActionError
@@ -33,6 +37,7 @@ from openhands_rl_plugin.environments.openenv.action import ActionForm
 from openhands_rl_plugin.environments.openenv.client import OpenEnvClient, OpenEnvOptions
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.rollout.session import AgentSession
+from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrategy
 from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
 from openhands_rl_plugin.testing import ScriptedEngine, check_environment
 
@@ -123,17 +128,194 @@ async def test_a_server_of_one_session_plays_one_episode_after_the_other():
             player = client(server.url, retries=0)
             await player.reset(task())
             await player.close()
-        first, second = client(server.url), client(server.url)
+        first, second = client(server.url), client(server.url, place_timeout=0.3)
         await first.reset(task())
         with pytest.raises(InfrastructureError, match=r"1/1 sessions active.*max_concurrent_envs"):
             await second.reset(task())
         await second.close()
-        third = client(server.url, retries=20, backoff=0.02)
+        third = client(server.url, retries=0)
         waiting = asyncio.create_task(third.reset(task()))
         await asyncio.sleep(0.1)
         await first.close()
         assert (await waiting).messages
         await third.close()
+
+
+async def test_waiting_for_a_place_is_told_once_and_can_be_cancelled(caplog: pytest.LogCaptureFixture):
+    async with openenv_server(sessions=1) as server:
+        first, others = client(server.url), [client(server.url) for _ in range(2)]
+        await first.reset(task())
+        waiting = [asyncio.create_task(other.reset(task())) for other in others]
+        await asyncio.sleep(0.3)
+        waiting.pop().cancel()
+        await first.close()
+        await waiting[0]
+        for other in others:
+            await other.close()
+    assert [record.getMessage() for record in caplog.records if server.url in record.getMessage()] == [
+        f"{server.url} has no free place (1 at a time): episodes wait up to 1800 s for one (place_timeout)"
+    ]
+
+
+def search(**options: Any) -> MCTSStrategy:
+    return MCTSStrategy(MCTSOptions(num_simulations=6, value="none", depth=3, **options))
+
+
+@pytest.mark.parametrize(("sessions", "wanted"), [(2, 64), (3, 64), (64, 4)])
+async def test_a_search_keeps_within_the_places_of_the_server(sessions: int, wanted: int):
+    most = 0
+
+    async def count(to: Socket, message: dict[str, Any]) -> bool:
+        nonlocal most
+        most = max(most, server.connected)
+        return False
+
+    async with openenv_server(count, sessions=sessions) as server:
+        trajectory = await play(
+            server.url, strategy=search(open_worlds=wanted), script=["Action: RIGHT", "Action: DOWN"]
+        )
+        assert (trajectory.failure, trajectory.stop) == (None, StopReason.MAX_TURNS)
+        report = trajectory.nodes[trajectory.acted()[0]].metadata["search"]["report"]  # pyright: ignore
+        assert report["dropped"] == 0  # pyright: ignore
+        assert 1 < most <= min(sessions, wanted + 1)
+        await asyncio.sleep(0.1)
+        assert server.connected == 0
+
+
+async def test_a_search_is_refused_before_it_begins_where_there_is_one_place():
+    async with openenv_server(sessions=1) as server:
+        failed = await play(server.url, strategy=search())
+        await assert_failed(failed, ENVIRONMENT, "one place", "two at least", "up to 65 with open_worlds = 64")
+        assert failed.nodes == () and server.connected == 0
+
+
+async def test_a_search_waits_for_its_places_together():
+    async with openenv_server(sessions=2) as server:
+        other = client(server.url)
+        await other.reset(task())
+        waiting = asyncio.create_task(play(server.url, strategy=search(), script=["Action: RIGHT", "Action: DOWN"]))
+        await asyncio.sleep(0.4)
+        assert server.connected == 1, "what is not enough is not held"
+        await other.close()
+        assert (await waiting).failure is None
+
+
+async def test_a_reward_that_nobody_told_is_not_a_zero():
+    def unpaid(at_end: bool) -> Misbehaviour:
+        async def answer(to: Socket, message: dict[str, Any]) -> bool:
+            if message["type"] != "step":
+                return False
+            await to.send_json(observation(0, 1, "on", None, at_end))  # pyright: ignore[reportArgumentType]
+            return True
+
+        return answer
+
+    async with openenv_server(unpaid(True)) as server:
+        await assert_failed(await play(server.url), ENVIRONMENT, "ended the episode without a reward")
+    async with openenv_server(unpaid(False)) as server:
+        cut = await play(server.url)
+    assert (cut.stop, cut.failure, cut.evidence["unrewarded"]) == (StopReason.MAX_TURNS, None, True)
+    assert cut.known_return is None
+    with pytest.raises(GraderError):
+        await ReturnReward()(cut)
+
+
+MCP_SCHEMA = {
+    "properties": {
+        "metadata": {"type": "object"},
+        "type": {"const": "call_tool", "default": "call_tool", "type": "string"},
+        "tool_name": {"type": "string"},
+        "arguments": {"type": "object"},
+    },
+    "required": ["tool_name"],
+    "title": "CallToolAction",
+}
+
+
+def lists(*tools: dict[str, Any]) -> Misbehaviour:
+    async def answer(to: Socket, message: dict[str, Any]) -> bool:
+        if message["type"] != "step":
+            return False
+        action, shown = message["data"], {}
+        if action["type"] == "list_tools":
+            shown = {"tools": list(tools)}
+        elif "code" in action["arguments"]:
+            text = f"ran {action['arguments']['code']}"
+            shown = {"tool_name": "run", "result": {"content": [{"type": "text", "text": text}]}, "error": None}
+        else:
+            shown = {"tool_name": "run", "result": None, "error": {"error_type": "invalid_args", "message": "no code"}}
+        done = "stop" in str(action)
+        await to.send_json(
+            {"type": "observation", "data": {"observation": shown, "reward": 1.0 if done else None, "done": done}}
+        )
+        return True
+
+    return answer
+
+
+RUN = {"name": "run", "description": "Run it.", "input_schema": {"type": "object", "properties": {"code": {}}}}
+STOP = {**RUN, "name": "stop"}
+CODE = "def f():\n\n    return 1"
+
+
+async def test_the_tools_of_an_mcp_environment_are_asked_for_offered_and_called():
+    async with openenv_server(lists(RUN, STOP), schema=MCP_SCHEMA) as server:
+        player = client(server.url)
+        opening = await player.reset(task())
+        system = opening.messages[0].content or ""
+        assert "run - Run it." in system and '"properties": {"code": {}}' in system and player.offered_tools == ()
+        call = json.dumps({"name": "run", "arguments": {"code": CODE}}, indent=1)
+        assert text(await player.step(said(call))) == f"ran {CODE}"
+        assert text(await player.step(said(f"\n```json\n{call}\n```"))) == f"ran {CODE}"
+        assert text(await player.step(said('{"name": "run", "arguments": {}}'))) == "invalid_args: no code"
+        refused = await player.step(said('{"name": "walk", "arguments": {}}'))
+        assert text(refused) == "Invalid action: there is no tool 'walk'; there are run, stop"
+        assert "Invalid action: call one of these tools" in text(await player.step(said("hello")))
+        twin = await player.fork()
+        last = await twin.step(said('{"name": "stop", "arguments": {}}'))
+        assert (last.reward, last.terminated) == (1.0, True)
+        assert "unrewarded" not in await twin.evidence() and (await player.evidence())["unrewarded"] is True
+        for each in (twin, player):
+            await each.close()
+
+
+async def test_native_calls_of_an_mcp_environment_in_a_session():
+    def answer(messages: Any) -> Message:
+        turn = sum(message.role == "assistant" for message in messages)
+        name = ("run", "walk", "stop")[turn]
+        return Message(role="assistant", tool_calls=(ToolCall(id=f"c{turn}", name=name, arguments='{"code": "1"}'),))
+
+    class Calling(ScriptedEngine):
+        async def complete(self, messages: Any, **options: Any) -> list[Completion]:
+            offered.append([tool["function"]["name"] for tool in options["tools"]])
+            return [Completion(message=answer(messages))]
+
+    offered: list[list[str]] = []
+    async with openenv_server(lists(RUN, STOP), schema=MCP_SCHEMA) as server:
+        trajectory = await play(server.url, engine=Calling([]), react_format=False)
+    assert (trajectory.stop, trajectory.episode_return) == (StopReason.TERMINATED, 1.0)
+    assert offered == [["run", "stop"]] * 3 and [tool["function"]["name"] for tool in trajectory.tools] == [
+        "run",
+        "stop",
+    ]  # pyright: ignore
+    told = [message for message in trajectory.messages() if message.role == "tool"]
+    assert [(each.tool_call_id, each.name) for each in told] == [("c0", "run"), ("c1", "walk"), ("c2", "stop")]
+    assert told[0].content == "ran 1" and "there is no tool 'walk'" in (told[1].content or "")
+
+
+@pytest.mark.parametrize(
+    ("tools", "words"),
+    [
+        ([], "listed no tools"),
+        ([RUN, RUN], "two tools are called 'run'"),
+        ([{**RUN, "name": "reset"}], "cannot be called 'reset'"),
+        ([{**RUN, "name": "../x"}], "is no name of a tool"),
+        ([{**RUN, "input_schema": {"type": "array"}}], "no JSON Schema of an object"),
+    ],
+)
+async def test_tools_that_cannot_be_offered_are_refused(tools: list[dict[str, Any]], words: str):
+    async with openenv_server(lists(*tools), schema=MCP_SCHEMA) as server:
+        await assert_failed(await play(server.url), ENVIRONMENT, words)
 
 
 async def test_arguments_of_the_reset():
@@ -224,13 +406,26 @@ async def test_without_a_schema_an_action_is_json():
 # Misbehaviour: each gives a typed failure, never a valid episode without a reward.
 
 
-async def play(url: str, *, timeout: float = 5, limits: Limits | None = None, **changes: Any) -> Trajectory:
+async def play(
+    url: str,
+    *,
+    timeout: float = 5,
+    limits: Limits | None = None,
+    strategy: Strategy | None = None,
+    script: list[str] | None = None,
+    engine: LLMEngine | None = None,
+    **changes: Any,
+) -> Trajectory:
     """One episode by AgentSession, of at most four turns."""
+    turns = itertools.count()
     session = AgentSession(
         environment=client(url, timeout=timeout, **changes),
-        strategy=StandardReActStrategy(),
+        strategy=strategy or StandardReActStrategy(),
         strategy_spec=StrategySpec(name="StandardReAct"),
-        engine=ScriptedEngine(["Action: RIGHT"] * 4),
+        engine=engine
+        or ScriptedEngine(
+            ["Action: RIGHT"] * 4 if script is None else lambda messages: script[next(turns) % len(script)]
+        ),
         policy=PolicyRef(base_model="scripted"),
         limits=limits or Limits(max_turns=4),
     )
