@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from pydantic import Field, JsonValue
 
@@ -134,8 +134,9 @@ class OpenEnvClient(BaseEnvClient):
             return super().reply(action, state)
         return replies(action, [call for call, _ in self._told], [text for _, text in self._told])
 
-    async def fork_episode(self, twin: Self) -> bool:
+    async def fork_episode(self, twin: BaseEnvClient) -> bool:
         """A fork replays, in a place that was taken for it where there is one."""
+        assert isinstance(twin, OpenEnvClient), "a twin is of the same class"
         twin._places, twin._is_fork = self._places, True
         return False
 
