@@ -174,6 +174,21 @@ class Forkable(Protocol):
         ...
 
 
+@runtime_checkable
+class OffersTools(Protocol):
+    """An environment whose actions are tool calls, which the model server is given.
+
+    Example:
+        >>> isinstance(GridEnvironment(), OffersTools)
+        False
+    """
+
+    @property
+    def offered_tools(self) -> Sequence[JsonObject]:
+        """The tools in OpenAI's form. Asked before ``reset`` and after it: a task or a server may bring its own."""
+        ...
+
+
 class Strategy(Protocol):
     """Decides one turn; someone else executes it.
 

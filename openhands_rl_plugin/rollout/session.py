@@ -7,13 +7,13 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
-from openhands_rl_plugin.core.capabilities import OffersTools, PaysWhenCut, ReservesForks
 from openhands_rl_plugin.core.clipping import ClippedWorld, clip
 from openhands_rl_plugin.core.errors import CaughtFailure, boundary
 from openhands_rl_plugin.core.protocols import (
     Environment,
     Forkable,
     LLMEngine,
+    OffersTools,
     Strategy,
     TrajectoryStorage,
 )
@@ -34,6 +34,7 @@ from openhands_rl_plugin.core.types import (
     Times,
     Trajectory,
 )
+from openhands_rl_plugin.rollout.capabilities import PaysWhenCut, ReservesForks
 from openhands_rl_plugin.rollout.journal import EpisodeJournal, JournalledEngine
 
 _Begin = Callable[[Task, Limits], Awaitable[None]]

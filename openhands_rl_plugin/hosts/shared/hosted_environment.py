@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 
-from openhands_rl_plugin.core.capabilities import OffersTools, ReservesForks
 from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, boundary
-from openhands_rl_plugin.core.protocols import Environment, Forkable
+from openhands_rl_plugin.core.protocols import Environment, Forkable, OffersTools
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Limits, Message, Observation, Task
 from openhands_rl_plugin.hosts.shared.environment_forks import EnvironmentWorld
 from openhands_rl_plugin.hosts.shared.environment_reply import RESET_TOOL, STEP_TOOL, EnvironmentReply
+from openhands_rl_plugin.rollout.capabilities import ReservesForks
 
 
 class HostedEnvironment:

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from openhands_rl_plugin.core.types import JsonObject, Observation
+from openhands_rl_plugin.core.types import Observation
 
 
 @runtime_checkable
@@ -28,21 +27,6 @@ class ReservesForks(Protocol):
         Args:
             forks: how many the strategy holds at a time; 0 when it needs none.
         """
-        ...
-
-
-@runtime_checkable
-class OffersTools(Protocol):
-    """An environment whose actions are tool calls, which the model server is given.
-
-    Example:
-        >>> isinstance(GridEnvironment(), OffersTools)
-        False
-    """
-
-    @property
-    def offered_tools(self) -> Sequence[JsonObject]:
-        """The tools in OpenAI's form. Asked before ``reset`` and after it: a task or a server may bring its own."""
         ...
 
 
