@@ -26,10 +26,10 @@ from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict
 
 NOTHING = """\
-diff --git a/a_note_of_nobody.txt b/a_note_of_nobody.txt
+diff --git a/a_note_of_nobody.md b/a_note_of_nobody.md
 new file mode 100644
 --- /dev/null
-+++ b/a_note_of_nobody.txt
++++ b/a_note_of_nobody.md
 @@ -0,0 +1 @@
 +nothing of importance
 """

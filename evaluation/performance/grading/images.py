@@ -6,10 +6,11 @@ and commands at the same paths, on a plain Debian.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from openhands_rl_plugin.environments.workspace.processes import checked, run
@@ -105,6 +106,8 @@ async def build_image(
     places: Mapping[str, str],
     links: Mapping[str, str],
     variables: Mapping[str, str],
+    *,
+    entrypoint: Sequence[str] = (),
 ) -> None:
     """Make the image ``name``: ``image`` with folders and files of this machine (path -> path inside) and links."""
     with tempfile.TemporaryDirectory(prefix="openhands-rl-", dir=os.environ.get("TMPDIR", "/var/tmp")) as folder:
@@ -122,6 +125,7 @@ async def build_image(
             pack += [f"--directory={source.parent}", f"--transform=s,^{source.name},{target},rSh", source.name]
             await checked(pack, f"pack {outside}", timeout=_TIME)
             lines.append(f"ADD {number}.tar /")
+        lines += [f"ENTRYPOINT {json.dumps(list(entrypoint))}"] if entrypoint else []
         (context / "Dockerfile").write_text("\n".join(lines) + "\n")
         # The builder that needs nothing but the engine.
         variables = {**os.environ, "DOCKER_BUILDKIT": "0"}

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from cheats import CHEATS, EQUAL_TO_ALL, patch_of
 from pytest_sample import make_pytest_sample
-from repository_samples import FIX, NOTHING, Sample, instance, needs_sandbox, with_extra
+from repository_samples import FILES, FIX, NOTHING, Sample, git, instance, needs_sandbox, with_extra
 
 from evaluation.performance.grading.images import build_image, debian_image, instance_image
 from openhands_rl_plugin.core.errors import ConfigError
@@ -202,6 +202,14 @@ async def test_tests_without_space_say_nothing_about_a_patch(both: Both, tmp_pat
     finally:
         subprocess.run(["umount", "--lazy", str(small)], capture_output=True)
         small.rmdir()
+
+
+async def test_a_checkout_is_copied_out_of_the_image(both: Both, tmp_path: Path) -> None:
+    checkout = await both.docker.checkout(await both.image(), tmp_path / "work")
+    assert git(checkout.directory, "status", "--porcelain") == ""
+    assert (checkout.directory / "calc.py").read_text() == FILES["calc.py"]
+    assert os.path.lexists(checkout.mounts[0].host / "bin" / "python")
+    assert not containers()
 
 
 async def test_a_row_without_an_image_needs_the_local_back_end(both: Both, tmp_path: Path) -> None:

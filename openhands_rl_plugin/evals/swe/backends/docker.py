@@ -24,9 +24,11 @@ from openhands_rl_plugin.evals.swe.grading import Guard, GuardEquipment, NoGuard
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.recipes.base import ReadFile, Recipe
 from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
-from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount, PatchVerdict
+from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount, PatchVerdict, VerdictKind
 
 ENVIRONMENT = "/opt/miniconda3/envs/testbed"
+_LACKING = "these tests ask httpbin.org, which containers without a network have not; --network, or --backend local"
+
 _PREFIX = f"openhands-rl-{hashlib.sha256(platform.node().encode()).hexdigest()[:8]}-"
 """Of containers of this machine; the number of their process follows."""
 
@@ -94,7 +96,11 @@ class DockerBackend:
             equipment = self._guard.equipment(instance)
             async with self._container(image, equipment) as container:
                 box = DockerBox(self._program, container, equipment)
-                return await evaluate(box, instance, recipe, patch, written, timeout=timeout, guard=self._guard)
+                verdict = await evaluate(box, instance, recipe, patch, written, timeout=timeout, guard=self._guard)
+            lacking = (recipe.httpbin or recipe.unreachable) and not self._network
+            if lacking and verdict.kind is VerdictKind.UNRESOLVED and not verdict.reason:
+                verdict = verdict.model_copy(update={"reason": _LACKING})
+            return verdict
 
         return await grade_and_log(instance, patch, written, grade)
 
