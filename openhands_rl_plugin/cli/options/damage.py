@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.protocols import SkipsDamage, TrajectoryStorage
 
 if TYPE_CHECKING:
@@ -41,7 +41,19 @@ async def readable(where: str, storage: TrajectoryStorage) -> AsyncIterator[Traj
         async with FileTrajectoryStorage(folder, durable=False) as copy:
             lost = await repair(Path(where).expanduser(), copy)
             tell(lost)
-            yield ReadableStorage(storage, copy) if lost else storage
+            whole = await _opens(storage)
+            if not whole and not lost:
+                print(f"the first bytes of {where} are damaged; openhands-rl doctor --repair {where}", file=sys.stderr)
+            yield storage if whole and not lost else ReadableStorage(storage, copy)
+
+
+async def _opens(storage: TrajectoryStorage) -> bool:
+    """Whether SQLite reads the file: its first bytes may be damaged, of which no record is a part."""
+    try:
+        await storage.count()
+    except StorageError:
+        return False
+    return True
 
 
 async def check(storage: TrajectoryStorage) -> None:

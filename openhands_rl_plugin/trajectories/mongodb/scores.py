@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from pymongo import UpdateOne
@@ -19,7 +20,7 @@ from openhands_rl_plugin.core.records import DamagedRecord, Label
 from openhands_rl_plugin.core.types import Score, pays_rewards
 from openhands_rl_plugin.trajectories.mongodb.client import MongoDatabase
 from openhands_rl_plugin.trajectories.mongodb.headers import score_change
-from openhands_rl_plugin.trajectories.storages.documents import packed_json, parsed_json
+from openhands_rl_plugin.trajectories.storages.documents import note_lost, packed_json, parsed_json
 
 _AT_ONCE = 1000
 _UPGRADED = {"_id": "judged by the newest outcome"}
@@ -51,8 +52,12 @@ class ScoreBook:
     async def settle(self) -> None:
         """Write the newest judgement into every episode's document."""
         await self._upgrade()
-        pending = self._database.scores.find({"pending": True}, {"episode": 1, "score": 1})
-        await self._apply({each["_id"]: parsed_json(Score, each["episode"], each["score"]) async for each in pending})
+        scores: dict[int, Score] = {}
+        async for each in self._database.scores.find({"pending": True}, {"episode": 1, "score": 1}):
+            # One that is damaged is told when its episode is read.
+            with suppress(DamagedError):
+                scores[each["_id"]] = parsed_json(Score, each["episode"], each["score"])
+        await self._apply(scores)
 
     async def of(
         self, trajectory_ids: Sequence[str], lost: list[DamagedRecord] | None = None
@@ -68,7 +73,7 @@ class ScoreBook:
             except DamagedError as error:
                 if lost is None:
                     raise
-                lost.append(DamagedRecord(what="score", id=each["episode"], row=each["_id"], cause=str(error)))
+                note_lost(lost, DamagedRecord(what="score", id=each["episode"], row=each["_id"], cause=str(error)))
         return scores
 
     async def add_labels(self, labels: Sequence[Label]) -> None:
@@ -84,13 +89,23 @@ class ScoreBook:
         ]
         await self._database.labels.bulk_write(changes)
 
-    async def labels_of(self, trajectory_ids: Sequence[str]) -> tuple[Label, ...]:
-        """The labels of these episodes, oldest first."""
+    async def labels_of(
+        self, trajectory_ids: Sequence[str], lost: list[DamagedRecord] | None = None
+    ) -> tuple[Label, ...]:
+        """The labels of these episodes, oldest first. ``lost`` as for ``of``."""
         if not trajectory_ids:
             return ()
         found = await self._database.labels.find({"episode": {"$in": list(trajectory_ids)}}).to_list()
         ordered = sorted(found, key=lambda document: document["order"])
-        return tuple(parsed_json(Label, each["_id"], each["label"]) for each in ordered)
+        labels: list[Label] = []
+        for each in ordered:
+            try:
+                labels.append(parsed_json(Label, each["_id"], each["label"]))
+            except DamagedError as error:
+                if lost is None:
+                    raise
+                note_lost(lost, DamagedRecord(what="label", id=each["episode"], row=each["order"], cause=str(error)))
+        return tuple(labels)
 
     async def _apply(self, scores: Mapping[int, Score]) -> None:
         numbers = sorted(scores)
@@ -111,7 +126,7 @@ class ScoreBook:
 
     async def _judge(self, newest: Mapping[str, tuple[int, float | None]], returns: Mapping[str, float | None]) -> None:
         """Write judgements, id -> (its number, its reward). One without a reward withdraws what was said before."""
-        earlier = await self.of([identity for identity, (_, reward) in newest.items() if reward is None])
+        earlier = await self.of([identity for identity, (_, reward) in newest.items() if reward is None], lost=[])
         changes: list[UpdateOne] = []
         for identity, (number, reward) in newest.items():
             if reward is None and (found := newest_outcome(earlier.get(identity, ()))) is not None:

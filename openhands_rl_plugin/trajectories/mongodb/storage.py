@@ -20,6 +20,7 @@ from openhands_rl_plugin.core.records import (
 )
 from openhands_rl_plugin.core.types import Score, Trajectory
 from openhands_rl_plugin.trajectories.mongodb.headers import asks_for_reward
+from openhands_rl_plugin.trajectories.storages.documents import note_lost
 from openhands_rl_plugin.trajectories.storages.guard import SecretGuard
 
 Found = tuple[Trajectory, tuple[Score, ...]]
@@ -104,7 +105,7 @@ class MongoDBTrajectoryStorage:
     async def labels(self, trajectory_ids: Sequence[str]) -> tuple[Label, ...]:
         """The labels of these episodes, oldest first. Raises ``StorageError``."""
         async with self._database.explained():
-            return await self._scores.labels_of(trajectory_ids)
+            return await self._scores.labels_of(trajectory_ids, self._lost)
 
     async def get(self, trajectory_id: str) -> Found | None:
         """One trajectory, finished or not, with its scores, oldest first, or ``None``. Raises ``StorageError``."""
@@ -127,7 +128,7 @@ class MongoDBTrajectoryStorage:
                 yield trajectory, tuple(scores.get(trajectory.id, ()))
 
     def skip_damaged(self) -> list[DamagedRecord]:
-        """From now on, ``find`` leaves out what cannot be read, and adds it to the list that is returned."""
+        """From now on, ``find`` and ``labels`` leave out what cannot be read, and add it to the returned list."""
         self._lost = self._lost or []
         return self._lost
 
@@ -135,11 +136,10 @@ class MongoDBTrajectoryStorage:
         try:
             return await self._reading.load(self._database, ids)
         except DamagedError as error:
-            if self._lost is None:
-                raise
             if len(ids) == 1:
-                if not any(record.what == "episode" and record.id == ids[0] for record in self._lost):
-                    self._lost.append(DamagedRecord(what="episode", id=ids[0], cause=str(error)))
+                if self._lost is None:
+                    raise DamagedError(f"episode {ids[0]!r}: {error}") from error
+                note_lost(self._lost, DamagedRecord(what="episode", id=ids[0], cause=str(error)))
                 return []
         return [found for identity in ids for found in await self._loaded((identity,))]
 

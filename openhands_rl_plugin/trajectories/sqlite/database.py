@@ -28,6 +28,7 @@ FILE_NAME = "trajectories.sqlite"
 # "OHRL": shown by file(1) and sqlite3, and distinguishes this from any other database.
 _APPLICATION_ID = 0x4F48524C
 _BUSY_SECONDS = 60.0
+_OR = " (or its first bytes are damaged: openhands-rl doctor --repair STORE)"
 # Smaller than usual, because what does not fill a page is lost and a turn is about two pages.
 _PAGE_BYTES = 2048
 
@@ -174,10 +175,10 @@ def _check_version(connection: sqlite3.Connection, file: Path) -> None:
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if application != _APPLICATION_ID:
-        raise StorageError(f"{file} is a database of something else; choose another path in [rl.storage]")
+        raise StorageError(f"{file} is a database of something else; choose another path in [rl.storage]{_OR}")
     if version > SCHEMA_VERSION:
         raise StorageError(
-            f"{file} has schema version {version}, newer than {SCHEMA_VERSION}; upgrade openhands_rl_plugin"
+            f"{file} has schema version {version}, newer than {SCHEMA_VERSION}; upgrade openhands_rl_plugin{_OR}"
         )
 
 

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
 
 from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe
-from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeStart
+from openhands_rl_plugin.core.records import DamagedRecord, EpisodeEnd, EpisodeStart
 from openhands_rl_plugin.core.types import SCHEMA_VERSION, Frozen
 from openhands_rl_plugin.trajectories.storages.header import newer_schema
 from openhands_rl_plugin.trajectories.storages.packing import pack_document, unpack_document
@@ -43,3 +43,9 @@ def parsed_end(start: EpisodeStart, packed: bytes) -> EpisodeEnd:
     """The inverse of ``packed_end``. Raises ``StorageError``."""
     end = parsed_json(EpisodeEnd, start.id, packed)
     return end if "tools" in end.model_fields_set else end.model_copy(update={"tools": start.tools})
+
+
+def note_lost(lost: list[DamagedRecord], record: DamagedRecord) -> None:
+    """Add a record, once, however often it is met."""
+    if not any((each.what, each.id, each.row) == (record.what, record.id, record.row) for each in lost):
+        lost.append(record)

@@ -148,6 +148,25 @@ def test_commands_name_the_option_and_read_everything_else(
         assert "episode 7" in capsys.readouterr().err
 
 
+# The magic, the file format, the root of the schema, the application, the version, and the schema's first page.
+@pytest.mark.parametrize("at", [3, 18, 44, 63, 68, 100, 103])
+def test_a_damaged_beginning_is_one_line_and_skipped(
+    broken: Path, tmp_path: Path, at: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = broken / FILE_NAME
+    data = bytearray(file.read_bytes())
+    data[at] ^= 0x10
+    file.write_bytes(data)
+    rows = tmp_path / "rows.jsonl"
+    export = ["export", str(broken), "--format", "trajectories", "--out", str(rows)]
+    readable = main(export) == 0
+    told = capsys.readouterr().err
+    assert readable or ("--repair" in told and told.count("\n") == 1), told
+    assert main([*export, "--skip-damaged", "--all"]) == 0
+    assert len(rows.read_text().splitlines()) == EPISODES
+    assert readable or "--repair" in capsys.readouterr().err
+
+
 def test_repair_makes_a_new_store_and_leaves_the_old_one(
     broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
