@@ -350,7 +350,10 @@ class Sample(Frozen):
 
 
 class Adapter(Frozen):
-    """A LoRA adapter on disk. ``name`` is the versioned name; ``sha256`` is that of the weights file."""
+    """A version of a policy on disk: a LoRA adapter, or a model whose weights were all trained.
+
+    ``name`` is the versioned name; ``sha256`` is that of the weights file, or of the list of them.
+    """
 
     name: str
     version: int

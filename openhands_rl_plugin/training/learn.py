@@ -13,7 +13,6 @@ from openhands_rl_plugin.training.data.dataset import TrainingDataset
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.models.adapters.store import AdapterStore
-    from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
     from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
     from openhands_rl_plugin.training.trainer.trainer import OnProgress, Trainer
 
@@ -44,7 +43,7 @@ def fit(
 
 
 def create_version(
-    trainer: LoraTrainer,
+    trainer: Trainer,
     store: AdapterStore,
     name: str,
     *,
@@ -54,10 +53,10 @@ def create_version(
     metrics: dict[str, float],
     probe_ids: Sequence[int],
 ) -> tuple[Adapter | None, Probe]:
-    """Write the trained adapter as the next version of ``name``, with a probe beside it. A collective of all ranks.
+    """Write what was trained as the next version of ``name``, with a probe beside it. A collective of all ranks.
 
     Args:
-        trainer: holds the trained adapter.
+        trainer: holds what was trained.
         store: where versions are kept.
         name: of the adapter, without a version.
         base_model: the base model, by the name that servers use.
@@ -87,7 +86,7 @@ def create_version(
 
 
 def learn(
-    trainer: LoraTrainer,
+    trainer: Trainer,
     dataset: TrainingDataset,
     store: AdapterStore,
     name: str,

@@ -258,6 +258,7 @@ WRONG = [
         'set [rl.training] tree = "proposals" (or "branches"), or act without a search (StandardReAct)',
     ),
     (["--model", "MODEL"], '[rl.training]\nalgorithm = "sft"', '"sft" is not an RL algorithm'),
+    (["--model", "MODEL", "--kind", "async"], '[rl.training]\nmethod = "full"', 'set [rl.loop] kind = "sync", or'),
     (["--model", "MODEL"], '[rl.training]\nlora_variant = "dora"', "nor vLLM can serve it"),
     (["--model", "MODEL"], '[rl.training]\nsharding = "layers"', "and a loop trains in one: leave"),
     (["--model", "MODEL"], '[rl.reward]\nname = "verifier"', "[rl.reward.options] adapter: is required"),

@@ -12,8 +12,9 @@ from openhands_rl_plugin.core.protocols import EpisodeRunner, Reward, Trajectory
 from openhands_rl_plugin.core.types import StrategySpec
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
 from openhands_rl_plugin.environments.webshop.demonstrator import ORACLE, DemonstratorOptions, WebShopDemonstrator
-from openhands_rl_plugin.models.adapters.publisher import publisher_for
+from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, publisher_for
 from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.adapters.whole import WeightsPublisher
 from openhands_rl_plugin.rollout.in_process import SessionRunner
 from openhands_rl_plugin.training.loop.stages import LoopParts
 
@@ -46,13 +47,17 @@ async def open_parts(
     ``model`` is the directory of the base model; ``shop`` the options that the embedded shop was started with, for its
     demonstrations. Raises ``ConfigError`` and ``TrainingError``.
     """
+    from openhands_rl_plugin.training.trainer.full_trainer import FullTrainer
     from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
     from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
 
     serving = settings.serving
     tokenizer: Any = load_tokenizer(str(model))
     adapters = AdapterStore(serving.adapters_directory.resolve())
-    publisher = publisher_for(serving, adapters, keep=settings.loop.kept_versions)
+    whole = settings.training.method == "full"
+    kind = WeightsPublisher if whole else AdapterPublisher
+    publisher = publisher_for(serving, adapters, keep=settings.loop.kept_versions, kind=kind)
+    trainer = FullTrainer if whole else LoraTrainer
     try:
         yield LoopParts(
             runner=runner,
@@ -63,7 +68,7 @@ async def open_parts(
             adapters=adapters,
             publisher=publisher,
             tokenizer=tokenizer,
-            make_trainer=lambda chosen, adapter: LoraTrainer(model, chosen, adapter=adapter),
+            make_trainer=lambda chosen, adapter: trainer(model, chosen, adapter=adapter),
             state_file=directory / STATE,
         )
     finally:

@@ -16,6 +16,7 @@ from openhands_rl_plugin.apps.loop.tasks import LoopTasks
 from openhands_rl_plugin.config.build import make_environment, make_reward, make_strategy, open_storage
 from openhands_rl_plugin.config.rl import IN_PROCESS, RewardSettings, RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, boundary
+from openhands_rl_plugin.core.memory import free_memory
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
 from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
@@ -35,6 +36,7 @@ from openhands_rl_plugin.training.loop.asynchronous import make_loop
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState
 from openhands_rl_plugin.training.loop.router import rollout_settings
 from openhands_rl_plugin.training.loop.stages import LoopListener, LoopParts
+from openhands_rl_plugin.training.trainer.memory_estimate import check_fits
 
 RETURN, TESTS = "return", "tests"
 
@@ -74,7 +76,13 @@ class LoopResult:
 def check_trainable(settings: RLSettings) -> None:
     """Raise ``ConfigError`` for settings that a loop cannot train with, or whose adapter could not be served."""
     training = settings.training
-    training.check_servable()
+    if training.method != "full":
+        training.check_servable()
+    elif settings.loop.kind == "async":
+        raise ConfigError(
+            '[rl.training] method = "full" replaces the served weights, and an asynchronous loop ends episodes on the '
+            'former ones: set [rl.loop] kind = "sync", or method = "lora"'
+        )
     if algorithm_of(training).kind != "reinforcement":
         raise ConfigError(
             f'[rl.training] algorithm = "{training.algorithm}" is not an RL algorithm: choose '
@@ -186,10 +194,21 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
                 objective=objective,
             ) as parts,
         ):
+            await _require_servers(job, parts)
             state = await make_loop(plan, parts, job.settings.loop, listener).run()
             return LoopResult(state, await _changes(plan, parts))
     finally:
         await storage.close()
+
+
+async def _require_servers(job: LoopJob, parts: LoopParts) -> None:
+    """All weights go into a server that takes them, fit into memory, and begin as the base model on the server."""
+    if job.settings.training.method != "full":
+        return
+    check_fits(job.model, job.settings.training, 0, free_memory())
+    fresh = LoopState.load(parts.state_file).adapter is None
+    base = (job.settings.serving.model, str(job.model.resolve()))
+    await parts.publisher.require_servers(base if fresh else None)
 
 
 def _note_start(job: LoopJob) -> None:

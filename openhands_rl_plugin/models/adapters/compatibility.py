@@ -58,6 +58,8 @@ def _check_capacity(adapter: Adapter, capacity: Capacity, rank: int, targets: fr
 
 def _read(adapter: Adapter) -> _PeftConfig:
     path = Path(adapter.path) / CONFIG_FILE
+    if not path.exists() and (Path(adapter.path) / "config.json").exists():
+        raise _publish_error(adapter, f"it is a whole model and no adapter; start a server with {adapter.path}")
     try:
         return _PeftConfig.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:

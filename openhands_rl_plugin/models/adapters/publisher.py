@@ -92,14 +92,14 @@ class AdapterPublisher:
         """
         started = time.monotonic()
         self._store.verify(adapter)
-        check_servable(adapter)
+        self._check(adapter)
         if probe is not None:
             self._store.keep_probe(adapter, probe)
         probe = probe or self._store.probe(adapter)
         servers = await self._open_servers()
-        await _on_all(servers, lambda server: self._prepare(server, adapter))
+        await on_all(servers, lambda server: self._prepare(server, adapter))
         async with AsyncExitStack() as undo:
-            await _on_all(servers, lambda server: self._load(server, adapter, undo))
+            await on_all(servers, lambda server: self._load(server, adapter, undo))
             differences = await self._probe_servers(servers, adapter, probe) if probe else []
             self._store.point(adapter)
             undo.pop_all()
@@ -112,9 +112,16 @@ class AdapterPublisher:
             stale=stale,
         )
 
+    async def require_servers(self, base: tuple[str, str] | None = None) -> None:
+        """Ask all servers whether they are there and take what is published. Raises ``PublishError``.
+
+        ``base``: name and path of a base model that must be served as it was before anything was published.
+        """
+        await self._open_servers()
+
     async def retire(self, name: str) -> None:
         """Unload a version; the servers let its requests in flight end first. One that is not loaded is no error."""
-        await _on_all(await self._open_servers(), lambda server: server.unload(name))
+        await on_all(await self._open_servers(), lambda server: server.unload(name))
 
     async def served_model(self, adapter: Adapter) -> str:
         """The ``model`` of a completion request that is to be sampled with ``adapter``."""
@@ -123,13 +130,17 @@ class AdapterPublisher:
     async def loaded(self) -> tuple[tuple[str, frozenset[str]], ...]:
         """The servers, each with the names of the adapters that it serves now."""
         servers = await self._open_servers()
-        held = await _on_all(servers, lambda server: server.loaded())
+        held = await on_all(servers, lambda server: server.loaded())
         return tuple((server.url, frozenset(names)) for server, names in zip(servers, held, strict=True))
 
     async def _open_servers(self) -> tuple[AdapterServer, ...]:
         if not self._servers:
-            self._servers = tuple(await _on_all(self._connections, lambda each: open_server(each, self._kind)))
+            self._servers = tuple(await on_all(self._connections, lambda each: open_server(each, self._kind)))
         return self._servers
+
+    def _check(self, adapter: Adapter) -> None:
+        """Raise ``PublishError`` for what no server can serve."""
+        check_servable(adapter)
 
     async def _prepare(self, server: AdapterServer, adapter: Adapter) -> None:
         """Check that the server can load one more adapter, and unload unused versions to make room."""
@@ -177,7 +188,7 @@ class AdapterPublisher:
                 unloaded[name] = True
 
         try:
-            await _on_all(servers, retire)
+            await on_all(servers, retire)
         except PublishError as error:
             # The new version is in use, so this is no reason to refuse it.
             log.warning("%s is in use, but an older version stays loaded: %s", adapter.name, error)
@@ -211,7 +222,7 @@ class AdapterPublisher:
             await _check_sampling(server, adapter, probe)
             return difference
 
-        differences = await _on_all(servers, probe_server)
+        differences = await on_all(servers, probe_server)
         self._served_logprobs = served_logprobs
         return differences
 
@@ -219,12 +230,18 @@ class AdapterPublisher:
         return self._store.versions(_name(adapter))
 
 
-def publisher_for(serving: ServingSettings, store: AdapterStore, *, keep: int | None = None) -> AdapterPublisher:
+def publisher_for(
+    serving: ServingSettings,
+    store: AdapterStore,
+    *,
+    keep: int | None = None,
+    kind: type[AdapterPublisher] = AdapterPublisher,
+) -> AdapterPublisher:
     """A publisher to all servers of ``[rl.serving]``, with its key, kind and timeout. Raises ``ConfigError``.
 
     ``keep``: versions that stay loaded; by default one less than ``max_adapters``, so that a new one fits.
     """
-    return AdapterPublisher(
+    return kind(
         serving.publish_urls,
         store,
         api_key=serving.api_key(),
@@ -251,7 +268,7 @@ async def _unload_quietly(server: AdapterServer, name: str) -> None:
         await server.unload(name)
 
 
-async def _on_all[S, T](servers: Sequence[S], act: Callable[[S], Awaitable[T]]) -> list[T]:
+async def on_all[S, T](servers: Sequence[S], act: Callable[[S], Awaitable[T]]) -> list[T]:
     """The results of ``act`` on all servers at once; when it raises, every call has ended."""
     ended = await asyncio.gather(*(act(server) for server in servers), return_exceptions=True)
     failures = [each for each in ended if isinstance(each, BaseException)]

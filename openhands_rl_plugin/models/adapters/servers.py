@@ -181,6 +181,19 @@ class EmbeddedServer(VLLMServer):
         """``None``: it samples with nothing but the request's own parameters."""
         return None
 
+    async def weights(self) -> tuple[str, str]:
+        """The name and the path of the weights that are served without an adapter."""
+        bases = (await _cards(self._http)).bases
+        if len(bases) != 1:
+            raise PublishError(f"{self.url} serves {len(bases)} models, not one")
+        return bases[0].id, bases[0].root or ""
+
+    async def replace_weights(self, name: str, path: str) -> None:
+        """Serve the model in ``path`` as ``name``, instead of the weights that are served."""
+        body: dict[str, object] = {"model_path": path, "weight_version": name}
+        response = await self._http.post("/update_weights_from_disk", body)
+        self._http.require(response, f"the server at {self.url} refused {name}")
+
 
 class _Update(_Answer):
     success: bool

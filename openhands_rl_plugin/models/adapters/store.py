@@ -1,12 +1,14 @@
 """Adapters on disk: one directory a version, written once, never overwritten, found by name.
 
-``<root>/webshop-v000007/`` holds PEFT's files and ``manifest.json`` (an ``Adapter``); ``<root>/webshop.current.json``
-points at the version in use. Both appear by a rename, so a reader sees the whole of a version or nothing of it.
-``probe.json`` (a ``Probe``) joins a version when it is published: the trainer's logprobs, to check any server against.
+``<root>/webshop-v000007/`` holds PEFT's files, or a whole model, and ``manifest.json`` (an ``Adapter``);
+``<root>/webshop.current.json`` points at the version in use. Both appear by a rename, so a reader sees the whole of a
+version or nothing of it. ``probe.json`` (a ``Probe``) joins a version when it is published: the trainer's logprobs, to
+check any server against.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -116,11 +118,12 @@ class AdapterStore:
 
     def verify(self, adapter: Adapter) -> None:
         """Raise ``PublishError`` unless the weights are those that were written."""
-        weights = Path(adapter.path) / WEIGHTS_FILE
-        if not weights.is_file():
-            raise PublishError(f"{adapter.name}: {weights} is missing")
-        if file_sha256(weights) != adapter.sha256:
-            raise PublishError(f"{adapter.name}: {weights} is damaged (its sha256 is not that of the manifest)")
+        path = Path(adapter.path)
+        if not weights_files(path):
+            raise PublishError(f"{adapter.name}: {path / WEIGHTS_FILE} is missing")
+        if weights_sha256(path) != adapter.sha256:
+            damaged = ", ".join(file.name for file in weights_files(path))
+            raise PublishError(f"{adapter.name}: {path / damaged} is damaged (its sha256 is not that of the manifest)")
 
     def keep_probe(self, adapter: Adapter, probe: Probe) -> None:
         """Write the trainer's logprobs beside the weights. Raises ``StorageError``."""
@@ -183,7 +186,7 @@ class AdapterStore:
                 parent=parent,
                 path=str(target),
                 base_model=base_model,
-                sha256=file_sha256(fresh / WEIGHTS_FILE),
+                sha256=weights_sha256(fresh),
                 step=step,
                 metrics=metrics,
             )
@@ -199,6 +202,20 @@ class AdapterStore:
 
     def _pointer(self, name: str) -> Path:
         return self.root / f"{check_name(name)}.current.json"
+
+
+def weights_files(directory: Path) -> list[Path]:
+    """The files of a version's weights: an adapter's one, or those of a whole model."""
+    adapter = directory / WEIGHTS_FILE
+    return [adapter] if adapter.is_file() else sorted(directory.glob("*.safetensors"))
+
+
+def weights_sha256(directory: Path) -> str:
+    """The digest of an adapter's weights, or of the names and digests of a whole model's files. Raises ``OSError``."""
+    files = weights_files(directory) or [directory / WEIGHTS_FILE]
+    if files[0].name == WEIGHTS_FILE:
+        return file_sha256(files[0])
+    return hashlib.sha256("".join(f"{file.name} {file_sha256(file)}\n" for file in files).encode()).hexdigest()
 
 
 def check_name(name: str) -> str:

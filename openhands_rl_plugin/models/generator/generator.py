@@ -16,18 +16,35 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from openhands_rl_plugin.core.errors import describe
+from openhands_rl_plugin.core.memory import forget_unused
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
-from openhands_rl_plugin.models.generator.errors import InvalidUserInput, NotFound, Overloaded, ServingError
+from openhands_rl_plugin.models.generator.errors import (
+    InvalidUserInput,
+    NotFound,
+    Overloaded,
+    ServingError,
+    StartError,
+)
 from openhands_rl_plugin.models.generator.lora import LoadedAdapter
 from openhands_rl_plugin.models.generator.model import ServedModel
 from openhands_rl_plugin.models.generator.sampling import DecodingParams
 from openhands_rl_plugin.models.generator.scheduler import Scheduler
 from openhands_rl_plugin.models.generator.sequence import DeltaCallback, Generation, RequestHandle, SequenceState
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:+-]{0,127}")
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:+-]{0,127}")
+
+
+@dataclass(frozen=True)
+class _Replacement:
+    """A loaded model that takes the place of the served one as soon as nothing is computed."""
+
+    model: ServedModel
+    done: Future[None] = field(default_factory=Future)
 
 
 class Generator:
@@ -51,7 +68,10 @@ class Generator:
         self._in_flight: Counter[LoadedAdapter | None] = Counter()
         self._pins: Counter[LoadedAdapter] = Counter()
         self._draining: dict[LoadedAdapter, Future[None]] = {}
-        self._inbox: queue.SimpleQueue[SequenceState | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[SequenceState | _Replacement | None] = queue.SimpleQueue()
+        self._replacement: _Replacement | None = None
+        self.weights: str | None = None
+        """The name of the weights that took the place of the first ones; ``None`` before."""
         self._closing = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
@@ -63,12 +83,14 @@ class Generator:
         params: DecodingParams,
         *,
         adapter: str | LoadedAdapter | None = None,
+        weights: str | None = "",
         on_delta: DeltaCallback | None = None,
     ) -> RequestHandle:
         """Queue one prompt; the result comes through ``future`` of the handle as a ``Generation``.
 
         ``adapter`` names a loaded adapter (or is one from ``pin_adapter``), ``None`` is the base model; the request
-        finishes on the version it started with, even if that is unloaded meanwhile. ``on_delta`` is called in the
+        finishes on the version it started with, even if that is unloaded meanwhile. ``weights``: those that the prompt
+        is meant for, by the value of that attribute; an empty text is any. ``on_delta`` is called in the
         generator's thread for every token and must not block.
 
         Raises ``NotFound`` for an unknown adapter, ``ServingError`` for a prompt that is empty, too long or outside the
@@ -80,6 +102,8 @@ class Generator:
         with self._lock:
             self._check_open()
             version = self._find(adapter) if isinstance(adapter, str) else adapter
+            if weights not in ("", self.weights):
+                raise NotFound(f"The weights were replaced by `{self.weights}` meanwhile.", param="model")
             if self._in_flight.total() >= self.config.max_queue + self.config.max_batch:
                 raise Overloaded("The server is overloaded: its queue is full; retry later.")
             sequence = SequenceState(ids, params, version, self.tokenizer, limit, on_delta)
@@ -121,7 +145,7 @@ class Generator:
         Raises InvalidUserInput (name unfit or taken, too many adapters), NotFound (no adapter in ``path``) or
         ServingError (the adapter does not fit the model).
         """
-        if not _NAME.fullmatch(name):
+        if not ADAPTER_NAME.fullmatch(name):
             raise InvalidUserInput(
                 f"The lora adapter name {name[:80]!r} is not allowed: use letters, digits and ._@:+-", param="lora_name"
             )
@@ -151,6 +175,38 @@ class Generator:
                 self._draining[adapter] = drained
                 self._inbox.put(None)
         return drained
+
+    def replace_model(self, name: str, path: Path) -> None:
+        """Serve the weights in ``path``, another directory of the same model, under ``name``; blocks until they are.
+
+        They are loaded beside the old ones, which serve all requests that were submitted until then, to their ends.
+        Later ones wait meanwhile. Raises ``InvalidUserInput`` (adapters are loaded) or ``ServingError`` (the weights
+        cannot be served, or are those of another model); then the old ones stay.
+        """
+        with self._loading:
+            with self._lock:
+                self._check_open()
+                if self._adapters or self._draining:
+                    raise InvalidUserInput("LoRA adapters of the served weights are loaded; unload them first.")
+            waiting = _Replacement(self._read_model(path))
+            with self._lock:
+                self._check_open()
+                self.weights = name
+                self._inbox.put(waiting)
+            waiting.done.result()
+
+    def _read_model(self, path: Path) -> ServedModel:
+        if not (path / "config.json").is_file():
+            raise NotFound(f"There is no model in {path}.", param="model_path")
+        try:
+            fresh = ServedModel(self.config.model_copy(update={"model": str(path)}))
+        except (StartError, RuntimeError) as error:  # RuntimeError: torch has no memory for both
+            raise ServingError(f"The weights cannot be served: {describe(error)}", param="model_path") from error
+        alike = fresh.tokenizer.get_vocab() == self.tokenizer.get_vocab() and fresh.vocabulary == self.model.vocabulary
+        if not alike or fresh.max_model_len < self.max_model_len:
+            fresh.close()
+            raise ServingError(f"{path} is another model: its vocabulary or context differs.", param="model_path")
+        return fresh
 
     def close(self) -> None:
         """Cancel all requests and end the thread. Idempotent."""
@@ -219,17 +275,32 @@ class Generator:
             self._finish_requests(self._scheduler.abort())
             for drained in self._draining.values():
                 drained.set_result(None)
+            if self._replacement is not None:
+                self._replacement.model.close()
+                self._replacement.done.set_exception(Overloaded("The server is stopping."))
 
     def _poll_inbox(self) -> bool:
         """Move submitted requests to the scheduler, waiting while it is idle; False ends the thread."""
-        if self._scheduler.idle:
+        if self._scheduler.idle and self._replacement is None:
             self._enqueue(self._next_item())
-        while not self._inbox.empty():
+        while self._replacement is None and not self._inbox.empty():
             self._enqueue(self._inbox.get())
+        if self._scheduler.idle and self._replacement is not None:
+            self._replace(self._replacement)
         self._finish_requests(())
         return not self._closing
 
-    def _next_item(self) -> SequenceState | None:
+    def _replace(self, replacement: _Replacement) -> None:
+        """Requests after it are still in the inbox, so they are computed with the new weights only."""
+        self._replacement, old = None, self.model
+        self.model = replacement.model
+        self._scheduler.use(replacement.model)
+        old.close()
+        del old
+        forget_unused()
+        replacement.done.set_result(None)
+
+    def _next_item(self) -> SequenceState | _Replacement | None:
         """The next submitted request. After ``rest_after`` idle seconds the KV cache's memory is released first."""
         try:
             return self._inbox.get(timeout=self.config.rest_after)
@@ -237,9 +308,11 @@ class Generator:
             self._scheduler.release_memory()
             return self._inbox.get()
 
-    def _enqueue(self, item: SequenceState | None) -> None:
+    def _enqueue(self, item: SequenceState | _Replacement | None) -> None:
         """Pass a request to the scheduler; ``None`` only wakes the thread up."""
-        if item is not None:
+        if isinstance(item, _Replacement):
+            self._replacement = item
+        elif item is not None:
             self._scheduler.add(item)
 
     def _finish_requests(self, left: Sequence[SequenceState]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -206,7 +207,7 @@ def _load(name: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrain
         AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise StartError(
             f"cannot load the model {name}: {_first_line(error)} "
             "(use a directory with config.json, *.safetensors and a tokenizer)"

@@ -36,6 +36,11 @@ class Scheduler:
         """Whether there is nothing to compute."""
         return not self._waiting and not self._running
 
+    def use(self, model: ServedModel) -> None:
+        """Compute with other weights of the same model from now on. Call it when idle: what is cached is forgotten."""
+        self._model = model
+        self.cache = PrefixCache(self.cache.max_bytes)
+
     def add(self, sequence: SequenceState) -> None:
         """Queue a sequence."""
         self._waiting.append(sequence)

@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.errors import InvalidUserInput, NotFound, Overloaded, ServingError
-from openhands_rl_plugin.models.generator.generator import Generator
+from openhands_rl_plugin.models.generator.generator import ADAPTER_NAME, Generator
 from openhands_rl_plugin.models.generator.lora import LoadedAdapter
 from openhands_rl_plugin.models.generator.sampling import DecodingParams
 from openhands_rl_plugin.models.generator.sequence import Generation, RequestHandle
@@ -32,6 +32,7 @@ from openhands_rl_plugin.models.server.requests import (
     LoadLoRAAdapterRequest,
     TokenizeRequest,
     UnloadLoRAAdapterRequest,
+    UpdateWeightsRequest,
 )
 from openhands_rl_plugin.models.server.responses import (
     ChatCompletionResponse,
@@ -39,6 +40,7 @@ from openhands_rl_plugin.models.server.responses import (
     ModelCard,
     ModelList,
     TokenizeResponse,
+    UpdateWeightsResponse,
     new_id,
 )
 from openhands_rl_plugin.models.server.streaming import DeltaQueue, cancelling, chat_events, text_events
@@ -59,6 +61,7 @@ def build_app(config: ServerConfig, generator: Generator) -> Starlette:
             Route("/v1/models", endpoints.models),
             Route("/v1/load_lora_adapter", endpoints.load_adapter, methods=["POST"]),
             Route("/v1/unload_lora_adapter", endpoints.unload_adapter, methods=["POST"]),
+            Route("/update_weights_from_disk", endpoints.update_weights, methods=["POST"]),
             Route("/tokenize", endpoints.tokenize, methods=["POST"]),
             Route("/health", endpoints.health),
         ],
@@ -79,13 +82,14 @@ class ModelEndpoints:
         """POST /v1/chat/completions."""
         body = await _read(request, ChatCompletionRequest)
         queue = DeltaQueue() if body.stream else None
+        weights = self._generator.weights
         with self._model(body.model) as (adapter, model):
             ids = await run_in_threadpool(self._prompts.chat, body)
             top = (body.top_logprobs or 0) if body.logprobs else None
             limit = body.max_completion_tokens or body.max_tokens
             params = self._prompts.params(body, prompt_len=len(ids), max_tokens=limit, top_logprobs=top)
             jobs = _samples(ids, params, body.n or 1)
-            handles = self._submit(jobs, adapter, queue)
+            handles = self._submit(jobs, adapter, queue, weights)
         formatter = self._formatter(body.return_tokens_as_token_ids)
         if queue:
             return _stream(chat_events(queue, body, model, ids, formatter, len(jobs)), handles)
@@ -115,6 +119,7 @@ class ModelEndpoints:
         """POST /v1/completions."""
         body = await _read(request, CompletionRequest)
         queue = DeltaQueue() if body.stream else None
+        weights = self._generator.weights
         with self._model(body.model) as (adapter, model):
             prompts = await run_in_threadpool(self._prompts.completion, body)
             if not prompts:
@@ -125,7 +130,7 @@ class ModelEndpoints:
                     body, prompt_len=len(ids), max_tokens=body.max_tokens or 16, top_logprobs=body.logprobs
                 )
                 jobs.extend(_samples(ids, params, body.n or 1))
-            handles = self._submit(jobs, adapter, queue)
+            handles = self._submit(jobs, adapter, queue, weights)
         formatter = self._formatter(body.return_tokens_as_token_ids)
         if queue:
             return _stream(text_events(queue, body, model, prompts, formatter, len(jobs)), handles)
@@ -149,8 +154,8 @@ class ModelEndpoints:
 
     async def models(self, _: Request) -> Response:
         """GET /v1/models: the base model, then the adapters."""
-        base = self._config.base_name
-        cards = [ModelCard(id=base, root=self._config.model, max_model_len=self._generator.max_model_len)]
+        base = self._base_name
+        cards = [ModelCard(id=base, root=self._generator.model.name, max_model_len=self._generator.max_model_len)]
         cards += [ModelCard(id=a.name, root=a.path, parent=base) for a in self._generator.adapters]
         return json_response(ModelList(data=cards))
 
@@ -159,7 +164,7 @@ class ModelEndpoints:
         body = await _read(request, LoadLoRAAdapterRequest)
         if not body.lora_name or not body.lora_path:
             raise InvalidUserInput("Both 'lora_name' and 'lora_path' must be provided.")
-        if body.lora_name == self._config.base_name:
+        if body.lora_name == self._base_name:
             raise InvalidUserInput(f"'{body.lora_name}' is the base model's name.", param="lora_name")
         await run_in_threadpool(self._generator.load_adapter, body.lora_name, Path(body.lora_path))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -178,6 +183,18 @@ class ModelEndpoints:
         await asyncio.wrap_future(self._generator.unload_adapter(body.lora_name))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
+    async def update_weights(self, request: Request) -> Response:
+        """POST /update_weights_from_disk, as SGLang has it: all weights of another directory of the same model.
+
+        They are served as ``weight_version``; the former name is unknown from then on. Answers when they are in use.
+        """
+        body = await _read(request, UpdateWeightsRequest)
+        name = body.weight_version
+        if name != self._config.base_name and not ADAPTER_NAME.fullmatch(name):
+            raise InvalidUserInput(f"The name {name[:80]!r} is not allowed: use letters, digits and ._@:+-")
+        await run_in_threadpool(self._generator.replace_model, name, Path(body.model_path))
+        return json_response(UpdateWeightsResponse(success=True, message=f"{name} is served."))
+
     async def health(self, _: Request) -> Response:
         """GET /health: 200 while the generator works, else 503."""
         if not self._generator.healthy:
@@ -187,25 +204,33 @@ class ModelEndpoints:
     @contextmanager
     def _model(self, name: str | None) -> Iterator[tuple[LoadedAdapter | None, str]]:
         """(adapter or None for the base model, name to answer with); the adapter stays loaded meanwhile."""
-        base = self._config.base_name
+        base = self._base_name
         if not name or name == base:
             yield None, base
         else:
             with self._generator.pin_adapter(name) as adapter:
                 yield adapter, name
 
+    @property
+    def _base_name(self) -> str:
+        return self._generator.weights or self._config.base_name
+
     def _formatter(self, as_ids: bool | None) -> Formatter:
         return Formatter(self._generator.tokenizer, as_ids=bool(as_ids))
 
     def _submit(
-        self, jobs: Sequence[PromptJob], adapter: LoadedAdapter | None, queue: DeltaQueue | None
+        self,
+        jobs: Sequence[PromptJob],
+        adapter: LoadedAdapter | None,
+        queue: DeltaQueue | None,
+        weights: str | None,
     ) -> list[RequestHandle]:
-        """Submit all or none."""
+        """Submit all or none, for these ``weights`` of the generator."""
         handles: list[RequestHandle] = []
         try:
             for index, (ids, params) in enumerate(jobs):
                 callback = queue.callback(index) if queue else None
-                handles.append(self._generator.submit(ids, params, adapter=adapter, on_delta=callback))
+                handles.append(self._generator.submit(ids, params, adapter=adapter, weights=weights, on_delta=callback))
         except ServingError:
             _cancel(handles)
             raise

@@ -206,3 +206,10 @@ class UnloadLoRAAdapterRequest(OpenAIModel):
     """POST /v1/unload_lora_adapter."""
 
     lora_name: str = ""
+
+
+class UpdateWeightsRequest(OpenAIModel):
+    """POST /update_weights_from_disk. ``weight_version``: the name of the weights in ``model_path``."""
+
+    model_path: str
+    weight_version: str

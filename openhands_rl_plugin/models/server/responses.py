@@ -188,6 +188,13 @@ class TokenizeResponse(OpenAIModel):
     tokens: list[int]
 
 
+class UpdateWeightsResponse(OpenAIModel):
+    """Response of /update_weights_from_disk."""
+
+    success: bool
+    message: str
+
+
 class ModelCard(OpenAIModel):
     """The base model or an adapter."""
 

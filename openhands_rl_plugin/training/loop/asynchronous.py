@@ -107,7 +107,7 @@ class AsyncLoop(LoopStages):
         metrics |= self._staleness(batch, played)
         if trainer is not None and learned is not None:
             adapter = await self._publish(stage, trainer, learned.steps, metrics)
-            await asyncio.to_thread(trainer.save_state, self._trainer_directory(adapter))
+            await self._save_trainer(trainer, adapter)
             trainer.finish()
         metrics |= player.meter.read() | {"training_waiting_share": (chosen - started) / (time.time() - started)}
         record = self._record(stage, started, metrics, adapter)

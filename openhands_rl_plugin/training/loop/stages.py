@@ -8,6 +8,7 @@ it stopped.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.config.rl import TrainingSettings
     from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, PublishReport
     from openhands_rl_plugin.models.adapters.store import AdapterStore
-    from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
     from openhands_rl_plugin.training.trainer.metrics import TrainMetrics, TrainProgress
+    from openhands_rl_plugin.training.trainer.trainer import Trainer
 
 
 class _CancelledTraining(Exception):
@@ -84,7 +85,7 @@ class LoopParts:
     adapters: AdapterStore
     publisher: AdapterPublisher
     tokenizer: ChatTokenizer
-    make_trainer: Callable[[TrainingSettings, Adapter | None], LoraTrainer]
+    make_trainer: Callable[[TrainingSettings, Adapter | None], Trainer]
     state_file: Path
 
 
@@ -96,7 +97,7 @@ class LoopStages:
         self._parts = parts
         self._listener = listener or LoopListener()
         self._state = LoopState.load(parts.state_file)
-        self._trainer: LoraTrainer | None = None
+        self._trainer: Trainer | None = None
 
     async def _stage(self, name: str, play: Callable[[str], Awaitable[StageRecord]]) -> None:
         if (known := self._state.record(name)) is not None:
@@ -190,7 +191,7 @@ class LoopStages:
         await rescore(self._parts.storage, reward, where)
         return await stored_rewards(self._parts.storage, reward, played)
 
-    async def _reinforcement_trainer(self) -> LoraTrainer:
+    async def _reinforcement_trainer(self) -> Trainer:
         if self._trainer is None:
             forget_unused()  # frees the warm start's model before the next one is loaded
             adapter = self._adapter()
@@ -200,7 +201,7 @@ class LoopStages:
             self._trainer = trainer
         return self._trainer
 
-    async def _publish(self, stage: str, trainer: LoraTrainer, steps: int, metrics: dict[str, float]) -> Adapter:
+    async def _publish(self, stage: str, trainer: Trainer, steps: int, metrics: dict[str, float]) -> Adapter:
         """Publish the weights after ``steps`` optimiser steps as a new version with ``metrics``."""
         adapter, probe = await asyncio.to_thread(
             create_version,
@@ -264,6 +265,16 @@ class LoopStages:
 
     def _run_directory(self, stage: str) -> Path:
         return self._parts.state_file.parent / "training" / stage
+
+    async def _save_trainer(self, trainer: Trainer, adapter: Adapter) -> None:
+        """Save the optimiser's state for the stage after this one. Of all weights it is so large that only this one and
+        that of the last finished stage are kept."""
+        await asyncio.to_thread(trainer.save_state, self._trainer_directory(adapter))
+        if self._plan.reinforcement.method == "full":
+            kept = {adapter.name, self._state.adapter}
+            for other in self._trainer_directory(adapter).parent.iterdir():
+                if other.name not in kept:
+                    shutil.rmtree(other, ignore_errors=True)
 
     def _trainer_directory(self, adapter: Adapter) -> Path:
         return self._parts.state_file.parent / "trainer" / adapter.name

@@ -5,7 +5,6 @@ While the policy is trained nothing is rolled out. ``asynchronous`` does both at
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
@@ -41,6 +40,6 @@ class ClosedLoop(LoopStages):
         learned = await self._learn(stage, trainer.reinforce, credit.samples)
         metrics |= learned.as_floats() | {"training_seconds": time.time() - rolled_out}
         adapter = await self._publish(stage, trainer, learned.steps, metrics)
-        await asyncio.to_thread(trainer.save_state, self._trainer_directory(adapter))
+        await self._save_trainer(trainer, adapter)
         trainer.finish()
         return self._record(stage, started, metrics, adapter)

@@ -46,8 +46,19 @@ def read_shape(directory: Path) -> AdapterShape:
 def check_start(adapter: Adapter, settings: TrainingSettings) -> None:
     """Raise ``TrainingError`` unless ``adapter`` has the rank, the scale and the layers of ``settings``.
 
-    Another scale would change the policy before its first step, and no tensor shape would show it.
+    Another scale would change the policy before its first step, and no tensor shape would show it. A version that is a
+    whole model is continued with ``method = "full"`` only, and an adapter without.
     """
+    path = Path(adapter.path)
+    whole = not (path / CONFIG_FILE).exists() and (path / "config.json").exists()
+    if whole != (settings.method == "full"):
+        kind = "a whole model" if whole else "an adapter"
+        raise TrainingError(
+            f'{adapter.name} is {kind}, and [rl.training] method = "{settings.method}" does not continue it: set '
+            "another method, start from base, or choose another name for the new one ([rl.serving] adapter)"
+        )
+    if whole:
+        return
     made = read_shape(Path(adapter.path))
     pairs: dict[str, tuple[object, object]] = {
         "lora_rank": (made.r, settings.lora_rank),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import StorageError, TrainingError, describe
+from openhands_rl_plugin.models.adapters.store import LOADED, MANIFEST, PROBE
 from openhands_rl_plugin.training.distributed.sharding import full_tensor
 from openhands_rl_plugin.training.policies.full_layers import trained_token_logprobs
 from openhands_rl_plugin.training.policies.fused import fuse_layers
@@ -23,6 +24,8 @@ from openhands_rl_plugin.training.policies.packed_model import PackedModel
 _SHARD_BYTES = 4 * 1024**3  # a size per file that every file system and hub accepts
 _INDEX = "model.safetensors.index.json"
 _OWN_FILES = (".safetensors", ".bin", ".index.json")
+_OF_A_VERSION = frozenset({MANIFEST, PROBE, LOADED, "trained.json"})
+"""What was written beside the weights that training began with, about those."""
 
 
 class FullPolicy(PackedModel):
@@ -76,7 +79,7 @@ class FullPolicy(PackedModel):
         """
         try:
             for file in sorted(Path(self.model_path).iterdir()):
-                if file.is_file() and not file.name.endswith(_OWN_FILES):
+                if file.is_file() and not file.name.endswith(_OWN_FILES) and file.name not in _OF_A_VERSION:
                     copyfile(file, directory / file.name)
             self._write(directory)
         except (OSError, SafetensorError) as error:

@@ -6,10 +6,12 @@ import os
 from pathlib import Path
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.core.errors import PublishError, StorageError, describe
+from openhands_rl_plugin.core.errors import StorageError, TrainingError, describe
 from openhands_rl_plugin.core.files import draft_folder, file_sha256, sync
-from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.core.types import Adapter, Frozen
+from openhands_rl_plugin.models.adapters.store import weights_sha256
 from openhands_rl_plugin.training.distributed.sharding import is_sharded
+from openhands_rl_plugin.training.policies.adapter_shape import check_start
 from openhands_rl_plugin.training.policies.full_policy import FullPolicy
 from openhands_rl_plugin.training.policies.full_sharded import ShardedFullPolicy
 from openhands_rl_plugin.training.trainer.trainer import Trainer
@@ -31,13 +33,18 @@ class FullTrainer(Trainer):
     """All weights of a model and their optimiser. Raises ``TrainingError`` when the model cannot be trained.
 
     There is no copy of the model that training began with, so that a KL term is refused; the logprobs that ratios and
-    DPO are relative to are computed before the first step.
+    DPO are relative to are computed before the first step. ``adapter``: a version that is a whole model, whose weights
+    are trained further instead of those in ``model_path``.
     """
 
-    def __init__(self, model_path: str | Path, settings: TrainingSettings) -> None:
+    def __init__(self, model_path: str | Path, settings: TrainingSettings, *, adapter: Adapter | None = None) -> None:
+        if adapter is not None:
+            _check_weights(adapter)
+            check_start(adapter, settings)
+            model_path = adapter.path
         kind = ShardedFullPolicy if is_sharded(settings.sharding) else FullPolicy
         policy = kind(model_path, settings)
-        super().__init__(policy, settings)
+        super().__init__(policy, settings, version=adapter.version if adapter is not None else 0)
         self._model = policy
         self._optimizer.register_step_post_hook(lambda *_: policy.round())
 
@@ -74,8 +81,16 @@ class FullTrainer(Trainer):
         return made
 
     def save_adapter(self, directory: Path) -> None:
-        """Raises ``PublishError``: there is no adapter to load into a running server."""
-        raise PublishError(
-            "all weights were trained, so there is no adapter to load into a running server: use save_model, and start "
-            "a server with that directory"
-        )
+        """Write the whole model into ``directory``, in the layout of Hugging Face, as a version of its own."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._model.save(directory)
+
+
+def _check_weights(adapter: Adapter) -> None:
+    path = Path(adapter.path)
+    try:
+        digest = weights_sha256(path)
+    except OSError as error:
+        raise TrainingError(f"{adapter.name}: cannot read the weights in {path}: {error.strerror}") from error
+    if digest != adapter.sha256:
+        raise TrainingError(f"{adapter.name}: the weights in {path} were changed since they were made (sha256 differs)")

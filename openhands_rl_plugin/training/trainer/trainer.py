@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -62,7 +63,7 @@ _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 _OLD = "old.logprobs"
 
 
-class Trainer:
+class Trainer(ABC):
     """A policy and its optimiser. The same settings, calls and samples give the same weights.
 
     ``version``: the version of the adapter that the policy starts from.
@@ -122,6 +123,10 @@ class Trainer:
         """
         self._checked([sample for pair in pairs for sample in (*pair.chosen, *pair.rejected)])
         return self._train(samples_from_pairs(pairs), Preference(self.settings), on_progress, run)
+
+    @abstractmethod
+    def save_adapter(self, directory: Path) -> None:
+        """Write what was trained into ``directory``, as a version of it is stored and published."""
 
     @property
     def notes(self) -> list[str]:

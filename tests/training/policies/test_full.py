@@ -14,10 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.core.errors import PublishError, StorageError, TrainingError
+from openhands_rl_plugin.core.errors import StorageError, TrainingError
 from openhands_rl_plugin.core.types import Sample
+from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.training.data.imitation import PreferencePair
 from openhands_rl_plugin.training.trainer.full_trainer import FullTrainer
+from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.metrics import TrainProgress
 
 FULL = EXACT.model_copy(update={"method": "full", "algorithm": "sft", "learning_rate": 1e-3, "aggregation": "token"})
@@ -142,8 +144,20 @@ def test_large_models_are_written_in_parts(
 
 def test_what_it_cannot_do_is_one_line(model: Path, tmp_path: Path) -> None:
     trainer = FullTrainer(model, FULL)
-    with pytest.raises(PublishError, match="there is no adapter to load into a running server: use save_model"):
-        trainer.save_adapter(tmp_path)
+    store = AdapterStore(tmp_path)
+    made = store.create("policy", trainer.save_adapter, base_model="tiny")
+    assert FullTrainer(model, FULL, adapter=made).probe(range(2, 20)) == trainer.probe(range(2, 20))
+    lora = LoraTrainer(model, EXACT)
+    adapter = store.create("policy", lora.save_adapter, base_model="tiny")
+    with pytest.raises(
+        TrainingError, match=r'policy-v000002 is an adapter, and .* method = "full" does not continue it'
+    ):
+        FullTrainer(model, FULL, adapter=adapter)
+    with pytest.raises(TrainingError, match=r"cannot read .*adapter_model.safetensors"):
+        LoraTrainer(model, EXACT, adapter=made)
+    (Path(made.path) / "model.safetensors").write_bytes(b"other")
+    with pytest.raises(TrainingError, match=r"were changed since they were made \(sha256 differs\)"):
+        FullTrainer(model, FULL, adapter=made)
     with pytest.raises(ValueError, match='kl = "k3" is the divergence from the base model, of which method = "full"'):
         TrainingSettings(method="full", algorithm="grpo", kl="k3")
     with pytest.raises(TrainingError, match="is not a directory"):
