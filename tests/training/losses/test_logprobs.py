@@ -81,12 +81,13 @@ def test_the_gradient_of_the_entropy_is_that_of_plain_autograd(score, with_bias:
     hidden, weight = torch.randn(count, 12, requires_grad=True), torch.randn(50, 12, requires_grad=True)
     bias = torch.randn(50, requires_grad=True) if with_bias else None
     targets, scale, bonus = torch.randint(50, (count,)), torch.randn(count), torch.rand(count)
+    heat = 0.5 + torch.rand(count)
     inputs = [hidden] if score is token_logprobs else [hidden, weight, *([bias] if bias is not None else [])]
 
-    expected = torch.log_softmax(torch.nn.functional.linear(hidden, weight, bias), -1)
+    expected = torch.log_softmax(torch.nn.functional.linear(hidden, weight, bias) / heat[:, None], -1)
     entropy = -(expected.exp() * expected).sum(-1)
     plain = (expected.gather(1, targets[:, None])[:, 0] * scale - 0.3 * bonus * entropy).sum()
-    logprobs, entropies = score(hidden, targets, weight, bias, entropy_gradient=True)
+    logprobs, entropies = score(hidden, targets, weight, bias, heat, entropy_gradient=True)
     mine = (logprobs * scale - 0.3 * bonus * entropies).sum()
     for found, wanted in zip(torch.autograd.grad(mine, inputs), torch.autograd.grad(plain, inputs), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
