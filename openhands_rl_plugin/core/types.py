@@ -350,10 +350,7 @@ class Sample(Frozen):
 
 
 class Adapter(Frozen):
-    """A version of a policy on disk: a LoRA adapter, or a model whose weights were all trained.
-
-    ``name`` is the versioned name; ``sha256`` is that of the weights file, or of the list of them.
-    """
+    """A trained LoRA adapter or whole model on disk. ``name`` is the versioned name; ``sha256`` that of the weights."""
 
     name: str
     version: int
