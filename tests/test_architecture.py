@@ -269,7 +269,11 @@ TORCH_ROOMS = (
     [
         (HEAVY, TORCH_ROOMS),
         ({"openhands", "litellm"}, ("hosts/v0/",)),
-        ({"aiohttp", "multidict", "yarl"}, ("models/gateway/", "environments/openenv/websocket.py")),
+        (
+            {"aiohttp", "multidict", "yarl"},
+            # The bridge is executed by the Python of verifiers, which has it.
+            ("models/gateway/", "environments/openenv/websocket.py", "environments/verifiers/bridge.py"),
+        ),
         ({"pymongo", "motor", "bson"}, ("trajectories/mongodb/",)),
         ({"ray"}, ("hosts/pool/ray",)),
         ({"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}, ()),

@@ -38,6 +38,7 @@ BUILTINS: Mapping[Kind, Mapping[str, str]] = {
         "skyrl-gym": "openhands_rl_plugin.environments.gyms.skyrl_gym:SkyRLGymEnvironment",
         "textarena": "openhands_rl_plugin.environments.gyms.textarena:TextArenaEnvironment",
         "tools": "openhands_rl_plugin.environments.tools.environment:ToolEnvironment",
+        "verifiers": "openhands_rl_plugin.environments.verifiers.environment:VerifiersEnvironment",
         "web": "openhands_rl_plugin.environments.http.client:WebEnvClient",
         "webshop": "openhands_rl_plugin.environments.http.client:WebEnvClient",
     },

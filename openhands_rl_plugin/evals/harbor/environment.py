@@ -132,6 +132,14 @@ class HarborEnvironment:
         twin._idx, twin._rewards, twin._malformed, twin._last = self._idx, [*self._rewards], self._malformed, self._last
         return twin
 
+    async def cut_short(self) -> Observation | None:
+        """Test the work as it stands, where a limit ended the episode; the reward is the last command's."""
+        if self._container is None or self._ended or not self._rewards:
+            return None
+        reward = self._rewards[-1] = await self._test()
+        self._ended = self._truncated = True
+        return Observation(reward=reward, truncated=True)
+
     async def evidence(self) -> JsonObject:
         """Return, rewards, and what the tests said.
 

@@ -96,8 +96,16 @@ async def test_the_last_turn_is_tested_as_it_stands_and_a_cut_episode_is_no_vali
     write = "echo Hello, world! > hello.txt"
     found = await played(make(tasks, max_turns=1), write)
     assert (found.stop, found.episode_return) == (StopReason.TRUNCATED, 1.0)
-    found = await played(make(tasks), write, limits=Limits(max_turns=1))
-    assert found.failure is not None and "its work earns 1" in found.failure.message
+    cut, late = make(tasks), make(tasks)
+    for each in (cut, late):
+        await each.reset(task())
+        await each.step(said(write))
+    paid = await cut.cut_short()
+    assert paid is not None and paid.reward == 1.0 and (await cut.evidence())["return"] == 1.0
+    with pytest.raises(BadEnvironmentError, match="its work earns 1"):
+        await late.evidence()
+    await cut.close()
+    await late.close()
     found = await played(make(tasks), "ls", limits=Limits(max_turns=1))
     assert (found.failure, found.known_return) == (None, 0.0)
 

@@ -1,0 +1,177 @@
+"""Tasksets of verifiers 0.4: what is said where it is not installed, and its own rollouts against ours.
+
+OPENHANDS_RL_VERIFIERS_PYTHON    has verifiers, and uv beside it for verifiers' own harness
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, InfrastructureError
+from openhands_rl_plugin.core.types import (
+    EpisodeRequest,
+    Limits,
+    Message,
+    PolicyRef,
+    StopReason,
+    StrategySpec,
+    Task,
+    Trajectory,
+)
+from openhands_rl_plugin.environments.verifiers.environment import VerifiersEnvironment, VerifiersOptions
+from openhands_rl_plugin.environments.verifiers.process import VARIABLE
+from openhands_rl_plugin.rollout.session import AgentSession
+from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
+from openhands_rl_plugin.testing import ScriptedEngine
+
+HERE = Path(__file__).parent
+
+
+def task(idx: int = 0) -> Task:
+    return Task(id="t", environment="verifiers", data={"idx": idx})
+
+
+def make(taskset: str, **options: Any) -> VerifiersEnvironment:
+    given = {"taskset": taskset, "path": (str(HERE),), "timeout": 120, **options}
+    return VerifiersEnvironment(VerifiersOptions.model_validate(given))
+
+
+async def played(environment: VerifiersEnvironment, *answers: str, idx: int = 0, turns: int = 10) -> Trajectory:
+    session = AgentSession(
+        environment=environment,
+        strategy=StandardReActStrategy(),
+        strategy_spec=StrategySpec(name="StandardReAct"),
+        engine=ScriptedEngine(answers),
+        policy=PolicyRef(base_model="m"),
+        limits=Limits(max_turns=turns),
+    )
+    return await session.run(EpisodeRequest(task=task(idx), run_id="r", group_id="g"))
+
+
+def test_without_verifiers_it_says_how_to_have_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(
+        ConfigError, match=r"in a Python of its own: `uv venv VERIFIERS .*python = \"VERIFIERS/bin/python\""
+    ):
+        make("sums")
+    with pytest.raises(ConfigError, match="/nowhere/python is no Python"):
+        make("sums", python="/nowhere/python")
+
+
+async def test_a_python_without_verifiers_ends_typed():
+    environment = make("sums", python=sys.executable)
+    with pytest.raises(BadEnvironmentError, match="No module named 'verifiers'"):
+        await environment.reset(task())
+
+
+@pytest.fixture
+def python() -> str:
+    if not (found := os.environ.get(VARIABLE)):
+        pytest.skip(f"set {VARIABLE} to play with the package verifiers")
+    return found
+
+
+def their_own(python: str, taskset: str, index: int, *answers: dict[str, Any]) -> dict[str, Any]:
+    """What verifiers' own rollout of the same answers is worth."""
+    job = json.dumps({"taskset": taskset, "index": index, "answers": answers})
+    path = os.pathsep.join((str(Path(python).parent), os.environ["PATH"]))
+    environ = {**os.environ, "PYTHONPATH": str(HERE), "PATH": path}
+    command = [python, str(HERE / "own_rollout.py"), job]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def scores(found: Trajectory) -> dict[str, float]:
+    kept = found.evidence["verifiers"]
+    assert isinstance(kept, dict) and isinstance(kept["rewards"], dict)
+    return {name: each["score"] for name, each in kept["rewards"].items()}  # type: ignore[index]
+
+
+def spoken(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("idx", "answer"), [(1, "It is 2."), (2, "5"), (0, "")])
+async def test_an_answer_is_worth_what_verifiers_says(python: str, idx: int, answer: str):
+    found = await played(make("tasksets_of_tests"), answer, idx=idx)
+    theirs = their_own(python, "tasksets_of_tests", idx, spoken(answer))
+    assert found.failure is None and found.stop is StopReason.TERMINATED
+    assert (found.episode_return, scores(found)) == (theirs["reward"], theirs["rewards"])
+    assert [m.content for m in found.messages()[:2]] == ["Answer with a number.", f"What is {idx} + {idx}?"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told", ["5", "6"])
+async def test_tools_are_offered_called_and_scored(python: str, told: str):
+    name = "shelf_tools_count"
+    environment = make("tool_taskset_of_tests")
+    opening = await environment.reset(task())
+    name = environment._tools[0]["function"]["name"]  # type: ignore[index,call-overload]
+    assert str(name) in (opening.messages[0].content or "") and "How many there are" in (
+        opening.messages[0].content or ""
+    )
+    await environment.close()
+    call = json.dumps({"name": name, "arguments": {"what": "books"}})
+    found = await played(make("tool_taskset_of_tests"), f"<tool_call>\n{call}\n</tool_call>", f"There are {told}.")
+    asked = {"id": "call_0_0", "type": "function", "function": {"name": name, "arguments": '{"what": "books"}'}}
+    first = {"role": "assistant", "content": "", "tool_calls": [asked]}
+    theirs = their_own(python, "tool_taskset_of_tests", 0, first, spoken(f"There are {told}."))
+    assert (found.failure, found.episode_return) == (None, theirs["reward"]) and scores(found) == theirs["rewards"]
+    assert found.episode_return == float(told == "5")
+    assert "<tool_response>\n5 books\n</tool_response>" in [m.content for m in found.messages()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guesses", [("5", "please 2", "3"), ("3",), ("9", "9", "9", "9")])
+async def test_an_environment_that_talks_back_is_played_turn_by_turn(python: str, guesses: tuple[str, ...]):
+    found = await played(make("dialogue_taskset_of_tests"), *guesses)
+    theirs = their_own(python, "dialogue_taskset_of_tests", 0, *map(spoken, guesses))
+    assert (found.failure, found.episode_return) == (None, theirs["reward"]) and scores(found) == theirs["rewards"]
+    told = [m.content for m in found.messages() if m.role == "user"]
+    assert told == ["Guess a number from 1 to 9.", *["lower", "higher", "lower", "lower"][: len(guesses) - 1]] or told[
+        1:
+    ] == ["lower"] * (len(guesses) - 1)
+
+
+@pytest.mark.slow
+async def test_limits_are_verifiers_own_and_a_cut_episode_is_scored(python: str):
+    limited = await played(make("dialogue_taskset_of_tests", max_turns=1), "please 5")
+    assert (limited.failure, limited.stop, limited.episode_return) == (None, StopReason.TRUNCATED, 0.5)
+    environment = make("dialogue_taskset_of_tests")
+    await environment.reset(task())
+    await environment.step(Message(role="assistant", content="please 5"))
+    paid = await environment.cut_short()
+    assert paid is not None and paid.reward == 0.5 and (await environment.evidence())["return"] == 0.5
+    await environment.close()
+
+
+@pytest.mark.slow
+async def test_what_is_wrong_is_typed(python: str):
+    with pytest.raises(BadEnvironmentError, match=r"No module named 'no_such_taskset'|'no_such_taskset' not found"):
+        await make("no_such_taskset").reset(task())
+    with pytest.raises(BadEnvironmentError, match="has the tasks 0 to 2, and no 99"):
+        await make("tasksets_of_tests").reset(task(99))
+    with pytest.raises(BadEnvironmentError, match="verifiers recorded no reward"):
+        await played_out(make("unpaid_taskset_of_tests"), "hello")
+    environment = make("tasksets_of_tests", start_timeout=170)
+    await environment.reset(task())
+    assert environment._process is not None
+    environment._process._process.kill()
+    with pytest.raises(InfrastructureError, match="the process of verifiers ended"):
+        await environment.step(Message(role="assistant", content="2"))
+    again = await played(make("tasksets_of_tests", start_timeout=170), "2", idx=1)
+    assert again.failure is None, "a new process takes the place of one that died"
+
+
+async def played_out(environment: VerifiersEnvironment, answer: str) -> None:
+    await environment.reset(task())
+    await environment.step(Message(role="assistant", content=answer))
