@@ -111,6 +111,9 @@ class TrainingSettings(Settings):
         default=False,
         description="add the adapter to the experts of a mixture too, where vLLM can load it; `serve` cannot",
     )
+    router_aux_loss_coef: float = Field(
+        default=0.0, ge=0, le=1, description="weight of the load balancing loss of a mixture's routers; 0: off"
+    )
     clip_low: Annotated[float, _Only((*_PPO, "gspo"))] = Field(
         default=0.0,
         ge=0,

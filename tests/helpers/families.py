@@ -48,9 +48,20 @@ class Family:
     how: How
     changes: dict[str, Any] = field(default_factory=dict)
     targets: tuple[str, ...] = _LAYERS
-    note: str = ""
     experts: bool = False
     """Whether ``adapt_experts`` is supported."""
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The servers of an adapter with these targets."""
+        vllm = () if self.model_type in ("mamba2", "rwkv", "bloom", "bert") else ("vLLM",)
+        own = self.how == "packed" and self.model_type != "deepseek_v3"
+        return (*vllm, "`openhands-rl serve`") if own else vllm
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Of the weights of transformers' default configuration: those that are adapted, those in experts."""
+        return _SHARES[self.model_type]
 
 
 _LATENT: dict[str, Any] = {
@@ -71,6 +82,40 @@ _GLM: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 _MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64, "mamba_n_groups": 1}
+
+_SHARES = {
+    "llama": (0.961, 0.0),
+    "qwen2": (0.897, 0.0),
+    "qwen3": (0.897, 0.0),
+    "mistral": (0.964, 0.0),
+    "smollm3": (0.915, 0.0),
+    "granite": (0.961, 0.0),
+    "gemma3_text": (0.77, 0.0),
+    "olmo3": (0.94, 0.0),
+    "phi3": (0.948, 0.0),
+    "qwen2_moe": (0.086, 0.87),
+    "qwen3_moe": (0.015, 0.944),
+    "mixtral": (0.029, 0.966),
+    "minimax_m2": (0.012, 0.982),
+    "glm4_moe": (0.025, 0.963),
+    "deepseek_v3": (0.016, 0.974),
+    "gpt_oss": (0.008, 0.982),
+    "gemma2": (0.774, 0.0),
+    "qwen3_next": (0.006, 0.97),
+    "qwen3_5_text": (0.592, 0.0),
+    "qwen3_5_moe_text": (0.011, 0.929),
+    "nemotron_h": (0.143, 0.256),
+    "falcon_h1": (0.82, 0.0),
+    "jamba": (0.058, 0.874),
+    "lfm2": (0.938, 0.0),
+    "granitemoehybrid": (0.01, 0.897),
+    "mamba2": (0.963, 0.0),
+    "rwkv": (0.944, 0.0),
+    "opt": (0.678, 0.0),
+    "bloom": (0.002, 0.0),
+    "cohere": (0.94, 0.0),
+    "bert": (0.129, 0.0),
+}
 
 FAMILIES = (
     Family("Llama 2 and 3", "llama", "packed"),
@@ -181,7 +226,7 @@ FAMILIES = (
         "OPT (learnt positions)",
         "opt",
         "packed",
-        {"ffn_dim": 48, "word_embed_proj_dim": 32},
+        {"num_key_value_heads": 4, "ffn_dim": 48, "word_embed_proj_dim": 32},
         ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
     ),
     Family("Bloom (ALiBi)", "bloom", "one sequence", {"n_head": 4, "n_layer": 2}, ("query_key_value", "dense")),
@@ -202,3 +247,51 @@ def write_family(path: Path, family: Family, **changes: Any) -> Path:
                 weight.add_(0.3 * torch.randn_like(weight))
     model.save_pretrained(path)
     return path
+
+
+_HEAD = """# Model families
+
+What `[rl.training]` does with a family of models, shown by tests with tiny random models
+(`tests/training/policies/test_families.py`): logprobs within 1e-4 nats of transformers' own, one sequence at a time,
+and the cosine of the gradients above 0.9999. The page is made from the tests' table; `train` says the same for your
+model, before it trains.
+
+- **packed**: sequences of a micro-batch are computed together, common prefixes once.
+- **one sequence**: packed, one sequence would change another (layers with a recurrent state or a convolution,
+  positions that depend on the longest sequence), or the attention has something that the packed one has not (sinks,
+  score caps, ALiBi). A micro-batch is one sequence, prefixes are computed again: right, and slower.
+- **refused**: the model's logprobs are not those of its last hidden states and its output layer. One line says so
+  before anything is trained.
+
+What your model is, is found out each time that it is loaded, by its logprobs and not by its name: other families than
+these work in the same way. Weights that a family has beside its layers (heads for several tokens, a vision tower) are
+neither used nor trained.
+
+The adapter's layers are the default `target_modules`, where no others are named. The shares are those of
+transformers' default configuration of the family, usually that of its best known model: what the adapter touches, and
+what is in the experts, which are left out by default. `adapt_experts = true` gives each expert its own low-rank term,
+in the format that vLLM loads (0.32: checked at loading; its kernels for them need a GPU); `openhands-rl serve` has no
+adapters of experts. Which experts a server chose is not recorded, because chat completions do not return it: the
+trainer routes anew, and a difference is not corrected. `router_aux_loss_coef` adds the load balancing loss where the
+family's configuration has one.
+
+| family | `model_type` | trained | adapter served by | touched | in experts | `adapt_experts` |
+|---|---|---|---|---|---|---|
+"""
+
+
+def page() -> str:
+    """The text of ``docs/families.md``."""
+    return _HEAD + "".join(f"{_row(family)}\n" for family in FAMILIES)
+
+
+def _row(family: Family) -> str:
+    if family.how == "refused":
+        return f"| {family.title} | `{family.model_type}` | refused | | | | |"
+    touched, experts = family.shares
+    own = "" if family.targets == _LAYERS else " of " + ", ".join(f"`{name}`" for name in family.targets)
+    served = ", ".join(family.servers) or "none known"
+    inside = f"{100 * experts:.0f} %" if experts else ""
+    able = "yes" if family.experts else "refused" if experts else ""
+    kind = f"| {family.title} | `{family.model_type}` | {family.how} | {served} "
+    return f"{kind}| {100 * touched:.2g} %{own} | {inside} | {able} |"

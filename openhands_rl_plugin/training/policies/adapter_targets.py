@@ -20,6 +20,9 @@ _FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 
+# vLLM 0.32 has no adapters for these, or not the model.
+_NOT_BY_VLLM = frozenset({"bloom", "mamba", "mamba2", "rwkv", "xlstm", "recurrent_gemma"})
+
 
 @dataclass(frozen=True)
 class Coverage:
@@ -97,12 +100,24 @@ def prepare_targets(model: PreTrainedModel, targets: Sequence[str], *, adapt_exp
     return found
 
 
-def describe_targets(found: Coverage, targets: Sequence[str], *, packed: bool, servable: bool) -> list[str]:
+def servers_of(model: PreTrainedModel, *, packed: bool, experts: bool) -> tuple[str, ...]:
+    """The servers that can serve an adapter of linear layers of this model, as far as is known before one is asked.
+
+    ``packed``: whether its attention can be replaced. The embedded server replaces it too, and its slots hold keys and
+    values of one width.
+    """
+    config = model.config.get_text_config()
+    vllm = () if config.model_type in _NOT_BY_VLLM else ("vLLM",)
+    slots = packed and not hasattr(config, "kv_lora_rank")
+    return (*vllm, "`openhands-rl serve`") if slots and not experts else vllm
+
+
+def describe_targets(found: Coverage, targets: Sequence[str], servers: Sequence[str]) -> list[str]:
     """What a user should know before training, a line each: weights, servers, experts."""
     named = ", ".join(target for target in targets if target not in found.missing)
     absent = f"; no such layers here: {', '.join(found.missing)}" if found.missing else ""
-    touched = f"the adapter touches {_percent(found.share)} of the weights ({named}{absent})"
-    lines = [f"{touched}; {_servers(found, packed, servable)}"]
+    able = f"can be served by {' and '.join(servers)}" if servers else "no known server can load it"
+    lines = [f"the adapter touches {_percent(found.share)} of the weights ({named}{absent}); {able}"]
     if found.left_out:
         lines.append(
             f"the experts ({_percent(found.left_out / found.total)} of the weights) are not adapted; adapt_experts = "
@@ -113,14 +128,6 @@ def describe_targets(found: Coverage, targets: Sequence[str], *, packed: bool, s
             "the experts that a server chose are not recorded: the trainer routes anew, and corrects no difference"
         )
     return lines
-
-
-def _servers(found: Coverage, packed: bool, servable: bool) -> str:
-    if not servable:
-        return "no server loads it (dora)"
-    if found.experts > found.left_out or not packed:
-        return "vLLM can serve it, `openhands-rl serve` cannot"
-    return "vLLM and `openhands-rl serve` can serve it"
 
 
 @contextmanager

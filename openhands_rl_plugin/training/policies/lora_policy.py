@@ -19,7 +19,12 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe
 from openhands_rl_plugin.models.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from openhands_rl_plugin.training.distributed.sharding import shard_layers
-from openhands_rl_plugin.training.policies.adapter_targets import describe_targets, prepare_targets, without_renaming
+from openhands_rl_plugin.training.policies.adapter_targets import (
+    describe_targets,
+    prepare_targets,
+    servers_of,
+    without_renaming,
+)
 from openhands_rl_plugin.training.policies.experts import BY_NAME
 from openhands_rl_plugin.training.policies.fused import fuse_layers
 from openhands_rl_plugin.training.policies.lora_layers import adapter_config
@@ -75,10 +80,13 @@ class TrainablePolicy(PackedModel):
 
     def notes(self) -> list[str]:
         """As of every model, and what the adapter touches and who can serve it."""
-        return [
-            *super().notes(),
-            *describe_targets(self._coverage, self._targets, packed=self.packing.packed, servable=self._servable),
-        ]
+        return [*super().notes(), *describe_targets(self._coverage, self._targets, self.servers)]
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The servers that can serve the adapter, as far as is known before one is asked."""
+        experts = self._coverage.experts > self._coverage.left_out
+        return servers_of(self._base, packed=self.packing.packed, experts=experts) if self._servable else ()
 
     def _prepare(self, settings: TrainingSettings) -> None:
         self._targets, self._servable = settings.target_modules, settings.lora_variant != "dora"

@@ -91,5 +91,5 @@ def _one_chunk(
 
 
 def _scaled(hidden: Tensor, weight: Tensor, bias: Tensor | None, factor: float, cap: float | None) -> Tensor:
-    logits = F.linear(hidden, weight, bias).float() * factor
+    logits = F.linear(hidden.to(weight.dtype), weight, bias).float() * factor
     return logits if cap is None else torch.tanh(logits / cap) * cap

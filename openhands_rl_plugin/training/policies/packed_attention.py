@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 
 from openhands_rl_plugin.training.data.layout import Layout, Run
 
@@ -56,12 +56,6 @@ class PackedRows:
             zeros = torch.zeros(hidden.shape, dtype=dtype, device=self.ids.device)
             self._hidden[key] = zeros.masked_fill_(hidden, float("-inf")).repeat_interleave(heads, 0)
         return self._hidden[key]
-
-
-def hidden_states(model: PreTrainedModel, rows: PackedRows) -> Tensor:
-    """[N, width] last hidden states of a model whose attention is ``ATTENTION_NAME``."""
-    decoder = model.get_decoder()
-    return decoder(input_ids=rows.ids, position_ids=rows.positions, use_cache=False, rows=rows).last_hidden_state[0]
 
 
 def attend(

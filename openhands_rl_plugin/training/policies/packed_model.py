@@ -19,7 +19,7 @@ from openhands_rl_plugin.models.short_windows import short_windows
 from openhands_rl_plugin.training.data.layout import Layout, lay_out
 from openhands_rl_plugin.training.losses.logprobs import ROWS_AT_A_TIME, token_logprobs
 from openhands_rl_plugin.training.policies.output_layer import measure_scale, scaled_token_logprobs
-from openhands_rl_plugin.training.policies.packed_attention import ATTENTION_NAME, PackedRows, hidden_states
+from openhands_rl_plugin.training.policies.packed_attention import ATTENTION_NAME, PackedRows
 from openhands_rl_plugin.training.policies.packing_check import (
     PACKED,
     Packing,
@@ -29,6 +29,7 @@ from openhands_rl_plugin.training.policies.packing_check import (
     problem_of_positions,
     sequences_of,
 )
+from openhands_rl_plugin.training.policies.router_loss import RouterLoss
 
 _UNBOUNDED = 2**31
 
@@ -49,13 +50,19 @@ class PackedModel(ABC):
         self.longest: int = getattr(config, "max_position_embeddings", None) or _UNBOUNDED
         """The model's maximal context length, in tokens."""
         self.vocabulary: int = config.vocab_size
+        self._router: RouterLoss | None = None
         drop_nothing(self._base)
         with short_windows(self._base):
-            plain = self._plain_logprobs()
+            try:
+                plain = self._plain_logprobs()
+            except (NotImplementedError, TypeError, AttributeError, RuntimeError, ValueError, IndexError) as error:
+                raise self._refusal(describe(error)) from error
             self._prepare(settings)
             self.packing: Packing = PACKED
             """Whether sequences are computed together; where not, the trainer gives one a micro-batch."""
             self._check(plain)
+        if settings.router_aux_loss_coef:
+            self._router = RouterLoss(self._base, _decoder(self._base), settings.router_aux_loss_coef)
         if settings.gradient_checkpointing:
             _checkpoint_layers(self._base, self.model_path)
         self.parameters = self._trained()
@@ -200,10 +207,19 @@ class PackedModel(ABC):
         return head
 
     def _hidden(self, packed: PackedRows) -> Tensor:
-        """[N, width] last hidden states."""
-        if self.packing.packed:
-            return hidden_states(self._base, packed)
-        return _decoder(self._base)(input_ids=packed.ids, use_cache=False).last_hidden_state[0]
+        """[N, width] last hidden states, in the dtype of the weights: those of Mamba-2 are wider."""
+        wanted: dict[str, Any] = {"position_ids": packed.positions, "rows": packed} if self.packing.packed else {}
+        routed = self._router is not None and torch.is_grad_enabled()
+        if routed:
+            wanted["output_router_logits"] = True
+        found = _decoder(self._base)(input_ids=packed.ids, use_cache=False, **wanted)
+        if self._router is not None and routed:
+            self._router.add(found.router_logits)
+        return found.last_hidden_state[0].to(self.dtype)
+
+    def router_loss(self) -> Tensor | float:
+        """The weighted auxiliary loss of the routers in the forward passes since the last call; 0 where it is off."""
+        return self._router.take() if self._router is not None else 0.0
 
     @torch.no_grad()
     def _plain_logprobs(self) -> list[Tensor]:
@@ -240,7 +256,10 @@ class PackedModel(ABC):
         except (NotImplementedError, TypeError, AttributeError, RuntimeError, ValueError) as error:
             problem = describe(error)
         if problem:
-            raise TrainingError(f"{self.model_path}: this architecture ({self.family}) cannot be trained: {problem}")
+            raise self._refusal(problem)
+
+    def _refusal(self, cause: str) -> TrainingError:
+        return TrainingError(f"{self.model_path}: this architecture ({self.family}) cannot be trained: {cause}")
 
     def _logprobs_of(self, sequences: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """Those of tokens 1 .. T-1 of each sequence."""

@@ -310,7 +310,8 @@ class Trainer(ABC):
         total, diagnostics = 0.0, Diagnostics()
         mine, idle = shard_micro_batches(self._ranks, live, self._micro_batch_tokens, whole_units=loss.whole_units)
         for group in mine:
-            share, found = self._backward(group, [weights[id(item)] for item in group], loss)
+            each = [weights[id(item)] for item in group]
+            share, found = self._backward(group, each, loss, len(group) / len(live))
             total, diagnostics = total + share, diagnostics + found
         for group in idle:
             self._backward(group, [0.0] * len(group), loss)
@@ -349,11 +350,12 @@ class Trainer(ABC):
         return full_tensor(norm).item()
 
     def _backward(
-        self, group: list[TrainingSample], weights: list[float], loss: MicroBatchLoss
+        self, group: list[TrainingSample], weights: list[float], loss: MicroBatchLoss, portion: float = 0.0
     ) -> tuple[float, Diagnostics]:
-        """Accumulate the gradient of one micro-batch; returns its share of the loss."""
+        """Accumulate the gradient of one micro-batch, ``portion`` of the batch; returns its share of the loss."""
         logprobs, entropies = micro_batch_logprobs(self._policy, group)
         share, diagnostics = loss(MicroBatch(group, logprobs, entropies, logprobs.new_tensor(weights)))
+        share = share + portion * self._policy.router_loss()
         share.backward()
         return share.item(), diagnostics
 

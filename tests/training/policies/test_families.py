@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES, Family, write_family
+from families import FAMILIES, Family, page, write_family
+from safetensors.torch import load_file
+from tiny_model import write_model, write_tokenizer
 from torch import Tensor
 from torch.func import functional_call
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.types import Sample
+from openhands_rl_plugin.models.adapters.compatibility import check_servable
+from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
+from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.generator.config import GeneratorConfig, ServerConfig
+from openhands_rl_plugin.models.generator.errors import StartError
+from openhands_rl_plugin.models.generator.model import ServedModel
+from openhands_rl_plugin.models.server.server import running_server
 from openhands_rl_plugin.training.data.layout import lay_out
+from openhands_rl_plugin.training.policies.adapter_targets import coverage
 from openhands_rl_plugin.training.policies.experts import BY_NAME
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
+from openhands_rl_plugin.training.trainer.full_trainer import FullTrainer
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 
 _FAST = {
     "llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "gemma3_text", "glm4_moe", "olmo3",
     "nemotron_h", "gpt_oss", "deepseek_v3", "mixtral", "phi3",
 }  # fmt: skip
+PAGE = Path(__file__).parents[3] / "docs" / "families.md"
 SETTINGS = TrainingSettings(dtype="float32", lora_rank=2, lora_alpha=4)
 
 
@@ -73,6 +87,11 @@ def reference(
     return found, {
         name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for name, leaf in leaves.items()
     }
+
+
+def gradient_of(leaf: Tensor) -> Tensor:
+    """Zero for what no token reached."""
+    return leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
 
 
 def loss_of(logprobs: Sequence[Tensor]) -> Tensor:
@@ -127,6 +146,7 @@ def test_logprobs_and_gradients_are_those_of_transformers(family: Family, tmp_pa
     assert ("packed" if policy.packing.packed else "one sequence") == family.how, policy.packing.reason
     check(model, policy)
     assert any("one sequence a micro-batch" in line for line in policy.notes()) == (family.how == "one sequence")
+    assert policy.servers == family.servers
 
 
 @pytest.mark.parametrize(
@@ -188,3 +208,133 @@ def test_a_trainer_gives_one_sequence_a_micro_batch_where_packing_would_be_wrong
         (-sample.advantage * logprobs.sum() / total).backward()
     for name, parameter in zip(leaves, trainer.parameters.values(), strict=True):
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_the_auxiliary_loss_of_routers_is_that_of_transformers(tmp_path: Path) -> None:
+    """Of one sequence, where transformers computes it too: the loss of a step, and the gradient of all weights."""
+    family = next(each for each in FAMILIES if each.model_type == "qwen3_moe")
+    model = write_family(tmp_path / "model", family)
+    ids = sequences()[0]
+    sample = Sample(trajectory_id="0", leaf=0, input_ids=ids, mask=(False, *[True] * 99), logprobs=(0.0,) * 100)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    answer = plain(torch.tensor([ids]), labels=torch.tensor([ids]), output_router_logits=True)
+    nll = torch.log_softmax(answer.logits[0, :-1], -1).gather(1, torch.tensor(ids[1:])[:, None]).mean().neg()
+    (nll + 0.5 * answer.aux_loss).backward()
+    expected = {name: gradient_of(weight) for name, weight in plain.named_parameters()}
+    settings = SETTINGS.model_copy(
+        update={
+            "algorithm": "sft",
+            "method": "full",
+            "num_epochs": 1,
+            "max_grad_norm": 1e9,
+            "router_aux_loss_coef": 0.5,
+        }
+    )
+    trainer = FullTrainer(model, settings)
+    loss = trainer.sft([sample]).first_loss
+    assert loss == pytest.approx((nll + 0.5 * answer.aux_loss).item(), abs=1e-4)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradient_of(trainer.parameters[name]), gradient, rtol=1e-3, atol=1e-5, msg=name)
+    dense = write_family(tmp_path / "dense", next(each for each in FAMILIES if each.model_type == "llama"))
+    with pytest.raises(TrainingError, match="llama has no auxiliary loss of routers"):
+        FullTrainer(dense, settings)
+
+
+def test_adapters_that_would_touch_a_part_are_refused_with_the_names_to_set(tmp_path: Path) -> None:
+    by_type = {each.model_type: each for each in FAMILIES}
+    default = SETTINGS.target_modules
+    phi = write_family(tmp_path / "phi3", by_type["phi3"])
+    with pytest.raises(TrainingError, match=r'"o_proj", "down_proj", "qkv_proj", "gate_up_proj"\]'):
+        TrainablePolicy(phi, SETTINGS)
+    mixtral = write_family(tmp_path / "mixtral", by_type["mixtral"])
+    with pytest.raises(TrainingError, match=r'"o_proj", "w1", "w3", "w2"\]'):
+        TrainablePolicy(mixtral, SETTINGS.model_copy(update={"adapt_experts": True}))
+    policy = TrainablePolicy(mixtral, SETTINGS)
+    notes = " ".join(policy.notes())
+    assert policy.parameters and "no such layers here: gate_proj, up_proj, down_proj" in notes
+    assert "the experts (71 % of the weights) are not adapted" in notes
+    fused = write_family(tmp_path / "gpt_oss", by_type["gpt_oss"])
+    with pytest.raises(TrainingError, match="no server can load adapters of gpt_oss's experts"):
+        TrainablePolicy(fused, SETTINGS.model_copy(update={"adapt_experts": True, "target_modules": default[:4]}))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_an_adapter_of_experts_is_continued_from_its_file(name: str, tmp_path: Path) -> None:
+    """The names in the file are those that vLLM and the model's own files have."""
+    family = next(each for each in FAMILIES if each.model_type == name)
+    model = write_family(tmp_path / "model", family)
+    names = BY_NAME[name].layers
+    targets = tuple(dict.fromkeys((*family.targets[:4], *names)))
+    settings = SETTINGS.model_copy(update={"adapt_experts": True, "target_modules": targets, "num_epochs": 1})
+    trainer = LoraTrainer(model, settings)
+    ids = sequences()[0]
+    sample = Sample(trajectory_id="0", leaf=0, input_ids=ids, mask=(False, *[True] * 99), logprobs=(0.0,) * 100)
+    trainer.sft([sample])
+    store = AdapterStore(tmp_path / "adapters")
+    adapter = store.create("policy", trainer.save_adapter, base_model="base")
+    check_servable(adapter)
+    block = "block_sparse_moe" if name == "mixtral" else "mlp"
+    written = load_file(Path(adapter.path) / WEIGHTS_FILE)
+    assert f"base_model.model.model.layers.0.{block}.experts.0.{names[0]}.lora_A.weight" in written
+    again = LoraTrainer(model, settings, adapter=adapter)
+    assert again.probe(ids).logprobs == trainer.probe(ids).logprobs != LoraTrainer(model, settings).probe(ids).logprobs
+    with pytest.raises(TrainingError, match="adapt_experts"):
+        LoraTrainer(model, settings.model_copy(update={"adapt_experts": False}), adapter=adapter)
+
+
+def test_the_embedded_server_serves_the_adapter_of_a_mixture_and_it_is_verified(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2,
+                        moe_intermediate_size=16)  # fmt: skip
+    trainer = LoraTrainer(model, SETTINGS)
+    for parameter in trainer.parameters.values():
+        torch.nn.init.normal_(parameter, std=0.1)
+    store = AdapterStore(tmp_path / "adapters")
+    adapter = store.create("policy", trainer.save_adapter, base_model="base")
+    probe = trainer.probe(tuple(range(2, 60)))
+
+    async def publish(url: str) -> float | None:
+        publisher = AdapterPublisher(url, store)
+        try:
+            return (await publisher.publish(adapter, probe)).difference
+        finally:
+            await publisher.aclose()
+
+    config = ServerConfig(model=str(model), served_model_name="base", dtype="float32", port=0, threads=1)
+    with running_server(config) as url:
+        difference = asyncio.run(publish(url))
+    assert difference is not None and difference < 1e-3
+
+
+def test_the_page_is_made_from_the_table() -> None:
+    """``python tests/training/policies/test_families.py`` writes it."""
+    assert PAGE.read_text(encoding="utf-8") == page()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", [each for each in FAMILIES if each.how != "refused"], ids=lambda each: each.model_type
+)
+def test_the_shares_of_the_table_are_those_of_the_default_configuration(family: Family) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.model_type))
+    found = coverage(model, family.targets)
+    assert (found.share, found.experts / found.total) == pytest.approx(family.shares, abs=5e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda each: each.model_type)
+def test_the_embedded_server_serves_the_families_of_the_table_and_refuses_the_others(
+    family: Family, tmp_path: Path
+) -> None:
+    model = write_family(tmp_path / "model", family, vocab_size=512)
+    write_tokenizer(model)
+    config = GeneratorConfig(model=str(model), dtype="float32", threads=1)
+    if "`openhands-rl serve`" in family.servers:
+        ServedModel(config).close()
+    else:
+        with pytest.raises(StartError, match=rf"\({family.model_type}\) cannot be served"):
+            ServedModel(config)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
