@@ -34,7 +34,7 @@ class RouterLoss:
         """Note the logits of one forward pass: for each layer [N, experts]."""
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-        value = load_balancing_loss_func(router_logits, self._experts, self._chosen)
+        value = load_balancing_loss_func(router_logits, self._experts, self._chosen)  # pyright: ignore[reportArgumentType]
         assert isinstance(value, Tensor)
         self._values.append(value)
 
