@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.options.fields import checked, given_fields
+from openhands_rl_plugin.cli.options.stored import finite
 from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
 from openhands_rl_plugin.cli.options.suites import add_bounds, add_repositories, add_tasks, open_backend
 from openhands_rl_plugin.core.errors import ConfigError
@@ -54,6 +55,13 @@ llm_completions/, predictions.jsonl and report.json. Run 0 samples at temperatur
 another strategy, model, seed or limit is not continued: give each experiment its own --note.
 """
 _SWE_GYM_TEMPERATURES = (0.0, 0.5)
+_ANSWER = "tokens of one completion (default: as in [llm]; of an environment, [rl] max_response_length)"
+_BOUNDS = {
+    "max_iterations": "max_turns",
+    "max_prompt_length": "max_prompt_length",
+    "max_obs_length": "max_obs_length",
+    "workers": "max_workers",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +103,12 @@ def _add_agent(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--strategy", default="", metavar="NAME", help="of RLAgent (default: [rl] rollout_strategy)")
     option = "option of the strategy; may be repeated"
     group.add_argument("--strategy-option", action="append", default=[], metavar="NAME=JSON", help=option)
-    group.add_argument("--max-iterations", type=int, default=50, metavar="TURNS", help="turns of an episode")
+    turns = "turns of an episode (default: 50; of an environment, [rl] max_turns)"
+    group.add_argument("--max-iterations", "--max-turns", type=int, metavar="TURNS", help=turns)
+    prompt = "tokens of the longest prompt of an environment's episode (default: [rl] max_prompt_length)"
+    group.add_argument("--max-prompt-length", type=int, metavar="TOKENS", help=prompt)
+    observed = "tokens of an observation (default: [rl] max_obs_length, or the model's max_message_chars)"
+    group.add_argument("--max-obs-length", type=int, metavar="TOKENS", help=observed)
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
@@ -109,7 +122,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--temperature", type=float, metavar="TEMPERATURE", help="sampling temperature of all runs")
     group.add_argument("--temperatures", metavar="LIST", help="of run 0, run 1, ...; the last one is repeated")
     group.add_argument("--top-p", type=float, metavar="PROBABILITY", help="nucleus sampling: probability mass, up to 1")
-    group.add_argument("--max-output-tokens", type=int, metavar="TOKENS", help="tokens of one completion")
+    group.add_argument("--max-output-tokens", type=int, metavar="TOKENS", help=_ANSWER)
     native = "tool calls by the server's API (default: as in [llm]); --no-...: calls in the text"
     group.add_argument("--native-tool-calling", action=argparse.BooleanOptionalAction, help=native)
     group.add_argument("--token-ids", action=argparse.BooleanOptionalAction, help="record token ids, for training")
@@ -121,7 +134,10 @@ def _add_runs(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--runs", type=int, default=1, metavar="RUNS", help="runs over all tasks")
     group.add_argument("--seed", type=int, default=0, metavar="SEED", help="sampling seed")
     group.add_argument("--shuffle", type=int, metavar="SEED", help="play the tasks in random order")
-    group.add_argument("--workers", type=int, default=1, metavar="EPISODES", help="episodes at a time")
+    at_a_time = "episodes at a time (default: 1; of an environment, [rl] max_workers)"
+    group.add_argument("--workers", type=int, metavar="EPISODES", help=at_a_time)
+    success = "least return of a resolved task of an environment (default: [rl.reward] threshold, else its own)"
+    group.add_argument("--success-at", type=finite, metavar="RETURN", help=success)
     add_bounds(group)
     retries = "retries of an episode after an infrastructure failure"
     group.add_argument("--retries", type=int, default=2, metavar="RETRIES", help=retries)
@@ -134,11 +150,22 @@ def _add_runs(group: argparse._ArgumentGroup) -> None:
 
 
 def _plan(args: argparse.Namespace) -> tuple[EvaluationPlan, Suite]:
+    from openhands_rl_plugin.config.rl import RLSettings
+    from openhands_rl_plugin.config.success import success_rule
+    from openhands_rl_plugin.config.toml import load_settings
     from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
-    from openhands_rl_plugin.evals.runs.suites import find_suite
+    from openhands_rl_plugin.evals.runs.suites import WEBSHOP, find_suite
 
     suite = find_suite(args.suite, args.split)
+    settings = load_settings(args.config) if args.config is not None else RLSettings()
+    # What a file does not say is a bound of environments only: its defaults are made for short conversations.
+    said = settings.model_fields_set if suite.software else set(RLSettings.model_fields)
     model = _model(args)
+    if "max_response_length" in said and "max_output_tokens" not in model.model_fields_set:
+        model = model.model_copy(update={"max_output_tokens": settings.max_response_length})
+    bounds = {name: getattr(settings, own) for name, own in _BOUNDS.items() if own in said}
+    given = {name: value for name, value in given_fields(args, EvaluationPlan).items() if value is not None}
+    environment = WEBSHOP if suite.name == WEBSHOP else settings.env_name
     chosen = {
         "suite": suite.name,
         "dataset": suite.dataset,
@@ -150,8 +177,9 @@ def _plan(args: argparse.Namespace) -> tuple[EvaluationPlan, Suite]:
         "temperatures": _temperatures(args, model),
         "graders": args.graders or os.cpu_count() or 1,
         "completions": not args.no_completions,
+        "success": success_rule(environment, settings.reward, args.success_at),
     }
-    plan = checked(EvaluationPlan, given_fields(args, EvaluationPlan) | chosen)
+    plan = checked(EvaluationPlan, bounds | given | chosen)
     return plan, suite
 
 
@@ -246,7 +274,7 @@ async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan, suite: Suite
                 backend=backend,
                 grade=not args.no_grade,
                 retry_failed=args.retry_failed,
-                processes=process_count(args.workers) if args.processes is None else args.processes,
+                processes=process_count(plan.workers) if args.processes is None else args.processes,
                 started=started,
             )
 
@@ -297,6 +325,8 @@ def _describe(
         f"{suite.name}: {count}, {plan.runs} runs, {plan.workers} at a time",
         f"  agent: {agent}, at most {plan.max_iterations} iterations and {plan.timeout:g} s",
         f"  model: {plan.model.name}{adapts} at {plan.model.base_url}",
+        f"  in tokens: {_lengths(plan)}",
+        *([] if suite.software else [f"  resolved by {plan.success}"]),
     ]
     for run in plan.each_run():
         check_same_settings(plan, run, by)
@@ -306,6 +336,12 @@ def _describe(
         sampled = "the model's" if temperature is None else f"{temperature:g}"
         lines.append(f"  run {run.index}: temperature {sampled}, {done} done, {directory}")
     return lines
+
+
+def _lengths(plan: EvaluationPlan) -> str:
+    limits = plan.limits()
+    prompt = "as the server takes" if limits.max_prompt_length is None else f"{limits.max_prompt_length:,}"
+    return f"prompt {prompt}, answer {limits.max_response_length:,}, observation {limits.max_obs_length:,}"
 
 
 def _report(plan: EvaluationPlan, *, graded: bool) -> int:

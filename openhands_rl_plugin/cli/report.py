@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from openhands_rl_plugin.cli.options.stored import finite
 from openhands_rl_plugin.cli.options.stores import STORE_HELP
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
     version = "prefix of the version of the verifier's scores"
     parser.add_argument("--verifier", default="verifier", metavar="VERSION", help=version)
     parser.add_argument("--json", action="store_true", help="print report.json instead of tables")
+    success = "least reward of a resolved attempt (default: as the runs were made)"
+    parser.add_argument("--success-at", type=finite, metavar="REWARD", help=success)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,6 +53,8 @@ def read_judged_runs(args: argparse.Namespace, paths: Sequence[Path]) -> tuple[R
     from openhands_rl_plugin.evals.report.run_records import read_runs
 
     runs = read_runs(tuple(paths))
+    if args.success_at is not None:
+        runs = tuple(run.judged_at(args.success_at) for run in runs)
     return asyncio.run(_verified(args, runs)) if args.store else runs
 
 
@@ -79,6 +84,8 @@ def print_report(runs: Sequence[RunRecord], comparison: Comparison | None = None
     rows = [figure_row(group) for group in groups]
     lines = [(heading, *(row[at] for row in rows)) for at, heading in enumerate(HEADINGS)]
     lines.append(("outcomes", *(kind_counts(group) for group in groups)))
+    if any(group.in_force for group in groups):
+        lines.append(("in force", *(group.in_force or "not recorded" for group in groups)))
     shown.print(table(("", *(f"({at})" for at in range(1, len(groups) + 1))), lines))
     if comparison is not None:
         shown.print(table(("comparison", ""), comparison_rows(comparison)))

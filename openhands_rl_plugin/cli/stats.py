@@ -27,13 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help="group by run, environment, split, strategy, version or task, separated by commas",
     )
-    at = "reward from which an episode counts as a success"
-    parser.add_argument("--success-at", type=finite, default=1.0, metavar="REWARD", help=at)
+    at = "reward from which an episode counts as a success (default: its environment's criterion, else 1)"
+    parser.add_argument("--success-at", type=finite, metavar="X", help=at)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 async def run(args: argparse.Namespace) -> int:
     """Print the statistics. Raises ``RLError`` when the store or a filter is wrong."""
+    from openhands_rl_plugin.config.success import success_rule
     from openhands_rl_plugin.trajectories.drift import segments
     from openhands_rl_plugin.trajectories.view import gaps
     from openhands_rl_plugin.trajectories.view.figures import GROUPINGS, figures_of
@@ -47,7 +48,13 @@ async def run(args: argparse.Namespace) -> int:
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         counted: dict[str, Counter[str]] = {}
         lacking = await gaps.gaps_by_episode(segments.counting_segments(storage.find(filter_of(args)), counted))
-        groups = await figures_of(storage.summaries(filter_of(args)), by, args.success_at, lacking, counted)
+        groups = await figures_of(
+            storage.summaries(filter_of(args)),
+            by,
+            lambda of, reward: success_rule(of.environment, at=args.success_at).holds(reward, of.stop),
+            lacking,
+            counted,
+        )
     if args.json:
         print_json(groups)
     elif groups:

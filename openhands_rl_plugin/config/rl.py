@@ -194,7 +194,8 @@ class LoopSettings(Settings):
         default=50, ge=1, description="tasks to evaluate on before and after training, never trained on"
     )
     success_at: float = Field(
-        default=0.999, description="an episode with at least this reward counts as a success in the evaluations"
+        default=0.999,
+        description="least reward of a success; at 0.999: a threshold of [rl.reward], or the environment's own",
     )
     demonstrations: int = Field(
         default=0,

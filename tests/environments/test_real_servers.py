@@ -2,7 +2,7 @@
 
 OPENHANDS_RL_OPENENV_PYTHON     has openenv; OPENHANDS_RL_OPENENV_ENVS may name the folder envs/ of OpenEnv's repository
 OPENHANDS_RL_NEMO_GYM_PYTHON    has nemo-gym
-OPENHANDS_RL_AGENTENV_PYTHON    has fastapi, uvicorn, gymnasium and scienceworld (with Java), and
+OPENHANDS_RL_AGENTENV_PYTHON    has what .ci/peers installs for AgentGym (with Java), and
 OPENHANDS_RL_AGENTENV_HOME      names AgentGym's repository
 """
 
@@ -23,13 +23,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
-from openhands_rl_plugin.core.types import Message, Observation, Task
+from openhands_rl_plugin.core.types import Message, Observation, StopReason, Task, ToolCall
 from openhands_rl_plugin.environments.agentgym import AgentGymClient, AgentGymOptions
 from openhands_rl_plugin.environments.http.client import BaseEnvClient
+from openhands_rl_plugin.environments.http.opening import action_language
 from openhands_rl_plugin.environments.nemo_gym import NeMoGymClient, NeMoGymOptions
+from openhands_rl_plugin.environments.nemo_gym.rows import PARAMETERS, GymRow
 from openhands_rl_plugin.environments.openenv.client import OpenEnvClient, OpenEnvOptions
 from openhands_rl_plugin.testing import check_environment
 
@@ -154,7 +158,7 @@ async def test_openenv_is_full_or_dies():
             player = openenv(url, retries=0)
             await player.reset(task())
             await player.close()
-        first, second = openenv(url), openenv(url)
+        first, second = openenv(url), openenv(url, place_timeout=0.5)
         await first.reset(task())
         with pytest.raises(InfrastructureError, match=r"CAPACITY_REACHED.*max_concurrent_envs"):
             await second.reset(task())
@@ -179,6 +183,57 @@ async def test_openenv_s_own_grid_world():
         assert (last.terminated, last.reward) == (True, 1.0)
         assert (await player.evidence())["return"] == pytest.approx(0.3)
         await player.close()
+
+
+async def test_openenv_s_own_echo_offers_its_tools_by_mcp():
+    python, envs = named("OPENHANDS_RL_OPENENV_PYTHON"), Path(named("OPENHANDS_RL_OPENENV_ENVS"))
+    command = [python, "-m", "uvicorn", "--port", "PORT", "--log-level", "warning", "echo_env.server.app:app"]
+    with serving(*command, path="/health", cwd=envs) as (url, _):
+        for react in (True, False):
+            player = openenv(url, react_format=react, place_timeout=20)
+            opening = await player.reset(task(environment="openenv/echo"))
+            described = "echo_message - Echo back" in (opening.messages[0].content or "")
+            assert (described, len(player.offered_tools)) == ((True, 0) if react else (False, 2))
+            spoken = json.dumps({"message": "two\nlines"})
+            text_call = f'Action:\n```json\n{{"name": "echo_message",\n "arguments": {spoken}}}\n```'
+            native = (ToolCall(id="n1", name="echo_message", arguments=spoken),)
+            told = await player.step(
+                Message(role="assistant", content=text_call if react else None, tool_calls=() if react else native)
+            )
+            assert text(told) == "two\nlines" and told.messages[-1].role == ("user" if react else "tool")
+            refused = await player.step(said('{"name": "shout", "arguments": {}}'))
+            assert "there are echo_message, echo_with_length" in text(refused)
+            assert (await player.evidence())["unrewarded"] is True, "it pays nothing, and that is no zero"
+            await player.close()
+
+
+async def test_openenv_s_one_place_is_waited_for_and_a_search_is_refused():
+    python = named("OPENHANDS_RL_OPENENV_PYTHON")
+    with serving(python, "serve_openenv.py", "PORT", "1", path="/health") as (url, _):
+
+        async def walk(start: int) -> bool:
+            player = openenv(url, retries=0, place_timeout=60)
+            *_, last = await play(player, task(start), ["RIGHT"] * (5 - start))
+            await player.close()
+            return last.terminated
+
+        assert await asyncio.gather(*(walk(at) for at in range(5))) == [True] * 5
+        searcher = openenv(url)
+        searcher.reserve(4)
+        with pytest.raises(BadEnvironmentError, match=r"one place, and a search needs two at least.*up to 5"):
+            await searcher.reset(task())
+        await searcher.close()
+    with serving(python, "serve_openenv.py", "PORT", "3", path="/health") as (url, _):
+        searcher = openenv(url)
+        searcher.reserve(4)
+        await searcher.reset(task())
+        assert searcher.most_forks == 2
+        twins = [await searcher.fork() for _ in range(2)]
+        assert [json.loads(text(await twin.step(said("RIGHT"))))["at"] for twin in twins] == [1, 1]
+        await twins.pop().close()
+        twins.append(await searcher.fork())
+        for each in (*twins, searcher):
+            await each.close()
 
 
 # NeMo Gym
@@ -237,6 +292,140 @@ async def test_nemo_gym_conforms_with_a_row_of_a_data_set():
         await player.close()
     assert [text(each) for each in (opening, one, two)] == ["What is the capital of France?", *row["follow_ups"]]
     assert (last.reward, last.terminated, last.truncated) == (1.0, True, False)
+
+
+async def _as_its_own_agent_would(url: str, row: dict[str, Any], calls: list[tuple[str, str]], answer: str) -> float:
+    """The reward of the same calls, sent as NeMo Gym's ``simple_agent`` sends them."""
+    output: list[dict[str, Any]] = []
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        (await http.post("/seed_session", json=row)).raise_for_status()
+        for at, (name, arguments) in enumerate(calls):
+            call = {"type": "function_call", "call_id": f"c{at}", "name": name, "arguments": arguments}
+            output.append(call)
+            found = await http.post(f"/{name}", json=json.loads(arguments))
+            output.append({"type": "function_call_output", "call_id": f"c{at}", "output": found.text})
+        if answer:
+            text = {"type": "output_text", "text": answer, "annotations": []}
+            message = {"id": "m", "type": "message", "role": "assistant", "status": "completed", "content": [text]}
+            output.append(message)
+        response = {"id": "r", "created_at": 0, "model": "m", "object": "response", "output": output}
+        response |= {"parallel_tool_calls": False, "tool_choice": "auto", "tools": []}
+        verified = await http.post("/verify", json={**row, "response": response})
+        verified.raise_for_status()
+        return float(verified.json()["reward"])
+
+
+def nemo_rows(server: str) -> list[dict[str, Any]]:
+    """The example rows of a server of the wheel."""
+    return [json.loads(line) for line in _examples()[f"resources_servers/{server}"].read_text().splitlines()]
+
+
+def _examples() -> dict[str, Path]:
+    root = next(Path(named("OPENHANDS_RL_NEMO_GYM_PYTHON")).parent.parent.glob("lib/python*/site-packages"))
+    return {str(file.parent.parent.relative_to(root)): file for file in sorted(root.glob("*/*/data/example.jsonl"))}
+
+
+def _synonyms(row: dict[str, Any]) -> list[tuple[str, str]]:
+    asked = [("get_synonym_value", json.dumps({"synonym": each})) for each in row["expected_synonyms"]]
+    return [*asked, ("extract_synonym_values", json.dumps({"synonym_values": row["expected_synonym_values"]}))]
+
+
+def _ground_truth(row: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(call["name"], call["arguments"]) for call in row["ground_truth"]]
+
+
+SIMPLE = "resources_servers.{0}.app:{1}ResourcesServer"
+TOOLS = [
+    (
+        "example_single_tool_call",
+        "SimpleWeather",
+        lambda row: [("get_weather", '{"city": "Paris"}')],
+        "It is cold.",
+        1.0,
+    ),
+    ("example_multi_step", "ExampleMultiStep", _synonyms, "done", 1.0),
+    ("example_multi_step", "ExampleMultiStep", lambda row: _synonyms(row)[:1], "done", 0.0),
+    (
+        "example_session_state_mgmt",
+        "StatefulCounter",
+        lambda row: [("increment_counter", json.dumps({"count": row["expected_count"] - row["initial_count"]}))],
+        "done",
+        1.0,
+    ),
+    ("example_session_state_mgmt", "StatefulCounter", lambda row: [("get_counter_value", "{}")], "done", 0.0),
+    (
+        "workplace_assistant",
+        "WorkbenchR",
+        lambda row: [(c["name"], c["arguments"]) for c in row["ground_truth"]],
+        "done",
+        1.0,
+    ),
+    ("workplace_assistant", "WorkbenchR", lambda row: [], "done", 0.0),
+]
+
+
+@pytest.mark.parametrize(("server", "name", "calls", "answer", "paid"), TOOLS)
+async def test_nemo_gym_s_tools_are_played_and_paid_as_by_its_own_agent(
+    server: str, name: str, calls: Any, answer: str, paid: float
+):
+    [row, *_] = nemo_rows(server)
+    path = (
+        SIMPLE.format(server, name)
+        if name != "WorkbenchR"
+        else f"resources_servers.{server}.app:WorkbenchResourcesServer"
+    )
+    made = calls(row)
+    with nemo_server(path) as (url, _):
+        own = await _as_its_own_agent_would(url, row, made, answer)
+        of = task(environment=f"nemo-gym/{server}", row=row)
+        for react in (True, False):
+            player = nemo_gym(url, react_format=react)
+            await player.reset(of)
+            for at, (tool, arguments) in enumerate(made):
+                text = f'Action: {{"name": "{tool}", "arguments": {arguments}}}'
+                native = (ToolCall(id=f"n{at}", name=tool, arguments=arguments),)
+                action = Message(role="assistant", content=text if react else None, tool_calls=() if react else native)
+                told = await player.step(action)
+                assert told.messages and not told.terminated
+            last = await player.step(Message(role="assistant", content=f"Action: {answer}" if react else answer))
+            assert (last.reward, last.terminated) == (own, True) and own == paid
+            await player.close()
+
+
+async def test_nemo_gym_s_graders_of_a_call_get_the_call():
+    with nemo_server("resources_servers.xlam_fc.app:XlamFcResourcesServer") as (url, _):
+        for row in nemo_rows("xlam_fc"):
+            [expected, *more] = row["expected_answers"]
+            wanted = json.dumps([expected, *more] if more else expected)
+            for action, paid in ((wanted, 1.0), ("nothing", 0.0)):
+                player = nemo_gym(url)
+                await player.reset(task(environment="nemo-gym/xlam_fc", row=row))
+                last = await player.step(said(action))
+                assert (last.reward, last.terminated) == (paid, True)
+                await player.close()
+
+
+def test_nemo_gym_s_rows_are_played_or_refused_by_name():
+    played, refused = set(), {}
+    for server, file in _examples().items():
+        for line in file.read_text().splitlines():
+            row = json.loads(line)
+            try:
+                found = GymRow.of({PARAMETERS: {"input": []}, **row}, "t", f"nemo-gym/{file.parent.parent.name}")
+            except BadEnvironmentError as error:
+                refused[server] = str(error)
+                continue
+            if found.turns or found.system:
+                played.add(server)
+                assert len(found.tools.names) == len(row["responses_create_params"].get("tools") or []), server
+            else:
+                refused[server] = "no prompt"
+    of_servers = {each for each in (*played, *refused) if each.startswith("resources_servers/")}
+    assert len(of_servers) >= 90 and not played & refused.keys()
+    assert {each.rpartition("/")[2] for each in refused if each in of_servers} == {
+        *("asr_with_pc", "aviary", "circle_click", "circle_count", "cvdp", "gdpval", "scicode", "vlm_eval_kit"),
+        "terminal_multi_harness",
+    }
 
 
 # AgentGym
@@ -317,3 +506,34 @@ async def test_agentgym_s_webshop_routes():
             await lost.step(said("search[lamp]"))
         with suppress(InfrastructureError):  # It drops the connection after such an answer.
             await lost.close()
+
+
+async def test_agentgym_s_babyai_and_the_words_that_its_preset_teaches():
+    with agentenv("babyai") as url:
+        of = task(0, environment="agentgym/babyai")
+        player = agentgym(url)
+        _, there = await play(player, of, ["go to red ball 1"])
+        assert there.terminated and 0.5 < there.reward < 1.0
+        rule = success_rule("agentgym/babyai")
+        assert rule.holds(there.reward, StopReason.TERMINATED) and not rule.holds(0.0, StopReason.TRUNCATED)
+        await player.close()
+        taught = action_language("babyai").replace("\n", ", ").split(", ")
+        kinds = {re.sub(r" <.*", "", each) for each in taught}
+        seen: set[str] = set()
+        for level in (0, 11, 16, 23, 25):
+            looker = agentgym(url)
+            shown = text(await looker.reset(task(level, environment="agentgym/babyai")))
+            seen |= set(re.findall(r'"([^"]+)"', shown.partition("Available actions: ")[2]))
+            await looker.close()
+        assert len(seen) > 10 and {"pickup"} <= {each.split()[0] for each in seen}
+        unknown = [each for each in seen if not any(each == kind or each.startswith(f"{kind} ") for kind in kinds)]
+        assert unknown == []
+
+
+async def test_the_words_of_sciworld_s_preset_are_its_parser_s():
+    with agentenv("sciworld") as url:
+        player = agentgym(url)
+        await player.reset(task(0, environment="agentgym/sciworld"))
+        for action in ("look around", "inventory", "task", "open door to hallway", "wait1", "go to hallway"):
+            assert not text(await player.step(said(action))).startswith("No known action"), action
+        await player.close()

@@ -14,7 +14,8 @@ from openhands_rl_plugin.apps.loop.graded import GradedRunner
 from openhands_rl_plugin.apps.loop.parts import STATE, open_parts, probe_ids
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks
 from openhands_rl_plugin.config.build import make_environment, make_reward, make_strategy, open_storage
-from openhands_rl_plugin.config.rl import IN_PROCESS, RewardSettings, RLSettings
+from openhands_rl_plugin.config.rl import IN_PROCESS, LoopSettings, RewardSettings, RLSettings
+from openhands_rl_plugin.config.success import SuccessRule, judged_by_return, success_rule
 from openhands_rl_plugin.core.errors import ConfigError, boundary
 from openhands_rl_plugin.core.memory import free_memory
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
@@ -162,8 +163,18 @@ def loop_plan(job: LoopJob, canary: tuple[int, ...]) -> LoopPlan:
         concurrency=settings.max_workers,
         seed=settings.sampling.seed,
         success_at=loop.success_at,
+        success=_criterion(job),
         probe_ids=canary,
     )
+
+
+def _criterion(job: LoopJob) -> SuccessRule | None:
+    """The environment's or the reward's criterion, unless ``[rl.loop] success_at`` says another."""
+    settings = job.settings
+    said = settings.loop.success_at != LoopSettings.model_fields["success_at"].default
+    if said or job.tasks.suite.software or not judged_by_return(settings.reward):
+        return None
+    return success_rule(job.tasks.held_out[0].task.environment, settings.reward)
 
 
 async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopResult:
@@ -302,7 +313,7 @@ async def _successes(plan: LoopPlan, parts: LoopParts, stage: str) -> dict[str, 
     async for trajectory, scores in parts.storage.find(where):
         for score in scores:
             if score.reward_version == parts.reward.version and score.reward is not None:
-                found[trajectory.task.id] = float(score.reward >= plan.success_at)
+                found[trajectory.task.id] = float(plan.succeeded(trajectory, score.reward))
     return found
 
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from openhands_rl_plugin.core.statistics import Estimate, best_at_k, over_tasks, pass_at_k
-from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.evals.report.labels import labels_of
 from openhands_rl_plugin.evals.report.run_records import RunRecord
 from openhands_rl_plugin.evals.runs.outcome import Outcome, count_kinds
@@ -50,7 +50,7 @@ class EvaluationFigures(Frozen):
     with unknown outcomes are excluded from success rates. ``flagged``: attempts whose patch or run a guard flagged;
     ``commands_flagged``: those that searched for the solution elsewhere. ``malformed`` is a share of the model's
     answers, the other rates are shares of the attempts. Tokens and ``cost`` are sums, ``turns`` a mean, ``seconds`` the
-    median of episodes.
+    median of episodes. ``in_force``: the limits and the criterion of success.
     """
 
     name: str
@@ -59,6 +59,7 @@ class EvaluationFigures(Frozen):
     model: str = ""
     dataset: str = ""
     split: str = ""
+    in_force: str = ""
     tasks: int
     attempts: int
     kinds: dict[str, int]
@@ -120,6 +121,7 @@ def _group(runs: Sequence[RunRecord], label: str) -> EvaluationFigures:
         model=str(llm.get("model") or "") if isinstance(llm, dict) else "",
         dataset=str(metadata.get("dataset") or ""),
         split=str(metadata.get("data_split") or ""),
+        in_force=_in_force(metadata),
         tasks=len({outcome.instance_id for outcome in outcomes}),
         attempts=len(outcomes),
         kinds=count_kinds(outcomes),
@@ -143,6 +145,16 @@ def _group(runs: Sequence[RunRecord], label: str) -> EvaluationFigures:
         cost=math.fsum(costs) if costs else None,
         seconds=statistics.median(seconds) if seconds else 0.0,
     )
+
+
+def _in_force(metadata: JsonObject) -> str:
+    """The limits and the criterion of success that a run was made with; empty for runs that do not say them."""
+    details = metadata.get("details")
+    limits = details.get("limits") if isinstance(details, dict) else None
+    if not isinstance(details, dict) or not isinstance(limits, dict):
+        return ""
+    parts = [f"{name.removeprefix('max_').replace('_', ' ')} {value}" for name, value in limits.items() if value]
+    return ", ".join([*parts, f"workers {details.get('workers')}", f"resolved by {details.get('success')}"])
 
 
 def _run(run: RunRecord) -> RunFigures:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Self
 
 from pydantic import Field, JsonValue, ValidationError
 
@@ -12,6 +13,9 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind, is_stuck
 from openhands_rl_plugin.evals.runs.run_files import METADATA, OUTPUT, read_rows
+
+WEBSHOP, ENVIRONMENT = "webshop", "environment"
+"""The suites whose rewards are an environment's."""
 
 _RUN = re.compile(r"(?P<name>.+)-run_(?P<index>\d+)\Z")
 
@@ -24,6 +28,25 @@ class RunRecord(Frozen):
     directory: Path
     metadata: JsonObject = Field(default_factory=dict)
     outcomes: tuple[Outcome, ...] = ()
+
+    def judged_at(self, least: float) -> Self:
+        """This run with another criterion, for attempts that an environment paid; patches keep their verdicts."""
+        paid = {OutcomeKind.RESOLVED: 1, OutcomeKind.UNRESOLVED: 0}
+        outcomes = tuple(
+            each.model_copy(
+                update={"kind": OutcomeKind.RESOLVED if each.reward >= least - 1e-9 else OutcomeKind.UNRESOLVED}
+            )
+            if each.reward is not None and each.kind in paid and self._paid
+            else each
+            for each in self.outcomes
+        )
+        details = {**json_object(self.metadata.get("details")), "success": f"a reward of at least {least:g}"}
+        return self.model_copy(update={"outcomes": outcomes, "metadata": {**self.metadata, "details": details}})
+
+    @property
+    def _paid(self) -> bool:
+        """Whether rewards are those of an environment."""
+        return json_object(self.metadata.get("details")).get("suite") in (WEBSHOP, ENVIRONMENT)
 
 
 def read_runs(paths: tuple[Path, ...]) -> tuple[RunRecord, ...]:

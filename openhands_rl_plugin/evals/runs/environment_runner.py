@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.success import SuccessRule
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, Score, StopReason, StrategySpec, Task, Trajectory
@@ -22,11 +23,12 @@ from openhands_rl_plugin.hosts.local import HostRunner
 from openhands_rl_plugin.rollout.scoring import judge
 
 _AS_RETURNED = "return-1"
+CERTAIN = SuccessRule()
 _NO_NAME = re.compile(r"[^\w.-]+")
 
 
 class EnvironmentRunner:
-    """Rolls out tasks with ``host``, which stores episodes. A return of at least ``success_at`` resolves a task."""
+    """Rolls out tasks with ``host``, which stores episodes. An episode that is a ``success`` resolves its task."""
 
     def __init__(
         self,
@@ -35,13 +37,19 @@ class EnvironmentRunner:
         *,
         strategy: StrategySpec,
         storage: TrajectoryStorage,
-        success_at: float = 1.0,
+        success: SuccessRule = CERTAIN,
     ) -> None:
         self._strategy = strategy
         self._storage = storage
         self._host = host
         self._rollouts = asyncio.Semaphore(plan.workers)
-        self._success: Reward = registry.build("rewards", "success", {"threshold": success_at})
+        self._rule = success
+        at = success.at
+        self._success: Reward = (
+            registry.build("rewards", "return")
+            if at is None
+            else registry.build("rewards", "success", {"threshold": at})
+        )
 
     async def run(self, request: EpisodeRequest, eval_task: EvalTask) -> GradedEpisode:
         """As in ``EvalRunner``."""
@@ -55,8 +63,11 @@ class EnvironmentRunner:
         score = await judge(self._success, trajectory)
         if isinstance(score, Score) and score.reward_version not in {each.reward_version for each in scores}:
             await self._storage.add_scores([score])
+        if trajectory.evidence.get("unrewarded") is True:
+            return GradedEpisode(trajectory)
         # After a timeout the last action has no observation: the task is not resolved, and the reward has no value.
-        return _reported(trajectory, isinstance(score, Score) and score.reward == 1.0)
+        valid = isinstance(score, Score)
+        return _reported(trajectory, valid and self._rule.holds(trajectory.episode_return, trajectory.stop))
 
 
 def indexed_tasks(environment: str, indices: range | tuple[int, ...], split: str) -> tuple[EvalTask, ...]:

@@ -84,7 +84,7 @@ async def _open_eval_runner(
         async with open_runner(settings, options, storage=storage, workers=processes) as host:
             strategy = options.strategy_spec(settings)
             if backend is None:
-                yield EnvironmentRunner(plan, host, strategy=strategy, storage=storage)
+                yield EnvironmentRunner(plan, host, strategy=strategy, storage=storage, success=plan.success)
             else:
                 yield open_swe_runner(plan, host, strategy, storage, backend, scratch, grade=grade)
 
@@ -146,7 +146,10 @@ def settings_of(plan: EvaluationPlan, config: Path | None) -> RLSettings:
             "rollout_strategy": strategy,
             "strategy": options,
             "max_workers": plan.workers,
+            "max_turns": plan.max_iterations,
             "max_response_length": plan.model.max_output_tokens,
+            **({"max_prompt_length": plan.max_prompt_length} if plan.max_prompt_length else {}),
+            **({"max_obs_length": plan.max_obs_length} if plan.max_obs_length else {}),
             "sampling": settings.sampling.model_copy(update={"temperature": temperature, "seed": plan.seed}),
         }
     )

@@ -33,6 +33,9 @@ def metadata_of(plan: EvaluationPlan, run: RunSpec, started: float, by: AgentStr
         "strategy_options": redact_json(by.options if by is not None else plan.strategy_options),
         "timeout": plan.timeout,
         "test_timeout": plan.test_timeout,
+        "workers": plan.workers,
+        "limits": plan.limits().model_dump(exclude={"timeout"}),
+        "success": str(plan.success),
     }
     return {
         "agent_class": plan.agent,

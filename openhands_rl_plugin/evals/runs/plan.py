@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from openhands_rl_plugin.config.success import SuccessRule
 from openhands_rl_plugin.core.types import EpisodeRequest, Frozen, JsonObject, Limits, SamplingParams, Task
 from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
 
@@ -37,7 +38,8 @@ class EvaluationPlan(Frozen):
 
     ``base_model``: the served name of the base model when ``model`` is an adapter; else empty. ``temperatures``: one
     for each run, the last one repeated; empty for the model's. ``retries`` bounds the retries of an episode, and of a
-    grading, after infrastructure failures.
+    grading, after infrastructure failures. ``max_prompt_length`` and ``max_obs_length`` are in tokens; without the
+    latter the model's ``max_message_chars`` bounds observations. ``success``: what resolves a task of an environment.
     """
 
     suite: str
@@ -51,6 +53,9 @@ class EvaluationPlan(Frozen):
     strategy: str = ""
     strategy_options: JsonObject = Field(default_factory=dict)
     max_iterations: int = Field(default=50, ge=1)
+    max_prompt_length: int | None = Field(default=None, ge=1)
+    max_obs_length: int | None = Field(default=None, ge=1)
+    success: SuccessRule = SuccessRule()
     runs: int = Field(default=1, ge=1)
     temperatures: tuple[float, ...] = ()
     seed: int = 0
@@ -84,8 +89,9 @@ class EvaluationPlan(Frozen):
         """The bounds of one episode."""
         return Limits(
             max_turns=self.max_iterations,
+            max_prompt_length=self.max_prompt_length,
             max_response_length=self.model.max_output_tokens,
-            max_obs_length=max(1, self.model.max_message_chars // 4),
+            max_obs_length=self.max_obs_length or max(1, self.model.max_message_chars // 4),
             timeout=self.timeout,
         )
 

@@ -9,13 +9,15 @@ from pathlib import Path
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, describe
 from openhands_rl_plugin.core.types import Frozen, Task
 from openhands_rl_plugin.core.validation import unknown_name
+from openhands_rl_plugin.evals.report.run_records import ENVIRONMENT as ENVIRONMENT
+from openhands_rl_plugin.evals.report.run_records import WEBSHOP as WEBSHOP
 from openhands_rl_plugin.evals.runs.environment_runner import indexed_tasks, row_tasks, webshop_tasks
 from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.prompts import instruction_of
 from openhands_rl_plugin.evals.swe.dataset import instance_of, read_instances, row_of
 from openhands_rl_plugin.evals.swe.types import Instance
 
-LOCAL, WEBSHOP, ENVIRONMENT = "swe-local", "webshop", "environment"
+LOCAL = "swe-local"
 ENDINGS = (".jsonl", ".json", ".parquet")
 
 _KEPT = ("instance_id", "repo", "version", "base_commit", "problem_statement")

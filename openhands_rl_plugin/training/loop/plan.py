@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
 from pydantic import Field, ValidationError
 
 from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.config.success import SuccessRule
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.types import Frozen, SamplingParams, Task, Trajectory
@@ -17,9 +18,9 @@ from openhands_rl_plugin.core.types import Frozen, SamplingParams, Task, Traject
 class LoopPlan(Frozen):
     """A whole run. ``base_model``: the name of the trained model on the server.
 
-    ``success_at``: the least reward of a success. ``probe_ids``: the token ids on whose logprobs server and trainer
-    must agree after each publication. ``base_held_out``: the number of held-out tasks that the policy is evaluated on
-    before training, the first ones; ``None``: all.
+    ``success_at``: the least reward of a success; ``success``: the criterion on the return that takes its place.
+    ``probe_ids``: the token ids on whose logprobs server and trainer must agree after each publication.
+    ``base_held_out``: the number of held-out tasks that the policy is evaluated on before training (``None``: all).
     """
 
     run_id: str
@@ -39,7 +40,14 @@ class LoopPlan(Frozen):
     concurrency: int = Field(ge=1)
     seed: int = 0
     success_at: float = 0.999
+    success: SuccessRule | None = None
     probe_ids: tuple[int, ...] = Field(min_length=2)
+
+    def succeeded(self, trajectory: Trajectory, reward: float) -> bool:
+        """Whether an episode with this reward is a success."""
+        if self.success is None or (total := trajectory.known_return) is None:
+            return reward >= self.success_at
+        return self.success.holds(total, trajectory.stop)
 
     def tasks_of_iteration(self, index: int) -> tuple[Task, ...]:
         """A window over the training tasks, which wraps around at the end; each task at most once."""
@@ -117,12 +125,13 @@ class LoopState(Frozen):
 
 
 def success_metrics(
-    played: Sequence[Trajectory], rewards: Sequence[float | None], success_at: float
+    played: Sequence[Trajectory], rewards: Sequence[float | None], succeeded: Callable[[Trajectory, float], bool]
 ) -> dict[str, float]:
     """Counts and means over the episodes that have a reward; ``failed`` ones and ``unscored`` ones (no failure, and no
     reward) are counted separately, never as zeros; where there is no reward there is no mean."""
     valid = [reward for reward in rewards if reward is not None]
-    successes = sum(reward >= success_at for reward in valid)
+    judged = zip(played, rewards, strict=True)
+    successes = sum(succeeded(each, reward) for each, reward in judged if reward is not None)
     failed = sum(trajectory.failure is not None for trajectory in played)
     turns = [sum(1 for _ in trajectory.sampled()) for trajectory in played]
     return {

@@ -136,7 +136,7 @@ class LoopStages:
         started = time.time()
         where = TrajectoryFilter(run_id=self._run_id("demonstrate"), failed=False)
         played = [trajectory async for trajectory, _ in self._parts.storage.find(where)]
-        good = [trajectory for trajectory in played if trajectory.episode_return >= self._plan.success_at]
+        good = [trajectory for trajectory in played if self._plan.succeeded(trajectory, trajectory.episode_return)]
         if not good:
             raise TrainingError(
                 f"none of the {len(played)} demonstrations succeeded; is the environment the right one?"
@@ -182,7 +182,7 @@ class LoopStages:
 
     async def _judge(self, where: TrajectoryFilter, played: Sequence[Trajectory]) -> dict[str, float]:
         rewards = await self._rewards(self._parts.reward, where, played)
-        return success_metrics(played, rewards, self._plan.success_at)
+        return success_metrics(played, rewards, self._plan.succeeded)
 
     async def _rewards(
         self, reward: Reward, where: TrajectoryFilter, played: Sequence[Trajectory]

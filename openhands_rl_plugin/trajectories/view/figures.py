@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -17,6 +17,9 @@ from openhands_rl_plugin.core.types import Frozen, StopReason
 GROUPINGS = ("run", "environment", "split", "strategy", "version", "task")
 """The keys that episodes may be grouped by."""
 
+Succeeded = Callable[[TrajectorySummary, float], bool]
+"""Whether an episode with this reward is a success."""
+
 _MOST_RESAMPLED = 300
 _CURVE_POINTS = 24
 
@@ -25,7 +28,7 @@ class GroupFigures(Frozen):
     """One group. Success, reward and turns are over its valid episodes: finished, without a failure, and
     with a reward.
 
-    ``success`` is the share of rewards of at least the bound, with its Wilson interval. ``curve`` has the mean reward
+    ``success`` is the share of successes, with its Wilson interval. ``curve`` has the mean reward
     of up to 24 stretches of equal length, oldest first. ``gaps``: what answers lack for training, by cause.
     ``segments``: how many there are, by why they begin.
     """
@@ -50,7 +53,7 @@ class GroupFigures(Frozen):
 async def figures_of(
     summaries: AsyncIterator[TrajectorySummary],
     by: Sequence[str],
-    success_at: float,
+    success: Succeeded,
     gaps: Mapping[str, Mapping[str, int]] | None = None,
     segments: Mapping[str, Mapping[str, int]] | None = None,
 ) -> tuple[GroupFigures, ...]:
@@ -61,10 +64,10 @@ async def figures_of(
     groups: dict[tuple[str, ...], _Group] = {}
     async for summary in summaries:
         group = groups.setdefault(tuple(_part(summary, each) for each in by), _Group())
-        group.add(summary)
+        group.add(summary, success)
         group.gaps.update((gaps or {}).get(summary.id, {}))
         group.segments.update((segments or {}).get(summary.id, {}))
-    return tuple(group.figures(name, success_at) for name, group in groups.items())
+    return tuple(group.figures(name) for name, group in groups.items())
 
 
 def reward_of(summary: TrajectorySummary) -> float | None:
@@ -92,13 +95,14 @@ class _Group:
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     calls: int = 0
+    successes: int = 0
     rewards: list[float] = field(default_factory=list)
     stops: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     gaps: Counter[str] = field(default_factory=Counter)
     segments: Counter[str] = field(default_factory=Counter)
 
-    def add(self, summary: TrajectorySummary) -> None:
+    def add(self, summary: TrajectorySummary, success: Succeeded) -> None:
         self.episodes += 1
         self.unfinished += summary.stop is StopReason.UNFINISHED
         self.stops[summary.stop.value] += 1
@@ -109,16 +113,17 @@ class _Group:
         self.calls += summary.usage.calls
         if (reward := reward_of(summary)) is not None:
             self.rewards.append(reward)
+            self.successes += success(summary, reward)
             self.turns += summary.turns
 
-    def figures(self, name: tuple[str, ...], success_at: float) -> GroupFigures:
+    def figures(self, name: tuple[str, ...]) -> GroupFigures:
         valid = len(self.rewards)
         return GroupFigures(
             name=name,
             episodes=self.episodes,
             valid=valid,
             unfinished=self.unfinished,
-            success=wilson(sum(reward >= success_at for reward in self.rewards), valid),
+            success=wilson(self.successes, valid),
             reward=mean_of(self.rewards),
             turns=self.turns / valid if valid else None,
             prompt_tokens=self.prompt_tokens,

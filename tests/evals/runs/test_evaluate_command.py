@@ -239,3 +239,22 @@ def test_a_script_that_lacks_something_says_so(tmp_path: Path):
     script = ROOT / "evaluation" / "scripts" / "eval-swebench-lite.sh"
     done = subprocess.run([script, "output.jsonl", "4"], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
     assert done.returncode and "DATASET_FILE" in done.stderr
+
+
+def test_an_environment_is_evaluated_within_the_bounds_of_training(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    bounds = "max_turns = 7\nmax_prompt_length = 1500\nmax_response_length = 90\nmax_obs_length = 300\nmax_workers = 3"
+    own = tmp_path / "bounds.toml"
+    own.write_text(f'{config.read_text()}env_name = "agentgym/babyai"\n{bounds}\n')
+    words = ["evaluate", "environment", "--tasks", "2", "--config", str(own), "--llm", "eval", "--agent", "RLAgent"]
+    words += ["--out", str(tmp_path / "out"), "--dry-run"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "3 at a time" in said and "at most 7 iterations" in said
+    assert "in tokens: prompt 1,500, answer 90, observation 300" in said
+    assert "resolved by a return of at least 0.5" in said
+    assert main([*words, "--max-turns", "9", "--max-obs-length", "50", "--workers", "1", "--success-at", "0.8"]) == 0
+    said = capsys.readouterr().out
+    assert "1 at a time" in said and "at most 9 iterations" in said and "observation 50" in said
+    assert "resolved by a return of at least 0.8" in said
