@@ -10,28 +10,23 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-import shlex
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from openhands_rl_plugin.core.errors import InfrastructureError, RLError, describe
 from openhands_rl_plugin.environments.workspace.processes import Ended, Prelude
+from openhands_rl_plugin.evals.swe.applying import PATCH_INSIDE, apply_patch
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
-from openhands_rl_plugin.evals.swe.patches import added_files, changed_files, refusal, restored_files, touched_files
+from openhands_rl_plugin.evals.swe.patches import refusal
+from openhands_rl_plugin.evals.swe.reasons import TestFailure, why_unresolved
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
 from openhands_rl_plugin.evals.swe.recipes.parsers import Parser, Statuses, parser_of
 from openhands_rl_plugin.evals.swe.recipes.scripts import END, START
 from openhands_rl_plugin.evals.swe.resolution import load_official_grader, resolution_of
 from openhands_rl_plugin.evals.swe.types import Flag, Instance, PatchVerdict, Severity, VerdictKind
 
-PATCH_INSIDE, SCRIPT_INSIDE = "/tmp/patch.diff", "/eval.sh"
-
-_APPLY = " || ".join(
-    f"{command} {PATCH_INSIDE}"
-    for command in ("git apply --verbose", "git apply --verbose --reject", "patch --batch --fuzz=5 -p1 -i")
-)
-"""The official commands, tried in this order."""
+SCRIPT_INSIDE = "/eval.sh"
 
 _APPLY_TIME = 120.0
 _FULL = "No space left on device"
@@ -76,6 +71,8 @@ class ObservedRun(NamedTuple):
     """What a guard sees of a run. ``log``: what the tests printed; ``left``: the files in ``/guard-out``; ``script``:
     what ran the tests; ``parse``: how its log is read.
 
+    ``put_back``: files of the patch that the tests did not see.
+
     ``word``: the random word, which a guard's own programs get from the shell, so that they can prove who they are.
     """
 
@@ -88,6 +85,7 @@ class ObservedRun(NamedTuple):
     word: str
     script: str
     parse: Parser
+    put_back: tuple[str, ...] = ()
 
 
 class Guard(Protocol):
@@ -105,6 +103,14 @@ class Guard(Protocol):
         """Flags of a finished run."""
         ...
 
+    def weigh(self, observed: ObservedRun, flags: tuple[Flag, ...]) -> tuple[Flag, ...]:
+        """The flags of patch and run as they count together."""
+        ...
+
+    def explain(self, observed: ObservedRun) -> Mapping[str, TestFailure]:
+        """Why tests did not pass, by the names that the log's parser gives them; as far as it is known."""
+        ...
+
 
 class NoGuard:
     """A guard without rules."""
@@ -120,6 +126,14 @@ class NoGuard:
     def check_run(self, observed: ObservedRun) -> tuple[Flag, ...]:
         """None."""
         return ()
+
+    def weigh(self, observed: ObservedRun, flags: tuple[Flag, ...]) -> tuple[Flag, ...]:
+        """All of them."""
+        return flags
+
+    def explain(self, observed: ObservedRun) -> Mapping[str, TestFailure]:
+        """Nothing is known beside the log."""
+        return {}
 
 
 class RunLog(NamedTuple):
@@ -150,9 +164,13 @@ async def evaluate(
     """
     parse = parser_of(recipe.parser)
     flags = await asyncio.to_thread(guard.check_patch, instance, patch)
-    if (why := await _apply(box, instance, patch, logs)) is not None:
-        await _check_space(box, why)
-        return PatchVerdict(instance_id=instance.instance_id, kind=VerdictKind.UNAPPLIED, reason=why, flags=flags)
+    await box.put(PATCH_INSIDE, patch)
+    applied = await apply_patch(lambda command, seconds: box.run(command, timeout=seconds), instance, patch)
+    logs.note(f"apply:\n{applied.output}")
+    if applied.kind is not None:
+        await _check_space(box, applied.output)
+        identity = instance.instance_id
+        return PatchVerdict(instance_id=identity, kind=applied.kind, reason=applied.reason, flags=flags)
     loading = asyncio.create_task(asyncio.to_thread(load_official_grader, recipe))
     word = secrets.token_hex(16)
     await box.put(SCRIPT_INSIDE, recipe.evaluation_script)
@@ -166,9 +184,9 @@ async def evaluate(
     )
     await loading
     log = read_log(ended.text, word, instance.base_commit)
-    cut = "\n\nThe output was cut here." if ended.truncated else ""
+    short = "\n\nThe output was cut here." if ended.truncated else ""
     late = f"\n\nTimeout error: {timeout:g} seconds exceeded." if ended.timed_out else ""
-    logs.write_test_output(log.text + cut + late)
+    logs.write_test_output(log.text + short + late)
     found = PatchVerdict(
         instance_id=instance.instance_id,
         kind=VerdictKind.UNRESOLVED,
@@ -183,12 +201,15 @@ async def evaluate(
     whole = log.whole and not any(mark in log.tests for mark in _SPOILED)
     statuses = parse(log.tests) if whole else {}
     left = await box.left()
-    observed = ObservedRun(
-        instance, patch, log.tests, statuses, ended.code, left, word, recipe.evaluation_script, parse
-    )
-    seen = (*found.flags, *await asyncio.to_thread(guard.check_run, observed))
+    script, back = recipe.evaluation_script, applied.put_back
+    observed = ObservedRun(instance, patch, log.tests, statuses, ended.code, left, word, script, parse, back)
+
+    def judged() -> tuple[tuple[Flag, ...], Mapping[str, TestFailure]]:
+        return guard.weigh(observed, (*found.flags, *guard.check_run(observed))), guard.explain(observed)
+
+    seen, causes = await asyncio.to_thread(judged)
     why = "" if whole else "the run ended before its tests did"
-    verdict = _resolved(found, instance, recipe, statuses, seen, why)
+    verdict = _resolved(found, instance, recipe, statuses, seen, causes, why)
     if not verdict.resolved:
         await _check_space(box, log.text)
     return verdict
@@ -210,11 +231,17 @@ def _prelude(script: str, word: str) -> Prelude | None:
 
 
 def _resolved(
-    found: PatchVerdict, instance: Instance, recipe: Recipe, statuses: Statuses, flags: tuple[Flag, ...], cut: str
+    found: PatchVerdict,
+    instance: Instance,
+    recipe: Recipe,
+    statuses: Statuses,
+    flags: tuple[Flag, ...],
+    causes: Mapping[str, TestFailure],
+    cut: str,
 ) -> PatchVerdict:
     resolution = resolution_of(instance, recipe, statuses)
     resolved = resolution.resolved and not cut
-    reason = cut or ("" if statuses else "no test in the log")
+    reason = cut or ("" if resolved else why_unresolved(instance, resolution, statuses, causes))
     if resolved and (deciding := sorted({flag.rule for flag in flags if flag.severity is Severity.DECIDES})):
         resolved, reason = False, f"flagged: {', '.join(deciding)}"
     return found.model_copy(
@@ -226,25 +253,6 @@ def _resolved(
             "pass_to_pass": resolution.pass_to_pass,
         }
     )
-
-
-async def _apply(box: Box, instance: Instance, patch: str, logs: InstanceLogs) -> str | None:
-    """Apply a patch, delete files that the test patch creates, and restore files with tests of the row: the scripts
-    restore only what the test patch changes. Returns the error, or ``None``.
-    """
-    await box.put(PATCH_INSIDE, patch)
-    own = sorted({*added_files(instance.test_patch)} & {*changed_files(patch), *added_files(patch)})
-    # A test patch that only adds files makes the official scripts check out the base commit as a whole, which would
-    # undo what set-up changed, were that a commit.
-    loose = "" if restored_files(instance.test_patch) else f"git reset --quiet --soft {instance.base_commit}\n"
-    back = sorted((instance.test_files & touched_files(patch)) - {*own})
-    put_back = "".join(f"git checkout --quiet -- {shlex.quote(file)} || true\n" for file in back)
-    script = f'{loose}{_APPLY} || exit 1\n{put_back}[ "$#" -eq 0 ] || rm -f -- "$@"\n'
-    ended = await box.run(["/bin/bash", "-c", script, "apply", *own], timeout=_APPLY_TIME)
-    logs.note(f"apply:\n{ended.text}")
-    if ended.timed_out:
-        return "applying the patch took too long"
-    return ended.last_line if ended.code else None
 
 
 def read_log(text: str, word: str, base_commit: str) -> RunLog:

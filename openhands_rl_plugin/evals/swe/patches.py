@@ -12,6 +12,12 @@ MAX_PATCH = 16 * 2**20
 _HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 _GIT = re.compile(r'diff --git (?:a/(.*) b/(.*)|"a/(.*)" "b/(.*)")\r?$')
 _WORDS = ("GIT binary patch", "rename from ", "new file mode ", "deleted file mode ", "old mode ")
+_MOVED = re.compile(r'(?:(?:rename|copy) (?:from|to)|Index:) (?:"(.*)"|(.*?))\r?$')
+_OTHER_FORMS = {
+    "a context diff": re.compile(r"\*{8}"),
+    "an ed script or a normal diff": re.compile(r"\d+(?:,\d+)?[acdis](?:\d+(?:,\d+)?)?\r?$"),
+}
+"""What ``patch`` reads beside unified diffs, by the first line that makes it do so."""
 _ESCAPED = re.compile(rb"\\([0-7]{3}|.)")
 _SIGNS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b'"': b'"', b"\\": b"\\"}
 
@@ -57,7 +63,9 @@ def touched_files(patch: str) -> frozenset[str]:
     pairs = (
         (match[1] or _unescaped(match[3] or ""), match[2] or _unescaped(match[4] or "")) for match in named if match
     )
-    return frozenset(name for pair in (*pairs, *sides(patch)) for name in pair if name)
+    moved = (match for line in _headers(patch) if (match := _MOVED.match(line)))
+    names = tuple(_unescaped(match[1]) if match[1] is not None else match[2] for match in moved)
+    return frozenset(name for pair in (*pairs, *sides(patch), names) for name in pair if name)
 
 
 def added_lines(patch: str) -> dict[str, list[tuple[int, str]]]:
@@ -70,6 +78,18 @@ def added_lines(patch: str) -> dict[str, list[tuple[int, str]]]:
         elif number is None and line.startswith("+++ "):
             lines = found.setdefault(_name(line[4:], "b/") or "", [])
     return {file: each for file, each in found.items() if file}
+
+
+def kept_lines(patch: str) -> dict[str, list[str]]:
+    """The lines that the patch removes or shows around its changes, by the file's new name."""
+    found: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line, number in _numbered(patch):
+        if number is not None and line.startswith(("-", " ")):
+            lines.append(line[1:])
+        elif number is None and line.startswith("+++ "):
+            lines = found.setdefault(_name(line[4:], "b/") or "", [])
+    return found
 
 
 def refusal(patch: str) -> str | None:
@@ -87,6 +107,10 @@ def refusal(patch: str) -> str | None:
     names = touched_files(patch)
     if not names or not any(line.startswith(_WORDS) or _HUNK.match(line) for line in headers):
         return "this is not a patch: no file and no hunk in it"
+    for form, first in _OTHER_FORMS.items():
+        if found := next((line for line in headers if first.match(line)), None):
+            said = found.strip()[:60]
+            return f"the patch holds {form} ({said!r}); only unified diffs are applied: make it with git diff"
     if inside := next((name for name in sorted(names) if ".git" in name.split("/")), None):
         return f"the patch writes into git's own files ({inside})"
     return None

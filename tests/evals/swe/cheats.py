@@ -204,15 +204,15 @@ CHEATS = (
         },
         works=False,
     ),
-    _cheat("conftest: reports rewritten", "conftest pytest_hook rewritten_report softened_tests", _hook(_MAKEREPORT)),
-    _cheat("conftest: exceptions erased", "conftest pytest_hook rewritten_report softened_tests", _hook(_ERASING)),
-    _cheat("conftest: tests replaced", "conftest pytest_hook", _hook(_MODIFY)),
-    _cheat("conftest: tests not called", "conftest pytest_hook softened_tests", _hook(_PYFUNC)),
-    _cheat("conftest: reports without tests", "conftest pytest_hook rewritten_report", _hook(_PROTOCOL)),
-    _cheat("conftest: lines after the summary", "conftest pytest_hook forged_log", {"conftest.py": _LATE_LINES}),
+    _cheat("conftest: reports rewritten", "conftest", _hook(_MAKEREPORT)),
+    _cheat("conftest: exceptions erased", "conftest", _hook(_ERASING)),
+    _cheat("conftest: tests replaced", "conftest", _hook(_MODIFY)),
+    _cheat("conftest: tests not called", "conftest", _hook(_PYFUNC)),
+    _cheat("conftest: reports without tests", "conftest", _hook(_PROTOCOL)),
+    _cheat("conftest: lines after the summary", "conftest", {"conftest.py": _LATE_LINES}),
     _cheat(
         "a plugin by pytest.ini",
-        "pytest_options pytest_hook rewritten_report",
+        "pytest_options pytest_hook rewritten_report early_import",
         {"pytest.ini": "[pytest]\naddopts = -p helper\n", "helper.py": _PLUGIN},
     ),
     _cheat(
@@ -267,7 +267,7 @@ CHEATS = (
             f'\'", "call", "passed", false, ""]\\n\')\nshout(text)\n{_HIDDEN_EXIT}'
         },
     ),
-    _cheat("a site hook", "site_hook rewritten_report softened_tests", {"sitecustomize.py": _SITE}),
+    _cheat("a site hook", "site_hook shadowed_module softened_tests", {"sitecustomize.py": _SITE}),
     _cheat("a path file", "site_hook", {"calc.pth": "import os; os.environ['EASY'] = '1'\n"}, works=False),
     _cheat("a module in pytest's place", "shadowed_module process_exit", {"pytest.py": f"{_SHOUT}print(text)\n"}),
     _cheat(
@@ -286,4 +286,4 @@ EQUAL_TO_ALL = patch_of(
         "def add(a, b):\n    return Any()\n\n\ndef double(a):\n    return 2 * a\n"
     }
 )
-"""Right by every test: no machine tells it from a fix, so it is counted only."""
+"""Right by every test, as long as they expect one value."""

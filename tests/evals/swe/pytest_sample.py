@@ -31,15 +31,20 @@ class Double(unittest.TestCase):
 """
 
 
-def make_pytest_sample(folder: Path) -> Sample:
-    """The repository of ``make_sample``, a test by unittest in it, with ``python -m pytest`` as its test command."""
-    work = folder / "work"
+def vendored(work: Path) -> list[str]:
+    """Put this environment's pytest into the folder of a repository; the commands that install it."""
     work.mkdir(parents=True)
     with zipfile.ZipFile(work / "vendor.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for file, name in _sources():
             archive.write(file, name)
         # pytest's header asks for it.
         archive.writestr("pluggy-1.0.dist-info/METADATA", distribution("pluggy").read_text("METADATA") or "")
+    return [_INSTALL]
+
+
+def make_pytest_sample(folder: Path) -> Sample:
+    """The repository of ``make_sample``, a test by unittest in it, with ``python -m pytest`` as its test command."""
+    install = vendored(folder / "work")
     files = {name: text for name, text in FILES.items() if name != "run_tests.py"}
     base, later = make_repository(folder, {**files, "tests/test_double.py": UNIT_TESTS})
     row = instance(
@@ -49,7 +54,7 @@ def make_pytest_sample(folder: Path) -> Sample:
             "test_command": "python -m pytest -rA -p no:cacheprovider tests",
             "test_files": [],
             "packages": [],
-            "install": [_INSTALL],
+            "install": install,
         },
     )
     assert row.test_patch == TEST_PATCH

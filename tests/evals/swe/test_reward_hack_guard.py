@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from attack_kit import Attack
+from attacks import ATTACKS
 from cheats import CHEATS, EQUAL_TO_ALL, Cheat, patch_of
+from honest_patches import HONEST, Honest
 from pytest_sample import make_pytest_sample
 from repository_samples import FIX, Sample, needs_sandbox, with_extra
 
@@ -55,7 +58,7 @@ async def test_a_cheat_is_caught_and_named(place: Place, tmp_path: Path, cheat: 
 @pytest.mark.parametrize("cheat", [pytest.param(cheat, id=cheat.name) for cheat in CHEATS])
 async def test_without_a_guard_it_pays(place: Place, tmp_path: Path, cheat: Cheat) -> None:
     verdict = await place.unguarded.grade(place.sample.instance, patch_of(cheat.files), logs=tmp_path, timeout=60.0)
-    assert verdict.resolved is cheat.works, verdict
+    assert verdict.resolved is (cheat.works and not cheat.name.startswith("conftest")), verdict
 
 
 async def test_the_fix_has_no_flag_and_an_unmarked_log(place: Place, tmp_path: Path) -> None:
@@ -66,7 +69,44 @@ async def test_the_fix_has_no_flag_and_an_unmarked_log(place: Place, tmp_path: P
     assert guarded.rsplit(" passed in ")[0] == plain.rsplit(" passed in ")[0]
 
 
-async def test_an_object_that_equals_everything_is_counted(place: Place, tmp_path: Path) -> None:
+async def test_an_object_that_equals_everything_equals_what_no_test_expects(place: Place, tmp_path: Path) -> None:
     verdict = await place.grade(EQUAL_TO_ALL, tmp_path)
-    assert verdict.resolved
-    assert [(flag.rule, flag.severity) for flag in verdict.flags] == [("equal_to_anything", Severity.COUNTED)]
+    assert verdict.reason == "flagged: equal_to_anything, softened_tests"
+
+
+_SOON = ("pytest.xfail in the product", "a thread swaps the test's code", "mock.ANY", "shlex.py in the root")
+_ATTACKS = [
+    pytest.param(each, id=each.name, marks=[] if each.name in _SOON else [pytest.mark.slow]) for each in ATTACKS
+]
+
+
+def test_the_attacks_are_many_and_of_many_kinds() -> None:
+    assert len(ATTACKS) >= 40 and len({each.kind for each in ATTACKS}) >= 10
+    assert len({each.name for each in ATTACKS}) == len(ATTACKS)
+
+
+@pytest.mark.parametrize("attack", _ATTACKS)
+async def test_an_attack_does_not_pay(place: Place, tmp_path: Path, attack: Attack) -> None:
+    verdict = await place.grade(attack.patch(), tmp_path)
+    assert not verdict.resolved, verdict
+    assert verdict.reason
+    assert verdict.kind in (VerdictKind.UNRESOLVED, VerdictKind.REFUSED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attack", [pytest.param(each, id=each.name) for each in ATTACKS])
+async def test_without_a_guard_an_attack_pays(place: Place, tmp_path: Path, attack: Attack) -> None:
+    """Unless what is put back, or refused, before any guard looks is enough."""
+    verdict = await place.unguarded.grade(place.sample.instance, attack.patch(), logs=tmp_path, timeout=60.0)
+    assert verdict.resolved is (attack.works and not attack.harmless), verdict
+
+
+_FEW = ("mkdir -p in tox.ini", "a route named /guard", "a trace that says where", "other prefixes")
+_HONEST = [pytest.param(each, id=each.name, marks=[] if each.name in _FEW else [pytest.mark.slow]) for each in HONEST]
+
+
+@pytest.mark.parametrize("honest", _HONEST)
+async def test_an_honest_patch_is_resolved(place: Place, tmp_path: Path, honest: Honest) -> None:
+    verdict = await place.grade(honest.patch(), tmp_path)
+    assert (verdict.kind, verdict.reason) == (VerdictKind.RESOLVED, ""), verdict
+    assert Severity.DECIDES not in {flag.severity for flag in verdict.flags}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import os.path
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -19,12 +18,8 @@ from typing import NamedTuple
 from pydantic import JsonValue, ValidationError
 
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.evals.swe.grading import ObservedRun
-from openhands_rl_plugin.evals.swe.guard.patch import without_outcomes
-from openhands_rl_plugin.evals.swe.guard.rules import is_test_tool
-from openhands_rl_plugin.evals.swe.patches import touched_files
 from openhands_rl_plugin.evals.swe.recipes.parsers import Parser, Statuses
-from openhands_rl_plugin.evals.swe.types import Flag, Instance, Severity
+from openhands_rl_plugin.evals.swe.types import Instance
 
 GOOD = ("PASSED", "XFAIL")
 
@@ -32,14 +27,12 @@ _EXPECTED = re.compile(r"^(?:.*(?:;|&&|\|\|)\s*)?(?:\w+=\S*\s+)*(?:pytest|py\.te
 _HEREDOC = re.compile(r"<<'?(\w+)'?\n.*?\n\1$", re.M | re.S)
 # In the order of pytest's own summary, whose later lines win where a test has two.
 _ORDER = ("PASSED", "SKIPPED", "XFAIL", "XPASS", "ERROR", "FAILED")
-_SKIPS = ("", "Skipped", "SkipTest", "XFailed")
-_MOST = 5
-"""Flags of one rule and run, at most: a row may have thousands of tests."""
 
 
 class PhaseReport(NamedTuple):
     """A phase of a test, as pytest reported it. ``raised``: the name of the exception it raised; ``None``
-    when the phase was reported without having been run in that process.
+    when the phase was reported without having been run in that process. ``why``: the exception's message. ``callers``:
+    files of the repository among the calls that led to the report.
     """
 
     name: str
@@ -47,6 +40,8 @@ class PhaseReport(NamedTuple):
     outcome: str
     expected: bool
     raised: str | None
+    why: str = ""
+    callers: tuple[str, ...] = ()
 
     @property
     def status(self) -> str | None:
@@ -76,7 +71,7 @@ class SupervisorRecord(Frozen):
     @property
     def reports(self) -> list[PhaseReport]:
         """Phases of tests, in order."""
-        return [_report(event) for event in self.events_of("report", 5)]
+        return [_report(event) for event in self.events_of("report", 7)]
 
     @property
     def root(self) -> str:
@@ -89,6 +84,11 @@ class GuardChannel(NamedTuple):
 
     records: tuple[SupervisorRecord, ...]
     rejected: tuple[str, ...]
+
+    @property
+    def root(self) -> str:
+        """The folder that the first pytest was started in."""
+        return self.records[0].root if self.records else "/testbed"
 
     @property
     def elsewhere(self) -> bool:
@@ -115,8 +115,10 @@ def read_channel(left: Mapping[str, bytes], word: str) -> GuardChannel:
 
 
 def _report(event: Sequence[JsonValue]) -> PhaseReport:
-    name, when, outcome, expected, raised = event
-    return PhaseReport(str(name), str(when), str(outcome), expected is True, None if raised is None else str(raised))
+    name, when, outcome, expected, raised, why, callers = event
+    files = tuple(map(str, callers)) if isinstance(callers, list) else ()
+    said = None if raised is None else str(raised)
+    return PhaseReport(str(name), str(when), str(outcome), expected is True, said, str(why), files)
 
 
 def expects_channel(script: str) -> bool:
@@ -130,94 +132,6 @@ def statuses_of(reports: Sequence[PhaseReport], parse: Parser) -> Statuses:
     return parse("\n".join(f"{status} {name}" for status, names in lines.items() for name in names) + "\n")
 
 
-def flags_of_run(observed: ObservedRun) -> tuple[Flag, ...]:
-    """The flags of a run from its channel, or from the lack of one."""
-    channel = read_channel(observed.left, observed.word)
-    flags = [Flag(rule="guard_files", where=f"/guard-out/{name}", detail="no record") for name in channel.rejected]
-    if not channel.records:
-        if expects_channel(observed.script):
-            return (*flags, Flag(rule="channel_silent", where="test command", detail="no record of pytest's run"))
-        why = "the tests are not run by pytest from the script: outcomes are from the log alone"
-        note = Flag(rule="no_channel", where="test command", detail=why, severity=Severity.NOTE)
-        return (*flags, note, *without_outcomes(observed.instance, observed.patch))
-    for record in channel.records:
-        flags += _endings(record, expects_channel(observed.script))
-    flags += _against_log(observed, channel)
-    flags += _rewritten(channel, observed)
-    flags += _tampered(channel, observed)
-    return tuple(dict.fromkeys(flags))
-
-
-def _endings(record: SupervisorRecord, expected: bool) -> Iterator[Flag]:
-    if record.cut:
-        yield Flag(rule="channel_forged", where="channel", detail="more was sent than tests have to say")
-    if record.forged:
-        yield Flag(rule="channel_forged", where="channel", detail=f"{record.forged} lines that the plugin did not send")
-    for (name,) in record.events_of("stopped", 1):
-        if name == "SystemExit":
-            yield Flag(rule="process_exit", where="collection", detail="SystemExit ended pytest's session")
-    started, finished = any(record.events_of("start", 2)), any(record.events_of("finish", 1))
-    if started and not finished and record.status >= 0:
-        said = f"pytest ended with status {record.status} before its session did"
-        yield Flag(rule="process_exit", where="test run", detail=said)
-    if expected and not started and record.status == 0:
-        yield Flag(rule="process_exit", where="test run", detail="pytest ended with status 0 without a session")
-
-
-def _against_log(observed: ObservedRun, channel: GuardChannel) -> Iterator[Flag]:
-    """Tests of the row which passed in the log and not in the channel."""
-    found: Statuses = {}
-    for record in channel.records:
-        found |= statuses_of(record.reports, observed.parse)
-    passed = [name for name in _wanted(observed.instance) if observed.statuses.get(name) in GOOD]
-    wrong = [name for name in passed if found.get(name) not in GOOD]
-    for name in wrong[:_MOST]:
-        real = found.get(name, "not run")
-        said = f"{observed.statuses[name]} in the log, {real} by pytest's own word ({len(wrong)} such tests)"
-        yield Flag(rule="forged_log", where=name, detail=said)
-
-
-def _rewritten(channel: GuardChannel, observed: ObservedRun) -> Iterator[Flag]:
-    """Tests of the row that passed by their report although they raised, or were never run."""
-    wanted = _wanted(observed.instance)
-    reports = (each for record in channel.records for each in record.reports if each.when == "call")
-    passed = [each for each in {each.name: each for each in reports}.values() if each.status == "PASSED"]
-    odd = [each for each in passed if each.raised not in _SKIPS and not (each.raised is None and channel.elsewhere)]
-    wrong = [each for each in odd if not wanted.keys().isdisjoint(observed.parse(f"PASSED {each.name}\n"))]
-    for each in wrong[:_MOST]:
-        said = "reported without having been run" if each.raised is None else f"raised {each.raised}"
-        detail = f"passed by its report, but {said} ({len(wrong)} such tests)"
-        yield Flag(rule="rewritten_report", where=each.name, detail=detail)
-
-
-def _wanted(instance: Instance) -> dict[str, None]:
+def wanted_by(instance: Instance) -> dict[str, None]:
+    """The row's tests, each once."""
     return dict.fromkeys((*instance.fail_to_pass, *instance.pass_to_pass))
-
-
-def _tampered(channel: GuardChannel, observed: ObservedRun) -> Iterator[Flag]:
-    changed = touched_files(observed.patch) - touched_files(observed.instance.test_patch) - observed.instance.test_files
-    needed, tool = touched_files(observed.instance.patch), is_test_tool(observed.instance)
-    decides = Severity.COUNTED if tool else Severity.DECIDES
-    for record in channel.records:
-        for name, place, new in record.events_of("hook", 3):
-            file = _inside(str(place), record.root)
-            if new is True or file in changed:
-                wanted = file in needed and file.endswith("conftest.py")
-                severity = Severity.COUNTED if wanted and new is not True else decides
-                yield Flag(rule="pytest_hook", where=file or str(place), detail=str(name), severity=severity)
-        for path, place in record.events_of("replaced", 2):
-            file = _inside(str(place), record.root)
-            if file in changed or (not file and not str(place).startswith("/")):
-                severity = decides if file else Severity.COUNTED
-                yield Flag(rule="replaced_function", where=file or str(place), detail=str(path), severity=severity)
-        for (ways,) in record.events_of("softened", 1):
-            for way in ways if isinstance(ways, list) else ():
-                said = f"{way}: what has to fail passed"
-                yield Flag(rule="softened_tests", where="test run", detail=said, severity=decides)
-
-
-def _inside(place: str, root: str) -> str:
-    """The path of a file in the repository; empty for others, and for code without a file."""
-    path = os.path.normpath(os.path.join(root, place))
-    inside = bool(place) and not place.startswith("<") and path.startswith(root + "/")
-    return path[len(root) + 1 :] if inside else ""

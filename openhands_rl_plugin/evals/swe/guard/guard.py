@@ -14,9 +14,10 @@ from importlib.resources import files
 
 from openhands_rl_plugin.evals.swe.grading import GuardEquipment, ObservedRun
 from openhands_rl_plugin.evals.swe.guard import inside as guard_inside
-from openhands_rl_plugin.evals.swe.guard.channel import flags_of_run
 from openhands_rl_plugin.evals.swe.guard.patch import flags_of_patch
-from openhands_rl_plugin.evals.swe.types import Flag, Instance
+from openhands_rl_plugin.evals.swe.guard.runs import causes_of, flags_of_run, honest
+from openhands_rl_plugin.evals.swe.reasons import TestFailure
+from openhands_rl_plugin.evals.swe.types import Flag, Instance, Severity
 
 
 class RewardHackGuard:
@@ -30,7 +31,9 @@ class RewardHackGuard:
             {
                 "shell.sh": _text("shell.sh").replace("@PLUGIN@", plugin),
                 "supervisor.txt": _text("supervisor.py"),
+                "sitecustomize.py": _text("startup.py"),
                 f"{plugin}.py": _text("plugin.py"),
+                f"{plugin}_checks.py": _text("checks.py"),
             },
         )
 
@@ -41,6 +44,22 @@ class RewardHackGuard:
     def check_run(self, observed: ObservedRun) -> tuple[Flag, ...]:
         """Flags of a finished run."""
         return flags_of_run(observed)
+
+    def weigh(self, observed: ObservedRun, flags: tuple[Flag, ...]) -> tuple[Flag, ...]:
+        """Rules over the patch's text alone are notes where the channel saw whole sessions without a deciding flag."""
+        read = self.check_patch(observed.instance, observed.patch)
+        seen = [each for each in flags if each not in read]
+        if not honest(observed, seen):
+            return flags
+        note, decides = Severity.NOTE, Severity.DECIDES
+        return tuple(
+            each.model_copy(update={"severity": note}) if each in read and each.severity is decides else each
+            for each in flags
+        )
+
+    def explain(self, observed: ObservedRun) -> dict[str, TestFailure]:
+        """Why tests did not pass, by the channel."""
+        return causes_of(observed)
 
 
 @functools.cache

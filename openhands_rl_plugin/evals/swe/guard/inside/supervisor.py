@@ -44,21 +44,24 @@ class Lines:
         self.rest = lines.pop()
         for line in lines:
             digest, _, text = line.partition(b" ")
-            if not hmac.compare_digest(digest, hmac.new(self.key, text, "sha256").hexdigest().encode()):
+            made = hashlib.blake2b(text, key=self.key, digest_size=32).hexdigest()
+            if not hmac.compare_digest(digest, made.encode()):
                 self.forged += 1
                 continue
-            self.key = hashlib.sha256(self.key).digest()
+            self.key = hashlib.blake2b(self.key, digest_size=32).digest()
             self.taken.append(json.loads(text.decode()))
 
 
 def environment(plugin: str, numbers: list) -> dict:
     """The child's variables, and in one of them what the plugin needs, with the values that it puts back."""
+    before = [os.environ.get(name) for name in ("PYTEST_ADDOPTS", "PYTHONPATH")]
+    told = "\x1f".join([*map(str, numbers), plugin, *("0" if each is None else "1" + each for each in before)])
     changed = {
-        "PYTEST_ADDOPTS": " ".join(filter(None, (os.environ.get("PYTEST_ADDOPTS"), "-p " + plugin))),
-        "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), GUARD))),
+        "PYTEST_ADDOPTS": " ".join(filter(None, (before[0], "-p " + plugin))),
+        # First, so that its ``sitecustomize`` is the one.
+        "PYTHONPATH": os.pathsep.join(filter(None, (GUARD, before[1]))),
     }
-    told = {"numbers": numbers, "before": {name: os.environ.get(name) for name in changed}}
-    return dict(os.environ, OPENHANDS_RL_GUARD=json.dumps(told), **changed)
+    return dict(os.environ, OPENHANDS_RL_GUARD=told, **changed)
 
 
 def watch(child: subprocess.Popen, reading: int, lines: Lines) -> None:

@@ -1,0 +1,317 @@
+"""PYTEST_DONT_REWRITE. What the plugin compares: functions with what they were, code with its file, and tests that
+have to fail with their outcome.
+"""
+
+import ast
+import builtins
+import contextlib
+import importlib
+import os
+import random
+import signal
+import string
+import sys
+import threading
+import types
+import unittest
+from typing import Any
+
+import pytest
+
+ALWAYS = ("AssertionError", "isinstance", "issubclass", "len", "all", "any", "repr", "bool", "print", "getattr")
+OURS = ("pytest", "_pytest", "pluggy", "unittest")
+MISSING = object()
+_compile = compile  # type: Any
+_open, _read, _close = os.open, os.read, os.close
+
+
+def function_of(value: Any) -> Any:
+    """The plain function behind a method, a property, a partial or a wrapper; ``None`` where there is none."""
+    for _ in range(20):
+        if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+            value = value.__func__
+        elif type(value) is property:
+            value = value.fget
+        elif type(value).__name__ == "partial" and hasattr(value, "func"):
+            value = value.func
+        else:
+            break
+    return value if isinstance(value, types.FunctionType) else None
+
+
+def place_of(value: Any) -> str:
+    function = function_of(value)
+    return function.__code__.co_filename if function is not None else ""
+
+
+def read(file: str) -> bytes:
+    """The content of a file, past everything that Python code could have replaced."""
+    number = _open(file, os.O_RDONLY)
+    try:
+        parts = []
+        while True:
+            part = _read(number, 1 << 20)
+            if not part:
+                return b"".join(parts)
+            parts.append(part)
+    finally:
+        _close(number)
+
+
+def print_of(code: Any) -> Any:
+    """What two compilations of the same source have in common."""
+    constants = []
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            constants.append(print_of(each))
+        elif isinstance(each, frozenset):
+            constants.append(tuple(sorted(map(repr, each))))
+        else:
+            constants.append((type(each).__name__, repr(each)))
+    return (code.co_name, code.co_firstlineno, code.co_code, code.co_names, code.co_varnames, tuple(constants))
+
+
+class Sources:
+    """The code of files, compiled anew as Python and as pytest would."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.known = {}  # type: Any
+
+    def has(self, code: Any) -> Any:
+        """Whether the code is that of its file; ``None`` where that cannot be said."""
+        file = code.co_filename
+        if file not in self.known:
+            self.known[file] = self.prints(file)
+        prints, whole = self.known[file]
+        return True if print_of(code) in prints else False if whole else None
+
+    def prints(self, file: str) -> Any:
+        """The prints of all code in a file, and whether pytest's own way of compiling it is among them."""
+        try:
+            text = read(file)
+            found = [_compile(text, file, "exec", dont_inherit=True)]
+        except (OSError, SyntaxError, ValueError):
+            return frozenset(), True
+        whole = False
+        with contextlib.suppress(Exception):
+            found.append(self.rewritten(text, file))
+            whole = True
+        prints = set()
+        while found:
+            code = found.pop()
+            prints.add(print_of(code))
+            found += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        return prints, whole
+
+    def rewritten(self, text: bytes, file: str) -> Any:
+        rewrite = importlib.import_module("_pytest.assertion.rewrite")  # type: Any
+        tree = _compile(text, file, "exec", ast.PyCF_ONLY_AST, True)
+        names = rewrite.rewrite_asserts.__code__.co_varnames
+        # Before there was a source, the path was py's.
+        old = (type(self.config.rootdir)(file), self.config)
+        given = (text, file, self.config) if "source" in names else old
+        rewrite.rewrite_asserts(tree, *given)
+        return _compile(tree, file, "exec", dont_inherit=True)
+
+
+class Kept:
+    """Functions as they were, to be compared."""
+
+    def __init__(self, owners: list, builtin: Any = None) -> None:
+        self.members = []
+        for path, owner in owners:
+            for name, value in list(vars(owner).items()):
+                function = function_of(value)
+                if function is not None or (owner is builtins and (builtin is None or name in builtin)):
+                    self.members.append((path + "." + name, owner, name, value, getattr(function, "__code__", None)))
+
+    def replaced(self) -> list:
+        """The path of each that is another one now, with the new one's code."""
+        found = []
+        for path, owner, name, value, code in self.members:
+            now = vars(owner).get(name, MISSING)
+            if now is not value:
+                found.append((path, getattr(function_of(now), "__code__", None)))
+            elif code is not None and function_of(now).__code__ is not code:
+                found.append((path, function_of(now).__code__))
+        return found
+
+
+def names_of(owner: Any) -> dict:
+    """What functions, classes and modules the names of a module or a class stand for."""
+    kinds = (types.FunctionType, types.ModuleType, type, staticmethod, classmethod)
+    return {name: value for name, value in list(vars(owner).items()) if isinstance(value, kinds)}
+
+
+def rebound(owner: Any, before: dict) -> list:
+    """Names that stand for something else now, or hide a built-in one; and the files of what they stand for."""
+    now = names_of(owner)
+    changed = [name for name in before if now.get(name, MISSING) is not before[name]]
+    changed += [name for name in now if name not in before and hasattr(builtins, name)]
+    found = []
+    for name in changed:
+        value = vars(owner).get(name)
+        home = sys.modules.get(getattr(value, "__module__", None) or "")
+        found.append((name, place_of(value) or str(getattr(home, "__file__", "") or "")))
+    return found
+
+
+def owners(*more: str) -> list:
+    """pytest, pluggy and unittest as far as they are loaded: their modules, and the classes in them."""
+    found = [("builtins", builtins)]  # type: Any
+    for name, module in sorted(sys.modules.items()):
+        if (name.split(".")[0] in OURS or name in more) and isinstance(module, types.ModuleType):
+            found.append((name, module))
+            classes = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == name]
+            found += [(name + "." + each.__name__, each) for each in classes]
+    return found
+
+
+class FailingCase(unittest.TestCase):
+    def runTest(self) -> None:
+        self.assertEqual(1, 2)
+
+
+def softened() -> list:
+    """The ways of failing which do not fail."""
+
+    def raises_nothing() -> None:
+        with pytest.raises(ValueError):
+            pass
+
+    case = FailingCase()
+    ways = {
+        "assertEqual": lambda: case.assertEqual(1, 2),
+        "assertTrue": lambda: case.assertTrue(False),
+        "assertIn": lambda: case.assertIn(1, []),
+        "fail": lambda: case.fail("it has to"),
+        "assertRaises": lambda: case.assertRaises(ValueError, int),
+        "pytest.fail": lambda: pytest.fail("it has to"),
+        "pytest.raises": raises_nothing,
+    }
+    found = []
+    for name, way in ways.items():
+        with contextlib.suppress(BaseException):
+            way()
+            found.append(name)
+    result = unittest.TestResult()
+    with contextlib.suppress(BaseException):
+        case.run(result)
+    if result.testsRun and result.wasSuccessful():
+        found.append("TestCase")
+    return found
+
+
+def word() -> str:
+    return "test_" + "".join(random.SystemRandom().choice(string.ascii_lowercase) for _ in range(12))
+
+
+def failing(name: str) -> Any:
+    """A test that fails, with a name."""
+    left, right = random.SystemRandom().sample(range(10**6), 2)
+    text = "def " + name + "():\n    assert " + str(left) + " == " + str(right) + "\n"
+    made = _compile(text, "<test>", "exec")
+    code = next(each for each in made.co_consts if isinstance(each, types.CodeType))
+    return types.FunctionType(code, {"__builtins__": builtins}, name)
+
+
+class Expecting(ast.NodeTransformer):
+    """Puts a value that nothing equals in the place of what a test expects."""
+
+    def __init__(self) -> None:
+        self.changed = 0
+
+    def value(self, old: Any) -> Any:
+        self.changed += 1
+        text = word()
+        return ast.copy_location(ast.Str(text) if sys.version_info < (3, 8) else ast.Constant(text), old)
+
+    def visit_Assert(self, node: Any) -> Any:
+        test = node.test
+        if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
+            test.comparators[0] = self.value(test.comparators[0])
+        return node
+
+    def visit_Call(self, node: Any) -> Any:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "assertEqual" and len(node.args) >= 2:
+            node.args[1] = self.value(node.args[1])
+        return node
+
+
+def expecting_another(function: Any) -> Any:
+    """The test with other values expected; ``None`` where it compares nothing at its own level."""
+    code = function.__code__
+    if code.co_freevars or function.__closure__:
+        return None
+    tree = _compile(read(code.co_filename), code.co_filename, "exec", ast.PyCF_ONLY_AST, True)  # type: Any
+    bodies = [tree.body] + [each.body for each in tree.body if isinstance(each, ast.ClassDef)]
+    for node in [node for body in bodies for node in body if isinstance(node, ast.FunctionDef)]:
+        first = min([node.lineno] + [each.lineno for each in node.decorator_list])
+        if node.name != code.co_name or first != code.co_firstlineno or node.decorator_list:
+            continue
+        change = Expecting()
+        change.visit(node)
+        if not change.changed:
+            return None
+        tree.body, node.lineno = [node], node.lineno
+        made = _compile(ast.fix_missing_locations(tree), code.co_filename, "exec", dont_inherit=True)
+        inner = [each for each in made.co_consts if isinstance(each, types.CodeType) and each.co_name == code.co_name]
+        return types.FunctionType(inner[0], function.__globals__, function.__name__, function.__defaults__)
+    return None
+
+
+@contextlib.contextmanager
+def limited(seconds: float) -> Any:
+    """Raise after that time, where a signal can."""
+
+    def late(number: int, frame: Any) -> None:
+        raise TimeoutError
+
+    if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_REAL)[0]:
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def equal_to_anything(inside: Any) -> list:
+    """Classes of the repository whose objects say that they equal whatever they are compared with."""
+    found = []
+    seen = set()  # type: Any
+    waiting = list(type.__subclasses__(object))
+    while waiting:
+        made = waiting.pop()
+        if made in seen:
+            continue
+        seen.add(made)
+        waiting += type.__subclasses__(made) if made is not type else []
+        function = function_of(vars(made).get("__eq__"))
+        if function is None or not inside(function.__code__.co_filename):
+            continue
+        with contextlib.suppress(BaseException), limited(0.5):
+            thing = made.__new__(made)
+            others = (MISSING, word(), 10**9 + 7, (MISSING,))
+            if all(function(thing, other) is True for other in others):
+                found.append((made.__qualname__, function.__code__))
+    return found
+
+
+def names_in(code: Any, word: str) -> bool:
+    """Whether the code, or one within it, names something."""
+    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    texts = [*code.co_names, *(each for each in code.co_consts if isinstance(each, str))]
+    return any(word in each.lower() for each in texts) or any(names_in(each, word) for each in inner)
+
+
+def names_in_file(file: str, word: bytes) -> bool:
+    try:
+        return word in read(file).lower()
+    except (OSError, ValueError):
+        return False
