@@ -64,6 +64,7 @@ def test_textarena_is_evaluated(model: str, tmp_path: Path):
     assert len(found) == 1 and isinstance(found[0][0], float)
 
 
+@pytest.mark.slow
 def test_skyrl_gym_is_evaluated_by_rows(model: str, tmp_path: Path):
     rows = [
         {

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from evaluation.performance.hosts.instant_model import instant_model, script
+from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, InfrastructureError
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
@@ -170,6 +172,30 @@ async def test_what_is_wrong_is_typed(python: str):
         await environment.step(Message(role="assistant", content="2"))
     again = await played(make("tasksets_of_tests", start_timeout=170), "2", idx=1)
     assert again.failure is None, "a new process takes the place of one that died"
+
+
+@pytest.mark.slow
+def test_a_taskset_is_evaluated_by_the_command_line(python: str, tmp_path: Path):
+    (tmp_path / "prompt.txt").write_text(script([{"text": "It is 2."}]))
+    taskset = f'path = ["{HERE}"]\ntaskset_options = {{ system_prompt = "{tmp_path / "prompt.txt"}" }}\n'
+    config = tmp_path / "config.toml"
+    config.write_text(f'[rl]\nenv_name = "verifiers/tasksets_of_tests"\n[rl.environment]\n{taskset}')
+    words = ["--config", str(config), "--tasks", "2", "--agent", "RLAgent", "--model", "m", "--temperature", "1"]
+    with instant_model() as url:
+        bounds = [
+            "--processes",
+            "0",
+            "--workers",
+            "2",
+            "--retries",
+            "0",
+            "--no-completions",
+            "--out",
+            str(tmp_path / "o"),
+        ]
+        assert main(["evaluate", "environment", "--base-url", url, *words, *bounds]) == 0
+    rows = [json.loads(line) for file in tmp_path.rglob("output.jsonl") for line in file.read_text().splitlines()]
+    assert sorted(row["test_result"]["reward"] for row in rows) == [0.25 / 8, 1 + 0.25 / 8]
 
 
 async def played_out(environment: VerifiersEnvironment, answer: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from harbor_tasks import DOCKERFILE, SHELL_TESTS, UV_TESTS, write_task
 
-from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError
+from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, InfrastructureError
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     Limits,
@@ -140,26 +140,39 @@ async def test_a_sandbox_has_no_network_and_nothing_of_the_user(tasks: Path):
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
-        ("echo 0.25 > reward.txt", 0.25),
-        ("""echo '{"reward": 0.5, "speed": 3}' > reward.json; echo 1 > reward.txt""", 0.5),
-        ("""echo '{"speed": 3}' > reward.json""", 3.0),
+        ("echo 0.25 > reward.txt", {"reward": 0.25}),
+        ("""echo '{"reward": 0.5, "speed": 3}' > reward.json; echo 1 > reward.txt""", {"reward": 0.5, "speed": 3.0}),
         ("true", "wrote no /logs/verifier/reward.txt or reward.json"),
         (": > reward.txt", "reward.txt holds no rewards"),
         ("echo nan > reward.txt", "only finite numbers are rewards"),
         ("""echo '{"reward": "1"}' > reward.json""", "only finite numbers are rewards"),
         ("""echo '{}' > reward.json""", "only finite numbers are rewards"),
-        ("""echo '{"a": 1, "b": 2}' > reward.json""", "none of them 'reward': set reward_key"),
         ("ln -s /etc/hostname reward.txt", "cannot be read"),
     ],
 )
-async def test_a_missing_or_odd_reward_is_a_failure(tmp_path: Path, written: str, expected: float | str):
-    write_task(tmp_path / "hello", tests=f"#!/bin/bash\ncd /logs/verifier\n{written}\n")
-    found = await played(make(tmp_path), "submit")
-    if isinstance(expected, float):
-        assert (found.failure, found.episode_return) == (None, expected)
+def test_a_missing_or_odd_reward_is_an_error(tmp_path: Path, written: str, expected: dict[str, float] | str):
+    folder = tmp_path / "logs" / "verifier"
+    folder.mkdir(parents=True)
+    subprocess.run(["bash", "-c", written], cwd=folder, check=True)
+    if isinstance(expected, dict):
+        assert read_rewards(Workspace(tmp_path), "t") == expected
     else:
-        assert found.failure is not None and expected in found.failure.message, found.failure
-        assert found.known_return is None
+        with pytest.raises((BadEnvironmentError, InfrastructureError), match=expected):
+            read_rewards(Workspace(tmp_path), "t")
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("true", "they said: nothing to see"),
+        ("""echo '{"a": 1, "b": 2}' > reward.json""", "none of them 'reward': set reward_key"),
+    ],
+)
+async def test_an_episode_without_a_reward_fails(tmp_path: Path, written: str, expected: str):
+    write_task(tmp_path / "hello", tests=f"#!/bin/bash\ncd /logs/verifier\necho nothing to see\n{written}\n")
+    found = await played(make(tmp_path), "submit")
+    assert found.failure is not None and expected in found.failure.message, found.failure
+    assert found.known_return is None
 
 
 async def test_what_a_container_would_have_is_named_and_forced(tmp_path: Path):
