@@ -26,6 +26,9 @@ from openhands_rl_plugin.models.adapters.store import AdapterStore
 
 log = redacting_logger(__name__)
 
+_MOST_CHOICES = 64
+"""Of one request; servers have limits."""
+
 
 class PublishReport(Frozen):
     """The result of a publication. ``difference``: mean absolute difference of the probe's logprobs, in nats.
@@ -255,10 +258,13 @@ async def _check_sampling(server: AdapterServer, adapter: Adapter, probe: Probe)
     """Raise ``PublishError`` when the server samples from another distribution than the trainer's."""
     drawn: list[Sequence[int]] = []
     for each in probe.shares:
-        context, count = probe.token_ids[: each.position], SAMPLES[each.kind]
-        ids = await server.sample(adapter.name, context, each.temperature, count)
-        if ids is None:
-            return
+        context, missing = probe.token_ids[: each.position], SAMPLES[each.kind]
+        ids: list[int] = []
+        while missing > len(ids):
+            count = min(missing - len(ids), _MOST_CHOICES)
+            if (found := await server.sample(adapter.name, context, each.temperature, count)) is None:
+                return
+            ids += found
         drawn.append(ids)
     check_sampled_shares(adapter.name, probe.shares, drawn, probe.max_difference)
 

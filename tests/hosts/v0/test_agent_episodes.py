@@ -113,12 +113,18 @@ async def test_candidates_are_sampled_side_by_side_and_a_broken_one_is_passed_ov
 
 
 async def test_candidates_that_were_answered_are_kept_when_another_one_fails(finished):
-    finished.script("lucky", [THINK, refusal(422, "out of luck"), THINK])
+    seeds: list[int] = []
+
+    def lucky(body):
+        seeds.extend({body["seed"]} - {*seeds})
+        return refusal(422, "out of luck") if body["seed"] in seeds[1:2] else THINK
+
+    finished.policies["lucky"] = lucky
     trajectory = await play(finished, "lucky", strategy="test_agent_episodes:FirstOfThree", limits=Limits(max_turns=1))
     assert trajectory.stop is StopReason.MAX_TURNS and trajectory.failure is None
     assert sum(node.sampled for node in trajectory.nodes) == trajectory.usage.calls == 2
     assert "out of luck" in str([node.metadata.get("failed_attempts") for node in trajectory.nodes])
-    finished.script("unlucky", [refusal(422, "out of luck")] * 3)
+    finished.script("unlucky", [refusal(422, "out of luck")] * 6)
     trajectory = await play(finished, "unlucky", strategy="test_agent_episodes:FirstOfThree")
     assert trajectory.failure is not None and trajectory.failure.kind is FailureKind.MODEL
     assert "out of luck" in trajectory.failure.message
@@ -180,7 +186,8 @@ async def test_the_default_does_not_bind_a_workspace_in_a_worker_process_which_i
 
 async def test_a_full_context_window_ends_the_episode_as_a_limit_does(finished):
     message = "This model's maximum context length is 100 tokens. Please reduce the length of the messages."
-    finished.script("full", [THINK, refusal(400, message)])
+    # It comes twice: the request is sent again without what the server may refuse.
+    finished.script("full", [THINK, refusal(400, message), refusal(400, message)])
     trajectory = await play(finished, "full")
     assert trajectory.stop is StopReason.MAX_TOKENS and trajectory.failure is None
     assert "maximum context length" in str(trajectory.nodes[trajectory.head or 0].metadata["failed_attempts"])

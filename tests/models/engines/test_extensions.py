@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from openhands_rl_plugin.models.engines.extensions import LOGPROBS, TOKEN_IDS, ExtensionTable
+from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
+from openhands_rl_plugin.core.types import SamplingParams
+from openhands_rl_plugin.models.engines.extensions import (
+    LOGPROBS,
+    SAMPLING,
+    TOKEN_IDS,
+    ExtensionTable,
+    extension_values,
+    sampling_as_sent,
+)
 
 BOTH = (TOKEN_IDS, LOGPROBS)
 Server = Callable[[set[str]], tuple[int, str]]
@@ -142,3 +151,27 @@ def test_the_table_is_bounded():
     for number in range(10):
         ask(table, refusing(LOGPROBS), f"m{number}")
     assert [each.model for each in table.refused()] == ["m7", "m8", "m9"]
+
+
+def test_a_hosted_api_that_names_one_unknown_parameter_at_a_time_is_asked_twice():
+    """OpenAI's knows no ``return_token_ids`` and no ``top_k``, and gives logprobs."""
+    words = {TOKEN_IDS: "return_token_ids", SAMPLING: "top_k"}
+
+    def answer(fields: set[str]) -> tuple[int, str]:
+        hit = next((words[name] for name in words if name in fields), None)
+        return (200, "") if hit is None else (400, f"Unrecognized request argument supplied: {hit}")
+
+    table = ExtensionTable(Clock())
+    attempt, sent = ask(table, answer, wanted=(TOKEN_IDS, LOGPROBS, SAMPLING))
+    assert sent == [{TOKEN_IDS, LOGPROBS, SAMPLING}, {LOGPROBS, SAMPLING}, {LOGPROBS}]
+    assert {each.name for each in table.refused()} == {TOKEN_IDS, SAMPLING}
+    asked = SamplingParams(temperature=0.5, top_k=7, min_p=0.0)
+    assert sampling_as_sent(asked, attempt) == SamplingParams(temperature=0.5, top_k=7)
+    assert ask(table, answer, wanted=(TOKEN_IDS, LOGPROBS, SAMPLING))[1] == [{LOGPROBS}]
+
+
+def test_own_values_stand_and_neutral_ones_fill_in():
+    found = extension_values((TOKEN_IDS, SAMPLING), {"top_k": 5, "min_p": None})
+    neutral = {name: value for name, value in NEUTRAL_PARAMETERS.items() if name != "top_k"}
+    assert found == {TOKEN_IDS: True, **neutral}
+    assert extension_values((LOGPROBS,), {}) == {LOGPROBS: True}

@@ -10,8 +10,10 @@ import pytest
 from aiohttp import web
 from worlds import SYSTEM, TOOL, Model, prompt_ids, sampled_ids, stored, user, world
 
-from openhands_rl_plugin.core.types import PolicyRef, StopReason, Trajectory
+from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
+from openhands_rl_plugin.core.types import PolicyRef, SamplingParams, StopReason, Trajectory
 from openhands_rl_plugin.training.data.batch import samples_of
+from openhands_rl_plugin.training.data.eligibility import is_sampled_off_policy
 
 
 def ids_along(trajectory: Trajectory, leaf: int | None = None) -> list[int]:
@@ -254,3 +256,46 @@ async def test_a_session_that_comes_back_after_its_end_is_a_new_episode(tmp_path
     trajectories = await gateway.stored()
     assert len({trajectory.id for trajectory in trajectories}) == 3
     assert {trajectory.task.id for trajectory in trajectories} == {"s"}
+
+
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0, **NEUTRAL_PARAMETERS}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("own", [{}, {"temperature": None, "top_k": None}, {"temperature": 0.4, "min_p": 0.1}])
+async def test_what_a_request_leaves_open_is_sampled_neutrally_and_its_own_values_stand(
+    tmp_path: Path, own: dict[str, Any], stream: bool
+):
+    async with world(tmp_path) as gateway:
+        assert (await gateway.ask(user("one"), stream=stream, **own)).status_code == 200
+        assert (await gateway.end()).json()["ended"] is True
+    given = {name: value for name, value in own.items() if value is not None}
+    (body,) = gateway.model.bodies
+    assert {name: body[name] for name in NEUTRAL} == {**NEUTRAL, **given}
+    node = (await gateway.only()).nodes[1]
+    assert node.sampling == SamplingParams.model_validate({**NEUTRAL, **given})
+    assert node.metadata["request"] == given, "what the client asked for"
+    assert is_sampled_off_policy(node.sampling) == ("min_p" in given)
+
+
+async def test_the_servers_own_defaults_are_left_to_it_where_the_user_says_so(tmp_path: Path):
+    async with world(tmp_path, sampling_defaults="model") as gateway:
+        await gateway.say(user("one"), top_p=0.5)
+    (body,) = gateway.model.bodies
+    assert not {"temperature", *NEUTRAL_PARAMETERS} & {*body}
+    assert (await gateway.only()).nodes[1].sampling == SamplingParams(top_p=0.5)
+
+
+async def test_a_server_that_knows_no_top_k_is_asked_again_without(tmp_path: Path):
+    async def plain(request: web.Request, body: dict[str, Any]) -> web.Response | None:
+        said = {"error": {"message": "Unrecognized request argument supplied: top_k"}}
+        return web.json_response(said, status=400) if "top_k" in body else None
+
+    async with world(tmp_path, Model(behave=plain)) as gateway:
+        await gateway.say(user("one"))
+        await gateway.say(user("one"), {"role": "assistant", "content": "answer 1"}, user("two"))
+        refused = await gateway.ask(user("three"), top_k=4)
+    assert ["top_k" in body for body in gateway.model.bodies] == [True, False, False, True, True]
+    assert refused.status_code == 400, "what a client asks for is its own to be refused"
+    first = next((await gateway.only()).sampled())
+    assert first.sampling == SamplingParams() and first.tokens is not None

@@ -1,0 +1,61 @@
+"""Which ways of sampling a loop can train on, said before anything begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from openhands_rl_plugin.apps.loop.run import check_trainable
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.errors import ConfigError
+
+
+def settings(**sections: Any) -> RLSettings:
+    return RLSettings.model_validate({"training": {"algorithm": "grpo"}, **sections})
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"sampling": {"temperature": 0.7}},
+        {"sampling": {"temperature": 1.3, "top_k": 0}},
+        {"strategy": {"sampling": {"temperature": 0.5}}},
+        {"sampling": {"temperature": 0.7}, "training": {"algorithm": "grpo", "correction": "truncate"}},
+    ],
+)
+def test_any_temperature_above_zero_can_be_trained(sections: dict[str, Any]) -> None:
+    check_trainable(settings(**sections))
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"sampling": {"temperature": 0.0}}, r"\[rl.sampling\] temperature = 0: greedy answers"),
+        ({"sampling": {"top_p": 0.9}}, r"\[rl.sampling\] top_p = 0.9: .* set 1"),
+        ({"sampling": {"top_k": 20}}, r"\[rl.sampling\] top_k = 20: .* set -1"),
+        ({"sampling": {"repetition_penalty": 1.05}}, r"repetition_penalty = 1.05: .* set 1"),
+        ({"strategy": {"sampling": {"min_p": 0.1}}}, r"\[rl.strategy\] sampling.min_p = 0.1: .* set 0"),
+        (
+            {
+                "sampling": {"temperature": 0.7},
+                "training": {"algorithm": "grpo", "correction": "mask"},
+                "serving": {"server": "embedded"},
+            },
+            'correction = "mask": `openhands-rl serve` reports logprobs of temperature 1',
+        ),
+    ],
+)
+def test_other_sampling_is_refused_in_one_line(sections: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_trainable(settings(**sections))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"top_k": -2}, {"min_p": 1.5}, {"repetition_penalty": 0}, {"presence_penalty": 3}, {"frequency_penalty": "1"}],
+)
+def test_values_that_no_server_takes_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"\[rl.sampling\] {next(iter(wrong))}: "):
+        settings(sampling=wrong)
