@@ -5,7 +5,9 @@ process's own secret environment variables are found wherever they stand, whatev
 
 Token ids spell the text that they were made from. So a node whose text held a secret keeps no ids, and neither do the
 nodes below it: their prompts hold the same secret, and ids of a prompt without it were never seen by the model. Such a
-path can be read, but not trained on from there. ``redact_nodes`` does that for a running episode,
+path can be read, but not trained on from there. Only the touched ids cannot be cut out instead: which ids spell the
+secret is known to the model's tokenizer alone, and answers below may repeat it in ids that no recorded text says, such
+as reasoning that the server took out. ``redact_nodes`` does that for a running episode,
 ``redact_trajectory`` for a whole one.
 """
 

@@ -33,7 +33,7 @@ from openhands_rl_plugin.testing.samples import (
     unrewarded,
 )
 
-_CONCURRENCY = 16
+_CONCURRENCY, _MEANWHILE = 16, 8
 _DEEPER = 220
 """Levels of nesting that pydantic still writes and no longer reads."""
 
@@ -218,12 +218,11 @@ async def _check_filters(storage: TrajectoryStorage) -> None:
         expected = everything - names if fields.get("failed") is False else names
         # The run keeps what other checks have stored out of the way.
         where = TrajectoryFilter.model_validate({"run_id": "filter"} | fields)
-        ids = [trajectory.id async for trajectory, _ in storage.find(where)]
+        ids = await _check_summaries(storage, where)
         if set(ids) != expected or len(ids) != len(expected):
             _broken(f"find({where.model_dump(exclude_defaults=True)}) returned {sorted(ids)}, not {sorted(expected)}")
         if await storage.count(where) != len(expected):
             _broken(f"count({where.model_dump(exclude_defaults=True)}) must count what find() finds")
-        await _check_summaries(storage, where)
 
 
 async def _check_order(storage: TrajectoryStorage) -> None:
@@ -251,9 +250,10 @@ async def _check_order(storage: TrajectoryStorage) -> None:
                     f"find({where.model_dump(exclude_defaults=True)}) returned {names}, not {page}: "
                     "equal ones stay in the order in which they were stored, unknown rewards come last"
                 )
-            if await storage.count(where) != len(expected):
-                _broken("count() must leave offset and limit aside")
-            await _check_summaries(storage, where)
+            if (offset, limit) in ((0, None), (1, 3)):
+                await _check_summaries(storage, where)
+                if await storage.count(where) != len(expected):
+                    _broken("count() must leave offset and limit aside")
 
 
 async def _check_rewardless(storage: TrajectoryStorage) -> None:
@@ -285,7 +285,7 @@ async def _check_snapshot(storage: TrajectoryStorage) -> None:
     seen = []
     async for trajectory, _ in storage.find(TrajectoryFilter(run_id="snapshot")):
         seen.append(trajectory.id)
-        if len(seen) <= len(first):
+        if len(seen) <= _MEANWHILE:
             await storage.add(sample_episode(f"later {len(seen)}", run="snapshot"))
     if seen != first:
         _broken("what is added while a stream is read must not be part of it")
@@ -306,8 +306,8 @@ async def _check_concurrency(storage: TrajectoryStorage) -> None:
     found = {one.id: one for one in await _found(storage, run_id="at once")}
     if found != {one.id: one for one in samples}:
         _broken(f"{_CONCURRENCY} episodes that were played at the same time must be stored as if one after the other")
-    for sample in samples:
-        if await _scores(storage, sample.id) != (sample_score(sample.id, 0.5),):
+    async for sample, scores in storage.find(TrajectoryFilter(run_id="at once")):
+        if scores != (sample_score(sample.id, 0.5),):
             _broken("scores that were added at the same time must all be there, once")
 
 
@@ -329,7 +329,8 @@ async def _check_reopening(storage: TrajectoryStorage, make: Callable[[], Trajec
     await reopened.close()
 
 
-async def _check_summaries(storage: TrajectoryStorage, where: TrajectoryFilter) -> None:
+async def _check_summaries(storage: TrajectoryStorage, where: TrajectoryFilter) -> list[str]:
+    """Returns the ids of what was found, in order."""
     summaries = [summary async for summary in storage.summaries(where)]
     pairs = [pair async for pair in storage.find(where)]
     if [summary.id for summary in summaries] != [trajectory.id for trajectory, _ in pairs]:
@@ -349,6 +350,7 @@ async def _check_summaries(storage: TrajectoryStorage, where: TrajectoryFilter) 
         if (summed := summary.model_dump()) != told:
             wrong = sorted(name for name in told if told[name] != summed[name])
             _broken(f"the summary of {trajectory.id!r} does not say what the trajectory says: {', '.join(wrong)}")
+    return [trajectory.id for trajectory, _ in pairs]
 
 
 async def _found(storage: TrajectoryStorage, **fields: object) -> list[Trajectory]:

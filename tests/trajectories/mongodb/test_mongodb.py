@@ -23,9 +23,11 @@ from openhands_rl_plugin.core.records import EpisodeGrowth, NodeMark, Trajectory
 from openhands_rl_plugin.core.types import Message, Node, Trajectory
 from openhands_rl_plugin.testing import check_storage
 from openhands_rl_plugin.testing.samples import sample_episode, sample_score, steps_of
+from openhands_rl_plugin.trajectories.mongodb import log
 from openhands_rl_plugin.trajectories.mongodb.log import PART_BYTES, generation_of, log_documents, replay, start_record
 from openhands_rl_plugin.trajectories.mongodb.log import growth_records as growth
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
+from openhands_rl_plugin.trajectories.storages import packing
 from openhands_rl_plugin.trajectories.storages.documents import packed_json
 
 Stored = Database[dict[str, object]]
@@ -106,8 +108,15 @@ async def test_what_cannot_be_stored_is_an_error(storage: MongoDBTrajectoryStora
     assert await storage.count(TrajectoryFilter(finished=None)) == 0
 
 
-async def test_no_document_is_near_the_limit(storage: MongoDBTrajectoryStorage, database: Stored) -> None:
-    large = with_text("large", 4.5)
+async def test_no_document_is_near_the_limit(
+    storage: MongoDBTrajectoryStorage, database: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With parts of a 64th of the size: what a document has besides its part does not grow with that."""
+    assert PART_BYTES + 2_000 < 16_000_000
+    part = PART_BYTES // 64
+    monkeypatch.setattr(log, "PART_BYTES", part)
+    monkeypatch.setattr(packing, "CHUNK_BYTES", packing.CHUNK_BYTES // 64)
+    large = with_text("large", 4.5 / 64)
     first, *steps = steps_of(large)
     await play(storage, first)
     await storage.grow(EpisodeGrowth(trajectory_id="large", first=0, nodes=large.nodes, head=5))
@@ -115,7 +124,7 @@ async def test_no_document_is_near_the_limit(storage: MongoDBTrajectoryStorage, 
     assert await storage.get("large") == (large, ())
     sizes = [len(raw.raw) for raw in database["chunks"].with_options(_RAW).find()]
     assert len(sizes) == 5
-    assert PART_BYTES < max(sizes) < PART_BYTES + 2_000
+    assert part < max(sizes) < part + 2_000
     check_tidy(database)
 
 
