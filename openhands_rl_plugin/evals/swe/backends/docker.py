@@ -65,7 +65,7 @@ class DockerBackend:
         """Raise ``ConfigError`` without a docker program or a running daemon. Removes what killed processes left."""
         if shutil.which(self._program) is None:
             raise ConfigError(f"the program {self._program} is not installed; install Docker, or use --backend local")
-        asked = await run([self._program, "version", "--format", "{{.Server.Version}}"], timeout=30)
+        asked = await run([self._program, "version", "--format", "{{.Server.Version}}"], timeout=_START_TIME)
         if asked.code or asked.timed_out:
             reason = "it does not answer" if asked.timed_out else asked.last_line
             raise ConfigError(f"no Docker daemon ({reason}); start it, or use --backend local")
