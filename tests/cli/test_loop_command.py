@@ -416,3 +416,19 @@ def test_a_killed_run_with_servers_of_its_own_goes_on(talker: Path, tmp_path: Pa
     names = [STAGES[0], "demonstrate", "warm-start", "evaluate-warm-start", *STAGES[1:]]
     assert [record.name for record in state.records] == names
     assert "After SFT against the base model: " in done.stdout and "After RL against SFT: " in done.stdout
+
+
+@pytest.mark.slow
+def test_all_weights_are_trained_and_served_in_place(
+    talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running_webshop(SHOP) as shop:
+        config = write_config(tmp_path, shop=shop, more='[extended.rl.training]\nmethod = "full"\nalgorithm = "grpo"')
+        assert cli.main([*words(config), "--model", str(talker)]) == 0
+    assert "-v000002; run: " in capsys.readouterr().out
+    state = LoopState.load(tmp_path / "run" / "state.json")
+    assert [record.name for record in state.records] == STAGES
+    made = AdapterStore(tmp_path / "adapters").get(state.adapter or "")
+    assert made.version == 2 and (Path(made.path) / "config.json").exists()
+    assert not (Path(made.path) / WEIGHTS_FILE).exists()
+    assert [each.name for each in (tmp_path / "run" / "trainer").iterdir()]
