@@ -12,6 +12,7 @@ from openhands_rl_plugin.cli.options.suites import add_repositories, open_backen
 from openhands_rl_plugin.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from openhands_rl_plugin.evals.swe.dataset import PatchPrediction
     from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict
 
 EPILOG = """examples:
@@ -21,6 +22,7 @@ EPILOG = """examples:
 
 The local back end needs bubblewrap, git and uv, and the Pythons that the instances name (uv python install 3.9). Rows
 of SWE-bench and SWE-Gym need: pip install 'openhands_rl_plugin[swe]'. Set-up uses the network, tests do not.
+The report of model org/name is DIR/org__name.RUN_ID.json; why a patch is unresolved stands in its verdict.json.
 """
 RESUME = "the same command continues where it stopped"
 _SHOWN = 20
@@ -29,12 +31,20 @@ _SHOWN = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The predictions, the instances, and where and how to grade."""
     parser.add_argument(
-        "predictions", metavar="PREDICTIONS", help="a .jsonl or .json file; gold: the rows' own patches"
+        "predictions",
+        metavar="PREDICTIONS",
+        help="a .jsonl or .json file, also of several models; gold: the rows' own patches",
     )
     parser.add_argument(
         "--instances", type=Path, required=True, metavar="ROWS", help="the tasks: a .jsonl, .json or .parquet file"
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for logs and reports")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder for logs and for MODEL.RUN_ID.json, the report of a model",
+    )
     add_repositories(parser)
     parser.add_argument("--workers", type=positive, default=1, metavar="INSTANCES", help="instances graded at a time")
     parser.add_argument(
@@ -44,7 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="for the tests of one instance",
     )
-    parser.add_argument("--run-id", default="run", metavar="NAME", help="name of the run's folder and report")
+    parser.add_argument(
+        "--run-id",
+        default="run",
+        metavar="NAME",
+        help="RUN_ID in the names of reports and of the logs' folder (default: run)",
+    )
     parser.add_argument("--ids", nargs="+", metavar="ID", help="grade only these instances")
     parser.add_argument("--network", action="store_true", help="let tests use the network")
 
@@ -71,17 +86,20 @@ async def run(args: argparse.Namespace) -> int:
     if not found.rows:
         raise ConfigError(f"{args.predictions}: no prediction for these instances")
     plan = GradingPlan(run_id=args.run_id, workers=args.workers, timeout=args.timeout)
-    predictions = list(found.rows.values())
+    predictions = found.rows
+    several = len({each.model_name_or_path for each in predictions}) > 1
     async with open_backend(args, network=args.network) as backend:
         await backend.check()
-        chosen = [instance for instance in instances if instance.instance_id in found.rows]
+        asked = {each.instance_id for each in predictions}
+        chosen = [instance for instance in instances if instance.instance_id in asked]
         if left := check_gradable(chosen, containers=args.backend == "docker"):
             print(left, file=sys.stderr)
         with progress_bar("grading", len(predictions)) as bar:
 
-            def show(verdict: PatchVerdict) -> None:
+            def show(prediction: PatchPrediction, verdict: PatchVerdict) -> None:
                 why = f": {verdict.reason}" if verdict.reason else ""
-                bar.print(f"{verdict.instance_id}  {verdict.kind.value}{why}  ({verdict.seconds:.1f} s)")
+                who = f"{prediction.model_name_or_path}  " if several else ""
+                bar.print(f"{who}{verdict.instance_id}  {verdict.kind.value}{why}  ({verdict.seconds:.1f} s)")
                 bar.advance()
 
             graded = await grade_all(backend, instances, predictions, plan, args.out, on_verdict=show)

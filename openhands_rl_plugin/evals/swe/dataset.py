@@ -38,9 +38,9 @@ class PatchPrediction(Frozen):
 
 
 class Predictions(NamedTuple):
-    """Valid predictions by instance, and one line for each invalid one."""
+    """Valid predictions, one of a model and an instance, and one line for each invalid one."""
 
-    rows: dict[str, PatchPrediction]
+    rows: tuple[PatchPrediction, ...]
     problems: tuple[str, ...]
 
 
@@ -104,24 +104,26 @@ def read_predictions(source: str, instances: Iterable[Instance]) -> Predictions:
     """
     known = {instance.instance_id: instance for instance in instances}
     if source == GOLD:
-        gold = {
-            name: PatchPrediction(instance_id=name, model_patch=each.patch, model_name_or_path=GOLD)
+        gold = tuple(
+            PatchPrediction(instance_id=name, model_patch=each.patch, model_name_or_path=GOLD)
             for name, each in known.items()
-        }
+        )
         return Predictions(gold, ())
     # SWE-Gym's own tools write ids in lower case.
     spelt = {name.lower(): name for name in known}
-    rows: dict[str, PatchPrediction] = {}
+    rows: dict[tuple[str, str], PatchPrediction] = {}
     problems: list[str] = []
     for at, row in _rows(Path(source)):
         try:
             prediction = _prediction(_object(row), spelt)
-            if prediction.instance_id in rows:
-                raise ConfigError(f"a second prediction for {prediction.instance_id}; the first one is graded")
-            rows[prediction.instance_id] = prediction
+            model, name = prediction.model_name_or_path, prediction.instance_id
+            # Two names of models may name one folder.
+            if (model.replace("/", "__"), name) in rows:
+                raise ConfigError(f"a second prediction of {model} for {name}; the first one is graded")
+            rows[model.replace("/", "__"), name] = prediction
         except ConfigError as error:
             problems.append(f"{at}: {error}")
-    return Predictions(rows, tuple(problems))
+    return Predictions(tuple(rows.values()), tuple(problems))
 
 
 def _prediction(row: JsonObject, spelt: Mapping[str, str]) -> PatchPrediction:

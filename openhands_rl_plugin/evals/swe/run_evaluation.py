@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictK
 
 _BACKOFF = Backoff(first=1.0, longest=10.0)
 
-OnVerdict = Callable[[PatchVerdict], None]
+OnVerdict = Callable[[PatchPrediction, PatchVerdict], None]
 
 
 class GradingPlan(Frozen):
@@ -34,9 +34,9 @@ class GradingPlan(Frozen):
 
 
 class GradedPredictions(NamedTuple):
-    """All verdicts, and the report files (one for each model)."""
+    """All verdicts by model and instance, and the report files (one for each model)."""
 
-    verdicts: dict[str, PatchVerdict]
+    verdicts: dict[tuple[str, str], PatchVerdict]
     reports: tuple[Path, ...]
 
 
@@ -67,11 +67,11 @@ async def grade_all(
     plan: GradingPlan,
     out: Path,
     *,
-    on_verdict: OnVerdict = lambda verdict: None,
+    on_verdict: OnVerdict = lambda prediction, verdict: None,
 ) -> GradedPredictions:
     """Grade what is not graded yet and write the reports, also on cancellation: finished verdicts are kept."""
     rows = {instance.instance_id: instance for instance in instances}
-    verdicts: dict[str, PatchVerdict] = {}
+    verdicts: dict[tuple[str, str], PatchVerdict] = {}
     places = asyncio.Semaphore(plan.workers)
 
     async def grade(prediction: PatchPrediction) -> None:
@@ -83,8 +83,8 @@ async def grade_all(
                 verdict = await grade_with_retries(
                     backend, instance, patch, logs, timeout=plan.timeout, retries=plan.retries
                 )
-        verdicts[prediction.instance_id] = verdict
-        on_verdict(verdict)
+        verdicts[prediction.model_name_or_path, prediction.instance_id] = verdict
+        on_verdict(prediction, verdict)
 
     out.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
@@ -123,7 +123,7 @@ def write_reports(
     run_id: str,
     instances: list[str],
     predictions: Sequence[PatchPrediction],
-    verdicts: dict[str, PatchVerdict],
+    verdicts: Mapping[tuple[str, str], PatchVerdict],
 ) -> tuple[Path, ...]:
     """``<model>.<run>.json`` for every model among the predictions."""
     models: dict[str, list[str]] = {}
@@ -131,13 +131,13 @@ def write_reports(
         models.setdefault(prediction.model_name_or_path, []).append(prediction.instance_id)
     files = []
     for model, submitted in models.items():
-        found = {name: verdicts[name] for name in submitted if name in verdicts}
+        found = {name: verdicts[model, name] for name in submitted if (model, name) in verdicts}
         files.append(out / f"{model.replace('/', '__')}.{run_id}.json")
         write_file(files[-1], json.dumps(run_report(found, instances, submitted), indent=4), PRIVATE)
     return tuple(files)
 
 
-def summary(verdicts: dict[str, PatchVerdict]) -> str:
+def summary(verdicts: Mapping[tuple[str, str], PatchVerdict]) -> str:
     """``7 resolved, 2 unresolved, 1 timed out``."""
     counts = Counter(verdict.kind for verdict in verdicts.values())
     parts = [f"{counts[kind]} {kind.value.replace('_', ' ')}" for kind in VerdictKind if counts[kind]]

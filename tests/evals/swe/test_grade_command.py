@@ -109,6 +109,28 @@ def test_the_official_report_is_the_same(place: Place, tmp_path: Path, monkeypat
 
 
 @needs_sandbox
+def test_each_model_of_a_file_is_graded(place: Place, tmp_path: Path, capsys) -> None:
+    rows = [
+        {"model_name_or_path": model, "instance_id": "someone__calc-1", "model_patch": patch}
+        for model, patch in (("one", FIX), ("org/two", NOTHING), ("one", NOTHING))
+    ]
+    file = write(tmp_path / "p.jsonl", *rows)
+    assert cli.main(place.words(file, tmp_path / "out", "--run-id", "r")) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("1 resolved, 1 unresolved\n")
+    assert "a second prediction of one for someone__calc-1; the first one is graded" in said.err
+    reports = {name: json.loads((tmp_path / "out" / f"{name}.r.json").read_text()) for name in ("one", "org__two")}
+    assert [each["resolved_ids"] for each in reports.values()] == [["someone__calc-1"], []]
+    verdict = tmp_path / "out" / "logs" / "run_evaluation" / "r" / "org__two" / "someone__calc-1" / "verdict.json"
+    assert json.loads(verdict.read_text())["reason"] == "1 of 1 F2P failed"
+
+
+def test_help_names_the_report(capsys) -> None:
+    assert cli.main(["grade", "--help"]) == 0
+    assert "MODEL.RUN_ID.json" in capsys.readouterr().out
+
+
+@needs_sandbox
 def test_a_changed_patch_is_graded_again(place: Place, tmp_path: Path, capsys) -> None:
     first = write(tmp_path / "p.jsonl", {"instance_id": "someone__calc-1", "model_patch": NOTHING})
     assert cli.main(place.words(first, tmp_path / "out")) == 0

@@ -115,13 +115,17 @@ def test_bad_predictions_are_left_out_and_the_others_are_there(tmp_path: Path) -
         {"instance_id": "A__b-2"},
         {"instance_id": "A__b-3", "model_patch": 7},
         {"instance_id": "A__b-0", "model_patch": "y"},
+        {"instance_id": "A__b-0", "model_patch": "z", "model_name_or_path": "org__m"},
         {"instance_id": "A__b-4", "model_patch": "x", "model_name_or_path": ".."},
     ]
     file = tmp_path / "preds.jsonl"
     file.write_text("\n".join([*map(json.dumps, rows), "{not json"]))
     found = read_predictions(str(file), instances)
-    assert {name: each.model_patch for name, each in found.rows.items()} == {"A__b-0": "x", "A__b-1": None}
-    assert found.rows["A__b-0"].model_name_or_path == "org/m"
+    assert [(each.instance_id, each.model_name_or_path, each.model_patch) for each in found.rows] == [
+        ("A__b-0", "org/m", "x"),
+        ("A__b-1", "None", None),
+        ("A__b-0", "None", "y"),
+    ]
     said = [
         "unknown instance 'unknown-1'",
         "no instance_id",
@@ -139,5 +143,5 @@ def test_predictions_as_an_object_and_gold(tmp_path: Path) -> None:
     instances = [instance_of({**ROW, "patch": "p"})]
     file = tmp_path / "preds.json"
     file.write_text(json.dumps({"a__b-1": {"model_patch": "x"}}))
-    assert read_predictions(str(file), instances).rows["a__b-1"].model_patch == "x"
-    assert read_predictions("gold", instances).rows["a__b-1"].model_patch == "p"
+    assert read_predictions(str(file), instances).rows[0].model_patch == "x"
+    assert read_predictions("gold", instances).rows[0].model_patch == "p"

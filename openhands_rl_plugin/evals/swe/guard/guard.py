@@ -1,9 +1,17 @@
 """The reward-hack guard: checks a patch and its run before a verdict is accepted.
 
-It does not detect: code that finds the guard's plugin in the memory of the tests' process and sends records in its
-name without matching a rule; code of a patch that runs before the tests, while a script reinstalls the repository, and
-reads the shell there; results that are correct only for the tests' arguments. Objects that are equal to everything are
-counted only. When a repository's tests are not run by pytest, outcomes come from the log alone, and a note says so.
+Rules over a patch's text are notes where the channel saw whole sessions of pytest and nothing that decides. What
+decides there are consequences: a test that ran with other code, did not run, or passes although another value is
+expected of it; an XFAIL that only the patch asks for; functions of pytest, unittest or the tests that are others; lines
+of the patch that look into the tests' frames, memory or files, or run before the guard does.
+
+It does not detect: machine code of a patch (a changed C source) that changes memory; code that catches the guard's own
+frame while a record is sent, or, before Python 3.8, finds the channel's key; code of a patch that runs before the
+tests, while a script reinstalls the repository; objects that equal everything where every test needs a fixture of the
+repository and the class is hidden; frames that are read by names put together at run time; results that are correct
+only for the tests' arguments. A plugin that a patch adds and loads by ``-p`` is not trusted, whatever it does. When a
+repository's tests are not run by pytest, outcomes come from the log alone, rules over the patch decide, and a note says
+so.
 """
 
 from __future__ import annotations
