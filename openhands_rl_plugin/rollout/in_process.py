@@ -22,6 +22,9 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.rollout.journal import stored_episode
 from openhands_rl_plugin.rollout.session import AgentSession
 
+_REPLAYS = 2
+"""An environment that answered otherwise once may have been disturbed; twice, the episode restarts."""
+
 
 class NoEngine:
     """The engine of strategies that sample nothing, such as a script."""
@@ -70,8 +73,9 @@ class SessionRunner:
         if self._storage is not None and (stored := await stored_episode(self._storage, trajectory_id(request))):
             if stored.stop is not StopReason.UNFINISHED:
                 return stored
-            if (resumed := await self._session(request).resume(request, stored)) is not None:
-                return resumed
+            for _ in range(_REPLAYS):
+                if (resumed := await self._session(request).resume(request, stored)) is not None:
+                    return resumed
         return await self._session(request).run(request)
 
     async def close(self) -> None:

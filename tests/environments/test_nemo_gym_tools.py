@@ -105,9 +105,9 @@ async def test_calls_go_to_the_server_and_all_of_it_to_be_verified():
         evidence = await player.evidence()
         assert (last.reward, last.terminated, evidence["return"], evidence["info"]) == (1.0, True, 1.0, {"seen": 1})
         await player.close()
-    assert seen.paths() == ["/reset", "/seed_session", "/openapi.json", "/get_weather", "/verify"]
-    assert seen.requests[3][1] == {"city": "Paris"}
-    output = seen.requests[4][1]["response"]["output"]
+    assert seen.paths() == ["/openapi.json", "/seed_session", "/get_weather", "/verify"]
+    assert seen.requests[2][1] == {"city": "Paris"}
+    output = seen.requests[3][1]["response"]["output"]
     call, told, message = output
     assert (call["type"], call["name"], json.loads(call["arguments"])) == (
         "function_call",
@@ -120,6 +120,22 @@ async def test_calls_go_to_the_server_and_all_of_it_to_be_verified():
         "output": '{"weather": "Paris is cold"}',
     }
     assert message["content"][0]["text"] == "It is cold."
+
+
+@pytest.mark.parametrize("tools", [True, False])
+async def test_a_server_with_one_route_for_all_calls_is_not_asked_to_reset_by_it(tools: bool):
+    ordinary = server(paths=("/seed_session", "/verify", "/{path}"))
+
+    def handle(path: str, body: Any) -> bytes | None:
+        return respond({"detail": "no session"}, status="400 Bad") if path == "/reset" else ordinary(path, body)
+
+    async with raw_server(handle) as seen:
+        player = client(seen.url)
+        of = row() if tools else {"responses_create_params": {"input": PROMPT}}
+        await player.reset(task(of))
+        assert (await player.step(said("cold"))).terminated
+        await player.close()
+        assert ("/reset" in seen.paths()) is not tools
 
 
 async def test_native_calls_and_what_is_wrong_with_them():

@@ -79,10 +79,15 @@ class NeMoGymClient(BaseEnvClient):
     async def open_episode(self, task: Task) -> ServerAnswer:
         """``POST /reset``, or ``POST /seed_session``."""
         row = self._row = GymRow.of(self._row_of(task), task.id, task.environment)
-        path = "/reset"
+        paths = await self._paths() if row.tools else None
+        # A server with one route for all its tools would take "/reset" for a call of one.
+        self._verifies = self._verifies or (paths is not None and "/reset" not in paths)
+        path = "/seed_session" if self._verifies else "/reset"
         try:
             answer = await self.post(path, row.body)
-        except EndpointMissingError:
+        except BadEnvironmentError as error:
+            if self._verifies or not (isinstance(error, EndpointMissingError) or await self._has_no_reset()):
+                raise
             path, self._verifies = "/seed_session", True
             answer = await self.post(path, row.body)
         transport = self._open_transport()
@@ -91,7 +96,7 @@ class NeMoGymClient(BaseEnvClient):
         observation = _observed(answer, path)
         row.refuse_unanswered(answer, task.id)
         if row.tools and self._verifies:
-            await self._check_endpoints(row, task)
+            self._check_endpoints(row, task, paths)
         if not row.turns and not row.system and not observation:
             raise BadEnvironmentError(f"{path} answered no observation: give the task a row with a prompt")
         return ServerAnswer(state=observation or "")
@@ -171,16 +176,22 @@ class NeMoGymClient(BaseEnvClient):
             found |= {"unrewarded": True} if verdict is None else {"return": verdict.reward, "info": verdict.info}
         return found
 
-    async def _check_endpoints(self, row: GymRow, task: Task) -> None:
-        """Refuse a row whose calls the server does not execute, unless they are the answer."""
-        if self._call_is_answer(row):
-            return
+    async def _paths(self) -> frozenset[str] | None:
+        """The server's routes, as it describes them itself; ``None`` where it does not."""
         try:
             described = await self._open_transport().get("/openapi.json")
-        except EndpointMissingError:
-            return
+        except BadEnvironmentError:
+            return None
         paths = described.get("paths") if isinstance(described, dict) else None
-        if not isinstance(paths, dict) or any(path.startswith("/{") for path in paths):
+        return frozenset(paths) if isinstance(paths, dict) else None
+
+    async def _has_no_reset(self) -> bool:
+        paths = await self._paths()
+        return paths is not None and "/reset" not in paths and "/seed_session" in paths
+
+    def _check_endpoints(self, row: GymRow, task: Task, paths: frozenset[str] | None) -> None:
+        """Refuse a row whose calls the server does not execute, unless they are the answer."""
+        if self._call_is_answer(row) or paths is None or any(path.startswith("/{") for path in paths):
             return
         if missing := [name for name in row.tools.names if f"/{name}" not in paths]:
             raise BadEnvironmentError(

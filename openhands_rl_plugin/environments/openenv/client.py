@@ -109,7 +109,8 @@ class OpenEnvClient(BaseEnvClient):
             return self._answer(await self._session.ask("step", self._form.read(action)), "step")
         calls = self._tools.read(action).calls
         if not calls:
-            raise RefusedActionError(f"Invalid action: {self._tools.language()}")
+            how = self._tools.language() if self.options.react_format else f"call {', '.join(self._tools.names)}"
+            raise RefusedActionError(f"Invalid action: {how}")
         sent = [action_of(call, self._tools) for call in calls]
         earned, told, answer = 0.0, [], None
         for call, step in zip(calls, sent, strict=True):

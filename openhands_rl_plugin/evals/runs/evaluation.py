@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from openhands_rl_plugin.core.retry import Backoff
-from openhands_rl_plugin.core.types import FailureKind, JsonObject
+from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject
 from openhands_rl_plugin.evals.runs.episodes import EvalRunner, EvalTask, GradedEpisode
 from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind, outcome_of
 from openhands_rl_plugin.evals.runs.output_rows import completion_files, metadata_of, output_row, write_run_report
@@ -110,21 +110,23 @@ class Evaluation:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     async def _attempt(self, runner: EvalRunner, run: RunSpec, eval_task: EvalTask) -> GradedEpisode:
-        """The first attempt without an infrastructure failure, or the last one.
+        """The first attempt without an infrastructure failure, or the last one, which says the first one's cause, too.
 
         Failed attempts of an earlier process are skipped and do not count as retries.
         """
         task = eval_task.task.model_copy(update={"limits": eval_task.task.limits or self.plan.limits()})
         started, attempt, failures = time.time(), 0, 0
+        first = ""
         while True:
             graded = await runner.run(self.plan.request(run, task, attempt), eval_task)
             failure = graded.trajectory.failure
             if failure is None or failure.kind is not FailureKind.INFRASTRUCTURE:
                 return graded
+            first = first or failure.message
             if graded.trajectory.times.finished >= started:
                 failures += 1
                 if failures > self.plan.retries:
-                    return graded
+                    return _with_first_cause(graded, failure, first)
                 await _BACKOFF.wait(failures)
             attempt += 1
 
@@ -132,6 +134,14 @@ class Evaluation:
         if self.plan.completions:
             work.files.write_completions(eval_task.task.id, completion_files(graded.trajectory))
         work.files.append(output_row(graded, eval_task, outcome, work.metadata))
+
+
+def _with_first_cause(graded: GradedEpisode, last: Failure, first: str) -> GradedEpisode:
+    """The stored episode has its own failure; its line says what it began with as well."""
+    if first == last.message:
+        return graded
+    failure = last.model_copy(update={"message": f"{last.message} (at the first attempt: {first})"})
+    return graded._replace(trajectory=graded.trajectory.model_copy(update={"failure": failure}))
 
 
 def _failed_row(row: JsonObject) -> bool:
