@@ -23,7 +23,7 @@ from openhands_rl_plugin.evals.swe.types import Instance
 
 NAMES = "localhost/openhands-rl"
 _PACKAGES = (
-    *("git", "patch", "make", "gcc", "g++", "libc6-dev", "procps", "ca-certificates", "locales", "tzdata"),
+    *("git", "patch", "make", "gcc", "g++", "libc6-dev", "procps", "lsof", "ca-certificates", "locales", "tzdata"),
     *("libssl3", "libffi8", "libsqlite3-0", "libbz2-1.0", "liblzma5", "libreadline8", "zlib1g", "libncursesw6"),
 )
 _BUILDERS = (
