@@ -155,6 +155,7 @@ KEPT = (
     *("TestClass::test_inside", "TestClass::test_plain", "Case::test_unit", "Case::test_not_yet", "Plain::test_unit"),
     *("test_marked", "test_imperative"),
 )
+KEPT_BY_CHEATS = ("tests/test_calc.py::test_double", "tests/test_double.py::Double::test_four")
 ATTACKED = (
     *("pytest.xfail in the product", "an exception of a class below xfail's", "a mark put on the item"),
     *(
@@ -236,7 +237,7 @@ async def test_the_guard_changes_nothing_at(version: str, python: str, tmp_path:
 async def test_cheats_are_caught_at(version: str, python: str, tmp_path: Path) -> None:
     base, later = make_repository(tmp_path, {name: text for name, text in BASE.items() if name != "run_tests.py"})
     made = make_versions_sample(tmp_path / "row", version, python).instance.extra
-    row = instance(base, extra=made, pass_to_pass=("tests/test_calc.py::test_double",))
+    row = instance(base, extra=made, pass_to_pass=KEPT_BY_CHEATS)
     sample = Sample(tmp_path / "mirrors", row, later)
     await both_verdicts(sample, default_cache(), tmp_path)
     backend = LocalBackend(cache=default_cache(), sources=[MirrorSource(sample.mirror)], guard=RewardHackGuard())
