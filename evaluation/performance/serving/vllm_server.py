@@ -66,7 +66,8 @@ def running_vllm(python: Path, model: Path, *, log: Path, options: Sequence[str]
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--enable-lora", "--max-lora-rank", "16", "--max-loras", "2", "--max-cpu-loras", "4"]
-    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8", *options]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8"]
+    command += ["--generation-config", "vllm", *options]
     with tempfile.TemporaryDirectory(prefix="vllm-plugin-") as plugins, open(log, "wb") as out:
         _write_plugin(Path(plugins))
         process = subprocess.Popen(
