@@ -168,7 +168,9 @@ class DockerBox:
         what ran in it.
         """
         variables = self._variables if tests else {}
-        command = exec_command(self._program, self._container, command, variables)
+        # The engine keeps two streams apart, and what is read then is not in the order in which it was written.
+        together = ["/bin/sh", "-c", 'exec "$@" 2>&1', "sh", *command]
+        command = exec_command(self._program, self._container, together, variables)
         ended = await run(command, timeout=timeout, given=given, prelude=prelude)
         if ended.timed_out:
             await run([self._program, "kill", self._container], timeout=_START_TIME)
