@@ -270,7 +270,8 @@ neither used nor trained.
 The adapter's layers are the default `target_modules`, where no others are named. The shares are those of
 transformers' default configuration of the family, usually that of its best known model: what the adapter touches, and
 what is in the experts, which are left out by default. `adapt_experts = true` gives each expert its own low-rank term,
-in the format that vLLM loads (0.32: checked at loading; its kernels for them need a GPU); `openhands-rl serve` has no
+in the format that vLLM loads (0.32: loading is tested for Qwen3-MoE, Mixtral and GLM-4-MoE, the other names are from
+its source; its kernels for them need a GPU); `openhands-rl serve` has no
 adapters of experts. Which experts a server chose is not recorded, because chat completions do not return it: the
 trainer routes anew, and a difference is not corrected. `router_aux_loss_coef` adds the load balancing loss where the
 family's configuration has one.

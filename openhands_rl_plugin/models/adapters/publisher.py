@@ -21,7 +21,7 @@ from openhands_rl_plugin.models.adapters.compatibility import check_servable
 from openhands_rl_plugin.models.adapters.connection import Connection
 from openhands_rl_plugin.models.adapters.frequency_check import SAMPLES, check_sampled_shares
 from openhands_rl_plugin.models.adapters.logprob_check import PreviousVersion, check_served_logprobs
-from openhands_rl_plugin.models.adapters.servers import AdapterServer, Capacity, ServerKind, open_server
+from openhands_rl_plugin.models.adapters.servers import AdapterServer, Capacity, EmbeddedServer, ServerKind, open_server
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 
 log = redacting_logger(__name__)
@@ -125,6 +125,15 @@ class AdapterPublisher:
     async def retire(self, name: str) -> None:
         """Unload a version; the servers let its requests in flight end first. One that is not loaded is no error."""
         await on_all(await self._open_servers(), lambda server: server.unload(name))
+
+    async def check_servers(self, able: Sequence[str]) -> None:
+        """Raise ``PublishError`` where one is ``openhands-rl serve`` and that is not among those that are ``able``."""
+        for server in await self._open_servers():
+            if isinstance(server, EmbeddedServer) and EmbeddedServer.NAME not in able:
+                raise PublishError(
+                    f"{server.url} is {EmbeddedServer.NAME}, which cannot serve the adapter that would be trained: use "
+                    f"{' or '.join(able) or 'another base model'}, or leave the experts out (adapt_experts = false)"
+                )
 
     async def served_model(self, adapter: Adapter) -> str:
         """The ``model`` of a completion request that is to be sampled with ``adapter``."""

@@ -171,6 +171,7 @@ class VLLMServer(_HTTPServer):
 class EmbeddedServer(VLLMServer):
     """``openhands-rl serve``: vLLM's routes. It refuses more than ``--max-adapters``, which it does not report."""
 
+    NAME: ClassVar[str] = "`openhands-rl serve`"
     _HINT: ClassVar[str] = ""
 
     async def capacity(self) -> Capacity:

@@ -8,6 +8,7 @@ it stopped.
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import threading
 import time
@@ -21,6 +22,7 @@ from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.memory import forget_unused
 from openhands_rl_plugin.core.protocols import EpisodeRunner, Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, Probe, Sample, SamplingParams, Task, Trajectory
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.rescoring import rescore, stored_rewards
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.models.adapters.store import AdapterStore
     from openhands_rl_plugin.training.trainer.metrics import TrainMetrics, TrainProgress
     from openhands_rl_plugin.training.trainer.trainer import Trainer
+
+log = redacting_logger(__name__)
 
 
 class _CancelledTraining(Exception):
@@ -112,12 +116,24 @@ class LoopStages:
 
     async def _begin(self) -> None:
         """The stages before reinforcement learning."""
+        if self._state.record("evaluate-base") is None:
+            await self._check_training()
         await self._stage("evaluate-base", partial(self._evaluate, first=self._plan.base_held_out))
         if not self._plan.demonstrations:
             return
         await self._stage("demonstrate", self._demonstrate)
         await self._stage("warm-start", self._warm_start)
         await self._stage("evaluate-warm-start", self._evaluate)
+
+    async def _check_training(self) -> None:
+        """Load the model for training and let go of it: what cannot be trained or served is said before any episode."""
+        trainer = await asyncio.to_thread(self._parts.make_trainer, self._plan.reinforcement, self._adapter())
+        for line in trainer.notes:
+            log.log(logging.WARNING if len(trainer.notes) > 1 else logging.INFO, "%s", line)
+        if (able := getattr(trainer, "servers", None)) is not None:  # of an adapter
+            await self._parts.publisher.check_servers(able)
+        del trainer
+        forget_unused()
 
     async def _evaluate(self, stage: str, first: int | None = None) -> StageRecord:
         """Evaluate on the held-out tasks, or on the ``first`` of them."""

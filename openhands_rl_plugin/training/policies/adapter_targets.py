@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.models.adapters.servers import EmbeddedServer
 from openhands_rl_plugin.training.policies.experts import BY_NAME, SeparateExperts, fused_experts, separate_experts
 
 # A layer that several ones of other families are fused into.
@@ -109,7 +110,7 @@ def servers_of(model: PreTrainedModel, *, packed: bool, experts: bool) -> tuple[
     config = model.config.get_text_config()
     vllm = () if config.model_type in _NOT_BY_VLLM else ("vLLM",)
     slots = packed and not hasattr(config, "kv_lora_rank")
-    return (*vllm, "`openhands-rl serve`") if slots and not experts else vllm
+    return (*vllm, EmbeddedServer.NAME) if slots and not experts else vllm
 
 
 def describe_targets(found: Coverage, targets: Sequence[str], servers: Sequence[str]) -> list[str]:

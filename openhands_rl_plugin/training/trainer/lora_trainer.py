@@ -39,6 +39,11 @@ class LoraTrainer(Trainer):
             self._adapter.shard()
         super().__init__(self._adapter, settings, version=adapter.version if adapter is not None else 0)
 
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """As far as the architecture and the adapter's layers say."""
+        return self._adapter.servers
+
     def save_adapter(self, directory: Path) -> None:
         """Write the adapter in PEFT's format (adapter_config.json, adapter_model.safetensors)."""
         directory.mkdir(parents=True, exist_ok=True)

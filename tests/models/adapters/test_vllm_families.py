@@ -35,9 +35,7 @@ LARGER = {"head_dim": 32, "hidden_size": 128, "intermediate_size": 64, "vocab_si
         ("qwen2_moe", False),
         ("qwen3_moe", True),
         ("mixtral", True),
-        ("minimax_m2", True),
         ("glm4_moe", True),
-        ("deepseek_v3", True),
         ("nemotron_h", False),
     ],
 )

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.core.errors import PublishError, TrainingError
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.models.adapters.compatibility import check_servable
 from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
@@ -286,6 +286,7 @@ def test_the_embedded_server_serves_the_adapter_of_a_mixture_and_it_is_verified(
     model = write_model(tmp_path / "model", model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2,
                         moe_intermediate_size=16)  # fmt: skip
     trainer = LoraTrainer(model, SETTINGS)
+    with_experts = LoraTrainer(model, SETTINGS.model_copy(update={"adapt_experts": True}))
     for parameter in trainer.parameters.values():
         torch.nn.init.normal_(parameter, std=0.1)
     store = AdapterStore(tmp_path / "adapters")
@@ -295,6 +296,9 @@ def test_the_embedded_server_serves_the_adapter_of_a_mixture_and_it_is_verified(
     async def publish(url: str) -> float | None:
         publisher = AdapterPublisher(url, store)
         try:
+            await publisher.check_servers(trainer.servers)
+            with pytest.raises(PublishError, match="cannot serve the adapter that would be trained: use vLLM"):
+                await publisher.check_servers(with_experts.servers)
             return (await publisher.publish(adapter, probe)).difference
         finally:
             await publisher.aclose()
