@@ -38,7 +38,7 @@ if words[0] == "inspect":
 if words[0] == "ps":
     print(os.environ.get("LEFT", "another-container"))
 if words[0] == "exec":
-    if "apply" in words:
+    if any("git apply --verbose" in word for word in words):
         print("Applied patch calc.py cleanly.")
     elif "/bin/bash" in words:
         word = sys.stdin.readline().strip()
@@ -98,7 +98,7 @@ async def test_tests_that_end_their_own_container_are_unresolved(program: Path, 
     monkeypatch.setenv("RUNNING", "false")
     monkeypatch.setattr("openhands_rl_plugin.evals.swe.backends.docker._SHUTTING_DOWN", 0.0)
     verdict = await DockerBackend(program=str(program)).grade(ROW, FIX, logs=tmp_path / "logs", timeout=30.0)
-    assert (verdict.kind, verdict.reason) == (VerdictKind.UNRESOLVED, "the run ended before its tests did")
+    assert verdict.kind is VerdictKind.UNRESOLVED and "the run ended before its tests did" in verdict.reason
 
 
 @pytest.mark.parametrize(("network", "said"), [(False, "ask httpbin.org, which containers"), (True, "")])
