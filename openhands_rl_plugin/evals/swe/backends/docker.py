@@ -98,8 +98,9 @@ class DockerBackend:
                 box = DockerBox(self._program, container, equipment)
                 verdict = await evaluate(box, instance, recipe, patch, written, timeout=timeout, guard=self._guard)
             lacking = (recipe.httpbin or recipe.unreachable) and not self._network
-            if lacking and verdict.kind is VerdictKind.UNRESOLVED and not verdict.reason:
-                verdict = verdict.model_copy(update={"reason": _LACKING})
+            if lacking and verdict.kind is VerdictKind.UNRESOLVED:
+                reason = "; ".join(filter(None, (verdict.reason, _LACKING)))
+                verdict = verdict.model_copy(update={"reason": reason})
             return verdict
 
         return await grade_and_log(instance, patch, written, grade)
