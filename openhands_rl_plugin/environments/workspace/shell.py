@@ -84,8 +84,6 @@ class Shell:
         started and ``SandboxEndedError`` when it ended during the command.
         """
         with self._one_at_a_time:
-            if self._closed.is_set():
-                raise SandboxEndedError("the sandbox is closed")
             process = self._running()
             request = {
                 "command": self._sandbox.from_inside(command),
@@ -136,6 +134,8 @@ class Shell:
             raise SandboxEndedError("the sandbox answered something else than a result") from invalid
 
     def _running(self) -> subprocess.Popen[bytes]:
+        if self._closed.is_set():
+            raise SandboxEndedError("the sandbox is closed")
         if self._process is None or self._process.poll() is not None:
             self._process = self._start()
         return self._process

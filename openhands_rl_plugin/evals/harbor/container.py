@@ -1,18 +1,22 @@
-"""The place of one task: a folder that is ``/`` of a sandbox, with this machine's programs, and its shell."""
+"""The place of one task: a folder that is ``/`` of a sandbox, with this machine's programs, and its shells."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
-import stat
-from collections.abc import Sequence
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, describe
-from openhands_rl_plugin.environments.workspace.bubblewrap import isolate, root_mounts
-from openhands_rl_plugin.environments.workspace.sandbox import SandboxLimits, interpreter_mounts, is_system, search_path
-from openhands_rl_plugin.environments.workspace.shell import Shell
+from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, InfrastructureError
+from openhands_rl_plugin.environments.workspace.copies import remove_tree
+from openhands_rl_plugin.environments.workspace.sandbox import SandboxLimits, is_system, search_path
+from openhands_rl_plugin.environments.workspace.shell import SandboxEndedError, Shell
 from openhands_rl_plugin.evals.harbor.recipe import BuildStep
+from openhands_rl_plugin.evals.harbor.sandbox import HarborSandbox, clear_way, read_only_path, remove
 from openhands_rl_plugin.evals.harbor.tasks import HarborTask, resolved
 from openhands_rl_plugin.evals.harbor.test_script import SHIMS
 from openhands_rl_plugin.evals.swe.backends.caching import default_cache
@@ -20,55 +24,20 @@ from openhands_rl_plugin.evals.swe.backends.interpreters import find_python
 from openhands_rl_plugin.evals.tasks.sources.virtualenv import make_environment
 
 GIVEN = "/run/given"
-"""Where the tests and the oracle's solution appear, read-only, once they are given."""
+"""Where the shims and the oracle's solution appear, read-only, once they are given."""
+CONTEXT = "/run/context"
+"""The task's ``environment/`` while the recipe is executed."""
+LOGS = "logs/verifier"
 
-_FOLDERS = (
-    "app",
-    "home",
-    "logs/agent",
-    "logs/artifacts",
-    "logs/verifier",
-    "mnt",
-    "opt",
-    "root",
-    "srv",
-    "tmp",
-    "var/tmp",
-)
+_FOLDERS = ("app", "home", "logs/agent", "logs/artifacts", LOGS, "mnt", "opt", "root", "srv", "tmp", "var/tmp")
 _BUILD_SECONDS = 600.0
-
-
-class HarborSandbox:
-    """``core`` of a container: a folder as a writable ``/``, the system's programs and settings read-only over it."""
-
-    def __init__(self, root: Path, given: Path, workdir: str, shown: Sequence[Path], *, network: bool = False) -> None:
-        self.workspace = workdir
-        self.home = "/root"
-        self.state = "/tmp/.shell/state"
-        self._root, self._given, self._shown, self._network = root, given, shown, network
-
-    def wrap(self, command: Sequence[str], shared: Sequence[Path] = ()) -> list[str]:
-        """``command`` behind ``bwrap`` and its mounts. Raises ``ConfigError`` where there is no bubblewrap."""
-        system = root_mounts(lambda name: is_system(name) and not os.path.islink(f"/{name}"))
-        return [
-            *isolate(("--bind", str(self._root), "/", *system[2:]), network=self._network, options=("--as-pid-1",)),
-            *interpreter_mounts(),
-            *(part for path in self._shown for part in ("--ro-bind", str(path), str(path))),
-            *("--ro-bind", str(self._given), GIVEN, "--chdir", "/", "--"),
-            *command,
-        ]
-
-    def to_inside(self, text: str) -> str:
-        """``text`` unchanged: inside, nothing has another name."""
-        return text
-
-    def from_inside(self, text: str) -> str:
-        """``text`` unchanged."""
-        return text
+_STATE = "/tmp/.shell/state"
+# pytest takes its settings, and with them code, from these above its tests.
+_PYTEST_FILES = ("pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg", "setup.py", "conftest.py")
 
 
 class HarborContainer:
-    """A task's files and its shell. Blocks; raises ``EpisodeError``.
+    """A task's files and its shells. Blocks; raises ``EpisodeError``.
 
     ``place`` is an empty folder of the caller, who removes it after ``close``.
     """
@@ -77,18 +46,23 @@ class HarborContainer:
         self.task = task
         self.place = place
         self.root = place / "root"
+        self.judging = threading.Lock()
         self._network = network
         self._cache = cache or default_cache()
         self._given = place / "given"
         self._python: Path | None = None
         self._prefix: Path | None = None
         self._shell: Shell | None = None
+        self._shells: list[Shell] = []
+        self._untouched: HarborContainer | None = None
+        self._at_first: frozenset[str] = frozenset()
+        self._closed = False
 
     @property
     def shell(self) -> Shell:
         """The agent's shell."""
         if self._shell is None:
-            raise RuntimeError("the container is not built")
+            raise InfrastructureError(f"{self.task.name}: the container was not ready before the episode ended")
         return self._shell
 
     def build(self) -> None:
@@ -96,54 +70,129 @@ class HarborContainer:
         self._make_python()
         for name in _FOLDERS:
             (self.root / name).mkdir(parents=True, exist_ok=True)
-        for entry in os.scandir("/"):
-            if is_system(entry.name) and entry.is_symlink():
-                (self.root / entry.name).symlink_to(os.readlink(entry.path))
         (self._given / "bin").mkdir(parents=True)
         for name, text in SHIMS.items():
             shim = self._given / "bin" / name
             shim.write_text(text)
             shim.chmod(0o755)
-        self._inside("/", self.task.workdir).mkdir(parents=True, exist_ok=True)
-        self._shell = self._new_shell()
-        for step in self.task.recipe.steps:
-            self._inside("/", step.workdir).mkdir(parents=True, exist_ok=True)
-            if step.kind == "copy":
-                self._copy(step)
-            else:
-                self._run(step)
+        context = self.task.folder / "environment"
+        mounts = [*self._mounts(), *([("--ro-bind", str(context.resolve()), CONTEXT)] if context.is_dir() else [])]
+        builder = self._started(HarborSandbox(self.root, "/", mounts, state=_STATE, network=self._network))
+        try:
+            self._execute(builder, f"mkdir -p {shlex.quote(self.task.workdir)}", "WORKDIR")
+            for step in self.task.recipe.steps:
+                self._execute(builder, f"mkdir -p {shlex.quote(step.workdir)}", "WORKDIR")
+                if step.kind == "copy":
+                    self._copy(builder, step)
+                else:
+                    self._run(builder, step)
+        finally:
+            builder.close()
+        self._at_first = frozenset(os.listdir(self.root))
+        self._shell = self._agent_shell()
 
     def give(self, name: str) -> None:
-        """Show the task's folder ``name`` (``tests``, ``solution``) below ``GIVEN``; the agent cannot change it."""
+        """Show the task's folder ``name`` (``solution``) below ``GIVEN``; nothing inside can change it."""
+        shutil.rmtree(self._given / name, ignore_errors=True)
         shutil.copytree(self.task.folder / name, self._given / name, symlinks=True)
 
-    def forget_shell(self) -> None:
-        """The next command begins with the first environment: no variable, function or alias of the agent is left."""
-        state = self.root / "tmp" / ".shell" / "state"
-        if not os.path.islink(state.parent) and not os.path.islink(state.parent.parent):
-            state.unlink(missing_ok=True)
+    def end_agent(self) -> list[str]:
+        """End the agent's sandbox and all that runs in it; the names of what was left running."""
+        shell, left = self.shell, list[str]()
+        with suppress(InfrastructureError):
+            left = [name for name in shell.snapshot().processes if name]
+        shell.close()
+        return left
+
+    @contextmanager
+    def judged(self) -> Iterator[tuple[Shell, Path]]:
+        """A new sandbox over the files as they are, after ``end_agent``, and a folder with its ``/logs/verifier``.
+
+        ``/tests``, ``/logs/verifier`` and the shell's state are fresh mounts; programs come from folders that the agent
+        could not write.
+        """
+        place = Path(tempfile.mkdtemp(prefix="judged-", dir=self.place))
+        shutil.copytree(self.task.folder / "tests", place / "tests", symlinks=True)
+        mounts = [*self._mounts(), ("--bind", str(place / "tests"), "/tests")]
+        for inside in (LOGS, "run/shell"):
+            (place / inside).mkdir(parents=True)
+            mounts.append(("--bind", str(place / inside), f"/{inside}"))
+        clear_way(self.root, "/root/.local/bin")
+        for name in {*_PYTEST_FILES} - self._at_first:
+            remove(os.path.join(self.root, name))
+        sandbox = HarborSandbox(self.root, "/", mounts, state="/run/shell/state", network=self._network)
+        shell = self._started(sandbox, {**self._variables(), "PATH": self._tests_path(), "PYTHONNOUSERSITE": "1"})
+        try:
+            yield shell, place
+        finally:
+            shell.close()
+
+    @contextmanager
+    def untouched(self) -> Iterator[HarborContainer]:
+        """Another container of the task, as the agent found it."""
+        place = Path(tempfile.mkdtemp(prefix="untouched-", dir=self.place))
+        other = self._untouched = HarborContainer(self.task, place, network=self._network, cache=self._cache)
+        try:
+            other.build()
+            yield other
+        finally:
+            other.close()
+            remove_tree(place)
 
     def twin(self, place: Path) -> HarborContainer:
         """A container over the copied files in ``place``, whose shell goes on from the same state."""
         other = HarborContainer(self.task, place, network=self._network, cache=self._cache)
-        other._python, other._prefix = self._python, self._prefix
-        other._shell = other._new_shell(start=self.shell.snapshot().cwd)
+        other._python, other._prefix, other._at_first = self._python, self._prefix, self._at_first
+        other._shell = other._agent_shell(start=self.shell.snapshot().cwd)
         return other
 
-    def close(self) -> None:
-        """End all processes."""
-        if self._shell is not None:
-            self._shell.close()
+    def interrupt(self) -> None:
+        """End all processes; the files can still be judged."""
+        for shell in (*self._shells,):
+            shell.close()
+        if self._untouched is not None:
+            self._untouched.close()
 
-    def _new_shell(self, start: str | None = None) -> Shell:
-        shown = [path for path in (self._python, self._prefix) if path is not None]
-        sandbox = HarborSandbox(self.root, self._given, self.task.workdir, shown, network=self._network)
+    def close(self) -> None:
+        """End all processes, for ever."""
+        self._closed = True
+        self.interrupt()
+
+    def _started(
+        self, sandbox: HarborSandbox, variables: dict[str, str] | None = None, start: str | None = None
+    ) -> Shell:
+        if self._closed:
+            raise SandboxEndedError("the container is closed")
+        shell = Shell(sandbox, variables or {"PATH": self._path()}, SandboxLimits(), start=start)
+        self._shells.append(shell)
+        return shell
+
+    def _agent_shell(self, start: str | None = None) -> Shell:
+        sandbox = HarborSandbox(self.root, self.task.workdir, self._mounts(), state=_STATE, network=self._network)
+        return self._started(sandbox, self._variables(), start)
+
+    def _mounts(self) -> list[tuple[str, str, str]]:
+        shown = [str(path) for path in (self._python, self._prefix) if path is not None]
+        return [*(("--ro-bind", path, path) for path in shown), ("--ro-bind", str(self._given), GIVEN)]
+
+    def _path(self) -> str:
         first = f"{self._python}/bin:" if self._python is not None else ""
-        path = {"PATH": f"{first}/root/.local/bin:{search_path()}"}
-        variables = {**path, **self.task.recipe.variables, **resolved(self.task.variables)}
+        return f"{first}/root/.local/bin:{search_path()}"
+
+    def _variables(self) -> dict[str, str]:
+        path = self._path()
+        variables = {"PATH": path, **self.task.recipe.variables, **resolved(self.task.variables)}
         # What an image's Dockerfile puts before the PATH of its image stays before this one.
-        variables["PATH"] = variables["PATH"].replace("$PATH", path["PATH"]).replace("${PATH}", path["PATH"])
-        return Shell(sandbox, variables, SandboxLimits(), start=start)
+        variables["PATH"] = variables["PATH"].replace("$PATH", path).replace("${PATH}", path)
+        return variables
+
+    def _tests_path(self) -> str:
+        """Shims, packages and the system first; what only the Dockerfile names, which the agent may write, last."""
+        own = self._variables()["PATH"].split(":")
+        known = self._path().split(":")
+        first = [f"{self._python}/bin"] if self._python is not None else []
+        fixed = read_only_path([str(path) for path in (self._python, self._prefix) if path is not None])
+        return ":".join((f"{GIVEN}/bin", *first, fixed, *(part for part in own if part not in known)))
 
     def _make_python(self) -> None:
         task = self.task
@@ -163,46 +212,46 @@ class HarborContainer:
             self._prefix = find_python(version).prefix
         self._python = make_environment(version, wanted, self._cache).resolve()
 
-    def _inside(self, workdir: str, path: str) -> Path:
-        """The place of a path of the recipe on the host. Raises ``BadEnvironmentError`` where it leaves the root."""
-        whole = path if path.startswith("/") else f"{workdir}/{path}"
-        place = (self.root / whole.lstrip("/")).resolve()
-        top = place.relative_to(self.root.resolve()).parts[:1] if place.is_relative_to(self.root.resolve()) else ("..",)
-        if top and (top[0] == ".." or is_system(top[0])):
-            raise BadEnvironmentError(f"{self.task.name}: {whole} is part of the system here, and cannot be written")
-        return place
-
-    def _copy(self, step: BuildStep) -> None:
+    def _copy(self, builder: Shell, step: BuildStep) -> None:
         *sources, target = step.words
-        context = self.task.folder / "environment"
-        place = self._inside(step.workdir, target)
-        for pattern in sources:
-            found = (
-                [context] if pattern in (".", "./") else sorted(context.glob(pattern.removeprefix("./").rstrip("/")))
-            )
-            if not found:
-                raise BadEnvironmentError(f"{self.task.name}: COPY {pattern}: there is no such file in environment/")
-            for source in found:
-                _copy_one(
-                    source, place, into=target.endswith("/") or len(sources) > 1 or len(found) > 1, mode=step.mode
-                )
+        whole = os.path.normpath(target if target.startswith("/") else f"{step.workdir}/{target}")
+        if is_system(whole.lstrip("/").partition("/")[0]):
+            raise BadEnvironmentError(f"{self.task.name}: {whole} is part of the system here, and cannot be written")
+        found = [name for pattern in sources for name in self._in_context(pattern)]
+        into = target.endswith("/") or len(found) > 1
+        place = shlex.quote(f"{whole}/" if into else whole)
+        for name in found:
+            source = shlex.quote(f"{CONTEXT}/{name}")
+            # Inside, a link leads nowhere but inside; those in a folder stay links, as in a build.
+            made = f"mkdir -p {place if into else f'$(dirname {place})'}"
+            command = f"{made} && cp -aH --no-preserve=ownership {source} {place}"
+            changed = f"{place}{shlex.quote(os.path.basename(name))}" if into else place
+            if (self.task.folder / "environment" / name).is_dir():
+                command = f"mkdir -p {place} && cp -a --no-preserve=ownership {source}/. {place}"
+                changed = f"-R {place}"
+            if step.mode:
+                command += f" && chmod {shlex.quote(step.mode)} {changed}"
+            self._execute(builder, command, f"COPY {name}")
 
-    def _run(self, step: BuildStep) -> None:
-        done = self.shell.run(f"set -e\n{step.words[0]}", timeout=_BUILD_SECONDS, cwd=step.workdir, keep=False)
+    def _in_context(self, pattern: str) -> list[str]:
+        """The names below ``environment/`` that a source means. Raises ``BadEnvironmentError`` where one leaves it."""
+        context = (self.task.folder / "environment").resolve()
+        # As in a build, neither ``/`` nor ``..`` leads above the context.
+        name = os.path.normpath(f"/{pattern}").lstrip("/")
+        found = sorted(context.glob(name)) if name else [context]
+        if not found:
+            raise BadEnvironmentError(f"{self.task.name}: COPY {pattern}: there is no such file in environment/")
+        for each in found:
+            if not each.resolve().is_relative_to(context):
+                raise BadEnvironmentError(f"{self.task.name}: COPY {pattern}: {each.name} leads out of environment/")
+        return [str(each.relative_to(context)) for each in found]
+
+    def _run(self, builder: Shell, step: BuildStep) -> None:
+        own = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in self._variables().items())
+        self._execute(builder, f"{own}set -e\n{step.words[0]}", f"RUN {step.words[0]:.80}", step.workdir)
+
+    def _execute(self, builder: Shell, command: str, what: str, workdir: str = "/") -> None:
+        done = builder.run(command, timeout=_BUILD_SECONDS, cwd=workdir, keep=False)
         if done.exit_code != 0:
             said = " ".join(done.output.split())[-200:]
-            raise BadEnvironmentError(f"{self.task.name}: RUN {step.words[0]:.80} failed: {said or done.exit_code}")
-
-
-def _copy_one(source: Path, place: Path, *, into: bool, mode: str) -> None:
-    try:
-        if source.is_dir():
-            shutil.copytree(source, place, symlinks=True, dirs_exist_ok=True)
-            return
-        place = place / source.name if into or place.is_dir() else place
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source, place)
-        if mode:
-            place.chmod(stat.S_IMODE(int(mode, 8)) if mode.isdigit() else place.stat().st_mode | 0o111)
-    except (OSError, shutil.Error, ValueError) as error:
-        raise BadEnvironmentError(f"COPY {source.name}: {describe(error)}") from error
+            raise BadEnvironmentError(f"{self.task.name}: {what} failed: {said or done.exit_code}")

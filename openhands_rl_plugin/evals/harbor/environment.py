@@ -19,7 +19,7 @@ from openhands_rl_plugin.environments.workspace.copies import ForkLimits, copy_t
 from openhands_rl_plugin.environments.workspace.shell import CommandResult
 from openhands_rl_plugin.evals.harbor.container import HarborContainer
 from openhands_rl_plugin.evals.harbor.tasks import HarborTask, find_tasks, read_task
-from openhands_rl_plugin.evals.harbor.verification import verify
+from openhands_rl_plugin.evals.harbor.verification import judge
 
 SUBMIT = "submit"
 _ACTIONS = (
@@ -183,7 +183,7 @@ class HarborEnvironment:
     async def _test(self) -> float:
         container = self._container
         assert container is not None
-        reward, self._verified = await self._blocking(lambda: verify(container, self.options.reward_key))
+        reward, self._verified = await self._blocking(lambda: judge(container, self.options.reward_key))
         return reward
 
     async def _blocking[T](self, call: Callable[[], T]) -> T:
@@ -192,7 +192,7 @@ class HarborEnvironment:
             return await asyncio.to_thread(call)
         except asyncio.CancelledError:
             if self._container is not None:
-                self._container.close()
+                self._container.interrupt()
             raise
 
     def _task_of(self, task: Task) -> HarborTask:

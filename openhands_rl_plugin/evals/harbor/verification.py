@@ -6,50 +6,70 @@ import json
 import math
 import shlex
 import time
+from contextlib import suppress
 
-from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError, describe
+from openhands_rl_plugin.core.errors import BadEnvironmentError, describe
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.environments.workspace.files import Workspace
-from openhands_rl_plugin.evals.harbor.container import GIVEN, HarborContainer
+from openhands_rl_plugin.evals.harbor.container import GIVEN, LOGS, HarborContainer
 from openhands_rl_plugin.evals.harbor.tasks import resolved
 
-LOGS = "logs/verifier"
 _MOST_LOG_CHARACTERS = 4000
-_PREPARE = f"""rm -rf /tests && cp -a {GIVEN}/tests /tests && mkdir -p /{LOGS} "$HOME/.local/bin" &&
-rm -f /{LOGS}/reward.txt /{LOGS}/reward.json && : > "$HOME/.local/bin/env" && chmod +x /tests/test.sh"""
+# A program of the agent's that would stand before one of the system's or of the tests is taken away.
+_PREPARE = """chmod +x /tests/test.sh &&
+for file in "$HOME"/.local/bin/*; do command -v "${file##*/}" > /dev/null && rm -rf "$file"; done
+cd "$HOME/.local/bin" && rm -rf env && : > env"""
+
+
+def judge(container: HarborContainer, reward_key: str = "reward") -> tuple[float, JsonObject]:
+    """``verify``, where a missing verdict is the agent's fault if an untouched container has one: then a reward of 0,
+    with the reason as ``broken``. Raises ``BadEnvironmentError`` where an untouched one has none either.
+    """
+    with container.judging:
+        try:
+            return verify(container, reward_key)
+        except BadEnvironmentError as error:
+            with container.untouched() as other:
+                try:
+                    verify(other, reward_key)
+                except BadEnvironmentError:
+                    raise error from None
+            return 0.0, {"rewards": {}, "broken": str(error)}
 
 
 def verify(container: HarborContainer, reward_key: str = "reward") -> tuple[float, JsonObject]:
     """The reward and the evidence: all rewards, the end of the tests' output, what the agent left running.
 
-    The tests run in the agent's own container, beside the processes that it left, as Harbor's "shared" verifiers do;
-    its shell's variables and functions are gone. Raises ``BadEnvironmentError`` where they wrote no reward.
+    The agent's sandbox is ended first; the tests run in a new one over its files. Raises ``BadEnvironmentError`` where
+    they wrote no reward.
     """
-    task, shell = container.task, container.shell
-    left = shell.snapshot().processes
-    container.give("tests")
-    container.forget_shell()
-    prepared = shell.run(_PREPARE, timeout=60, cwd="/", keep=False)
-    if prepared.exit_code != 0:
-        raise BadEnvironmentError(f"{task.name}: the tests cannot be put in place: {prepared.output[-200:]}")
+    task = container.task
+    left = container.end_agent()
     own = [f"{name}={shlex.quote(value)}" for name, value in resolved(task.test_variables).items()]
-    exports = " ".join((f'export PATH="{GIVEN}/bin:$PATH"', *own))
-    started = time.monotonic()
-    command = f"{exports}; /tests/test.sh > /{LOGS}/test-stdout.txt 2>&1"
-    done = shell.run(command, timeout=task.test_timeout, cwd=task.workdir, keep=False)
-    files = Workspace(container.root)
-    said = _read(files, "test-stdout.txt") or ""
+    exports = f"export {' '.join(own)}; " if own else ""
+    with container.judged() as (shell, place):
+        prepared = shell.run(_PREPARE, timeout=60, cwd="/", keep=False)
+        if prepared.exit_code != 0:
+            raise BadEnvironmentError(f"{task.name}: the tests cannot be put in place: {prepared.output[-200:]}")
+        started = time.monotonic()
+        # The agent may have removed the folder in which they begin.
+        command = f"{exports}cd {shlex.quote(task.workdir)}; /tests/test.sh > /{LOGS}/test-stdout.txt 2>&1"
+        done = shell.run(command, timeout=task.test_timeout, cwd="/", keep=False)
+    files = Workspace(place)
     if done.timed_out:
         raise BadEnvironmentError(
             f"{task.name}: the tests took more than {task.test_timeout:g} s (timeout_sec of [verifier] in task.toml)"
         )
+    said = ""
+    with suppress(BadEnvironmentError):
+        said = _read(files, "test-stdout.txt") or ""
     rewards = read_rewards(files, task.name, said)
     evidence: JsonObject = {
         "rewards": dict(rewards),
         "exit_code": done.exit_code,
         "seconds": round(time.monotonic() - started, 3),
         "output": said[-_MOST_LOG_CHARACTERS:],
-        "left_running": [name for name in left if name],
+        "left_running": [*left],
     }
     return _chosen(rewards, reward_key, task.name), evidence
 
@@ -93,7 +113,7 @@ def _read(files: Workspace, name: str) -> str | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise InfrastructureError(f"/{LOGS}/{name} cannot be read: {error}") from error
+        raise BadEnvironmentError(f"/{LOGS}/{name} cannot be read: {error}") from error
 
 
 def solve(container: HarborContainer) -> str:

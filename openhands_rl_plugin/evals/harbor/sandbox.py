@@ -1,0 +1,109 @@
+"""The sandbox of a task: a folder that is ``/``, with this machine's programs and settings read-only over it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from openhands_rl_plugin.environments.workspace.bubblewrap import isolate, root_mounts
+from openhands_rl_plugin.environments.workspace.copies import remove_tree
+from openhands_rl_plugin.environments.workspace.sandbox import interpreter_mounts, is_system, search_path
+
+_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+class HarborSandbox:
+    """``core`` of a container. ``mounts`` are triples of an option of bubblewrap, the host's path, and that inside.
+
+    Before each start the places of all mounts are made real folders again: what ran in an earlier sandbox may have
+    made them links, which bubblewrap would follow on the host. No earlier one may still run.
+    """
+
+    def __init__(
+        self, root: Path, workdir: str, mounts: Sequence[tuple[str, str, str]], *, state: str, network: bool = False
+    ) -> None:
+        self.workspace = workdir
+        self.home = "/root"
+        self.state = state
+        self._root, self._mounts, self._network = root, mounts, network
+
+    def wrap(self, command: Sequence[str], shared: Sequence[Path] = ()) -> list[str]:
+        """``command`` behind ``bwrap`` and its mounts. Raises ``ConfigError`` where there is no bubblewrap."""
+        system = root_mounts(lambda name: is_system(name) and not os.path.islink(f"/{name}"))[2:]
+        own = [part for mount in self._mounts for part in mount]
+        mounts = [*system, *interpreter_mounts(), *own]
+        _restore_links(self._root)
+        for inside in ("/dev", "/proc"):
+            clear_way(self._root, inside)
+        for host, inside in zip(mounts[1::3], mounts[2::3], strict=True):
+            clear_way(self._root, inside, folder=os.path.isdir(host))
+        return [
+            *isolate(("--bind", str(self._root), "/", *system), network=self._network, options=("--as-pid-1",)),
+            *mounts[len(system) :],
+            *("--chdir", "/", "--"),
+            *command,
+        ]
+
+    def to_inside(self, text: str) -> str:
+        """``text`` unchanged: inside, nothing has another name."""
+        return text
+
+    def from_inside(self, text: str) -> str:
+        """``text`` unchanged."""
+        return text
+
+
+def clear_way(root: Path, inside: str, *, folder: bool = True) -> None:
+    """Make ``inside``, and all above it, real folders below ``root``; a file's last part becomes a file or nothing.
+
+    Nothing else may run in ``root`` meanwhile.
+    """
+    parts = [part for part in inside.split("/") if part]
+    if len(parts) > 1 and is_system(parts[0]):
+        return  # below a mount of the system
+    place = str(root)
+    os.chmod(place, 0o755)
+    for at, part in enumerate(parts):
+        place = os.path.join(place, part)
+        is_folder = folder or at + 1 < len(parts)
+        mode = os.lstat(place).st_mode if os.path.lexists(place) else 0
+        if mode and not (stat.S_ISDIR(mode) if is_folder else stat.S_ISREG(mode)):
+            remove(place)
+            mode = 0
+        if is_folder and not mode:
+            os.mkdir(place)
+        elif is_folder and mode & 0o700 != 0o700:
+            os.chmod(place, stat.S_IMODE(mode) | 0o700)
+
+
+def remove(place: str) -> None:
+    """Remove what is at ``place``, which may be a link, a file, a folder, or nothing."""
+    if os.path.isdir(place) and not os.path.islink(place):
+        remove_tree(Path(place))
+    elif os.path.lexists(place):
+        os.unlink(place)
+
+
+def _restore_links(root: Path) -> None:
+    """The system's links in ``/`` (``/bin``), as they are here: a folder of that name would hold other programs."""
+    os.chmod(root, 0o755)
+    for entry in os.scandir("/"):
+        if is_system(entry.name) and entry.is_symlink():
+            place, target = os.path.join(root, entry.name), os.readlink(entry.path)
+            if not os.path.islink(place) or os.readlink(place) != target:
+                remove(place)
+                os.symlink(target, place)
+
+
+def read_only_path(shown: Sequence[str]) -> str:
+    """The parts of the search path that nothing inside can write: the system's, and those in the mounts ``shown``."""
+    fixed = [*shown, *interpreter_mounts()[2::3]]
+    parts = [*search_path().split(":"), *_SYSTEM_PATH.split(":")]
+    kept = [
+        part
+        for part in map(os.path.normpath, parts)
+        if is_system(part.lstrip("/").partition("/")[0]) or any(f"{part}/".startswith(f"{each}/") for each in fixed)
+    ]
+    return ":".join(dict.fromkeys(kept))
