@@ -1,5 +1,8 @@
 """PYTEST_DONT_REWRITE. What the plugin compares: functions with what they were, code with its file, and tests that
 have to fail with their outcome.
+
+Nothing is imported here that pytest has not imported before: tests that run pytest in their own process take away what
+it imported, so that each such run has modules of its own, unless somebody had imported them first.
 """
 
 import ast
@@ -13,13 +16,23 @@ import string
 import sys
 import threading
 import types
-import unittest
 from typing import Any
 
 import pytest
 
 ALWAYS = ("AssertionError", "isinstance", "issubclass", "len", "all", "any", "repr", "bool", "print", "getattr")
-OURS = ("pytest", "_pytest", "pluggy", "unittest")
+OURS = ("pytest", "_pytest", "pluggy")
+CASES = "unittest.case"
+UNITTEST = (
+    "unittest",
+    CASES,
+    "unittest.loader",
+    "unittest.main",
+    "unittest.result",
+    "unittest.runner",
+    "unittest.suite",
+)
+MOST_MODULES = 32
 MISSING = object()
 _compile = compile  # type: Any
 _open, _read, _close = os.open, os.read, os.close
@@ -138,6 +151,70 @@ class Kept:
         return found
 
 
+def classes_of(name: str, module: Any) -> list:
+    """A module and the classes that it made, with their paths."""
+    classes = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == name]
+    return [(name, module)] + [(name + "." + each.__name__, each) for each in classes]
+
+
+class KeptLibrary:
+    """unittest as it is imported, now or by tests: compared with its files first, then with what it was."""
+
+    def __init__(self) -> None:
+        self.files = {}  # type: Any
+        self.kept = {}  # type: Any
+        self.unlike = []  # type: Any
+
+    def replaced(self, names: Any = UNITTEST) -> list:
+        """As ``Kept.replaced``."""
+        for name in names:
+            module = sys.modules.get(name)
+            if isinstance(module, types.ModuleType):
+                self.keep(name, module, classes_of(name, module))
+        return self.unlike + [each for name, _, kept in self.kept.values() if name in names for each in kept.replaced()]
+
+    def keep(self, name: str, thing: Any, owners: Any) -> None:
+        """Look at a module or a class of it from now on."""
+        if id(thing) in self.kept or len(self.kept) == MOST_MODULES:
+            return
+        self.kept[id(thing)] = name, thing, Kept(owners)
+        with contextlib.suppress(OSError, SyntaxError, ValueError):
+            named = self.named(name)
+            for path, owner in owners:
+                self.unlike += self.others(path, vars(owner), named.get(path[len(name) + 1 :], {}))
+
+    def others(self, path: str, now: Any, named: dict) -> list:
+        """The path and code of each function that is not the one its file defines under that name."""
+        found = []
+        for name, prints in named.items():
+            function = function_of(now.get(name))
+            code = getattr(function, "__code__", None)
+            inner = function_of(getattr(function, "__wrapped__", None))
+            near = code is not None and code.co_filename.startswith(os.path.dirname(os.__file__) + os.sep)
+            codes = [code] + [each.__code__ for each in (inner,) if each is not None and near]
+            if not any(each is not None and print_of(each) in prints for each in codes):
+                found.append((path + "." + name, code))
+        return found
+
+    def named(self, name: str) -> dict:
+        """The prints of a file's functions, by class (empty: of the module) and name."""
+        if name not in self.files:
+            end = "__init__.py" if name == "unittest" else name.split(".")[1] + ".py"
+            file = os.path.join(os.path.dirname(os.__file__), "unittest", end)
+            found = self.files[name] = {}  # type: Any
+            waiting = [("", _compile(read(file), file, "exec", dont_inherit=True))]
+            while waiting:
+                scope, code = waiting.pop()
+                for each in [each for each in code.co_consts if isinstance(each, types.CodeType)]:
+                    # The body of a class has no local variables of the fast kind.
+                    if each.co_flags & 1:
+                        found.setdefault(scope, {}).setdefault(each.co_name, set()).add(print_of(each))
+                    elif not scope:
+                        waiting.append((each.co_name, each))
+            found.get("", {}).pop("<lambda>", None)
+        return self.files[name]
+
+
 def names_of(owner: Any) -> dict:
     """What functions, classes and modules the names of a module or a class stand for."""
     kinds = (types.FunctionType, types.ModuleType, type, staticmethod, classmethod)
@@ -158,48 +235,43 @@ def rebound(owner: Any, before: dict) -> list:
 
 
 def owners(*more: str) -> list:
-    """pytest, pluggy and unittest as far as they are loaded: their modules, and the classes in them."""
+    """pytest and pluggy as far as they are loaded: their modules, and the classes in them."""
     found = [("builtins", builtins)]  # type: Any
     for name, module in sorted(sys.modules.items()):
         if (name.split(".")[0] in OURS or name in more) and isinstance(module, types.ModuleType):
-            found.append((name, module))
-            classes = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == name]
-            found += [(name + "." + each.__name__, each) for each in classes]
+            found += classes_of(name, module)
     return found
 
 
-class FailingCase(unittest.TestCase):
-    def runTest(self) -> None:
-        self.assertEqual(1, 2)
-
-
 def softened() -> list:
-    """The ways of failing which do not fail."""
+    """The ways of failing which do not fail; those of unittest where tests have imported it."""
 
     def raises_nothing() -> None:
         with pytest.raises(ValueError):
             pass
 
-    case = FailingCase()
-    ways = {
-        "assertEqual": lambda: case.assertEqual(1, 2),
-        "assertTrue": lambda: case.assertTrue(False),
-        "assertIn": lambda: case.assertIn(1, []),
-        "fail": lambda: case.fail("it has to"),
-        "assertRaises": lambda: case.assertRaises(ValueError, int),
-        "pytest.fail": lambda: pytest.fail("it has to"),
-        "pytest.raises": raises_nothing,
-    }
+    ways = {"pytest.fail": lambda: pytest.fail("it has to"), "pytest.raises": raises_nothing}  # type: Any
+    unittest = sys.modules.get("unittest")  # type: Any
+    made = getattr(unittest, "TestCase", None)
+    case = made("run") if isinstance(made, type) else None  # type: Any
+    if case is not None:
+        ways["assertEqual"] = lambda: case.assertEqual(1, 2)
+        ways["assertTrue"] = lambda: case.assertTrue(False)
+        ways["assertIn"] = lambda: case.assertIn(1, [])
+        ways["fail"] = lambda: case.fail("it has to")
+        ways["assertRaises"] = lambda: case.assertRaises(ValueError, int)
     found = []
     for name, way in ways.items():
         with contextlib.suppress(BaseException):
             way()
             found.append(name)
-    result = unittest.TestResult()
-    with contextlib.suppress(BaseException):
-        case.run(result)
-    if result.testsRun and result.wasSuccessful():
-        found.append("TestCase")
+    if case is not None:
+        with contextlib.suppress(BaseException):
+            failing_case = type("FailingCase", (made,), {"runTest": lambda self: self.assertEqual(1, 2)})()
+            result = failing_case.defaultTestResult()
+            failing_case.run(result)
+            if result.testsRun and result.wasSuccessful():
+                found.append("TestCase")
     return found
 
 

@@ -15,7 +15,6 @@ import pathlib
 import sys
 import time
 import types
-import unittest
 from typing import Any
 
 import pytest
@@ -68,8 +67,8 @@ class Reporter:
         self.tell = tell
         self.raised = {}  # type: Any
         self.everything = checks.Kept(checks.owners(__name__, checks.__name__))
-        asserting = [each for each in checks.owners() if each[0].startswith(("unittest.case", "builtins"))]
-        self.asserting = checks.Kept(asserting, checks.ALWAYS)
+        self.asserting = checks.Kept(checks.owners()[:1], checks.ALWAYS)
+        self.library = checks.KeptLibrary()
         self.modules = []  # type: Any
         self.collected = {}  # type: Any
         self.plain = []  # type: Any
@@ -77,8 +76,8 @@ class Reporter:
         self.took = {}  # type: Any
         self.told = set()  # type: Any
 
-    def look(self, kept: Any, kind: str) -> None:
-        for path, code in kept.replaced():
+    def look(self, replaced: Any, kind: str) -> None:
+        for path, code in replaced:
             if (kind, path) not in self.told:
                 self.told.add((kind, path))
                 self.tell(kind, path, *self.whose(code))
@@ -131,6 +130,9 @@ class Reporter:
             self.mark(item)
         for nodeid in unlike:
             self.tell("unlike", nodeid)
+        self.library.replaced()
+        for base in {base for item in self.collected for base in self.cases_of(item)}:
+            self.library.keep(base.__module__, base, [(base.__module__ + "." + base.__name__, base)])
         found = {getattr(item, "module", None) for item in self.collected}
         kept = [each for each in found if isinstance(each, types.ModuleType)]  # type: Any
         kept += [made for each in kept for made in self.classes(each)]
@@ -145,6 +147,10 @@ class Reporter:
             return False
         places = [checks.place_of(each.func) for found in known.values() for each in found]
         return not any(name.startswith("_xunit") for name in known) and not any(map(inside, places))
+
+    def cases_of(self, item: Any) -> list:
+        """unittest's own classes that a test's class is made of."""
+        return [each for each in getattr(getattr(item, "cls", None), "__mro__", ()) if each.__module__ == checks.CASES]
 
     def classes(self, module: Any) -> list:
         return [made for made in vars(module).values() if isinstance(made, type) and made.__module__ == module.__name__]
@@ -210,7 +216,7 @@ class Reporter:
         self.raised[item.nodeid, call.when] = "" if info is None else type(info.value).__name__
         outcome = yield
         if call.when == "call":
-            self.look(self.asserting, "replaced meanwhile")
+            self.look(self.asserting.replaced() + self.library.replaced([checks.CASES]), "replaced meanwhile")
         with contextlib.suppress(Exception):
             if hasattr(outcome.get_result(), "wasxfail") and item.nodeid not in self.expected:
                 self.unexpected(item, info)
@@ -256,7 +262,7 @@ class Reporter:
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
     def pytest_runtestloop(self, session: Any) -> Any:
         yield
-        self.look(self.everything, "replaced")
+        self.look(self.everything.replaced() + self.library.replaced(), "replaced")
         for owner, names in self.modules:
             for name, place in checks.rebound(owner, names):
                 self.tell("rebound", owner.__name__ + "." + name, place)
@@ -303,7 +309,7 @@ class Reporter:
         done = 0
         for item in ran:
             made = item.cls
-            if done == MOST_SHADOWS or made is None or not issubclass(made, unittest.TestCase) or ran[item] > LONGEST:
+            if done == MOST_SHADOWS or not self.cases_of(item) or ran[item] > LONGEST:
                 continue
             if any(name in each.__dict__ for each in made.__mro__[:-2] for name in ("setUpClass", "setUp", "run")):
                 continue
@@ -313,7 +319,8 @@ class Reporter:
                 if other is None or function.__code__ is not self.collected[item].code:
                     continue
                 done += 1
-                case, result = made(item.name), unittest.TestResult()
+                case = made(item.name)
+                result = case.defaultTestResult()
                 setattr(case, item.name, types.MethodType(other, case))
                 with contextlib.suppress(BaseException), checks.limited(5.0):
                     case.run(result)
@@ -370,7 +377,7 @@ class Reporter:
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, exitstatus: int) -> Any:
         yield
-        self.look(self.everything, "replaced")
+        self.look(self.everything.replaced() + self.library.replaced(), "replaced")
         self.tell("finish", int(exitstatus))
 
     def named(self, nodeid: str) -> str:
