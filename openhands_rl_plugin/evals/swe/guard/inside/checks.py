@@ -252,7 +252,7 @@ def softened() -> list:
 
     ways = {"pytest.fail": lambda: pytest.fail("it has to"), "pytest.raises": raises_nothing}  # type: Any
     unittest = sys.modules.get("unittest")  # type: Any
-    made = getattr(unittest, "TestCase", None)
+    made = getattr(unittest, "TestCase", None)  # type: Any
     case = made("run") if isinstance(made, type) else None  # type: Any
     if case is not None:
         ways["assertEqual"] = lambda: case.assertEqual(1, 2)
