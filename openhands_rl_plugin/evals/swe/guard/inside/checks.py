@@ -201,7 +201,8 @@ class KeptLibrary:
         if name not in self.files:
             end = "__init__.py" if name == "unittest" else name.split(".")[1] + ".py"
             file = os.path.join(os.path.dirname(os.__file__), "unittest", end)
-            found = self.files[name] = {}  # type: Any
+            found = {}  # type: Any
+            self.files[name] = found
             waiting = [("", _compile(read(file), file, "exec", dont_inherit=True))]
             while waiting:
                 scope, code = waiting.pop()
