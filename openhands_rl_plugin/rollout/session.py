@@ -131,11 +131,14 @@ class AgentSession:
         self, request: EpisodeRequest, limits: Limits, begin: _Begin
     ) -> tuple[StopReason, Failure | None]:
         try:
-            async with asyncio.timeout(limits.timeout):
-                await begin(request.task, limits)
-                return await self._play(limits), None
-        except TimeoutError:
-            return StopReason.TIMEOUT, None
+            try:
+                async with asyncio.timeout(limits.timeout):
+                    await begin(request.task, limits)
+                    stop = await self._play(limits)
+            except TimeoutError:
+                stop = StopReason.TIMEOUT
+            await self._cut()
+            return stop, None
         except CaughtFailure as caught:
             return StopReason.ERROR, caught.failure
 
@@ -189,12 +192,12 @@ class AgentSession:
             self.tree.commit(chosen)
             await self._keep()
             await self._act(limits)
-        await self._cut(live)
         return stop
 
-    async def _cut(self, environment: Environment) -> None:
+    async def _cut(self) -> None:
         """Ask for the reward of an episode that a limit cut, where it is paid at the end only."""
-        if self.tree.terminated or self.tree.truncated or not self.tree.turns:
+        environment = self._environment
+        if self.tree.terminated or self.tree.truncated or not self.tree.answered:
             return
         if isinstance(environment, PaysWhenCut):
             with boundary(FailureKind.ENVIRONMENT, "environment.cut_short"):

@@ -96,6 +96,16 @@ def test_harbor_tasks_are_listed_checked_and_evaluated(model: str, tmp_path: Pat
     assert results(found) == [(1.0, True)]
 
 
+@pytest.mark.parametrize(("work", "paid"), [('echo "$GREETING" > hello.txt', (1.0, True)), ("true", (0.0, False))])
+def test_work_that_a_limit_cut_is_tested_as_it_stands(model: str, tmp_path: Path, work: str, paid: tuple[float, bool]):
+    write_task(tmp_path / "tasks" / "hello")
+    talkative = acting(f"{work}; seq 1 2000", "submit")
+    config = write_config(tmp_path, "harbor", tasks=str(tmp_path / "tasks"), system_prompt=talkative)
+    (row,) = evaluated(config, model, "--tasks", "1", "--max-prompt-length", "900")
+    assert row["test_result"]["outcome"]["stop"] == "max_tokens"
+    assert results([row]) == [paid]
+
+
 def test_what_is_missing_is_said_before_the_first_episode(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -4,7 +4,8 @@ The text of this file is executed (``python -c``), so it imports the standard li
 lines. The first line on stdin is the set-up, ``{"env": {...}, "role", "runtime", "harness", "max_turns"}``,
 answered ``{"ready": true}`` or ``{"refused": why}``. Then, of any number of episodes at once:
 
-* ``{"episode", "start": index}``, ``{"episode", "answer": message}`` and ``{"episode", "cut": true}`` come in;
+* ``{"episode", "start": index}``, ``{"episode", "answer": message}``, ``{"episode", "cut": true}`` and
+  ``{"episode", "alive": true}``, which is sent back, come in;
 * ``{"episode", "request": {"messages", "tools"}}``, and last ``{"episode", "end": {...}}`` or ``{"episode", "failed":
   why}``, go out.
 
@@ -125,6 +126,7 @@ class Bridge:
         self.env = load_environment(resolve_env_config({**raw, self.role: seat}))
         self.tasks, self.stream = [], iter(self.env.taskset)
         self.waiting, self.slots, self.number_of = {}, {}, itertools.count()
+        self.cut = set()
         self.url = ""
 
     def task(self, index):
@@ -151,11 +153,16 @@ class Bridge:
             say({"ready": True, "bounded": bool(bounded), "role": self.role})
             while (line := await reader.get()) is not None:
                 number = line["episode"]
-                if "start" in line:
+                if "alive" in line:
+                    say({"episode": number, "alive": True})
+                elif "start" in line:
                     running.add(task := asyncio.create_task(self.play(number, line["start"])))
                     task.add_done_callback(running.discard)
                 elif (future := self.waiting.get(number)) is not None and not future.done():
                     future.set_result(line)
+                elif "cut" in line:
+                    # Between two requests, or after a timeout of the caller: the next request ends the episode.
+                    self.cut.add(number)
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
@@ -168,7 +175,10 @@ class Bridge:
         if request.match_info["secret"] != SECRET:
             return web.Response(status=403)
         future = self.waiting[number] = asyncio.get_running_loop().create_future()
-        say({"episode": number, "request": {"messages": body["messages"], "tools": body.get("tools") or []}})
+        if number in self.cut:
+            future.set_result({"cut": True})
+        else:
+            say({"episode": number, "request": {"messages": body["messages"], "tools": body.get("tools") or []}})
         line = await future
         if "answer" not in line:
             for trace in self.slots[number].traces:
@@ -193,6 +203,7 @@ class Bridge:
         (found,) = await asyncio.gather(self.episode(number, index), return_exceptions=True)
         self.slots.pop(number, None)
         self.waiting.pop(number, None)
+        self.cut.discard(number)
         say({"episode": number, **({"failed": told(found)} if isinstance(found, BaseException) else {"end": found})})
 
     async def episode(self, number, index):

@@ -12,7 +12,12 @@ from openhands_rl_plugin.core.messages import to_message, to_wire
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Message, Observation, Task, ToolCall
 from openhands_rl_plugin.environments.http.client import episode_index
 from openhands_rl_plugin.environments.tools.dialects import Dialect, NativeDialect, TextDialect
-from openhands_rl_plugin.environments.verifiers.process import VerifiersProcess, find_interpreter, process_for
+from openhands_rl_plugin.environments.verifiers.process import (
+    VerifiersProcess,
+    environment_for,
+    find_interpreter,
+    process_for,
+)
 
 # Failures of machines and servers behind a task, rather than of the task.
 _INFRASTRUCTURE = frozenset({"SandboxError", "InterceptionError", "ProviderError", "ToolsetError", "TunnelError"})
@@ -28,6 +33,10 @@ class VerifiersOptions(Frozen):
     ``runtime``: where its programs run.
 
     ``template``: the model family in whose format tools are called in the text; empty: by the server's own tool calls.
+
+    Tasksets see the variables of places, locale, caches and proxies only; ``pass_env`` names others, such as
+    ``["OPENAI_API_KEY"]`` for a judge's key.
+
     ``max_turns``: after so many answers verifiers ends and scores the episode (default: that of ``[rl]``). ``timeout``
     is in seconds, for the taskset's part of one turn, ``start_timeout`` for loading it.
     """
@@ -40,6 +49,7 @@ class VerifiersOptions(Frozen):
     role: str = ""
     harness: str = ""
     runtime: JsonObject = Field(default_factory=lambda: {"type": "subprocess"})
+    pass_env: tuple[str, ...] = ()
     template: str = "hermes"
     max_turns: int = Field(default=0, ge=0)
     timeout: float = Field(default=300.0, gt=0)
@@ -59,6 +69,7 @@ class VerifiersEnvironment:
         """Raises ``ConfigError`` where no Python has verifiers, or for an unknown template."""
         self.options = options or VerifiersOptions()
         self._python = find_interpreter(self.options.python)
+        environment_for(self.options.pass_env)
         template = self.options.template
         self._dialect: Dialect = TextDialect(template) if template else NativeDialect()
         self._tools: tuple[JsonObject, ...] = ()
@@ -69,7 +80,8 @@ class VerifiersEnvironment:
         self._said: list[JsonObject] = []
         self._rewards: list[float] = []
         self._end: JsonObject | None = None
-        self._running = False
+        self._running = False  # it waits for an answer
+        self._open = False  # its process plays it
 
     @property
     def offered_tools(self) -> tuple[JsonObject, ...]:
@@ -96,7 +108,7 @@ class VerifiersEnvironment:
             "max_turns": options.max_turns,
             "path": [*options.path],
         }
-        self._process = process_for(self._python, setup)
+        self._process = process_for(self._python, setup, environment_for(options.pass_env, options.path))
         await self._process.ready(options.start_timeout)
         self._episode = self._process.number()
         line = await self._ask({"start": self._idx})
@@ -165,14 +177,15 @@ class VerifiersEnvironment:
 
     async def close(self) -> None:
         """Leave the episode; its process goes on for others."""
-        if self._running and self._process is not None:
-            self._running = False
+        if self._open and self._process is not None:
+            self._running = self._open = False
             self._process.tell(self._episode, {"cut": True})
 
     async def _ask(self, line: JsonObject) -> JsonObject:
         assert self._process is not None
-        self._running = False  # until it has answered
+        self._running, self._open = False, True  # until it has answered
         found = await self._process.ask(self._episode, line, self.options.timeout)
+        self._open = "request" in found
         if "failed" in found:
             raise BadEnvironmentError(f"{self._name}: {found['failed']}")
         self._running = "request" in found

@@ -9,7 +9,8 @@ from openhands_rl_plugin.config.build import make_reward
 from openhands_rl_plugin.config.rl import RewardSettings
 from openhands_rl_plugin.core.records import CHECKED, CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, JsonObject
-from openhands_rl_plugin.hosts.shared.sessions import EpisodeRuntime
+from openhands_rl_plugin.hosts.shared.episode import HostEpisode
+from openhands_rl_plugin.hosts.shared.sessions import EpisodeRuntime, OwesReward
 from openhands_rl_plugin.rollout.scoring import JudgesWorkspace
 
 
@@ -32,18 +33,22 @@ def workspace_command(settings: RewardSettings) -> WorkspaceCommand | None:
 
 
 def end_evidence(
-    runtime: object, reward: RewardSettings, failure: Failure | None
+    runtime: object, episode: HostEpisode, failure: Failure | None
 ) -> tuple[JsonObject | None, Failure | None]:
-    """The session's evidence and its failure: ``failure``, or else the environment's. Blocks.
+    """The session's evidence and its failure: ``failure``, the episode's, or else the environment's. Blocks.
 
+    An episode that a limit cut is paid here, where its environment pays at the end only.
     The reward's command comes last, so that what it writes is no part of the session's patch. It judges whatever a run
     that ended has left, also at a limit of iterations; after a failure, which a stop in the middle is, it is not run.
     """
+    failure = failure or episode.failure
     evidence: JsonObject | None = None
     if isinstance(runtime, EpisodeRuntime):
         evidence, broken = runtime.conclude()
         failure = failure or broken
-    asked = workspace_command(reward)
+    if isinstance(runtime, OwesReward) and (owed := runtime.take_owed()) is not None:
+        episode.pay(owed)
+    asked = workspace_command(episode.settings.reward)
     if asked is not None and failure is None:
         ran = (
             runtime.check(asked)

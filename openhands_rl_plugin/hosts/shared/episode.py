@@ -161,6 +161,11 @@ class HostEpisode:
         if reply.failure is not None:
             self.failure = reply.failure
 
+    def pay(self, reward: float) -> None:
+        """Pay the last action of an episode that a limit cut; one that has no answer keeps none."""
+        if self.tree.answered:
+            self.tree.pay(reward)
+
     def limit_reached(self) -> StopReason | None:
         """The limit that was reached, or ``None``. Answers that OpenHands could not parse count as turns."""
         if (stop := reached(self.tree, self.limits.model_copy(update={"max_prompt_length": None}))) is not None:

@@ -10,7 +10,7 @@ from openhands_rl_plugin.core.protocols import Environment, Forkable, OffersTool
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Limits, Message, Observation, Task
 from openhands_rl_plugin.hosts.shared.environment_forks import EnvironmentWorld
 from openhands_rl_plugin.hosts.shared.environment_reply import RESET_TOOL, STEP_TOOL, EnvironmentReply
-from openhands_rl_plugin.rollout.capabilities import ReservesForks
+from openhands_rl_plugin.rollout.capabilities import PaysWhenCut, ReservesForks
 
 
 class HostedEnvironment:
@@ -24,6 +24,8 @@ class HostedEnvironment:
         self._task = task
         self._opened = False
         self._closed = False
+        self._answered = False
+        self._owed: float | None = None
         self.evidence: JsonObject | None = None
         self.failure: Failure | None = None
 
@@ -57,6 +59,7 @@ class HostedEnvironment:
     async def conclude(self) -> None:
         """Collect the evidence of an episode that did not end by itself, then close. Idempotent.
 
+        One that a limit cut is ended first where its environment pays at the end only (``take_owed``).
         A failed close leaks an episode on the server, but the finished episode stays valid.
         """
         if self._closed:
@@ -64,12 +67,24 @@ class HostedEnvironment:
         self._closed = True
         try:
             if self._opened and self.evidence is None and self.failure is None:
+                await self._cut()
                 await self._gather()
         except CaughtFailure as caught:
             self.failure = caught.failure
         finally:
             with suppress(CaughtFailure), boundary(FailureKind.INFRASTRUCTURE, "environment.close"):
                 await self._environment.close()
+
+    def take_owed(self) -> float | None:
+        """The reward that ``conclude`` earned the last action, once."""
+        owed, self._owed = self._owed, None
+        return owed
+
+    async def _cut(self) -> None:
+        if self._answered and isinstance(self._environment, PaysWhenCut):
+            with boundary(FailureKind.ENVIRONMENT, "environment.cut_short"):
+                answer = await self._environment.cut_short()
+            self._owed = None if answer is None else answer.reward
 
     async def _execute(self, tool: str, arguments: Mapping[str, object]) -> Observation:
         if tool == RESET_TOOL:
@@ -84,7 +99,10 @@ class HostedEnvironment:
         content = arguments.get("content")
         if not isinstance(content, str):
             raise BadEnvironmentError(f"{STEP_TOOL} needs the policy's answer as text in 'content'")
-        return await self._environment.step(Message(role="assistant", content=content))
+        self._answered = False  # a step that a limit interrupted has no known effect
+        answer = await self._environment.step(Message(role="assistant", content=content))
+        self._answered = True
+        return answer
 
     async def _gather(self) -> None:
         with boundary(FailureKind.ENVIRONMENT, "environment.evidence"):

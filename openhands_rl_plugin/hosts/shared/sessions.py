@@ -28,6 +28,15 @@ class EpisodeRuntime(Protocol):
 
 
 @runtime_checkable
+class OwesReward(Protocol):
+    """A runtime whose environment may pay an episode that a limit cut when it is concluded."""
+
+    def take_owed(self) -> float | None:
+        """The reward that the last action earned by that, once; ``None`` where there is none."""
+        ...
+
+
+@runtime_checkable
 class EnvironmentHost(Protocol):
     """A runtime with an environment behind it."""
 

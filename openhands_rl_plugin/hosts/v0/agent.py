@@ -323,7 +323,7 @@ class RLAgent(CodeActAgent):
         """Store a standalone episode with its evidence, and end it."""
         assert active.standalone is not None and self._state is not None
         runtime = runtime_of(self._state.session_id)
-        evidence, failure = end_evidence(runtime, self._settings.reward, failure or active.episode.failure)
+        evidence, failure = end_evidence(runtime, active.episode, failure)
         active.episode.evidence = evidence or active.episode.evidence
         active.standalone.keep(stop=stop, failure=failure)
         self._active = None

@@ -112,8 +112,7 @@ class ControllerSession:
         if (error := self._episode.error or self._end.error) is not None:
             raise error
         stop, failure = self._reason(timed_out, failure)
-        reward = self._episode.settings.reward
-        evidence, failure = end_evidence(self._runtime, reward, failure or self._episode.failure)
+        evidence, failure = end_evidence(self._runtime, self._episode, failure)
         if self._controller is not None and (error := self._controller.state.last_error):
             evidence = {**(evidence or self._episode.evidence or {}), LAST_ERROR: error[:_LONGEST_ERROR]}
         return self._episode.freeze(stop=stop, failure=failure, evidence=evidence)

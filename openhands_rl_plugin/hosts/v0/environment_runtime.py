@@ -90,6 +90,10 @@ class EnvironmentRuntime(SessionRuntime):
         background().wait_for(self.hosted.conclude())
         return self.hosted.evidence, self.hosted.failure
 
+    def take_owed(self) -> float | None:
+        """The reward that ``conclude`` earned the last action of an episode that a limit cut, once."""
+        return self.hosted.take_owed()
+
     def close(self) -> None:
         """Close the environment, once. Blocks."""
         atexit.unregister(self.close)

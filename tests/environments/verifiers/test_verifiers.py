@@ -5,6 +5,7 @@ OPENHANDS_RL_VERIFIERS_PYTHON    has verifiers, and uv beside it for verifiers' 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -27,6 +28,7 @@ from openhands_rl_plugin.core.types import (
     Task,
     Trajectory,
 )
+from openhands_rl_plugin.environments.verifiers import process
 from openhands_rl_plugin.environments.verifiers.environment import VerifiersEnvironment, VerifiersOptions
 from openhands_rl_plugin.environments.verifiers.process import VARIABLE
 from openhands_rl_plugin.rollout.session import AgentSession
@@ -71,6 +73,78 @@ async def test_a_python_without_verifiers_ends_typed():
     environment = make("sums", python=sys.executable)
     with pytest.raises(BadEnvironmentError, match="No module named 'verifiers'"):
         await environment.reset(task())
+
+
+def pretended(folder: Path, *lines: str) -> str:
+    """A program in the place of the Python that has verifiers; it reads the set-up first."""
+    program = folder / "python"
+    program.write_text("\n".join(("#!/bin/bash", "read -r setup", *lines)))
+    program.chmod(0o755)
+    return str(program)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (("sleep 300",), "did not load the taskset within"),
+        (("echo '{\"ready\": true}'", "read -r line", "sleep 300"), "did not answer within"),
+        (("echo '{\"ready\": true}'", "read -r line", "echo no JSON", "sleep 300"), "ended: it broke the protocol"),
+        (("echo '{\"ready\": true}'", "read -r line", "echo '[1]'", "sleep 300"), "ended: it broke the protocol"),
+    ],
+)
+async def test_a_stuck_process_and_its_children_are_ended_and_another_takes_its_place(
+    lines: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(process, "_ALIVE_PATIENCE", 0.3)
+    child = f"sleep 300 & echo $! $$ >> {tmp_path}/pids"
+    options = {"python": pretended(tmp_path, child, *lines), "timeout": 0.3, "start_timeout": 0.3}
+    if "sleep 300" not in lines[:1]:
+        options["start_timeout"] = 30
+    for _ in range(2):
+        with pytest.raises(InfrastructureError, match=said):
+            await make("stuck", **options).reset(task())
+    pids = [int(each) for each in (tmp_path / "pids").read_text().split()]
+    assert len(set(pids)) == 4
+    async with asyncio.timeout(20):
+        while any(map(is_running, pids)):
+            await asyncio.sleep(0.01)
+
+
+async def test_a_slow_turn_is_cut_and_leaves_the_process_to_others(tmp_path: Path):
+    answers = (
+        "echo '{\"ready\": true}'",
+        f'while read -r line; do echo "$line" >> {tmp_path}/heard',
+        "number=${line//[!0-9]/}",
+        'case "$line" in *alive*) echo "{\\"episode\\": $number, \\"alive\\": true}";; esac; done',
+    )
+    environment = make("slow", python=pretended(tmp_path, *answers), timeout=0.3)
+    with pytest.raises(InfrastructureError, match="did not answer within"):
+        await environment.reset(task())
+    await environment.close()
+    async with asyncio.timeout(20):
+        while '"cut": true' not in (tmp_path / "heard").read_text():
+            await asyncio.sleep(0.01)
+    assert environment._process is not None and environment._process.alive
+    environment._process.discard()
+
+
+async def test_the_process_sees_no_keys_but_those_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SOME_SECRET_KEY", "sk-1")
+    monkeypatch.setenv("A_JUDGES_KEY", "sk-2")
+    python = pretended(tmp_path, f"env > {tmp_path}/seen", "echo no JSON")
+    with pytest.raises(InfrastructureError):
+        await make("keys", python=python, pass_env=("A_JUDGES_KEY",)).reset(task())
+    seen = (tmp_path / "seen").read_text()
+    assert "SOME_SECRET_KEY" not in seen and "A_JUDGES_KEY=sk-2" in seen and "PATH=" in seen
+    with pytest.raises(ConfigError, match="pass_env names NOT_SET, which is not set"):
+        make("keys", python=python, pass_env=("NOT_SET",))
 
 
 @pytest.fixture
