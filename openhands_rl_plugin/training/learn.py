@@ -79,6 +79,7 @@ def create_version(
             step=steps + (parent.step if parent is not None else 0),
             metrics=metrics,
         )
+    trainer.became(adapter)
     probe = trainer.probe(probe_ids[-PROBE_TOKENS:], shares=True)
     if adapter is not None:
         store.keep_probe(adapter, probe)

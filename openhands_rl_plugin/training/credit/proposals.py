@@ -8,10 +8,11 @@ so each is credited with its own estimated return, relative to the others in its
     g(s) = 1/n * sum_i (Q(s, a_i) - b_i) * grad log pi(a_i | s)
 
 b_i is the estimator's baseline with the n proposals of s as the group. The choice has no gradient. Equal proposals that
-were merged into one node count as often as they were sampled. This is REINFORCE with several samples in one state (Kool
-et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!"; Ahmadian et al. 2024, arXiv 2402.14740), with the
-siblings of a tree as the group as in TreeRPO (Yang et al. 2025, arXiv 2506.05183) and in the intra-tree advantage of
-Tree-GRPO (Ji et al. 2025, arXiv 2509.21240).
+were merged into one node count as often as they were sampled, and an answer of a rollout that later becomes a proposal
+of the chosen state counts as sampled there (it was, from the same pi(. | s)). This is REINFORCE with several samples in
+one state (Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!"; Ahmadian et al. 2024, arXiv
+2402.14740), with the siblings of a tree as the group as in TreeRPO (Yang et al. 2025, arXiv 2506.05183) and in the
+intra-tree advantage of Tree-GRPO (Ji et al. 2025, arXiv 2509.21240).
 
 The expectation of g(s) is the gradient of E_{a ~ pi}[Q(s, a)] (exactly with ``rloo``, up to a scale with ``dr-grpo``)
 where n does not depend on what was found and the estimates are right in expectation: best-of-n and one level of ToT

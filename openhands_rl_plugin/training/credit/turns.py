@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,8 +51,9 @@ def turn_advantages(
     A baseline from those that got so far scales each turn by how many did, and to 0 where one did.
     """
     turns = _turns(trajectories, rewards, chosen, settings)
+    counts = Counter(turn.index for turn in turns)
     for group, members in enumerate(chosen.groups):
-        reached = {index: sum(turn.index == index for turn in turns) for index in members}
+        reached = {index: counts[index] for index in members}
         turns += [
             _Turn(index, None, group, number, 0, 0.0)
             for index, count in reached.items()

@@ -20,6 +20,9 @@ from openhands_rl_plugin.training.trainer.preparation import policy_logprobs, ve
 
 log = redacting_logger(__name__)
 
+_SAVED = {"old": "old.logprobs", "recorded": "old.recorded"}
+"""What of a ``TrainingSample`` a checkpoint keeps, by its name there."""
+
 _UNSCALED = (
     "the recorded logprobs are those of temperature 1, but the answers were sampled at another one: start vLLM with "
     "--logprobs-mode processed_logprobs (SGLang: without SGLANG_RETURN_ORIGINAL_LOGPROB), or roll out at temperature 1"
@@ -28,6 +31,9 @@ _UNSCALED = (
 
 class OldLogprobs:
     """Decides whose logprobs ``TrainingSample.old`` are and sets them, before the first step of a call.
+
+    What an older version sampled keeps the recorded ones where they are recomputed for the rest: recomputed, its ratio
+    would be 1, as if the policy had not moved since. A correction weighs it by both instead.
 
     ``version``: the one that the policy starts from: only what it sampled itself shows how far two engines differ.
     ``limit``: tokens of a micro-batch.
@@ -64,28 +70,60 @@ class OldLogprobs:
         why = "the recorded ones are those of temperature 1" if unscaled else self._why_recomputed(items)
         if why is None:
             return False
-        tokens = sum(len(item.sample.input_ids) for item in (*items, *(scaled if unscaled else ())))
+        live = self._live(items)
+        stale = self._stale(live)
+        kept = set(map(id, () if unscaled or self._settings.old_logprobs == "recomputed" else stale))
+        if stale:
+            self._tell_of_stale(len(stale), len(live), kept=bool(kept))
+        if len(kept) == len(live):
+            return False
+        scaled = [item for item in live if unscaled and item.temperatures is not None]
         if algorithm_of(self._settings).kind == "reinforcement":
             log.info(
                 "old logprobs are recomputed, because %s: forward passes over %d more tokens, each at about a third of "
                 "the cost of training on it once",
                 why,
-                tokens,
+                sum(len(item.sample.input_ids) for item in (*live, *scaled)),
             )
         for batch in epoch:
-            self._recompute(batch)
-        if unscaled:
+            self._recompute(batch, kept)
+        if scaled:
             for item, values in zip(scaled, self._compute(scaled, scaled=False), strict=True):
                 # For the drift only, which so compares the two engines at temperature 1.
                 item.recorded = item.old + item.recorded - values
         return True
 
-    def _recompute(self, batch: Sequence[TrainingSample]) -> None:
+    def _live(self, items: Sequence[TrainingSample]) -> list[TrainingSample]:
+        """Those that a step computes: a KL term in the reward gives samples without an advantage one."""
+        if self._settings.kl != "none" and self._settings.kl_in == "reward":
+            return list(items)
+        return [item for item in items if self._loss.counts(item)]
+
+    def _stale(self, items: Sequence[TrainingSample]) -> list[TrainingSample]:
+        """Those of older versions, where no correction accounts for what the policy has moved since."""
+        if algorithm_of(self._settings).kind != "reinforcement" or self._settings.correction != "none":
+            return []
+        return [item for item in items if version_of(item.sample) != self._version]
+
+    def _tell_of_stale(self, number: int, total: int, *, kept: bool) -> None:
+        log.warning(
+            "%d of %d samples are of other versions than the one that is trained: %s",
+            number,
+            total,
+            "their ratio is to the recorded logprobs, which holds the difference of trainer and server too; "
+            '[rl.training] correction = "truncate" separates the two'
+            if kept
+            else "with recomputed old logprobs nothing corrects what the policy has moved since; set [rl.training] "
+            'correction = "truncate" (at temperature 1, or with --logprobs-mode processed_logprobs)',
+        )
+
+    def _recompute(self, batch: Sequence[TrainingSample], kept: set[int]) -> None:
         # In the groups that the step will make of them: bfloat16 rounds by the shapes, by more than GSPO's bounds.
-        live = [item for item in batch if self._loss.counts(item)]
-        rest = [item for item in batch if not self._loss.counts(item)]
-        for part in filter(None, (live, rest)):
-            for item, values in zip(part, self._compute(part), strict=True):
+        live = self._live(batch)
+        if all(id(item) in kept for item in live):
+            return
+        for item, values in zip(live, self._compute(live), strict=True):
+            if id(item) not in kept:
                 item.old = values
 
     def _why_recomputed(self, items: Sequence[TrainingSample]) -> str | None:
@@ -142,6 +180,20 @@ class OldLogprobs:
                 break
             found.append(item)
         return found
+
+
+def saved_logprobs(items: Sequence[TrainingSample]) -> dict[str, Tensor]:
+    """The recomputed old logprobs and the corrected recorded ones, for a checkpoint."""
+    return {name: torch.cat([getattr(item, field) for item in items]) for field, name in _SAVED.items()}
+
+
+def take_logprobs(items: Sequence[TrainingSample], tensors: dict[str, Tensor]) -> bool:
+    """Move what ``saved_logprobs`` gave from a checkpoint's ``tensors`` to the samples; whether there was any."""
+    found = {field: tensors.pop(name) for field, name in _SAVED.items() if name in tensors}
+    for field, values in found.items():
+        for item, part in zip(items, torch.split(values, [len(item.positions) for item in items]), strict=True):
+            setattr(item, field, part)
+    return bool(found)
 
 
 def _log_bound(settings: TrainingSettings) -> float:

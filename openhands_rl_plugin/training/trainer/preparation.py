@@ -12,6 +12,7 @@ from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.credit.estimators import whiten
+from openhands_rl_plugin.training.data.imitation import PreferencePair
 from openhands_rl_plugin.training.data.layout import lay_out
 from openhands_rl_plugin.training.distributed.ranks import Ranks, shard_micro_batches
 from openhands_rl_plugin.training.losses.micro_batches import TrainingSample, temperatures_of
@@ -45,6 +46,18 @@ def check_sampled(samples: Sequence[Sample]) -> None:
                 f"trajectory {sample.trajectory_id}: sampled at temperature 0, where every answer has probability 1; "
                 'roll out at another temperature, or train with algorithm = "sft", "rejection-sampling" or "dpo"'
             )
+
+
+def check_pairs(pairs: Sequence[PreferencePair], *, packed: bool, sharded: bool) -> None:
+    """Raise ``TrainingError`` where ranks would make different numbers of forward passes, and wait for each other.
+
+    A pair is in one micro-batch: a model that is not packed makes as many passes as the pair has sequences.
+    """
+    if sharded and not packed and len({len(pair.chosen) + len(pair.rejected) for pair in pairs}) > 1:
+        raise TrainingError(
+            "this model computes one sequence at a time, and these pairs have different numbers of sequences, so that "
+            'processes with sharded layers would wait for each other for ever: set [rl.training] sharding = "none"'
+        )
 
 
 def trained_tokens(items: Sequence[TrainingSample]) -> list[tuple[int, int]]:

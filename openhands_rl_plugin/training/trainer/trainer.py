@@ -19,7 +19,7 @@ from transformers import get_scheduler
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.memory import return_freed_memory
-from openhands_rl_plugin.core.types import Probe, Sample
+from openhands_rl_plugin.core.types import Adapter, Probe, Sample
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.data.imitation import PreferencePair
 from openhands_rl_plugin.training.distributed.ranks import all_reduce_metrics, current_ranks, shard_micro_batches
@@ -35,8 +35,9 @@ from openhands_rl_plugin.training.losses.micro_batches import (
 from openhands_rl_plugin.training.policies.packed_model import PackedModel
 from openhands_rl_plugin.training.trainer.checkpoint import load_checkpoint, save_checkpoint
 from openhands_rl_plugin.training.trainer.metrics import RunningMetrics, TrainMetrics, TrainProgress
-from openhands_rl_plugin.training.trainer.old_logprobs import OldLogprobs
+from openhands_rl_plugin.training.trainer.old_logprobs import OldLogprobs, saved_logprobs, take_logprobs
 from openhands_rl_plugin.training.trainer.preparation import (
+    check_pairs,
     check_sampled,
     check_samples,
     micro_batch_logprobs,
@@ -60,7 +61,6 @@ OnProgress = Callable[[TrainProgress], None]
 """Called after every optimiser step."""
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-_OLD = "old.logprobs"
 
 
 class Trainer(ABC):
@@ -122,6 +122,7 @@ class Trainer(ABC):
         A pair is always in one micro-batch, however long it is. Raises ``TrainingError`` or ``StorageError``.
         """
         self._checked([sample for pair in pairs for sample in (*pair.chosen, *pair.rejected)])
+        check_pairs(pairs, packed=self._policy.packing.packed, sharded=self._policy.sharded)
         return self._train(samples_from_pairs(pairs), Preference(self.settings), on_progress, run)
 
     @abstractmethod
@@ -153,6 +154,10 @@ class Trainer(ABC):
             shares=expected_shares(self._policy, ids) if shares else (),
         )
 
+    def became(self, adapter: Adapter | None) -> None:
+        """Note that the weights are this version now, which only rank 0 has. A collective."""
+        self._version = int(self._ranks.broadcast_text(str(adapter.version if adapter is not None else self._version)))
+
     def finish(self) -> None:
         """Delete the checkpoints of the calls so far, because their results are saved now. A collective."""
         self.pending.delete()
@@ -174,7 +179,7 @@ class Trainer(ABC):
         self._restore(*load_checkpoint(directory), str(directory))
 
     def _counters(self) -> dict[str, str]:
-        return {"step": str(self.step), "seed": str(self.settings.seed)}
+        return {"step": str(self.step), "seed": str(self.settings.seed), "version": str(self._version)}
 
     def _state(self) -> dict[str, Tensor]:
         tensors = {f"weights.{name}": tensor for name, tensor in self._policy.weights().items()}
@@ -189,7 +194,7 @@ class Trainer(ABC):
             group, _, rest = name.partition(".")
             groups.setdefault(group, {})[rest] = tensor
         try:
-            step = int(counters["step"])
+            step, version = int(counters["step"]), int(counters.get("version", self._version))
             moments = {name: {key: groups[key][name] for key in _MOMENTS} for name in groups.get("exp_avg", {})}
             parameters = {name: self._policy.parameters[name] for name in moments}
         except (KeyError, ValueError) as error:
@@ -202,7 +207,7 @@ class Trainer(ABC):
                 key: moment.to(parameter.device) if key == "step" else shard_like(parameter, moment)
                 for key, moment in moments[name].items()
             }
-        self.step = step
+        self.step, self._version = step, version
 
     def _train(
         self, items: list[TrainingSample], loss: MicroBatchLoss, on_progress: OnProgress | None, run: Path | None
@@ -230,7 +235,7 @@ class Trainer(ABC):
                     lines.log(record)
                 if kept is not None and self._is_kept(number, len(order)):
                     counters = {"first_step": str(first_step), "tally": json.dumps(asdict(tally))}
-                    old = {_OLD: torch.cat([item.old for item in items])} if recomputed else {}
+                    old = saved_logprobs(items) if recomputed else {}
                     kept.save(self._state() | old, self._counters() | counters, number)
                 if on_progress is not None:
                     on_progress(progress)
@@ -271,18 +276,14 @@ class Trainer(ABC):
         """Finished steps of a killed call that is resumed, the step at its start, its metrics so far, and whether the
         old logprobs are recomputed ones."""
         found = kept.resume() if kept is not None else None
-        done, first_step, tally, old = 0, self.step, RunningMetrics(), None
+        done, first_step, tally, recomputed = 0, self.step, RunningMetrics(), False
         if found is not None:
             tensors, counters = found
-            old = tensors.pop(_OLD, None)
+            recomputed = take_logprobs(items, tensors)
             self._restore(tensors, counters, "the checkpoint")
             done, first_step = int(counters["done"]), int(counters["first_step"])
             tally = RunningMetrics(**json.loads(counters["tally"]))
         limit = self._micro_batch_tokens
-        if old is not None:
-            for item, part in zip(items, torch.split(old, [len(item.positions) for item in items]), strict=True):
-                item.old = part
-        recomputed = old is not None
         if found is None:
             order = self._order(items, first_step)
             chosen = OldLogprobs(self._policy, loss, self.settings, self._ranks, version=self._version, limit=limit)

@@ -13,14 +13,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from launchers import free_port
-from made_samples import EXACT, assert_same, read_trained
+from made_samples import EXACT, assert_same, make_samples, read_trained
 from safetensors.torch import load_file
 from train_together import train
 
 from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.training.data.imitation import PreferencePair
 from openhands_rl_plugin.training.distributed.ranks import ProcessGroup, SingleProcess, join_ranks
 from openhands_rl_plugin.training.trainer.checkpoint import STATE_FILE
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.preparation import check_pairs
 from openhands_rl_plugin.training.trainer.resume import ShardedCheckpoint
 
 HELPERS = Path(__file__).parents[2] / "helpers"
@@ -170,6 +172,16 @@ def test_without_a_launcher_a_process_is_alone(model: Path) -> None:
         assert isinstance(ranks, SingleProcess) and (ranks.rank, ranks.size) == (0, 1)
     with pytest.raises(TrainingError, match="torchrun or accelerate launch"):
         LoraTrainer(model, EXACT.model_copy(update={"sharding": "layers"}))
+
+
+def test_pairs_that_sharded_processes_would_wait_for_ever_on_are_refused() -> None:
+    first, second, third = make_samples(3)
+    even = [PreferencePair((first,), (second,)), PreferencePair((second,), (third,))]
+    uneven = [*even, PreferencePair((first, second), (third,))]
+    for pairs, packed, sharded in ((even, False, True), (uneven, True, True), (uneven, False, False)):
+        check_pairs(pairs, packed=packed, sharded=sharded)
+    with pytest.raises(TrainingError, match=r'different numbers of sequences.*sharding = "none"'):
+        check_pairs(uneven, packed=False, sharded=True)
 
 
 def test_a_launcher_without_an_address_is_one_line() -> None:

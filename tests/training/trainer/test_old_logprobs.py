@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.types import PolicyRef, Sample
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.training.learn import create_version
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 
 ONE_STEP = EXACT.model_copy(update={"num_epochs": 1, "batch_size": 8, "max_grad_norm": 1e9})
@@ -109,6 +111,64 @@ def test_only_what_this_version_sampled_shows_the_mismatch(model: Path, tmp_path
     assert abs(trainer_of(model, algorithm="grpo").reinforce(samples).approx_kl) > 1e-3
 
 
+def test_every_iteration_measures_the_mismatch_of_its_own_version(model: Path, tmp_path: Path) -> None:
+    """Also after a restart: the saved state has the version, and the resumed trainer decides as the killed one."""
+    changes = {"algorithm": "grpo", "clip_low": 0.01, "clip_high": 0.01}
+    trainer, store = trainer_of(model, **changes), AdapterStore(tmp_path / "store")
+    trainer.reinforce(served(trainer, model, tmp_path / "first"))
+    ids = make_samples(1)[0].input_ids
+    adapter, _ = create_version(
+        trainer, store, "a", base_model="m", parent=None, steps=1, metrics={}, probe_ids=list(ids)
+    )
+    assert adapter is not None
+    samples = served(trainer, model, tmp_path / "second", version=1)
+    trainer.save_state(tmp_path / "state")
+    resumed = trainer_of(model, **changes)
+    resumed.load_state(tmp_path / "state")
+    for each in (trainer, resumed):
+        assert each.reinforce(samples).clip_share == 0.0
+    for name, parameter in resumed.parameters.items():
+        torch.testing.assert_close(parameter, trainer.parameters[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("changes", [{"algorithm": "gspo"}, {"algorithm": "grpo", "clip_low": 0.01}])
+def test_what_an_older_version_sampled_keeps_the_recorded_ones(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any]
+) -> None:
+    trainer = trainer_of(model, **changes)
+    own = served(trainer, model, tmp_path)
+    older = [
+        sample.model_copy(
+            update={
+                "policy": PolicyRef(base_model="m", adapter="a", version=1),
+                "logprobs": tuple(value - sampled for value, sampled in zip(sample.logprobs, sample.mask, strict=True)),
+            }
+        )
+        for sample in own[4:]
+    ]
+    with caplog.at_level(logging.WARNING):
+        metrics = trainer.reinforce([*own[:4], *older])
+    assert metrics.ratio > 1.5, "a ratio of 1 would say that the policy has not moved since"
+    assert "4 of 8 samples are of other versions" in caplog.text and 'correction = "truncate"' in caplog.text
+    corrected = trainer_of(model, **changes, correction="truncate").reinforce([*own[:4], *older])
+    assert corrected.ratio == pytest.approx(1.0, abs=1e-5) and corrected.weight > 1.2
+
+
+def test_samples_without_an_advantage_are_not_computed(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_of(model, algorithm="gspo")
+    first, *rest = served(trainer, model, tmp_path)
+    samples = [first, *(sample.model_copy(update={"advantage": 0.0}) for sample in rest)]
+    with caplog.at_level(logging.INFO):
+        assert trainer.reinforce(samples).clip_share == 0.0
+        in_reward = trainer_of(model, algorithm="gspo", kl="k1", kl_in="reward")
+        assert in_reward.reinforce(samples).clip_share == 0.0
+    lengths = len(first.input_ids), sum(len(sample.input_ids) for sample in samples)
+    said = [record.getMessage() for record in caplog.records if "are recomputed" in record.getMessage()]
+    assert [f"over {length} more tokens" in line for length, line in zip(lengths, said, strict=True)] == [True, True]
+
+
 def test_recorded_ones_leave_nothing_to_correct_by() -> None:
     with pytest.raises(ValueError, match='old_logprobs = "recorded" leaves no importance weights'):
         TrainingSettings(algorithm="grpo", old_logprobs="recorded", correction="mask")
@@ -116,11 +176,14 @@ def test_recorded_ones_leave_nothing_to_correct_by() -> None:
         TrainingSettings(algorithm="sft", old_logprobs="recorded")
 
 
-def test_a_killed_call_goes_on_with_the_old_logprobs_of_its_beginning(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_killed_call_goes_on_with_the_old_logprobs_of_its_beginning(
+    model: Path, tmp_path: Path, temperature: float
+) -> None:
     changes = {"algorithm": "gspo", "batch_size": 2, "num_epochs": 2, "checkpoint_steps": 1}
-    samples = served(trainer_of(model), model, tmp_path)
+    samples = served(trainer_of(model), model, tmp_path, temperature=temperature, reported=1.0)
     whole = trainer_of(model, **changes)
-    expected = whole.reinforce(samples)
+    expected = whole.reinforce(samples, run=tmp_path / "whole")
 
     class Stopped(Exception):
         pass
@@ -132,7 +195,12 @@ def test_a_killed_call_goes_on_with_the_old_logprobs_of_its_beginning(model: Pat
     with pytest.raises(Stopped):
         trainer_of(model, **changes).reinforce(samples, stop, run=tmp_path / "run")
     again = trainer_of(model, **changes)
-    assert again.reinforce(samples, run=tmp_path / "run").loss == pytest.approx(expected.loss, abs=1e-7)
+    found = again.reinforce(samples, run=tmp_path / "run")
+    assert found.loss == pytest.approx(expected.loss, abs=1e-7)
+    assert found.drift == pytest.approx(expected.drift, rel=1e-4)
+    files = [tmp_path / each / "metrics.jsonl" for each in ("run", "whole")]
+    ours, theirs = ([json.loads(line)["drift"] for line in file.read_text().splitlines()] for file in files)
+    assert ours == pytest.approx(theirs, rel=1e-4), "like is compared with like after the restart too"
     for name, parameter in again.parameters.items():
         torch.testing.assert_close(parameter, whole.parameters[name], rtol=0, atol=0)
 
