@@ -17,8 +17,8 @@ from openhands_rl_plugin.environments.workspace.sandbox import SandboxLimits, is
 from openhands_rl_plugin.environments.workspace.shell import SandboxEndedError, Shell
 from openhands_rl_plugin.evals.harbor.recipe import BuildStep
 from openhands_rl_plugin.evals.harbor.sandbox import HarborSandbox, clear_way, read_only_path, remove
+from openhands_rl_plugin.evals.harbor.shims import SHIMS
 from openhands_rl_plugin.evals.harbor.tasks import HarborTask, resolved
-from openhands_rl_plugin.evals.harbor.test_script import SHIMS
 from openhands_rl_plugin.evals.swe.backends.caching import default_cache
 from openhands_rl_plugin.evals.swe.backends.interpreters import find_python
 from openhands_rl_plugin.evals.tasks.sources.virtualenv import make_environment
@@ -71,7 +71,8 @@ class HarborContainer:
         for name in _FOLDERS:
             (self.root / name).mkdir(parents=True, exist_ok=True)
         (self._given / "bin").mkdir(parents=True)
-        for name, text in SHIMS.items():
+        packages = "\n".join((*self.task.recipe.packages, *self.task.tests.packages, ""))
+        for name, text in {**SHIMS, "packages": packages}.items():
             shim = self._given / "bin" / name
             shim.write_text(text)
             shim.chmod(0o755)
@@ -180,8 +181,11 @@ class HarborContainer:
         return f"{first}/root/.local/bin:{search_path()}"
 
     def _variables(self) -> dict[str, str]:
+        return self._with_path({**self.task.recipe.variables, **resolved(self.task.variables)})
+
+    def _with_path(self, own: dict[str, str]) -> dict[str, str]:
         path = self._path()
-        variables = {"PATH": path, **self.task.recipe.variables, **resolved(self.task.variables)}
+        variables = {"PATH": path, **own}
         # What an image's Dockerfile puts before the PATH of its image stays before this one.
         variables["PATH"] = variables["PATH"].replace("$PATH", path).replace("${PATH}", path)
         return variables
@@ -247,8 +251,15 @@ class HarborContainer:
         return [str(each.relative_to(context)) for each in found]
 
     def _run(self, builder: Shell, step: BuildStep) -> None:
-        own = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in self._variables().items())
-        self._execute(builder, f"{own}set -e\n{step.words[0]}", f"RUN {step.words[0]:.80}", step.workdir)
+        variables = self._with_path(step.variables)
+        variables["PATH"] = f"{GIVEN}/bin:{variables['PATH']}"
+        own = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+        try:
+            what = f"RUN {' '.join(step.words[-1].split()):.80}"
+            self._execute(builder, f"export {own}; {shlex.join(step.words)}", what, step.workdir)
+        except BadEnvironmentError:
+            if not step.incomplete:
+                raise
 
     def _execute(self, builder: Shell, command: str, what: str, workdir: str = "/") -> None:
         done = builder.run(command, timeout=_BUILD_SECONDS, cwd=workdir, keep=False)

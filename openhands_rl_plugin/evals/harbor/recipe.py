@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
 import subprocess
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -13,6 +15,7 @@ from typing import Literal
 from pydantic import Field
 
 from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.evals.harbor.shell_text import commands_of, package_names, pip_words, read_pip
 
 # Images that hold a general system and nothing of a task: this machine's programs stand in for theirs.
 _PLAIN_BASE = re.compile(
@@ -21,7 +24,6 @@ _PLAIN_BASE = re.compile(
     r"(@sha256:\w+)?"
 )
 _PYTHON = re.compile(r"(\d\.\d+)")
-_ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
 _INSTALLERS = frozenset(
     {
         "apk",
@@ -42,24 +44,25 @@ _INSTALLERS = frozenset(
     }
     | {"add-apt-repository", "useradd", "adduser", "groupadd", "dpkg", "snap", "brew", "poetry", "systemctl", "uv"}
 )
-_CLEANING = re.compile(r"rm\s+-rf?\s+/var/(lib/apt|cache|log)\S*(\s+/\S+)*\s*\Z")
-_OPTIONS_WITH_VALUE = frozenset(
-    {"-t", "--target-release", "-o", "-i", "--index-url", "--extra-index-url", "-f", "--find-links"}
-)
+_HEREDOC = re.compile(r"<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
 
 
 class BuildStep(Frozen):
-    """``copy``: ``words`` are the sources and, last, the target; ``run``: one shell command. ``mode``: ``--chmod``."""
+    """``copy``: ``words`` are the sources and, last, the target; ``run``: a shell's words. ``mode``: ``--chmod``.
+    ``variables`` are those set so far. ``incomplete``: it installs what is ``missing``, and may fail if forced.
+    """
 
     kind: Literal["copy", "run"]
     words: tuple[str, ...]
     workdir: str
     mode: str = ""
+    variables: dict[str, str] = Field(default_factory=dict)
+    incomplete: bool = False
 
 
 class ContainerRecipe(Frozen):
     """The content of a task's environment. ``python`` is a version that the base image is of; ``requirements`` are its
-    pip packages; ``missing`` says, a line each, what this machine cannot give."""
+    pip packages, ``packages`` the system's; ``missing`` says, a line each, what this machine cannot give."""
 
     base: str = ""
     workdir: str = "/app"
@@ -67,6 +70,7 @@ class ContainerRecipe(Frozen):
     steps: tuple[BuildStep, ...] = ()
     python: str = ""
     requirements: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
 
 
@@ -96,7 +100,9 @@ class _Reader:
         self.workdir = "/"
         self.variables: dict[str, str] = {}
         self.steps: list[BuildStep] = []
+        self.shell = ["/bin/sh", "-c"]
         self.requirements: list[str] = []
+        self.packages: list[str] = []
         self.missing: list[str] = []
 
     def recipe(self) -> ContainerRecipe:
@@ -107,6 +113,7 @@ class _Reader:
             steps=tuple(self.steps),
             python=self.python,
             requirements=tuple(dict.fromkeys(self.requirements)),
+            packages=tuple(dict.fromkeys(self.packages)),
             missing=tuple(dict.fromkeys(self.missing)),
         )
 
@@ -121,6 +128,10 @@ class _Reader:
             self._copy(instruction, rest)
         elif instruction == "RUN":
             self._run(rest)
+        elif instruction == "SHELL":
+            self.shell = _listed(rest) or []
+            if self.shell[:1] and self.shell[0].rpartition("/")[2] not in ("sh", "bash"):
+                self.missing.append(f"SHELL {rest:.60}")
         elif instruction == "USER" and rest not in ("root", "0"):
             self.missing.append(f"user {rest}")
         elif instruction in ("ENTRYPOINT", "VOLUME", "HEALTHCHECK", "ONBUILD"):
@@ -147,75 +158,99 @@ class _Reader:
                 self.variables[name] = self._expanded(value)
 
     def _copy(self, instruction: str, rest: str) -> None:
-        words = _words(rest)
-        options = [word for word in words if word.startswith("--")]
-        plain = [self._expanded(word) for word in words if not word.startswith("--")]
-        remote = any("://" in word or word.startswith("git@") for word in plain[:-1])
-        archive = instruction == "ADD" and any(re.search(r"\.(tar|tgz|gz|bz2|xz)\b", word) for word in plain[:-1])
-        if rest.startswith("<<") or remote or archive or len(plain) < 2 or any(o.startswith("--from") for o in options):
-            self.missing.append(f"{instruction} {rest:.60}")
+        options, plain = [], rest
+        while found := re.match(r"--\S+\s+", plain):
+            options.append(found[0].strip())
+            plain = plain[found.end() :]
+        names = _listed(plain)
+        names = [self._expanded(word) for word in (_words(plain) if names is None else names)]
+        remote = any("://" in word or word.startswith("git@") for word in names[:-1])
+        archive = instruction == "ADD" and any(re.search(r"\.(tar|tgz|gz|bz2|xz)\b", word) for word in names[:-1])
+        known = all(option.startswith(("--chmod=", "--chown=", "--link")) for option in options)
+        if "<<" in rest or remote or archive or len(names) < 2 or not known:
+            self.missing.append(f"{instruction} {rest:.60}".split("\n")[0])
             return
         mode = next((option.partition("=")[2] for option in options if option.startswith("--chmod=")), "")
-        self.steps.append(BuildStep(kind="copy", words=tuple(plain), workdir=self.workdir, mode=mode))
+        self.steps.append(BuildStep(kind="copy", words=tuple(names), workdir=self.workdir, mode=mode))
 
     def _run(self, rest: str) -> None:
-        if rest.startswith(("<<", "[", "--")):
-            self.missing.append(f"RUN {rest:.60}")
+        command, shell = rest, self.shell
+        if whole := re.match(r"<<-?\s*['\"]?(\w+)['\"]?[ \t]*\n", rest):
+            command = rest[whole.end() :].rpartition("\n")[0]  # the heredoc is the script
+        elif (listed := _listed(rest)) is not None:
+            command = shlex.join(listed)
+        if rest.startswith("--") or command.startswith("#!") or re.search(_HEREDOC, command.split("\n")[-1]):
+            self.missing.append(f"RUN {rest:.60}".split("\n")[0])
             return
-        kept = []
-        for command in _commands(rest):
-            words = [word for word in _words(command) if word not in ("sudo", "set", "-e", "-x", "-ex", "-eux")]
-            while words and _ASSIGNED.match(words[0]):
-                words = words[1:]
-            if words and not _CLEANING.match(command) and not self._installs(words, command):
-                kept.append(command)
-        if kept:
-            self.steps.append(BuildStep(kind="run", words=(" && ".join(kept),), workdir=self.workdir))
+        absent = [what for words in commands_of(command) for what in self._installs(words)]
+        self.missing += absent
+        self.steps.append(
+            BuildStep(
+                kind="run",
+                words=(*shell, command),
+                workdir=self.workdir,
+                variables=dict(self.variables),
+                incomplete=bool(absent),
+            )
+        )
 
-    def _installs(self, words: list[str], command: str) -> bool:
-        """Whether a command installs something; then it is had otherwise, or missing."""
+    def _installs(self, words: list[str]) -> list[str]:
+        """What a command installs and is not to be had otherwise."""
         program = words[0].rpartition("/")[2]
+        command = f"RUN {' '.join(words):.60}"
         if program in ("apt-get", "apt"):
-            names = _arguments(words[1:])
-            if "install" in names:
-                absent = missing_packages([name.partition("=")[0] for name in names if name != "install"])
-                self.missing += [f"the package {name}" for name in absent]
-            return True
-        if program in ("python", "python3") and words[1:3] == ["-m", "pip"]:
-            program, words = "pip", words[2:]
-        if program == "uv" and words[1:3] == ["pip", "install"]:
-            program, words = "pip", words[1:]
-        if program in ("pip", "pip3"):
-            names = _arguments(words[1:])
-            if names[:1] == ["install"]:
-                local = any(word in ("-r", "--requirement", "-e", "--editable") for word in words)
-                if local or any("/" in name or name.startswith((".", "git+")) for name in names[1:]):
-                    self.missing.append(f"RUN {command:.60}")
-                else:
-                    self.requirements += [name for name in names[1:] if name not in ("pip", "setuptools", "wheel")]
-            return True
+            names = [self._expanded(name) for name in package_names(words)]
+            self.packages += names
+            odd = any(word in ("remove", "purge", "autoremove", "source", "build-dep") for word in words[1:2])
+            return [command] if odd else [f"the package {name}" for name in missing_packages(names)]
+        if (pip := pip_words(words)) is not None:
+            wanted, complete = read_pip([self._expanded(word) for word in pip], lambda name: None)
+            self.requirements += wanted
+            return [] if complete and (words[0] == program or program == "uv") else [command]
         if program in _INSTALLERS or words[:2] == ["git", "clone"]:
-            self.missing.append(f"RUN {command:.60}")
-            return True
-        return False
+            return [command]
+        return []
 
     def _expanded(self, text: str) -> str:
-        return re.sub(r"\$\{?(\w+)\}?", lambda found: self.variables.get(found[1], found[0]), text)
+        def value(found: re.Match[str]) -> str:
+            name, otherwise = found[1] or found[3], found[2]
+            return self.variables.get(name) or (found[0] if otherwise is None else otherwise)
+
+        return re.sub(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))", value, text)
 
 
 def _instructions(text: str) -> Iterator[tuple[str, str]]:
-    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    for line in re.sub(r"\\[ \t]*\n", " ", "\n".join(lines)).splitlines():
-        instruction, _, rest = line.strip().partition(" ")
+    """The instructions of a Dockerfile; continued lines are joined, a heredoc's lines belong to its instruction."""
+    lines = deque(text.splitlines())
+    while lines:
+        parts: list[str] = []
+        while lines:
+            line = lines.popleft()
+            if line.lstrip().startswith("#") or (parts and not line.strip()):
+                continue
+            continued = re.fullmatch(r"(.*)\\[ \t]*", line)
+            parts.append(continued[1] if continued else line)
+            if not continued:
+                break
+        instruction, _, rest = " ".join(parts).strip().partition(" ")
+        if instruction.upper() in ("RUN", "COPY", "ADD"):
+            for found in _HEREDOC.finditer(rest.split("\n")[0]):
+                ends = [
+                    at for at, line in enumerate(lines) if line.lstrip("\t" if "<<-" in found[0] else "") == found[2]
+                ]
+                for _ in range(ends[0] + 1 if ends else 0):
+                    rest += f"\n{lines.popleft()}"
         if instruction:
             yield instruction.upper(), rest.strip()
 
 
-def _commands(line: str) -> list[str]:
-    """The commands of a list; one with its own ``;`` or ``&&`` inside quotes, or a compound one, stays whole."""
-    if re.search(r"['\"][^'\"]*(&&|;)[^'\"]*['\"]|\b(if|for|while|case)\b|\|\||\$\(", line):
-        return [line]
-    return [part.strip() for part in re.split(r"&&|;", line) if part.strip()]
+def _listed(text: str) -> list[str] | None:
+    """The words of an instruction in its JSON form; ``None`` for another one."""
+    try:
+        found = json.loads(text) if text.startswith("[") else None
+    except ValueError:
+        return None
+    return found if isinstance(found, list) and found and all(isinstance(word, str) for word in found) else None
 
 
 def _words(text: str) -> list[str]:
@@ -223,15 +258,6 @@ def _words(text: str) -> list[str]:
         return shlex.split(text)
     except ValueError:
         return text.split()
-
-
-def _arguments(words: list[str]) -> list[str]:
-    """The words that are no options, and no values of options."""
-    return [
-        word
-        for at, word in enumerate(words)
-        if not word.startswith("-") and not (at and words[at - 1] in _OPTIONS_WITH_VALUE)
-    ]
 
 
 def _joined(before: str, path: str) -> str:

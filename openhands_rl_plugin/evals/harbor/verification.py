@@ -12,6 +12,7 @@ from openhands_rl_plugin.core.errors import BadEnvironmentError, describe
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.environments.workspace.files import Workspace
 from openhands_rl_plugin.evals.harbor.container import GIVEN, LOGS, HarborContainer
+from openhands_rl_plugin.evals.harbor.shims import UNMET
 from openhands_rl_plugin.evals.harbor.tasks import resolved
 
 _MOST_LOG_CHARACTERS = 4000
@@ -61,8 +62,11 @@ def verify(container: HarborContainer, reward_key: str = "reward") -> tuple[floa
             f"{task.name}: the tests took more than {task.test_timeout:g} s (timeout_sec of [verifier] in task.toml)"
         )
     said = ""
+    if (unmet := _read(files, UNMET)) is not None:
+        asked = ", ".join(dict.fromkeys(unmet.split("\n"))).strip(", ")
+        raise BadEnvironmentError(f"{task.name}: the tests need what is not here: {asked:.200}")
     with suppress(BadEnvironmentError):
-        said = _read(files, "test-stdout.txt") or ""
+        said = _read(files, f"{LOGS}/test-stdout.txt") or ""
     rewards = read_rewards(files, task.name, said)
     evidence: JsonObject = {
         "rewards": dict(rewards),
@@ -79,9 +83,9 @@ def read_rewards(files: Workspace, name: str, said: str = "") -> dict[str, float
 
     Raises ``BadEnvironmentError`` where there is no file, an empty one, or something else than finite numbers.
     """
-    text, where = _read(files, "reward.json"), "reward.json"
+    text, where = _read(files, f"{LOGS}/reward.json"), "reward.json"
     if text is None:
-        text, where = _read(files, "reward.txt"), "reward.txt"
+        text, where = _read(files, f"{LOGS}/reward.txt"), "reward.txt"
     if text is None:
         last = " ".join(said.split())[-200:]
         raise BadEnvironmentError(f"{name}: the tests wrote no /{LOGS}/reward.txt or reward.json; they said: {last}")
@@ -109,11 +113,11 @@ def _chosen(rewards: dict[str, float], key: str, name: str) -> float:
 
 def _read(files: Workspace, name: str) -> str | None:
     try:
-        return files.read(f"{LOGS}/{name}").decode("utf-8", errors="replace")
+        return files.read(name).decode("utf-8", errors="replace")
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise BadEnvironmentError(f"/{LOGS}/{name} cannot be read: {error}") from error
+        raise BadEnvironmentError(f"/{name} cannot be read: {error}") from error
 
 
 def solve(container: HarborContainer) -> str:

@@ -187,7 +187,7 @@ async def test_what_a_container_would_have_is_named_and_forced(tmp_path: Path):
         "a GPU",
         "the user nobody ([agent])",
         "the package zathura-xyz",
-        "RUN curl -L https://example.org/x | sh",
+        "RUN curl -L https://example.org/x",
     )
     with pytest.raises(BadEnvironmentError, match=r"needs cannot run here .*the package zathura-xyz.*force = true"):
         await make(tmp_path).reset(task())
