@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -23,7 +24,14 @@ _ACTION_LINE = re.compile(
 )
 _FENCE = re.compile(r"[ \t]{0,3}(?P<marks>`{3,})[^`\n]*")
 # What a model goes on to make up after its action, in the form of the conversation.
-_MADE_UP = re.compile(r"[ \t>*#_-]{0,16}observation[ \t]{0,4}\d{0,4}[*_]{0,3}[ \t]{0,4}:", re.IGNORECASE)
+# One "#" begins a comment in code.
+_MADE_UP = re.compile(
+    r"[ \t>*_-]{0,16}(?:#{2,6}[ \t]{0,4})?[*_]{0,3}observation[ \t]{0,4}\d{0,4}[*_]{0,3}[ \t]{0,4}:", re.IGNORECASE
+)
+# What a line of code opens and a later line closes: until then, neither fences nor labels mean anything.
+_HEREDOC = re.compile(r"(?<!<)<<-?[ \t]{0,4}\\?[\"']?(?P<word>[A-Za-z_]\w{0,63})[\"']?")
+_QUOTES = ('"""', "'''")
+_DOCUMENTS = frozenset({"md", "markdown"})
 
 _NO_ACTION = (
     "Invalid action: there is no line that starts with 'Action:'. Answer in this form:\nThought: <your reasoning>\n"
@@ -32,6 +40,15 @@ _NO_ACTION = (
 _EMPTY_ACTION = "Invalid action: the 'Action:' line is empty. Write the action after it."
 _EMPTY_ANSWER = "Invalid action: the answer is empty. Answer with one action."
 _LONG_ACTION = f"Invalid action: it is longer than {MAX_ACTION_CHARACTERS} characters. Write a shorter one."
+
+_SEVERAL_FENCES = (
+    "Invalid action: there are several code fences below 'Action:', and nothing was executed. Write one action in one "
+    "fence; if the action itself holds lines of ```, put it between lines of ````."
+)
+_CUT = (
+    "Invalid action: a line of it begins with 'Observation:', where it would have been cut, so nothing was executed. "
+    "Put the action into a code fence."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +63,9 @@ class ParsedAction:
 def parse_react(text: str | None, *, unwrap: bool = True) -> ParsedAction:
     """Read ``Thought: ... / Action: ...``: all that follows the last ``Action:`` is the action.
 
-    Where it begins with a code fence, the action is what the fence holds. An ``Action:`` inside a fence counts only
-    where there is none outside. A made-up ``Observation:`` below the action, backticks around it and trailing stop
+    Where it begins with a code fence, the action is what the fence holds; a second fence below is an error. Fences in
+    heredocs, strings of three quotes and documents are text. An ``Action:`` inside a fence counts only where there is
+    none outside. A made-up ``Observation:`` below the action, backticks around it and trailing stop
     tokens are left out. ``unwrap`` of false keeps fences and backticks, for graders that look for them.
     """
     lines = _lines(_without_stop_tokens(text or ""))
@@ -60,9 +78,14 @@ def parse_react(text: str | None, *, unwrap: bool = True) -> ParsedAction:
     below = [match["rest"], *lines[at + 1 :]]
     if fenced[at]:
         below = _up_to_fence(below)  # the whole answer stands in a fence
-    inside = _fenced(below)
-    end = next((end for end, line in enumerate(below) if end and not inside[end] and _MADE_UP.match(line)), len(below))
+    inside, texts = _fenced(below), _texts(below)
+    end = next(
+        (at for at, line in enumerate(below) if at and not (inside[at] or texts[at]) and _MADE_UP.match(line)),
+        len(below),
+    )
     action = "\n".join(below[:end]).strip()
+    if unwrap and (error := _ambiguous(_lines(action), end < len(below))) is not None:
+        return ParsedAction(None, error, _without_label("\n".join(lines[: found[0]])))
     return _bounded(_clean(action) if unwrap else action, _EMPTY_ACTION, _without_label("\n".join(lines[:at])))
 
 
@@ -88,7 +111,8 @@ def _clean(text: str, *, whole: bool = False) -> str:
     """Without a fence or backticks around the action; ``whole``: a fence with text below it belongs to the action."""
     lines = _lines(text)
     if (opening := _FENCE.fullmatch(lines[0])) is not None:
-        inside = _up_to_fence(lines[1:], opening["marks"])
+        end = _closing(lines, 0, opening["marks"], _texts(lines))
+        inside = lines[1:] if end is None else lines[1:end]
         if not (whole and any(line.strip() for line in lines[len(inside) + 2 :])):
             return "\n".join(inside).strip("\n").rstrip() if len(inside) > 1 else _unquoted("".join(inside))
     return _unquoted(text)
@@ -105,14 +129,72 @@ def _unquoted(text: str) -> str:
 
 def _fenced(lines: list[str]) -> list[bool]:
     """Which lines stand inside a closed fence, its marks included. A fence that nothing closes is none."""
-    inside, start, marks = [False] * len(lines), 0, ""
-    for at, line in enumerate(lines):
-        if marks and _closes(line, marks):
-            inside[start : at + 1] = [True] * (at + 1 - start)
-            marks = ""
-        elif not marks and (opening := _FENCE.fullmatch(line)) is not None:
-            start, marks = at, opening["marks"]
+    inside, texts, at = [False] * len(lines), _texts(lines), 0
+    unclosed = math.inf  # fences of so many marks and more are not closed any more
+    while at < len(lines):
+        opening = _FENCE.fullmatch(lines[at])
+        if opening is not None and len(opening["marks"]) < unclosed:
+            if (end := _closing(lines, at, opening["marks"], texts)) is not None:
+                inside[at : end + 1] = [True] * (end + 1 - at)
+                at = end
+            else:
+                unclosed = len(opening["marks"])
+        at += 1
     return inside
+
+
+def _closing(lines: list[str], start: int, marks: str, texts: list[bool]) -> int | None:
+    """The line that closes the fence which begins at ``start``. A fence with a language inside opens another."""
+    depth, last = 1, None
+    document = lines[start].strip().strip("`").strip().lower() in _DOCUMENTS
+    for at in range(start + 1, len(lines)):
+        if texts[at]:
+            continue
+        if _closes(lines[at], marks):
+            depth, last = depth - 1, at
+            if not depth and not document:
+                return at
+        elif document and _MADE_UP.match(lines[at]) and last is not None:
+            break
+        elif (inner := _FENCE.fullmatch(lines[at])) is not None and inner["marks"] == marks:
+            depth += 1
+    return last
+
+
+def _texts(lines: list[str]) -> list[bool]:
+    """Which lines stand in a heredoc or in a string of three quotes that a later line ends; that line is one, too."""
+    inside, at = [False] * len(lines), 0
+    ends = {line.strip(): at for at, line in enumerate(lines)}
+    last = {quotes: max((at for at, line in enumerate(lines) if quotes in line), default=-1) for quotes in _QUOTES}
+    while at < len(lines):
+        end, line = at, lines[at]
+        heredoc = _HEREDOC.search(line)
+        if heredoc is not None and ends.get(heredoc["word"], -1) > at:
+            end = next(to for to in range(at + 1, len(lines)) if lines[to].strip() == heredoc["word"])
+        elif quotes := next((each for each in _QUOTES if line.count(each) % 2 and last[each] > at), None):
+            end = next(to for to in range(at + 1, len(lines)) if quotes in lines[to])
+        inside[at + 1 : end + 1] = [True] * (end - at)
+        at = end + 1
+    return inside
+
+
+def _ambiguous(lines: list[str], cut: bool) -> str | None:
+    """What to tell the model where a part of its action would be lost; ``cut``: before a made-up observation."""
+    texts = _texts(lines)
+    if (opening := _FENCE.fullmatch(lines[0])) is not None:
+        end = _closing(lines, 0, opening["marks"], texts)
+        below = lines[end + 1 :] if end is not None else []
+        return _SEVERAL_FENCES if any(_FENCE.fullmatch(line) for line in below) else None
+    if not cut:
+        return None
+    ends = {line.strip() for line in lines}
+    opened = (heredoc["word"] for line in lines if (heredoc := _HEREDOC.search(line)) is not None)
+    text = "\n".join(lines)
+    return (
+        _CUT
+        if (any(word not in ends for word in opened) or any(text.count(quotes) % 2 for quotes in (*_QUOTES, '"')))
+        else None
+    )
 
 
 def _up_to_fence(lines: list[str], marks: str = "```") -> list[str]:
