@@ -49,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rows = "folder: write a row for each task that passes, for --dataset-file of evaluate and loop"
     check.add_argument("--rows", type=Path, metavar="FILE", help=rows)
     check.add_argument("--network", action="store_true", help="folder: let commands and tests use the network")
+    passed = "folder: a variable of your environment that tasks may ask for; may be repeated"
+    check.add_argument("--pass-env", action="append", metavar="NAME", help=passed)
     check.add_argument("--force", action="store_true", help="folder: also run tasks that need a container's packages")
     _add_cache(check)
     shown = what.add_parser("list", help="the tasks of a file, or of swe-local")
@@ -206,38 +208,41 @@ def _check_folders(args: argparse.Namespace) -> int:
 
     from openhands_rl_plugin.core.files import write_file
     from openhands_rl_plugin.evals.harbor.gate import check_folders
-    from openhands_rl_plugin.evals.harbor.tasks import find_tasks
+    from openhands_rl_plugin.evals.harbor.tasks import find_tasks, relative_name
     from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
 
-    folders = find_tasks(Path(args.file))
+    where = Path(args.file)
+    folders = find_tasks(where)
     with progress_bar("checking") as bar:
         checks = check_folders(
             folders,
             cache=args.cache,
             network=args.network,
             force=args.force,
+            pass_env=args.pass_env or (),
             on_progress=lambda done, total, last: bar.update(done, total, note=last),
         )
     for each in checks:
         for problem in each.problems:
-            print(f"{each.name}: {'left out, it needs ' if each.left_out else ''}{problem}")
+            print(f"{relative_name(where, each.folder)}: {'left out, it needs ' if each.left_out else ''}{problem}")
     good = [each for each in checks if not each.problems]
     out = sum(each.left_out for each in checks)
     print(f"{args.file}: {len(good)} of {len(checks)} tasks pass; {out} need what is not here (--force runs them too)")
     if args.rows is not None:
-        rows = "".join(json.dumps({"task": each.folder.name}) + "\n" for each in good)
+        rows = "".join(json.dumps({"task": relative_name(where, each.folder)}) + "\n" for each in good)
         write_file(args.rows, rows)
     return int(len(good) + out < len(checks) or not good)
 
 
 def _list_folders(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.evals.harbor.gate import read_all
-    from openhands_rl_plugin.evals.harbor.tasks import HarborTask, find_tasks
+    from openhands_rl_plugin.evals.harbor.tasks import HarborTask, find_tasks, relative_name
 
-    runnable = 0
-    for at, task in enumerate(tasks := read_all(find_tasks(Path(args.file)))):
+    where, runnable = Path(args.file), 0
+    for at, task in enumerate(tasks := read_all(find_tasks(where))):
         problems = task.missing if isinstance(task, HarborTask) else task.problems
         runnable += not problems
-        print(f"{at:4}  {task.folder.name}  {'needs ' + ', '.join(problems) if problems else 'runs here'}")
+        needs = f"needs {', '.join(problems)}" if problems else "runs here"
+        print(f"{at:4}  {relative_name(where, task.folder)}  {needs}")
     print(f"{runnable} of {len(tasks)} tasks run here without their containers")
     return 0

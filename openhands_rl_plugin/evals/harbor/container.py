@@ -7,7 +7,7 @@ import shlex
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -39,14 +39,24 @@ _PYTEST_FILES = ("pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setu
 class HarborContainer:
     """A task's files and its shells. Blocks; raises ``EpisodeError``.
 
-    ``place`` is an empty folder of the caller, who removes it after ``close``.
+    ``place`` is an empty folder of the caller, who removes it after ``close``. ``pass_env``: the variables of this
+    process's environment that the task may have.
     """
 
-    def __init__(self, task: HarborTask, place: Path, *, network: bool = False, cache: Path | None = None) -> None:
+    def __init__(
+        self,
+        task: HarborTask,
+        place: Path,
+        *,
+        network: bool = False,
+        cache: Path | None = None,
+        pass_env: Collection[str] = (),
+    ) -> None:
         self.task = task
         self.place = place
         self.root = place / "root"
         self.judging = threading.Lock()
+        self.pass_env = frozenset(pass_env)
         self._network = network
         self._cache = cache or default_cache()
         self._given = place / "given"
@@ -67,6 +77,8 @@ class HarborContainer:
 
     def build(self) -> None:
         """Execute the recipe. Raises ``BadEnvironmentError`` for a step that fails."""
+        for variables in (self.task.variables, self.task.test_variables):
+            self.resolved(variables)
         self._make_python()
         for name in _FOLDERS:
             (self.root / name).mkdir(parents=True, exist_ok=True)
@@ -132,7 +144,7 @@ class HarborContainer:
     def untouched(self) -> Iterator[HarborContainer]:
         """Another container of the task, as the agent found it."""
         place = Path(tempfile.mkdtemp(prefix="untouched-", dir=self.place))
-        other = self._untouched = HarborContainer(self.task, place, network=self._network, cache=self._cache)
+        other = self._untouched = self._like(place)
         try:
             other.build()
             yield other
@@ -142,10 +154,17 @@ class HarborContainer:
 
     def twin(self, place: Path) -> HarborContainer:
         """A container over the copied files in ``place``, whose shell goes on from the same state."""
-        other = HarborContainer(self.task, place, network=self._network, cache=self._cache)
+        other = self._like(place)
         other._python, other._prefix, other._at_first = self._python, self._prefix, self._at_first
         other._shell = other._agent_shell(start=self.shell.snapshot().cwd)
         return other
+
+    def resolved(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """``variables`` of the task with what it may know of the user's. Raises ``BadEnvironmentError``."""
+        return resolved(variables, self.pass_env)
+
+    def _like(self, place: Path) -> HarborContainer:
+        return HarborContainer(self.task, place, network=self._network, cache=self._cache, pass_env=self.pass_env)
 
     def interrupt(self) -> None:
         """End all processes; the files can still be judged."""
@@ -181,7 +200,7 @@ class HarborContainer:
         return f"{first}/root/.local/bin:{search_path()}"
 
     def _variables(self) -> dict[str, str]:
-        return self._with_path({**self.task.recipe.variables, **resolved(self.task.variables)})
+        return self._with_path({**self.task.recipe.variables, **self.resolved(self.task.variables)})
 
     def _with_path(self, own: dict[str, str]) -> dict[str, str]:
         path = self._path()

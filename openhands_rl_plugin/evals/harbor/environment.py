@@ -18,7 +18,7 @@ from openhands_rl_plugin.environments.http.react import parse_plain, parse_react
 from openhands_rl_plugin.environments.workspace.copies import ForkLimits, copy_tree, remove_tree
 from openhands_rl_plugin.environments.workspace.shell import CommandResult
 from openhands_rl_plugin.evals.harbor.container import HarborContainer
-from openhands_rl_plugin.evals.harbor.tasks import HarborTask, find_tasks, read_task
+from openhands_rl_plugin.evals.harbor.tasks import HarborTask, find_task, find_tasks, read_task
 from openhands_rl_plugin.evals.harbor.verification import judge
 
 SUBMIT = "submit"
@@ -34,6 +34,8 @@ class HarborOptions(Frozen):
 
     ``reward_key``: the reward that is paid where the tests write several. ``max_turns``: the episode's last turn, after
     which the work is tested as it stands (default: that of ``[rl]``). ``cache``: a folder for Python environments.
+
+    ``pass_env``: variables of this process's environment that tasks may ask for (``${NAME}`` in ``task.toml``).
     """
 
     tasks: str = ""
@@ -45,12 +47,14 @@ class HarborOptions(Frozen):
     system_prompt: str | None = None
     max_turns: int = Field(default=0, ge=0)
     cache: str = ""
+    pass_env: tuple[str, ...] = ()
 
 
 class HarborEnvironment:
     """One episode of one task, as a ``protocols.Environment`` that can be forked while no process runs.
 
-    A task's number is that of the folder, by name; ``data["row"]["task"]`` or ``env_name = "harbor/NAME"`` names one.
+    A task's number is that of the folder, by name; ``data["row"]["task"]`` or ``env_name = "harbor/NAME"`` names one
+    (by its path below ``tasks`` where several have the name).
     Every episode has a place of its own in the folder for temporary files. The last step pays the tests' reward.
     """
 
@@ -80,7 +84,9 @@ class HarborEnvironment:
         self._idx = task.data.get("idx")
         self._place = Path(tempfile.mkdtemp(prefix="rl-harbor-"))
         cache = Path(self.options.cache).expanduser() if self.options.cache else None
-        self._container = HarborContainer(chosen, self._place, network=self.options.network, cache=cache)
+        self._container = HarborContainer(
+            chosen, self._place, network=self.options.network, cache=cache, pass_env=self.options.pass_env
+        )
         await self._blocking(self._container.build)
         instructed = task.model_copy(update={"instruction": chosen.instruction})
         options = self.options
@@ -198,15 +204,13 @@ class HarborEnvironment:
     def _task_of(self, task: Task) -> HarborTask:
         if not self.options.tasks:
             raise ConfigError('harbor needs the folder of its tasks: tasks = "FOLDER" in [rl.environment]')
-        folders = find_tasks(Path(self.options.tasks).expanduser())
+        where = Path(self.options.tasks).expanduser()
         row = task.data.get("row")
         name = row.get("task") if isinstance(row, dict) else None
         name = name or task.environment.partition("/")[2]
         if name:
-            named = [folder for folder in folders if folder.name == name or str(folder) == name]
-            if not named:
-                raise BadEnvironmentError(f"{self.options.tasks} holds no task {name!r}")
-            return read_task(named[0])
+            return read_task(find_task(where, str(name)))
+        folders = find_tasks(where)
         index = task.data.get("idx")
         if not isinstance(index, int) or not 0 <= index < len(folders):
             raise BadEnvironmentError(f"{self.options.tasks} holds the tasks 0 to {len(folders) - 1}, and no {index!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import EpisodeError, RLError
@@ -43,6 +43,7 @@ def check_folders(
     cache: Path | None = None,
     network: bool = False,
     force: bool = False,
+    pass_env: Collection[str] = (),
     on_progress: Callable[[int, int, str], None] | None = None,
 ) -> list[HarborCheck]:
     """Run the oracle and nothing at all in a fresh container each. Blocks.
@@ -52,7 +53,7 @@ def check_folders(
     checks = []
     for task in read_all(folders):
         if isinstance(task, HarborTask):
-            task = _checked(task, cache, network) if force or not task.missing else _left_out(task)
+            task = _checked(task, cache, network, pass_env) if force or not task.missing else _left_out(task)
         checks.append(task)
         if on_progress is not None:
             on_progress(len(checks), len(folders), task.name)
@@ -63,18 +64,18 @@ def _left_out(task: HarborTask) -> HarborCheck:
     return HarborCheck(name=task.name, folder=task.folder, problems=task.missing, left_out=True)
 
 
-def _checked(task: HarborTask, cache: Path | None, network: bool) -> HarborCheck:
+def _checked(task: HarborTask, cache: Path | None, network: bool, pass_env: Collection[str]) -> HarborCheck:
     problems: list[str] = []
     oracle = untouched = None
     try:
-        untouched = _reward(task, cache, network, solved=False)
+        untouched = _reward(task, cache, network, pass_env, solved=False)
     except EpisodeError as error:
         problems.append(f"untouched: {error}")
     if task.solution is None:
         problems.append("it has no solution/solve.sh")
     else:
         try:
-            oracle = _reward(task, cache, network, solved=True)
+            oracle = _reward(task, cache, network, pass_env, solved=True)
         except EpisodeError as error:
             problems.append(f"oracle: {error}")
     if oracle is not None and oracle < 1:
@@ -84,9 +85,9 @@ def _checked(task: HarborTask, cache: Path | None, network: bool) -> HarborCheck
     return HarborCheck(name=task.name, folder=task.folder, oracle=oracle, untouched=untouched, problems=tuple(problems))
 
 
-def _reward(task: HarborTask, cache: Path | None, network: bool, *, solved: bool) -> float:
+def _reward(task: HarborTask, cache: Path | None, network: bool, pass_env: Collection[str], *, solved: bool) -> float:
     place = Path(tempfile.mkdtemp(prefix="rl-harbor-"))
-    container = HarborContainer(task, place, network=network, cache=cache)
+    container = HarborContainer(task, place, network=network, cache=cache, pass_env=pass_env)
     try:
         container.build()
         if solved:

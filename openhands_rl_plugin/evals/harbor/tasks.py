@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.harbor.recipe import ContainerRecipe, read_recipe
 from openhands_rl_plugin.evals.harbor.test_script import TestNeeds, needs_of
@@ -24,7 +24,7 @@ class HarborTask(Frozen):
     """One task. ``missing`` says, a line each, what it needs and this machine's sandbox does not have.
 
     ``variables`` and ``test_variables`` may hold ``${NAME}`` and ``${NAME:-default}`` of this process's environment,
-    which are resolved when they are used. Times are in seconds.
+    which are resolved when they are used, as far as the user allows. Times are in seconds.
     """
 
     folder: Path
@@ -87,14 +87,38 @@ def read_task(folder: Path) -> HarborTask:
     )
 
 
-def resolved(variables: Mapping[str, str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """``variables`` with their templates filled in. Raises ``ConfigError`` for a variable that is not set."""
-    known = os.environ if environ is None else environ
+def find_task(where: Path, name: str) -> Path:
+    """The task folder at or below ``where`` of a name or path. Raises ``BadEnvironmentError`` for none or several."""
+    folders = {relative_name(where, folder): folder for folder in find_tasks(where)}
+    named = [each for each in folders if each == name or str(folders[each]) == name]
+    named = named or [each for each in folders if folders[each].name == name]
+    if not named:
+        raise BadEnvironmentError(f"{where} holds no task {name!r}")
+    if len(named) > 1:
+        raise BadEnvironmentError(f"{where} holds several tasks {name!r}: name one of {', '.join(named)}")
+    return folders[named[0]]
+
+
+def relative_name(where: Path, folder: Path) -> str:
+    """What a row calls a task of ``where``: its path below, unlike its name the only one."""
+    return folder.name if folder == where else folder.relative_to(where).as_posix()
+
+
+def resolved(variables: Mapping[str, str], allowed: Collection[str] = ()) -> dict[str, str]:
+    """``variables`` with their templates filled in from this process's environment, as far as ``allowed``.
+
+    Raises ``BadEnvironmentError`` for a variable without a default that is not allowed or not set.
+    """
 
     def fill(found: re.Match[str]) -> str:
-        value = known.get(found[1], found[2])
+        value = os.environ.get(found[1], found[2]) if found[1] in allowed else found[2]
+        if value is None and found[1] in allowed:
+            raise BadEnvironmentError(f"the task needs the environment variable {found[1]}: export {found[1]}=...")
         if value is None:
-            raise ConfigError(f"the task needs the environment variable {found[1]}: export {found[1]}=...")
+            raise BadEnvironmentError(
+                f"the task wants your environment variable {found[1]}, which its commands would see: allow it with "
+                f'pass_env = ["{found[1]}"] in [rl.environment] (tasks check: --pass-env {found[1]})'
+            )
         return value
 
     return {name: _TEMPLATE.sub(fill, value) for name, value in variables.items()}

@@ -13,7 +13,6 @@ from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.environments.workspace.files import Workspace
 from openhands_rl_plugin.evals.harbor.container import GIVEN, LOGS, HarborContainer
 from openhands_rl_plugin.evals.harbor.shims import UNMET
-from openhands_rl_plugin.evals.harbor.tasks import resolved
 
 _MOST_LOG_CHARACTERS = 4000
 # A program of the agent's that would stand before one of the system's or of the tests is taken away.
@@ -46,7 +45,7 @@ def verify(container: HarborContainer, reward_key: str = "reward") -> tuple[floa
     """
     task = container.task
     left = container.end_agent()
-    own = [f"{name}={shlex.quote(value)}" for name, value in resolved(task.test_variables).items()]
+    own = [f"{name}={shlex.quote(value)}" for name, value in container.resolved(task.test_variables).items()]
     exports = f"export {' '.join(own)}; " if own else ""
     with container.judged() as (shell, place):
         prepared = shell.run(_PREPARE, timeout=60, cwd="/", keep=False)
@@ -126,7 +125,9 @@ def solve(container: HarborContainer) -> str:
     if task.solution is None:
         raise BadEnvironmentError(f"{task.name} has no solution/solve.sh")
     container.give("solution")
-    exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in resolved(task.solution_variables).items())
+    exports = " ".join(
+        f"{name}={shlex.quote(value)}" for name, value in container.resolved(task.solution_variables).items()
+    )
     command = f"rm -rf /solution && cp -a {GIVEN}/solution /solution && {exports} bash /solution/solve.sh"
     done = container.shell.run(command, timeout=task.test_timeout, cwd=task.workdir, keep=False)
     if done.timed_out:

@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 from harbor_tasks import DOCKERFILE, SHELL_TESTS, write_task
 
+from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.core.errors import BadEnvironmentError
 from openhands_rl_plugin.core.types import JsonObject, Message, Task
+from openhands_rl_plugin.evals.harbor.container import HarborContainer
 from openhands_rl_plugin.evals.harbor.environment import HarborEnvironment, HarborOptions
+from openhands_rl_plugin.evals.harbor.gate import check_folders
+from openhands_rl_plugin.evals.harbor.tasks import find_task, find_tasks, read_task
 
 TASK = Task(id="t", environment="harbor", data={"idx": 0})
 PAY = "echo 1 > /logs/verifier/reward.txt"
@@ -153,3 +157,37 @@ async def test_links_inside_a_copied_folder_stay_links(tmp_path: Path):
     shown = await environment.step(said("readlink all/link.txt; stat -c %a all/words.txt; cat all/link.txt"))
     assert shown.messages[-1].content == "words.txt\n750\none\ntwo"
     await environment.close()
+
+
+async def test_a_task_sees_no_variable_of_the_user_that_is_not_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SECRET_KEY", "sk-1")
+    config = '[environment.env]\nKEY = "${SECRET_KEY}"\nOTHER = "${SECRET_KEY:-none}"\n'
+    write_task(tmp_path / "hello", config=config)
+    refused = HarborEnvironment(HarborOptions(tasks=str(tmp_path)))
+    with pytest.raises(BadEnvironmentError, match=r'SECRET_KEY, .*: allow it with pass_env = \["SECRET_KEY"\]'):
+        await refused.reset(TASK)
+    await refused.close()
+    check = check_folders(find_tasks(tmp_path))[0]
+    assert check.oracle is None and "--pass-env SECRET_KEY" in check.problems[0]
+    allowed = HarborEnvironment(HarborOptions(tasks=str(tmp_path), pass_env=("SECRET_KEY",)))
+    await allowed.reset(TASK)
+    assert (await allowed.step(said("echo $KEY $OTHER"))).messages[-1].content == "sk-1 sk-1"
+    await allowed.close()
+    (tmp_path / "hello" / "task.toml").write_text('[environment.env]\nOTHER = "${SECRET_KEY:-none}"\n')
+    assert HarborContainer(read_task(tmp_path / "hello"), tmp_path).resolved({"A": "${SECRET_KEY:-none}"}) == {
+        "A": "none"
+    }
+
+
+def test_two_tasks_of_one_name_are_told_apart_by_their_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name in ("one", "two"):
+        write_task(tmp_path / name / "hello")
+    with pytest.raises(BadEnvironmentError, match="several tasks 'hello': name one of one/hello, two/hello"):
+        find_task(tmp_path, "hello")
+    assert find_task(tmp_path, "two/hello") == tmp_path / "two" / "hello"
+    assert find_task(tmp_path / "one", "hello") == find_task(tmp_path / "one" / "hello", "hello")
+    rows = tmp_path / "rows.jsonl"
+    assert main(["tasks", "check", str(tmp_path), "--rows", str(rows)]) == 0
+    assert rows.read_text() == '{"task": "one/hello"}\n{"task": "two/hello"}\n'
+    main(["tasks", "list", str(tmp_path)])
+    assert "two/hello  runs here" in capsys.readouterr().out
