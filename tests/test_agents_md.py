@@ -28,6 +28,6 @@ def test_every_path_that_is_named_exists() -> None:
     missing = [
         path
         for path in sorted(named)
-        if not any((root / path).exists() or (root / f"{path}.py").exists() for root in roots)
+        if not any((root / f"{path}{end}").exists() for root in roots for end in ("", ".py", ".md"))
     ]
     assert not missing

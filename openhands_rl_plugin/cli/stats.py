@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="group by run, environment, split, strategy, version or task, separated by commas",
     )
     at = "reward from which an episode counts as a success (default: its environment's criterion, else 1)"
-    parser.add_argument("--success-at", type=finite, metavar="X", help=at)
+    parser.add_argument("--success-at", type=finite, metavar="RETURN", help=at)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

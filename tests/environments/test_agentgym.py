@@ -139,7 +139,8 @@ async def test_a_dialect_can_be_spelled_out():
 
 async def test_terminated_and_truncated_keys():
     def handler(path: str, body: Any) -> bytes:
-        return respond(9 if path == "/create" else {"state": "s", "terminated": False, "truncated": path == "/step"})
+        answer = {"state": "s", "reward": 0.0, "terminated": False, "truncated": path == "/step"}
+        return respond(9 if path == "/create" else answer)
 
     async with raw_server(handler) as server:
         _, last = await play(client(server.url), task())

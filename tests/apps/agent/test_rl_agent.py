@@ -364,16 +364,20 @@ def test_an_endpoint_gets_the_new_adapter(model: Path, config: RLAgentConfig, tm
             RLAgent(url, config=changed(config, serving={**config.serving.model_dump(), "model": "shoper"}))
 
 
-def test_an_endpoint_whose_weights_lie_elsewhere_cannot_be_trained(model: Path, config: RLAgentConfig) -> None:
+def test_an_endpoint_whose_weights_lie_elsewhere_cannot_be_trained(
+    model: Path, config: RLAgentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     elsewhere = ServerConfig(model="somebody/elses", port=0)
     with (
         closing(Generator(ServerConfig(model=str(model)))) as generator,
         running_server(elsewhere, generator) as url,
-        RLAgent(url, config=config) as agent,
+        monkeypatch.context() as patched,
     ):
-        assert agent.run(INSTRUCTION, task_indices=[GOAL])[0]["failure"] is None
-        with pytest.raises(ConfigError, match=r"pass the model's directory, RLAgent\(model=url, tokenizer="):
-            agent.train()
+        patched.setattr(generator.model, "name", elsewhere.model)
+        with RLAgent(url, config=config) as agent:
+            assert agent.run(INSTRUCTION, task_indices=[GOAL])[0]["failure"] is None
+            with pytest.raises(ConfigError, match=r"pass the model's directory, RLAgent\(model=url, tokenizer="):
+                agent.train()
 
 
 def test_wrong_arguments_are_refused_with_the_remedy(model: Path, config: RLAgentConfig, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_dry_run_says_what_would_be_trained_and_leaves_nothing(
     assert not (tmp_path / "adapters").exists() and scores_in(store) == []
 
 
-def test_episodes_of_another_temperature_are_counted_and_not_reinforced(
+def test_greedy_episodes_are_counted_and_not_reinforced(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def greedy(number: int) -> Trajectory:
@@ -113,10 +113,10 @@ def test_episodes_of_another_temperature_are_counted_and_not_reinforced(
     mixed = store_of(tmp_path / "mixed", *plain, *(greedy(number) for number in range(2, 5)))
     words = ["--model", str(model), "--adapters", str(tmp_path / "adapters"), "--algorithm", "grpo"]
     assert cli.main(["train", str(mixed), *words, "--dry-run"]) == 0
-    assert "episodes: 2 used; left out:\n    3 off temperature (roll out" in capsys.readouterr().out
+    assert "episodes: 2 used; left out:\n    3 not sampled from the policy (leave top_p" in capsys.readouterr().out
     alone = store_of(tmp_path / "alone", *(greedy(number) for number in range(2)))
     assert cli.main(["train", str(alone), *words]) == 1
-    assert "2 episodes were sampled at another temperature than 1" in _said(capsys)
+    assert "2 episodes were sampled with temperature = 0, which is not the policy" in _said(capsys)
 
 
 def test_a_configuration_file_is_read_and_overridden(

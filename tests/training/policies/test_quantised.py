@@ -36,7 +36,7 @@ def test_dora_has_the_gradients_of_peft(model: Path, tmp_path: Path) -> None:
     adapter_of(first, tmp_path / "adapter")
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["use_dora"] is True
     once = {"num_epochs": 1, "batch_size": 4, "max_grad_norm": 1e9, "clip_low": 0.2, "clip_high": 0.28}
-    trainer = LoraTrainer(model, DORA.model_copy(update={**once, "algorithm": "dapo"}))
+    trainer = LoraTrainer(model, DORA.model_copy(update={**once, "algorithm": "dapo", "old_logprobs": "recorded"}))
     trainer._adapter.load(tmp_path / "adapter")
     trainer.reinforce(samples)
     expected = plain_gradients(model, tmp_path / "adapter", samples)
