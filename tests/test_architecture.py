@@ -41,7 +41,7 @@ ARROWS: dict[str, set[str]] = {
     "models": GROUND | {"config", "rollout"},
     "hosts": GROUND | {"config", "environments", "models", "rollout"},
     "training": GROUND | {"config", "models", "rollout", "trajectories"},
-    "rewards": GROUND | {"training"},
+    "rewards": GROUND | {"config", "training"},
     "evals": GROUND | {"config", "environments", "hosts", "rollout", "trajectories"},
     "apps": GROUND | {"config", "environments", "evals", "hosts", "models", "rewards", "rollout", "training"}
     | {"trajectories"},

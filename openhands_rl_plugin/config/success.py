@@ -6,29 +6,15 @@ Rewards differ: some environments pay 1.0 at the end, some less for each step th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
+from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RewardSettings
-from openhands_rl_plugin.core.types import Frozen, StopReason
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.judgements import SuccessRule
 
-# Sums of step rewards, such as 10 x 0.1, must not miss a bound by a rounding error.
-_ROUNDING = 1e-9
 _WITH_THRESHOLD = frozenset({"success", "success-bonus"})
 _OF_RETURN = _WITH_THRESHOLD | {"return"}
-
-
-class SuccessRule(Frozen):
-    """``at``: the least return of a success (``None``: any). ``ended``: only if the environment ended the episode."""
-
-    at: float | None = 1.0
-    ended: bool = False
-
-    def holds(self, reward: float, stop: StopReason) -> bool:
-        """Whether an episode with this return is a success."""
-        return (self.at is None or reward >= self.at - _ROUNDING) and (not self.ended or stop is StopReason.TERMINATED)
-
-    def __str__(self) -> str:
-        parts = [] if self.at is None else [f"a return of at least {self.at:g}"]
-        return " and ".join([*parts, *(["an end that the environment made"] if self.ended else [])])
 
 
 CRITERIA: Mapping[str, SuccessRule] = {
@@ -40,7 +26,7 @@ CRITERIA: Mapping[str, SuccessRule] = {
     "grid_world": SuccessRule(at=None, ended=True),  # -0.1 a step; it ends at the goal alone
     "maze": SuccessRule(at=None, ended=True),
 }
-"""By the last part of an environment's name; all others: a return of at least 1.0."""
+"""By the last part of an environment's name; else its class is asked (``success_rule``); else a return of 1.0."""
 
 
 def success_rule(environment: str, reward: RewardSettings | None = None, at: float | None = None) -> SuccessRule:
@@ -50,7 +36,21 @@ def success_rule(environment: str, reward: RewardSettings | None = None, at: flo
     threshold = reward.options.get("threshold") if reward is not None and reward.name in _WITH_THRESHOLD else None
     if isinstance(threshold, int | float):
         return SuccessRule(at=float(threshold))
-    return CRITERIA.get(environment.rpartition("/")[2], SuccessRule())
+    return own_rule(environment)
+
+
+@cache
+def own_rule(environment: str) -> SuccessRule:
+    """The environment's own criterion. Classes are asked by their registered names only: stores name environments."""
+    if (known := CRITERIA.get(environment.rpartition("/")[2])) is not None:
+        return known
+    kind, _, name = environment.partition("/")
+    try:
+        plugin = registry.load("environments", kind) if kind in registry.names("environments") else None
+    except ConfigError:
+        plugin = None  # of a package that is not here
+    asked = getattr(plugin, "success_rule", None)
+    return SuccessRule() if asked is None else asked(name)
 
 
 def judged_by_return(reward: RewardSettings) -> bool:

@@ -11,7 +11,7 @@ from itertools import batched
 
 from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, LabelKind
-from openhands_rl_plugin.core.types import Score, Task, pays_rewards
+from openhands_rl_plugin.core.types import Frozen, Score, StopReason, Task, pays_rewards
 
 Preferences = dict[frozenset[str], str | None]
 """Two episodes' ids -> that of the better one, or ``None`` where somebody found them equally good."""
@@ -19,6 +19,8 @@ Preferences = dict[frozenset[str], str | None]
 ALIKE = 0.5
 """A preference's value where neither episode is better."""
 _AT_ONCE = 1000
+# Sums of step rewards, such as 10 x 0.1, must not miss a bound by a rounding error.
+_ROUNDING = 1e-9
 
 OPINION = "verifier-"
 """How the reward versions of verifiers begin."""
@@ -28,6 +30,21 @@ VERDICT = "verdict-1"
 
 UNJUDGED = "say one: openhands-rl score STORE --id ID --value 1, or go through them: openhands-rl label STORE"
 """The remedy where nobody judged an episode, in place of a grader's reason."""
+
+
+class SuccessRule(Frozen):
+    """``at``: the least return of a success (``None``: any). ``ended``: only if the environment ended the episode."""
+
+    at: float | None = 1.0
+    ended: bool = False
+
+    def holds(self, reward: float, stop: StopReason) -> bool:
+        """Whether an episode with this return is a success."""
+        return (self.at is None or reward >= self.at - _ROUNDING) and (not self.ended or stop is StopReason.TERMINATED)
+
+    def __str__(self) -> str:
+        parts = [] if self.at is None else [f"a return of at least {self.at:g}"]
+        return " and ".join([*parts, *(["an end that the environment made"] if self.ended else [])])
 
 
 def is_opinion(reward_version: str) -> bool:

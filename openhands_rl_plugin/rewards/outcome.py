@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
+from openhands_rl_plugin.config.success import own_rule
 from openhands_rl_plugin.core.errors import GraderError
-from openhands_rl_plugin.core.judgements import UNJUDGED, newest_outcome
+from openhands_rl_plugin.core.judgements import UNJUDGED, SuccessRule, newest_outcome
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Score, StopReason, Trajectory, pays_rewards
 
-# Sums of step rewards, such as 10 x 0.1, must not miss a threshold by a rounding error.
-_ROUNDING = 1e-9
 # Then an action may have no answer because the answer did not come.
 _CUT_OFF = frozenset({StopReason.TIMEOUT, StopReason.UNFINISHED})
 
@@ -35,11 +34,11 @@ class _OfReturn:
         return self._score(trajectory, told.reward, {"judged_by": told.reward_version})
 
     def _score(self, trajectory: Trajectory, total: float, detail: JsonObject) -> Score:
-        reward, more = self._judge(total)
+        reward, more = self._judge(total, trajectory)
         return Score(trajectory_id=trajectory.id, reward=reward, detail={**more, **detail}, reward_version=self.version)
 
-    def _judge(self, total: float) -> tuple[float, JsonObject]:
-        """The reward of a return, and details."""
+    def _judge(self, total: float, trajectory: Trajectory) -> tuple[float, JsonObject]:
+        """The reward of the episode's return, and details."""
         raise NotImplementedError
 
 
@@ -56,34 +55,35 @@ class ReturnReward(_OfReturn):
     def __init__(self, options: ReturnOptions | None = None) -> None:
         self.options = options or ReturnOptions()
 
-    def _judge(self, total: float) -> tuple[float, JsonObject]:
+    def _judge(self, total: float, trajectory: Trajectory) -> tuple[float, JsonObject]:
         return total, {}
 
 
 class SuccessOptions(Frozen):
-    """``threshold``: the least return of a success."""
+    """``threshold``: the least return of a success (default: the criterion of the episode's environment)."""
 
-    threshold: float = Field(default=1.0, allow_inf_nan=False)
+    threshold: float | None = Field(default=None, allow_inf_nan=False)
 
 
 class SuccessReward(_OfReturn):
-    """1.0 when the return reaches the threshold, else 0.0."""
+    """1.0 for a success, else 0.0."""
 
     Options = SuccessOptions
 
     def __init__(self, options: SuccessOptions | None = None) -> None:
         self.options = options or SuccessOptions()
         # Thresholds give different scores.
-        self.version = f"success-1@{self.options.threshold:g}"
+        self.version = f"success-1@{_named(self.options.threshold)}"
 
-    def _judge(self, total: float) -> tuple[float, JsonObject]:
-        return float(total >= self.options.threshold - _ROUNDING), {"return": total}
+    def _judge(self, total: float, trajectory: Trajectory) -> tuple[float, JsonObject]:
+        return float(_success(total, trajectory, self.options.threshold)), {"return": total}
 
 
 class BonusOptions(Frozen):
-    """``threshold``: the least return of a success; ``share`` in [0, 1]: the weight of success."""
+    """``threshold``: the least return of a success (default: the criterion of the episode's environment); ``share`` in
+    [0, 1]: the weight of success."""
 
-    threshold: float = Field(default=1.0, allow_inf_nan=False)
+    threshold: float | None = Field(default=None, allow_inf_nan=False)
     share: float = Field(default=0.5, ge=0, le=1)
 
 
@@ -95,11 +95,20 @@ class SuccessBonusReward(_OfReturn):
     def __init__(self, options: BonusOptions | None = None) -> None:
         self.options = options or BonusOptions()
         # Options change the scores.
-        self.version = f"success-bonus-1@{self.options.threshold:g}/{self.options.share:g}"
+        self.version = f"success-bonus-1@{_named(self.options.threshold)}/{self.options.share:g}"
 
-    def _judge(self, total: float) -> tuple[float, JsonObject]:
-        success, share = float(total >= self.options.threshold - _ROUNDING), self.options.share
+    def _judge(self, total: float, trajectory: Trajectory) -> tuple[float, JsonObject]:
+        success, share = float(_success(total, trajectory, self.options.threshold)), self.options.share
         return (1 - share) * total + share * success, {"return": total, "success": success}
+
+
+def _success(total: float, trajectory: Trajectory, threshold: float | None) -> bool:
+    rule = own_rule(trajectory.task.environment) if threshold is None else SuccessRule(at=threshold)
+    return rule.holds(total, trajectory.stop)
+
+
+def _named(threshold: float | None) -> str:
+    return "environment" if threshold is None else f"{threshold:g}"
 
 
 def environment_return(trajectory: Trajectory) -> tuple[float, int]:

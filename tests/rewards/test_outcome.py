@@ -46,8 +46,16 @@ async def test_success_is_reaching_the_threshold(rewards: tuple[float, ...], thr
     assert score.reward == expected
 
 
+@pytest.mark.parametrize("reward", [SuccessReward(), SuccessBonusReward(BonusOptions(share=1.0))])
+async def test_without_a_threshold_success_is_the_environments(reward: SuccessReward | SuccessBonusReward):
+    solved = with_rewards(0.72, stop=StopReason.TERMINATED)
+    tasks = [solved.task.model_copy(update={"environment": name}) for name in ("gymnasium/BabyAI-GoTo-v0", "webshop")]
+    scores = [await reward(solved.model_copy(update={"task": task})) for task in tasks]
+    assert [score.reward for score in scores] == [1.0, 0.0]
+
+
 def test_another_threshold_is_another_version():
-    assert SuccessReward().version == "success-1@1"
+    assert SuccessReward().version == "success-1@environment"
     assert SuccessReward(SuccessOptions(threshold=0.5)).version == "success-1@0.5"
     with pytest.raises(ValidationError):
         SuccessOptions(threshold=float("nan"))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, describe
+from openhands_rl_plugin.core.judgements import SuccessRule
 from openhands_rl_plugin.core.types import JsonObject, Message, Task
 from openhands_rl_plugin.environments.gyms.episode import (
     GymEpisode,
@@ -54,6 +55,11 @@ class GymnasiumEnvironment(GymEpisode):
         self._actions: ActionSpace | None = None
         self._words: Callable[[Any, dict[str, Any]], str] | None = None
         self._draws = False
+
+    @classmethod
+    def success_rule(cls, name: str) -> SuccessRule:
+        """When an episode of ``name`` is a success, by its preset; else a return of at least 1."""
+        return preset_of(name).success
 
     def open(self, name: str, task: Task) -> Seen:
         """``make`` and ``reset(seed=...)``."""

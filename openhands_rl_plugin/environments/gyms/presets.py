@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from openhands_rl_plugin.core.judgements import SuccessRule
 from openhands_rl_plugin.environments.gyms.episode import plain
 
 
 @dataclass(frozen=True, slots=True)
 class GymnasiumPreset:
     """``goal`` is the task for the model, ``actions`` are the names of a ``Discrete`` space in its order, and ``words``
-    says what an observation and its info mean."""
+    says what an observation and its info mean. ``success`` is when an episode is one."""
 
     goal: str = ""
     actions: tuple[str, ...] = ()
     words: Callable[[Any, dict[str, Any]], str] | None = None
+    success: SuccessRule = field(default_factory=SuccessRule)
 
 
 def preset_of(name: str) -> GymnasiumPreset:
@@ -66,6 +68,11 @@ def _minigrid(observation: Any, info: dict[str, Any]) -> str:
     return f"Mission: {plain(observation['mission'])}\nYou face {facing}. You see, in cells from you:\n{view}"
 
 
+# Each move costs; only the goal ends these.
+_AT_THE_GOAL = SuccessRule(at=None, ended=True)
+# 1 - 0.9 x steps / limit at the goal, else 0 or less.
+_MINIGRID_GOAL = SuccessRule(at=0.1)
+
 PRESETS: dict[str, GymnasiumPreset] = {
     "FrozenLake": GymnasiumPreset(
         "Walk from the start S to the goal G over frozen cells F. A hole H ends the episode. The cell in brackets is "
@@ -78,18 +85,20 @@ PRESETS: dict[str, GymnasiumPreset] = {
         "back to the start. x is you.",
         ("up", "right", "down", "left"),
         _cell,
+        _AT_THE_GOAL,
     ),
     "Taxi": GymnasiumPreset(
         "Drive to the passenger, pick them up, drive to their destination and drop them off. R, G, Y and B are the "
         "stops, | is a wall; the taxi, the passenger and the destination are in brackets.",
         ("south", "north", "east", "west", "pickup", "dropoff"),
         lambda observation, info: f"State {int(observation)}.",
+        _AT_THE_GOAL,
     ),
     "Blackjack": GymnasiumPreset(
         "Beat the dealer: come closer to 21 without going over it.",
         ("stick", "hit"),
         _blackjack,
     ),
-    "MiniGrid": GymnasiumPreset("Do what the mission says.", words=_minigrid),
-    "BabyAI": GymnasiumPreset("Do what the mission says.", words=_minigrid),
+    "MiniGrid": GymnasiumPreset("Do what the mission says.", words=_minigrid, success=_MINIGRID_GOAL),
+    "BabyAI": GymnasiumPreset("Do what the mission says.", words=_minigrid, success=_MINIGRID_GOAL),
 }

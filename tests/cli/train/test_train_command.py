@@ -71,7 +71,7 @@ def test_versions_follow_each_other(
     assert "episodes: 4 used; left out:\n    1 by other models" in printed
     assert "\n    1 failed: infrastructure\n" in printed
     assert "shop-v000001: steps 1, " in printed
-    assert scores_in(store) == ["success-1@1"] * 5, "the one of another adapter is scored too"
+    assert scores_in(store) == ["success-1@environment"] * 5, "the one of another adapter is scored too"
     serving = ServerConfig(model=str(model), served_model_name="tiny", port=0, dtype="float32")
     with running_server(serving) as url:
         assert cli.main([*words, "--publish", f"{url}/v1"]) == 0
