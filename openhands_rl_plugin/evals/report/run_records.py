@@ -30,13 +30,20 @@ class RunRecord(Frozen):
     outcomes: tuple[Outcome, ...] = ()
 
     def judged_at(self, least: float) -> Self:
-        """This run with another criterion, for attempts that an environment paid; patches keep their verdicts."""
+        """This run with another criterion, for attempts that an environment paid; patches keep their verdicts.
+
+        An attempt without a valid return stays unresolved; where older runs do not say so, one that timed out.
+        """
         paid = {OutcomeKind.RESOLVED: 1, OutcomeKind.UNRESOLVED: 0}
         outcomes = tuple(
             each.model_copy(
                 update={"kind": OutcomeKind.RESOLVED if each.reward >= least - 1e-9 else OutcomeKind.UNRESOLVED}
             )
-            if each.reward is not None and each.kind in paid and self._paid
+            if each.reward is not None
+            and each.kind in paid
+            and self._paid
+            and each.valid
+            and not (each.kind is OutcomeKind.UNRESOLVED and each.timed_out)
             else each
             for each in self.outcomes
         )

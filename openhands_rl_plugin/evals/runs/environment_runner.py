@@ -67,7 +67,8 @@ class EnvironmentRunner:
             return GradedEpisode(trajectory)
         # After a timeout the last action has no observation: the task is not resolved, and the reward has no value.
         valid = isinstance(score, Score)
-        return _reported(trajectory, valid and self._rule.holds(trajectory.episode_return, trajectory.stop))
+        resolved = valid and self._rule.holds(trajectory.episode_return, trajectory.stop)
+        return _reported(trajectory, resolved, valid)
 
 
 def indexed_tasks(environment: str, indices: range | tuple[int, ...], split: str) -> tuple[EvalTask, ...]:
@@ -102,10 +103,11 @@ def shop_for(settings: RLSettings) -> Iterator[RLSettings]:
         yield settings.model_copy(update=here if settings.env_name == "webshop" else {**here, "environment": {}})
 
 
-def _reported(trajectory: Trajectory, resolved: bool) -> GradedEpisode:
+def _reported(trajectory: Trajectory, resolved: bool, valid: bool) -> GradedEpisode:
     """The episode with its return and success in ``test_result``, as for SWE-bench instances."""
     total = trajectory.episode_return
     result: JsonObject = {"reward": total, "report": {"resolved": resolved}}
-    score = Score(trajectory_id=trajectory.id, reward=total, detail={"resolved": resolved}, reward_version=_AS_RETURNED)
+    detail: JsonObject = {"resolved": resolved, "valid": valid}
+    score = Score(trajectory_id=trajectory.id, reward=total, detail=detail, reward_version=_AS_RETURNED)
     evidence = {**trajectory.evidence, "test_result": result}
     return GradedEpisode(trajectory.model_copy(update={"evidence": evidence}), score)

@@ -37,6 +37,7 @@ class Outcome(Frozen):
     """One attempt. ``cost`` is in the currency of the model's prices, ``None`` without prices; times in seconds.
 
     ``answers`` counts model answers, ``malformed`` those that could not be parsed, ``turns`` those that were executed.
+    ``valid``: whether the reward is a whole return; that of an episode whose last action got no answer is not.
     ``flags``: guard rules that matched the patch or its run; ``commands_flagged``: turns that searched for the
     solution elsewhere. ``verifier``: the score of a verifier, if there is one.
     """
@@ -45,6 +46,7 @@ class Outcome(Frozen):
     run: int = 0
     kind: OutcomeKind
     reward: float | None = None
+    valid: bool = True
     reason: str = ""
     stop: str = ""
     stuck: bool = False
@@ -80,6 +82,7 @@ def outcome_of(graded: GradedEpisode, run: int, model: EvaluatedModel) -> Outcom
         run=run,
         kind=_kind(graded),
         reward=graded.score.reward if graded.score else None,
+        valid=graded.score is None or graded.score.detail.get("valid") is not False,
         reason=_reason(graded),
         stop=trajectory.stop.value,
         stuck=is_stuck(trajectory.evidence.get(LAST_ERROR)),
