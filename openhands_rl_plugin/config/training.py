@@ -281,6 +281,10 @@ class TrainingSettings(Settings):
             )
         if self.tree == "proposals":
             self._check_proposals()
+        if self.method == "full" and self.adapt_experts:
+            raise ValueError(
+                'adapt_experts = true has no effect on method = "full", which trains all weights: leave false'
+            )
         if self.method == "full" and self.kl != "none":
             raise ValueError(
                 f'kl = "{self.kl}" is the divergence from the base model, of which method = "full" keeps no copy: set '

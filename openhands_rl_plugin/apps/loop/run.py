@@ -79,6 +79,11 @@ def check_trainable(settings: RLSettings) -> None:
     training = settings.training
     if training.method != "full":
         training.check_servable()
+        if training.adapt_experts and settings.serving.server == "embedded":
+            raise ConfigError(
+                '[rl.training] adapt_experts = true: `openhands-rl serve` ([rl.serving] server = "embedded") cannot '
+                "load adapters of experts; serve the model with vLLM, or set false"
+            )
     elif settings.loop.kind == "async":
         raise ConfigError(
             '[rl.training] method = "full" replaces the served weights, and an asynchronous loop ends episodes on the '
@@ -103,7 +108,13 @@ def check_trainable(settings: RLSettings) -> None:
                 f"{where}{name} = {value:g}: answers would not be sampled from the policy's own distribution, and the "
                 f"gradient would be wrong; set {neutral:g}"
             )
-        if name == "temperature" and value != 1 and training.correction != "none" and _gives_unscaled(settings):
+        unscaled = name == "temperature" and value != 1 and _gives_unscaled(settings)
+        if unscaled and training.old_logprobs == "recorded":
+            raise ConfigError(
+                f'{where}{name} = {value:g} with [rl.training] old_logprobs = "recorded": `openhands-rl serve` reports '
+                'logprobs of temperature 1, which were not sampled from; set 1.0, or old_logprobs = "auto"'
+            )
+        if unscaled and training.correction != "none":
             raise ConfigError(
                 f'{where}{name} = {value:g} with [rl.training] correction = "{training.correction}": `openhands-rl '
                 'serve` reports logprobs of temperature 1, and no correction fits; set 1.0, or correction = "none"'

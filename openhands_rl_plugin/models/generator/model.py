@@ -29,8 +29,9 @@ from openhands_rl_plugin.models.short_windows import short_windows
 
 log = logging.getLogger(__name__)
 
-# Allowed relative difference between the logits of the rebuilt and of the original model, at any position.
-_SELF_CHECK_TOLERANCE = {torch.bfloat16: 0.1, torch.float16: 0.1, torch.float32: 0.005}
+# Allowed relative difference between logits of the rebuilt and the original model: (mean, largest) over positions.
+# In half precision another order of sums makes a router choose other experts here and there, so that the mean decides.
+_SELF_CHECK_TOLERANCE = {torch.bfloat16: (0.03, 1.0), torch.float16: (0.03, 1.0), torch.float32: (0.005, 0.005)}
 _CHECKED_TOKENS = 40
 
 
@@ -136,10 +137,12 @@ class ServedModel:
                 actual = self._in_pieces(texts)
         except (NotImplementedError, TypeError, AttributeError, RuntimeError, ValueError) as error:
             raise StartError(f"{self._architecture} cannot be served: {_first_line(error)}") from error
-        difference = max(
-            _largest_difference(mine, theirs.logits[0].float()) for mine, theirs in zip(actual, expected, strict=True)
+        found = torch.cat(
+            [_differences(mine, theirs.logits[0].float()) for mine, theirs in zip(actual, expected, strict=True)]
         )
-        if not difference <= _SELF_CHECK_TOLERANCE[self.dtype]:
+        mean, largest = _SELF_CHECK_TOLERANCE[self.dtype]
+        difference = found.max().item()
+        if not (found.mean().item() <= mean and difference <= largest):
             raise StartError(
                 f"{self._architecture} cannot be served: its logits differ by {difference:.0%} when a text is "
                 "computed in pieces; serve it with vLLM"
@@ -168,10 +171,10 @@ class ServedModel:
         return made
 
 
-def _largest_difference(mine: Tensor, theirs: Tensor) -> float:
-    """Of all positions, relative to the size of the logits there."""
+def _differences(mine: Tensor, theirs: Tensor) -> Tensor:
+    """[T]: at each position, relative to the size of the logits there."""
     size = theirs.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-    return ((mine - theirs).norm(dim=-1) / size).max().item()
+    return (mine - theirs).norm(dim=-1) / size
 
 
 def _segments(rows: Sequence[StepRow]) -> tuple[LoRASegment, ...]:

@@ -243,7 +243,9 @@ class PackedModel(ABC):
         if not reason:
             try:
                 self._base.set_attn_implementation(ATTENTION_NAME)
-                reason = problem_of_packing(self._logprobs_of, plain, self.vocabulary, self.dtype)
+                reason = problem_of_packing(
+                    self._logprobs_of, plain, self.vocabulary, self.dtype, self._depends_on_others
+                )
             except (NotImplementedError, TypeError, AttributeError, RuntimeError, ValueError) as error:
                 reason = f"its attention cannot be replaced ({describe(error).removeprefix('ValueError: ')})"
         if not reason:
@@ -257,6 +259,28 @@ class PackedModel(ABC):
             problem = describe(error)
         if problem:
             raise self._refusal(problem)
+
+    @torch.enable_grad()
+    def _depends_on_others(self, sequences: Sequence[tuple[int, ...]]) -> bool:
+        """Whether the gradient of a sequence's logprobs reaches tokens of another one: 0 or not, at any precision."""
+        leaves: list[Tensor] = []
+
+        def keep(_: nn.Module, __: object, embedded: Tensor) -> Tensor:
+            leaves.append(embedded.detach().requires_grad_())
+            return leaves[-1]
+
+        layout = lay_out(sequences)
+        hook = self._base.get_input_embeddings().register_forward_hook(keep)
+        try:
+            for s, sequence in enumerate(sequences):
+                values, _ = self.logprobs(layout, [(s, t) for t in range(1, len(sequence))])
+                (gradient,) = torch.autograd.grad(values.sum(), leaves[-1])
+                others = sorted({*range(len(layout.ids))} - {*layout.rows[s]})
+                if bool(gradient.flatten(0, -2)[others].any()):
+                    return True
+        finally:
+            hook.remove()
+        return False
 
     def _refusal(self, cause: str) -> TrainingError:
         return TrainingError(f"{self.model_path}: this architecture ({self.family}) cannot be trained: {cause}")

@@ -45,6 +45,18 @@ def test_any_temperature_above_zero_can_be_trained(sections: dict[str, Any]) -> 
             },
             'correction = "mask": `openhands-rl serve` reports logprobs of temperature 1',
         ),
+        (
+            {
+                "sampling": {"temperature": 0.7},
+                "training": {"algorithm": "grpo", "old_logprobs": "recorded"},
+                "serving": {"server": "embedded"},
+            },
+            'old_logprobs = "recorded": `openhands-rl serve` reports logprobs of temperature 1',
+        ),
+        (
+            {"training": {"algorithm": "grpo", "adapt_experts": True}, "serving": {"server": "embedded"}},
+            "adapt_experts = true: .* cannot load adapters of experts",
+        ),
     ],
 )
 def test_other_sampling_is_refused_in_one_line(sections: dict[str, Any], says: str) -> None:
@@ -59,3 +71,8 @@ def test_other_sampling_is_refused_in_one_line(sections: dict[str, Any], says: s
 def test_values_that_no_server_takes_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"\[rl.sampling\] {next(iter(wrong))}: "):
         settings(sampling=wrong)
+
+
+def test_experts_of_a_whole_model_need_no_adapter() -> None:
+    with pytest.raises(ConfigError, match='adapt_experts = true has no effect on method = "full"'):
+        settings(training={"algorithm": "grpo", "method": "full", "adapt_experts": True})
