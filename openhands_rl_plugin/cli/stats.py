@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from pathlib import Path
 
 from openhands_rl_plugin.cli.options.stored import add_filters, add_store, filter_of, finite
 from openhands_rl_plugin.cli.options.stores import open_store
@@ -29,18 +30,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     at = "reward from which an episode counts as a success (default: its environment's criterion, else 1)"
     parser.add_argument("--success-at", type=finite, metavar="RETURN", help=at)
+    config = "a config.toml, whose [rl.reward] threshold is the criterion where --success-at is not given"
+    parser.add_argument("--config", type=Path, metavar="FILE", help=config)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 async def run(args: argparse.Namespace) -> int:
     """Print the statistics. Raises ``RLError`` when the store or a filter is wrong."""
     from openhands_rl_plugin.config.success import success_rule
+    from openhands_rl_plugin.config.toml import load_settings
     from openhands_rl_plugin.trajectories.drift import segments
     from openhands_rl_plugin.trajectories.view import gaps
     from openhands_rl_plugin.trajectories.view.figures import GROUPINGS, figures_of
     from openhands_rl_plugin.trajectories.view.tables import stats_table
     from openhands_rl_plugin.trajectories.view.terminal import console, print_json
 
+    reward = load_settings(args.config).reward if args.config is not None else None
     by = tuple(dict.fromkeys(name.strip() for name in args.by.split(",")))
     for name in by:
         if name not in GROUPINGS:
@@ -51,7 +56,7 @@ async def run(args: argparse.Namespace) -> int:
         groups = await figures_of(
             storage.summaries(filter_of(args)),
             by,
-            lambda of, reward: success_rule(of.environment, at=args.success_at).holds(reward, of.stop),
+            lambda of, paid: success_rule(of.environment, reward, at=args.success_at).holds(paid, of.stop),
             lacking,
             counted,
         )

@@ -299,13 +299,14 @@ async def test_a_host_that_passes_text_only_plays_calls_in_text_and_refuses_nati
         told = await hosted.reply_to(STEP_TOOL, {"content": CALL})
         assert "cold" in (told.messages[0].content or "")
         await hosted.conclude()
-        assert hosted.evidence is not None and hosted.evidence["unrewarded"] is True
+        assert hosted.evidence is not None and "unrewarded" not in hosted.evidence
+        assert hosted.take_owed() is not None, "what a limit cut is verified as it stands"
         native = HostedEnvironment(client(seen.url, react_format=False), task(row()))
         refused = await native.reply_to(RESET_TOOL, {})
         assert refused.failure is not None and "react_format = true" in refused.failure.message
         await native.conclude()
     with pytest.raises(GraderError):
-        cut = (await _stored()).model_copy(update={"evidence": hosted.evidence})
+        cut = (await _stored()).model_copy(update={"evidence": {"unrewarded": True}})
         await ReturnReward()(cut)
 
 

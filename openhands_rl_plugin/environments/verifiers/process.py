@@ -44,7 +44,8 @@ _ALIVE_PATIENCE = 5.0
 def find_interpreter(named: str = "") -> str:
     """The Python that has verifiers: the one named, the variable's, or this one. Raises ``ConfigError``."""
     found = named or os.environ.get(VARIABLE, "")
-    if not found and find_spec("verifiers") is not None:
+    # A folder of that name on the path, without an ``__init__.py``, has no origin.
+    if not found and (spec := find_spec("verifiers")) is not None and spec.origin is not None:
         return sys.executable
     found = os.path.expanduser(found)
     if not os.access(found, os.X_OK):

@@ -32,6 +32,17 @@ def run(index: int, kinds: Sequence[OutcomeKind], name: str = "run", **more) -> 
     return RunRecord(name=name, index=index, directory=Path(f"/runs/{name}-run_{index}"), outcomes=outcomes)
 
 
+def test_another_criterion_resolves_no_attempt_without_a_valid_return():
+    suite = {"details": {"suite": "environment"}}
+    for more, kind in (
+        ({}, OutcomeKind.RESOLVED),
+        ({"valid": False}, OutcomeKind.UNRESOLVED),
+        ({"timed_out": True}, OutcomeKind.UNRESOLVED),
+    ):
+        found = run(0, [OutcomeKind.UNRESOLVED], reward=0.75, **more).model_copy(update={"metadata": suite})
+        assert found.judged_at(0.7).outcomes[0].kind is kind
+
+
 def write(folder: Path, rows: Sequence[dict], metadata: dict | None = None) -> Path:
     folder.mkdir(parents=True)
     (folder / "output.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

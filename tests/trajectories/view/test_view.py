@@ -217,6 +217,15 @@ def test_the_list_is_filtered_sorted_and_paged(store: Path, capsys: pytest.Captu
     assert "none of 0 episodes" in shown(capsys, "list", store, "--run", "other")
 
 
+def test_figures_by_the_threshold_of_a_configuration(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text('[rl.reward]\nname = "success"\noptions = { threshold = 0.7 }\n')
+    (group,) = json.loads(shown(capsys, "stats", store, "--by", "environment", "--json", "--config", config))
+    assert group["success"]["mean"] == pytest.approx(5 / 7)
+
+
 def test_figures_by_group(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (group,) = json.loads(shown(capsys, "stats", store, "--by", "environment", "--json", "--no-failed"))
     assert (group["name"], group["episodes"], group["valid"]) == (["grid"], 7, 7)
