@@ -28,6 +28,11 @@ class WeightsPublisher(AdapterPublisher):
 
         async def require(server: AdapterServer) -> None:
             embedded = _embedded(server)
+            if held := sorted(await embedded.loaded()):
+                raise PublishError(
+                    f"{embedded.url} holds adapters ({', '.join(held[:3])}), which fit its present weights only: "
+                    "unload them, or start a server for this run"
+                )
             if base is not None and (await embedded.weights())[0] != base[0]:
                 await embedded.replace_weights(*base)
 

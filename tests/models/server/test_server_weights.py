@@ -154,3 +154,14 @@ async def test_a_server_of_adapters_is_refused_before_anything_is_computed(
     async with AdapterPublisher(str(served.base_url), store) as publisher:
         with pytest.raises(PublishError, match="it is a whole model and no adapter; start a server with"):
             await publisher.publish(version(store, other))
+
+
+async def test_a_server_that_holds_adapters_is_refused_before_anything_is_computed(
+    served: httpx.Client, tiny_model: Path, tmp_path: Path
+) -> None:
+    adapter = write_adapter(tmp_path / "held", tiny_model, seed=1)
+    body = {"lora_name": "held", "lora_path": str(adapter)}
+    assert (await asyncio.to_thread(served.post, "/v1/load_lora_adapter", json=body)).status_code == 200
+    async with WeightsPublisher(str(served.base_url), AdapterStore(tmp_path / "adapters")) as publisher:
+        with pytest.raises(PublishError, match=r"holds adapters \(held\)"):
+            await publisher.require_servers()
