@@ -153,7 +153,8 @@ async def check_nested(sample: Sample, cache: Path, folder: Path) -> None:
         for name, guard in (("plain", None), ("guarded", RewardHackGuard())):
             backend = LocalBackend(cache=cache, sources=sources, guard=guard)
             verdict = await backend.grade(sample.instance, patch, logs=folder / name, timeout=120.0)
-            if verdict.kind is VerdictKind.INFRASTRUCTURE:
+            # With the guard this is a defect: without it the environment could be made.
+            if guard is None and verdict.kind is VerdictKind.INFRASTRUCTURE:
                 pytest.skip(verdict.reason)
             assert (verdict.kind, verdict.flagged) == (kind, ()), (name, verdict)
             failed.append((verdict.fail_to_pass.failure, verdict.pass_to_pass.failure))
