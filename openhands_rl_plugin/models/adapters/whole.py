@@ -9,18 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from types import TracebackType
 
 from openhands_rl_plugin.core.errors import PublishError
+from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, on_all
 from openhands_rl_plugin.models.adapters.servers import AdapterServer, EmbeddedServer
+
+log = redacting_logger(__name__)
 
 
 class WeightsPublisher(AdapterPublisher):
     """Publishes versions that are whole models. One is served at a time: the former name is unknown afterwards.
 
     A version comes into use as an adapter does: after the probe, or else the weights that were served before are served
-    again, under their name.
+    again, under their name. Where that fails too, ``publish`` says both.
     """
 
     async def require_servers(self, base: tuple[str, str] | None = None) -> None:
@@ -57,7 +61,13 @@ class WeightsPublisher(AdapterPublisher):
         before = await embedded.weights()
         if before == (adapter.name, adapter.path) and self._store.was_loaded(adapter, server.url):
             return
-        undo.push_async_callback(_replace_quietly, embedded, *before)
+
+        async def put_back(
+            kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        ) -> None:
+            await _put_back(embedded, *before, error)
+
+        undo.push_async_exit(put_back)
         await embedded.replace_weights(adapter.name, adapter.path)
         self._store.note_loaded(adapter, server.url)
 
@@ -76,6 +86,18 @@ def _embedded(server: AdapterServer) -> EmbeddedServer:
     )
 
 
-async def _replace_quietly(server: EmbeddedServer, name: str, path: str) -> None:
-    with suppress(PublishError):
+async def _put_back(server: EmbeddedServer, name: str, path: str, why: BaseException | None) -> None:
+    """Serve the former weights again. Raises ``PublishError`` where that fails after ``why``, another one."""
+    try:
         await server.replace_weights(name, path)
+    except PublishError as error:
+        with suppress(PublishError):
+            if await server.weights() == (name, path):
+                return  # they were never replaced
+        told = (
+            f"the former weights {name} could not be put back ({error}), so what {server.url} serves now was not "
+            f"accepted: restart it (`openhands-rl serve --model {path}`), then start the same command again"
+        )
+        if isinstance(why, PublishError):
+            raise PublishError(f"{told}. It was not accepted because {why}") from error
+        log.error("%s", told)

@@ -54,6 +54,7 @@ class Generator:
         """Load the model (seconds) and start the thread. Raises StartError."""
         self.config = config
         self.model = ServedModel(config)
+        self._first = self.model.directory
         self.tokenizer = self.model.tokenizer
         self.max_model_len = self.model.max_model_len
         self._scheduler = Scheduler(
@@ -180,8 +181,9 @@ class Generator:
         """Serve the weights in ``path``, another directory of the same model, under ``name``; blocks until they are.
 
         They are loaded beside the old ones, which serve all requests that were submitted until then, to their ends.
-        Later ones wait meanwhile. Raises ``InvalidUserInput`` (adapters are loaded) or ``ServingError`` (the weights
-        cannot be served, or are those of another model); then the old ones stay.
+        Later ones wait meanwhile. The ``path`` of the first weights may be the hub name that they were loaded by.
+        Raises ``InvalidUserInput`` (adapters are loaded) or ``ServingError`` (the weights cannot be served, or are
+        those of another model); then the old ones stay.
         """
         with self._loading:
             with self._lock:
@@ -196,10 +198,13 @@ class Generator:
             waiting.done.result()
 
     def _read_model(self, path: Path) -> ServedModel:
-        if not (path / "config.json").is_file():
-            raise NotFound(f"There is no model in {path}.", param="model_path")
+        first = path == Path(self.config.model)
+        directory = self._first if first else path
+        if not (directory / "config.json").is_file():
+            raise NotFound(f"There is no model in {directory}.", param="model_path")
+        name = self.config.model if first else str(path)
         try:
-            fresh = ServedModel(self.config.model_copy(update={"model": str(path)}))
+            fresh = ServedModel(self.config.model_copy(update={"model": name}), directory)
         except (StartError, RuntimeError) as error:  # RuntimeError: torch has no memory for both
             raise ServingError(f"The weights cannot be served: {describe(error)}", param="model_path") from error
         alike = fresh.tokenizer.get_vocab() == self.tokenizer.get_vocab() and fresh.vocabulary == self.model.vocabulary

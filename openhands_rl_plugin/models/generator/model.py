@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import CONFIG_NAME, cached_file
 
 from openhands_rl_plugin.models.generator.attention import ATTENTION_NAME, StepPlan, StepRow
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
@@ -38,15 +39,19 @@ _CHECKED_TOKENS = 40
 class ServedModel:
     """The model, its tokenizer and the key/value slots. Not thread-safe: one thread computes."""
 
-    def __init__(self, config: GeneratorConfig) -> None:
-        """Load, rebuild and check the model. Raises ``StartError`` when it cannot be served."""
+    def __init__(self, config: GeneratorConfig, directory: Path | None = None) -> None:
+        """Load, rebuild and check the model. Raises ``StartError`` when it cannot be served.
+
+        ``directory``: where the files of ``config.model`` are, if that is known; they are not looked up then.
+        """
         if config.threads:
             torch.set_num_threads(config.threads)
         self._thread_tuner = ThreadTuner()
         self.name = config.model
         self.device = torch.device(_pick_device(config.device))
         self.dtype = _pick_dtype(config.dtype, self.device)
-        self.tokenizer, self.model = _load(config.model, self.dtype, self.device)
+        self.tokenizer, self.model = _load(str(directory or config.model), self.dtype, self.device)
+        self.directory = directory or _directory_of(config.model)
         self.eos_ids = eos_ids(self.model, self.tokenizer)
         self.vocabulary = cast(Tensor, self.model.get_input_embeddings().weight).shape[0]
         text_config = self.model.config.get_text_config()
@@ -223,6 +228,11 @@ def _load(name: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrain
     torch.nn.Module.to(model, device)
     model.eval().requires_grad_(False)
     return tokenizer, model
+
+
+def _directory_of(name: str) -> Path:
+    """Where a loaded model came from: of a hub name, the snapshot in the cache."""
+    return Path(cached_file(name, CONFIG_NAME) or name).parent
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:

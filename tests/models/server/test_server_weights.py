@@ -144,6 +144,52 @@ async def test_a_published_version_is_probed_and_a_wrong_one_gives_way_to_what_w
             await publisher.publish(good)
 
 
+@pytest.fixture
+def hub_name(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A model in the cache of the hub, as a download leaves it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    cached = tmp_path / "hub" / "models--lab--tiny"
+    shutil.copytree(tiny_model, cached / "snapshots" / "0123abcd")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0123abcd")
+    return "lab/tiny"
+
+
+async def test_a_server_that_was_started_with_a_hub_name_gets_its_weights_back(
+    hub_name: str, tiny_model: Path, other: Path, tmp_path: Path
+) -> None:
+    store = AdapterStore(tmp_path / "adapters")
+    wrong = Probe(token_ids=IDS, logprobs=logprobs(tiny_model), max_difference=0.01)
+    config = ServerConfig(model=hub_name, port=0, dtype="float32", threads=1, max_batch=4)
+    with running_server(config) as url, httpx.Client(base_url=url, timeout=60) as http:
+        begun = await asyncio.to_thread(listed, http)
+        async with WeightsPublisher(url, store) as publisher:
+            with pytest.raises(PublishError) as refused:
+                await publisher.publish(version(store, other), wrong)
+        assert "put back" not in str(refused.value)
+        ((name, root),) = await asyncio.to_thread(listed, http)
+        assert [(name, root)] == begun and root == hub_name
+        assert await asyncio.to_thread(said, http, name) == greedy(tiny_model)
+
+
+async def test_weights_that_cannot_be_put_back_are_said(
+    served: httpx.Client, tiny_model: Path, other: Path, tmp_path: Path
+) -> None:
+    store = AdapterStore(tmp_path / "adapters")
+    begun = shutil.copytree(tiny_model, tmp_path / "begun")
+    assert (await asyncio.to_thread(replace, served, "begun", begun)).status_code == 200
+    shutil.rmtree(begun)
+    wrong = Probe(token_ids=IDS, logprobs=logprobs(tiny_model), max_difference=0.01)
+    async with WeightsPublisher(str(served.base_url), store) as publisher:
+        with pytest.raises(PublishError) as refused:
+            await publisher.publish(version(store, other), wrong)
+    told = str(refused.value)
+    assert told.startswith("the former weights begun could not be put back (") and "\n" not in told
+    assert "It was not accepted because policy-v000001 was refused" in told and f"There is no model in {begun}" in told
+    assert f"restart it (`openhands-rl serve --model {begun}`)" in told
+    assert store.current("policy") is None, "no rollout uses it"
+
+
 async def test_a_server_of_adapters_is_refused_before_anything_is_computed(
     served: httpx.Client, other: Path, tmp_path: Path
 ) -> None:
