@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from tiny_model import CHAT_TEMPLATE, write_model
@@ -22,9 +23,9 @@ LONG = "System Message that describes the behavior Turn USER ASSISTANT the log i
 GOOD, BAD = "tests pass", "error crash"
 
 
-def tiny_judge(path: Path) -> Path:
+def tiny_judge(path: Path, **changes: Any) -> Path:
     """A random model with a tokenizer that has long words for the question, so that prompts are short."""
-    write_model(path, max_position_embeddings=4096, hidden_size=64, initializer_range=0.3, vocab_size=1024)
+    write_model(path, max_position_embeddings=4096, hidden_size=64, initializer_range=0.3, vocab_size=1024, **changes)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s+|[A-Za-z]+|[0-9]|[^\sA-Za-z0-9]+"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -107,11 +108,11 @@ def scores_in(path: Path) -> dict[str, list[Score]]:
     return asyncio.run(read())
 
 
-def trained_by_command(model: Path, folder: Path) -> Path:
+def trained_by_command(model: Path, folder: Path, *more: str) -> Path:
     """``openhands-rl train --verifier`` on ``folder/store``; the new version lies below ``folder/adapters``."""
     torch.set_num_threads(1)
     store = store_of(folder / "store", *toy_episodes(10))
     where = ["--model", str(model), "--adapters", str(folder / "adapters")]
     options = ["--learning-rate", "5e-3", "--lora-rank", "8", "--num-epochs", "4", "--warmup-steps", "2"]
-    assert cli.main(["train", str(store), "--verifier", *where, *options, "--held-out", "0.3"]) == 0
+    assert cli.main(["train", str(store), "--verifier", *where, *options, "--held-out", "0.3", *more]) == 0
     return folder / "adapters" / "verifier-v000001"

@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
-from transformers.utils import CONFIG_NAME, cached_file
+from transformers.utils.hub import cached_file
 
 from openhands_rl_plugin.models.generator.attention import ATTENTION_NAME, StepPlan, StepRow
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
@@ -232,7 +232,7 @@ def _load(name: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrain
 
 def _directory_of(name: str) -> Path:
     """Where a loaded model came from: of a hub name, the snapshot in the cache."""
-    return Path(cached_file(name, CONFIG_NAME) or name).parent
+    return Path(cached_file(name, "config.json") or name).parent
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:

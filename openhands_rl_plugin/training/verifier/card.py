@@ -43,6 +43,7 @@ class VerifierCard(Frozen):
     ``model``: the base model's directory. ``sha256``: of the adapter's weights file. ``max_length``: tokens of the
     longest prompt with its label. ``yes`` and ``no``: the token ids that are trained and scored. ``trained_on``: the
     digests of all tasks in the training data of this and earlier versions; missing in cards of earlier releases.
+    ``adapt_experts``: as in the settings that it was trained with.
     """
 
     model: str
@@ -52,6 +53,7 @@ class VerifierCard(Frozen):
     no: int = Field(ge=0)
     calibration: Calibration = Calibration()
     trained_on: tuple[str, ...] | None = None
+    adapt_experts: bool = False
 
     @property
     def version(self) -> str:

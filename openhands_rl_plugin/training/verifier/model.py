@@ -45,7 +45,7 @@ class VerifierModel(TrainablePolicy):
         self.prompts = VerifierPrompts(load_tokenizer(base), self.card.max_length)
         if (self.prompts.yes, self.prompts.no) != (self.card.yes, self.card.no):
             raise TrainingError(f"{base} has another tokenizer than the model that {directory} was trained on")
-        super().__init__(base, _settings_of(directory).model_copy(update={"dtype": dtype}))
+        super().__init__(base, _settings_of(directory, self.card).model_copy(update={"dtype": dtype}))
         self.load(directory)
         self._tokens_per_pass = tokens_per_pass
         self._turn = threading.Lock()
@@ -88,7 +88,7 @@ def _sample(prompt: tuple[int, ...]) -> Sample:
     return Sample.model_construct(trajectory_id="", leaf=0, input_ids=prompt, mask=(), logprobs=())
 
 
-def _settings_of(directory: Path) -> TrainingSettings:
+def _settings_of(directory: Path, card: VerifierCard) -> TrainingSettings:
     shape = read_shape(directory)
     try:
         return TrainingSettings.model_validate(
@@ -97,6 +97,7 @@ def _settings_of(directory: Path) -> TrainingSettings:
                 "lora_alpha": shape.lora_alpha,
                 "lora_variant": shape.variant,
                 "target_modules": shape.layers,
+                "adapt_experts": card.adapt_experts,
             }
         )
     except ValidationError as error:

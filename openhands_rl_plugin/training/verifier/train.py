@@ -73,7 +73,7 @@ def train_verifier(
     probe = trainer.probe(dataset.training[0].prompt[-PROBE_TOKENS:])
     if ranks.rank == 0:
         trainer.save_adapter(directory)
-        _card(model, directory, prompts, taught).save(directory)
+        _card(model, directory, prompts, taught, training).save(directory)
     del trainer
     forget_unused()
     ranks.broadcast_text("")  # a barrier: the files are written
@@ -87,7 +87,9 @@ def train_verifier(
     return TrainedVerifier(card, report, metrics, probe, pending)
 
 
-def _card(model: Path, directory: Path, prompts: VerifierPrompts, taught: frozenset[str]) -> VerifierCard:
+def _card(
+    model: Path, directory: Path, prompts: VerifierPrompts, taught: frozenset[str], training: TrainingSettings
+) -> VerifierCard:
     return VerifierCard(
         model=str(model.resolve()),
         sha256=weights_sha256(directory),
@@ -95,6 +97,7 @@ def _card(model: Path, directory: Path, prompts: VerifierPrompts, taught: frozen
         yes=prompts.yes,
         no=prompts.no,
         trained_on=tuple(sorted(taught)),
+        adapt_experts=training.adapt_experts,
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
-from verifier_store import episode, store_of, toy_episodes
+from verifier_store import episode, store_of, tiny_judge, toy_episodes, trained_by_command
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.rl import VerifierSettings
@@ -84,6 +84,18 @@ def test_a_version_that_goes_on_is_not_judged_by_what_taught_the_one_before(
     card.unlink()
     assert cli.main([*words, "--dry-run"]) == 1
     assert "verifier-v000002 is no verifier; choose another --adapter name" in capsys.readouterr().err
+
+
+def test_a_verifier_with_adapted_experts_is_judged_as_it_was_trained(tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = tiny_judge(tmp_path / "mixture", model_type="qwen3_moe", **experts)
+    made = trained_by_command(model, tmp_path, "--adapt-experts", "true", "--num-epochs", "1")
+    judge = VerifierModel(made)
+    assert any(".experts.3." in name for name in judge.weights())
+    probe = AdapterStore(made.parent).probe(AdapterStore(made.parent).get(made.name))
+    assert probe is not None
+    assert judge.sequence_logprobs(probe.token_ids) == pytest.approx(probe.logprobs, abs=1e-4)
+    assert VerifierReport.model_validate_json((made / "verifier_report.json").read_text()).episodes
 
 
 def test_the_token_that_is_trained_is_the_token_that_is_scored(
