@@ -125,7 +125,8 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-output-tokens", type=int, metavar="TOKENS", help=_ANSWER)
     native = "tool calls by the server's API (default: as in [llm]); --no-...: calls in the text"
     group.add_argument("--native-tool-calling", action=argparse.BooleanOptionalAction, help=native)
-    group.add_argument("--token-ids", action=argparse.BooleanOptionalAction, help="record token ids, for training")
+    ids = "record token ids, for training (default: of RLAgent, where the server reports them)"
+    group.add_argument("--token-ids", action=argparse.BooleanOptionalAction, help=ids)
     group.add_argument("--input-cost-per-token", type=float, metavar="USD", help="price of a prompt token")
     group.add_argument("--output-cost-per-token", type=float, metavar="USD", help="price of a sampled token")
 
@@ -156,8 +157,8 @@ def _plan(args: argparse.Namespace) -> tuple[EvaluationPlan, Suite]:
     from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
     from openhands_rl_plugin.evals.runs.suites import WEBSHOP, find_suite
 
-    suite = find_suite(args.suite, args.split)
     settings = load_settings(args.config) if args.config is not None else RLSettings()
+    suite = find_suite(args.suite, args.split).of_environment(settings.env_name)
     # What a file does not say is a bound of environments only: its defaults are made for short conversations.
     said = settings.model_fields_set if suite.software else set(RLSettings.model_fields)
     model = _model(args)
@@ -178,6 +179,7 @@ def _plan(args: argparse.Namespace) -> tuple[EvaluationPlan, Suite]:
         "graders": args.graders or os.cpu_count() or 1,
         "completions": not args.no_completions,
         "success": success_rule(environment, settings.reward, args.success_at),
+        "environment": {} if suite.software else {"env_name": environment, **settings.environment},
     }
     plan = checked(EvaluationPlan, bounds | given | chosen)
     return plan, suite

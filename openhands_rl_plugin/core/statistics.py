@@ -85,10 +85,12 @@ def best_at_k(scores: Sequence[float], outcomes: Sequence[float], k: int) -> flo
 def over_tasks(values: Sequence[float], *, repeats: int = 2000, seed: int = 0) -> Estimate:
     """The mean of one figure a task, each in [0, 1], with its 95% interval: a percentile bootstrap over tasks.
 
-    Fewer than two tasks say nothing about others: [0, 1]. Where every task has the same figure, the interval has no
-    width; ``wilson`` is the better one for plain successes and failures. The same seed, the same interval.
+    Fewer than two tasks say nothing about others: [0, 1]. Plain successes and failures have ``wilson``'s interval: a
+    bootstrap of 0 of 3 has no width. The same seed, the same interval.
     """
     n = len(values)
+    if n >= 2 and all(value in (0, 1) for value in values):
+        return wilson(round(sum(values)), n)
     if n < 2:
         return Estimate(mean=sum(values) / n if n else math.nan, low=0.0, high=1.0, n=n)
     return _bootstrap(values, repeats, seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,8 @@ from openhands_rl_plugin.rollout.scoring import judge
 _AS_RETURNED = "return-1"
 CERTAIN = SuccessRule()
 _NO_NAME = re.compile(r"[^\w.-]+")
+_ROW_NAMES = ("id", "task_id", "instance_id", "task", "name")
+_LONGEST_NAME = 100
 
 
 class EnvironmentRunner:
@@ -71,21 +74,38 @@ class EnvironmentRunner:
         return _reported(trajectory, resolved, valid)
 
 
+def folder_name(environment: str) -> str:
+    """The name of an environment as a valid folder name: ``gymnasium__FrozenLake-v1``."""
+    return _NO_NAME.sub("__", environment)
+
+
 def indexed_tasks(environment: str, indices: range | tuple[int, ...], split: str) -> tuple[EvalTask, ...]:
     """A task for each index that the environment's ``reset`` takes. Ids are valid folder names."""
-    name = _NO_NAME.sub("__", environment)
+    name = folder_name(environment)
     tasks = (Task(id=f"{name}-{index}", environment=environment, data={"idx": index}, split=split) for index in indices)
     return tuple(EvalTask(task, {"idx": task.data["idx"], "environment": environment}) for task in tasks)
 
 
 def row_tasks(environment: str, file: Path, split: str) -> tuple[EvalTask, ...]:
-    """A task for each row of a file; ``reset`` gets the row. Raises ``ConfigError``."""
-    name = _NO_NAME.sub("__", environment)
+    """A task for each row of a file; ``reset`` gets the row. Raises ``ConfigError``.
+
+    A task has the name that its row gives, if no other row has it, else the row's number.
+    """
+    name = folder_name(environment)
+    rows = tuple(read_rows(file))
+    names = tuple(_name_of(row) for row in rows)
+    held = Counter(names)
     eval_tasks = []
-    for index, row in enumerate(read_rows(file)):
-        task = Task(id=f"{name}-{index}", environment=environment, data={"idx": index, "row": row}, split=split)
+    for index, row in enumerate(rows):
+        own = names[index] if names[index] and held[names[index]] == 1 else str(index)
+        task = Task(id=f"{name}-{own}", environment=environment, data={"idx": index, "row": row}, split=split)
         eval_tasks.append(EvalTask(task, {"idx": index, "environment": environment, "row": row}))
     return tuple(eval_tasks)
+
+
+def _name_of(row: JsonObject) -> str:
+    given = next((row[key] for key in _ROW_NAMES if isinstance(row.get(key), str | int)), "")
+    return _NO_NAME.sub("__", str(given))[:_LONGEST_NAME]
 
 
 def webshop_tasks(split: Split) -> tuple[EvalTask, ...]:

@@ -115,7 +115,7 @@ def options_of(plan: EvaluationPlan, suite: Suite, processes: int) -> HostOption
         command_timeout=plan.command_timeout,
         native_tool_calling=plan.model.native_tool_calling,
         agent=plan.agent,
-        token_ids=plan.model.token_ids,
+        token_ids=plan.agent == RL_AGENT if plan.model.token_ids is None else plan.model.token_ids,
         stuck_detection=suite.software,
         llm_retries=plan.model.num_retries,
         replies=REPLIES if suite.software else None,

@@ -24,7 +24,8 @@ class EvaluatedModel(Frozen):
     """An OpenAI-compatible model. ``timeout`` is in seconds, prices are for one token, lengths of answers in tokens.
 
     ``api_key_env`` names the variable that holds the key; empty for a server without keys. ``token_ids``: request
-    token ids and logprobs, which training needs and which hosted APIs do not return.
+    token ids and logprobs, which training needs and which hosted APIs do not return; ``None``: of
+    ``RLAgent``.
     """
 
     name: str = Field(min_length=1)
@@ -37,7 +38,7 @@ class EvaluatedModel(Frozen):
     timeout: float = Field(default=300.0, gt=0)
     num_retries: int = Field(default=4, ge=1)
     native_tool_calling: bool = True
-    token_ids: bool = False
+    token_ids: bool | None = None
     input_cost_per_token: float | None = Field(default=None, ge=0)
     output_cost_per_token: float | None = Field(default=None, ge=0)
 

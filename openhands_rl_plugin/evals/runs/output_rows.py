@@ -36,6 +36,7 @@ def metadata_of(plan: EvaluationPlan, run: RunSpec, started: float, by: AgentStr
         "workers": plan.workers,
         "limits": plan.limits().model_dump(exclude={"timeout"}),
         "success": str(plan.success),
+        "environment": redact_json(plan.environment),
     }
     return {
         "agent_class": plan.agent,

@@ -39,7 +39,8 @@ class EvaluationPlan(Frozen):
     ``base_model``: the served name of the base model when ``model`` is an adapter; else empty. ``temperatures``: one
     for each run, the last one repeated; empty for the model's. ``retries`` bounds the retries of an episode, and of a
     grading, after infrastructure failures. ``max_prompt_length`` and ``max_obs_length`` are in tokens; without the
-    latter the model's ``max_message_chars`` bounds observations. ``success``: what resolves a task of an environment.
+    latter the model's ``max_message_chars`` bounds observations. ``success``: what resolves a task of an environment,
+    ``environment``: its name and options.
     """
 
     suite: str
@@ -56,6 +57,7 @@ class EvaluationPlan(Frozen):
     max_prompt_length: int | None = Field(default=None, ge=1)
     max_obs_length: int | None = Field(default=None, ge=1)
     success: SuccessRule = SuccessRule()
+    environment: JsonObject = Field(default_factory=dict)
     runs: int = Field(default=1, ge=1)
     temperatures: tuple[float, ...] = ()
     seed: int = 0

@@ -11,7 +11,7 @@ from openhands_rl_plugin.core.types import Frozen, Task
 from openhands_rl_plugin.core.validation import unknown_name
 from openhands_rl_plugin.evals.report.run_records import ENVIRONMENT as ENVIRONMENT
 from openhands_rl_plugin.evals.report.run_records import WEBSHOP as WEBSHOP
-from openhands_rl_plugin.evals.runs.environment_runner import indexed_tasks, row_tasks, webshop_tasks
+from openhands_rl_plugin.evals.runs.environment_runner import folder_name, indexed_tasks, row_tasks, webshop_tasks
 from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.prompts import instruction_of
 from openhands_rl_plugin.evals.swe.dataset import instance_of, read_instances, row_of
@@ -31,6 +31,10 @@ class Suite(Frozen):
     split: str
     software: bool = True
     on_hub: bool = False
+
+    def of_environment(self, name: str) -> Suite:
+        """The suite whose results are kept apart from those of other environments; other suites as they are."""
+        return self.model_copy(update={"dataset": folder_name(name)}) if self.name == ENVIRONMENT and name else self
 
 
 SUITES: Mapping[str, Suite] = {

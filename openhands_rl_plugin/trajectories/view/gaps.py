@@ -11,7 +11,7 @@ from openhands_rl_plugin.core.types import Node, Score, Trajectory
 
 REMEDY = (
     "training with rewards needs token ids and logprobs: serve the model with vLLM or `openhands-rl serve`, and let "
-    "the agent use /v1/chat/completions"
+    "the agent use /v1/chat/completions; `evaluate` asks for a stock agent's with --token-ids"
 )
 _NAMES = {"token_ids": "token ids"}
 
