@@ -2,7 +2,7 @@
 # CPU=1 the first time: PyTorch without CUDA, 1 GB to download instead of 3, for a machine without a GPU.
 # Options go into ARGS:  make demo ARGS=--tiny    make test ARGS="-k storage"    A Python of your choice: make PYTHON=...
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-vllm test-peers test-containers lint format clean
+.PHONY: help setup demo test test-v1 test-v1-matrix test-slow test-vllm test-peers test-containers lint format clean
 .DELETE_ON_ERROR:
 
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -11,9 +11,14 @@ export LITELLM_LOCAL_MODEL_COST_MAP := True
 
 BIN := .venv/bin
 READY := .venv/.ready
+V1 := .venv-v1/bin
+READY_V1 := .venv-v1/.ready
+
+# The tests that have something to say with OpenHands V1; all others run with V0.
+TESTS_V1 := tests/hosts/v1 tests/hosts/shared tests/test_imports.py
 
 help: ## This list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 setup: $(READY) ## Make the environment
 
@@ -22,6 +27,15 @@ demo: $(READY) ## Train a small model in the embedded shop and show the report
 
 test: lint ## Check the style and the types, run the fast tests
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+
+# In .venv-v1, from the same lock; another 3 GB unless CPU=1.
+test-v1: $(READY_V1) ## Check the types of the host for OpenHands V1, run its tests
+	$(BIN)/pyright --pythonpath $(V1)/python openhands_rl_plugin/hosts/v1
+	$(V1)/pytest -n 2 --dist loadfile $(TESTS_V1) $(ARGS)
+
+# Makes .peers/sdk-*, half a gigabyte each; ARGS="1.34.0 newest" chooses some.
+test-v1-matrix: $(READY) ## Test OpenHands V1 with old and new releases of its SDK
+	.ci/sdk-matrix $(ARGS)
 
 test-slow: $(READY) ## Run the tests that need more than ten seconds each
 	$(BIN)/pytest -m slow $(ARGS)
@@ -48,8 +62,12 @@ format: $(READY) ## Format the code
 	$(BIN)/ruff format
 
 clean: ## Remove the environment
-	rm -rf .venv .uv .peers .containers
+	rm -rf .venv .venv-v1 .uv .peers .containers
 
 $(READY): pyproject.toml uv.lock .ci/setup
 	@PYTHON="$(PYTHON)" .ci/setup
+	@touch $@
+
+$(READY_V1): pyproject.toml uv.lock .ci/setup $(READY)
+	@PYTHON="$(PYTHON)" .ci/setup v1
 	@touch $@

@@ -268,7 +268,8 @@ TORCH_ROOMS = (
     ("libraries", "places"),
     [
         (HEAVY, TORCH_ROOMS),
-        ({"openhands", "litellm"}, ("hosts/v0/",)),
+        ({"openhands"}, ("hosts/v0/", "hosts/v1/")),
+        ({"litellm"}, ("hosts/v0/", "hosts/v1/", "hosts/shared/litellm_calls.py")),
         (
             {"aiohttp", "multidict", "yarl"},
             # The bridge is executed by the Python of verifiers, which has it.
@@ -278,7 +279,7 @@ TORCH_ROOMS = (
         ({"ray"}, ("hosts/pool/ray",)),
         ({"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}, ()),
     ],
-    ids=["torch and its kin", "openhands", "aiohttp", "pymongo", "ray", "pickle and its kin"],
+    ids=["torch and its kin", "openhands", "litellm", "aiohttp", "pymongo", "ray", "pickle and its kin"],
 )
 def test_libraries_stay_in_their_places(libraries: set[str], places: tuple[str, ...]) -> None:
     wrong = [

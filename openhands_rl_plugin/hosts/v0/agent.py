@@ -32,6 +32,7 @@ from openhands_rl_plugin.core.tree import CHARACTERS_PER_TOKEN
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
 from openhands_rl_plugin.hosts.shared.end_evidence import end_evidence
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode, SessionWorld, current_episode
+from openhands_rl_plugin.hosts.shared.litellm_calls import split_provider
 from openhands_rl_plugin.hosts.shared.sessions import (
     EnvironmentHost,
     deciding,
@@ -44,7 +45,6 @@ from openhands_rl_plugin.hosts.v0.condensation import record_condenser, recorded
 from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostTurn
 from openhands_rl_plugin.hosts.v0.environment_actions import EnvironmentActions
 from openhands_rl_plugin.hosts.v0.first_prompt import FirstPrompt, check_reward, refuse, too_long
-from openhands_rl_plugin.hosts.v0.recorder import split_provider
 from openhands_rl_plugin.hosts.v0.registration import register
 from openhands_rl_plugin.hosts.v0.session_state import controller_end
 from openhands_rl_plugin.hosts.v0.settings import RLAgentHostConfig, host_settings, watch_for_rl_section

@@ -30,8 +30,9 @@ from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, WireMessage, a
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams, Tokens
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
+from openhands_rl_plugin.hosts.shared.litellm_calls import split_provider
 from openhands_rl_plugin.hosts.shared.model_errors import model_server_error
-from openhands_rl_plugin.hosts.v0.recorder import CallLog, record_completions, recording, split_provider
+from openhands_rl_plugin.hosts.v0.recorder import CallLog, record_completions, recording
 from openhands_rl_plugin.models.engines.seeded import ConversationSeeds
 
 ReadActions = Callable[[ModelResponse], Sequence[Action]]

@@ -13,11 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
-from urllib.parse import urlsplit
 
-import litellm
 from litellm.types.utils import Choices, ModelResponse
 from openhands.llm.llm import LLM
 from pydantic import JsonValue
@@ -27,37 +24,36 @@ from openhands_rl_plugin.core.acted import TURN
 from openhands_rl_plugin.core.concurrency import bound
 from openhands_rl_plugin.core.errors import describe
 from openhands_rl_plugin.core.messages import (
-    NEUTRAL_PARAMETERS,
-    RECORDED_PARAMETERS,
     WireMessage,
-    text_of,
     whole_json,
-    whole_message,
 )
 from openhands_rl_plugin.core.records import MISSING
 from openhands_rl_plugin.core.types import (
     Completion,
     JsonObject,
-    Message,
     PolicyRef,
-    SamplingParams,
     Tokens,
-    ToolCall,
-    Usage,
+)
+from openhands_rl_plugin.hosts.shared.litellm_calls import (
+    base_url_of,
+    extensions_of,
+    recorded_parameters,
+    sampling_of,
+    split_provider,
+    take_message,
+    take_tokens,
+    token_request,
+    usage_of,
+    wanted_fields,
 )
 from openhands_rl_plugin.hosts.shared.token_interceptor import TokenInterceptor, intercepting, intercepting_client
 from openhands_rl_plugin.models.engines.extensions import (
     LOGPROBS,
-    SAMPLING,
     TOKEN_IDS,
     ExtensionAttempt,
-    ExtensionTable,
-    extension_values,
     missing_parts,
 )
 from openhands_rl_plugin.models.gateway.token_id_text import ContextCache
-
-OPENAI_COMPATIBLE = frozenset({"openai", "custom_openai", "hosted_vllm", "litellm_proxy"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +141,10 @@ class RecordedCompletion:
         given = {**self._bound, **kwargs}
         if log.altering:
             kwargs["extra_body"] = given["extra_body"] = {**(given.get("extra_body") or {}), **log.altering}
-        wanted = _wanted(given) if log.ask_tokens else ()
-        asking = _extensions_of(_base_url(given)).attempt(str(given.get("model")), wanted)
+        wanted = wanted_fields(given) if log.ask_tokens else ()
+        asking = extensions_of(base_url_of(given)).attempt(str(given.get("model")), wanted)
         while True:
-            added = _token_request(given, asking.fields)
+            added = token_request(given, asking.fields)
             asked = {**given, **added}
             started = time.perf_counter()
             try:
@@ -175,52 +171,10 @@ class RecordedCompletion:
             return response
 
 
-_FIELDS = (TOKEN_IDS, LOGPROBS, SAMPLING)
-
-
-@lru_cache(16)
-def _extensions_of(base_url: str) -> ExtensionTable:
-    """What the models of one server accept; shared by all agents of the process."""
-    return ExtensionTable()
-
-
-def _wanted(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """The fields to ask a server for, except for those that the user set: his own values take precedence."""
-    own = {**(given.get("extra_body") or {}), **given}
-    return tuple(name for name in _FIELDS if name not in own) if _knows_token_ids(given) else ()
-
-
-def _token_request(given: Mapping[str, Any], fields: Sequence[str]) -> dict[str, Any]:
-    """The parameters of litellm that request token ids, logprobs and neutral sampling."""
-    own = given.get("extra_body") or {}
-    values = extension_values(fields, {**own, **given})
-    added: dict[str, Any] = {LOGPROBS: values.pop(LOGPROBS)} if LOGPROBS in values else {}
-    return {**added, "extra_body": {**values, **own}} if values else added
-
-
 def _is_refused(asking: ExtensionAttempt, error: BaseException) -> bool:
     """Whether to send the request again with the fields that are left."""
     status = getattr(error, "status_code", None)
     return isinstance(error, Exception) and isinstance(status, int) and asking.is_refused(status, str(error).encode())
-
-
-def _base_url(given: Mapping[str, Any]) -> str:
-    return str(given.get("base_url") or given.get("api_base") or "")
-
-
-def _knows_token_ids(asked: Mapping[str, Any]) -> bool:
-    """Whether the server may be self-hosted: OpenAI and other vendors reject the unknown parameter."""
-    base_url = _base_url(asked)
-    if not base_url or (urlsplit(base_url).hostname or "").endswith("openai.com"):
-        return False
-    provider = asked.get("custom_llm_provider") or split_provider(asked.get("model") or "")[0]
-    return provider in OPENAI_COMPATIBLE
-
-
-def split_provider(model: str) -> tuple[str, str]:
-    """``"openai/Qwen/Qwen3-8B"`` -> ``("openai", "Qwen/Qwen3-8B")``; the provider is empty when unknown."""
-    provider, slash, name = model.partition("/")
-    return (provider, name) if slash and provider in litellm.provider_list else ("", model)
 
 
 def _attempt(
@@ -233,18 +187,13 @@ def _attempt(
     return Attempt(
         messages=asked.get("messages") or (),
         tools=asked.get("tools") or (),
-        parameters=_parameters(asked),
+        parameters=recorded_parameters(asked),
         model=str(asked.get("model")),
         latency=latency,
         completion=completion,
         error=error,
         kind=kind,
     )
-
-
-def _parameters(asked: Mapping[str, Any]) -> JsonObject:
-    given = {**(asked.get("extra_body") or {}), **asked}
-    return {name: given[name] for name in RECORDED_PARAMETERS if given.get(name) is not None}
 
 
 def _completion(
@@ -255,8 +204,8 @@ def _completion(
     if not isinstance(choice, Choices):
         return None
     # Tokens that were not intercepted are still in the response.
-    remaining = _take_tokens(prompt_ids, choice)
-    message = _take_message(choice)
+    remaining = take_tokens(prompt_ids, choice)
+    message = take_message(choice)
     # Without the token arrays, which would make it many times larger.
     raw: JsonValue = (
         from_json(interceptor.rest) if interceptor.rest else response.model_dump(mode="json", warnings=False)
@@ -266,72 +215,8 @@ def _completion(
         message=message,
         tokens=interceptor.tokens or remaining,
         finish_reason=choice.finish_reason,
-        usage=_usage(response),
+        usage=usage_of(response),
         policy=PolicyRef.from_served_name(base_model, served),
-        sampling=_sampling(asked),
+        sampling=sampling_of(asked),
         metadata={"response": whole_json(raw)},
-    )
-
-
-def _take_message(choice: Choices) -> Message:
-    """The message. Lone surrogates are replaced in the choice, too: OpenHands could not send them again."""
-    said = _message(choice)
-    whole = whole_message(said)
-    if whole is not said:
-        choice.message.content = whole.content
-        for call, own in zip(choice.message.tool_calls or (), whole.tool_calls, strict=True):
-            call.id, call.function.name, call.function.arguments = own.id, own.name, own.arguments
-    return whole
-
-
-def _message(choice: Choices) -> Message:
-    message = choice.message
-    return Message(
-        role="assistant",
-        content=text_of(message.content),
-        tool_calls=tuple(
-            ToolCall(id=call.id or "", name=call.function.name or "", arguments=call.function.arguments or "")
-            for call in message.tool_calls or ()
-        ),
-    )
-
-
-def _take_tokens(prompt_ids: object, choice: Choices) -> Tokens | None:
-    """Move the token arrays out of the choice; ``None`` without both kinds of ids."""
-    logprobs, choice.logprobs = getattr(choice, "logprobs", None), None
-    sampled_ids = (getattr(choice, "provider_specific_fields", None) or {}).pop("token_ids", None)
-    if not (isinstance(prompt_ids, list) and isinstance(sampled_ids, list)):
-        return None
-    content = getattr(logprobs, "content", None) or ()
-    values = tuple(float(entry.logprob) for entry in content)
-    # Not validated here: 35,000 ids in every turn would cost most of a millisecond. ``HostEpisode`` checks the ids that
-    # each prompt adds before they are stored.
-    return Tokens.model_construct(
-        prompt_ids=tuple(prompt_ids),
-        sampled_ids=tuple(sampled_ids),
-        logprobs=values if len(values) == len(sampled_ids) else (),
-    )
-
-
-def _usage(response: ModelResponse) -> Usage:
-    usage = (response.model_extra or {}).get("usage")
-    details = getattr(usage, "prompt_tokens_details", None)
-    return Usage(
-        prompt_tokens=getattr(usage, "prompt_tokens", 0) or 0,
-        completion_tokens=getattr(usage, "completion_tokens", 0) or 0,
-        cached_tokens=getattr(details, "cached_tokens", 0) or 0,
-        calls=1,
-    )
-
-
-def _sampling(asked: Mapping[str, Any]) -> SamplingParams:
-    given = {**(asked.get("extra_body") or {}), **asked}
-    stop = given.get("stop") or ()
-    return SamplingParams.model_construct(
-        temperature=given.get("temperature"),
-        top_p=given.get("top_p"),
-        **{name: given.get(name) for name in NEUTRAL_PARAMETERS},
-        max_tokens=given.get("max_completion_tokens") or given.get("max_tokens"),
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        seed=given.get("seed"),
     )
