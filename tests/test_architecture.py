@@ -76,22 +76,29 @@ def sources(folder: str = PACKAGE) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
 
 
-def imports(file: Path, *, typing: bool = True) -> Iterator[Import]:
+@cache
+def nodes(file: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(parsed(file)))
+
+
+@cache
+def imports(file: Path, *, typing: bool = True) -> tuple[Import, ...]:
     """All imports, also those inside functions and, unless ``typing`` is false, under ``TYPE_CHECKING``."""
     hidden = set() if typing else {id(each) for block in _typing_blocks(file) for each in ast.walk(block)}
-    for node in ast.walk(parsed(file)):
-        if id(node) in hidden:
-            continue
-        if isinstance(node, ast.Import):
-            yield from (Import(file, node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file.relative_to(ROOT)}:{node.lineno}: imports are absolute"
-            # `from package import module` names the module only here.
-            yield from (Import(file, node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+    return tuple(each for node in nodes(file) if id(node) not in hidden for each in _asked_for(file, node))
+
+
+def _asked_for(file: Path, node: ast.AST) -> Iterator[Import]:
+    if isinstance(node, ast.Import):
+        yield from (Import(file, node.lineno, alias.name) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"{file.relative_to(ROOT)}:{node.lineno}: imports are absolute"
+        # `from package import module` names the module only here.
+        yield from (Import(file, node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
 def _typing_blocks(file: Path) -> Iterator[ast.If]:
-    for node in ast.walk(parsed(file)):
+    for node in nodes(file):
         if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
             yield node
 
@@ -212,7 +219,7 @@ def test_only_hosts_names_a_host() -> None:
         f"{file.relative_to(ROOT)}:{node.lineno}"
         for file in sources()
         if own_part(file) != "hosts" and within(file) not in quotes
-        for node in ast.walk(parsed(file))
+        for node in nodes(file)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "hosts.v" in node.value
     ]
     wrong += [
@@ -308,7 +315,7 @@ def test_exceptions_are_caught_by_name() -> None:
         f"{file.relative_to(ROOT)}:{node.lineno}"
         for file in sources()
         if within(file) not in outermost
-        for node in ast.walk(parsed(file))
+        for node in nodes(file)
         if isinstance(node, ast.ExceptHandler) and _catches_everything(node) and not _raises_again(node)
     ]
     assert not wrong, "\n".join(wrong)
@@ -328,7 +335,7 @@ def test_no_code_is_made_from_text() -> None:
     wrong = [
         f"{file.relative_to(ROOT)}:{node.lineno}"
         for file in sources()
-        for node in ast.walk(parsed(file))
+        for node in nodes(file)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec"}
     ]
     assert not wrong, "\n".join(wrong)
@@ -340,7 +347,7 @@ def test_files_and_functions_stay_small() -> None:
         lines = file.read_text(encoding="utf-8").count("\n")
         if lines > LONGEST_FILE:
             wrong.append(f"{file.relative_to(ROOT)} has {lines} lines")
-        for node in ast.walk(parsed(file)):
+        for node in nodes(file):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > LONGEST_FUNCTION:
