@@ -254,7 +254,8 @@ def _identity(args: argparse.Namespace, settings: RLSettings) -> JsonObject:
     where = {"env_port": True, "env_server_base": True, "max_workers": True, "executor": True, "verifier": True}
     kept = {"model", "adapter", "adapters_path"}
     serving = {name: True for name in type(settings.serving).model_fields if name not in kept}
-    rl = settings.model_dump(mode="json", exclude={**where, "serving": serving, "loop": {"patience": True}})
+    loop = {"patience": True, "save_total_limit": True}
+    rl = settings.model_dump(mode="json", exclude={**where, "serving": serving, "loop": loop})
     model = str(args.model.resolve()) if args.model is not None else None
     begun = {"start": args.start} if args.start != BASE else {}
     return {"tasks": _source(args).model_dump(mode="json"), "timeout": args.timeout, "model": model, "rl": rl, **begun}

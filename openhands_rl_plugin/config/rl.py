@@ -203,6 +203,9 @@ class LoopSettings(Settings):
         description="webshop: scripted episodes that the policy is fine-tuned on before the iterations; 0: none",
     )
     warm_start_epochs: int = Field(default=2, ge=1, description="passes over the demonstrations")
+    save_total_limit: int = Field(
+        default=3, ge=2, description='method = "full": whole models of a run kept on disk, the newest ones'
+    )
 
     @property
     def kept_versions(self) -> int:

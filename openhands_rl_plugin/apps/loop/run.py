@@ -176,6 +176,7 @@ def loop_plan(job: LoopJob, canary: tuple[int, ...]) -> LoopPlan:
         success_at=loop.success_at,
         success=_criterion(job),
         probe_ids=canary,
+        save_total_limit=loop.save_total_limit,
     )
 
 

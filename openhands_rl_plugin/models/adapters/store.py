@@ -116,6 +116,20 @@ class AdapterStore:
         name = adapter.name.rpartition("-v")[0]
         write_file(self._pointer(name), Pointer(name=adapter.name).model_dump_json())
 
+    def remove(self, versioned: str) -> None:
+        """Delete a version that is not in use. One that is not there is no error. Raises ``StorageError``.
+
+        Keep the newest: its number shows which one is next, and a name is never given twice.
+        """
+        current = self.current(check_name(versioned).rpartition("-v")[0])
+        if current is not None and current.name == versioned:
+            raise StorageError(f"{versioned} is in use: publish another version before it is removed")
+        try:
+            with draft_folder(self.root, ".new-") as away, suppress(FileNotFoundError):
+                os.rename(self.root / versioned, away / versioned)  # a reader sees the whole of it or nothing
+        except OSError as error:
+            raise StorageError(f"{self.root / versioned} cannot be removed: {describe(error)}") from error
+
     def verify(self, adapter: Adapter) -> None:
         """Raise ``PublishError`` unless the weights are those that were written."""
         path = Path(adapter.path)

@@ -127,8 +127,7 @@ class AsyncLoop(LoopStages):
             dropped=tuple(dropped),
             stale=stale,
         )
-        self._state = self._state.with_batch(batch)
-        self._state.save(self._parts.state_file)
+        self._save(self._state.with_batch(batch))
         return batch, played
 
     async def _fresh_groups(self, stage: str, buffer: RolloutBuffer) -> tuple[list[Group], list[int], int]:

@@ -21,6 +21,7 @@ class LoopPlan(Frozen):
     ``success_at``: the least reward of a success; ``success``: the criterion on the return that takes its place.
     ``probe_ids``: the token ids on whose logprobs server and trainer must agree after each publication.
     ``base_held_out``: the number of held-out tasks that the policy is evaluated on before training (``None``: all).
+    ``save_total_limit``: the versions that are kept on disk where each is a whole model.
     """
 
     run_id: str
@@ -42,6 +43,7 @@ class LoopPlan(Frozen):
     success_at: float = 0.999
     success: SuccessRule | None = None
     probe_ids: tuple[int, ...] = Field(min_length=2)
+    save_total_limit: int = Field(default=3, ge=2)
 
     def succeeded(self, trajectory: Trajectory, reward: float) -> bool:
         """Whether an episode with this reward is a success."""
@@ -85,12 +87,14 @@ class ChosenBatch(Frozen):
 class LoopState(Frozen):
     """The finished stages of a run, in order, and the batch of the stage in progress, once it is chosen.
 
-    ``start``: the adapter that the run started from, if it was not the base model alone.
+    ``start``: the adapter that the run started from, if it was not the base model alone. ``made``: the versions that
+    the run wrote and did not remove, also in stages that did not end.
     """
 
     start: str | None = None
     records: tuple[StageRecord, ...] = ()
     batch: ChosenBatch | None = None
+    made: tuple[str, ...] = ()
 
     @property
     def adapter(self) -> str | None:
@@ -108,6 +112,11 @@ class LoopState(Frozen):
     def with_batch(self, batch: ChosenBatch) -> Self:
         """This state in the middle of a stage."""
         return self.model_copy(update={"batch": batch})
+
+    def superfluous(self, limit: int) -> tuple[str, ...]:
+        """The versions that the run made and needs no more: all but the last ``limit`` that a stage ended with."""
+        ended = dict.fromkeys(record.adapter for record in reversed(self.records) if record.adapter in self.made)
+        return tuple(name for name in self.made if name not in list(ended)[:limit])
 
     @classmethod
     def load(cls, path: Path) -> Self:

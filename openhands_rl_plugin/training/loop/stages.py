@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.core.errors import StorageError, TrainingError
 from openhands_rl_plugin.core.memory import forget_unused
 from openhands_rl_plugin.core.protocols import EpisodeRunner, Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
@@ -109,8 +109,8 @@ class LoopStages:
             return
         self._listener.stage_started(name)
         record = await play(name)
-        self._state = self._state.with_record(record)
-        self._state.save(self._parts.state_file)
+        self._save(self._state.with_record(record))
+        await asyncio.to_thread(self._remove_older)
         self._listener.stage_finished(record)
         await self._listener.stage_saved(self._state)
 
@@ -231,6 +231,7 @@ class LoopStages:
             probe_ids=self._plan.probe_ids,
         )
         assert adapter is not None  # a loop is one process
+        self._save(self._state.model_copy(update={"made": (*self._state.made, adapter.name)}))
         report = await self._bring_into_use(adapter, probe)
         self._listener.advanced(stage, f"published {adapter.name}", 1, 1)
         metrics["publish_seconds"] = report.seconds
@@ -266,6 +267,25 @@ class LoopStages:
         except asyncio.CancelledError:
             cancelled.set()
             raise
+
+    def _save(self, state: LoopState) -> None:
+        state.save(self._parts.state_file)
+        self._state = state
+
+    def _remove_older(self) -> None:
+        """Of whole models, keep on disk what the plan says. The one in use is what the last stage ended with."""
+        if self._plan.reinforcement.method != "full":
+            return
+        gone: list[str] = []
+        for name in self._state.superfluous(self._plan.save_total_limit):
+            try:
+                self._parts.adapters.remove(name)
+                gone.append(name)
+            except StorageError as error:
+                log.warning("an older version stays on disk: %s", error)
+        if gone:
+            kept = tuple(name for name in self._state.made if name not in gone)
+            self._save(self._state.model_copy(update={"made": kept}))
 
     def _record(
         self, stage: str, started: float, metrics: dict[str, float], adapter: Adapter | None = None

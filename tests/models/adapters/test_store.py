@@ -41,6 +41,21 @@ def test_versions_count_up_and_are_never_overwritten(tmp_path: Path) -> None:
     assert second.parent == first.name
 
 
+def test_a_version_is_removed_whole_and_never_the_one_in_use(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path)
+    first, second = (store.create("shop", write, base_model="base") for _ in range(2))
+    store.point(first)
+    with pytest.raises(StorageError, match="shop-v000001 is in use: publish another version before"):
+        store.remove(first.name)
+    store.point(second)
+    for _ in range(2):
+        store.remove(first.name)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["shop-v000002", "shop.current.json"]
+    assert store.create("shop", write, base_model="base").name == "shop-v000003"
+    with pytest.raises(ConfigError):
+        store.remove("../shop-v000002")
+
+
 def test_concurrent_writers_get_versions_of_their_own(tmp_path: Path) -> None:
     store = AdapterStore(tmp_path)
     with ThreadPoolExecutor(8) as pool:

@@ -60,6 +60,7 @@ async def test_all_weights_are_trained_published_and_resumed(tmp_path: Path) -> 
             "warm_start": plan.warm_start.model_copy(update={"method": "full"}),
             "reinforcement": plan.reinforcement.model_copy(update=full),
             "iterations": 2,
+            "save_total_limit": 2,
         }
     )
     config = ServerConfig(model=str(model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, threads=1)
@@ -83,6 +84,9 @@ async def test_all_weights_are_trained_published_and_resumed(tmp_path: Path) -> 
         assert sampled == {"policy-v000002"}
         await finish(parts)
     assert LoopState.load(tmp_path / "run" / "state.json") == state
+    kept = {each.name for each in parts.adapters.versions("policy")}
+    assert kept == {"policy-v000002", "policy-v000004"}, "not the warm start's, nor that of the killed stage"
+    assert parts.adapters.current("policy") == parts.adapters.get("policy-v000004")
     assert {each.name for each in (tmp_path / "run" / "trainer").iterdir()} == {"policy-v000002", "policy-v000004"}
     made = parts.adapters.get("policy-v000004")
     loaded = AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.float32)
