@@ -15,11 +15,13 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,23 @@ async def play(player: BaseEnvClient, of: Task, actions: list[str]) -> list[Obse
     return seen
 
 
+async def by_its_own_client(python: str, script: str, job: dict[str, Any], **environ: str) -> list[tuple[float, bool]]:
+    """The reward and the end of each step, as the environment's own client is told them."""
+
+    def ask() -> str:
+        command = [python, str(HERE / script), json.dumps(job)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280, env={**os.environ, **environ})
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    return [(float(reward), done) for reward, done in json.loads(await asyncio.to_thread(ask))]
+
+
+def ours(steps: list[Observation]) -> list[tuple[float, bool]]:
+    """What our client says of the same."""
+    return [(step.reward, step.terminated or step.truncated) for step in steps]
+
+
 # OpenEnv
 
 
@@ -178,11 +197,13 @@ async def test_openenv_s_own_grid_world():
     python, envs = named("OPENHANDS_RL_OPENENV_PYTHON"), Path(named("OPENHANDS_RL_OPENENV_ENVS"))
     command = [python, "-m", "uvicorn", "--port", "PORT", "--log-level", "warning", "grid_world_env.server.app:app"]
     with serving(*command, path="/health", cwd=envs) as (url, _):
-        player = openenv(url)
-        *_, last = await play(player, task(environment="openenv/grid_world"), ["RIGHT", "DOWN"] * 4)
-        assert (last.terminated, last.reward) == (True, 1.0)
+        player, moves = openenv(url), ["RIGHT", "DOWN"] * 4
+        _, *steps = await play(player, task(environment="openenv/grid_world"), moves)
+        assert (steps[-1].terminated, steps[-1].reward) == (True, 1.0)
         assert (await player.evidence())["return"] == pytest.approx(0.3)
         await player.close()
+        job = {"url": url, "actions": [{"action": move} for move in moves]}
+        assert ours(steps) == await by_its_own_client(python, "own_openenv.py", job)
 
 
 async def test_openenv_s_own_echo_offers_its_tools_by_mcp():
@@ -443,6 +464,13 @@ def agentenv(name: str) -> Iterator[str]:
         yield url
 
 
+async def by_agentgym_s(client: str, url: str, index: int, actions: list[str]) -> list[tuple[float, bool]]:
+    """The steps as AgentGym's own client of the environment is told them."""
+    job = {"url": url, "client": client, "index": index, "actions": actions}
+    home = Path(named("OPENHANDS_RL_AGENTENV_HOME"))
+    return await by_its_own_client(sys.executable, "own_agentgym.py", job, PYTHONPATH=str(home / "agentenv"))
+
+
 async def test_agentgym_s_textcraft():
     with agentenv("textcraft") as url:
         of = task(3, environment="agentgym/textcraft")
@@ -451,11 +479,13 @@ async def test_agentgym_s_textcraft():
         opening = text(await player.reset(of))
         goal = re.findall(r"Goal: craft (.+)\.", opening)[0]
         recipe = next(line for line in opening.splitlines() if re.match(rf"craft \d+ {goal} using ", line))
-        for needed in recipe.partition(" using ")[2].split(", "):
-            assert text(await player.step(said(f"get {needed}"))) == f"Got {needed}"
-        last = await player.step(said(recipe))
-        assert (last.reward, last.terminated) == (1.0, True)
+        needed = recipe.partition(" using ")[2].split(", ")
+        actions = [*(f"get {each}" for each in needed), recipe]
+        steps = [await player.step(said(action)) for action in actions]
+        assert [text(step) for step in steps[:-1]] == [f"Got {each}" for each in needed]
+        assert (steps[-1].reward, steps[-1].terminated) == (1.0, True)
         await player.close()
+        assert ours(steps) == await by_agentgym_s("TextCraftEnvClient", url, 3, actions)
         with pytest.raises(BadEnvironmentError, match="/step answered an error: The id 0 is not valid"):
             await _after_somebody_closed_it(agentgym(url), of)
 
@@ -511,9 +541,11 @@ async def test_agentgym_s_webshop_routes():
 async def test_agentgym_s_babyai_and_the_words_that_its_preset_teaches():
     with agentenv("babyai") as url:
         of = task(0, environment="agentgym/babyai")
-        player = agentgym(url)
-        _, there = await play(player, of, ["go to red ball 1"])
+        player, actions = agentgym(url), ["check available actions", "go to red ball 1"]
+        _, *steps = await play(player, of, actions)
+        there = steps[-1]
         assert there.terminated and 0.5 < there.reward < 1.0
+        assert ours(steps) == await by_agentgym_s("BabyAIEnvClient", url, 0, actions)
         rule = success_rule("agentgym/babyai")
         assert rule.holds(there.reward, StopReason.TERMINATED) and not rule.holds(0.0, StopReason.TRUNCATED)
         await player.close()
@@ -530,10 +562,43 @@ async def test_agentgym_s_babyai_and_the_words_that_its_preset_teaches():
         assert unknown == []
 
 
-async def test_the_words_of_sciworld_s_preset_are_its_parser_s():
+SCIWORLD = """
+import json, sys
+from scienceworld import ScienceWorldEnv
+env = ScienceWorldEnv()
+env.load("boil", 0, "", generateGoldPath=True)
+print(json.dumps([env.get_gold_action_sequence(), env.get_possible_actions()]))
+env.close()
+"""
+
+
+def sciworld_knows() -> tuple[list[str], list[str]]:
+    """The package's own solution of the first task, and the forms of the actions that its parser knows."""
+    command = [named("OPENHANDS_RL_AGENTENV_PYTHON"), "-c", SCIWORLD]
+    solution, forms = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=120).stdout)
+    return solution, forms
+
+
+async def test_agentgym_s_sciworld_pays_the_package_s_own_solution_in_full():
+    solution, _ = sciworld_knows()
     with agentenv("sciworld") as url:
-        player = agentgym(url)
+        player, steps = agentgym(url), []
         await player.reset(task(0, environment="agentgym/sciworld"))
-        for action in ("look around", "inventory", "task", "open door to hallway", "wait1", "go to hallway"):
-            assert not text(await player.step(said(action))).startswith("No known action"), action
+        while not steps or not steps[-1].terminated:  # The package's solution goes on after the end.
+            steps.append(await player.step(said(solution[len(steps)])))
         await player.close()
+        theirs = await by_agentgym_s("SciworldEnvClient", url, 0, solution[: len(steps)])
+    scores = accumulate(step.reward * 100 for step in steps)
+    assert [(score, done) for score, (_, done) in zip(scores, ours(steps), strict=True)] == [
+        (pytest.approx(score), done) for score, done in theirs
+    ]
+    returned = sum(step.reward for step in steps)
+    assert theirs[-1] == (100.0, True) and (steps[-1].terminated, steps[-1].truncated) == (True, False)
+    assert success_rule("agentgym/sciworld").holds(returned, StopReason.TERMINATED)
+
+
+def test_the_words_of_agentgym_s_sciworld_are_its_parser_s():
+    _, forms = sciworld_knows()
+    taught = action_language("sciworld").replace("\n", ", ").split(", ")
+    kinds = {re.sub("<.*?>", "OBJ", each).replace("go to", "go").replace("into", "in") for each in taught}
+    assert kinds == {*forms} - {"reset task"}

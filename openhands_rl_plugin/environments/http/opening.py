@@ -16,7 +16,7 @@ ACTION_LANGUAGES = {
     ),
     "sciworld": (
         "look around, look at <object>, look in <object>, inventory, task, wait, wait1\n"
-        "go to <place>, teleport to <place>, open <object>, close <object>, activate <object>, deactivate <object>\n"
+        "go to <place>, open <object>, close <object>, activate <object>, deactivate <object>\n"
         "pick up <object>, put down <object>, move <object> to <place>, pour <object> into <container>, "
         "dunk <object> into <container>, mix <container>\n"
         "connect <object> to <object>, disconnect <object>, use <object> on <object>, focus on <object>, "
