@@ -328,6 +328,18 @@ def test_servers_that_are_not_there_end_it_before_it_begins(
     assert not (tmp_path / "run" / "state.json").exists() and stored(tmp_path) == []
 
 
+def test_a_correction_by_logprobs_that_were_not_sampled_from_is_refused_before_any_episode(
+    served: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``server = "auto"``: which kind it is, and what its logprobs are of, is asked first."""
+    shop, server = served
+    config = write_config(tmp_path, shop=shop, server=server, more="[rl.sampling]\ntemperature = 0.7")
+    config.write_text(config.read_text().replace("[rl.training]", '[rl.training]\ncorrection = "truncate"'))
+    assert cli.main(words(config)) == 1
+    assert f"{server} reports logprobs of temperature 1, which were not sampled from" in capsys.readouterr().err
+    assert stored(tmp_path) == []
+
+
 def test_a_dry_run_says_what_would_be_done(talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["loop", "webshop", "--config", str(write_config(tmp_path)), "--model", str(talker), "--dry-run"]
     assert cli.main([*command, "--run-dir", str(tmp_path / "run"), "--demonstrations", "5", "--kind", "async"]) == 0

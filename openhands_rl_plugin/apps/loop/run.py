@@ -31,6 +31,7 @@ from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
+from openhands_rl_plugin.models.adapters.servers import EmbeddedServer
 from openhands_rl_plugin.rollout.scoring import refuse_without_workspace
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.loop.asynchronous import make_loop
@@ -108,17 +109,8 @@ def check_trainable(settings: RLSettings) -> None:
                 f"{where}{name} = {value:g}: answers would not be sampled from the policy's own distribution, and the "
                 f"gradient would be wrong; set {neutral:g}"
             )
-        unscaled = name == "temperature" and value != 1 and _gives_unscaled(settings)
-        if unscaled and training.old_logprobs == "recorded":
-            raise ConfigError(
-                f'{where}{name} = {value:g} with [rl.training] old_logprobs = "recorded": `openhands-rl serve` reports '
-                'logprobs of temperature 1, which were not sampled from; set 1.0, or old_logprobs = "auto"'
-            )
-        if unscaled and training.correction != "none":
-            raise ConfigError(
-                f'{where}{name} = {value:g} with [rl.training] correction = "{training.correction}": `openhands-rl '
-                'serve` reports logprobs of temperature 1, and no correction fits; set 1.0, or correction = "none"'
-            )
+    if _gives_unscaled(settings):
+        _refuse_unscaled(settings, EmbeddedServer.NAME)
     if training.tree == "path" and getattr(make_strategy(settings), "selects", False):
         raise ConfigError(
             f'[rl] rollout_strategy = "{settings.rollout_strategy}" chooses among what the policy sampled, so its '
@@ -128,8 +120,32 @@ def check_trainable(settings: RLSettings) -> None:
 
 
 def _gives_unscaled(settings: RLSettings) -> bool:
-    """Whether the rollouts' logprobs are known to be those of temperature 1; of other servers, training finds out."""
-    return settings.engine == IN_PROCESS or settings.serving.server == "embedded"
+    """Whether the rollouts' logprobs are known to be those of temperature 1; other servers are asked."""
+    serving = settings.serving
+    return settings.engine == IN_PROCESS or serving.server == "embedded" or not serving.publish_urls
+
+
+def _refuse_unscaled(settings: RLSettings, server: str, remedy: str = "") -> None:
+    """Raise ``ConfigError`` where ``server`` reports logprobs of temperature 1 and others are needed."""
+    if (needed := _needs_scaled(settings)) is not None:
+        what, instead = needed
+        raise ConfigError(
+            f"{what}: {server} reports logprobs of temperature 1, which were not sampled from; {remedy}set 1.0, or "
+            f"{instead}"
+        )
+
+
+def _needs_scaled(settings: RLSettings) -> tuple[str, str] | None:
+    """Which settings need the logprobs of another temperature than 1, and what to set where a server has none."""
+    training = settings.training
+    heated = [each for each in _sampled_by(settings) if each[1] == "temperature" and each[2] != 1]
+    if not heated or (training.old_logprobs != "recorded" and training.correction == "none"):
+        return None
+    recorded = training.old_logprobs == "recorded"
+    key = 'old_logprobs = "recorded"' if recorded else f'correction = "{training.correction}"'
+    where, name, value = heated[0]
+    what = f"{where}{name} = {value:g} with [rl.training] {key}"
+    return what, 'old_logprobs = "auto"' if recorded else 'correction = "none"'
 
 
 def _sampled_by(settings: RLSettings) -> Iterator[tuple[str, str, float]]:
@@ -226,6 +242,9 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
 
 async def _require_servers(job: LoopJob, parts: LoopParts) -> None:
     """All weights go into a server that takes them, fit into memory, and begin as the base model on the server."""
+    if _needs_scaled(job.settings) is not None:
+        for url in await parts.publisher.unscaled(job.settings.serving.model, probe_ids(job.model)):
+            _refuse_unscaled(job.settings, url, "start vLLM with --logprobs-mode processed_logprobs, or ")
     if job.settings.training.method != "full":
         return
     check_fits(job.model, job.settings.training, 0, free_memory())

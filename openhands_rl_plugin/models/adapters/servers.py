@@ -20,6 +20,8 @@ from openhands_rl_plugin.models.engines.server_models import ListedModels
 
 ServerKind = Literal["auto", "embedded", "vllm", "sglang"]
 
+_SAME = 0.05  # mean nats that rounding moves logprobs of equal requests by, at most
+
 _MAX_LORA = re.compile(r'^vllm:lora_requests_info\{[^}]*\bmax_lora="(\d+)"', re.MULTILINE)
 
 
@@ -67,6 +69,10 @@ class AdapterServer(Protocol):
         """
         ...
 
+    async def unscaled(self, name: str, token_ids: Sequence[int]) -> bool:
+        """Whether it is known to report logprobs of temperature 1 for what it samples at another one."""
+        ...
+
     async def served_model(self, name: str) -> str:
         """The ``model`` of a completion request that is to be sampled with the adapter."""
         ...
@@ -90,6 +96,18 @@ class _SampledChoice(_Answer):
 
 class _Sampled(_Answer):
     choices: list[_SampledChoice]
+
+
+class _TopLogprobs(_Answer):
+    top_logprobs: list[dict[str, float]]
+
+
+class _ChoiceLogprobs(_Answer):
+    logprobs: _TopLogprobs
+
+
+class _Alternatives(_Answer):
+    choices: list[_ChoiceLogprobs] = Field(min_length=1)
 
 
 class _Completion(_Answer):
@@ -163,6 +181,27 @@ class VLLMServer(_HTTPServer):
         ids = [each.token_ids[0] for each in answer.choices if each.token_ids]
         return ids if len(ids) == count else None
 
+    async def unscaled(self, name: str, token_ids: Sequence[int]) -> bool:
+        """By the likeliest tokens: only ``--logprobs-mode processed_logprobs`` gives them others at temperature 3."""
+        cold, hot = [await self._likeliest(name, token_ids, temperature) for temperature in (1.0, 3.0)]
+        return sum(abs(one - other) for one, other in zip(cold, hot, strict=True)) < _SAME * len(cold)
+
+    async def _likeliest(self, name: str, token_ids: Sequence[int], temperature: float) -> list[float]:
+        """The largest reported logprob after each of a few beginnings."""
+        body: dict[str, object] = {
+            "model": name,
+            "prompt": [list(token_ids[:length]) for length in range(1, len(token_ids) + 1, len(token_ids) // 8 + 1)],
+            "max_tokens": 1,
+            "temperature": temperature,
+            "top_p": 1.0,
+            **NEUTRAL_PARAMETERS,
+            "ignore_eos": True,
+            "logprobs": 1,
+        }
+        what = f"the logprobs of {self.url} cannot be checked"
+        answer = self._http.read(await self._http.post("/v1/completions", body), _Alternatives, what)
+        return [max(choice.logprobs.top_logprobs[0].values()) for choice in answer.choices]
+
     async def served_model(self, name: str) -> str:
         """The adapter's name."""
         return name
@@ -181,6 +220,10 @@ class EmbeddedServer(VLLMServer):
     async def sample(self, name: str, token_ids: Sequence[int], temperature: float, count: int) -> Sequence[int] | None:
         """``None``: it samples with nothing but the request's own parameters."""
         return None
+
+    async def unscaled(self, name: str, token_ids: Sequence[int]) -> bool:
+        """Always."""
+        return True
 
     async def weights(self) -> tuple[str, str]:
         """The name and the path of the weights that are served without an adapter."""
@@ -303,6 +346,10 @@ class SGLangServer(_HTTPServer):
         answers = self._http.read(response, _SampledAll, f"{name} cannot be sampled at {self.url}").root
         ids = [each.meta_info.output_token_logprobs[0][1] for each in answers if each.meta_info.output_token_logprobs]
         return ids if len(ids) == count else None
+
+    async def unscaled(self, name: str, token_ids: Sequence[int]) -> bool:
+        """Not as it is started by default."""
+        return False
 
     async def served_model(self, name: str) -> str:
         """``BASE:ADAPTER``. SGLang answers with the base model, and no error, for the adapter's name alone."""

@@ -22,7 +22,11 @@ def settings(**sections: Any) -> RLSettings:
         {"sampling": {"temperature": 0.7}},
         {"sampling": {"temperature": 1.3, "top_k": 0}},
         {"strategy": {"sampling": {"temperature": 0.5}}},
-        {"sampling": {"temperature": 0.7}, "training": {"algorithm": "grpo", "correction": "truncate"}},
+        {
+            "sampling": {"temperature": 0.7},
+            "training": {"algorithm": "grpo", "correction": "truncate"},
+            "serving": {"base_url": "http://127.0.0.1:8100/v1"},
+        },
     ],
 )
 def test_any_temperature_above_zero_can_be_trained(sections: dict[str, Any]) -> None:
@@ -52,6 +56,10 @@ def test_any_temperature_above_zero_can_be_trained(sections: dict[str, Any]) -> 
                 "serving": {"server": "embedded"},
             },
             'old_logprobs = "recorded": `openhands-rl serve` reports logprobs of temperature 1',
+        ),
+        (
+            {"sampling": {"temperature": 0.7}, "training": {"algorithm": "grpo", "correction": "truncate"}},
+            'correction = "truncate": `openhands-rl serve` reports logprobs of temperature 1',  # it is started
         ),
         (
             {"training": {"algorithm": "grpo", "adapt_experts": True}, "serving": {"server": "embedded"}},
