@@ -116,7 +116,11 @@ def _bubblewrap() -> Finding:
     try:
         return ok("bubblewrap", f"{find_bubblewrap()} makes sandboxes")
     except ConfigError as error:
-        return warn("bubblewrap", str(error), "commands of agents run without isolation until it works")
+        return warn(
+            "bubblewrap",
+            str(error),
+            'no agent works on files until it does; without isolation: [rl.workspace] isolation = "none"',
+        )
 
 
 def _version(package: str) -> str | None:

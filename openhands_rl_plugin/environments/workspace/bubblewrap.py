@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,9 @@ from openhands_rl_plugin.core.errors import ConfigError
 
 # Creating a namespace takes milliseconds; the limit is generous for machines under load.
 _PROBE_TIMEOUT = 20.0
+# Bytes: a tmpfs without a size may take half of the machine's memory.
+_SHARED_MEMORY = 2 * 1024**3
+_ROOT_SIZE = 64 * 1024**2
 # Commas, colons and backslashes have a meaning in the options of a mount.
 _MOUNTABLE = re.compile(r"[\w/.+@~-]+")
 _MOUNT_AND_EXECUTE = (
@@ -69,28 +72,25 @@ def _programs() -> Iterator[str]:
         yield str(bwrap_path())
 
 
-def isolate(mounts: Sequence[str], *, network: bool = False, options: Sequence[str] = ()) -> list[str]:
-    """The beginning of a command line: own namespaces, no capabilities, ``mounts`` for ``/``, and new ``/dev`` and
-    ``/proc``. More options may follow, then the command. Raises ``ConfigError`` like ``find_bubblewrap``.
+def isolate(
+    mounts: Sequence[str], *, network: bool = False, options: Sequence[str] = (), shared_memory: int = _SHARED_MEMORY
+) -> list[str]:
+    """The beginning of a command line: own namespaces, no capabilities, ``mounts`` for ``/``, a new ``/proc``, and a
+    read-only ``/dev`` with ``shared_memory`` bytes in ``/dev/shm``. More options may follow, then the command.
+
+    Raises ``ConfigError`` like ``find_bubblewrap``.
     """
     return [
         *(find_bubblewrap(), "--unshare-all", *(("--share-net",) if network else ())),
         *("--new-session", "--cap-drop", "ALL", *options),
-        *(*mounts, "--dev", "/dev", "--proc", "/proc"),
+        *(*mounts, "--dev", "/dev", "--size", str(shared_memory), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
+        *("--proc", "/proc"),
     ]
 
 
-def root_mounts(shown: Callable[[str], bool]) -> list[str]:
-    """A new ``/`` with those of the host's entries that ``shown`` names: links as links, the rest read-only."""
-    mounts = ["--tmpfs", "/"]
-    for entry in sorted(os.scandir("/"), key=lambda entry: entry.name):
-        if not shown(entry.name):
-            continue
-        if entry.is_symlink():
-            mounts += ["--symlink", os.readlink(entry.path), entry.path]
-        else:
-            mounts += ["--ro-bind-try", entry.path, entry.path]
-    return mounts
+def empty_root(size: int = _ROOT_SIZE) -> list[str]:
+    """A new ``/`` in memory, of at most ``size`` bytes, with the places for temporary files that programs expect."""
+    return ["--size", str(size), "--tmpfs", "/", "--dir", "/run", "--symlink", "/tmp", "/var/tmp"]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import copy
 import os
 import re
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -19,8 +18,14 @@ from pydantic import Field
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.environments.workspace.bubblewrap import find_bubblewrap, isolate, root_mounts
+from openhands_rl_plugin.environments.workspace.bubblewrap import empty_root, find_bubblewrap, isolate
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace, WorkspaceMount
+from openhands_rl_plugin.environments.workspace.visible import (
+    HostPaths,
+    interpreter_mounts,
+    interpreter_paths,
+    system_mounts,
+)
 
 INSIDE = "/workspace"
 """The session's path of its workspace, independent of the directory on the host."""
@@ -107,12 +112,10 @@ class SubprocessSandbox:
 
 
 class BubblewrapSandbox:
-    """The host's files read-only, the workspace at ``/workspace``, private ``/tmp``, processes and devices, no
-    capabilities, and no network unless asked for.
+    """The system's programs, this interpreter and the ``paths`` of the host, the workspace at ``/workspace``, private
+    ``/tmp``, processes and devices, no capabilities, and no network unless asked for.
 
-    Hidden are the host's directories for temporary files, where other sessions live, and the directory that holds
-    the workspace, unless the interpreter or the user's home is in it. With a ``task_workspace``, only the system's
-    programs and its own mounts are shown of the host: nothing that could hold the solution of a task.
+    A ``task_workspace`` adds its own mounts, and takes this interpreter's packages away.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class BubblewrapSandbox:
         network: bool = False,
         temporary: int = SandboxLimits().temporary,
         task_workspace: TaskWorkspace | None = None,
+        paths: HostPaths | None = None,
     ) -> None:
         self.workspace = INSIDE
         self.home = "/tmp/home"
@@ -132,6 +136,7 @@ class BubblewrapSandbox:
         self._network = network
         self._temporary = temporary
         self._task_workspace = task_workspace
+        self._paths = paths or HostPaths()
 
     def over(self, directory: Path, around: Sequence[str] = ()) -> BubblewrapSandbox:
         """This sandbox with another directory as the workspace; what it hides of the host stays hidden.
@@ -146,12 +151,14 @@ class BubblewrapSandbox:
         """``command`` behind ``bwrap`` and its mounts. Raises ``ConfigError`` where there is no bubblewrap."""
         # Behind ``around`` this user may be root in a namespace of its own.
         user = ("--uid", str(os.getuid()), "--gid", str(os.getgid())) if self._around else ()
-        mounts = root_mounts(_is_shown if self._task_workspace is None else is_system)
+        mounts = [*empty_root(), *system_mounts()]
+        options = ("--as-pid-1", *user)
         return [
             *self._around,
-            *isolate(mounts, network=self._network, options=("--as-pid-1", *user)),
+            *isolate(mounts, network=self._network, options=options, shared_memory=self._temporary),
             *("--size", str(self._temporary), "--tmpfs", "/tmp"),
-            *(self._masks() if self._task_workspace is None else interpreter_mounts()),
+            *interpreter_mounts(packages=self._task_workspace is None),
+            *self._paths.mounts(),
             *(part for mount in self._mounts for part in ("--ro-bind", str(mount.host), mount.inside)),
             *("--bind", self._bound, INSIDE),
             *(part for path in shared for part in ("--bind", str(path), str(path))),
@@ -170,8 +177,8 @@ class BubblewrapSandbox:
     @property
     def host_names_in_tmp(self) -> frozenset[str]:
         """The names in ``/tmp`` that are not the session's own: mounts and the path of an interpreter there."""
-        shown = {*_prefixes(), *(mount.inside for mount in self._mounts)}
-        return frozenset(path.split("/")[2] for path in shown if path != "/tmp" and _is_within(path, "/tmp"))
+        shown = {*interpreter_paths(), *map(str, self._paths.all), *(mount.inside for mount in self._mounts)}
+        return frozenset(path.split("/")[2] for path in shown if path.startswith("/tmp/"))
 
     @property
     def _mounts(self) -> tuple[WorkspaceMount, ...]:
@@ -186,53 +193,10 @@ class BubblewrapSandbox:
             for mount in self._task_workspace.mounts
         )
 
-    def _masks(self) -> list[str]:
-        prefixes = _prefixes()
-        hidden = [os.path.realpath(path) for path in ("/var/tmp", _temporary_directory()) if path != "/tmp"]
-        parent = os.path.dirname(self._root)
-        if not any(_is_within(path, parent) for path in (*prefixes, os.path.expanduser("~"))):
-            hidden.append(parent)
-        hidden = [path for path in hidden if os.path.isdir(path) and not _is_within(path, "/tmp")]
-        mounts = [part for path in hidden for part in ("--tmpfs", path)]
-        for prefix in sorted(path for path in prefixes if any(_is_within(path, mask) for mask in (*hidden, "/tmp"))):
-            mounts += ["--ro-bind", prefix, prefix]
-        return mounts
 
-
-# Where systems keep programs, their libraries and settings.
-_SYSTEM = frozenset({"bin", "etc", "gnu", "nix", "sbin", "usr"})
 _INSIDE_PATH = re.compile(rf"(?<![\w./-]){INSIDE}(?![\w.-])")
-
-
-def _prefixes() -> set[str]:
-    return {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix)}
-
-
-def _temporary_directory() -> str:
-    return os.environ.get("TMPDIR") or "/tmp"
-
-
-def _is_within(path: str, directory: str) -> bool:
-    return os.path.commonpath((path, directory)) == directory
-
-
-def _is_shown(name: str) -> bool:
-    return name not in ("proc", "dev", "tmp", INSIDE.strip("/"))
-
-
-def is_system(name: str) -> bool:
-    """Whether an entry of ``/`` holds the system's programs, their libraries or settings."""
-    return name in _SYSTEM or name.startswith("lib")
-
-
-def interpreter_mounts() -> list[str]:
-    """The mounts that this interpreter needs to start, without installed packages."""
-    venv, base = (os.path.realpath(path) for path in (sys.prefix, sys.base_prefix))
-    own = [] if _is_within(base, venv) else [os.path.join(venv, name) for name in ("bin", "pyvenv.cfg")]
-    return [part for path in (base, *own) for part in ("--ro-bind-try", path, path)]
 
 
 def check_bubblewrap() -> None:
     """Raise ``ConfigError``, which names the alternative, unless sandboxes can be created here."""
-    way_out = "runtime = 'openhands_rl_plugin.hosts.v0.runtime.SubprocessRuntime'"
-    find_bubblewrap(otherwise=f", or accept commands without isolation: {way_out}")
+    find_bubblewrap(otherwise=', or accept commands without isolation: [rl.workspace] isolation = "none"')

@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import select
-import shutil
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.environments.workspace.sandbox import INSIDE, Sandbox, SandboxLimits, search_path
+from openhands_rl_plugin.environments.workspace.visible import bash
 
 _START_PATIENCE = 20.0
 _ANSWER_PATIENCE = 15.0
@@ -143,7 +143,8 @@ class Shell:
     def _start(self) -> subprocess.Popen[bytes]:
         try:
             process = subprocess.Popen(
-                self._sandbox.wrap([sys.executable, "-I", "-S", "-c", _supervisor_source()]),
+                # Its real place: a virtual environment may be reached by a link that is hidden.
+                self._sandbox.wrap([os.path.realpath(sys.executable), "-I", "-S", "-c", _supervisor_source()]),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -162,8 +163,7 @@ class Shell:
     def _setup(self) -> dict[str, object]:
         sandbox = self._sandbox
         return {
-            # Its real place: the PATH may hold a link from a folder that the sandbox does not show.
-            "bash": os.path.realpath(shutil.which("bash") or "/bin/bash"),
+            "bash": bash(),
             "env": self._environment(),
             "cwd": sandbox.workspace,
             "start": self._start_in,

@@ -7,14 +7,15 @@ import shlex
 import shutil
 import tempfile
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, InfrastructureError
 from openhands_rl_plugin.environments.workspace.copies import remove_tree
-from openhands_rl_plugin.environments.workspace.sandbox import SandboxLimits, is_system, search_path
+from openhands_rl_plugin.environments.workspace.sandbox import SandboxLimits, search_path
 from openhands_rl_plugin.environments.workspace.shell import SandboxEndedError, Shell
+from openhands_rl_plugin.environments.workspace.visible import is_system
 from openhands_rl_plugin.evals.harbor.recipe import BuildStep
 from openhands_rl_plugin.evals.harbor.sandbox import HarborSandbox, clear_way, read_only_path, remove
 from openhands_rl_plugin.evals.harbor.shims import SHIMS
@@ -90,7 +91,7 @@ class HarborContainer:
             shim.chmod(0o755)
         context = self.task.folder / "environment"
         mounts = [*self._mounts(), *([("--ro-bind", str(context.resolve()), CONTEXT)] if context.is_dir() else [])]
-        builder = self._started(HarborSandbox(self.root, "/", mounts, state=_STATE, network=self._network))
+        builder = self._started(self._sandbox("/", mounts))
         try:
             self._execute(builder, f"mkdir -p {shlex.quote(self.task.workdir)}", "WORKDIR")
             for step in self.task.recipe.steps:
@@ -133,7 +134,7 @@ class HarborContainer:
         clear_way(self.root, "/root/.local/bin")
         for name in {*_PYTEST_FILES} - self._at_first:
             remove(os.path.join(self.root, name))
-        sandbox = HarborSandbox(self.root, "/", mounts, state="/run/shell/state", network=self._network)
+        sandbox = self._sandbox("/", mounts, "/run/shell/state")
         shell = self._started(sandbox, {**self._variables(), "PATH": self._tests_path(), "PYTHONNOUSERSITE": "1"})
         try:
             yield shell, place
@@ -188,12 +189,14 @@ class HarborContainer:
         return shell
 
     def _agent_shell(self, start: str | None = None) -> Shell:
-        sandbox = HarborSandbox(self.root, self.task.workdir, self._mounts(), state=_STATE, network=self._network)
-        return self._started(sandbox, self._variables(), start)
+        return self._started(self._sandbox(self.task.workdir, self._mounts()), self._variables(), start)
 
     def _mounts(self) -> list[tuple[str, str, str]]:
-        shown = [str(path) for path in (self._python, self._prefix) if path is not None]
-        return [*(("--ro-bind", path, path) for path in shown), ("--ro-bind", str(self._given), GIVEN)]
+        shown = [] if self._python is None else [("--ro-bind", str(self._python), str(self._python))]
+        return [*shown, ("--ro-bind", str(self._given), GIVEN)]
+
+    def _sandbox(self, workdir: str, mounts: Sequence[tuple[str, str, str]], state: str = _STATE) -> HarborSandbox:
+        return HarborSandbox(self.root, workdir, mounts, state=state, network=self._network, python=self._prefix)
 
     def _path(self) -> str:
         first = f"{self._python}/bin:" if self._python is not None else ""

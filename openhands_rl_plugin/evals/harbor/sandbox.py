@@ -7,41 +7,62 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from openhands_rl_plugin.environments.workspace.bubblewrap import isolate, root_mounts
+from openhands_rl_plugin.environments.workspace.bubblewrap import isolate
 from openhands_rl_plugin.environments.workspace.copies import remove_tree
-from openhands_rl_plugin.environments.workspace.sandbox import interpreter_mounts, is_system, search_path
+from openhands_rl_plugin.environments.workspace.sandbox import search_path
+from openhands_rl_plugin.environments.workspace.visible import (
+    interpreter_mounts,
+    interpreter_paths,
+    is_system,
+    program_mounts,
+    settings_mounts,
+)
 
+_ETC_SIZE = str(2**20)
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class HarborSandbox:
-    """``core`` of a container. ``mounts`` are triples of an option of bubblewrap, the host's path, and that inside.
+    """``core`` of a container. ``mounts`` are triples of an option of bubblewrap, the host's path, and that inside;
+    ``python`` is the prefix of the task's own interpreter.
 
     Before each start the places of all mounts are made real folders again: what ran in an earlier sandbox may have
     made them links, which bubblewrap would follow on the host. No earlier one may still run.
     """
 
     def __init__(
-        self, root: Path, workdir: str, mounts: Sequence[tuple[str, str, str]], *, state: str, network: bool = False
+        self,
+        root: Path,
+        workdir: str,
+        mounts: Sequence[tuple[str, str, str]],
+        *,
+        state: str,
+        network: bool = False,
+        python: Path | None = None,
     ) -> None:
         self.workspace = workdir
         self.home = "/root"
         self.state = state
         self._root, self._mounts, self._network = root, mounts, network
+        self._pythons = () if python is None else (str(python),)
 
     def wrap(self, command: Sequence[str], shared: Sequence[Path] = ()) -> list[str]:
         """``command`` behind ``bwrap`` and its mounts. Raises ``ConfigError`` where there is no bubblewrap."""
-        system = root_mounts(lambda name: is_system(name) and not os.path.islink(f"/{name}"))[2:]
-        own = [part for mount in self._mounts for part in mount]
-        mounts = [*system, *interpreter_mounts(), *own]
+        system = program_mounts(links=False)
         _restore_links(self._root)
-        for inside in ("/dev", "/proc"):
+        for inside in ("/dev", "/etc", "/proc", "/run", *system[2::3]):
             clear_way(self._root, inside)
-        for host, inside in zip(mounts[1::3], mounts[2::3], strict=True):
+        for path in (*interpreter_paths(), *self._pythons):
+            clear_way(self._root, path if os.path.realpath(path) == path else os.path.dirname(path))
+            if os.path.realpath(path) != path:
+                remove(f"{self._root}{path}")
+        for _, host, inside in self._mounts:
             clear_way(self._root, inside, folder=os.path.isdir(host))
+        root = ("--bind", str(self._root), "/", *system, "--size", _ETC_SIZE, "--tmpfs", "/etc", *settings_mounts())
         return [
-            *isolate(("--bind", str(self._root), "/", *system), network=self._network, options=("--as-pid-1",)),
-            *mounts[len(system) :],
+            *isolate((*root, "--remount-ro", "/etc"), network=self._network, options=("--as-pid-1",)),
+            *interpreter_mounts(packages=False, closed=True, others=self._pythons),
+            *(part for mount in self._mounts for part in mount),
             *("--chdir", "/", "--"),
             *command,
         ]
@@ -99,7 +120,7 @@ def _restore_links(root: Path) -> None:
 
 def read_only_path(shown: Sequence[str]) -> str:
     """The parts of the search path that nothing inside can write: the system's, and those in the mounts ``shown``."""
-    fixed = [*shown, *interpreter_mounts()[2::3]]
+    fixed = [*shown, *interpreter_paths()]
     parts = [*search_path().split(":"), *_SYSTEM_PATH.split(":")]
     kept = [
         part

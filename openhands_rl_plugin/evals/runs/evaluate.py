@@ -110,7 +110,7 @@ def options_of(plan: EvaluationPlan, suite: Suite, processes: int) -> HostOption
         raise ConfigError(f"{suite.name} is an environment, which only {RL_AGENT} supports, not {plan.agent}")
     return HostOptions(
         environment_mode=not suite.software,
-        isolation="required",
+        isolation="bubblewrap",
         sessions=-(-plan.workers // max(1, processes)),
         command_timeout=plan.command_timeout,
         native_tool_calling=plan.model.native_tool_calling,

@@ -6,7 +6,6 @@ import functools
 import json
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -15,11 +14,13 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.environments.workspace.bubblewrap import isolate
+from openhands_rl_plugin.environments.workspace.bubblewrap import empty_root, isolate
+from openhands_rl_plugin.environments.workspace.visible import OF_A_PREFIX, prefix_mounts, system_mounts
 from openhands_rl_plugin.evals.tasks.sources.trees import SourceTree
 
 INSIDE = "/tmp/testbed"
 MEMORY_KIB = 4 * 1024**2
+_TEMPORARY = 1024**3
 PYTEST = ("-o", "addopts=", "-p", "no:cacheprovider")
 _HERE = Path(__file__).parent
 _RESTRICTED = f'ulimit -v {MEMORY_KIB} -f 1048576 -c 0; exec "$@"'
@@ -149,18 +150,18 @@ class TreeSandbox:
 
 
 def _isolated(environment: Path) -> list[str]:
-    """``bwrap`` with the host's files read-only, empty folders for temporary files, and the interpreter shown again."""
-    shown = {str(environment), str(environment.resolve()), *_interpreter_folders(environment)}
-    hidden = "/tmp"
+    """``bwrap`` with the system's programs and the environment; ``/tmp`` alone can be written."""
     return [
-        *isolate(("--ro-bind", "/", "/"), options=("--die-with-parent",)),
-        *("--tmpfs", hidden, "--tmpfs", "/var/tmp"),
-        *(part for path in sorted(shown) if path.startswith(f"{hidden}/") for part in ("--ro-bind", path, path)),
-        *("--dir", "/tmp/home"),
+        *isolate([*empty_root(), *system_mounts()], options=("--die-with-parent",), shared_memory=_TEMPORARY),
+        *("--size", str(_TEMPORARY), "--tmpfs", "/tmp", "--dir", "/tmp/home"),
+        *_environment_mounts(environment),
+        *("--remount-ro", "/"),
     ]
 
 
 @functools.cache
-def _interpreter_folders(environment: Path) -> frozenset[str]:
-    real = (environment / "bin" / "python").resolve()
-    return frozenset({str(real.parent.parent), sys.base_prefix})
+def _environment_mounts(environment: Path) -> tuple[str, ...]:
+    real = str(environment.resolve())
+    base = (environment / "bin" / "python").resolve().parent.parent
+    link = () if real == str(environment) else ("--symlink", real, str(environment))
+    return (*prefix_mounts({real: OF_A_PREFIX, str(base): OF_A_PREFIX}, closed=False), *link)

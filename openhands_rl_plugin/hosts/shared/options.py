@@ -24,8 +24,8 @@ class HostOptions(Frozen):
     """How a host runs its sessions.
 
     ``environment_mode``: the model sees only an environment's observations; else it works in a workspace with
-    OpenHands' own tools. ``isolation`` of a workspace: bubblewrap where it is installed ("auto"), always bubblewrap
-    ("required"), or plain subprocesses ("none"). ``sessions`` limits concurrent sessions (default:
+    OpenHands' own tools. ``isolation`` of a workspace: bubblewrap, or plain subprocesses ("none"); by default what
+    ``[rl.workspace]`` says. ``sessions`` limits concurrent sessions (default:
     ``[rl] max_workers``), ``command_timeout`` is in seconds, ``strategy_options`` override those of ``[rl.strategy]``.
     ``agent`` is ``RLAgent`` or an agent of OpenHands, which does not use the strategy. ``token_ids``: request token ids
     and logprobs, which some servers reject. ``stuck_detection`` is OpenHands' own. ``replies``
@@ -35,7 +35,7 @@ class HostOptions(Frozen):
     """
 
     environment_mode: bool = True
-    isolation: Literal["auto", "required", "none"] = "auto"
+    isolation: Literal["bubblewrap", "none"] | None = None
     sessions: int | None = None
     command_timeout: int = 60
     native_tool_calling: bool = True

@@ -55,7 +55,7 @@ WORKSPACE_RUNTIME = "WorkspaceRuntime"
 
 # Model names for which OpenHands leaves out its worked example of a tool call.
 _WITHOUT_EXAMPLE = ("openhands-lm", "devstral")
-_NOT_ISOLATED = ". A workspace without isolation cannot be forked: install bubblewrap"
+_NOT_ISOLATED = '. A workspace without isolation cannot be forked: [rl.workspace] isolation = "bubblewrap"'
 _TOOLS_OF_OTHER_RUNTIMES = frozenset({"browser", "execute_ipython_cell"})
 
 

@@ -15,7 +15,7 @@ from openhands_rl_plugin.core.types import Limits, SamplingParams
 from openhands_rl_plugin.hosts.shared.episode import overlay
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
 
-_RUNTIMES = {"auto": "WorkspaceRuntime", "required": "BubblewrapRuntime", "none": "SubprocessRuntime"}
+_RUNTIMES = {None: "WorkspaceRuntime", "bubblewrap": "BubblewrapRuntime", "none": "SubprocessRuntime"}
 # Condensers that ask a model.
 _ASKING = frozenset({"llm", "llm_attention", "structured"})
 # A turn takes one iteration, or several with several tool calls; an answer that does not parse takes one, too.

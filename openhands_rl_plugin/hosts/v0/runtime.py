@@ -21,7 +21,6 @@ import zipfile
 from pathlib import Path
 
 from openhands.core.config import OpenHandsConfig
-from openhands.core.logger import openhands_logger
 from openhands.events.action import (
     CmdRunAction,
     FileEditAction,
@@ -42,6 +41,7 @@ from openhands.events.observation import (
 from openhands.runtime.runtime_status import RuntimeStatus
 from openhands_aci.utils.diff import get_diff
 
+from openhands_rl_plugin.config.workspace import WorkspaceSettings
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, JsonObject
@@ -67,8 +67,11 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
 )
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError, Shell
 from openhands_rl_plugin.hosts.shared.episode import current_episode
+from openhands_rl_plugin.hosts.shared.options import RL_AGENT
+from openhands_rl_plugin.hosts.shared.workspace_access import limits_of, paths_of
 from openhands_rl_plugin.hosts.v0.session_runtime import SessionRuntime
 from openhands_rl_plugin.hosts.v0.session_state import SessionTaskList
+from openhands_rl_plugin.hosts.v0.settings import host_settings
 
 # Seconds to start a sandbox, which takes a fraction of one: a machine under load is given time.
 _START_TIMEOUT = 14.0
@@ -76,12 +79,12 @@ _ENDED = "[The sandbox ended and a new one is started: background processes and 
 
 
 class WorkspaceRuntime(SessionRuntime):
-    """Runs a session's commands and file actions: in bubblewrap where that works, else as subprocesses, with a warning.
+    """Runs a session's commands and file actions: in bubblewrap, or as ``[rl.workspace] isolation`` says.
 
-    The constructor raises ``ConfigError`` when an installed ``bwrap`` does not work: the user expects isolation then.
+    The constructor raises ``ConfigError`` where bubblewrap does not work.
     """
 
-    limits = SandboxLimits()
+    limits: SandboxLimits
     fork_limits = ForkLimits()
     fork_methods = METHODS
 
@@ -93,6 +96,8 @@ class WorkspaceRuntime(SessionRuntime):
         base = task.root if task else config.workspace_base
         root = Path(base).expanduser().resolve() if base else self._private / "workspace"
         try:
+            self._settings = self._workspace_settings(config)
+            self.limits = limits_of(self._settings)
             root.mkdir(parents=True, exist_ok=True)
             self._sandbox = self.make_sandbox(config, root)
         except (ConfigError, OSError):
@@ -109,18 +114,24 @@ class WorkspaceRuntime(SessionRuntime):
 
     def make_sandbox(self, config: OpenHandsConfig, root: Path) -> Sandbox:
         """The sandbox for the commands of the workspace at ``root``."""
-        try:
-            return self._bubblewrap(config, root)
-        except ConfigError as error:
-            if self._task_workspace is not None or shutil.which("bwrap"):
-                raise
-            openhands_logger.warning(f"commands run on this host without isolation: {error}")
+        if self._settings.isolation == "none" and self._task_workspace is None:
             return SubprocessSandbox(root, self._private)
+        return self._bubblewrap(config, root)
+
+    def _workspace_settings(self, config: OpenHandsConfig) -> WorkspaceSettings:
+        bound = current_episode()
+        settings = bound.settings if bound else host_settings(config.get_agent_config(RL_AGENT), config)
+        return settings.workspace
 
     def _bubblewrap(self, config: OpenHandsConfig, root: Path) -> Sandbox:
         check_bubblewrap()
-        network, temporary = config.sandbox.use_host_network, self.limits.temporary
-        return BubblewrapSandbox(root, network=network, temporary=temporary, task_workspace=self._task_workspace)
+        return BubblewrapSandbox(
+            root,
+            network=config.sandbox.use_host_network,
+            temporary=self.limits.temporary,
+            task_workspace=self._task_workspace,
+            paths=paths_of(self._settings),
+        )
 
     async def connect(self) -> None:
         """Start the sandbox. Raises ``InfrastructureError`` when it does not start."""
@@ -351,7 +362,7 @@ class WorkspaceRuntime(SessionRuntime):
 
 
 class BubblewrapRuntime(WorkspaceRuntime):
-    """The workspace runtime that requires bubblewrap."""
+    """The workspace runtime in bubblewrap, whatever the settings say."""
 
     def make_sandbox(self, config: OpenHandsConfig, root: Path) -> Sandbox:
         """A bubblewrap sandbox; raises ``ConfigError`` where that is impossible."""

@@ -10,7 +10,8 @@ from needs import needs_bubblewrap
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.environments.workspace import bubblewrap
-from openhands_rl_plugin.environments.workspace.bubblewrap import Overlay, find_bubblewrap, isolate, root_mounts
+from openhands_rl_plugin.environments.workspace.bubblewrap import Overlay, empty_root, find_bubblewrap, isolate
+from openhands_rl_plugin.environments.workspace.visible import system_mounts
 
 
 @pytest.fixture
@@ -56,10 +57,10 @@ def test_without_any_program_that_is_said() -> None:
 
 @needs_bubblewrap
 def test_a_sandbox_shows_what_is_mounted() -> None:
-    mounts = root_mounts(lambda name: name in ("bin", "usr") or name.startswith("lib"))
+    mounts = [*empty_root(), *system_mounts()]
     done = subprocess.run([*isolate(mounts), "--", "/bin/ls", "/"], capture_output=True, check=True)
     names = done.stdout.decode().split()
-    assert "usr" in names and "proc" in names and not {"root", "home", "etc", "var"} & set(names)
+    assert "usr" in names and "proc" in names and not {"root", "home", "srv", "mnt", "opt", "sys"} & set(names)
 
 
 def test_an_overlay_s_options() -> None:

@@ -30,6 +30,7 @@ from openhands.llm.llm_registry import LLMRegistry
 from openhands.runtime import get_runtime_cls
 from openhands.storage.memory import InMemoryFileStore
 
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.hosts.v0 import runtime as runtimes
 from openhands_rl_plugin.hosts.v0.runtime import WorkspaceRuntime
 
@@ -239,10 +240,24 @@ def test_the_given_workspace_is_used_and_kept(make: Make, tmp_path: Path):
 
 
 @pytest.mark.usefixtures("no_bubblewrap")
-def test_without_bubblewrap_it_works_as_subprocesses(make: Make):
-    runtime = make()
+def test_without_bubblewrap_nothing_runs_unless_that_is_asked_for(make: Make):
+    with pytest.raises(ConfigError, match=r"^bubblewrap is not installed: [^\n]*isolation = \"none\"$"):
+        make()
+    runtime = make(extended={"rl": {"workspace": {"isolation": "none"}}})
     assert command(runtime, "pwd").content == "/workspace"
     assert runtime.files.root.is_dir()
+
+
+@needs_bubblewrap
+def test_folders_of_the_host_are_shown_where_the_settings_name_them(make: Make, tmp_path: Path):
+    for name in ("read", "write", "hidden"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    settings = {"visible": [str(tmp_path / "read")], "writable": [str(tmp_path / "write")]}
+    runtime = make(extended={"rl": {"workspace": settings}})
+    said = command(runtime, f"cd {tmp_path}; cat */file; echo new >> write/file; echo new >> read/file")
+    assert said.content.startswith("readwrite") and "Read-only" in said.content
+    assert (tmp_path / "write" / "file").read_text() == "writenew\n"
 
 
 def test_through_the_event_stream(make: Make):

@@ -15,6 +15,7 @@ from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.environments.workspace.processes import run
 from openhands_rl_plugin.evals.swe.backends.caching import Cache, link_tree, remove
 from openhands_rl_plugin.evals.swe.backends.interpreters import Interpreter
+from openhands_rl_plugin.evals.swe.backends.package_index import without_logins
 from openhands_rl_plugin.evals.swe.backends.repositories import (
     BRANCH,
     ORIGIN_INSIDE,
@@ -114,10 +115,12 @@ class Layers:
             Room(layer, tmp, shared_folder(self._cache), own),
             ["/bin/bash", f"/{name}"],
             network=True,
+            setup=True,
             shown=[*shown, Shown(file, f"/{name}")],
             variables=variables,
         )
         ended = await run(command, timeout=SETUP_TIME)
+        ended = ended._replace(output=without_logins(ended.output))
         _log(place).write_bytes(ended.output)
         if ended.timed_out or ended.code:
             reason = f"not done after {ended.seconds:.0f} s" if ended.timed_out else ended.last_line

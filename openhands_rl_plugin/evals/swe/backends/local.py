@@ -12,6 +12,7 @@ from pathlib import Path
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.environments.workspace.bubblewrap import Overlay, can_overlay
 from openhands_rl_plugin.environments.workspace.processes import Ended, Prelude, checked, run
+from openhands_rl_plugin.environments.workspace.visible import installed_parts
 from openhands_rl_plugin.evals.swe.backends.caching import Cache, copy_tree, default_cache, remove
 from openhands_rl_plugin.evals.swe.backends.interpreters import Interpreter, find_python, find_uv
 from openhands_rl_plugin.evals.swe.backends.layers import Layers
@@ -105,7 +106,7 @@ class LocalBackend:
             directory=directory,
             mounts=(
                 Mount(host=layer / "conda", inside=ENVIRONMENTS),
-                Mount(host=interpreter.prefix, inside=str(interpreter.prefix)),
+                *(Mount(host=part, inside=str(part)) for part in installed_parts(interpreter.prefix)),
                 # Where the environment looks for the installed project.
                 Mount(host=directory, inside=PARTS["testbed"]),
             ),

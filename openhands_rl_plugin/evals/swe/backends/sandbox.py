@@ -17,12 +17,13 @@ from typing import NamedTuple
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.workspace.bubblewrap import (
     Overlay,
+    empty_root,
     find_bubblewrap,
     isolate,
     mount_overlays,
-    root_mounts,
 )
-from openhands_rl_plugin.evals.swe.backends import shim, uv_cache
+from openhands_rl_plugin.environments.workspace.visible import OF_A_PREFIX, prefix_mounts, system_mounts
+from openhands_rl_plugin.evals.swe.backends import package_index, shim, uv_cache
 from openhands_rl_plugin.evals.swe.backends.caching import Cache
 from openhands_rl_plugin.evals.swe.backends.interpreters import Interpreter, find_uv
 
@@ -32,23 +33,15 @@ PARTS = {"conda": ENVIRONMENTS, "root": "/root", "testbed": "/testbed"}
 """The parts of a layer, and where the sandbox mounts them."""
 
 _GIBIBYTE = 1024**3
+_ROOT_SIZE = 256 * 1024**2
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # What root in a container may do, without anything that reaches mounts, devices or other processes' memory.
 # SETPCAP is what a guard takes from the tests, so that they may not look into the shell, which has it.
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "NET_BIND_SERVICE")
-_ETC = (
-    *("alternatives", "ca-certificates", "ca-certificates.conf", "debian_version", "fonts", "gai.conf", "group"),
-    *("host.conf", "hosts", "java-17-openjdk", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types"),
-    *("nsswitch.conf", "os-release", "passwd", "pip.conf", "pki", "protocols", "resolv.conf", "services", "ssl"),
-    *("timezone", "uv", "xdg"),
-)
 _NETWORK_VARIABLES = re.compile(
-    r"(?:(?:HTTPS?|ALL|NO|FTP)_PROXY|SSL_CERT_(?:FILE|DIR)|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|PIP_\w+|UV_\w+)",
-    re.IGNORECASE,
+    r"(?:(?:HTTPS?|ALL|NO|FTP)_PROXY|SSL_CERT_(?:FILE|DIR)|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE)", re.IGNORECASE
 )
-_UNWANTED = ("UV_PROJECT", "UV_PYTHON", "UV_CACHE_DIR", "UV_OFFLINE", "UV_NO_CACHE", "PIP_REQUIRE_VIRTUALENV")
 _ROOT = ("--unshare-user", "--uid", "0", "--gid", "0")
-_SYSTEM = frozenset({"bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr"})
 
 
 class InstanceLimits(Frozen):
@@ -104,25 +97,26 @@ class InstanceSandbox:
         program: Sequence[str],
         *,
         network: bool,
+        setup: bool = False,
         shown: Sequence[Shown] = (),
         variables: Mapping[str, str] | None = None,
         capabilities: Sequence[str] = (),
     ) -> list[str]:
         """The command line that runs ``program`` in ``room``, in ``/testbed`` if that exists. ``capabilities``: more
-        than root has in a container.
+        than root has in a container. ``setup``: with the user's package index, and its credentials.
         """
         limits = [f"--data={self._limits.memory}", f"--fsize={self._limits.file}", "--core=0"]
-        settings = {**self._variables(room, network=network), **(variables or {})}
+        settings = {**self._variables(room, network=network, setup=setup), **(variables or {})}
         allowed = [word for name in (*_CAPABILITIES, *capabilities) for word in ("--cap-add", f"CAP_{name}")]
         # ``localhost`` is a name that resolves without a network.
         options = [*_ROOT, "--hostname", "localhost", "--die-with-parent", *allowed]
         return [
             *mount_overlays(room.overlays),
             *("prlimit", *limits, "--"),
-            *isolate(_system(), network=network, options=options),
-            *("--bind", str(room.tmp), "/tmp", "--dir", "/var/tmp", "--dir", "/run"),
+            *isolate([*empty_root(_ROOT_SIZE), *system_mounts()], network=network, options=options),
+            *("--bind", str(room.tmp), "/tmp"),
             *(word for part in self._parts(room) for word in part),
-            *self._tools(room),
+            *self._tools(room, setup=setup),
             *(word for each in shown for word in _bind(each)),
             *("--clearenv", *(word for pair in settings.items() for word in ("--setenv", *pair))),
             *("--chdir", "/testbed" if room.overlays or (room.layer / "testbed").exists() else "/", "--"),
@@ -136,15 +130,14 @@ class InstanceSandbox:
             elif room.overlays or (room.layer / name).exists():
                 yield "--bind", str(room.layer / name), inside
 
-    def _tools(self, room: Room) -> list[str]:
+    def _tools(self, room: Room, *, setup: bool) -> list[str]:
         folder = Path(shim.__file__).parent
         binds = [
             Shown(folder / "activate.sh", f"{CONDA}/bin/activate"),
             Shown(folder, f"{CONDA}/shim"),
             Shown(self._shims, f"{CONDA}/shims"),
             Shown(self._uv, f"{CONDA}/bin/uv"),
-            *(Shown(prefix, str(prefix)) for prefix in self._prefixes()),
-            *self._index_settings(),
+            *(self._index_settings() if setup else ()),
         ]
         host = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
         links = {f"{CONDA}/host-python": str(host), f"{CONDA}/envs": ENVIRONMENTS}
@@ -153,31 +146,26 @@ class InstanceSandbox:
             if room.uv_own is not None:
                 links[str(uv_cache.OWN)] = str(uv_cache.INSIDE / room.uv_own.relative_to(room.uv_cache))
         words = [word for each in binds for word in _bind(each)]
-        return [*words, *(word for inside, to in links.items() for word in ("--symlink", to, inside))]
+        words += [word for inside, to in links.items() for word in ("--symlink", to, inside)]
+        return [*prefix_mounts(dict.fromkeys(self._prefixes(), OF_A_PREFIX), closed=True), *words]
 
-    def _prefixes(self) -> list[Path]:
-        """Python installations outside the folders that are always mounted."""
-        prefixes = {self._interpreter.prefix.resolve(), Path(sys.base_prefix).resolve()}
-        return sorted(prefix for prefix in prefixes if prefix not in (Path("/usr"), Path("/")))
+    def _prefixes(self) -> set[str]:
+        return {os.path.realpath(prefix) for prefix in (self._interpreter.prefix, sys.base_prefix)}
 
     def _index_settings(self) -> Iterator[Shown]:
         """The user's settings of the package index, and indexes that are folders."""
-        home = Path.home()
-        for name in (".config/uv/uv.toml", ".config/pip/pip.conf", ".pip/pip.conf"):
-            if (home / name).exists():
-                yield Shown(home / name, f"/root/{name}")
-        if not (home / ".config/uv/uv.toml").exists() and not Path("/etc/uv").exists():
+        found = [Shown(file, inside) for file, inside in package_index.files()]
+        yield from found
+        if not any("uv" in Path(each.inside).parts for each in found):
             file = uv_cache.index_settings(self._cache, self._exclude_newer, os.environ)
             if file is not None:
                 yield Shown(file, "/etc/uv/uv.toml")
-        if Path("/opt").is_dir():
-            for folder in sorted(Path("/opt").iterdir()):
-                if folder.is_dir() and str(folder) != CONDA:
-                    yield Shown(folder, str(folder))
+        yield from (Shown(folder, str(folder)) for folder in package_index.folders() if str(folder) != CONDA)
 
-    def _variables(self, room: Room, *, network: bool) -> dict[str, str]:
-        asked = {name: value for name, value in os.environ.items() if _NETWORK_VARIABLES.fullmatch(name)}
-        settings = {name: value for name, value in asked.items() if not name.startswith(_UNWANTED)} if network else {}
+    def _variables(self, room: Room, *, network: bool, setup: bool) -> dict[str, str]:
+        named = {name: value for name, value in os.environ.items() if network and _NETWORK_VARIABLES.fullmatch(name)}
+        settings = {name: value for name, value in named.items() if setup or not package_index.has_login(value)}
+        settings |= package_index.variables() if setup else {}
         return {
             **settings,
             "HOME": "/root",
@@ -208,12 +196,6 @@ def git_settings(settings: Mapping[str, str]) -> dict[str, str]:
 def check_bubblewrap() -> None:
     """Raise ``ConfigError`` unless bubblewrap can make a sandbox with a root user here."""
     find_bubblewrap(*_ROOT, otherwise=", or use --backend docker")
-
-
-def _system() -> list[str]:
-    """Programs and libraries of the host, and those files in ``/etc`` that programs look for."""
-    settings = [word for name in _ETC for word in ("--ro-bind-try", f"/etc/{name}", f"/etc/{name}")]
-    return [*root_mounts(_SYSTEM.__contains__), *settings]
 
 
 def _bind(shown: Shown) -> tuple[str, str, str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.evals.swe.backends.interpreters import find_python, find_uv
+from openhands_rl_plugin.evals.swe.backends.package_index import without_logins
 
 _SECONDS = 900
 
@@ -62,5 +63,5 @@ def _run(command: list[str], what: str) -> None:
     except subprocess.TimeoutExpired as error:
         raise InfrastructureError(f"{what}: took more than {_SECONDS} s; try again") from error
     if done.returncode:
-        said = " ".join(done.stderr.split())[-300:]
+        said = without_logins(" ".join(done.stderr.split()).encode()).decode("utf-8", "replace")[-300:]
         raise InfrastructureError(f"{what}: could not be installed, is the package index within reach? {said}")

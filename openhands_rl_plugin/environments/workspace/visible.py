@@ -1,0 +1,148 @@
+"""What a sandbox shows of the host: the system's programs, one interpreter, and what the user allows.
+
+Never shown, in no sandbox: ``/run`` (sockets of Docker and D-Bus), homes, ``/etc`` but for the names below, ``/srv``,
+``/mnt``, ``/opt``, ``/var`` and every folder in ``/`` that is not the system's.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from openhands_rl_plugin.core.types import Frozen
+
+# Where systems keep programs and their libraries.
+_SYSTEM = frozenset({"bin", "gnu", "nix", "sbin", "usr"})
+# What programs look for and anybody may read. ``/etc/ssl`` and ``/etc/pki`` hold private keys, pip's and git's settings
+# passwords, ``profile`` and ``environment`` exported tokens.
+_ETC = (
+    *("alternatives", "ca-certificates", "ca-certificates.conf", "crypto-policies", "debian_version", "fonts"),
+    *("gai.conf", "group", "host.conf", "hosts", "inputrc", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "locale.conf"),
+    *("localtime", "lsb-release", "magic", "mime.types", "networks", "nsswitch.conf", "os-release", "passwd", "perl"),
+    *("pki/ca-trust", "pki/tls/cert.pem", "pki/tls/certs", "pki/tls/openssl.cnf", "protocols", "redhat-release"),
+    *("resolv.conf", "rpc", "services", "shells", "ssl/cert.pem", "ssl/certs", "ssl/openssl.cnf", "terminfo"),
+    *("timezone", "xdg"),
+)
+_JAVA = "java-"
+# Of an installation: beside these lie pip's and conda's settings, and a prefix may be a whole home.
+OF_A_PREFIX = ("bin", "include", "lib", "lib64", "libexec", "pyvenv.cfg", "share", "ssl")
+"""The parts of an installation of Python or conda that hold programs and libraries."""
+
+
+class HostPaths(Frozen):
+    """Paths of the host that a session sees beside the system's, read-only or ``writable``, by their own names."""
+
+    visible: tuple[Path, ...] = ()
+    writable: tuple[Path, ...] = ()
+
+    @property
+    def all(self) -> tuple[Path, ...]:
+        """Both kinds."""
+        return (*self.visible, *self.writable)
+
+    def mounts(self) -> list[str]:
+        """The mounts; a folder comes before those in it, so that each keeps its own kind."""
+        kinds = {**dict.fromkeys(self.visible, "--ro-bind"), **dict.fromkeys(self.writable, "--bind")}
+        return [part for path in sorted(kinds) for part in (kinds[path], str(path), str(path))]
+
+
+def is_system(name: str) -> bool:
+    """Whether an entry of ``/`` holds the system's programs, their libraries or settings."""
+    return name == "etc" or _has_programs(name)
+
+
+def system_mounts() -> list[str]:
+    """The system's programs, their libraries and settings, read-only."""
+    return [*program_mounts(), *settings_mounts()]
+
+
+def program_mounts(*, links: bool = True) -> list[str]:
+    """The system's folders with programs, read-only; with ``links``, those of them that are links, as links."""
+    return [part for mount in _programs() if links or mount[0] != "--symlink" for part in mount]
+
+
+@functools.cache
+def settings_mounts() -> tuple[str, ...]:
+    """The files and folders of ``/etc`` that programs look for."""
+    names = [*_ETC, *(name for name in os.listdir("/etc") if name.startswith(_JAVA))]
+    found = [f"/etc/{name}" for name in names if os.path.exists(f"/etc/{name}")]
+    return tuple(part for path in sorted(found) for part in ("--ro-bind-try", path, path))
+
+
+@functools.cache
+def _programs() -> tuple[tuple[str, str, str], ...]:
+    entries = sorted((entry for entry in os.scandir("/") if _has_programs(entry.name)), key=lambda entry: entry.name)
+    return tuple(
+        ("--symlink", os.readlink(entry.path), entry.path)
+        if entry.is_symlink()
+        else ("--ro-bind-try", entry.path, entry.path)
+        for entry in entries
+    )
+
+
+def interpreter_mounts(*, packages: bool, closed: bool = False, others: Sequence[str] = ()) -> list[str]:
+    """The mounts that this interpreter needs to start, by the paths that it knows; of its virtual environment only what
+    finds it, unless ``packages`` are asked for. ``others``: prefixes of other installations.
+
+    ``closed``: nothing can be put beside what is mounted, where ``/`` is writable.
+    """
+    return list(_interpreter(sys.prefix, sys.base_prefix, packages, closed, tuple(others)))
+
+
+@functools.cache
+def _interpreter(prefix: str, base: str, packages: bool, closed: bool, others: tuple[str, ...]) -> tuple[str, ...]:
+    names: dict[str, Sequence[str]] = {os.path.realpath(prefix): OF_A_PREFIX if packages else ("bin", "pyvenv.cfg")}
+    names |= {os.path.realpath(path): OF_A_PREFIX for path in (base, *others)}
+    mounts = prefix_mounts(names, closed=closed)
+    for named in {base, prefix, *others} - set(names):
+        if not is_system(named.split("/")[1]):
+            mounts += ["--symlink", os.path.realpath(named), named]
+    return tuple(mounts)
+
+
+def prefix_mounts(prefixes: Mapping[str, Sequence[str]], *, closed: bool) -> list[str]:
+    """The mounts of the named parts of installations, at their own paths. ``closed``: as in ``interpreter_mounts``."""
+    # A folder comes before those in it, which its mount would hide.
+    own = [prefix for prefix in sorted(prefixes) if not _has_programs(prefix.split("/")[1])]
+    mounts: list[str] = []
+    for prefix in own:
+        mounts += ["--size", "65536", "--tmpfs", prefix] if closed else []
+        mounts += [part for name in prefixes[prefix] for part in _part(prefix, name)]
+    return [*mounts, *(part for prefix in own if closed for part in ("--remount-ro", prefix))]
+
+
+def _part(prefix: str, name: str) -> tuple[str, ...]:
+    home = os.path.realpath(os.path.expanduser("~"))
+    path = os.path.join(prefix, name)
+    # What is in ``share`` of a home is the user's: keyrings, histories.
+    if name == "share" and prefix in (home, os.path.join(home, ".local")):
+        return ()
+    if os.path.islink(path):
+        return "--symlink", os.readlink(path), path
+    return ("--ro-bind", path, path) if os.path.exists(path) else ()
+
+
+def installed_parts(prefix: Path) -> list[Path]:
+    """Those files and folders of an installation that hold programs and libraries."""
+    return [prefix / name for name in OF_A_PREFIX if (prefix / name).exists()]
+
+
+def interpreter_paths() -> tuple[str, ...]:
+    """The prefixes of this interpreter, by all names."""
+    named = (sys.base_prefix, sys.prefix)
+    return tuple({*named, *map(os.path.realpath, named)})
+
+
+def bash() -> str:
+    """bash by a path that every sandbox shows: the ``PATH`` may hold a link from a folder that is hidden."""
+    real = os.path.realpath(shutil.which("bash") or "/bin/bash")
+    shown = is_system(real.split("/")[1]) or any(real.startswith(f"{each}/bin/") for each in interpreter_paths())
+    return real if shown else "/bin/bash"
+
+
+def _has_programs(name: str) -> bool:
+    return name in _SYSTEM or name.startswith("lib")

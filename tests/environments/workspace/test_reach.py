@@ -1,0 +1,110 @@
+"""What commands in a sandbox can reach of the host, in every kind of sandbox: nothing that was planted there."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from needs import needs_bubblewrap
+from plants import REACH, abstract_sockets, planted, write_attempt
+
+from openhands_rl_plugin.environments.workspace.sandbox import BubblewrapSandbox, Sandbox, SubprocessSandbox
+from openhands_rl_plugin.environments.workspace.shell import Shell
+from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
+from openhands_rl_plugin.evals.harbor.sandbox import HarborSandbox
+from openhands_rl_plugin.evals.swe.backends.caching import Cache
+from openhands_rl_plugin.evals.swe.backends.interpreters import find_python
+from openhands_rl_plugin.evals.swe.backends.sandbox import InstanceSandbox, Room
+from openhands_rl_plugin.evals.tasks.sandbox import TreeSandbox
+from openhands_rl_plugin.evals.tasks.sources.trees import PLAIN, SourceTree, TreeFile
+
+pytestmark = needs_bubblewrap
+Attempt = Callable[[Path, list[str]], str]
+_FEWEST = 60 if os.geteuid() == 0 else 20
+
+
+def in_shell(sandbox: Sandbox, root: Path, lines: list[str]) -> str:
+    write_attempt(root, lines)
+    shell = Shell(sandbox)
+    try:
+        return shell.run(f"python3 {sandbox.workspace}/reach.py {sandbox.workspace}/plants", timeout=60).output
+    finally:
+        shell.close()
+
+
+def agent(folder: Path, lines: list[str]) -> str:
+    root = folder / "work"
+    root.mkdir()
+    return in_shell(BubblewrapSandbox(root), root, lines)
+
+
+def agent_of_a_task(folder: Path, lines: list[str]) -> str:
+    root = folder / "work"
+    root.mkdir()
+    return in_shell(BubblewrapSandbox(root, task_workspace=TaskWorkspace(root=root)), root, lines)
+
+
+def harbor(folder: Path, lines: list[str]) -> str:
+    root = folder / "root"
+    (root / "app").mkdir(parents=True)
+    (root / "tmp").mkdir()
+    sandbox = HarborSandbox(root, "/app", [], state="/tmp/.shell/state")
+    return in_shell(sandbox, root / "app", lines)
+
+
+def swe(folder: Path, lines: list[str], *, setup: bool = False) -> str:
+    for name in ("testbed", "root", "conda"):
+        (folder / "layer" / name).mkdir(parents=True)
+    (folder / "tmp").mkdir()
+    write_attempt(folder / "layer" / "testbed", lines)
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    sandbox = InstanceSandbox(Cache(folder / "cache"), find_python(version), "")
+    room = Room(folder / "layer", folder / "tmp")
+    program = ["/opt/miniconda3/host-python", "reach.py", "plants"]
+    command = sandbox.wrap(room, program, network=setup, setup=setup)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
+
+
+def swe_setup(folder: Path, lines: list[str]) -> str:
+    return swe(folder, lines, setup=True)
+
+
+def checks_of_a_task(folder: Path, lines: list[str]) -> str:
+    tree = SourceTree({"plants": TreeFile(PLAIN, "".join(f"{line}\n" for line in lines).encode())})
+    caught = "import contextlib, io, sys\nsys.argv[1:], said = ['plants'], io.StringIO()\n"
+    script = f"{caught}with contextlib.redirect_stdout(said):\n    exec({REACH!r})\nACTUAL = said.getvalue()\n"
+    return ast.literal_eval(TreeSandbox(Path(sys.prefix), [], 60).run_snippet(tree, script)["ACTUAL"])
+
+
+@pytest.mark.parametrize("attempt", [agent, agent_of_a_task, harbor, swe, swe_setup, checks_of_a_task])
+def test_nothing_of_the_host_is_reached(attempt: Attempt, tmp_path: Path):
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    with planted(beside, Path.cwd()) as lines, abstract_sockets() as abstract:
+        assert len(lines) >= _FEWEST
+        # Who installs packages shares the network of the host, and with it the sockets that have no file.
+        said = attempt(tmp_path, [*lines, *([] if attempt is swe_setup else abstract)])
+    assert said == "TRIED\n"
+
+
+def test_without_isolation_all_of_it_is_reached(tmp_path: Path):
+    """So that the attempts above could have succeeded."""
+    root = tmp_path / "work"
+    root.mkdir()
+    with planted(tmp_path) as lines, abstract_sockets() as abstract:
+        said = in_shell(SubprocessSandbox(root, tmp_path / "private"), root, [*lines, *abstract])
+    assert said.count("REACHED") == len([*lines, *abstract])
+
+
+@pytest.mark.parametrize(
+    "name", ["/etc/shadow", "/etc/gshadow", "/etc/pip.conf", "/etc/ssl/private", "/etc/ssh", "/sys"]
+)
+def test_files_of_the_system_with_secrets_are_not_there(name: str, tmp_path: Path):
+    shell = Shell(BubblewrapSandbox(tmp_path))
+    assert shell.run(f"ls -d {name}", timeout=20).exit_code == 2
+    shell.close()
