@@ -30,7 +30,7 @@ test: lint ## Check the style and the types, run the fast tests
 
 # In .venv-v1, from the same lock; another 3 GB unless CPU=1.
 test-v1: $(READY_V1) ## Check the types of the host for OpenHands V1, run its tests
-	$(BIN)/pyright --pythonpath $(V1)/python openhands_rl_plugin/hosts/v1
+	$(BIN)/pyright --project .ci/pyright-v1.json
 	$(V1)/pytest -n 2 --dist loadfile $(TESTS_V1) $(ARGS)
 
 # Makes .peers/sdk-*, half a gigabyte each; ARGS="1.34.0 newest" chooses some.

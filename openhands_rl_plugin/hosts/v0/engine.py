@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -27,9 +27,9 @@ from openhands.llm.llm import LLM
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import EpisodeError, ModelError, describe
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, WireMessage, altering_parameters, to_wire
-from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams, Tokens
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
+from openhands_rl_plugin.hosts.shared.known_turns import KnownTurns, sampled_below_head
 from openhands_rl_plugin.hosts.shared.litellm_calls import split_provider
 from openhands_rl_plugin.hosts.shared.model_errors import model_server_error
 from openhands_rl_plugin.hosts.v0.recorder import CallLog, record_completions, recording
@@ -92,7 +92,7 @@ class ControllerEngine:
         self._calls = itertools.count()
         self._seeds = ConversationSeeds()
         self._turn = HostTurn(session="", step=0)
-        self._turns: dict[tuple[Message, ...], HostTurn] = {}
+        self._turns = KnownTurns[HostTurn]()
         self._outcomes: dict[Message, HostOutcome] = {}
         record_completions(llm)
 
@@ -104,15 +104,13 @@ class ControllerEngine:
     def open(self, turn: HostTurn) -> None:
         """Begin a turn. Earlier turns and outcomes are dropped, unless search can still reach them."""
         self._turn = turn
-        start = len(turn.path)
-        self._turns = {path: known for path, known in self._turns.items() if path[:start] == turn.path}
-        self.expect(turn)
-        reachable = set(_sampled_below_head(self._episode.tree))
+        self._turns.open(turn)
+        reachable = set(sampled_below_head(self._episode.tree))
         self._outcomes = {message: outcome for message, outcome in self._outcomes.items() if message in reachable}
 
     def expect(self, turn: HostTurn) -> None:
         """Until the next turn is opened, send conversations that begin with ``turn.path`` in the form of ``turn``."""
-        self._turns[turn.path] = turn
+        self._turns.expect(turn)
 
     def outcome(self, answer: Message) -> HostOutcome:
         """The outcome of an answer of this engine that can still be executed. Raises ``KeyError`` for any other."""
@@ -131,7 +129,7 @@ class ControllerEngine:
         Returns fewer when some calls fail. Raises ``InfrastructureError`` or ``ModelError``, with OpenHands' own
         exception as the cause, when all fail. Meanwhile the episode so far is stored; raises ``StorageError``.
         """
-        known = self._longest_known_turn(tuple(messages))
+        known = self._turns.longest(messages)
         turn = known or replace(self._turn, path=(), prompt=(), wire=())
         prompt = [*turn.prompt, *(to_wire(message) for message in messages[len(turn.path) :])]
         described_in_prompt = known is not None and not self._llm.is_function_calling_active()
@@ -150,12 +148,6 @@ class ControllerEngine:
 
     def _seeded(self, sampling: SamplingParams | None, messages: Sequence[Message]) -> SamplingParams:
         return self._episode.sampling_for(sampling, self._seeds.next(messages))
-
-    def _longest_known_turn(self, messages: tuple[Message, ...]) -> HostTurn | None:
-        """The turn with the longest path that ``messages`` begin with, if there is one."""
-        lengths = {len(path) for path in self._turns}
-        prefixes = (messages[:length] for length in sorted(lengths, reverse=True) if length <= len(messages))
-        return next((self._turns[prefix] for prefix in prefixes if prefix in self._turns), None)
 
     def _tokens_before(self, messages: Sequence[Message]) -> Tokens | None:
         """The tokens of the last answer in ``messages``, when they are the path to the tree's head."""
@@ -249,12 +241,3 @@ class ControllerEngine:
             earlier = metadata.get("failed_attempts")
             assert earlier is None or isinstance(earlier, list)
             metadata["failed_attempts"] = [*(earlier or ()), *(attempt.summary() for attempt in log.attempts)]
-
-
-def _sampled_below_head(tree: EpisodeTree) -> Iterator[Message]:
-    pending = list(tree.children(tree.head))
-    while pending:
-        index = pending.pop()
-        pending += tree.children(index)
-        if tree.nodes[index].sampled:
-            yield tree.nodes[index].message

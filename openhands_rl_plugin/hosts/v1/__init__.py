@@ -1,1 +1,6 @@
-"""OpenHands V1 (``openhands-sdk`` 1.15 and newer), whose agents run in conversations."""
+"""OpenHands V1 (``openhands-sdk`` 1.15 and newer), whose agents run in conversations.
+
+Importing the package registers ``RLAgent``: ``agent-server --import-modules openhands_rl_plugin.hosts.v1``.
+"""
+
+from openhands_rl_plugin.hosts.v1.agent import RLAgent as RLAgent

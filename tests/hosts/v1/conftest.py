@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
 
 
 def _installed(package: str) -> bool:
@@ -13,3 +19,25 @@ def _installed(package: str) -> bool:
 
 
 collect_ignore_glob = [] if _installed("openhands-sdk") and not _installed("openhands-ai") else ["test_*.py"]
+
+# Before the SDK is imported: its own files in the user's home, and its banner.
+os.environ.setdefault("OPENHANDS_SUPPRESS_BANNER", "1")
+os.environ.setdefault("OH_PERSISTENCE_DIR", tempfile.mkdtemp(prefix="rl-v1-"))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[object]:
+    """A scripted model server."""
+    from scripted_model import serve
+
+    with serve() as model:
+        yield model
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    """A folder with one file that is wrong."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "calc.py").write_text("def add(a, b):\n    return a - b\n")
+    return folder

@@ -1,0 +1,138 @@
+"""``RLAgent`` of OpenHands V1: the SDK's agent, with a strategy for every completion, fully recorded.
+
+Importing this module registers it: the SDK finds an agent's class by its name (``kind``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import openhands.sdk.agent.agent as stock
+from openhands.sdk.agent import Agent
+from openhands.sdk.context.condenser import CondenserBase
+from openhands.sdk.conversation import (
+    ConversationCallbackType,
+    ConversationTokenCallbackType,
+    LocalConversation,
+)
+from openhands.sdk.conversation.state import ConversationExecutionStatus as Status
+from openhands.sdk.llm import LLM, LLMResponse
+from openhands.sdk.llm import Message as SdkMessage
+from openhands.sdk.tool import ToolDefinition
+from pydantic import Field, PrivateAttr, field_validator
+
+from openhands_rl_plugin.config.toml import settings_from_sections
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.hosts.shared.episode import current_episode
+from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode, EpisodeOver
+from openhands_rl_plugin.hosts.v1.conversations import Conversations
+from openhands_rl_plugin.hosts.v1.policy_llm import PolicyLLM
+
+# Absent before 1.23, whose conversations have no ``arun``.
+_stock_astep: Callable[..., Awaitable[None]] | None = getattr(Agent, "astep", None)
+
+
+class RLAgent(Agent):
+    """The SDK's agent whose completions a strategy decides and a storage records.
+
+    ``rl`` is the ``[rl]`` section of a config.toml. Under a runner of the project (``bind_episode``) the runner's
+    settings count. A step is the stock agent's, on a copy whose ``llm`` is a ``PolicyLLM``; what is serialised is this
+    agent with its plain LLM.
+    """
+
+    rl: dict[str, Any] = Field(default_factory=dict, description="The [rl] section of openhands_rl_plugin.")
+
+    _conversations: Conversations = PrivateAttr(default_factory=Conversations)
+
+    @field_validator("rl")
+    @classmethod
+    def _is_valid(cls, rl: dict[str, Any]) -> dict[str, Any]:
+        try:
+            settings_from_sections({"rl": rl})
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return rl
+
+    @property
+    def prompt_dir(self) -> str:
+        """The stock agent's prompts; by default the SDK looks beside the module of a subclass."""
+        return os.path.join(os.path.dirname(stock.__file__), "prompts")
+
+    def step(
+        self,
+        conversation: LocalConversation,
+        on_event: ConversationCallbackType,
+        on_token: ConversationTokenCallbackType | None = None,
+    ) -> None:
+        """As the stock agent's."""
+        with self._playing(conversation) as agent:
+            Agent.step(agent, conversation, on_event, on_token)
+
+    async def astep(
+        self,
+        conversation: LocalConversation,
+        on_event: ConversationCallbackType,
+        on_token: ConversationTokenCallbackType | None = None,
+    ) -> None:
+        """As the stock agent's. The SDK asks for it since 1.23."""
+        with self._playing(conversation) as agent:
+            assert _stock_astep is not None
+            await _stock_astep(agent, conversation, on_event, on_token)
+
+    def close(self) -> None:
+        """End the episodes of the conversation that is being closed."""
+        self._conversations.close()
+        super().close()
+
+    @contextmanager
+    def _playing(self, conversation: LocalConversation) -> Iterator[Agent]:
+        """The agent for one step."""
+        bound = current_episode()
+        settings = bound.settings if bound is not None else settings_from_sections({"rl": self.rl})
+        episode = self._conversations.begin_step(conversation, self.llm, settings)
+        if episode is None:
+            yield self
+            return
+        try:
+            yield self.model_copy(
+                update={
+                    "llm": PolicyLLM.over(self.llm, episode),
+                    "condenser": _recorded(self.condenser, _Summaries(episode)),
+                }
+            )
+        except EpisodeOver as over:
+            conversation.state.execution_status = Status.FINISHED
+            episode.end(over.stop)
+        finally:
+            self._conversations.end_step(conversation)
+
+
+class _Summaries:
+    """Answers a condenser's LLM."""
+
+    def __init__(self, episode: ConversationEpisode) -> None:
+        self._episode = episode
+
+    def complete(
+        self, llm: LLM, messages: list[SdkMessage], tools: Sequence[ToolDefinition], arguments: dict[str, Any]
+    ) -> LLMResponse:
+        return self._episode.condense(llm, messages, arguments)
+
+    def cancel(self) -> None:
+        """A summary is not cancelled: it ends by itself."""
+
+
+def _recorded(condenser: CondenserBase | None, summaries: _Summaries) -> CondenserBase | None:
+    """The condenser with recorded LLMs; condensers of condensers too."""
+    if condenser is None:
+        return None
+    changed: dict[str, object] = {}
+    llm, inner = getattr(condenser, "llm", None), getattr(condenser, "condensers", None)
+    if isinstance(llm, LLM):
+        changed["llm"] = PolicyLLM.over(llm, summaries)
+    if isinstance(inner, list):
+        changed["condensers"] = [_recorded(each, summaries) for each in inner]
+    return condenser.model_copy(update=changed) if changed else condenser

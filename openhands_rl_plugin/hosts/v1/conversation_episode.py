@@ -1,0 +1,278 @@
+"""One episode of one conversation of the SDK: its completions, its end, and what happens when the plugin fails."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from openhands.sdk.conversation import LocalConversation
+from openhands.sdk.conversation.state import ConversationExecutionStatus as Status
+from openhands.sdk.event import Event
+from openhands.sdk.llm import LLM, LLMResponse
+from openhands.sdk.llm import Message as SdkMessage
+from openhands.sdk.llm.exceptions import (
+    LLMBadRequestError,
+    LLMContextWindowExceedError,
+    LLMServiceUnavailableError,
+)
+from openhands.sdk.tool import ToolDefinition
+
+from openhands_rl_plugin.core.acted import CONDENSATION
+from openhands_rl_plugin.core.concurrency import Job, background
+from openhands_rl_plugin.core.errors import (
+    CaughtFailure,
+    ConfigError,
+    EpisodeError,
+    InfrastructureError,
+    RLError,
+    StorageError,
+    boundary,
+    describe,
+)
+from openhands_rl_plugin.core.messages import to_message
+from openhands_rl_plugin.core.protocols import LLMEngine
+from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
+from openhands_rl_plugin.hosts.shared.end_evidence import end_evidence
+from openhands_rl_plugin.hosts.shared.episode import HostEpisode, SessionWorld
+from openhands_rl_plugin.hosts.shared.sessions import register_runtime, runtime_of
+from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun
+from openhands_rl_plugin.hosts.shared.workspace_conversation import WorkspaceConversation
+from openhands_rl_plugin.hosts.v1.endings import conversation_end
+from openhands_rl_plugin.hosts.v1.engine import LLM_ERRORS, ConversationEngine, ConversationTurn
+from openhands_rl_plugin.hosts.v1.stock_workspace import StockWorkspace
+from openhands_rl_plugin.hosts.v1.values import SampledCalls, offered_tools
+
+log = logging.getLogger("openhands")
+
+# How a server says that a prompt is too long; an engine of the project has no error of its own for that.
+_TOO_LONG = ("context length", "context window", "maximum context", "max_model_len", "too many tokens")
+
+
+@runtime_checkable
+class ForksConversations(Protocol):
+    """A workspace of a conversation, registered under the conversation's id, that search can fork."""
+
+    def world(
+        self, conversation: LocalConversation, turn: ConversationTurn, engine: ConversationEngine
+    ) -> SessionWorld | None:
+        """The live conversation during one decision; ``None`` when it cannot be forked now."""
+        ...
+
+
+class EpisodeOver(Exception):
+    """Raised in an agent's step, instead of a completion, when a limit of the episode is reached."""
+
+    def __init__(self, stop: StopReason) -> None:
+        super().__init__(stop.value)
+        self.stop = stop
+
+
+class ConversationEpisode:
+    """The state of one episode. ``standalone`` stores it when no runner does.
+
+    ``calls``: those of the conversation's earlier episodes too. ``own`` samples in the place of the SDK's LLM.
+    """
+
+    def __init__(
+        self,
+        episode: HostEpisode,
+        conversation: LocalConversation,
+        *,
+        calls: SampledCalls,
+        own: LLMEngine | None,
+        standalone: StandaloneRun | None,
+    ) -> None:
+        self.episode = episode
+        self.session = str(conversation.state.id)
+        self.over = False
+        self.failed = False
+        self._conversation = weakref.ref(conversation)
+        self._followed = WorkspaceConversation(episode.tree)
+        self._engine = ConversationEngine(episode, own)
+        self._calls = calls
+        self._standalone = standalone
+        self._job: Job[int] | None = None
+        self._ending = threading.Lock()
+        self._full = False
+        self._last_status = Status.RUNNING
+        self._workspace: StockWorkspace | None = None
+        if runtime_of(self.session) is None:
+            self._workspace = StockWorkspace(Path(str(conversation.workspace.working_dir)))
+            register_runtime(self.session, self._workspace)
+
+    @property
+    def conversation(self) -> LocalConversation | None:
+        """``None`` when nothing else refers to it any more."""
+        return self._conversation()
+
+    @property
+    def status(self) -> Status:
+        """The conversation's; of one that is gone the last that was seen."""
+        if (conversation := self.conversation) is not None:
+            self._last_status = conversation.state.execution_status
+        return self._last_status
+
+    def complete(
+        self, llm: LLM, messages: list[SdkMessage], tools: Sequence[ToolDefinition], arguments: dict[str, Any]
+    ) -> LLMResponse:
+        """The strategy's completion, stored before it is returned. Raises the SDK's errors and ``EpisodeOver``.
+
+        When the plugin itself fails, a conversation without a runner goes on with a plain completion.
+        """
+        try:
+            with boundary(FailureKind.INFRASTRUCTURE, "rl.agent"):
+                outcome = self._decide(llm, messages, tools, arguments)
+        except RLError as error:
+            self.fail(error)
+            return llm.model_copy(update={"stream": False}).completion(messages, list(tools), **arguments)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def cancel(self) -> None:
+        """End a decision that is under way. Blocks until its forks are closed."""
+        if (job := self._job) is not None:
+            job.cancel()
+
+    def condense(self, llm: LLM, messages: list[SdkMessage], arguments: dict[str, Any]) -> LLMResponse:
+        """A completion for a condenser: a node of its own kind. Raises the SDK's errors."""
+        try:
+            with boundary(FailureKind.INFRASTRUCTURE, "rl.condenser"):
+                completion = self._engine.aside(llm, messages, arguments)
+                prompt = [to_message(message) for message in llm.format_messages_for_llm(list(messages))]
+                self.episode.tree.aside(prompt, completion, CONDENSATION)
+                return self._engine.response(completion.message)
+        except CaughtFailure as caught:
+            cause = caught.__cause__.__cause__ if caught.__cause__ is not None else None
+            if isinstance(cause, LLM_ERRORS):
+                raise cause from caught
+            log.warning("openhands_rl_plugin: a summary was not recorded: %s", caught)
+        return llm.model_copy(update={"stream": False}).completion(messages, **arguments)
+
+    def fail(self, error: RLError) -> None:
+        """The plugin itself failed. Under a runner the episode fails, and the error is raised; else the user's
+        conversation goes on, without the plugin."""
+        if isinstance(error, ConfigError):
+            self.episode.refuse(error)
+        elif isinstance(error, StorageError):
+            self.episode.error = error
+        else:
+            kind = error.kind if isinstance(error, EpisodeError) else FailureKind.INFRASTRUCTURE
+            failure = error.failure if isinstance(error, CaughtFailure) else None
+            self.episode.failure = failure or Failure(kind=kind, message=describe(error), boundary="rl.agent")
+        if self._standalone is None:
+            raise error
+        self.failed = True
+        log.warning("openhands_rl_plugin: %s; the conversation goes on without it", str(error).splitlines()[0])
+        self.end(StopReason.ERROR)
+
+    def end(self, stop: StopReason | None = None) -> None:
+        """Close the episode: ``stop``, or why the conversation ended. Idempotent; errors are logged."""
+        if not self._claim():
+            return
+        try:
+            with boundary(FailureKind.INFRASTRUCTURE, "rl.end"):
+                self._conclude(stop)
+                if self._standalone is not None:
+                    self._standalone.keep(failure=self.episode.failure)
+        except RLError as error:
+            log.warning("openhands_rl_plugin: the episode of %s was not closed: %s", self.session, error)
+
+    def end_at_exit(self) -> None:
+        """Note why the conversation ended, before the process does: ``StandaloneRun`` stores it afterwards."""
+        if self._claim():
+            self._note_end(None)
+            if self._workspace is not None:
+                self.episode.evidence, _ = self._workspace.conclude()
+                self._workspace.close()
+
+    def _claim(self) -> bool:
+        with self._ending:
+            over, self.over = self.over, True
+        return not over
+
+    def _conclude(self, stop: StopReason | None) -> None:
+        self._note_end(stop)
+        evidence, failure = end_evidence(runtime_of(self.session), self.episode, self.episode.failure)
+        self.episode.evidence = evidence or self.episode.evidence
+        self.episode.failure = failure
+        if self._workspace is not None:
+            self._workspace.close()
+
+    def _note_end(self, stop: StopReason | None) -> None:
+        failure = None
+        if stop is None:
+            conversation, status = self.conversation, self.status
+            events: Sequence[Event] = conversation.state.events if conversation is not None else ()
+            stop, failure = conversation_end(status, events)
+            if self._full and failure is not None:
+                stop, failure = StopReason.MAX_TOKENS, None
+        if failure is None and stop is not StopReason.ERROR:
+            # An error that the conversation went on after is none of the episode.
+            self.episode.failure = None
+        self.episode.failure = self.episode.failure or failure
+        self.episode.end_here(stop)
+
+    def _decide(
+        self, llm: LLM, messages: list[SdkMessage], tools: Sequence[ToolDefinition], arguments: dict[str, Any]
+    ) -> LLMResponse | Exception:
+        """The response, or what the agent's LLM would raise. Raises ``RLError`` when the plugin fails."""
+        episode = self.episode
+        turn = self._turn(llm, messages, tools, arguments)
+        if (stop := episode.limit_reached()) is not None:
+            return EpisodeOver(stop)
+        self._engine.open(turn)
+        episode.failure, self._full = None, False
+        self._job = background().start(episode.decide(self._engine, self._world(turn)))
+        try:
+            with boundary(FailureKind.MODEL, "strategy.decide"):
+                chosen = self._job.result()
+        except CaughtFailure as caught:
+            return self._undecided(caught)
+        episode.turns += 1
+        message = episode.tree.nodes[chosen].message
+        self._followed.acted(chosen)
+        self._calls.add(message)
+        episode.keep()
+        return self._engine.response(message)
+
+    def _turn(
+        self, llm: LLM, messages: list[SdkMessage], tools: Sequence[ToolDefinition], arguments: dict[str, Any]
+    ) -> ConversationTurn:
+        prompt = self._calls.put_back(messages)
+        tree = self.episode.tree
+        # A copy: the SDK marks messages for the prompt cache while it writes them.
+        rewritten = self._followed.follow(llm.format_messages_for_llm([each.model_copy() for each in prompt]))
+        offered = offered_tools(tools, arguments)
+        tree.tools = tree.tools or offered
+        return ConversationTurn(llm, tree.messages(), prompt, tools, offered, arguments, rewritten)
+
+    def _world(self, turn: ConversationTurn) -> SessionWorld | None:
+        runtime, conversation = runtime_of(self.session), self.conversation
+        if isinstance(runtime, ForksConversations) and conversation is not None:
+            return runtime.world(conversation, turn, self._engine)
+        return None
+
+    def _undecided(self, caught: CaughtFailure) -> Exception:
+        """The SDK's own exception for an answer that did not come. Raises ``caught`` for the strategy's failure."""
+        cause = caught.__cause__
+        if not isinstance(cause, EpisodeError):
+            raise caught
+        self.episode.failure = caught.failure
+        below = cause.__cause__
+        error = below if isinstance(below, LLM_ERRORS) else _sdk_error(cause)
+        if isinstance(error, LLMContextWindowExceedError) and self.episode.turns:
+            self._full = True
+        return error
+
+
+def _sdk_error(error: EpisodeError) -> Exception:
+    """An engine's error as the SDK raises it: its condensers wait for the one of a full context."""
+    text = str(error)
+    if any(words in text.lower() for words in _TOO_LONG):
+        return LLMContextWindowExceedError(text)
+    return (LLMServiceUnavailableError if isinstance(error, InfrastructureError) else LLMBadRequestError)(text)

@@ -1,0 +1,194 @@
+"""The episodes of an agent's conversations: when one begins, and who ends it when the SDK does not say so."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import threading
+import time
+from typing import Any, Self
+
+from openhands.sdk.conversation import LocalConversation
+from openhands.sdk.conversation.state import ConversationExecutionStatus as Status
+from openhands.sdk.event import MessageEvent
+from openhands.sdk.llm import LLM
+from openhands.sdk.llm.router import RouterLLM
+
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.concurrency import background
+from openhands_rl_plugin.core.errors import ConfigError, RLError, boundary
+from openhands_rl_plugin.core.types import FailureKind
+from openhands_rl_plugin.hosts.shared.episode import current_episode
+from openhands_rl_plugin.hosts.shared.litellm_calls import split_provider
+from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun, standalone_episode
+from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode
+from openhands_rl_plugin.hosts.v1.endings import ENDED, last_instruction, said_finish
+from openhands_rl_plugin.hosts.v1.policy_engines import engine_for
+from openhands_rl_plugin.hosts.v1.values import SampledCalls
+
+log = logging.getLogger("openhands")
+
+WATCH_SECONDS = 1.0
+"""How often open conversations are looked at; one that has ended is seen twice before its episode ends."""
+
+_SILENCE_SECONDS = 1800.0
+
+
+class _Played:
+    """A conversation, with the episode that it is in."""
+
+    def __init__(self, calls: SampledCalls, episode: ConversationEpisode | None) -> None:
+        self.calls = calls
+        self.episode = episode
+        self.stepping = False
+        self.steps = 0
+        self.finished_at: int | None = None
+        self.seen: tuple[Status, int] | None = None
+        self.changed = time.monotonic()
+
+
+class Conversations:
+    """Shared by all copies of one agent, which the SDK makes freely. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._played: dict[str, _Played] = {}
+        self._lock = threading.Lock()
+        self._watching = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)()
+
+    def begin_step(self, conversation: LocalConversation, llm: LLM, settings: RLSettings) -> ConversationEpisode | None:
+        """The episode of the agent's next step; ``None`` when the step is to be the stock agent's.
+
+        After an answer to the ``finish`` tool's message, or an end that the watch saw, a new episode begins.
+        """
+        session = str(conversation.state.id)
+        with self._lock:
+            played = self._played.get(session)
+        if played is not None and played.episode is None:
+            return None
+        if played is not None and played.episode is not None and _answered(played, conversation):
+            played.episode.end()
+        if played is None or played.episode is None or played.episode.over:
+            played = self._begin(conversation, llm, settings, played.calls if played else SampledCalls())
+            with self._lock:
+                self._played[session] = played
+            self._watch()
+        played.stepping, played.finished_at = True, None
+        return played.episode
+
+    def end_step(self, conversation: LocalConversation) -> None:
+        """The step has ended; the conversation may have, too."""
+        played = self._played[str(conversation.state.id)]
+        state = conversation.state
+        if state.execution_status == Status.FINISHED and said_finish(state.events):
+            played.finished_at = len(state.events)
+        played.steps += 1
+        played.stepping, played.changed = False, time.monotonic()
+        if played.episode is not None and played.episode.failed:
+            played.episode = None
+
+    def close(self) -> None:
+        """End the episodes of the conversations that are being closed. Blocks."""
+        for session, played in self._all():
+            conversation = played.episode.conversation if played.episode is not None else None
+            # The SDK closes an agent without saying for which of its conversations.
+            if conversation is None or getattr(conversation, "_cleanup_initiated", True):
+                self._end(session, played)
+
+    def look(self) -> None:
+        """End the episodes of conversations that have ended by themselves. Blocks."""
+        for session, played in self._all():
+            episode = played.episode
+            if episode is None or episode.over or played.stepping:
+                continue
+            status = episode.status
+            settled = played.seen == (status, played.steps)
+            played.seen = (status, played.steps)
+            silent = time.monotonic() - played.changed > _SILENCE_SECONDS
+            awaited = status == Status.FINISHED and played.finished_at is None
+            if episode.conversation is None:
+                self._end(session, played)
+            elif settled and status in ENDED and (silent or not awaited):
+                episode.end()
+
+    def _all(self) -> list[tuple[str, _Played]]:
+        with self._lock:
+            return list(self._played.items())
+
+    def _end(self, session: str, played: _Played) -> None:
+        if played.episode is not None:
+            played.episode.end()
+        with self._lock:
+            self._played.pop(session, None)
+
+    def _begin(self, conversation: LocalConversation, llm: LLM, settings: RLSettings, calls: SampledCalls) -> _Played:
+        bound = current_episode()
+        try:
+            with boundary(FailureKind.INFRASTRUCTURE, "rl.begin"):
+                return _Played(calls, _episode(conversation, llm, settings, calls))
+        except RLError as error:
+            if bound is not None:
+                raise
+            log.warning("openhands_rl_plugin: %s; the conversation runs without it", str(error).splitlines()[0])
+            return _Played(calls, None)
+
+    def _watch(self) -> None:
+        with self._lock:
+            if self._watching:
+                return
+            self._watching = True
+        atexit.register(self._end_at_exit)
+        background().start(self._watched())
+
+    async def _watched(self) -> None:
+        while self._is_open():
+            await asyncio.sleep(WATCH_SECONDS)
+            await background().blocking(self.look)
+        atexit.unregister(self._end_at_exit)
+
+    def _is_open(self) -> bool:
+        with self._lock:
+            played = self._played.values()
+            self._watching = any(each.episode is not None and not each.episode.over for each in played)
+            return self._watching
+
+    def _end_at_exit(self) -> None:
+        for _, played in self._all():
+            if played.episode is not None:
+                played.episode.end_at_exit()
+
+
+def _answered(played: _Played, conversation: LocalConversation) -> bool:
+    """Whether the user said something after the agent had finished: the next task, not a hook's objection."""
+    if played.finished_at is None:
+        return False
+    events = conversation.state.events
+    later = (events[index] for index in range(played.finished_at, len(events)))
+    return any(isinstance(event, MessageEvent) and event.source == "user" for event in later)
+
+
+def _episode(
+    conversation: LocalConversation, llm: LLM, settings: RLSettings, calls: SampledCalls
+) -> ConversationEpisode:
+    episode = current_episode()
+    standalone = None
+    own_name = split_provider(llm.model)[1]
+    base_model = settings.serving.model or own_name
+    if episode is None:
+        episode = standalone_episode(
+            settings,
+            session=str(conversation.state.id),
+            instruction=last_instruction(conversation.state.events),
+            base_model=base_model,
+            environment_mode=False,
+        )
+        standalone = StandaloneRun(episode)
+    own = engine_for(settings, model=episode.request.served_model or base_model, base_model=base_model)
+    if own is None and isinstance(llm, RouterLLM):
+        raise ConfigError("RLAgent needs one model for a whole episode, not a router")
+    if own is None and llm.uses_responses_api():
+        raise ConfigError(f"{llm.model} is asked through the Responses API, which has no token ids: use another model")
+    return ConversationEpisode(episode, conversation, calls=calls, own=own, standalone=standalone)
