@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 
 from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
-from openhands_rl_plugin.cli.options.foreground import wait_until_stopped
+from openhands_rl_plugin.cli.options.foreground import add_access_log, log_accesses_if_asked, wait_until_stopped
 
 EPILOG = """examples:
   openhands-rl agent --base-url http://127.0.0.1:8100/v1 --model policy-v000007 --tools think final my_tools:Search
   openhands-rl agent --base-url http://127.0.0.1:8100/v1 --model tiny --record ./trajectories --port 8300
   OPENHANDS_RL_API_KEY=... openhands-rl agent --base-url http://10.0.0.5:8000/v1 --model m --host 0.0.0.0
 
-  curl http://127.0.0.1:8300/v1/chat/completions -d '{"messages": [{"role": "user", "content": "hi"}]}'
+  curl http://127.0.0.1:8300/v1/chat/completions --json '{"messages": [{"role": "user", "content": "hi"}]}'
 """
 
 
@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from openhands_rl_plugin.apps.endpoint.config import AgentConfig
 
     add_fields(parser, AgentConfig, lists="words")
+    add_access_log(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -29,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.apps.endpoint.server import running_agent
 
     config = read_fields(args, AgentConfig)
+    log_accesses_if_asked(args)
     with running_agent(config) as url:
         print(f"{config.model} of {config.base_url} with {', '.join(config.tools) or 'no tools'}", flush=True)
         print(f"base_url: {url}/v1; Ctrl-C stops it", flush=True)

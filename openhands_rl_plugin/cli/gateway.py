@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
+from openhands_rl_plugin.cli.options.foreground import add_access_log, log_accesses_if_asked
 from openhands_rl_plugin.cli.options.stores import STORE_HELP, storage_at
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import ServingSettings
@@ -24,7 +25,7 @@ EPILOG = """examples:
 The agent's base_url is http://127.0.0.1:8200/v1, or .../session/NAME/v1 to name its session; Claude Code's
 ANTHROPIC_BASE_URL is http://127.0.0.1:8200, or .../session/NAME. Recorded are /v1/chat/completions (with token ids and
 logprobs, if the server reports them), /v1/messages and /v1/responses. To end a session:
-  curl -X POST http://127.0.0.1:8200/session/NAME/end -d '{"success": true}'
+  curl http://127.0.0.1:8200/session/NAME/end --json '{"success": true}'
 """
 
 _STORE = "./trajectories"
@@ -35,6 +36,7 @@ _SWITCH_SECONDS = 0.0005
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One option for each field of ``GatewayConfig``, and where to store."""
     add_fields(parser, GatewayConfig, lists="words", from_file=True)
+    add_access_log(parser)
     parser.add_argument("--store", metavar="STORE", help=f"{STORE_HELP} (default: {_STORE})")
     parser.add_argument("--config", type=Path, metavar="FILE", help="a config.toml with the storage and [rl.serving]")
 
@@ -48,6 +50,7 @@ async def run(args: argparse.Namespace) -> int:
     else:
         where = args.store or _STORE
         storage = storage_at(where)
+    log_accesses_if_asked(args)
     await _serve(config, storage, where)
     return 0
 

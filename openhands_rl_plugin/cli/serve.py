@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
-from openhands_rl_plugin.cli.options.foreground import wait_until_stopped
+from openhands_rl_plugin.cli.options.foreground import add_access_log, log_accesses_if_asked, wait_until_stopped
 from openhands_rl_plugin.core.errors import MissingExtraError
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.weights import check_model
@@ -19,12 +19,15 @@ EPILOG = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One option for each field of ``ServerConfig``."""
     add_fields(parser, ServerConfig, lists="words")
+    add_access_log(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises ``RLError`` when the options, the model or the port cannot be used."""
     config = read_fields(args, ServerConfig)
+    config.door()
     check_model(config.model)
+    log_accesses_if_asked(args)
     try:
         from openhands_rl_plugin.models.server.server import running_server
     except ModuleNotFoundError as error:

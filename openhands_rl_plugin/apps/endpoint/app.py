@@ -39,14 +39,13 @@ from openhands_rl_plugin.core.types import Failure, FailureKind
 from openhands_rl_plugin.models.generator.errors import NotFound, Overloaded, ServingError, UpstreamFailure
 from openhands_rl_plugin.models.server.error_handlers import ERROR_HANDLERS, error_body
 from openhands_rl_plugin.models.server.http import SSE_DONE, json_response, sse_event, unless_disconnected
-from openhands_rl_plugin.models.server.middleware import access_middleware
 from openhands_rl_plugin.models.server.responses import ModelCard, ModelList, UsageInfo, now
 
 OpenRuntime = Callable[[], AbstractAsyncContextManager[AgentRuntime]]
 
 
 def build_app(config: AgentConfig, open_runtime: OpenRuntime) -> Starlette:
-    """The ASGI application; its lifespan opens the runtime. Raises ``ConfigError`` for a public host without a key."""
+    """The ASGI application; its lifespan opens the runtime."""
     endpoints = AgentEndpoints(config, open_runtime)
     return Starlette(
         routes=[
@@ -54,7 +53,6 @@ def build_app(config: AgentConfig, open_runtime: OpenRuntime) -> Starlette:
             Route("/v1/models", endpoints.models),
             Route("/health", endpoints.health),
         ],
-        middleware=access_middleware(config.client_key(), config.max_body_bytes),
         exception_handlers=ERROR_HANDLERS,
         lifespan=endpoints.lifespan,
     )

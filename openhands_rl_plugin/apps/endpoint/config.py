@@ -5,9 +5,9 @@ from __future__ import annotations
 from pydantic import Field
 
 from openhands_rl_plugin.config.rl import HttpUrl, VariableName
+from openhands_rl_plugin.core.servers.door import API_KEY, Door, required_key
 from openhands_rl_plugin.core.types import Frozen, Limits, SamplingParams
 from openhands_rl_plugin.environments.tools.environment import ToolOptions
-from openhands_rl_plugin.models.server.client_key import required_client_key
 
 MIB = 1024**2
 
@@ -60,13 +60,13 @@ class AgentConfig(PolicyConfig):
     host: str = Field(default="127.0.0.1", description="address to listen on; any but loopback needs a key")
     port: int = Field(default=8300, ge=0, le=65535, description="0 takes a free port")
     api_key_env: VariableName = Field(
-        default="OPENHANDS_RL_API_KEY",
+        default=API_KEY,
         description="environment variable with the API key that clients must send; unset: no key is required",
     )
     max_running: int = Field(default=16, ge=1, le=4096, description="concurrent requests")
     max_waiting: int = Field(default=64, ge=0, description="requests that may wait; one more gets status 503")
     max_body_bytes: int = Field(default=4 * MIB, ge=1024, description="maximum size of a request in bytes")
 
-    def client_key(self) -> str:
-        """The key that clients must send, empty for none. Raises ``ConfigError`` when a network address has none."""
-        return required_client_key(self.host, self.api_key_env, protects="the agent and its tools")
+    def door(self) -> Door:
+        """Who is let in. Raises ``ConfigError`` when a network address has no key."""
+        return Door(required_key(self.host, self.api_key_env, protects="the agent and its tools"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import threading
@@ -19,6 +20,20 @@ def wait_until_stopped() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     stopped.wait()
+
+
+def add_access_log(parser: argparse.ArgumentParser) -> None:
+    """``--access-log``, the same for every server."""
+    about = "print a line for each request: address, method, path, status, seconds; no bodies, no keys"
+    parser.add_argument("--access-log", action="store_true", help=about)
+
+
+def log_accesses_if_asked(args: argparse.Namespace) -> None:
+    """What ``--access-log`` asks for."""
+    if args.access_log:
+        from openhands_rl_plugin.core.servers.observed import log_accesses
+
+        log_accesses()
 
 
 def silence_libraries() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import ClassVar, Self
@@ -10,7 +11,7 @@ from typing import ClassVar, Self
 import httpx
 from pydantic import Field, JsonValue, field_validator
 
-from openhands_rl_plugin.core.errors import BadEnvironmentError, EpisodeError, InfrastructureError
+from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, EpisodeError, InfrastructureError
 from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Message, Observation, Task
 from openhands_rl_plugin.environments.http.answers import EpisodeStep as EpisodeStep
@@ -37,7 +38,7 @@ class HttpEnvironmentOptions(Frozen):
 
     ``timeout`` and ``backoff`` are in seconds. Only the opening of an episode is retried: a step that was sent may
     have been executed, so it is never sent twice. ``action_language`` of ``None`` means the known one of the task's
-    environment.
+    environment. ``api_key_env`` names the environment variable with the server's key, for one that asks for it.
     """
 
     base_url: str = "http://127.0.0.1:8000"
@@ -48,6 +49,7 @@ class HttpEnvironmentOptions(Frozen):
     system_prompt: str | None = None
     action_language: str | None = None
     max_response_bytes: int = Field(default=4 * 1024 * 1024, ge=1)
+    api_key_env: str = ""
 
     @field_validator("base_url")
     @classmethod
@@ -61,6 +63,14 @@ class HttpEnvironmentOptions(Frozen):
         if url.userinfo:
             raise ValueError("must not contain a user name or password")
         return value.rstrip("/")
+
+    def key(self) -> str:
+        """The server's key, empty for none. Raises ``ConfigError`` when its variable is not set."""
+        if not self.api_key_env:
+            return ""
+        if key := os.environ.get(self.api_key_env, ""):
+            return key
+        raise ConfigError(f"api_key_env: the environment variable {self.api_key_env} is not set; export it")
 
 
 class RefusedActionError(BadEnvironmentError):
@@ -130,7 +140,8 @@ class BaseEnvClient(ABC):
     def make_transport(self) -> JsonTransport:
         """This episode's connection to the server."""
         options = self.options
-        return JsonTransport(options.base_url, timeout=options.timeout, max_bytes=options.max_response_bytes)
+        bound, key = options.max_response_bytes, options.key()
+        return JsonTransport(options.base_url, timeout=options.timeout, max_bytes=bound, key=key)
 
     async def post(self, path: str, body: JsonObject) -> JsonValue:
         """POST JSON once. Raises ``InfrastructureError`` or ``BadEnvironmentError``."""

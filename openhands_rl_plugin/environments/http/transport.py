@@ -7,7 +7,6 @@ An unreachable, slow or failing server raises ``InfrastructureError``; an answer
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 from typing import NoReturn, Self
 
@@ -16,6 +15,7 @@ from pydantic import JsonValue
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.messages import whole_json
+from openhands_rl_plugin.core.servers.door import is_loopback
 from openhands_rl_plugin.core.types import JsonObject
 
 _EXCERPT_CHARACTERS = 200
@@ -40,13 +40,15 @@ class JsonTransport:
         base_url: where the server listens, without a path.
         timeout: seconds for one request, from the connection to the last byte.
         max_bytes: longest answer that is read.
+        key: sent with every request as a bearer token; empty: none is.
     """
 
-    def __init__(self, base_url: str, *, timeout: float, max_bytes: int) -> None:
+    def __init__(self, base_url: str, *, timeout: float, max_bytes: int, key: str = "") -> None:
         self._users = 1
         self._base_url = base_url
         self._timeout = timeout
         self._max_bytes = max_bytes
+        self._key = key
         url = httpx.URL(base_url)
         self._client = httpx.AsyncClient(
             base_url=base_url,
@@ -56,7 +58,8 @@ class JsonTransport:
             # only: that takes longer than an episode's first request.
             trust_env=not is_loopback(url.host),
             verify=url.scheme == "https",
-            headers={"accept": "application/json", "accept-encoding": "identity"},
+            headers={"accept": "application/json", "accept-encoding": "identity"}
+            | ({"authorization": f"Bearer {key}"} if key else {}),
         )
 
     async def post(self, path: str, body: JsonObject) -> JsonValue:
@@ -143,7 +146,7 @@ class CookieTransport(JsonTransport):
 
     def share(self) -> Self:
         """A new transport to the same server, without this one's cookies."""
-        return type(self)(self._base_url, timeout=self._timeout, max_bytes=self._max_bytes)
+        return type(self)(self._base_url, timeout=self._timeout, max_bytes=self._max_bytes, key=self._key)
 
 
 def check_status(where: str, status: int, content: bytes, location: str | None = None) -> None:
@@ -189,11 +192,3 @@ def excerpt(content: bytes | str) -> str:
     if isinstance(text, bytes):
         text = text.decode("utf-8", errors="replace")
     return " ".join(text.split())[:_EXCERPT_CHARACTERS] or "(empty)"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether ``host`` is this machine."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

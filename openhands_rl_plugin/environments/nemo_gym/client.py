@@ -74,7 +74,8 @@ class NeMoGymClient(BaseEnvClient):
     def make_transport(self) -> JsonTransport:
         """A transport with cookies; a copy of the episode gets its own."""
         options = self.options
-        return CookieTransport(options.base_url, timeout=options.timeout, max_bytes=options.max_response_bytes)
+        bound, key = options.max_response_bytes, options.key()
+        return CookieTransport(options.base_url, timeout=options.timeout, max_bytes=bound, key=key)
 
     async def open_episode(self, task: Task) -> ServerAnswer:
         """``POST /reset``, or ``POST /seed_session``."""

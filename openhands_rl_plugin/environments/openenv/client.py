@@ -183,7 +183,8 @@ class OpenEnvClient(BaseEnvClient):
 
     def _connection(self) -> OpenEnvSession:
         options = self._settings
-        return OpenEnvSession(options.base_url, timeout=options.timeout, max_bytes=options.max_response_bytes)
+        bound, key = options.max_response_bytes, options.key()
+        return OpenEnvSession(options.base_url, timeout=options.timeout, max_bytes=bound, key=key)
 
     async def _leave(self) -> None:
         session, self._session = self._session, None

@@ -16,6 +16,7 @@ import aiohttp
 from pydantic import JsonValue
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, EpisodeError, InfrastructureError
+from openhands_rl_plugin.core.servers.door import is_loopback
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.environments.http.client import RefusedActionError
 from openhands_rl_plugin.environments.http.transport import (
@@ -23,7 +24,6 @@ from openhands_rl_plugin.environments.http.transport import (
     check_status,
     decode_json,
     excerpt,
-    is_loopback,
 )
 
 _PATH = "/ws"
@@ -53,13 +53,15 @@ class OpenEnvSession:
         base_url: where the server listens, without a path.
         timeout: seconds for the connection, and for one answer.
         max_bytes: longest answer that is read.
+        key: sent as a bearer token; empty: none is.
     """
 
-    def __init__(self, base_url: str, *, timeout: float, max_bytes: int) -> None:
+    def __init__(self, base_url: str, *, timeout: float, max_bytes: int, key: str = "") -> None:
         self._base_url = base_url
         self._where = base_url + _PATH
         self._timeout = timeout
         self._max_bytes = max_bytes
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._client: aiohttp.ClientSession | None = None
         self._connection: aiohttp.ClientWebSocketResponse | None = None
         self._listener: asyncio.Task[None] | None = None
@@ -79,6 +81,7 @@ class OpenEnvSession:
             # As for HTTP: no proxy between this process and its own machine, no cookies, no redirects.
             trust_env=not is_loopback(urlsplit(self._base_url).hostname or ""),
             cookie_jar=aiohttp.DummyCookieJar(),
+            headers=self._headers,
             trace_configs=[tracing],
         )
         try:

@@ -1,12 +1,12 @@
 """A small WebShop: generated catalogue, WebShop's pages, actions and reward, in process or over HTTP."""
 
-from openhands_rl_plugin.core.http_server import PortUnavailableError
+from openhands_rl_plugin.core.servers.listening import PortUnavailableError
 from openhands_rl_plugin.environments.webshop.app import create_app
 from openhands_rl_plugin.environments.webshop.engine import Purchase, StepResult, WebShop, WebShopSession
 from openhands_rl_plugin.environments.webshop.goals import Goal, Split
 from openhands_rl_plugin.environments.webshop.oracle import oracle_actions
 from openhands_rl_plugin.environments.webshop.reward import RewardBreakdown
-from openhands_rl_plugin.environments.webshop.server import running_webshop, serve
+from openhands_rl_plugin.environments.webshop.server import running_webshop
 
 __all__ = [
     "Goal",
@@ -20,5 +20,4 @@ __all__ = [
     "create_app",
     "oracle_actions",
     "running_webshop",
-    "serve",
 ]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Annotated
@@ -16,31 +15,32 @@ import aiohttp
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from openhands_rl_plugin.core.errors import CaughtFailure, StorageError, boundary
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.types import FailureKind, JsonObject, Score, StopReason
+from openhands_rl_plugin.core.servers.connections import Connections
+from openhands_rl_plugin.core.servers.door import HEALTH, METRICS
+from openhands_rl_plugin.core.servers.metrics import CONTENT_TYPE, Metrics
+from openhands_rl_plugin.core.types import JsonObject, Score, StopReason
 from openhands_rl_plugin.models.engines.extensions import Clock
 from openhands_rl_plugin.models.gateway.config import GatewayConfig
 from openhands_rl_plugin.models.gateway.deduplication import PendingCall
+from openhands_rl_plugin.models.gateway.guard import Guard, response_of
 from openhands_rl_plugin.models.gateway.json_text import DEEPEST, dump_object, parse_object, too_deep
 from openhands_rl_plugin.models.gateway.protocols.chat_completions import CHAT
 from openhands_rl_plugin.models.gateway.protocols.messages import MESSAGES
 from openhands_rl_plugin.models.gateway.protocols.protocol import WireProtocol, event
 from openhands_rl_plugin.models.gateway.protocols.responses_api import RESPONSES
-from openhands_rl_plugin.models.gateway.recorder import NOT_RECORDED, Recorder, unexpected
+from openhands_rl_plugin.models.gateway.recorder import NOT_RECORDED, Recorder
 from openhands_rl_plugin.models.gateway.replies import EVENTS, Reply, error_reply
 from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecordable
 from openhands_rl_plugin.models.gateway.session_names import named_session, session_name
 from openhands_rl_plugin.models.gateway.sessions import SessionPool
-from openhands_rl_plugin.models.gateway.upstream import Upstream, UpstreamError, forwarded_headers
+from openhands_rl_plugin.models.gateway.upstream import Upstream, forwarded_headers
 
-_HEALTH = "/health"
 _REWARD_VERSION = "gateway"
 _LONGEST_ERROR = 2000
 # Paths of completions that are passed on, but have no place in an episode.
 _UNRECORDED = frozenset({"completions", "messages/batches", "responses/compact", "batches"})
 _SEPARATOR = re.compile(r"[/\\]")
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class EndRequest(BaseModel):
@@ -56,14 +56,21 @@ class EndRequest(BaseModel):
 class Gateway:
     """Request handlers of the gateway; they share one recorder and one pool of sessions."""
 
-    def __init__(self, config: GatewayConfig, storage: TrajectoryStorage, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        storage: TrajectoryStorage,
+        clock: Clock = time.monotonic,
+        *,
+        connections: Connections,
+    ) -> None:
         self._config = config
         self._storage = storage
         self._upstream = Upstream(config)
         self._recorder = Recorder(config, self._upstream, clock)
-        self._expected = config.client_key().encode()
-        self._in_flight = 0
         self._left: set[asyncio.Task[Reply]] = set()
+        self.metrics = Metrics()
+        self._guard = Guard(config, self.metrics, connections, lambda: len(self._left))
         self.sessions = SessionPool(
             storage,
             run_id=config.run_id,
@@ -74,8 +81,9 @@ class Gateway:
 
     def app(self) -> web.Application:
         """The application with its routes, API key check and limits."""
-        app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[_last_resort, self._guard])
-        app.router.add_get(_HEALTH, self.health)
+        app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=self._guard.middlewares)
+        app.router.add_get(HEALTH, self.health)
+        app.router.add_get(METRICS, self.measured)
         for prefix in ("", "/session/{session}"):
             for protocol in (CHAT, MESSAGES, RESPONSES):
                 app.router.add_post(f"{prefix}/v1/{protocol.path}", partial(self.complete, protocol))
@@ -89,9 +97,13 @@ class Gateway:
 
     async def health(self, request: web.Request) -> web.Response:
         """GET /health: counters since the start, and the fields that models refuse."""
-        now = {"status": "ok", "sessions": len(self.sessions), "in_flight": self._busy()}
+        now = {"status": "ok", "sessions": len(self.sessions), "in_flight": self._guard.busy}
         told = {**now, **self._recorder.counts.told(), "refused": self._recorder.refused()}
-        return _response(Reply(200, dump_object(told)))
+        return response_of(Reply(200, dump_object(told)))
+
+    async def measured(self, request: web.Request) -> web.Response:
+        """GET /metrics: Prometheus' text format."""
+        return web.Response(body=self.metrics.text().encode(), headers={"content-type": CONTENT_TYPE})
 
     async def complete(self, protocol: WireProtocol, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions, /v1/messages and /v1/responses."""
@@ -115,16 +127,12 @@ class Gateway:
                 return await self._stream(request, call_in_flight, protocol)
             reply = await asyncio.shield(call_in_flight.task)
             call_in_flight.delivered |= _connected(request)
-            return _response(reply)
+            return response_of(reply)
         finally:
             if not call_in_flight.task.done():
                 # The client left; the model server works on.
                 self._left.add(call_in_flight.task)
                 call_in_flight.task.add_done_callback(self._left.discard)
-
-    def _busy(self) -> int:
-        """How many requests are in flight, also to the model server for clients that left."""
-        return self._in_flight + len(self._left)
 
     def _session_name(self, request: web.Request, call: ClientRequest) -> str:
         in_path = request.match_info.get("session", "")
@@ -148,7 +156,7 @@ class Gateway:
         self, request: web.Request, path: str, body: bytes, marks: Mapping[str, str]
     ) -> web.StreamResponse:
         if ".." in _SEPARATOR.split(unquote(path)):
-            return _response(error_reply(400, "The path must not contain '..'.", "BadRequestError"))
+            return response_of(error_reply(400, "The path must not contain '..'.", "BadRequestError"))
         target = path + _query(request)
         async with self._upstream.exchange(request.method, target, request.headers, body) as answer:
             headers = {**forwarded_headers(answer.headers), **marks}
@@ -174,19 +182,19 @@ class Gateway:
         except ValidationError as error:
             problem = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(str(each) for each in problem["loc"])
-            return _response(error_reply(400, f"{where}: {problem['msg']}", "BadRequestError"))
+            return response_of(error_reply(400, f"{where}: {problem['msg']}", "BadRequestError"))
         if too_deep(outcome.evidence):
-            return _response(error_reply(400, f"evidence: has more than {DEEPEST} levels", "BadRequestError"))
+            return response_of(error_reply(400, f"evidence: has more than {DEEPEST} levels", "BadRequestError"))
         evidence: JsonObject = {**outcome.evidence, "ended_by": "client"}
         if outcome.success is not None:
             evidence["success"] = outcome.success
         ended = await self.sessions.end(name, StopReason.TERMINATED, evidence)
         trajectory_id = ended[0] if ended is not None else await self.sessions.last_episode(name)
         if trajectory_id is None:
-            return _response(error_reply(404, f"There is no session {name!r}.", "NotFoundError"))
+            return response_of(error_reply(404, f"There is no session {name!r}.", "NotFoundError"))
         scored = await self._score(trajectory_id, outcome)
         answer = {"session": name, "trajectory_id": trajectory_id, "ended": ended is not None, "scored": scored}
-        return _response(Reply(200, dump_object(answer)))
+        return response_of(Reply(200, dump_object(answer)))
 
     async def _score(self, trajectory_id: str, outcome: EndRequest) -> bool:
         reward = outcome.reward if outcome.reward is not None or outcome.success is None else float(outcome.success)
@@ -204,7 +212,7 @@ class Gateway:
         live, task, silence = call_in_flight.live, call_in_flight.task, self._config.keep_alive
         if await live.wait(task, silence) and not live.begun:
             call_in_flight.delivered |= _connected(request)
-            return _response(task.result())
+            return response_of(task.result())
         headers = {**live.headers, "content-type": EVENTS, "cache-control": "no-cache"}
         response = web.StreamResponse(headers=headers)
         # A client that disconnects receives the answer when it retries.
@@ -223,50 +231,9 @@ class Gateway:
             call_in_flight.delivered = True
         return response
 
-    def _has_key(self, headers: Mapping[str, str]) -> bool:
-        """Whether a request has the gateway's key, in the header of OpenAI's clients or in that of Anthropic's."""
-        bearer, key = (
-            headers.get(name, "").encode("utf-8", "surrogateescape") for name in ("authorization", "x-api-key")
-        )
-        right = hmac.compare_digest(bearer, b"Bearer " + self._expected)
-        return hmac.compare_digest(key, self._expected) or right
 
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Check the API key and the number of concurrent requests; return errors in OpenAI's format."""
-        if request.path == _HEALTH and request.method in ("GET", "HEAD"):
-            return await handler(request)
-        if self._expected and not self._has_key(request.headers):
-            return _response(error_reply(401, "The API key of the gateway is missing or wrong.", "Unauthorized"))
-        if (busy := self._busy()) >= self._config.max_in_flight:
-            message = f"The gateway has {busy} requests in flight; retry later or raise --max-in-flight."
-            return _response(error_reply(503, message, "ServiceUnavailableError", {"retry-after": "1"}))
-        self._in_flight += 1
-        try:
-            return await handler(request)
-        except UpstreamError as error:
-            return _response(error.reply)
-        except StorageError as error:
-            return _response(error_reply(503, str(error), "ServiceUnavailableError"))
-        except web.HTTPRequestEntityTooLarge:
-            message = f"The request body exceeds {self._config.max_body_bytes} bytes; raise --max-body-bytes."
-            return _response(error_reply(413, message, "BadRequestError"))
-        except web.HTTPException as error:
-            return _response(
-                error_reply(error.status, f"{request.method} {request.path}: {error.reason}", "NotFoundError")
-            )
-        finally:
-            self._in_flight -= 1
-
-
-@web.middleware
-async def _last_resort(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Errors that nobody expected, in OpenAI's format."""
-    try:
-        with boundary(FailureKind.INFRASTRUCTURE, "gateway"):
-            return await handler(request)
-    except CaughtFailure as caught:
-        return _response(unexpected(caught))
+def _connected(request: web.Request) -> bool:
+    return request.transport is not None and not request.transport.is_closing()
 
 
 def _query(request: web.Request) -> str:
@@ -282,13 +249,3 @@ def _late(reply: Reply, protocol: WireProtocol) -> bytes:
     error = (parse_object(reply.body) or {}).get("error")
     known = error if isinstance(error, dict) else {"message": reply.body[:_LONGEST_ERROR].decode("utf-8", "replace")}
     return protocol.error_event(known)
-
-
-def _response(reply: Reply) -> web.Response:
-    return web.Response(
-        status=reply.status, body=reply.body, headers={**reply.headers, "content-type": reply.content_type}
-    )
-
-
-def _connected(request: web.Request) -> bool:
-    return request.transport is not None and not request.transport.is_closing()

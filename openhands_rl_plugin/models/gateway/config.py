@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from openhands_rl_plugin.config.rl import HttpUrl, SafeName, VariableName
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.models.server.client_key import required_client_key
+from openhands_rl_plugin.core.servers.door import API_KEY, Door, required_key
 
 MIB = 1024**2
 
@@ -32,7 +32,7 @@ class GatewayConfig(BaseModel):
     host: str = Field(default="127.0.0.1", description="address to listen on; any but loopback needs a key")
     port: int = Field(default=8200, ge=0, le=65535, description="0 takes a free port")
     api_key_env: VariableName = Field(
-        default="OPENHANDS_RL_API_KEY",
+        default=API_KEY,
         description="environment variable with the API key that clients must send; unset: no key is required",
     )
     upstream_key_env: VariableName = Field(
@@ -83,9 +83,9 @@ class GatewayConfig(BaseModel):
             raise ValueError("--adapter needs --base-model, the name of the model without an adapter")
         return self
 
-    def client_key(self) -> str:
-        """The key that clients must send, empty for none. Raises ``ConfigError`` when a network address has none."""
-        return required_client_key(self.host, self.api_key_env, protects="the model server")
+    def door(self) -> Door:
+        """Who is let in. Raises ``ConfigError`` when a network address has no key."""
+        return Door(required_key(self.host, self.api_key_env, protects="the model server"))
 
     def upstream_key(self) -> str:
         """The model server's key, empty for none. Raises ``ConfigError`` when its variable is not set."""

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from openhands_rl_plugin.core.servers.door import API_KEY, Door, required_key
+
 GIB = 1024**3
 
 
@@ -45,17 +47,21 @@ class GeneratorConfig(BaseModel):
 class ServerConfig(GeneratorConfig):
     """The generation core behind HTTP."""
 
-    host: str = "127.0.0.1"
+    host: str = Field(default="127.0.0.1", description="Address to listen on; any but loopback needs a key.")
     port: int = Field(default=8100, ge=0, le=65535, description="0 takes a free port.")
     served_model_name: str | None = Field(default=None, description="Name of the base model; None: `model` as given.")
     api_key_env: str = Field(
-        default="OPENHANDS_RL_API_KEY",
+        default=API_KEY,
         description="Environment variable with the key; no key is asked for when it is unset or empty.",
     )
     chat_template: str | None = Field(
         default=None, description="File with a Jinja chat template; None: the model's own."
     )
     max_body_bytes: int = Field(default=16 * 1024**2, ge=1024)
+
+    def door(self) -> Door:
+        """Who is let in. Raises ``ConfigError`` when a network address has no key."""
+        return Door(required_key(self.host, self.api_key_env, protects="the model and load adapters"))
 
     @property
     def base_name(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +23,6 @@ from openhands_rl_plugin.models.generator.sequence import Generation, RequestHan
 from openhands_rl_plugin.models.server.error_handlers import ERROR_HANDLERS
 from openhands_rl_plugin.models.server.formatting import Formatter, usage
 from openhands_rl_plugin.models.server.http import json_response, unless_disconnected
-from openhands_rl_plugin.models.server.middleware import access_middleware
 from openhands_rl_plugin.models.server.prompts import PromptRenderer
 from openhands_rl_plugin.models.server.requests import (
     ChatCompletionRequest,
@@ -65,7 +63,6 @@ def build_app(config: ServerConfig, generator: Generator) -> Starlette:
             Route("/tokenize", endpoints.tokenize, methods=["POST"]),
             Route("/health", endpoints.health),
         ],
-        middleware=access_middleware(os.environ.get(config.api_key_env, ""), config.max_body_bytes),
         exception_handlers=ERROR_HANDLERS,
     )
 

@@ -1,32 +1,43 @@
-"""Run the embedded server: in the foreground, or in a thread beside the caller."""
+"""Run the embedded server in a thread beside the caller."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from openhands_rl_plugin.core import http_server
+from starlette.routing import Route
+
+from openhands_rl_plugin.core.servers.connections import ConnectionLimits
+from openhands_rl_plugin.core.servers.listening import listening, serving
+from openhands_rl_plugin.core.servers.metrics import Metrics
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.server.app import build_app
 
 
-def serve(config: ServerConfig) -> None:
-    """Serve until interrupted.
-
-    Raises ``PortUnavailableError`` when the port is taken, ``StartError`` when the model cannot be loaded.
-    """
-    with http_server.listening(config.host, config.port) as listener, Generator(config) as generator:
-        http_server.serve(build_app(config, generator), listener, lifespan="off")
-
-
 @contextmanager
-def running_server(config: ServerConfig, generator: Generator | None = None) -> Iterator[str]:
+def running_server(
+    config: ServerConfig, generator: Generator | None = None, *, limits: ConnectionLimits | None = None
+) -> Iterator[str]:
     """A server in a background thread; yields its base URL (``http://127.0.0.1:PORT``).
 
-    With a ``generator`` that one is served and stays open; else one is loaded and closed. Raises as ``serve`` does.
+    With a ``generator`` that one is served and stays open; else one is loaded and closed. Raises ``ConfigError`` when
+    a public host has no key, ``PortUnavailableError`` when the port is taken, ``StartError`` when the model cannot be
+    loaded.
     """
+    door = config.door()
     with ExitStack() as stack:
-        listener = stack.enter_context(http_server.listening(config.host, config.port))
+        listener = stack.enter_context(listening(config.host, config.port))
         app = build_app(config, generator or stack.enter_context(Generator(config)))
-        yield stack.enter_context(http_server.serving(app, listener, lifespan="off"))
+        yield stack.enter_context(
+            serving(
+                app,
+                listener,
+                door=door,
+                routes=[route.path for route in app.routes if isinstance(route, Route)],
+                max_body_bytes=config.max_body_bytes,
+                limits=limits,
+                metrics=Metrics(),
+                lifespan="off",
+            )
+        )

@@ -23,7 +23,6 @@ from openhands_rl_plugin.environments.webshop import (
     create_app,
     oracle_actions,
     running_webshop,
-    serve,
 )
 
 WORLD = WebShop(results_per_page=5)
@@ -37,7 +36,7 @@ def base_url() -> Iterator[str]:
 
 @pytest.fixture
 def shop(base_url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=base_url, trust_env=False) as client:
+    with httpx.Client(base_url=base_url, trust_env=False, headers={"content-type": "application/json"}) as client:
         yield client
 
 
@@ -328,14 +327,15 @@ def test_an_occupied_port_is_one_clear_line() -> None:
         assert str(caught.value) == (
             f"cannot listen on 127.0.0.1:{port}: the port is in use; choose another one or stop the server that has it"
         )
-        with pytest.raises(PortUnavailableError, match="in use"):
-            serve(port=port, world=WORLD)
+        with pytest.raises(PortUnavailableError, match="in use"), running_webshop(WORLD, port=port):
+            pass
 
 
 @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70_000), ("127.0.0.1", -1), ("203.0.113.9", 0)])
-def test_an_impossible_address_is_one_clear_line(host: str, port: int) -> None:
-    with pytest.raises(PortUnavailableError) as caught:
-        serve(host, port, world=WORLD)
+def test_an_impossible_address_is_one_clear_line(host: str, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENHANDS_RL_API_KEY", "key")
+    with pytest.raises(PortUnavailableError) as caught, running_webshop(WORLD, host=host, port=port):
+        pass
     assert str(caught.value).startswith(f"cannot listen on {host}:{port}: ") and "\n" not in str(caught.value)
 
 
@@ -347,11 +347,11 @@ def test_the_port_is_free_again_afterwards() -> None:
         assert again == url and httpx.get(again, trust_env=False).text == "ok"
 
 
-def test_serve_blocks_until_interrupted() -> None:
+def test_the_command_serves_until_it_is_told_to_stop() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    code = f"from openhands_rl_plugin.environments.webshop import serve; serve(port={port})"
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "openhands_rl_plugin", "env", "webshop", "--port", str(port)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 20
         while True:

@@ -222,7 +222,9 @@ async def test_half_a_surrogate_pair_breaks_nothing(tmp_path: Path):
     model = Model(behave=odd)
     async with world(tmp_path, model) as gateway:
         raw = b'{"model": "policy", "messages": [{"role": "user", "content": "\\udc00 one"}]}'
-        assert (await gateway.http.post("/v1/chat/completions", content=raw)).status_code == 200
+        assert (
+            await gateway.http.post("/v1/chat/completions", content=raw, headers={"content-type": "application/json"})
+        ).status_code == 200
     assert [message.content for message in (await gateway.only()).messages()] == ["\ufffd one", "\ufffd!"]
 
 

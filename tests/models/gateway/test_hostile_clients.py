@@ -47,8 +47,8 @@ async def raw(url: str, path: str, body: bytes) -> bytes:
     """The status line of a POST whose path no client library changes."""
     host, _, port = url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-    writer.write(head.encode() + body)
+    head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
     answer = await reader.read()
     writer.close()
     return answer.partition(b"\r\n")[0]

@@ -180,7 +180,7 @@ async def test_errors_and_keys_in_anthropics_format(tmp_path: Path, monkeypatch:
     asked: Any = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "one"}]}
     async with claude(tmp_path, upstream_key_env="MODEL_KEY") as (gateway, model, _):
         async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key="wrong", max_retries=0) as client:
-            with pytest.raises(anthropic.AuthenticationError, match="key of the gateway is missing or wrong"):
+            with pytest.raises(anthropic.AuthenticationError, match="API key is missing or wrong"):
                 await client.messages.create(**asked)
         async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key="gate", max_retries=0) as client:
             await client.messages.create(**asked)

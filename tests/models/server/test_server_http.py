@@ -11,11 +11,11 @@ import httpx
 import openai
 import pytest
 
-from openhands_rl_plugin.core.http_server import PortUnavailableError
+from openhands_rl_plugin.core.servers.listening import PortUnavailableError
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.errors import StartError
 from openhands_rl_plugin.models.generator.generator import Generator
-from openhands_rl_plugin.models.server.server import running_server, serve
+from openhands_rl_plugin.models.server.server import running_server
 
 MESSAGES = [{"role": "user", "content": "one two three"}]
 
@@ -182,7 +182,7 @@ def test_refusals(http: httpx.Client, path: str, body: dict[str, object], status
 
 
 def test_a_body_that_is_not_json(http: httpx.Client) -> None:
-    response = http.post("/v1/chat/completions", content=b"{nope")
+    response = http.post("/v1/chat/completions", content=b"{nope", headers={"content-type": "application/json"})
     assert response.status_code == 400 and "JSON" in str(error(response)["message"])
 
 
@@ -190,7 +190,7 @@ def test_a_body_that_is_not_json(http: httpx.Client) -> None:
 def test_too_large_a_body(http: httpx.Client, announced: bool) -> None:
     blob = json.dumps({"messages": [{"role": "user", "content": "x" * 300_000}]}).encode()
     content = blob if announced else iter([blob[:150_000], blob[150_000:]])
-    refused = error(http.post("/v1/chat/completions", content=content))
+    refused = error(http.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"}))
     assert refused["code"] == 413 and "raise the server's --max-body-bytes" in refused["message"]
 
 
@@ -237,10 +237,13 @@ def test_api_key(tiny_model: Path, generator: Generator, monkeypatch: pytest.Mon
 def test_an_occupied_port_is_one_line(tiny_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(PortUnavailableError, match=rf"^cannot listen on 127.0.0.1:{port}: .*choose another one"):
-            serve(ServerConfig(model=str(tiny_model), port=port))
+        in_use = rf"^cannot listen on 127.0.0.1:{port}: .*choose another one"
+        config = ServerConfig(model=str(tiny_model), port=port)
+        with pytest.raises(PortUnavailableError, match=in_use), running_server(config):
+            pass
 
 
 def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(StartError, match=r"^cannot load the model .*$"):
-        serve(ServerConfig(model=str(tmp_path / "nothing"), port=0))
+    config = ServerConfig(model=str(tmp_path / "nothing"), port=0)
+    with pytest.raises(StartError, match=r"^cannot load the model .*$"), running_server(config):
+        pass

@@ -6,16 +6,21 @@ import errno
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.core.servers.asgi import MIB, Guard
+from openhands_rl_plugin.core.servers.connections import ConnectionLimits, Connections
+from openhands_rl_plugin.core.servers.door import Door
+from openhands_rl_plugin.core.servers.metrics import Metrics
+from openhands_rl_plugin.core.servers.observed import ObservedRequests
 
 if TYPE_CHECKING:
     import uvicorn
 
-_BACKLOG = 1024
+BACKLOG = 1024
 _HIGHEST_PORT = 65_535
 _START_SECONDS = 30.0
 """Far more than a start takes; until then a lifespan may open its store."""
@@ -48,7 +53,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(address)
-            listener.listen(_BACKLOG)
+            listener.listen(BACKLOG)
         except OSError as error:
             raise PortUnavailableError(f"{where}: {_remedy(error)}") from error
         yield listener
@@ -66,18 +71,34 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(app: Any, listener: socket.socket, **options: Any) -> None:
-    """Serve an ASGI application until interrupted. ``options`` are those of ``uvicorn.Config``."""
-    _server(app, options).run(sockets=[listener])
-
-
 @contextmanager
-def serving(app: Any, listener: socket.socket, **options: Any) -> Iterator[str]:
+def serving(
+    app: Any,
+    listener: socket.socket,
+    *,
+    door: Door | None = None,
+    routes: Collection[str] = (),
+    max_body_bytes: int = 16 * MIB,
+    limits: ConnectionLimits | None = None,
+    metrics: Metrics | None = None,
+    **options: Any,
+) -> Iterator[str]:
     """Serve an ASGI application from a thread until the block ends; yields its URL as soon as it answers.
 
-    ``options`` are those of ``uvicorn.Config``. Raises ``InfrastructureError`` when it does not start.
+    ``door``: who is let in; by default there is no key. ``routes``: the paths that ``/metrics`` tells apart; to
+    ``metrics`` those of the requests are added. ``options`` are those of ``uvicorn.Config``. Raises
+    ``InfrastructureError`` when it does not start.
     """
-    server = _server(app, options)
+    connections, metrics = Connections(limits), metrics or Metrics()
+    guard = Guard(
+        app,
+        door or Door(),
+        max_body_bytes=max_body_bytes,
+        connections=connections,
+        metrics=metrics,
+        observed=ObservedRequests(metrics, connections, routes),
+    )
+    server = _server(guard, connections, options)
     thread = threading.Thread(target=server.run, args=([listener],), name="http-server", daemon=True)
     thread.start()
     try:
@@ -92,8 +113,18 @@ def serving(app: Any, listener: socket.socket, **options: Any) -> Iterator[str]:
         thread.join()
 
 
-def _server(app: Any, options: dict[str, Any]) -> uvicorn.Server:
+def _server(app: Any, connections: Connections, options: dict[str, Any]) -> uvicorn.Server:
     import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    common = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": _STOP_SECONDS}
+    common: dict[str, Any] = {
+        "log_level": "warning",
+        "access_log": False,
+        "timeout_graceful_shutdown": _STOP_SECONDS,
+        "timeout_keep_alive": round(connections.limits.idle),
+        "http": connections.bounded(H11Protocol),
+        "ws": "none",
+        "backlog": BACKLOG,
+        "server_header": False,
+    }
     return uvicorn.Server(uvicorn.Config(app, **common | options))

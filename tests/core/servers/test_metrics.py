@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from openhands_rl_plugin.core.servers.listening import listening, serving
+from openhands_rl_plugin.core.servers.metrics import Metrics
+from openhands_rl_plugin.core.servers.observed import ACCESS, log_accesses
+
+prometheus = pytest.importorskip("prometheus_client.parser")
+
+
+def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """As Prometheus' own parser reads them."""
+    families = prometheus.text_string_to_metric_families(text)
+    return {(one.name, tuple(sorted(one.labels.items()))): one.value for family in families for one in family.samples}
+
+
+def test_prometheus_reads_the_text() -> None:
+    metrics = Metrics()
+    metrics.counter("asked_total", "Asked.").add(2, name='a "b"\\\n')
+    metrics.counter("asked_total", "Asked.").add(name='a "b"\\\n')
+    seconds = metrics.histogram("seconds", "Seconds.", (0.5, 1.0))
+    for each in (0.5, 0.7, 9.0):
+        seconds.observe(each)
+    metrics.read("here", "Here.", lambda: [({"place": "x"}, 7)])
+    found = samples(metrics.text())
+    assert found["asked_total", (("name", 'a "b"\\\n'),)] == 3
+    assert [found["seconds_bucket", (("le", le),)] for le in ("0.5", "1.0", "+Inf")] == [1, 2, 3]
+    assert found["seconds_count", ()] == 3 and found["seconds_sum", ()] == pytest.approx(10.2)
+    assert found["here", (("place", "x"),)] == 7
+    assert found["process_resident_memory_bytes", ()] > 1e6
+
+
+async def _hello(request: Request) -> PlainTextResponse:
+    return PlainTextResponse("hello")
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    app = Starlette(routes=[Route("/hello", _hello, methods=["POST"])])
+    with listening("127.0.0.1", 0) as listener, serving(app, listener, routes=["/hello"]) as url:
+        yield url
+
+
+def test_requests_are_counted_by_route(url: str) -> None:
+    with httpx.Client(base_url=url, trust_env=False) as client:
+        for path in ("/hello", "/hello", "/a-path-of-the-clients-own", "/another"):
+            client.post(path, json={})
+        found = samples(client.get("/metrics").text)
+    counted = {labels: value for (name, labels), value in found.items() if name == "http_requests_total"}
+    assert counted == {
+        (("handler", "/hello"), ("method", "POST"), ("status", "2xx")): 2,
+        (("handler", "none"), ("method", "POST"), ("status", "4xx")): 2,
+    }
+
+
+def test_the_access_log_has_no_bodies_and_no_keys(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    log_accesses()
+    logger = logging.getLogger(ACCESS)
+    logger.addHandler(caplog.handler)
+    try:
+        headers = {"authorization": "Bearer sk-planted-0123456789abcdefghij"}
+        httpx.post(f"{url}/hello?key=planted-in-query", json={"a": "planted-in-body"}, headers=headers, trust_env=False)
+        httpx.post(f"{url}/%0a%1b[31mfake%20line", json={}, trust_env=False)
+    finally:
+        logger.handlers.clear()
+        logger.setLevel(logging.NOTSET)
+    text = caplog.text
+    assert "POST /hello 200" in text and "planted" not in text
+    assert "\x1b" not in text and "\\x0a\\x1b[31mfake line 404" in text
