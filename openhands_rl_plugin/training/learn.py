@@ -1,8 +1,8 @@
-"""The end of every training: fit the trainer, create the next adapter version, probe it. Loads no torch."""
+"""What every training has: say how, fit the trainer, create the next adapter version, probe it. Loads no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 
 PROBE_TOKENS = 128
 """Tokens of a probe: enough to show a wrong weight in the mean logprob difference, and one cheap forward pass."""
+
+
+def tell_notes(trainer: Trainer, say: Callable[[str], None]) -> tuple[str, ...]:
+    """Pass on, line by line, what a user should know before training begins: how the model is computed, what of it is
+    trained, who can serve that. Rank 0 says it. Returns the lines."""
+    lines = tuple(trainer.notes) if trainer.is_main_process else ()
+    for line in lines:
+        say(line)
+    return lines
 
 
 def fit(

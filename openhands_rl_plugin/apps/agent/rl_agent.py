@@ -34,7 +34,7 @@ from openhands_rl_plugin.training.data.dataset import (
     build_dataset_or_sft,
     load_episodes,
 )
-from openhands_rl_plugin.training.learn import learn
+from openhands_rl_plugin.training.learn import learn, tell_notes
 from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
 
 if TYPE_CHECKING:
@@ -200,6 +200,7 @@ class RLAgent:
                 _LOG.warning("%s", warning)
             trainer = _trainer(weights, settings, self._policy.adapter)
             with progress_bar("optimiser steps", shown=self._progress) as bar:
+                notes = tell_notes(trainer, bar.print if bar.drawn else _LOG.info)
                 metrics, adapter, probe = learn(
                     trainer,
                     dataset,
@@ -211,7 +212,7 @@ class RLAgent:
                 )
             assert adapter is not None  # this is the only process
             self._thread.wait_for(self._policy.adopt(adapter, probe))
-        told = {"used": dataset.used, "excluded": dataset.excluded, "metrics": metrics.as_floats()}
+        told = {"used": dataset.used, "excluded": dataset.excluded, "metrics": metrics.as_floats(), "notes": notes}
         return TrainReport(algorithm=dataset.algorithm, adapter=adapter, **told)
 
     def create_prompt(self, task_description: str) -> str:

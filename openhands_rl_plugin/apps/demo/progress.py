@@ -44,6 +44,10 @@ class ProgressListener(LoopListener):
         """Show the name of the stage."""
         self._show(f"{name}: starting", 0, None)
 
+    def noted(self, line: str) -> None:
+        """Print it."""
+        self.console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
+
     def advanced(self, stage: str, activity: str, done: int, total: int) -> None:
         """Move the lower bar."""
         self._show(f"{stage}: {activity}", done, total)

@@ -104,6 +104,7 @@ class _Reporting(LoopListener):
     def __init__(self, listener: LoopListener, report: Callable[[LoopState], Awaitable[None]]) -> None:
         self._report = report
         self.stage_started = listener.stage_started
+        self.noted = listener.noted
         self.advanced = listener.advanced
         self.episode_finished = listener.episode_finished
         self.stage_finished = listener.stage_finished

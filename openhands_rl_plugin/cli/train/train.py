@@ -22,6 +22,7 @@ from openhands_rl_plugin.cli.train.training import (
     config_of,
     join_processes,
     memory_line,
+    print_note,
     training_progress,
 )
 from openhands_rl_plugin.config.build import make_reward
@@ -204,18 +205,13 @@ class PolicyTraining(TrainingRun):
             share = estimate_share(self._args.model, self._training, longest, self._ranks.size).total
             print(f"  split by --sharding layers: about {share / 1e9:.2f} GB in each process", flush=True)
 
-    def _say(self, notes: Sequence[str]) -> None:
-        if self._leads:
-            for line in notes:
-                print(f"  {line}", flush=True)
-
     def _train_whole(self, dataset: TrainingDataset, base_model: str) -> None:
         """Train all weights; rank 0 writes the model ``ADAPTERS/NAME-model-v000001``, or the next free number."""
-        from openhands_rl_plugin.training.learn import fit
+        from openhands_rl_plugin.training.learn import fit, tell_notes
         from openhands_rl_plugin.training.trainer.full_trainer import FullTrainer
 
         trainer = FullTrainer(self._args.model, self._training)
-        self._say(trainer.notes)
+        tell_notes(trainer, print_note)
         with training_progress() as advanced:
             metrics = fit(trainer, dataset, advanced, run=self._run_directory).as_floats()
         if self._leads:
@@ -230,7 +226,7 @@ class PolicyTraining(TrainingRun):
 
     def _train(self, dataset: TrainingDataset, base_model: str) -> tuple[Adapter | None, Probe]:
         """The new version, which rank 0 alone has, and the logprobs to check a server against."""
-        from openhands_rl_plugin.training.learn import learn
+        from openhands_rl_plugin.training.learn import learn, tell_notes
 
         try:
             from openhands_rl_plugin.models.generator.threads import prepare_threads
@@ -240,7 +236,7 @@ class PolicyTraining(TrainingRun):
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or "torch", "train") from error
         trainer = LoraTrainer(self._args.model, self._training, adapter=self._parent)
-        self._say(trainer.notes)
+        tell_notes(trainer, print_note)
         with training_progress() as advanced:
             _, adapter, probe = learn(
                 trainer,

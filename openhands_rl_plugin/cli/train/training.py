@@ -132,6 +132,11 @@ def training_progress() -> Iterator[Callable[[TrainProgress], None]]:
         yield advanced
 
 
+def print_note(line: str) -> None:
+    """One of the lines that say how training will be done."""
+    print(f"  {line}", flush=True)
+
+
 def memory_line(model: Path, settings: TrainingSettings, longest: int, *, free: int | None = None) -> str:
     """The estimated memory of training on sequences of at most ``longest`` tokens, and the ``free`` bytes."""
     from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from openhands_rl_plugin.cli.options.fields import given_fields, settings_from
 from openhands_rl_plugin.cli.options.versions import starting_point
-from openhands_rl_plugin.cli.train.training import TrainingRun, memory_line, training_progress
+from openhands_rl_plugin.cli.train.training import TrainingRun, memory_line, print_note, training_progress
 from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError
@@ -127,6 +127,7 @@ class VerifierTraining(TrainingRun):
                     prompts=prompts,
                     parent=self._parent,
                     on_progress=advanced,
+                    on_note=print_note,
                     run=self._run_directory,
                     ranks=self._ranks,
                 )

@@ -99,13 +99,17 @@ _CAUSES = {
 
 
 class TrainReport(Frozen):
-    """The result of ``RLAgent.train``; ``used`` counts episodes, ``metrics`` are those of the optimiser."""
+    """The result of ``RLAgent.train``; ``used`` counts episodes, ``metrics`` are those of the optimiser.
+
+    ``notes``: how the model was computed, what of it was trained and who can serve that, a line each.
+    """
 
     algorithm: AlgorithmName
     adapter: Adapter
     used: int
     excluded: ExcludedEpisodes
     metrics: dict[str, float]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

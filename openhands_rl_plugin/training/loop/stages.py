@@ -8,7 +8,6 @@ it stopped.
 from __future__ import annotations
 
 import asyncio
-import logging
 import shutil
 import threading
 import time
@@ -28,7 +27,7 @@ from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.rescoring import rescore, stored_rewards
 from openhands_rl_plugin.training.credit.credit import Credit, credited_samples
 from openhands_rl_plugin.training.data.demonstrations import ChatTokenizer, demonstration_samples
-from openhands_rl_plugin.training.learn import create_version
+from openhands_rl_plugin.training.learn import create_version, tell_notes
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, StageRecord, success_metrics
 
 if TYPE_CHECKING:
@@ -60,6 +59,9 @@ class LoopListener:
 
     def stage_started(self, name: str) -> None:
         """A stage starts."""
+
+    def noted(self, line: str) -> None:
+        """How training will be done: what is trained, how the model is computed, who can serve the result."""
 
     def advanced(self, stage: str, activity: str, done: int, total: int) -> None:
         """``done`` of ``total`` episodes or optimiser steps of an activity of the stage are finished."""
@@ -128,8 +130,7 @@ class LoopStages:
     async def _check_training(self) -> None:
         """Load the model for training and let go of it: what cannot be trained or served is said before any episode."""
         trainer = await asyncio.to_thread(self._parts.make_trainer, self._plan.reinforcement, self._adapter())
-        for line in trainer.notes:
-            log.log(logging.WARNING if len(trainer.notes) > 1 else logging.INFO, "%s", line)
+        tell_notes(trainer, self._listener.noted)
         if (able := getattr(trainer, "servers", None)) is not None:  # of an adapter
             await self._parts.publisher.check_servers(able)
         del trainer

@@ -16,6 +16,7 @@ from openhands_rl_plugin.config.rl import TrainingSettings, VerifierSettings
 from openhands_rl_plugin.core.memory import forget_unused
 from openhands_rl_plugin.core.types import Adapter, Probe
 from openhands_rl_plugin.training.distributed.ranks import Ranks, SingleProcess
+from openhands_rl_plugin.training.learn import tell_notes
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
 from openhands_rl_plugin.training.trainer.resume import PendingCheckpoint
@@ -54,6 +55,7 @@ def train_verifier(
     prompts: VerifierPrompts,
     parent: Adapter | None = None,
     on_progress: OnProgress | None = None,
+    on_note: Callable[[str], None] | None = None,
     on_judged: OnJudged | None = None,
     run: Path | None = None,
     ranks: Ranks | None = None,
@@ -68,6 +70,8 @@ def train_verifier(
     ranks = ranks or SingleProcess()
     taught = tasks_trained_on(parent) | {task_digest(example.label.task) for example in dataset.training}
     trainer = LoraTrainer(model, training, adapter=parent)
+    if on_note is not None:
+        tell_notes(trainer, on_note)
     pending = trainer.pending
     metrics = trainer.sft([example.sample() for example in dataset.training], on_progress, run=run)
     probe = trainer.probe(dataset.training[0].prompt[-PROBE_TOKENS:])

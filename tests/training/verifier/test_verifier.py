@@ -86,10 +86,13 @@ def test_a_version_that_goes_on_is_not_judged_by_what_taught_the_one_before(
     assert "verifier-v000002 is no verifier; choose another --adapter name" in capsys.readouterr().err
 
 
-def test_a_verifier_with_adapted_experts_is_judged_as_it_was_trained(tmp_path: Path) -> None:
+def test_a_verifier_with_adapted_experts_is_judged_as_it_was_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     model = tiny_judge(tmp_path / "mixture", model_type="qwen3_moe", **experts)
     made = trained_by_command(model, tmp_path, "--adapt-experts", "true", "--num-epochs", "1")
+    assert "the experts that a server chose are not recorded" in capsys.readouterr().out, "before it is trained"
     judge = VerifierModel(made)
     assert any(".experts.3." in name for name in judge.weights())
     probe = AdapterStore(made.parent).probe(AdapterStore(made.parent).get(made.name))
