@@ -207,6 +207,19 @@ async def test_tools_are_offered_called_and_scored(python: str, told: str):
 
 
 @pytest.mark.slow
+async def test_tool_dialogues_at_once_end_as_each_does_alone(python: str):
+    call = json.dumps({"name": "shelf_tools_count", "arguments": {"what": "books"}})
+
+    async def dialogue(told: int) -> float | None:
+        answers = (f"<tool_call>\n{call}\n</tool_call>", f"There are {told}.")
+        found = await played(make("tool_taskset_of_tests"), *answers)
+        assert (found.failure, found.stop) == (None, StopReason.TERMINATED)
+        return found.episode_return
+
+    assert await asyncio.gather(*(dialogue(told) for told in range(3, 11))) == [0.0, 0.0, 1.0, *[0.0] * 5]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("guesses", [("5", "please 2", "3"), ("3",), ("9", "9", "9", "9")])
 async def test_an_environment_that_talks_back_is_played_turn_by_turn(python: str, guesses: tuple[str, ...]):
     found = await played(make("dialogue_taskset_of_tests"), *guesses)
@@ -228,6 +241,41 @@ async def test_limits_are_verifiers_own_and_a_cut_episode_is_scored(python: str)
     paid = await environment.cut_short()
     assert paid is not None and paid.reward == 0.5 and (await environment.evidence())["return"] == 0.5
     await environment.close()
+
+
+async def stuck(folder: Path, idx: int) -> VerifiersEnvironment:
+    """One whose step did not answer in time."""
+    options = {"taskset_options": {"folder": str(folder)}}
+    environment = make("waiting_taskset_of_tests", **options)
+    await environment.reset(task(idx))
+    environment.options = make("waiting_taskset_of_tests", **options, timeout=1).options
+    with pytest.raises(InfrastructureError, match="did not answer within 1 s"):
+        await environment.step(Message(role="assistant", content="hello"))
+    await environment.close()
+    return environment
+
+
+@pytest.mark.slow
+async def test_a_turn_that_takes_too_long_is_cut_and_the_process_goes_on(python: str, tmp_path: Path):
+    slow = await stuck(tmp_path, 1)
+    other = make("waiting_taskset_of_tests", taskset_options={"folder": str(tmp_path)})
+    found = await played(other, "hello")
+    assert (found.failure, found.episode_return) == (None, 1.0)
+    assert slow._process is other._process and slow._process is not None and slow._process.alive
+    (tmp_path / "gate").touch()
+    async with asyncio.timeout(60):
+        while not (ended := tmp_path / "ended").exists() or not ended.read_text():
+            await asyncio.sleep(0.05)
+    assert ended.read_text() == "True max_total_tokens", "its next request was answered by its end"
+
+
+@pytest.mark.slow
+async def test_a_process_that_holds_up_all_episodes_is_ended_and_another_takes_its_place(python: str, tmp_path: Path):
+    blocked = await stuck(tmp_path, 2)
+    assert blocked._process is not None and not blocked._process.alive
+    other = make("waiting_taskset_of_tests", taskset_options={"folder": str(tmp_path)})
+    found = await played(other, "hello")
+    assert (found.failure, found.episode_return) == (None, 1.0) and other._process is not blocked._process
 
 
 @pytest.mark.slow
