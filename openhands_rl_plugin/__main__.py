@@ -1,6 +1,6 @@
 """The program ``openhands-rl``, also as ``python -m openhands_rl_plugin``: ``cli.main``, with a quiet start.
 
-Importing the command line takes a fifth of a second; Ctrl-C in it must not print the place in an import.
+Importing the command line takes a fifth of a second; a signal in it must not print the place in an import.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ from types import FrameType
 
 def main() -> int:
     """Run one command and return the exit code, as ``cli.main`` does."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # otherwise someone decided that it is ignored
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise someone decided that it is ignored
         signal.signal(signal.SIGINT, _end)
-    from openhands_rl_plugin.cli import main as run
+    signal.signal(signal.SIGTERM, _end)
+    from openhands_rl_plugin.cli import program
 
-    signal.signal(signal.SIGINT, before)
-    return run()
+    return program()
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    os.write(2, b"interrupted\n")
-    os._exit(130)
+    os.write(2, b"interrupted\n" if number == signal.SIGINT else b"terminated\n")
+    os._exit(128 + number)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
+from openhands_rl_plugin.cli.options.ending import ENDING, PATIENCE
 from openhands_rl_plugin.core.errors import RLError, describe
 from openhands_rl_plugin.core.transcript import visible
 
@@ -43,7 +44,8 @@ COMMANDS: Mapping[str, str] = {
     "train": "train an adapter on stored episodes",
 }
 """Command -> what it does. Its module (``module_of``) has ``add_arguments(parser)`` and ``run(args)``, which gives the
-exit code and may be a coroutine. It may have ``EPILOG`` (examples) and ``RESUME`` (what to do after Ctrl-C).
+exit code and may be a coroutine. It may have ``EPILOG`` (examples), ``RESUME`` (how to go on after a signal),
+``PATIENCE`` (seconds to clean up in then) and ``OWN_INTERRUPT`` (Ctrl-C does not end it).
 """
 
 _MODULES = {
@@ -54,7 +56,7 @@ _MODULES = {
     "train": "train.train",
 }
 DEBUG = "OPENHANDS_RL_DEBUG"
-FAILED, WRONG_USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+FAILED, WRONG_USAGE, BROKEN_PIPE = 1, 2, 141
 
 _EPILOG = """examples:
   openhands-rl demo --tiny
@@ -66,6 +68,9 @@ _EPILOG = """examples:
   openhands-rl loop webshop --config config.toml --model ./SmolLM2-135M-Instruct --demonstrations 64
 
 `openhands-rl COMMAND --help` explains the options of a command and has more examples.
+
+Ctrl-C and `kill` end a command within seconds and say how to go on (exit code 130 or 143; of a server 0); a second
+signal ends it at once.
 """
 
 
@@ -95,8 +100,19 @@ class _Parser(argparse.ArgumentParser):
         return known, unknown
 
 
+def program() -> int:
+    """``main`` as a program of its own, which decides what signals do."""
+    ENDING.install()
+    try:
+        return main()
+    except KeyboardInterrupt:  # before or after the command itself
+        return _ended()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code: 0, 1 for an error, 2 for wrong usage, 130 after Ctrl-C."""
+    """Run one command and return the exit code: 0, 1 for an error, 2 for wrong usage, 130 after Ctrl-C, 143 after
+    ``kill`` (SIGTERM).
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     name = next((word for word in words if not word.startswith("-")), None)
     if name is not None and name not in COMMANDS and not {"-h", "--help", "--version"} & set(words):
@@ -105,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = import_module(module_of(name)) if name and name in COMMANDS else None
         args = _parser(name, command).parse_args(words)
     except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
+        return _ended()
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else FAILED
     assert command is not None, "the parser requires a command"
@@ -129,6 +145,9 @@ def module_of(command: str) -> str:
 
 
 def _run(command: ModuleType, args: argparse.Namespace) -> int:
+    ENDING.advice = getattr(command, "RESUME", "")
+    ENDING.patience = getattr(command, "PATIENCE", PATIENCE)
+    ENDING.own_interrupt = hasattr(command, "OWN_INTERRUPT")
     try:
         code = command.run(args)
         if isinstance(code, Coroutine):
@@ -136,7 +155,7 @@ def _run(command: ModuleType, args: argparse.Namespace) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        return _fail("interrupted" + (f"; {command.RESUME}" if hasattr(command, "RESUME") else ""), INTERRUPTED)
+        return _ended()
     except BrokenPipeError:
         # Whoever read what was printed (``head``, say) has seen enough; Python would try to flush the rest at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -159,6 +178,11 @@ def _parser(name: str | None, command: ModuleType | None) -> argparse.ArgumentPa
         if each == name and command is not None:
             command.add_arguments(subparser)
     return parser
+
+
+def _ended() -> int:
+    ENDING.say()
+    return ENDING.code
 
 
 def _fail(message: str, code: int) -> int:

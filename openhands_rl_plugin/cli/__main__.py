@@ -2,6 +2,6 @@
 
 import sys
 
-from openhands_rl_plugin.cli import main
+from openhands_rl_plugin.cli import program
 
-sys.exit(main())
+sys.exit(program())

@@ -14,6 +14,8 @@ EPILOG = """examples:
 
   curl http://127.0.0.1:8300/v1/chat/completions --json '{"messages": [{"role": "user", "content": "hi"}]}'
 """
+PATIENCE = 8.0
+"""Seconds: requests under way have five of them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
+from openhands_rl_plugin.cli.options.ending import ENDING
 from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
 from openhands_rl_plugin.core.transcript import visible
 from openhands_rl_plugin.core.types import Message
@@ -25,6 +26,7 @@ EPILOG = """examples:
 
 /reset starts a new conversation, /quit ends the command, Ctrl-C stops an answer.
 """
+OWN_INTERRUPT = True
 
 _PROMPT = "> "
 _SHOWN = 500
@@ -95,6 +97,8 @@ class Chat:
                 result = self._runner.run(self._answer(asked))
             except KeyboardInterrupt:
                 print("\n(stopped)", flush=True)
+                if ENDING.number:
+                    raise
             else:
                 self.failed = result.failure is not None
                 if not self.failed:

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 
-from openhands_rl_plugin.cli import main
+from openhands_rl_plugin.cli import program
 
 
 def _exit_with_parent() -> None:
@@ -21,4 +21,4 @@ def _exit_with_parent() -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(program())

@@ -14,6 +14,8 @@ EPILOG = """examples:
   OPENHANDS_RL_API_KEY=... openhands-rl env webshop --host 0.0.0.0
 """
 SEPARATORS = {"sep": " [SEP] ", "newline": "\n"}
+PATIENCE = 8.0
+"""Seconds: requests under way have five of them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

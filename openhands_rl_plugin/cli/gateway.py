@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
@@ -29,6 +29,9 @@ logprobs, if the server reports them), /v1/messages and /v1/responses. To end a 
 """
 
 _STORE = "./trajectories"
+PATIENCE = 25.0
+"""Seconds: requests under way and the ends of the sessions have ten each."""
+
 _SWITCH_SECONDS = 0.0005
 """A tenth of Python's default: the storage's thread must not hold the interpreter for long while calls wait."""
 
@@ -69,14 +72,12 @@ async def _serve(config: GatewayConfig, storage: TrajectoryStorage, where: str) 
     from openhands_rl_plugin.models.gateway.server import running_gateway
 
     sys.setswitchinterval(_SWITCH_SECONDS)
-    stopped = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     try:
         async with running_gateway(config, storage) as url:
             print(f"recording {config.upstream} into {where}", flush=True)
             print(f"base_url: {url}/v1 (or {url}/session/NAME/v1); Ctrl-C stops it", flush=True)
-            await stopped.wait()
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
             print("ending the sessions", flush=True)
     finally:
         await storage.close()

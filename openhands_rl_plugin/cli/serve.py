@@ -14,6 +14,8 @@ EPILOG = """examples:
   openhands-rl serve --model ./SmolLM2-135M-Instruct --port 8100
   OPENHANDS_RL_API_KEY=... openhands-rl serve --model ./model --host 0.0.0.0
 """
+PATIENCE = 8.0
+"""Seconds: requests under way have five of them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

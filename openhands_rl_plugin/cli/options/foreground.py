@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import threading
 import warnings
-from types import FrameType
+from contextlib import suppress
 
 
 def wait_until_stopped() -> None:
     """Return after Ctrl-C or ``kill``, so that the caller can shut its server down."""
-    stopped = threading.Event()
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        stopped.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
-    stopped.wait()
+    with suppress(KeyboardInterrupt):
+        threading.Event().wait()
 
 
 def add_access_log(parser: argparse.ArgumentParser) -> None:

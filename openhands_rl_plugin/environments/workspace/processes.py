@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +16,13 @@ from typing import NamedTuple
 from openhands_rl_plugin.core.errors import InfrastructureError
 
 _CHUNK = 2**16
+_DIE_WITH_PARENT = """
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+if os.getppid() == int(sys.argv[1]):  # else it has ended before
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 class Ended(NamedTuple):
@@ -113,6 +121,11 @@ async def run(
                 os.killpg(process.pid, signal.SIGKILL)
             await asyncio.shield(process.wait())
     return Ended(process.returncode or 0, bytes(kept), time.monotonic() - began, timed_out, truncated)
+
+
+def dying_with_parent(command: Sequence[str]) -> list[str]:
+    """The command line of a program that is killed when the thread that starts it ends, with its process or alone."""
+    return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
 
 
 async def checked(command: Sequence[str], what: str, **options) -> Ended:

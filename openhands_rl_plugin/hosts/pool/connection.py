@@ -9,6 +9,7 @@ from typing import Protocol
 
 from openhands_rl_plugin.core.errors import InfrastructureError, RLError, boundary, describe
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.records import trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.pool.messages import (
@@ -61,6 +62,7 @@ class WorkerConnection:
         self._storing: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count()
         self._results: dict[int, asyncio.Future[Trajectory]] = {}
+        self._cancelled: set[str] = set()
         self._started = asyncio.Event()
         self._error: RLError | None = None
         self._listener = asyncio.create_task(self._listen(start))
@@ -72,6 +74,7 @@ class WorkerConnection:
         """Run an episode. Raises ``InfrastructureError`` when the worker dies or does not answer within ``timeout``
         seconds (it is killed then), and errors that must stop the run."""
         self.load += 1
+        self._cancelled.discard(trajectory_id(request))
         try:
             async with asyncio.timeout(_START_TIMEOUT):
                 await self._started.wait()
@@ -82,6 +85,10 @@ class WorkerConnection:
             )
             self._kill()
             raise InfrastructureError(f"a worker {late} and was ended") from error
+        except asyncio.CancelledError:
+            # The worker plays on while the caller takes the workspace away: what becomes of it is nobody's episode.
+            self._cancelled.add(trajectory_id(request))
+            raise
         finally:
             self.load -= 1
 
@@ -140,6 +147,9 @@ class WorkerConnection:
 
     async def _store(self, message: Store) -> None:
         assert self._storage is not None
+        if message.episodes & self._cancelled:
+            await self._channel.send(to_line(Stored(number=message.number, error="the episode was cancelled")))
+            return
         try:
             with boundary(FailureKind.INFRASTRUCTURE, "storage"):
                 answer = await message.write_to(self._storage)

@@ -83,6 +83,12 @@ class Store(Frozen):
     end: EpisodeEnd | None = None
     trajectory: Trajectory | None = None
 
+    @property
+    def episodes(self) -> set[str]:
+        """The ids of the trajectories that are written to."""
+        written = {each.trajectory_id for each in (self.growth, self.end) if each is not None}
+        return written | {each.id for each in (self.start, self.trajectory) if each is not None}
+
     async def write_to(self, storage: EpisodeSink) -> Stored:
         """Write the records. Raises ``StorageError``."""
         dropped = await storage.drop(self.drop) if self.drop else 0

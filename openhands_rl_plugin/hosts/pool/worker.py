@@ -8,8 +8,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import select
 import signal
 import sys
+import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, BinaryIO
 
@@ -31,6 +34,9 @@ from openhands_rl_plugin.hosts.pool.messages import (
     from_line,
     to_line,
 )
+
+_CLOSE_SECONDS = 2.0
+"""What open sessions have to close in, when the pool is gone."""
 
 
 class PoolStorage:
@@ -160,12 +166,23 @@ async def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
     await worker.close()
 
 
+def _end_after(requests: int) -> None:
+    """Bound the end: sessions may hang, and a pool that was killed ends nobody."""
+    gone = select.poll()
+    gone.register(requests, 0)  # only that the other end is closed
+    gone.poll()
+    time.sleep(_CLOSE_SECONDS)
+    os._exit(1)
+
+
 def main() -> None:
-    """Serve a pool on stdin and stdout. Output of other libraries goes to stderr; the pool handles interrupts."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Serve a pool on stdin and stdout. Output of other libraries goes to stderr; the pool handles signals."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # what is ignored would be ignored in the agent's shells, too
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     requests = os.fdopen(os.dup(sys.stdin.fileno()), "rb", buffering=0)
+    threading.Thread(target=_end_after, args=(requests.fileno(),), name="pool-watch", daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
     status = 1
     try:

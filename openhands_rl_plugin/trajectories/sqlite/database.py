@@ -11,7 +11,6 @@ It is made whole under another name and then renamed, so that it is never seen h
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import sqlite3
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe
-from openhands_rl_plugin.core.files import sync
+from openhands_rl_plugin.core.files import locked_folder, sync
 from openhands_rl_plugin.core.types import SCHEMA_VERSION
 from openhands_rl_plugin.trajectories.sqlite.upgrade import LABELS, upgrade
 
@@ -111,7 +110,7 @@ def make_database(folder: Path) -> None:
     """
     make_folder(folder)
     file, draft = folder / FILE_NAME, folder / f"{FILE_NAME}.new"
-    with explained(file), _locked(folder):
+    with explained(file), locked_folder(folder):
         if file.exists():
             return
         # What a killed process has left; no other is at it while the folder is locked.
@@ -200,17 +199,6 @@ def _cause(error: sqlite3.Error, file: Path) -> str:
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         return f"{file} is held by another process for more than {_BUSY_SECONDS:.0f} s ({error}); end that process"
     return f"{file} cannot be used ({describe(error)}); check the disk"
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """The kernel lets go of the lock when the process dies."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _make_folder(folder: Path) -> None:

@@ -1,0 +1,1 @@
+"""What is left, lost or done twice when commands are ended at any moment."""

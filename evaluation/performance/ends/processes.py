@@ -1,0 +1,97 @@
+"""Two ways to start `openhands-rl`: as it is typed, or as a fork of this process, which has imported everything."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+IMPORTED = (
+    "openhands_rl_plugin.apps.loop.run",
+    "openhands_rl_plugin.hosts.v0.driver",
+    "openhands_rl_plugin.hosts.v0.controller_session",
+    "openhands_rl_plugin.hosts.v0.controller_config",
+    "openhands_rl_plugin.training.trainer.lora_trainer",
+    "openhands_rl_plugin.training.trainer.full_trainer",
+    "peft",
+)
+"""What a command imports first, for ten seconds and more."""
+
+
+class Process:
+    """The command as it is typed, in a session of its own; ``log`` has what it prints."""
+
+    def __init__(self, words: Sequence[str], log: Path) -> None:
+        with log.open("ab") as said:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "openhands_rl_plugin", *words], stdout=said, stderr=said, start_new_session=True
+            )
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; ``None`` while it runs."""
+        return self._process.poll()
+
+    def wait(self, timeout: float = 900.0) -> int:
+        """Wait for the end. Raises ``TimeoutExpired``."""
+        return self._process.wait(timeout)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        self._process.send_signal(number)
+
+
+class Fork:
+    """As ``Process``. There must be no other thread here."""
+
+    def __init__(self, words: Sequence[str], log: Path) -> None:
+        self._code: int | None = None
+        if not (pid := os.fork()):
+            _become(words, log)
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        """As in ``Process``."""
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    def wait(self, timeout: float = 900.0) -> int:
+        """As in ``Process``."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("openhands-rl", timeout)
+            time.sleep(0.02)
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """As in ``Process``."""
+        os.kill(self.pid, number)
+
+
+def _become(words: Sequence[str], log: Path) -> NoReturn:
+    """Be the command until its end."""
+    from openhands_rl_plugin.cli import program
+
+    os.setsid()
+    said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for number, other in ((0, nothing), (1, said), (2, said)):
+        os.dup2(other, number)
+    sys.argv = ["openhands-rl", *words]
+    code = 70
+    try:
+        code = program()
+    finally:
+        for thread in threading.enumerate():  # as the interpreter does at its end
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        os._exit(code)

@@ -1,0 +1,160 @@
+"""Ctrl-C and ``kill``: a command cleans up for a bounded time, says how to go on, and leaves no process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from marked import left_after, mark, marked
+
+from openhands_rl_plugin import cli
+
+BUSY = """
+import asyncio, hashlib, sys, threading, time
+from openhands_rl_plugin.cli.options.ending import ENDING
+
+def compute():
+    print("up", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"a", b"b", 2**31 - 1)  # as torch does: without the lock, deaf
+
+async def in_a_thread():
+    await asyncio.to_thread(compute)
+
+ENDING.install()
+ENDING.advice, ENDING.patience = "go on so", float(sys.argv[2])
+try:
+    {"here": compute, "thread": lambda: asyncio.run(in_a_thread())}[sys.argv[1]]()
+except KeyboardInterrupt:
+    ENDING.say()
+    sys.exit(ENDING.code)
+"""
+
+
+@contextmanager
+def started(*words: str, **options) -> Iterator[subprocess.Popen[str]]:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, *words], stdout=pipe, stderr=pipe, text=True, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def busy(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    time.sleep(0.3)
+
+
+@pytest.mark.parametrize("where", ["here", "thread"])
+@pytest.mark.parametrize(("number", "word"), [(signal.SIGTERM, "terminated"), (signal.SIGINT, "interrupted")])
+def test_what_does_not_end_is_cut_short_and_says_how_to_go_on(where: str, number: signal.Signals, word: str) -> None:
+    with started("-c", BUSY, where, "0.5") as process:
+        busy(process)
+        begun = time.monotonic()
+        process.send_signal(number)
+        _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (128 + number, f"{word}; go on so\n")
+    assert 0.4 < time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once(second: signal.Signals) -> None:
+    with started("-c", BUSY, "thread", "60") as process:
+        busy(process)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert process.poll() is None
+        begun = time.monotonic()
+        process.send_signal(second)
+        _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (143, "terminated; go on so\n")
+    assert time.monotonic() - begun < 20
+
+
+def test_a_gateway_whose_upstream_hangs_ends_at_the_second_signal(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as upstream:
+        url = f"http://127.0.0.1:{upstream.getsockname()[1]}/v1"
+        words = ["-m", "openhands_rl_plugin", "gateway", "--port", "0", "--upstream", url, "--store", str(tmp_path)]
+        with started(*words) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            own = process.stdout.readline().split()[1]
+            with pytest.raises(httpx.TimeoutException):
+                httpx.post(f"{own}/chat/completions", json={"model": "m", "messages": []}, timeout=1, trust_env=False)
+            with httpx.Client(trust_env=False, timeout=0.5) as client, pytest.raises(httpx.TransportError):
+                client.post(f"{own}/chat/completions", json={"model": "m", "messages": []})
+            process.send_signal(signal.SIGTERM)
+            assert process.stdout.readline() == "ending the sessions\n"
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=20)
+            assert process.returncode in (0, 143)
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from openhands_rl_plugin.apps.demo.child import running_command
+with running_command(["env", "webshop", "--products", "40"], int(sys.argv[1]), Path(sys.argv[2])) as url:
+    print(url, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_ctrl_c_in_the_terminal_is_for_the_parent_only(tmp_path: Path) -> None:
+    """The whole foreground group hears it; the servers of a loop answer until the loop itself ends them."""
+    from openhands_rl_plugin.apps.demo.child import free_port
+
+    environment = mark()
+    words = ["-c", CHILD, str(free_port()), str(tmp_path / "log")]
+    with started(*words, stdin=subprocess.PIPE, env=environment, start_new_session=True) as parent:
+        assert parent.stdout is not None
+        url = parent.stdout.readline().strip()
+        (child,) = {*marked(environment)} - {parent.pid}
+        assert os.getpgid(child) != os.getpgid(parent.pid)
+        assert httpx.get(f"{url}/health", trust_env=False).is_success
+        parent.kill()
+    assert left_after(environment, 5) == []
+
+
+def test_a_worker_leaves_signals_to_its_pool_and_ends_with_it() -> None:
+    words = ["-m", "openhands_rl_plugin.hosts.pool.worker"]
+    with started(*words, stdin=subprocess.PIPE) as worker:
+        status = Path(f"/proc/{worker.pid}/status")
+        deadline = time.monotonic() + 30
+        caught = 0
+        while not caught & (1 << (signal.SIGTERM - 1)) and time.monotonic() < deadline:
+            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
+            caught = int(fields["SigCgt"], 16)
+            time.sleep(0.02)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            assert not int(fields["SigIgn"], 16) & (1 << (number - 1)), "what is ignored is ignored in shells, too"
+            worker.send_signal(number)
+        time.sleep(0.3)
+        assert worker.poll() is None
+        worker.communicate(timeout=20)
+        assert worker.returncode == 0
+
+
+@pytest.mark.parametrize("command", ["loop", "evaluate", "demo", "grade", "train"])
+def test_commands_that_can_go_on_say_so(command: str) -> None:
+    from importlib import import_module
+
+    assert "the same command continues" in import_module(cli.module_of(command)).RESUME
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("words", [["--kills", "6", "--size", "3"], ["--kills", "6", "--size", "1", "--whole"]])
+def test_nothing_is_lost_done_twice_or_left_by_signals_at_any_moment(words: list[str]) -> None:
+    command = [sys.executable, "-m", "evaluation.performance.ends.kills", "--seed", "3", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0 and "6 kills" in done.stdout and "wrong: 0" in done.stdout, done.stdout + done.stderr
