@@ -96,6 +96,7 @@ class ConversationEpisode:
         self._calls = calls
         self._standalone = standalone
         self._job: Job[int] | None = None
+        self._decided: LLMResponse | None = None
         self._ending = threading.Lock()
         self._full = False
         self._last_status = Status.RUNNING
@@ -128,6 +129,8 @@ class ConversationEpisode:
                 outcome = self._decide(llm, messages, tools, arguments)
         except RLError as error:
             self.fail(error)
+            if self._decided is not None:
+                return self._decided
             return llm.model_copy(update={"stream": False}).completion(messages, list(tools), **arguments)
         if isinstance(outcome, Exception):
             raise outcome
@@ -161,9 +164,8 @@ class ConversationEpisode:
         elif isinstance(error, StorageError):
             self.episode.error = error
         else:
-            kind = error.kind if isinstance(error, EpisodeError) else FailureKind.INFRASTRUCTURE
-            failure = error.failure if isinstance(error, CaughtFailure) else None
-            self.episode.failure = failure or Failure(kind=kind, message=describe(error), boundary="rl.agent")
+            other = Failure(kind=FailureKind.INFRASTRUCTURE, message=describe(error), boundary="rl.agent")
+            self.episode.failure = error.failure if isinstance(error, CaughtFailure) else other
         if self._standalone is None:
             raise error
         self.failed = True
@@ -180,7 +182,9 @@ class ConversationEpisode:
                 if self._standalone is not None:
                     self._standalone.keep(failure=self.episode.failure)
         except RLError as error:
-            log.warning("openhands_rl_plugin: the episode of %s was not closed: %s", self.session, error)
+            # Why it failed was said already.
+            level = logging.DEBUG if self.failed else logging.WARNING
+            log.log(level, "openhands_rl_plugin: the episode of %s was not closed: %s", self.session, error)
 
     def end_at_exit(self) -> None:
         """Note why the conversation ended, before the process does: ``StandaloneRun`` stores it afterwards."""
@@ -221,7 +225,7 @@ class ConversationEpisode:
         self, llm: LLM, messages: list[SdkMessage], tools: Sequence[ToolDefinition], arguments: dict[str, Any]
     ) -> LLMResponse | Exception:
         """The response, or what the agent's LLM would raise. Raises ``RLError`` when the plugin fails."""
-        episode = self.episode
+        episode, self._decided = self.episode, None
         turn = self._turn(llm, messages, tools, arguments)
         if (stop := episode.limit_reached()) is not None:
             return EpisodeOver(stop)
@@ -235,10 +239,11 @@ class ConversationEpisode:
             return self._undecided(caught)
         episode.turns += 1
         message = episode.tree.nodes[chosen].message
+        self._decided = self._engine.response(message)
         self._followed.acted(chosen)
         self._calls.add(message)
         episode.keep()
-        return self._engine.response(message)
+        return self._decided
 
     def _turn(
         self, llm: LLM, messages: list[SdkMessage], tools: Sequence[ToolDefinition], arguments: dict[str, Any]

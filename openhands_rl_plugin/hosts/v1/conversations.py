@@ -18,7 +18,7 @@ from openhands.sdk.llm.router import RouterLLM
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError, RLError, boundary
-from openhands_rl_plugin.core.types import FailureKind
+from openhands_rl_plugin.core.types import FailureKind, StopReason
 from openhands_rl_plugin.hosts.shared.episode import current_episode
 from openhands_rl_plugin.hosts.shared.litellm_calls import split_provider
 from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun, standalone_episode
@@ -70,7 +70,7 @@ class Conversations:
         if played is not None and played.episode is None:
             return None
         if played is not None and played.episode is not None and _answered(played, conversation):
-            played.episode.end()
+            played.episode.end(StopReason.TERMINATED)
         if played is None or played.episode is None or played.episode.over:
             played = self._begin(conversation, llm, settings, played.calls if played else SampledCalls())
             with self._lock:

@@ -118,10 +118,12 @@ def response_of(completion: Completion, llm: LLM) -> LLMResponse:
 def show_tokens(raw: ModelResponse, choice: Choices, tokens: Tokens | None) -> None:
     """Put token ids where the SDK reads them for its ``TokenEvent``."""
     prompt, sampled = (tokens.prompt_ids, tokens.sampled_ids) if tokens is not None else ((), ())
-    holder: Any = raw
-    holder.prompt_token_ids = list(prompt)
-    fields = choice.provider_specific_fields or {}
-    choice.provider_specific_fields = {**fields, "token_ids": list(sampled)}
+    # Fields that litellm adds where a server sends them.
+    answer: Any = raw
+    chosen: Any = choice
+    answer.prompt_token_ids = list(prompt)
+    fields = getattr(choice, "provider_specific_fields", None) or {}
+    chosen.provider_specific_fields = {**fields, "token_ids": list(sampled)}
 
 
 def chunks_of(response: LLMResponse) -> list[ModelResponseStream]:
