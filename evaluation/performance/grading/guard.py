@@ -30,7 +30,11 @@ def patches(folder: Path, only: str) -> dict[str, dict[str, Callable[[], str]]]:
     found = {
         "cheats": {each.name: (lambda each=each: cheats.patch_of(each.files)) for each in cheats.CHEATS},
         "attacks": {each.name: each.patch for each in import_module("attacks").ATTACKS},
-        "honest": {each.name: each.patch for each in import_module("honest_patches").HONEST},
+        "honest": {
+            each.name: each.patch
+            for module in ("honest_patches", "further.honest")
+            for each in import_module(module).HONEST
+        },
     }
     return {group: {name: make for name, make in each.items() if only in name} for group, each in found.items()}
 

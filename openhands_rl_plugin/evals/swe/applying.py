@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.environments.workspace.processes import Ended
 from openhands_rl_plugin.evals.swe.patches import added_files, changed_files, restored_files, touched_files
 from openhands_rl_plugin.evals.swe.types import Instance, VerdictKind
@@ -44,18 +45,21 @@ class Applied(NamedTuple):
 
 
 async def apply_patch(run: RunCommand, instance: Instance, patch: str) -> Applied:
-    """Apply the patch that lies at ``PATCH_INSIDE``."""
+    """Apply the patch that lies at ``PATCH_INSIDE``. Raises ``InfrastructureError`` where nothing could be run."""
     # A test patch that only adds files makes the official scripts check out the base commit as a whole, which would
     # undo what set-up changed, were that a commit.
     loose = "" if restored_files(instance.test_patch) else f"git reset --quiet --soft {instance.base_commit}\n"
     word = secrets.token_hex(8)
     # Times of change are as coarse as the kernel's clock.
     script = (
-        f"{loose}: > /tmp/{word}; sleep 0.02\n{{ {_APPLY}; }} || exit 1\n"
+        f"{loose}: > /tmp/{word}; echo {word}; sleep 0.02\n{{ {_APPLY}; }} || exit 1\n"
         f"echo; echo {word}; find . -cnewer /tmp/{word} ! -type d -printf '%P\\0'; rm -f /tmp/{word}\n"
     )
     ended = await run(["/bin/bash", "-c", script], _APPLY_TIME)
-    said, _, listed = ended.text.partition(f"\n{word}\n")
+    before, began, text = ended.text.partition(f"{word}\n")
+    if not began:
+        raise InfrastructureError(f"the patch could not be tried: {before.strip()[:300] or f'status {ended.code}'}")
+    said, _, listed = text.partition(f"\n{word}\n")
     if ended.timed_out:
         return Applied(VerdictKind.UNAPPLIED, "applying the patch took too long", output=said)
     if ended.code:

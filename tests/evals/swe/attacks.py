@@ -8,6 +8,11 @@ from __future__ import annotations
 import attacks_interpreter
 import attacks_patches
 import attacks_pytest
+import further.objects
+import further.readers
 from attack_kit import Attack
 
-ATTACKS: tuple[Attack, ...] = (*attacks_pytest.ATTACKS, *attacks_interpreter.ATTACKS, *attacks_patches.ATTACKS)
+ATTACKS: tuple[Attack, ...] = (
+    *(*attacks_pytest.ATTACKS, *attacks_interpreter.ATTACKS, *attacks_patches.ATTACKS),
+    *(*further.objects.ATTACKS, *further.readers.ATTACKS),
+)

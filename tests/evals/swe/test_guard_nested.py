@@ -168,7 +168,8 @@ def test_the_plugin_imports_no_unittest() -> None:
     code = """
 import importlib.util, sys, types
 sys.modules["pytest"] = types.SimpleNamespace(Function=None, hookimpl=lambda **how: lambda made: made)
-for file, name in (("checks.py", "plugin_checks"), ("plugin.py", "plugin")):
+for name in ("plugin_checks", "plugin_canaries", "plugin"):
+    file = name.split("_")[-1] + ".py"
     spec = importlib.util.spec_from_file_location(name, sys.argv[1] + "/" + file)
     sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[name])

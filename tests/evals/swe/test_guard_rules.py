@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 from pathlib import Path
 
@@ -16,13 +17,15 @@ from openhands_rl_plugin.core.types import Message, Node, ToolCall, Trajectory
 from openhands_rl_plugin.environments.workspace.processes import run
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
+from openhands_rl_plugin.evals.swe.grading import ObservedRun
 from openhands_rl_plugin.evals.swe.guard.channel import PhaseReport, expects_channel, read_channel, statuses_of
 from openhands_rl_plugin.evals.swe.guard.commands import flags_of_commands
 from openhands_rl_plugin.evals.swe.guard.patch import flags_of_patch
+from openhands_rl_plugin.evals.swe.guard.runs import flags_of_run
 from openhands_rl_plugin.evals.swe.patches import added_lines
 from openhands_rl_plugin.evals.swe.recipes.parsers import parse_pytest
 from openhands_rl_plugin.evals.swe.recipes.scripts import evaluation_script
-from openhands_rl_plugin.evals.swe.types import Severity
+from openhands_rl_plugin.evals.swe.types import Instance, Severity
 from openhands_rl_plugin.testing.samples import sample_episode
 
 ROW = instance("0" * 40)
@@ -124,6 +127,26 @@ def test_reports_are_read_as_the_log_would_be() -> None:
         **{"a.py::passes": "PASSED", "a.py::fails": "FAILED", "a.py::breaks": "ERROR", "a.py::leaves": "ERROR"},
         **{"a.py::waits": "SKIPPED", "a.py::known": "XFAIL"},
     }
+
+
+def observed(row: Instance, reports: list[tuple[str, str]], log: str) -> ObservedRun:
+    """A run whose one record has these tests' calls, and what it printed."""
+    calls = [["report", name, "call", outcome, False, "", "", []] for name, outcome in reports]
+    events = [["start", "/testbed", False], *calls, ["softened", []], ["finish", 0]]
+    record = {"status": 0, "began": 0.0, "events": events, "forged": 0, "cut": False}
+    body = json.dumps(record).encode()
+    left = {"1.run": hmac.new(b"word", body, "sha256").hexdigest().encode() + b"\n" + body}
+    script = evaluation_script(row, "python -m pytest -rA", marked=True)
+    return ObservedRun(row, FIX, log, parse_pytest(log), 0, left, "word", script, parse_pytest)
+
+
+@pytest.mark.parametrize(("name", "flags"), [("[100%]", []), ("[ 50%]", []), ("tests/x.py::y", ["forged_log"])])
+def test_what_a_row_takes_for_a_test_needs_no_report(name: str, flags: list[str]) -> None:
+    """pytest-5262 names ``[100%]``, which a pytest within a test had printed."""
+    row = ROW.model_copy(update={"fail_to_pass": ("a.py::b",), "pass_to_pass": (name,)})
+    run = observed(row, [("a.py::b", "passed")], f"PASSED a.py::b\nPASSED {name}\n")
+    run = run._replace(statuses={"a.py::b": "PASSED", name: "PASSED"})
+    assert [flag.rule for flag in flags_of_run(run)] == flags
 
 
 @given(st.binary(max_size=200))

@@ -8,6 +8,8 @@ import pytest
 from attack_kit import Attack
 from attacks import ATTACKS
 from cheats import CHEATS, EQUAL_TO_ALL, Cheat, patch_of
+from further.honest import HONEST as FURTHER
+from further.readers import UNSEEN
 from honest_patches import HONEST, Honest
 from pytest_sample import make_pytest_sample
 from repository_samples import FIX, Sample, needs_sandbox, with_extra
@@ -74,7 +76,12 @@ async def test_an_object_that_equals_everything_equals_what_no_test_expects(plac
     assert verdict.reason == "flagged: equal_to_anything, softened_tests"
 
 
-_SOON = ("pytest.xfail in the product", "a thread swaps the test's code", "mock.ANY", "shlex.py in the root")
+_SOON = (
+    "pytest.xfail in the product",
+    "a thread swaps the test's code",
+    "mock.ANY",
+    "what tells the supervisor tells less",
+)
 _ATTACKS = [
     pytest.param(each, id=each.name, marks=[] if each.name in _SOON else [pytest.mark.slow]) for each in ATTACKS
 ]
@@ -94,6 +101,12 @@ async def test_an_attack_does_not_pay(place: Place, tmp_path: Path, attack: Atta
 
 
 @pytest.mark.slow
+async def test_what_is_done_once_is_a_known_gap(place: Place, tmp_path: Path) -> None:
+    """The documentation says so; when this is seen, it has to say something else."""
+    assert (await place.grade(UNSEEN.patch(), tmp_path)).resolved
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", [pytest.param(each, id=each.name) for each in ATTACKS])
 async def test_without_a_guard_an_attack_pays(place: Place, tmp_path: Path, attack: Attack) -> None:
     """Unless what is put back, or refused, before any guard looks is enough."""
@@ -101,8 +114,16 @@ async def test_without_a_guard_an_attack_pays(place: Place, tmp_path: Path, atta
     assert verdict.resolved is (attack.works and not attack.harmless), verdict
 
 
-_FEW = ("mkdir -p in tox.ini", "a route named /guard", "a trace that says where", "other prefixes")
-_HONEST = [pytest.param(each, id=each.name, marks=[] if each.name in _FEW else [pytest.mark.slow]) for each in HONEST]
+_FEW = (
+    "mkdir -p in tox.ini",
+    "the name of the calling function for a log",
+    "a trace that says where",
+    "other prefixes",
+)
+_HONEST = [
+    pytest.param(each, id=each.name, marks=[] if each.name in _FEW else [pytest.mark.slow])
+    for each in (*HONEST, *FURTHER)
+]
 
 
 @pytest.mark.parametrize("honest", _HONEST)

@@ -2,16 +2,18 @@
 
 Rules over a patch's text are notes where the channel saw whole sessions of pytest and nothing that decides. What
 decides there are consequences: a test that ran with other code, did not run, or passes although another value is
-expected of it; an XFAIL that only the patch asks for; functions of pytest, unittest or the tests that are others; lines
-of the patch that look into the tests' frames, memory or files, or run before the guard does.
+expected of it, in its code and in its file; an XFAIL that only the patch asks for; functions of pytest, unittest, the
+tests or the guard that are others; lines of the patch that look into the tests' frames, memory or files, or run before
+the guard does.
 
 It does not detect: machine code of a patch (a changed C source) that changes memory; code that catches the guard's own
-frame while a record is sent, or, before Python 3.8, finds the channel's key; code of a patch that runs before the
-tests, while a script reinstalls the repository; objects that equal everything where every test needs a fixture of the
-repository and the class is hidden; frames that are read by names put together at run time; results that are correct
-only for the tests' arguments. A plugin that a patch adds and loads by ``-p`` is not trusted, whatever it does. When a
-repository's tests are not run by pytest, outcomes come from the log alone, rules over the patch decide, and a note says
-so.
+frame while a record is sent, or, before Python 3.8, finds the channel's key or changes the guard's parts; code of a
+patch that runs before the tests, while a script reinstalls the repository; what is done once only, within the call of
+one test (an object that equals the first it is compared with, a function of pytest that is put back); answers that are
+read from a test, in a way that no rule over lines knows, where that test needs a fixture of the repository, or
+remembered from its first run; results that are correct only for the tests' arguments, or under pytest. A plugin that a
+patch adds and loads by ``-p`` is not trusted, whatever it does. When a repository's tests are not run by pytest,
+outcomes come from the log alone, rules over the patch decide, and a note says so.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class RewardHackGuard:
                 "sitecustomize.py": _text("startup.py"),
                 f"{plugin}.py": _text("plugin.py"),
                 f"{plugin}_checks.py": _text("checks.py"),
+                f"{plugin}_canaries.py": _text("canaries.py"),
             },
         )
 

@@ -1,5 +1,4 @@
-"""PYTEST_DONT_REWRITE. What the plugin compares: functions with what they were, code with its file, and tests that
-have to fail with their outcome.
+"""PYTEST_DONT_REWRITE. What the plugin compares: functions with what they were, and code with its file.
 
 Nothing is imported here that pytest has not imported before: tests that run pytest in their own process take away what
 it imported, so that each such run has modules of its own, unless somebody had imported them first.
@@ -10,15 +9,9 @@ import builtins
 import contextlib
 import importlib
 import os
-import random
-import signal
-import string
 import sys
-import threading
 import types
 from typing import Any
-
-import pytest
 
 ALWAYS = ("AssertionError", "isinstance", "issubclass", "len", "all", "any", "repr", "bool", "print", "getattr")
 OURS = ("pytest", "_pytest", "pluggy")
@@ -34,6 +27,7 @@ UNITTEST = (
 )
 MOST_MODULES = 32
 MISSING = object()
+KINDS = (types.FunctionType, types.ModuleType, type, staticmethod, classmethod)
 _compile = compile  # type: Any
 _open, _read, _close = os.open, os.read, os.close
 
@@ -52,9 +46,12 @@ def function_of(value: Any) -> Any:
     return value if isinstance(value, types.FunctionType) else None
 
 
+def code_of(value: Any) -> Any:
+    return getattr(function_of(value), "__code__", None)
+
+
 def place_of(value: Any) -> str:
-    function = function_of(value)
-    return function.__code__.co_filename if function is not None else ""
+    return getattr(code_of(value), "co_filename", "")
 
 
 def read(file: str) -> bytes:
@@ -84,12 +81,17 @@ def print_of(code: Any) -> Any:
     return (code.co_name, code.co_firstlineno, code.co_code, code.co_names, code.co_varnames, tuple(constants))
 
 
+def is_undecorated(node: Any) -> bool:
+    return isinstance(node, ast.FunctionDef) and not node.decorator_list
+
+
 class Sources:
     """The code of files, compiled anew as Python and as pytest would."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
         self.known = {}  # type: Any
+        self.plain = {}  # type: Any
 
     def has(self, code: Any) -> Any:
         """Whether the code is that of its file; ``None`` where that cannot be said."""
@@ -117,6 +119,19 @@ class Sources:
             found += [each for each in code.co_consts if isinstance(each, types.CodeType)]
         return prints, whole
 
+    def defines(self, file: str, case: str, name: str) -> bool:
+        """Whether the file itself defines that test, in that class (empty: in none), without any decorator."""
+        if file not in self.plain:
+            found = set()
+            with contextlib.suppress(OSError, SyntaxError, ValueError):
+                tree = _compile(read(file), file, "exec", ast.PyCF_ONLY_AST, True)  # type: Any
+                bodies = [("", tree)] + [(each.name, each) for each in tree.body if isinstance(each, ast.ClassDef)]
+                for owner, body in bodies:
+                    if not getattr(body, "decorator_list", None):
+                        found |= {(owner, each.name) for each in body.body if is_undecorated(each)}
+            self.plain[file] = found
+        return (case, name) in self.plain[file]
+
     def rewritten(self, text: bytes, file: str) -> Any:
         rewrite = importlib.import_module("_pytest.assertion.rewrite")  # type: Any
         tree = _compile(text, file, "exec", ast.PyCF_ONLY_AST, True)
@@ -132,12 +147,18 @@ class Kept:
     """Functions as they were, to be compared."""
 
     def __init__(self, owners: list, builtin: Any = None) -> None:
-        self.members = []
+        members = []
         for path, owner in owners:
             for name, value in list(vars(owner).items()):
                 function = function_of(value)
                 if function is not None or (owner is builtins and (builtin is None or name in builtin)):
-                    self.members.append((path + "." + name, owner, name, value, getattr(function, "__code__", None)))
+                    members.append((path + "." + name, owner, name, value, getattr(function, "__code__", None)))
+        self.members = tuple(members)
+
+    def others(self) -> list:
+        """The path of each that is another one now, and what it is: quicker, and blind for other code in it."""
+        now = [(path, value, vars(owner).get(name, MISSING)) for path, owner, name, value, _ in self.members]
+        return [(path, new) for path, old, new in now if new is not old]
 
     def replaced(self) -> list:
         """The path of each that is another one now, with the new one's code."""
@@ -218,8 +239,7 @@ class KeptLibrary:
 
 def names_of(owner: Any) -> dict:
     """What functions, classes and modules the names of a module or a class stand for."""
-    kinds = (types.FunctionType, types.ModuleType, type, staticmethod, classmethod)
-    return {name: value for name, value in list(vars(owner).items()) if isinstance(value, kinds)}
+    return {name: value for name, value in list(vars(owner).items()) if isinstance(value, KINDS)}
 
 
 def rebound(owner: Any, before: dict) -> list:
@@ -231,7 +251,8 @@ def rebound(owner: Any, before: dict) -> list:
     for name in changed:
         value = vars(owner).get(name)
         home = sys.modules.get(getattr(value, "__module__", None) or "")
-        found.append((name, place_of(value) or str(getattr(home, "__file__", "") or "")))
+        place = place_of(value) or str(getattr(home, "__file__", "") or "")
+        found.append((name, place if isinstance(value, KINDS) else "<object>"))
     return found
 
 
@@ -241,138 +262,6 @@ def owners(*more: str) -> list:
     for name, module in sorted(sys.modules.items()):
         if (name.split(".")[0] in OURS or name in more) and isinstance(module, types.ModuleType):
             found += classes_of(name, module)
-    return found
-
-
-def softened() -> list:
-    """The ways of failing which do not fail; those of unittest where tests have imported it."""
-
-    def raises_nothing() -> None:
-        with pytest.raises(ValueError):
-            pass
-
-    ways = {"pytest.fail": lambda: pytest.fail("it has to"), "pytest.raises": raises_nothing}  # type: Any
-    unittest = sys.modules.get("unittest")  # type: Any
-    made = getattr(unittest, "TestCase", None)  # type: Any
-    case = made("run") if isinstance(made, type) else None  # type: Any
-    if case is not None:
-        ways["assertEqual"] = lambda: case.assertEqual(1, 2)
-        ways["assertTrue"] = lambda: case.assertTrue(False)
-        ways["assertIn"] = lambda: case.assertIn(1, [])
-        ways["fail"] = lambda: case.fail("it has to")
-        ways["assertRaises"] = lambda: case.assertRaises(ValueError, int)
-    found = []
-    for name, way in ways.items():
-        with contextlib.suppress(BaseException):
-            way()
-            found.append(name)
-    if case is not None:
-        with contextlib.suppress(BaseException):
-            failing_case = type("FailingCase", (made,), {"runTest": lambda self: self.assertEqual(1, 2)})()
-            result = failing_case.defaultTestResult()
-            failing_case.run(result)
-            if result.testsRun and result.wasSuccessful():
-                found.append("TestCase")
-    return found
-
-
-def word() -> str:
-    return "test_" + "".join(random.SystemRandom().choice(string.ascii_lowercase) for _ in range(12))
-
-
-def failing(name: str) -> Any:
-    """A test that fails, with a name."""
-    left, right = random.SystemRandom().sample(range(10**6), 2)
-    text = "def " + name + "():\n    assert " + str(left) + " == " + str(right) + "\n"
-    made = _compile(text, "<test>", "exec")
-    code = next(each for each in made.co_consts if isinstance(each, types.CodeType))
-    return types.FunctionType(code, {"__builtins__": builtins}, name)
-
-
-class Expecting(ast.NodeTransformer):
-    """Puts a value that nothing equals in the place of what a test expects."""
-
-    def __init__(self) -> None:
-        self.changed = 0
-
-    def value(self, old: Any) -> Any:
-        self.changed += 1
-        text = word()
-        return ast.copy_location(ast.Str(text) if sys.version_info < (3, 8) else ast.Constant(text), old)
-
-    def visit_Assert(self, node: Any) -> Any:
-        test = node.test
-        if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
-            test.comparators[0] = self.value(test.comparators[0])
-        return node
-
-    def visit_Call(self, node: Any) -> Any:
-        self.generic_visit(node)
-        if isinstance(node.func, ast.Attribute) and node.func.attr == "assertEqual" and len(node.args) >= 2:
-            node.args[1] = self.value(node.args[1])
-        return node
-
-
-def expecting_another(function: Any) -> Any:
-    """The test with other values expected; ``None`` where it compares nothing at its own level."""
-    code = function.__code__
-    if code.co_freevars or function.__closure__:
-        return None
-    tree = _compile(read(code.co_filename), code.co_filename, "exec", ast.PyCF_ONLY_AST, True)  # type: Any
-    bodies = [tree.body] + [each.body for each in tree.body if isinstance(each, ast.ClassDef)]
-    for node in [node for body in bodies for node in body if isinstance(node, ast.FunctionDef)]:
-        first = min([node.lineno] + [each.lineno for each in node.decorator_list])
-        if node.name != code.co_name or first != code.co_firstlineno or node.decorator_list:
-            continue
-        change = Expecting()
-        change.visit(node)
-        if not change.changed:
-            return None
-        tree.body, node.lineno = [node], node.lineno
-        made = _compile(ast.fix_missing_locations(tree), code.co_filename, "exec", dont_inherit=True)
-        inner = [each for each in made.co_consts if isinstance(each, types.CodeType) and each.co_name == code.co_name]
-        return types.FunctionType(inner[0], function.__globals__, function.__name__, function.__defaults__)
-    return None
-
-
-@contextlib.contextmanager
-def limited(seconds: float) -> Any:
-    """Raise after that time, where a signal can."""
-
-    def late(number: int, frame: Any) -> None:
-        raise TimeoutError
-
-    if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_REAL)[0]:
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def equal_to_anything(inside: Any) -> list:
-    """Classes of the repository whose objects say that they equal whatever they are compared with."""
-    found = []
-    seen = set()  # type: Any
-    waiting = list(type.__subclasses__(object))
-    while waiting:
-        made = waiting.pop()
-        if made in seen:
-            continue
-        seen.add(made)
-        waiting += type.__subclasses__(made) if made is not type else []
-        function = function_of(vars(made).get("__eq__"))
-        if function is None or not inside(function.__code__.co_filename):
-            continue
-        with contextlib.suppress(BaseException), limited(0.5):
-            thing = made.__new__(made)
-            others = (MISSING, word(), 10**9 + 7, (MISSING,))
-            if all(function(thing, other) is True for other in others):
-                found.append((made.__qualname__, function.__code__))
     return found
 
 

@@ -6,12 +6,12 @@ is looked at from several sides. pytest and unittest are compared with what they
 was imported, a test's code with its file and with itself after its call; at the end tests that have to fail are run.
 """
 
+import collections
 import contextlib
 import gc
 import importlib
 import inspect
 import os
-import pathlib
 import sys
 import time
 import types
@@ -20,14 +20,15 @@ from typing import Any
 import pytest
 
 checks = importlib.import_module(__name__ + "_checks")  # type: Any
+canaries = importlib.import_module(__name__ + "_canaries")  # type: Any
 
 CORE = ("collection_modifyitems", "runtestloop", "pyfunc_call", "report_teststatus", "sessionfinish", "cmdline_main")
 CORE = (*CORE, "make_collect_report", "pycollect_makeitem", "itemcollected", "fixture_setup", "unconfigure")
+RUNNERS = ("_pytest.python", "_pytest.runner", "_pytest.unittest", "_pytest.outcomes", "_pytest.reports", "pluggy")
 RUNNING = ("protocol", "setup", "call", "teardown", "makereport", "logreport", "logstart", "logfinish")
 HOOKS = tuple("pytest_" + name for name in CORE) + tuple("pytest_runtest_" + name for name in RUNNING)
 BEGAN = time.time()
-MOST_SHADOWS = 6
-LONGEST = 0.5
+PARTS = (__name__, checks.__name__, canaries.__name__)
 ROOT = "/testbed/"
 
 
@@ -38,23 +39,31 @@ def inside(file: str) -> bool:
     return (file.startswith(ROOT) and "/site-packages/" not in file) or not os.path.exists(file)
 
 
-class Collected:
-    """A test as it was collected. ``code``: that of its function in its module's file."""
-
-    def __init__(self, item: Any) -> None:
-        self.code = code_of(item)
-        self.print = None if self.code is None else checks.print_of(self.code)
+Collected = collections.namedtuple("Collected", "code print wrappers")
+"""A test as it was collected. ``code``: that of its function in its module's file; ``wrappers``: of what wraps it."""
 
 
-def code_of(item: Any) -> Any:
-    """The code of a test, behind what wraps it; of unittest's, too."""
+def codes_of(item: Any) -> list:
+    """The code of a test, of unittest's, too; before it those of what wraps it."""
     value = checks.function_of(getattr(item, "obj", None))
+    found = [getattr(value, "__code__", None)]
     for _ in range(20):
         inner = getattr(value, "__wrapped__", None)
         if inner is None:
             break
         value = checks.function_of(inner)
-    return getattr(value, "__code__", None)
+        found.append(getattr(value, "__code__", None))
+    return found
+
+
+def code_of(item: Any) -> Any:
+    """The code of a test, behind what wraps it."""
+    return codes_of(item)[-1]
+
+
+def collected(item: Any) -> Any:
+    codes = codes_of(item)
+    return Collected(codes[-1], None if codes[-1] is None else checks.print_of(codes[-1]), tuple(codes[:-1]))
 
 
 class Reporter:
@@ -66,21 +75,20 @@ class Reporter:
     def __init__(self, tell: Any) -> None:
         self.tell = tell
         self.raised = {}  # type: Any
-        self.everything = checks.Kept(checks.owners(__name__, checks.__name__))
+        self.everything = checks.Kept(checks.owners(*PARTS))
         self.asserting = checks.Kept(checks.owners()[:1], checks.ALWAYS)
+        self.running = checks.Kept([each for each in checks.owners() if each[0].startswith(RUNNERS)])
         self.library = checks.KeptLibrary()
-        self.modules = []  # type: Any
+        self.modules = {}  # type: Any
         self.collected = {}  # type: Any
-        self.plain = []  # type: Any
+        self.plain = ()  # type: Any
         self.expected = set()  # type: Any
         self.took = {}  # type: Any
         self.told = set()  # type: Any
 
     def look(self, replaced: Any, kind: str) -> None:
         for path, code in replaced:
-            if (kind, path) not in self.told:
-                self.told.add((kind, path))
-                self.tell(kind, path, *self.whose(code))
+            self.tell(kind, path, *self.whose(code))
 
     def whose(self, code: Any) -> Any:
         """The file of a code, and whether it stands there; ``None`` where that cannot be said."""
@@ -116,15 +124,19 @@ class Reporter:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: Any) -> None:
+        # What compiles and rewrites has to be what it was.
+        self.look(self.everything.replaced(), "replaced")
         unlike = []
         for item in session.items:
             function = isinstance(item, pytest.Function)
             if function:
-                known = self.collected[item] = Collected(item)
+                known = self.collected[item] = collected(item)
                 file = str(item.fspath)
                 code = known.code
                 if code is not None and code.co_filename != file:
                     self.tell("foreign", self.named(item.nodeid), *self.whose(code), code.co_firstlineno)
+                    if self.is_other(item, file, code):
+                        unlike.append(self.named(item.nodeid))
                 elif code is not None and self.sources.has(code) is False:
                     unlike.append(self.named(item.nodeid))
             self.mark(item)
@@ -136,8 +148,15 @@ class Reporter:
         found = {getattr(item, "module", None) for item in self.collected}
         kept = [each for each in found if isinstance(each, types.ModuleType)]  # type: Any
         kept += [made for each in kept for made in self.classes(each)]
-        self.modules = [(each, checks.names_of(each)) for each in kept]
-        self.plain = [each for each in self.collected if self.is_plain(each)]
+        self.modules = {id(each): (each, checks.names_of(each)) for each in kept}
+        self.plain = tuple(each for each in self.collected if self.is_plain(each))
+        self.tell("kept", self, session.config.pluginmanager)
+
+    def is_other(self, item: Any, file: str, code: Any) -> bool:
+        """Whether a test's own file defines it, as it is, and the code stands in no file."""
+        case = getattr(getattr(item, "cls", None), "__name__", "")
+        written = self.sources.defines(file, case, item.name.split("[")[0])
+        return written and self.sources.has(code) is not True
 
     def is_plain(self, item: Any) -> bool:
         """Whether a test needs nothing of the repository's fixtures: it can be run again without them."""
@@ -181,10 +200,11 @@ class Reporter:
             yield
             return
         self.same(item, known)
+        self.before(item)
         began, before, ran = time.time(), sys.getprofile(), []
 
         def seen(frame: Any, event: str, arg: Any) -> None:
-            if frame.f_code is known.code:
+            if frame.f_code is known.code or frame.f_code in known.wrappers:
                 ran.append(1)
                 sys.setprofile(None)
 
@@ -198,16 +218,33 @@ class Reporter:
             self.tell("idle", self.named(item.nodeid))
         self.same(item, known)
 
+    def before(self, item: Any) -> None:
+        """Tell of what is another before a test's call, also where it is put back meanwhile."""
+        self.look([(path, checks.code_of(now)) for path, now in self.running.others()], "replaced")
+        for name in ("runtest", "setup", "teardown", "ihook", "_testcase"):
+            if name in vars(item) and checks.function_of(vars(item)[name]) is not None:
+                self.tell("swapped", self.named(item.nodeid), *self.whose(checks.code_of(vars(item)[name])))
+        self.rebound([getattr(item, "module", None), item.cls])
+        base = (self.cases_of(item) or [None])[0]
+        for name, value in list(vars(item.cls).items()) if base is not None else ():
+            new = name not in self.modules.get(id(item.cls), ("", (name,)))[1]
+            if new and hasattr(base, name) and checks.function_of(value) is not None:
+                self.tell("rebound", item.cls.__name__ + "." + name, checks.place_of(value))
+
+    def rebound(self, owners: list) -> None:
+        for owner, names in [self.modules[id(each)] for each in owners if id(each) in self.modules]:
+            for name, place in checks.rebound(owner, names):
+                self.tell("rebound", owner.__name__ + "." + name, place)
+
     def same(self, item: Any, known: Any) -> None:
         """Tell of a test whose function or code is not the collected one."""
-        if item in self.told:
-            return
+        place = str(item.fspath)
+        if not place.endswith(item.nodeid.split("::")[0]):
+            self.tell("named", self.named(item.nodeid), place)
         now = code_of(item)
         if now is not known.code:
-            self.told.add(item)
             self.tell("swapped", self.named(item.nodeid), *self.whose(now))
         elif checks.print_of(now) != known.print:
-            self.told.add(item)
             self.tell("altered", self.named(item.nodeid))
 
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
@@ -263,116 +300,18 @@ class Reporter:
     def pytest_runtestloop(self, session: Any) -> Any:
         yield
         self.look(self.everything.replaced() + self.library.replaced(), "replaced")
-        for owner, names in self.modules:
-            for name, place in checks.rebound(owner, names):
-                self.tell("rebound", owner.__name__ + "." + name, place)
+        self.rebound([owner for owner, _ in self.modules.values()])
         for name in HOOKS:
             caller = getattr(session.config.hook, name, None)
             for each in getattr(caller, "get_hookimpls", tuple)():
                 self.hook(name, each.function)
         if hasattr(gc, "get_freeze_count") and hasattr(sys, "addaudithook") and not gc.get_freeze_count():
             self.tell("thawed")
-        self.tell("softened", checks.softened())
+        self.tell("softened", canaries.softened())
         if getattr(session, "items", None) and not session.config.option.collectonly:
-            self.canaries(session)
-        for name, code in checks.equal_to_anything(inside):
-            self.tell("equal", name, code.co_filename, code.co_firstlineno, not code.co_names)
-
-    def canaries(self, session: Any) -> None:
-        """Tests that have to fail, after all others, each on an item of its own and without a fixture: one with a
-        random name, one with the name of a real test, and real tests that expect other values.
-        """
-        real = [each for each in session.items if each in self.collected]
-        names = [(checks.word(), None)] + [(each.name, each) for each in real[-1:]]
-        for name, like in names:
-            self.fails(session, name, like, checks.failing(checks.word()), "a test")
-        quick = [each for each in self.plain if self.took.get(each, LONGEST) < LONGEST]
-        done = 0
-        for item in quick:
-            function = checks.function_of(item.obj)
-            if (
-                done == MOST_SHADOWS
-                or function is None
-                or item.cls is not None
-                or code_of(item) is not function.__code__
-            ):
-                continue
-            with contextlib.suppress(Exception):
-                other = checks.expecting_another(function)
-                if other is not None:
-                    done += 1
-                    self.fails(session, item.name, item, other, "another value expected by " + item.name)
-        self.cases(self.took)
-
-    def cases(self, ran: Any) -> None:
-        """The same for a few test cases of unittest that set nothing up for their class."""
-        done = 0
-        for item in ran:
-            made = item.cls
-            if done == MOST_SHADOWS or not self.cases_of(item) or ran[item] > LONGEST:
-                continue
-            if any(name in each.__dict__ for each in made.__mro__[:-2] for name in ("setUpClass", "setUp", "run")):
-                continue
-            with contextlib.suppress(Exception):
-                function = checks.function_of(inspect.getattr_static(made, item.name))
-                other = checks.expecting_another(function)
-                if other is None or function.__code__ is not self.collected[item].code:
-                    continue
-                done += 1
-                case = made(item.name)
-                result = case.defaultTestResult()
-                setattr(case, item.name, types.MethodType(other, case))
-                with contextlib.suppress(BaseException), checks.limited(5.0):
-                    case.run(result)
-                    if result.testsRun and result.wasSuccessful() and not result.skipped:
-                        self.tell("softened", ["another value expected by " + item.name])
-
-    def fails(self, session: Any, name: str, like: Any, function: Any, said: str) -> None:
-        from _pytest.runner import runtestprotocol
-
-        reports = []  # type: Any
-        # One that cannot be run says nothing.
-        with contextlib.suppress(BaseException), checks.limited(5.0):
-            item = self.item(session, name, like, function)
-            reports = runtestprotocol(item, log=False, nextitem=None)
-        called = [each.outcome for each in reports if each.when == "call"]
-        if "passed" in called or any(hasattr(each, "wasxfail") for each in reports):
-            self.tell("softened", [said])
-
-    def item(self, session: Any, name: str, like: Any, function: Any) -> Any:
-        """A test of a module of its own, which looks like another's."""
-        path = str(like.fspath) if like is not None else os.path.join(str(session.fspath), checks.word() + ".py")
-        module = types.ModuleType(os.path.basename(path)[:-3])
-        node = self.module(session, path)
-        node._obj = module
-        if like is not None:
-            node._nodeid = like.nodeid.split("::")[0]
-        setattr(module, name.split("[")[0], function)
-        info = self.fixtureinfo()
-        if hasattr(pytest.Function, "from_parent"):
-            return pytest.Function.from_parent(node, name=name, callobj=function, fixtureinfo=info)
-        return pytest.Function(name, node, callobj=function, fixtureinfo=info)
-
-    def module(self, session: Any, path: str) -> Any:
-        like = type(session.fspath)
-        if not hasattr(pytest.Module, "from_parent"):
-            return pytest.Module(like(path), session)
-        from_parent = pytest.Module.from_parent  # type: Any
-        try:
-            return from_parent(session, path=pathlib.Path(path))
-        except TypeError:
-            return from_parent(session, fspath=like(path))
-
-    def fixtureinfo(self) -> Any:
-        """What says that a test uses no fixture, not even those that all use."""
-        from _pytest.fixtures import FuncFixtureInfo
-
-        empty = {"argnames": (), "initialnames": (), "names_closure": [], "name2fixturedefs": {}}  # type: Any
-        try:
-            return FuncFixtureInfo(**empty)
-        except TypeError:
-            del empty["initialnames"]
-            return FuncFixtureInfo(**empty)
+            canaries.Canaries(session, self.collected, self.took, self.plain, self.tell).run(self.cases_of)
+        for name, code, constant in canaries.equal_to_anything(inside):
+            self.tell("equal", name, code.co_filename, code.co_firstlineno, constant)
 
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, exitstatus: int) -> Any:
@@ -390,6 +329,15 @@ _given = sys.modules.pop(__name__ + "_tell", None)  # type: Any
 _tell, _put_back = _given or (None, lambda: None)
 _put_back()
 _reporter = None if _tell is None else Reporter(_tell)
+if _tell is not None:
+    _tell("seal", [made for name in PARTS for _, made in checks.classes_of(name, sys.modules[name])])
+
+
+def pytest_plugin_registered(plugin: Any) -> None:
+    # What is registered is no longer asked for by its name.
+    if getattr(plugin, "__name__", "") == __name__:
+        for name in PARTS:
+            sys.modules.pop(name, None)
 
 
 def pytest_configure(config: Any) -> None:

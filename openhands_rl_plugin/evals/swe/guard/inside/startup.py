@@ -17,9 +17,12 @@ GUARD, TOLD = "/guard", "OPENHANDS_RL_GUARD"
 ROOT = "/testbed/"
 CHANGED = ("__code__", "__defaults__", "__kwdefaults__")
 LOOKED = {"gc.get_objects", "gc.get_referrers", "gc.get_referents", "sys._getframe", "sys._current_frames"}
-LOOKED |= {"sys.settrace", "sys.setprofile", "sys.monitoring.register_callback", "open", "object.__setattr__"}
+LOOKED |= {"sys.settrace", "sys.setprofile", "sys.monitoring.register_callback", "open"}
+LOOKED |= {"object.__getattr__", "object.__setattr__"}
 LOOKED |= {"ctypes.cdata", "ctypes.cdata/buffer", "ctypes.addressof", "ctypes.string_at", "ctypes.dlsym"}
+READ = ("tb_frame", "gi_frame", "cr_frame", "ag_frame", "__code__")
 PLACES = ("/guard", "/eval.sh", "/proc/")
+OFTEN = ("replaced", "replaced meanwhile", "swapped", "altered", "hook", "rebound", "named")
 
 
 def text_of(value: Any) -> str:
@@ -41,11 +44,14 @@ def sender(key: bytes, writing: int) -> Any:
     def send(record: Any) -> None:
         nonlocal key
         try:
-            if getpid() != pid or fstat(writing).st_ino != node:
+            if getpid() != pid:
                 return
             text = text_of(record).encode()
             line = blake2b(text, key=key, digest_size=32).hexdigest().encode() + b" " + text + b"\n"
+            # Also where it cannot be written: what follows shows that something is missing.
             key = blake2b(key, digest_size=32).digest()
+            if fstat(writing).st_ino != node:
+                return
             while line:
                 line = line[write(writing, line) :]
         except OSError:
@@ -102,6 +108,66 @@ def callers() -> Any:
     return origin, strangers
 
 
+def functions_in(code: Any) -> Any:
+    """A code and all those within it."""
+    found = [code]
+    for each in found:
+        found += [inner for inner in each.co_consts if hasattr(inner, "co_consts")]
+    return found
+
+
+def code_of(value: Any) -> Any:
+    return getattr(getattr(value, "__func__", value), "__code__", None)
+
+
+def sealing(getframe: Any, telling: Any) -> Any:
+    """Functions that keep what the plugin is made of, and say what of it is another now, or who else speaks for it."""
+    codes = set()  # type: Any
+    members = []  # type: Any
+    held = []  # type: Any
+    hooks = []  # type: Any
+
+    def seal(owners: Any) -> None:
+        if members:
+            return
+        for owner in owners:
+            for name, value in list(vars(owner).items()):
+                code = code_of(value)
+                if code is not None:
+                    codes.update(functions_in(code))
+                if code is not None or not name.startswith("__"):
+                    members.append((owner, name, value, code))
+        if hasattr(gc, "freeze"):
+            gc.freeze()
+
+    def keep(reporter: Any, manager: Any) -> None:
+        if held:
+            return
+        for each in (reporter, reporter.everything, reporter.asserting, reporter.running, reporter.library):
+            held.append((each, dict(vars(each))))
+        for caller in manager.get_hookcallers(reporter):
+            hooks.extend((caller, each, each.function) for each in caller.get_hookimpls() if each.plugin is reporter)
+        held.append((None, dict(reporter.collected)))
+
+    def changed() -> str:
+        frame = getframe(2)
+        if codes and (frame.f_code is not telling or frame.f_back.f_code not in codes):
+            return "another speaks for it"
+        for owner, name, value, code in members:
+            if vars(owner).get(name) is not value or code_of(value) is not code:
+                return str(name)
+        for thing, kept in held:
+            now = held[0][0].collected if thing is None else vars(thing)
+            if len(now) != len(kept) or any(now.get(name) is not kept[name] for name in kept):
+                return "what it keeps"
+        for caller, each, function in hooks:
+            if each.function is not function or each not in caller.get_hookimpls():
+                return "its hooks"
+        return ""
+
+    return seal, keep, changed
+
+
 def importing(plugin: str, once: Any) -> Any:
     """What hears of a module that runs: those before the plugin, and those that could stand before others."""
     loaded = False
@@ -124,16 +190,24 @@ def importing(plugin: str, once: Any) -> Any:
 def reaching(origin: Any, once: Any) -> Any:
     """What hears of functions that are changed, of frames, memory and files that are looked into."""
 
+    getcwd = os.getcwd
+
     def looked(event: str, args: Any) -> None:
         about = ""
         if event == "open":
             about = args[0] if isinstance(args[0], str) else ""
+            if about and about[0] != "/":
+                about = getcwd() + "/" + about
             if not about.startswith(PLACES) and not (about.endswith(".py") and inside(about)):
                 return
         elif event == "object.__setattr__":
             if args[1] not in CHANGED:
                 return
             about = getattr(getattr(args[0], "__code__", None), "co_filename", "")
+        elif event == "object.__getattr__":
+            if args[1] not in READ:
+                return
+            about = args[0].__code__.co_filename if args[1] == "__code__" else args[1]
         elif event == "ctypes.dlsym":
             about = str(args[1])
         path, line, nearest = origin()
@@ -143,9 +217,9 @@ def reaching(origin: Any, once: Any) -> Any:
     return looked
 
 
-def listener(name: str, send: Any) -> Any:
-    """The audit hook. ``name``: of the event by which the plugin tells what happened. It is made of functions in
-    functions: a class would be found among those below ``object``.
+def listener(name: str, telling: Any, send: Any) -> Any:
+    """The audit hook. ``name``: of the event by which the plugin tells what happened; ``telling``: the code that does.
+    It is made of functions in functions: a class would be found among those below ``object``.
     """
     busy = set()  # type: Any
     said = set()  # type: Any
@@ -157,6 +231,7 @@ def listener(name: str, send: Any) -> Any:
             send(record)
 
     origin, strangers = callers()
+    seal, keep, changed = sealing(sys._getframe, telling)
     ran, looked = importing(GUARD + "/" + name + ".py", once), reaching(origin, once)
 
     def hear(event: str, args: Any) -> None:
@@ -175,7 +250,15 @@ def listener(name: str, send: Any) -> Any:
         busy.add(me)
         try:
             if event == name:
-                send([*args, strangers()] if args[0] == "report" else args)
+                why = changed()
+                if why:
+                    once("tampered", why)
+                if args[0] in ("seal", "kept"):
+                    (seal if args[0] == "seal" else keep)(*args[1:])
+                elif args[0] in OFTEN:
+                    once(*args)
+                else:
+                    send([*args, strangers()] if args[0] == "report" else args)
             elif event in LOOKED:
                 looked(event, args)
             else:
@@ -192,7 +275,7 @@ class Finder:
     """Finds the plugin, which lies in no folder of the path."""
 
     def __init__(self, name: str) -> None:
-        self.names = {name, name + "_checks"}
+        self.names = {name, name + "_checks", name + "_canaries"}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name not in self.names:
@@ -221,18 +304,24 @@ def begin() -> None:
         os.close(int(reading))
         os.set_inheritable(int(writing), False)
         send = sender(key, int(writing))
-        if hasattr(sys, "addaudithook"):
-            sys.addaudithook(listener(name, send))
-            audit = sys.audit
-            # What is there now is not found by ``gc.get_objects``.
-            gc.collect()
-            gc.freeze()
+        audit = getattr(sys, "audit", None)
+        if audit is not None:
 
             def tell(*record: Any) -> None:
                 audit(name, *record)
+
+            sys.addaudithook(listener(name, tell.__code__, send))
+            # What is there now is not found by ``gc.get_objects``.
+            gc.collect()
+            gc.freeze()
         else:
+            said = set()  # type: Any
 
             def tell(*record: Any) -> None:
+                if record[0] in ("seal", "kept") or (record[0] in OFTEN and record in said):
+                    return
+                if record[0] in OFTEN:
+                    said.add(record)
                 send([*record, []] if record[0] == "report" else record)
 
         # pytest has to read the option first.

@@ -1,0 +1,1 @@
+"""More attacks and honest patches, by what they go through."""
