@@ -31,11 +31,13 @@ def run(args: argparse.Namespace) -> int:
     check_model(config.model)
     log_accesses_if_asked(args)
     try:
-        from openhands_rl_plugin.models.server.server import running_server
+        from openhands_rl_plugin.models.server.server import open_server
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "torch", "train") from error
     print(f"loading {config.model}", flush=True)
-    with running_server(config) as url:
+    with open_server(config) as (url, generator):
         print(f"{config.base_name} at {url}/v1; Ctrl-C stops it", flush=True)
-        wait_until_stopped()
+        wait_until_stopped(generator.stopped)
+        # An end with an error, so that whatever supervises this process starts it again.
+        generator.check()
     return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, SerializeAsAny, model_validator
 
@@ -10,7 +10,7 @@ from openhands_rl_plugin.apps.endpoint.events import AgentResult
 from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.types import Message, SamplingParams
 from openhands_rl_plugin.environments.tools.environment import ToolCallStarted, ToolResult
-from openhands_rl_plugin.models.server.requests import ChatMessage, OpenAIModel, StreamOptions
+from openhands_rl_plugin.models.server.requests import LARGEST, ChatMessage, ModelName, OpenAIModel, StreamOptions
 from openhands_rl_plugin.models.server.responses import (
     AssistantMessage,
     ChatCompletionChoice,
@@ -27,16 +27,16 @@ ToolEventName = Literal["started", "result"]
 class AgentCompletionRequest(OpenAIModel):
     """POST /v1/chat/completions. ``seed`` applies to the episode, ``max_tokens`` to each model response."""
 
-    messages: tuple[ChatMessage, ...] = Field(min_length=1)
-    model: str | None = None
+    messages: Annotated[tuple[ChatMessage, ...], Field(fail_fast=True)] = Field(min_length=1)
+    model: ModelName | None = None
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, le=LARGEST)
+    max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST)
     seed: int | None = Field(None, ge=0, lt=2**63)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=LARGEST)
     tools: tuple[object, ...] | None = None
 
     @model_validator(mode="after")

@@ -9,10 +9,10 @@ import warnings
 from contextlib import suppress
 
 
-def wait_until_stopped() -> None:
-    """Return after Ctrl-C or ``kill``, so that the caller can shut its server down."""
+def wait_until_stopped(ended: threading.Event | None = None) -> None:
+    """Return after Ctrl-C or ``kill``, or when ``ended`` is set, so that the caller can shut its server down."""
     with suppress(KeyboardInterrupt):
-        threading.Event().wait()
+        (ended or threading.Event()).wait()
 
 
 def add_access_log(parser: argparse.ArgumentParser) -> None:

@@ -43,6 +43,11 @@ class GeneratorConfig(BaseModel):
     )
     threads: int | None = Field(default=None, ge=1, description="torch threads; None: torch's own choice.")
 
+    @property
+    def base_name(self) -> str:
+        """The name under which the model without an adapter is served."""
+        return self.model
+
 
 class ServerConfig(GeneratorConfig):
     """The generation core behind HTTP."""
@@ -57,7 +62,7 @@ class ServerConfig(GeneratorConfig):
     chat_template: str | None = Field(
         default=None, description="File with a Jinja chat template; None: the model's own."
     )
-    max_body_bytes: int = Field(default=16 * 1024**2, ge=1024)
+    max_body_bytes: int = Field(default=4 * 1024**2, ge=1024, description="Longest request body.")
 
     def door(self) -> Door:
         """Who is let in. Raises ``ConfigError`` when a network address has no key."""

@@ -46,8 +46,9 @@ class Detokenizer:
         """Length of the longest end of the text that is the beginning of a stop string."""
         longest = 0
         for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(self._whole)), longest, -1):
-                if self._whole.endswith(stop[:length]):
-                    longest = length
-                    break
+            tail = self._whole[max(0, len(self._whole) - len(stop) + 1) :]
+            at = tail.find(stop[0])
+            while at >= 0 and not stop.startswith(tail[at:]):
+                at = tail.find(stop[0], at + 1)
+            longest = max(longest, len(tail) - at if at >= 0 else 0)
         return longest

@@ -49,5 +49,9 @@ class StartError(ServingError, status=500, kind="InternalServerError"):
     """The server cannot start: no such model, the port is taken, an unsupported architecture."""
 
 
+class GenerationFailed(ServingError, status=500, kind="InternalServerError"):
+    """This sequence could not be computed; the others go on."""
+
+
 class UpstreamFailure(ServingError, status=502, kind="UpstreamError"):
     """An agent could not answer, because its model or a tool failed."""

@@ -20,8 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from openhands_rl_plugin.core.errors import describe
+from openhands_rl_plugin.core.errors import InfrastructureError, describe
 from openhands_rl_plugin.core.memory import forget_unused
+from openhands_rl_plugin.core.redaction import redacting_logger
+from openhands_rl_plugin.core.servers.metrics import Metrics
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.errors import (
     InvalidUserInput,
@@ -31,11 +33,13 @@ from openhands_rl_plugin.models.generator.errors import (
     StartError,
 )
 from openhands_rl_plugin.models.generator.lora import LoadedAdapter
+from openhands_rl_plugin.models.generator.measured import GeneratorMetrics
 from openhands_rl_plugin.models.generator.model import ServedModel
 from openhands_rl_plugin.models.generator.sampling import DecodingParams
 from openhands_rl_plugin.models.generator.scheduler import Scheduler
 from openhands_rl_plugin.models.generator.sequence import DeltaCallback, Generation, RequestHandle, SequenceState
 
+_LOG = redacting_logger(__name__)
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:+-]{0,127}")
 
 
@@ -63,6 +67,7 @@ class Generator:
             prefill_tokens=config.prefill_tokens or (256 if self.model.device.type == "cpu" else 2048),
             cache_bytes=config.cache_bytes,
         )
+        self.metrics = self._measured()
         self._lock = threading.Lock()
         self._loading = threading.Lock()
         self._adapters: dict[str, LoadedAdapter] = {}
@@ -75,8 +80,18 @@ class Generator:
         """The name of the weights that took the place of the first ones; ``None`` before."""
         self._closing = False
         self._failure: BaseException | None = None
+        self.stopped = threading.Event()
+        """Set when the thread has ended: after ``close``, or because it failed."""
         self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
         self._thread.start()
+
+    def _measured(self) -> GeneratorMetrics:
+        told = GeneratorMetrics(Metrics(), self.config.base_name)
+        scheduler, most = self._scheduler, self.config.max_batch * self.max_model_len
+        told.read("vllm:num_requests_running", "Requests that are computed.", lambda: scheduler.counts[0])
+        told.read("vllm:num_requests_waiting", "Requests that wait for a place.", lambda: scheduler.counts[1])
+        told.read("vllm:kv_cache_usage_perc", "Share of the slots in use; 1 is all.", lambda: scheduler.tokens / most)
+        return told
 
     def submit(
         self,
@@ -133,6 +148,11 @@ class Generator:
     def healthy(self) -> bool:
         """Whether requests are accepted."""
         return not self._closing and self._failure is None
+
+    def check(self) -> None:
+        """Raise ``InfrastructureError`` when the generator has failed, which only a new process mends."""
+        if self._failure is not None:
+            raise InfrastructureError(f"the generator has stopped, start the server again: {describe(self._failure)}")
 
     @property
     def adapters(self) -> tuple[LoadedAdapter, ...]:
@@ -271,7 +291,7 @@ class Generator:
                 self._finish_requests(self._scheduler.step())
         except BaseException as error:  # callers must not wait for ever
             self._failure = error
-            raise
+            _LOG.critical("the generator has stopped", exc_info=error)
         finally:
             with self._lock:
                 self._closing = True
@@ -283,6 +303,7 @@ class Generator:
             if self._replacement is not None:
                 self._replacement.model.close()
                 self._replacement.done.set_exception(Overloaded("The server is stopping."))
+            self.stopped.set()
 
     def _poll_inbox(self) -> bool:
         """Move submitted requests to the scheduler, waiting while it is idle; False ends the thread."""
@@ -324,6 +345,7 @@ class Generator:
         """Count finished sequences down, and complete the unloading of adapters without requests or pins."""
         with self._lock:
             for sequence in left:
+                self.metrics.ended(sequence)
                 self._in_flight[sequence.adapter] -= 1
             done = [a for a in self._draining if not self._in_flight[a] and not self._pins[a]]
             futures = [self._draining.pop(adapter) for adapter in done]

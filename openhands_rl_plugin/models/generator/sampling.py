@@ -11,6 +11,8 @@ from torch import Tensor
 # Sizes of the first two ``topk`` calls for top-p and top-k, since a top-k of the whole vocabulary is slow:
 # 256 candidates hold the nucleus of nearly every step, 4096 of most others; the rest needs the whole vocabulary.
 _CANDIDATES = (256, 4096)
+# Below it, temperature is 0 (as in vLLM): divided by less, logits leave the range of float32.
+_COLDEST = 1e-5
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,14 @@ class DecodingParams:
     prompt_logprobs: int | None = None
 
     @property
+    def warm(self) -> bool:
+        """Whether anything is drawn at random."""
+        return self.temperature >= _COLDEST
+
+    @property
     def restricted(self) -> bool:
         """Whether some tokens are excluded from sampling."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+        return self.warm and (self.top_p < 1 or self.top_k > 0)
 
     def with_seed(self, seed: int | None) -> DecodingParams:
         """The same parameters with another seed."""
@@ -84,7 +91,7 @@ def sample(logits: Tensor, params: Sequence[DecodingParams], rngs: Sequence[torc
     """
     normaliser = logits.logsumexp(-1)
     chosen = logits.argmax(-1)
-    warm = [i for i, p in enumerate(params) if p.temperature > 0]
+    warm = [i for i, p in enumerate(params) if p.warm]
     if warm:
         uniform = torch.cat([torch.rand(1, generator=rngs[i]) for i in warm]).to(logits.device)
         temperature = torch.tensor([params[i].temperature for i in warm], device=logits.device)
@@ -121,7 +128,7 @@ def _draw(scaled: Tensor, uniform: Tensor) -> Tensor:
 def _draw_restricted(scaled: Tensor, params: Sequence[DecodingParams], uniform: Tensor) -> Tensor:
     """``_draw`` among the tokens that top_k and top_p leave; looks at few candidates first."""
     vocabulary = scaled.shape[-1]
-    top_k = torch.tensor([p.top_k or vocabulary for p in params], device=scaled.device)[:, None]
+    top_k = torch.tensor([min(p.top_k or vocabulary, vocabulary) for p in params], device=scaled.device)[:, None]
     top_p = torch.tensor([p.top_p for p in params], device=scaled.device)[:, None]
     normaliser = scaled.logsumexp(-1, keepdim=True)
     drawn = torch.empty(len(params), dtype=torch.long, device=scaled.device)

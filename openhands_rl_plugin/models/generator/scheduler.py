@@ -8,16 +8,21 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from openhands_rl_plugin.core.errors import CaughtFailure, boundary
 from openhands_rl_plugin.core.memory import return_freed_memory
+from openhands_rl_plugin.core.redaction import redacting_logger
+from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.models.generator.attention import StepRow
-from openhands_rl_plugin.models.generator.errors import RequestCancelled
+from openhands_rl_plugin.models.generator.errors import GenerationFailed, RequestCancelled
 from openhands_rl_plugin.models.generator.model import ServedModel
 from openhands_rl_plugin.models.generator.prefix_cache import BLOCK_TOKENS, PrefixCache
-from openhands_rl_plugin.models.generator.sampling import sample, score_tokens
+from openhands_rl_plugin.models.generator.sampling import SampledToken, ScoredToken, sample, score_tokens
 from openhands_rl_plugin.models.generator.sequence import SequenceState
 
 # Rows of float32 logits per step for prompt logprobs: 64 rows of a vocabulary of 150,000 take 38 MB.
 _OBSERVED_ROWS = 64
+_LOG = redacting_logger(__name__)
+Batch = list[tuple[SequenceState, StepRow]]
 
 
 class Scheduler:
@@ -29,12 +34,23 @@ class Scheduler:
         self._free = list(range(max_batch))
         self._waiting: deque[SequenceState] = deque()
         self._running: list[SequenceState] = []
+        self._left: list[SequenceState] = []
         self.cache = PrefixCache(cache_bytes)
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to compute."""
         return not self._waiting and not self._running
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many sequences run, and how many wait. May be read from any thread."""
+        return len(self._running), len(self._waiting)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the slots of running sequences. May be read from any thread."""
+        return sum(sequence.computed for sequence in tuple(self._running))
 
     def use(self, model: ServedModel) -> None:
         """Compute with other weights of the same model from now on. Call it when idle: what is cached is forgotten."""
@@ -47,25 +63,79 @@ class Scheduler:
 
     @torch.inference_mode()
     def step(self) -> list[SequenceState]:
-        """Admit sequences, compute one step, sample. Returns the sequences that finished; their futures are done."""
-        left = self._remove_cancelled()
+        """Admit sequences, compute one step, sample. Returns the sequences that ended; their futures are done.
+
+        Raises ``CaughtFailure`` when the model computes nothing any more.
+        """
+        self._left = self._remove_cancelled()
         self._admit()
-        if not self._running:
-            return left
-        batch = self._schedule()
+        if self._running:
+            batch = self._schedule()
+            try:
+                with boundary(FailureKind.MODEL, "generation step"):
+                    self._compute(batch)
+            except CaughtFailure as caught:
+                self._one_by_one(batch, caught)
+            self._finish_completed()
+        return self._left
+
+    def _compute(self, batch: Batch) -> None:
+        """One step of these sequences: all of them have taken it, or none."""
         logits = self._model.step([row for _, row in batch])
         offset = 0
         ready: list[tuple[SequenceState, int]] = []
+        observed: list[list[ScoredToken]] = []
         for sequence, row in batch:
-            sequence.computed += len(row.ids)
-            if sequence.params.prompt_logprobs is not None and sequence.computed <= sequence.prompt_len:
-                self._score_prompt(sequence, row, logits[offset : offset + len(row.wanted)])
+            computed = sequence.computed + len(row.ids)
+            if sequence.params.prompt_logprobs is not None and computed <= sequence.prompt_len:
+                observed.append(self._score_prompt(sequence, row, logits[offset : offset + len(row.wanted)]))
+            else:
+                observed.append([])
             offset += len(row.wanted)
-            if sequence.pending == 0:
+            if computed == len(sequence.ids):
                 ready.append((sequence, offset - 1))
-        if ready:
-            self._sample(ready, logits)
-        return left + self._finish_completed()
+        chosen = self._sample(ready, logits) if ready else []
+        for (sequence, row), scores in zip(batch, observed, strict=True):
+            sequence.computed += len(row.ids)
+            sequence.observed.extend(scores)
+        for (sequence, _), sampled in zip(ready, chosen, strict=True):
+            self._take(sequence, sampled)
+
+    def _one_by_one(self, batch: Batch, caught: CaughtFailure) -> None:
+        """After a step that failed: each sequence alone, so that only those fail that are the cause.
+
+        Raises ``CaughtFailure`` when the model computes nothing any more.
+        """
+        failed = 0
+        for sequence, row in batch:
+            sequence.rewind()
+            try:
+                if len(batch) == 1:
+                    raise caught
+                with boundary(FailureKind.MODEL, "generation step"):
+                    self._compute([(sequence, row)])
+            except CaughtFailure as alone:
+                failed += 1
+                self._fail(sequence, alone)
+        if failed == len(batch):
+            with boundary(FailureKind.MODEL, "generation"):
+                self._model.step([StepRow(self._free[-1], 0, [0], None, range(1))])
+
+    def _take(self, sequence: SequenceState, sampled: SampledToken) -> None:
+        try:
+            with boundary(FailureKind.MODEL, "generation of one sequence"):
+                if len(sequence.ids) == sequence.prompt_len:
+                    self._cache_prefix(sequence)
+                sequence.append(sampled, self._model.eos_ids)
+        except CaughtFailure as caught:
+            self._fail(sequence, caught)
+
+    def _fail(self, sequence: SequenceState, caught: CaughtFailure) -> None:
+        _LOG.error("a sequence failed: %s", caught.failure.message, exc_info=caught.__cause__)
+        self._running = [each for each in self._running if each is not sequence]
+        self._free_slot(sequence)
+        self._left.append(sequence)
+        sequence.handle.future.set_exception(GenerationFailed(f"The generation failed: {caught.failure.message}"))
 
     def release_memory(self) -> None:
         """Free the memory that only running sequences need; keeps the prefix cache. Call it when idle."""
@@ -106,7 +176,12 @@ class Scheduler:
                 deferred.append(sequence)
                 continue
             self._free.sort()
-            self._start(sequence, self._free.pop(0))
+            try:
+                with boundary(FailureKind.MODEL, "start of a sequence"):
+                    self._start(sequence, self._free.pop(0))
+            except CaughtFailure as caught:
+                self._fail(sequence, caught)
+                continue
             if key is not None:
                 under_way.add(key)
         self._waiting.extendleft(reversed(deferred))
@@ -127,10 +202,10 @@ class Scheduler:
             self._model.slots.write(slot, index * BLOCK_TOKENS, block)
         sequence.computed = sequence.cached = len(blocks) * BLOCK_TOKENS
 
-    def _schedule(self) -> list[tuple[SequenceState, StepRow]]:
+    def _schedule(self) -> Batch:
         """All decoding sequences, and prefill chunks up to the budget of prompt tokens (oldest first)."""
         budget = self._prefill_tokens
-        batch: list[tuple[SequenceState, StepRow]] = []
+        batch: Batch = []
         for sequence in self._running:
             count = sequence.pending
             if count > 1:
@@ -153,30 +228,31 @@ class Scheduler:
         return StepRow(sequence.slot, start, sequence.ids[start : start + count], sequence.adapter, wanted)
 
     @staticmethod
-    def _score_prompt(sequence: SequenceState, row: StepRow, logits: Tensor) -> None:
+    def _score_prompt(sequence: SequenceState, row: StepRow, logits: Tensor) -> list[ScoredToken]:
         following = sequence.ids[row.start + 1 : min(row.start + len(row.ids) + 1, sequence.prompt_len)]
-        if following:
-            count = sequence.params.prompt_logprobs or 0
-            sequence.observed.extend(score_tokens(logits[: len(following)], following, count))
+        if not following:
+            return []
+        return score_tokens(logits[: len(following)], following, sequence.params.prompt_logprobs or 0)
 
-    def _sample(self, ready: list[tuple[SequenceState, int]], logits: Tensor) -> None:
+    @staticmethod
+    def _sample(ready: list[tuple[SequenceState, int]], logits: Tensor) -> list[SampledToken]:
         indices = [index for _, index in ready]
         rows = logits if indices == list(range(logits.shape[0])) else logits[indices]
-        chosen = sample(rows, [s.params for s, _ in ready], [s.rng for s, _ in ready])
-        for (sequence, _), sampled in zip(ready, chosen, strict=True):
-            if len(sequence.ids) == sequence.prompt_len:
-                self._cache_prefix(sequence)
-            sequence.append(sampled, self._model.eos_ids)
+        return sample(rows, [s.params for s, _ in ready], [s.rng for s, _ in ready])
 
-    def _finish_completed(self) -> list[SequenceState]:
-        finished = [s for s in self._running if s.finished]
-        if finished:
-            self._running = [s for s in self._running if not s.finished]
-            for sequence in finished:
-                self._cache_prefix(sequence)
-                self._free_slot(sequence)
-                sequence.handle.future.set_result(sequence.result())
-        return finished
+    def _finish_completed(self) -> None:
+        for sequence in [s for s in self._running if s.finished]:
+            try:
+                with boundary(FailureKind.MODEL, "end of a sequence"):
+                    self._cache_prefix(sequence)
+                    result = sequence.result()
+            except CaughtFailure as caught:
+                self._fail(sequence, caught)
+                continue
+            self._running.remove(sequence)
+            self._free_slot(sequence)
+            self._left.append(sequence)
+            sequence.handle.future.set_result(result)
 
     def _cache_prefix(self, sequence: SequenceState) -> None:
         slots, slot = self._model.slots, sequence.slot

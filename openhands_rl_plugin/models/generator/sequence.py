@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from openhands_rl_plugin.models.generator.detokenizer import Detokenizer
@@ -102,6 +104,8 @@ class SequenceState:
         self.adapter = adapter
         self.rng = new_rng(params.seed)
         self.handle = RequestHandle(Future())
+        self.submitted = time.monotonic()
+        self.first_token: float | None = None
         self.slot = -1
         self.computed = 0
         self.cached = 0
@@ -121,12 +125,26 @@ class SequenceState:
         return len(self.ids) - self.computed
 
     @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the answer is complete; ``None`` while it is not."""
+        return self._finish
+
+    @property
     def finished(self) -> bool:
         """Whether the answer is complete."""
         return self._finish is not None
 
+    def rewind(self) -> None:
+        """Forget random numbers that were drawn for a token which was not taken."""
+        if self.params.seed is not None:
+            self.rng = new_rng(self.params.seed)
+            if self.params.warm:
+                for _ in self._sampled:
+                    torch.rand(1, generator=self.rng)
+
     def append(self, sampled: SampledToken, eos_ids: frozenset[int]) -> None:
         """Take the next sampled token and decide whether the answer ends with it."""
+        self.first_token = self.first_token or time.monotonic()
         self.ids.append(sampled.token)
         self._sampled.append(sampled)
         if sampled.token in eos_ids and not self.params.ignore_eos:

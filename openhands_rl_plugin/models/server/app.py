@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+from anyio import CapacityLimiter, to_thread
 from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -45,6 +47,7 @@ from openhands_rl_plugin.models.server.streaming import DeltaQueue, cancelling, 
 
 # Seconds that an adapter keeps taking requests after it was asked to be unloaded.
 _UNLOAD_GRACE = 0.25
+_LONG_BODY = 256 * 1024
 
 PromptJob = tuple[tuple[int, ...], DecodingParams]
 
@@ -73,6 +76,7 @@ class ModelEndpoints:
     def __init__(self, config: ServerConfig, generator: Generator) -> None:
         self._config = config
         self._generator = generator
+        self._long_prompts = CapacityLimiter(1)
         self._prompts = PromptRenderer(generator.tokenizer, generator.max_model_len, config.chat_template)
 
     async def chat(self, request: Request) -> Response:
@@ -81,7 +85,7 @@ class ModelEndpoints:
         queue = DeltaQueue() if body.stream else None
         weights = self._generator.weights
         with self._model(body.model) as (adapter, model):
-            ids = await run_in_threadpool(self._prompts.chat, body)
+            ids = await self._prompt(request, self._prompts.chat, body)
             top = (body.top_logprobs or 0) if body.logprobs else None
             limit = body.max_completion_tokens or body.max_tokens
             params = self._prompts.params(body, prompt_len=len(ids), max_tokens=limit, top_logprobs=top)
@@ -118,7 +122,7 @@ class ModelEndpoints:
         queue = DeltaQueue() if body.stream else None
         weights = self._generator.weights
         with self._model(body.model) as (adapter, model):
-            prompts = await run_in_threadpool(self._prompts.completion, body)
+            prompts = await self._prompt(request, self._prompts.completion, body)
             if not prompts:
                 raise ServingError("The prompt is empty.", param="prompt")
             jobs: list[PromptJob] = []
@@ -142,9 +146,10 @@ class ModelEndpoints:
         body = await _read(request, TokenizeRequest)
         with self._model(body.model):
             if body.prompt is None:
-                ids = await run_in_threadpool(self._prompts.chat, body)
+                ids = await self._prompt(request, self._prompts.chat, body)
             else:
-                ids = self._prompts.text(body.prompt, special=body.add_special_tokens is not False)
+                special = body.add_special_tokens is not False
+                ids = await self._prompt(request, partial(self._prompts.text, special=special), body.prompt)
         return json_response(
             TokenizeResponse(count=len(ids), max_model_len=self._generator.max_model_len, tokens=list(ids))
         )
@@ -197,6 +202,11 @@ class ModelEndpoints:
         if not self._generator.healthy:
             raise Overloaded("The generator has stopped.")
         return Response()
+
+    async def _prompt[A, P](self, request: Request, make: Callable[[A], P], asked: A) -> P:
+        """Token ids, made off the event loop: of long requests one after another, so that short ones pass them."""
+        limiter = self._long_prompts if len(await request.body()) > _LONG_BODY else None
+        return await to_thread.run_sync(make, asked, limiter=limiter)
 
     @contextmanager
     def _model(self, name: str | None) -> Iterator[tuple[LoadedAdapter | None, str]]:

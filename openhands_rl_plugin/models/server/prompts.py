@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
-from jinja2 import TemplateError
 from pydantic import JsonValue
+from pydantic_core import from_json
 from transformers import PreTrainedTokenizerFast
 
+from openhands_rl_plugin.core.errors import CaughtFailure, boundary
 from openhands_rl_plugin.core.templates.tool_call_json import render_tool_call
-from openhands_rl_plugin.core.types import ToolCall
+from openhands_rl_plugin.core.types import FailureKind, ToolCall
 from openhands_rl_plugin.models.generator.errors import ServingError, StartError
 from openhands_rl_plugin.models.generator.sampling import DecodingParams
 from openhands_rl_plugin.models.server.requests import (
@@ -26,6 +27,8 @@ from openhands_rl_plugin.models.server.requests import (
 )
 
 log = logging.getLogger(__name__)
+_LEAST_PER_TOKEN = 16
+"""Characters that a token may stand for at least, whatever the longest one in the vocabulary has."""
 
 
 class PromptRenderer:
@@ -41,6 +44,8 @@ class PromptRenderer:
         except (OSError, UnicodeDecodeError) as error:
             raise StartError(f"cannot read the chat template {chat_template}: {error}") from error
         self._warned = False
+        longest = max(map(len, tokenizer.get_vocab()), default=1)
+        self._most_characters = max_model_len * max(longest, _LEAST_PER_TOKEN)
 
     def chat(self, request: ChatCompletionRequest | TokenizeRequest) -> tuple[int, ...]:
         """The token ids of a conversation, with the generation prompt. Raises ``ServingError``."""
@@ -53,22 +58,31 @@ class PromptRenderer:
         # It accepts any keyword that the template uses.
         render = cast(Callable[..., str], self._tokenizer.apply_chat_template)
         try:
-            text = render(
-                [self._message(message) for message in request.messages],
-                tools=[tool.model_dump(exclude_none=True) for tool in request.tools or ()] or None,
-                chat_template=self._template,
-                add_generation_prompt=request.add_generation_prompt,
-                continue_final_message=request.continue_final_message,
-                tokenize=False,
-                **(request.chat_template_kwargs or {}),
-            )
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise ServingError(f"The chat template rejected the messages: {error}", param="messages") from error
+            with boundary(FailureKind.MODEL, "chat template"):
+                text = render(
+                    [self._message(message) for message in request.messages],
+                    tools=[tool.model_dump(exclude_none=True) for tool in request.tools or ()] or None,
+                    chat_template=self._template,
+                    add_generation_prompt=request.add_generation_prompt,
+                    continue_final_message=request.continue_final_message,
+                    tokenize=False,
+                    **(request.chat_template_kwargs or {}),
+                )
+        except CaughtFailure as caught:
+            reason = caught.failure.message
+            raise ServingError(f"The chat template rejected the messages: {reason}", param="messages") from caught
         return self.text(text, special=False)
 
     def text(self, text: str, *, special: bool) -> tuple[int, ...]:
-        """The token ids of a text, with or without the tokenizer's special tokens."""
-        return tuple(self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=special).ids)
+        """The token ids of a text, with or without special tokens. Raises ``ServingError`` when it cannot fit."""
+        if len(text) > self._most_characters:
+            raise ServingError(
+                f"This model's maximum context length is {self._max_model_len} tokens. However, your request has "
+                f"{len(text)} characters, which are more tokens than that. Please reduce the length of the input.",
+                param="input_tokens",
+            )
+        # Unlike ``encode``, a batch leaves the interpreter to other threads while it works.
+        return tuple(self._tokenizer.backend_tokenizer.encode_batch([text], add_special_tokens=special)[0].ids)
 
     def completion(self, request: CompletionRequest) -> list[tuple[int, ...]]:
         """The token ids of each prompt of a text completion."""
@@ -135,7 +149,12 @@ class PromptRenderer:
 def _arguments(text: str) -> JsonValue:
     """Parsed arguments for the template; text that is not a JSON object is returned unchanged."""
     try:
-        value = json.loads(text or "{}")
-    except ValueError:
-        return text
+        value = from_json(text or "{}")
+    except ValueError as error:
+        if "recursion limit" in str(error):
+            raise ServingError("The arguments of a tool call are nested too deeply.", param="messages") from error
+        try:
+            value = json.loads(text)  # it takes half a surrogate pair
+        except (ValueError, RecursionError):
+            return text
     return value if isinstance(value, dict) else text

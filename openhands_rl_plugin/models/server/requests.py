@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 MAX_CHOICES = 64
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
+LONGEST_STOP = 1024
+MAX_STOP_IDS = 1024
+MAX_PROMPTS = 1024
+LARGEST = 2**31 - 1
+"""Of every number without a narrower bound: what 32 bits hold fits wherever it is used."""
+TokenId = Annotated[int, Field(ge=-1, le=LARGEST)]
+ModelName = Annotated[str, Field(max_length=1024)]
+# A list ends at its first wrong element: a million of them would be a million errors.
+TokenIds = Annotated[tuple[TokenId, ...], Field(fail_fast=True)]
 
 
 class OpenAIModel(BaseModel):
     """Base of all request and response bodies."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
 class StreamOptions(OpenAIModel):
@@ -49,9 +58,9 @@ class ChatMessage(OpenAIModel):
     """One message of the conversation."""
 
     role: str
-    content: str | tuple[ContentPart, ...] | None = None
+    content: str | Annotated[tuple[ContentPart, ...], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: tuple[MessageToolCall, ...] | None = None
+    tool_calls: Annotated[tuple[MessageToolCall, ...], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
     @property
@@ -82,15 +91,15 @@ class Tool(OpenAIModel):
 class SamplingFields(OpenAIModel):
     """Sampling fields that chat and text completions share."""
 
-    model: str | None = None
+    model: ModelName | None = None
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, description="0 and -1 are off.")
+    top_k: int | None = Field(None, ge=-1, le=LARGEST, description="0 and -1 are off.")
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, le=LARGEST)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: str | tuple[str, ...] | None = None
-    stop_token_ids: tuple[int, ...] | None = None
+    stop: str | Annotated[tuple[str, ...], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[tuple[TokenId, ...], Field(fail_fast=True), Field(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool = False
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -101,7 +110,7 @@ class SamplingFields(OpenAIModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     min_p: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, JsonValue] | None = None
     response_format: dict[str, JsonValue] | None = None
 
     @property
@@ -123,6 +132,8 @@ class SamplingFields(OpenAIModel):
             raise ValueError("response_format other than text is not supported by this server")
         if len(self.stops) > MAX_STOPS or not all(self.stops):
             raise ValueError(f"stop must be at most {MAX_STOPS} strings, none of them empty")
+        if max(map(len, self.stops), default=0) > LONGEST_STOP:
+            raise ValueError(f"a stop string must have at most {LONGEST_STOP} characters")
         if self.stream and self.prompt_logprobs is not None:
             raise ValueError("`prompt_logprobs` are not available when `stream=True`.")
         if self.stream_options is not None and not self.stream:
@@ -133,11 +144,11 @@ class SamplingFields(OpenAIModel):
 class ChatCompletionRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
-    messages: tuple[ChatMessage, ...] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    messages: Annotated[tuple[ChatMessage, ...], Field(fail_fast=True)] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: tuple[Tool, ...] | None = None
+    tools: Annotated[tuple[Tool, ...], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, JsonValue] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -157,7 +168,12 @@ class ChatCompletionRequest(SamplingFields):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions. ``prompt``: one text, several texts, one list of token ids or several."""
 
-    prompt: str | tuple[int, ...] | tuple[str, ...] | tuple[tuple[int, ...], ...]
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[tuple[str, ...], Field(fail_fast=True), Field(max_length=MAX_PROMPTS)]
+        | Annotated[tuple[TokenIds, ...], Field(fail_fast=True), Field(max_length=MAX_PROMPTS)]
+    )
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool | None = False
     add_special_tokens: bool = True
@@ -179,10 +195,10 @@ class CompletionRequest(SamplingFields):
 class TokenizeRequest(OpenAIModel):
     """POST /tokenize, with a text or a conversation."""
 
-    model: str | None = None
+    model: ModelName | None = None
     prompt: str | None = None
-    messages: tuple[ChatMessage, ...] | None = None
-    tools: tuple[Tool, ...] | None = None
+    messages: Annotated[tuple[ChatMessage, ...], Field(fail_fast=True)] | None = None
+    tools: Annotated[tuple[Tool, ...], Field(fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -198,18 +214,18 @@ class TokenizeRequest(OpenAIModel):
 class LoadLoRAAdapterRequest(OpenAIModel):
     """POST /v1/load_lora_adapter."""
 
-    lora_name: str = ""
-    lora_path: str = ""
+    lora_name: ModelName = ""
+    lora_path: Annotated[str, Field(max_length=4096)] = ""
 
 
 class UnloadLoRAAdapterRequest(OpenAIModel):
     """POST /v1/unload_lora_adapter."""
 
-    lora_name: str = ""
+    lora_name: ModelName = ""
 
 
 class UpdateWeightsRequest(OpenAIModel):
     """POST /update_weights_from_disk. ``weight_version``: the name of the weights in ``model_path``."""
 
-    model_path: str
-    weight_version: str
+    model_path: Annotated[str, Field(max_length=4096)]
+    weight_version: ModelName

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from openhands_rl_plugin.models.generator.errors import RequestCancelled
+from openhands_rl_plugin.models.generator.errors import RequestCancelled, ServingError
 from openhands_rl_plugin.models.generator.sequence import Delta, DeltaCallback, Generation, RequestHandle
 from openhands_rl_plugin.models.server.error_handlers import error_body
 from openhands_rl_plugin.models.server.formatting import Formatter, tool_call_bodies, usage
@@ -190,11 +190,13 @@ async def text_events(
 
 
 async def cancelling(events: AsyncIterator[str], cancel: Callable[[], None]) -> AsyncIterator[str]:
-    """``events``; calls ``cancel`` when the client disconnects, and ends with an error event when the server stops."""
+    """``events``; calls ``cancel`` when the client disconnects, and ends with an error event when they fail."""
     try:
         async for event in events:
             yield event
     except RequestCancelled:
         yield sse_event(error_body(503, "The server is stopping.", "ServiceUnavailableError"))
+    except ServingError as error:
+        yield sse_event(error_body(error.status, error.message, error.kind))
     finally:
         cancel()

@@ -1,0 +1,114 @@
+"""Requests with values that no client should send: refused one by one, while the server goes on."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from openhands_rl_plugin.models.generator.generator import Generator
+from openhands_rl_plugin.models.server.prompts import PromptRenderer
+
+NUMBERS = [
+    *("9223372036854775807", "9223372036854775808", "-9223372036854775809", "1" + "0" * 400, "1e999", "-1e999"),
+    *("NaN", "Infinity", "-1", "-2", "0", "0.5", "3.0", "2147483647", "2147483648", "1e-300", "true", "null", '"7"'),
+    *("[]", "{}", '""'),
+]
+FIELDS = [
+    *("temperature", "top_p", "top_k", "n", "max_tokens", "max_completion_tokens", "seed", "top_logprobs"),
+    *("prompt_logprobs", "stop_token_ids", "presence_penalty", "min_p", "repetition_penalty", "logit_bias"),
+]
+
+
+@pytest.fixture
+def http(server: str) -> Iterator[httpx.Client]:
+    headers = {"content-type": "application/json"}
+    with httpx.Client(base_url=server, timeout=30, headers=headers, trust_env=False) as client:
+        yield client
+
+
+def ask(http: httpx.Client, **fields: object) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": "one"}], "max_tokens": 2, **fields}
+    return http.post("/v1/chat/completions", content=json.dumps(body))
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_number_is_served_or_refused_at_the_door(http: httpx.Client, field: str) -> None:
+    for value in NUMBERS:
+        text = '{"messages": [{"role": "user", "content": "one"}], "logprobs": true, "max_tokens": 2, "n": 1, %s}'
+        answer = http.post("/v1/chat/completions", content=text % f'"{field}": {value}')
+        assert answer.status_code in (200, 400), (value, answer.text)
+    assert ask(http).status_code == 200 and http.get("/health").status_code == 200
+
+
+def test_a_list_with_a_million_errors_is_one(http: httpx.Client) -> None:
+    for wrong in ('{"messages": [%s]}', '{"prompt": [%s, "a"]}', '{"prompt": "a", "stop_token_ids": [%s]}'):
+        path = "/v1/chat/completions" if "messages" in wrong else "/v1/completions"
+        answer = http.post(path, content=wrong % ",".join(["-7"] * 60_000))
+        assert answer.status_code == 400 and len(answer.text) < 2000
+
+
+@pytest.mark.parametrize("arguments", ["[" * 3000, '{"a":' * 3000 + "1" + "}" * 3000])
+def test_arguments_nested_too_deeply_are_refused(http: httpx.Client, arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "tool_calls": [call]}]
+    answer = ask(http, messages=messages)
+    assert answer.status_code == 400 and "nested" in answer.text
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"tokenizer": 1}, {"tokenize": True}, {"padding": "x"}, {"messages": 3}, {"a" * 9: []}]
+)
+def test_template_arguments_break_nothing(http: httpx.Client, kwargs: dict[str, object]) -> None:
+    assert ask(http, chat_template_kwargs=kwargs).status_code in (200, 400)
+
+
+def test_a_stop_string_of_a_novel_is_refused(http: httpx.Client) -> None:
+    assert ask(http, stop="x" * 1025).status_code == 400
+    assert ask(http, stop=["x" * 1024] * 16).status_code == 200
+
+
+def test_a_prompt_that_cannot_fit_is_refused_by_its_length(http: httpx.Client, generator: Generator) -> None:
+    started = time.monotonic()
+    answer = ask(http, messages=[{"role": "user", "content": "one two " * 20_000}])
+    assert answer.status_code == 400 and "160" in answer.text and "characters" in answer.text
+    assert time.monotonic() - started < 5
+
+
+def test_tokenising_leaves_the_interpreter_to_others(generator: Generator) -> None:
+    prompts = PromptRenderer(generator.tokenizer, 10**6, None)
+    text = " ".join(f"word{i % 977} x" for i in range(20_000))
+    gaps = [0.0]
+    done = threading.Event()
+
+    def tick() -> None:
+        last = time.perf_counter()
+        while not done.wait(0.002):
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    started = time.perf_counter()
+    prompts.text(text, special=False)
+    seconds = time.perf_counter() - started
+    done.set()
+    ticking.join()
+    assert max(gaps) < max(0.5 * seconds, 0.2)
+
+
+def test_metrics_have_vllms_names(http: httpx.Client) -> None:
+    assert ask(http, max_tokens=3, ignore_eos=True).status_code == 200
+    text = http.get("/metrics").text
+    told = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if line[0] != "#"}
+    label = next(name for name in told if name.startswith("vllm:generation_tokens_total")).partition("{")[2]
+    for name in ("generation_tokens_total", "prompt_tokens_total", "e2e_request_latency_seconds_count"):
+        assert told[f"vllm:{name}{{{label}"] > 0
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert told[f"vllm:{name}{{{label}"] == 0
+    assert any(name.startswith('vllm:request_success_total{finished_reason="length"') for name in told)
