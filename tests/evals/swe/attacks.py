@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import attacks_interpreter
-import attacks_patches
 import attacks_pytest
 import further.objects
+import further.patch_forms
 import further.readers
 from attack_kit import Attack
 
 ATTACKS: tuple[Attack, ...] = (
-    *(*attacks_pytest.ATTACKS, *attacks_interpreter.ATTACKS, *attacks_patches.ATTACKS),
+    *(*attacks_pytest.ATTACKS, *attacks_interpreter.ATTACKS, *further.patch_forms.ATTACKS),
     *(*further.objects.ATTACKS, *further.readers.ATTACKS),
 )
