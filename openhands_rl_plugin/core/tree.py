@@ -109,7 +109,7 @@ class EpisodeTree:
         self.truncated |= observation.truncated
 
     def pay(self, reward: float) -> None:
-        """Add a reward to the last action that was executed, after its observation."""
+        """Add a reward to the last action, after its observation; one that was interrupted counts as executed then."""
         acted = next(self.nodes[index] for index in reversed(self.path()) if self.nodes[index].sampled)
         acted.reward = (acted.reward or 0.0) + reward
 

@@ -34,7 +34,7 @@ from openhands_rl_plugin.core.types import (
     Times,
     Trajectory,
 )
-from openhands_rl_plugin.rollout.capabilities import PaysWhenCut, ReservesForks
+from openhands_rl_plugin.rollout.capabilities import ReservesForks, reward_when_cut
 from openhands_rl_plugin.rollout.journal import EpisodeJournal, JournalledEngine
 
 _Begin = Callable[[Task, Limits], Awaitable[None]]
@@ -196,15 +196,11 @@ class AgentSession:
 
     async def _cut(self) -> None:
         """Ask for the reward of an episode that a limit cut, where it is paid at the end only."""
-        environment = self._environment
-        if self.tree.terminated or self.tree.truncated or not self.tree.answered:
+        if self.tree.terminated or self.tree.truncated or not self.tree.turns:
             return
-        if isinstance(environment, PaysWhenCut):
-            with boundary(FailureKind.ENVIRONMENT, "environment.cut_short"):
-                answer = await environment.cut_short()
-            if answer is not None:
-                self.tree.pay(answer.reward)
-                await self._keep()
+        if (reward := await reward_when_cut(self._environment, answered=self.tree.answered)) is not None:
+            self.tree.pay(reward)
+            await self._keep()
 
     async def _act(self, limits: Limits) -> None:
         self.tree.observe(await self._step(self.tree.action, limits))

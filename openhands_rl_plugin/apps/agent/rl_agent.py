@@ -182,10 +182,8 @@ class RLAgent:
         )
         weights = self._policy.training_weights()
         environment = env_name or self.config.env_name
-        where = TrajectoryFilter(
-            environment=environment,
-            task_id=task_id_of(environment, task_id) if isinstance(task_id, int) else task_id,
-        )
+        chosen = task_id_of(environment, task_id) if isinstance(task_id, int) else task_id
+        where = TrajectoryFilter(environment=environment, task_id=chosen)
         with self._working():
             collecting = load_episodes(
                 self._storage,
@@ -212,8 +210,8 @@ class RLAgent:
                 )
             assert adapter is not None  # this is the only process
             self._thread.wait_for(self._policy.adopt(adapter, probe))
-        told = {"used": dataset.used, "excluded": dataset.excluded, "metrics": metrics.as_floats(), "notes": notes}
-        return TrainReport(algorithm=dataset.algorithm, adapter=adapter, **told)
+        used = {"used": dataset.used, "excluded": dataset.excluded, "metrics": metrics.as_floats()}
+        return TrainReport(algorithm=dataset.algorithm, adapter=adapter, notes=notes, **used)
 
     def create_prompt(self, task_description: str) -> str:
         """The first prompt of the environment's first task, as text. Opens and closes an episode for it.

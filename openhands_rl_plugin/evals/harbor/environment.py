@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 
 from pydantic import Field
 
-from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError
+from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, InfrastructureError
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Message, Observation, Task
 from openhands_rl_plugin.environments.http.opening import opening_messages
 from openhands_rl_plugin.environments.http.react import parse_plain, parse_react
@@ -112,6 +112,8 @@ class HarborEnvironment:
         elif command.strip() != SUBMIT:
             shell = self._container.shell
             result = await self._blocking(lambda: shell.run(command, timeout=options.command_timeout))
+            if self._ended:
+                raise InfrastructureError(f"{self._container.task.name}: a time limit ended the command")
             self._last = _told(result, options.command_timeout)
         submitted = command is not None and command.strip() == SUBMIT
         last_turn = options.max_turns and len(self._rewards) + 1 >= options.max_turns
@@ -144,6 +146,14 @@ class HarborEnvironment:
             return None
         reward = self._rewards[-1] = await self._test()
         self._ended = self._truncated = True
+        return Observation(reward=reward, truncated=True)
+
+    async def pay_interrupted(self) -> Observation | None:
+        """Test what an interrupted command has left, as Harbor does when the agent's time is up; it is paid to that."""
+        if self._container is None or self._ended:
+            return None
+        self._ended = self._truncated = True
+        self._rewards.append(reward := await self._test())
         return Observation(reward=reward, truncated=True)
 
     async def evidence(self) -> JsonObject:

@@ -162,8 +162,8 @@ class HostEpisode:
             self.failure = reply.failure
 
     def pay(self, reward: float) -> None:
-        """Pay the last action of an episode that a limit cut; one that has no answer keeps none."""
-        if self.tree.answered:
+        """Pay the last action of an episode that a limit cut, also one that it interrupted."""
+        if self.tree.turns:
             self.tree.pay(reward)
 
     def limit_reached(self) -> StopReason | None:

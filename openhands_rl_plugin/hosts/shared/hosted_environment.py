@@ -10,7 +10,7 @@ from openhands_rl_plugin.core.protocols import Environment, Forkable, OffersTool
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Limits, Message, Observation, Task
 from openhands_rl_plugin.hosts.shared.environment_forks import EnvironmentWorld
 from openhands_rl_plugin.hosts.shared.environment_reply import RESET_TOOL, STEP_TOOL, EnvironmentReply
-from openhands_rl_plugin.rollout.capabilities import PaysWhenCut, ReservesForks
+from openhands_rl_plugin.rollout.capabilities import ReservesForks, reward_when_cut
 
 
 class HostedEnvironment:
@@ -24,7 +24,7 @@ class HostedEnvironment:
         self._task = task
         self._opened = False
         self._closed = False
-        self._answered = False
+        self._acted = self._answered = False
         self._owed: float | None = None
         self.evidence: JsonObject | None = None
         self.failure: Failure | None = None
@@ -46,7 +46,8 @@ class HostedEnvironment:
             if answer.terminated or answer.truncated:
                 await self._gather()
         except CaughtFailure as caught:
-            self.failure = caught.failure
+            if not self._closed:  # else ``conclude`` has ended the step
+                self.failure = caught.failure
             return EnvironmentReply(failure=caught.failure)
         return EnvironmentReply(
             messages=answer.messages,
@@ -81,10 +82,8 @@ class HostedEnvironment:
         return owed
 
     async def _cut(self) -> None:
-        if self._answered and isinstance(self._environment, PaysWhenCut):
-            with boundary(FailureKind.ENVIRONMENT, "environment.cut_short"):
-                answer = await self._environment.cut_short()
-            self._owed = None if answer is None else answer.reward
+        if self._acted:
+            self._owed = await reward_when_cut(self._environment, answered=self._answered)
 
     async def _execute(self, tool: str, arguments: Mapping[str, object]) -> Observation:
         if tool == RESET_TOOL:
@@ -99,7 +98,7 @@ class HostedEnvironment:
         content = arguments.get("content")
         if not isinstance(content, str):
             raise BadEnvironmentError(f"{STEP_TOOL} needs the policy's answer as text in 'content'")
-        self._answered = False  # a step that a limit interrupted has no known effect
+        self._acted, self._answered = True, False
         answer = await self._environment.step(Message(role="assistant", content=content))
         self._answered = True
         return answer

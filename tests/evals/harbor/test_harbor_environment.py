@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -28,6 +29,8 @@ from openhands_rl_plugin.evals.harbor.environment import HarborEnvironment, Harb
 from openhands_rl_plugin.evals.harbor.gate import check_folders
 from openhands_rl_plugin.evals.harbor.tasks import find_tasks, read_task
 from openhands_rl_plugin.evals.harbor.verification import read_rewards
+from openhands_rl_plugin.hosts.shared.hosted_environment import RESET_TOOL, STEP_TOOL, HostedEnvironment
+from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.rollout.session import AgentSession
 from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
 from openhands_rl_plugin.testing import ScriptedEngine
@@ -108,6 +111,37 @@ async def test_the_last_turn_is_tested_as_it_stands_and_a_cut_episode_is_no_vali
     await late.close()
     found = await played(make(tasks), "ls", limits=Limits(max_turns=1))
     assert (found.failure, found.known_return) == (None, 0.0)
+
+
+async def running(environment: HarborEnvironment, file: str) -> None:
+    """Wait until a command has made the file."""
+    while environment._container is None or not (environment._container.root / "app" / file).exists():
+        await asyncio.sleep(0.02)
+
+
+async def test_work_of_a_command_that_the_time_limit_ends_is_paid_under_a_host(tasks: Path):
+    environment = make(tasks)
+    hosted = HostedEnvironment(environment, task())
+    await hosted.reply_to(RESET_TOOL, {})
+    command = "Action: echo Hello, world! > hello.txt; touch written; sleep 300"
+    step = asyncio.create_task(hosted.reply_to(STEP_TOOL, {"content": command}))
+    await running(environment, "written")
+    await hosted.conclude()
+    assert (hosted.take_owed(), hosted.failure) == (1.0, None)
+    assert hosted.evidence is not None
+    assert (hosted.evidence["rewards"], hosted.evidence["done"], hosted.evidence["truncated"]) == ([1.0], True, True)
+    await step
+    assert hosted.failure is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "reward"), [("echo Hello, world! > hello.txt", 1.0), ("true", 0.0)])
+async def test_work_of_a_command_that_the_time_limit_ends_is_paid(tasks: Path, command: str, reward: float):
+    """As Harbor does: the tests run after ``AgentTimeoutError``, which is recorded beside their reward."""
+    found = await played(make(tasks), f"{command}; sleep 300", limits=Limits(timeout=12))
+    assert (found.stop, found.failure) == (StopReason.TIMEOUT, None)
+    assert (found.known_return, (await ReturnReward()(found)).reward) == (reward, reward)
+    assert found.evidence["verifier"]["rewards"] == {"reward": reward}
 
 
 async def test_a_fork_has_its_own_files_and_the_same_shell(tasks: Path):
