@@ -72,6 +72,7 @@ class Evaluating:
     def __init__(self, folder: Path, url: str, size: int, *, whole: bool) -> None:
         folder.mkdir(parents=True)
         self.folder, self.log, self.count = folder, folder / "log", 5 * size
+        self.log.touch()
         self.apart = descendants()
         base = _repository(folder / "mirror" / "owner" / "adder")
         turns = [{"bash": "sleep 0.3; python3 -c 'import adder'"}, {"bash": _REPAIR}, {"finish": "done"}]
@@ -126,6 +127,7 @@ class Looping:
     def __init__(self, folder: Path, model: Path, size: int, servers: tuple[str, str] | None) -> None:
         folder.mkdir(parents=True)
         self.folder, self.log = folder, folder / "log"
+        self.log.touch()
         self.apart = descendants()
         self.stages = ["evaluate-base", *(f"iteration-{number:03d}" for number in range(size)), "evaluate-final"]
         shop, server = servers or ("", "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
 from openhands_rl_plugin.apps.demo.summary import (
@@ -15,7 +14,7 @@ from openhands_rl_plugin.apps.demo.summary import (
 )
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Adapter, Trajectory
-from openhands_rl_plugin.evals.report.charts import Point, Series, html_page, line_chart
+from openhands_rl_plugin.evals.report.charts import Point, Series, html_page, line_chart, shown
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -32,7 +31,7 @@ async def write_report(
     lineage = [adapters.get(record.adapter) for record in _publications(state) if record.adapter]
     body = [
         "<h1>A small model learns to shop</h1>",
-        *(f"<p>{escape(sentence)}</p>" for sentence in await comparisons(storage, run_id)),
+        *(f"<p>{shown(sentence)}</p>" for sentence in await comparisons(storage, run_id)),
         "<h2>Held-out success and reward</h2>",
         _curves(state),
         f"<table>{_row((*COLUMNS, 'goals'), 'th')}{''.join(map(_row, evaluation_rows(state)))}</table>",
@@ -70,9 +69,9 @@ def _publications(state: LoopState) -> list[StageRecord]:
 
 
 def _curves(state: LoopState) -> str:
-    shown = [record for record in state.records if "success" in record.metrics and record.name != "demonstrate"]
-    held_out = [(slot, record) for slot, record in enumerate(shown) if record.name.startswith("evaluate")]
-    rollouts = [(slot, record) for slot, record in enumerate(shown) if record.name.startswith("iteration")]
+    drawn = [record for record in state.records if "success" in record.metrics and record.name != "demonstrate"]
+    held_out = [(slot, record) for slot, record in enumerate(drawn) if record.name.startswith("evaluate")]
+    rollouts = [(slot, record) for slot, record in enumerate(drawn) if record.name.startswith("iteration")]
     estimates = {one.stage: one.success for one in evaluations(state)}
     success = tuple(
         Point(slot=slot, value=estimate.mean, low=estimate.low, high=estimate.high)
@@ -85,7 +84,7 @@ def _curves(state: LoopState) -> str:
             Series(name="held-out mean reward", colour="#c25e00", points=_points(held_out, "reward")),
             Series(name="rollout mean reward", colour="#5b8c3e", points=_points(rollouts, "reward"), dashed=True),
         ),
-        [_short(record.name) for record in shown],
+        [_short(record.name) for record in drawn],
         "success, reward",
     )
 
@@ -101,13 +100,13 @@ def _short(stage: str) -> str:
 
 
 def _row(cells: Sequence[str], tag: str = "td") -> str:
-    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+    return f"<tr>{''.join(f'<{tag}>{shown(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 def _lineage_table(lineage: Sequence[Adapter]) -> str:
     rows = "".join(
-        f"<tr><td><code>{escape(adapter.name)}</code></td>"
-        f"<td><code>{escape(adapter.parent or 'base model')}</code></td>"
+        f"<tr><td><code>{shown(adapter.name)}</code></td>"
+        f"<td><code>{shown(adapter.parent or 'base model')}</code></td>"
         f"<td>{adapter.step}</td><td><code>{adapter.sha256[:12]}</code></td></tr>"
         for adapter in lineage
     )
@@ -124,18 +123,18 @@ def _examples(before: Sequence[Trajectory], after: Sequence[Trajectory]) -> list
 
 def _pair(before: Trajectory, after: Trajectory) -> str:
     return (
-        f"<h3>{escape(before.task.id)}</h3><div class='pair'>{_conversation('base model', before)}"
+        f"<h3>{shown(before.task.id)}</h3><div class='pair'>{_conversation('base model', before)}"
         f"{_conversation(after.policy.served_name, after)}</div>"
     )
 
 
 def _conversation(title: str, trajectory: Trajectory) -> str:
     turns = "".join(
-        f"<div class='turn {_TURN.get(message.role, 'page')}'>{escape(message.content or '')}</div>"
+        f"<div class='turn {_TURN.get(message.role, 'page')}'>{shown(message.content or '')}</div>"
         for message in trajectory.messages()
         if message.role != "system"
     )
     return (
-        f"<div class='turns'><b>{escape(title)}</b>, return {trajectory.episode_return:.2f}, "
-        f"{escape(trajectory.stop.value)}{turns}</div>"
+        f"<div class='turns'><b>{shown(title)}</b>, return {trajectory.episode_return:.2f}, "
+        f"{shown(trajectory.stop.value)}{turns}</div>"
     )

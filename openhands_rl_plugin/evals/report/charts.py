@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
+from hashlib import sha256
 from html import escape
 
+from openhands_rl_plugin.core.transcript import visible
 from openhands_rl_plugin.core.types import Frozen
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 300, 48, 16, 16, 58
@@ -50,10 +53,18 @@ class Bar(Frozen):
     parts: tuple[float, ...]
 
 
+def shown(text: str) -> str:
+    """HTML that shows what others wrote: markup as text, and what would turn or hide the text around it written out."""
+    return escape(visible(text))
+
+
 def html_page(title: str, body: Sequence[str]) -> str:
-    """A page that needs no other file; ``body`` is HTML."""
+    """A page that needs no other file, executes and loads nothing; ``body`` is HTML."""
+    own = base64.b64encode(sha256(STYLE.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{own}'; base-uri 'none'; form-action 'none'"
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{shown(title)}</title>'
         f"<style>{STYLE}</style></head><body>{''.join(body)}</body></html>"
     )
 
@@ -67,8 +78,8 @@ def svg_file(chart: str) -> str:
 
 def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table of texts, which are escaped."""
-    head = "".join(f"<th>{escape(each)}</th>" for each in headings)
-    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    head = "".join(f"<th>{shown(each)}</th>" for each in headings)
+    lines = "".join(f"<tr>{''.join(f'<td>{shown(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><tr>{head}</tr>{lines}</table>"
 
 
@@ -79,24 +90,22 @@ def bar_chart(bars: Sequence[Bar], names: Sequence[str], title: str) -> str:
     drawn = []
     for at, bar in enumerate(bars):
         x, y = float(left), TOP + at * thick
-        drawn.append(
-            f'<text x="{left - 8}" y="{y + 14}" class="tick" text-anchor="end">{escape(bar.label[:32])}</text>'
-        )
+        drawn.append(f'<text x="{left - 8}" y="{y + 14}" class="tick" text-anchor="end">{shown(bar.label[:32])}</text>')
         for part, (name, share) in enumerate(zip(names, bar.parts, strict=True)):
             wide, colour = (WIDTH - left - RIGHT) * min(max(share, 0.0), 1.0), COLOURS[part % len(COLOURS)]
             drawn.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{thick - 8}" fill="{colour}">'
-                f"<title>{escape(bar.label)}, {escape(name)}: {share:.3f}</title></rect>"
+                f"<title>{shown(bar.label)}, {shown(name)}: {share:.3f}</title></rect>"
             )
             x += wide
     for part, name in enumerate(names):
         y = TOP + thick * len(bars) + 8 + 18 * part
         drawn.append(
             f'<rect x="{left}" y="{y}" width="12" height="12" fill="{COLOURS[part % len(COLOURS)]}"/>'
-            f'<text x="{left + 18}" y="{y + 10}" class="tick">{escape(name)}</text>'
+            f'<text x="{left + 18}" y="{y + 10}" class="tick">{shown(name)}</text>'
         )
     return (
-        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}" '
+        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{shown(title)}" '
         f'xmlns="http://www.w3.org/2000/svg">{"".join(drawn)}</svg>'
     )
 
@@ -105,7 +114,7 @@ def line_chart(series: Sequence[Series], labels: Sequence[str], y_title: str) ->
     """An SVG with one line a series; ``labels`` name the slots of the x axis."""
     body = [_axes(labels, y_title), *(_line(one, len(labels)) for one in series), _legend(series)]
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(y_title)}" '
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{shown(y_title)}" '
         f'xmlns="http://www.w3.org/2000/svg">{"".join(body)}</svg>'
     )
 
@@ -126,10 +135,10 @@ def _axes(labels: Sequence[str], y_title: str) -> str:
     ]
     for slot, label in enumerate(labels):
         x, y = _x(slot, len(labels)), HEIGHT - BOTTOM + 16
-        parts.append(f'<text x="{x:.1f}" y="{y}" class="tick" text-anchor="middle">{escape(label)}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{y}" class="tick" text-anchor="middle">{shown(label)}</text>')
     parts.append(
         f'<text x="12" y="{HEIGHT / 2 - 20}" class="tick" transform="rotate(-90 12 {HEIGHT / 2 - 20})" '
-        f'text-anchor="middle">{escape(y_title)}</text>'
+        f'text-anchor="middle">{shown(y_title)}</text>'
     )
     return "".join(parts)
 
@@ -147,7 +156,7 @@ def _line(series: Series, slots: int) -> str:
             )
         parts.append(
             f'<circle cx="{x:.1f}" cy="{_y(point.value):.1f}" r="4" fill="{series.colour}">'
-            f"<title>{escape(series.name)}: {point.value:.3f}</title></circle>"
+            f"<title>{shown(series.name)}: {point.value:.3f}</title></circle>"
         )
     return "".join(parts)
 
@@ -155,6 +164,6 @@ def _line(series: Series, slots: int) -> str:
 def _legend(series: Sequence[Series]) -> str:
     return "".join(
         f'<rect x="{LEFT + at * 230}" y="{HEIGHT - 20}" width="12" height="12" fill="{one.colour}"/>'
-        f'<text x="{LEFT + at * 230 + 18}" y="{HEIGHT - 10}" class="tick">{escape(one.name)}</text>'
+        f'<text x="{LEFT + at * 230 + 18}" y="{HEIGHT - 10}" class="tick">{shown(one.name)}</text>'
         for at, one in enumerate(series)
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import StorageError
@@ -18,6 +17,7 @@ from openhands_rl_plugin.evals.report.charts import (
     html_page,
     html_table,
     line_chart,
+    shown,
 )
 from openhands_rl_plugin.evals.report.comparison import Comparison
 from openhands_rl_plugin.evals.report.figures import AtK, EvaluationFigures
@@ -62,7 +62,7 @@ def report_page(groups: Sequence[EvaluationFigures], comparison: Comparison | No
     body += [
         "<h2>What became of the attempts</h2>",
         bar_chart(bars, kinds, "attempts by outcome"),
-        *(f"<p><code>{escape(group.label)}</code>: {escape(kind_counts(group))}</p>" for group in groups),
+        *(f"<p><code>{shown(group.label)}</code>: {shown(kind_counts(group))}</p>" for group in groups),
     ]
     return html_page("openhands-rl evaluation", body)
 
@@ -85,7 +85,7 @@ def _curves(group: EvaluationFigures) -> str:
         if figures
     ]
     labels = [str(figure.k) for figure in group.pass_at_k]
-    return f"<h3>{escape(group.label)}</h3>{line_chart(lines, labels, 'tasks solved')}"
+    return f"<h3>{shown(group.label)}</h3>{line_chart(lines, labels, 'tasks solved')}"
 
 
 def _points(figures: Sequence[AtK]) -> tuple[Point, ...]:

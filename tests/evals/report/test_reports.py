@@ -201,7 +201,9 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     said = capsys.readouterr().out
     assert "0.333" in said and "pass@1" in said and "4 unresolved" in said
     page = (tmp_path / "out" / "report.html").read_text()
-    assert page.startswith("<!doctype html>") and "<svg" in page and "http" not in page.replace("http://www.w3.org", "")
+    assert (
+        page.startswith("<!doctype html>") and "<svg" in page and "http:" not in page.replace("http://www.w3.org", "")
+    )
     assert json.loads((tmp_path / "out" / "report.json").read_text())["groups"][0]["pass_at_1"]["n"] == 3
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json", "--out", str(tmp_path / "both")]) == 0
     found = json.loads(capsys.readouterr().out)
