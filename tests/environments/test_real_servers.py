@@ -2,6 +2,7 @@
 
 OPENHANDS_RL_OPENENV_PYTHON     has openenv; OPENHANDS_RL_OPENENV_ENVS may name the folder envs/ of OpenEnv's repository
 OPENHANDS_RL_NEMO_GYM_PYTHON    has nemo-gym
+OPENHANDS_RL_VERIFIERS_PYTHON   has verifiers
 OPENHANDS_RL_AGENTENV_PYTHON    has what .ci/peers installs for AgentGym (with Java), and
 OPENHANDS_RL_AGENTENV_HOME      names AgentGym's repository
 """
@@ -37,6 +38,7 @@ from openhands_rl_plugin.environments.http.opening import action_language
 from openhands_rl_plugin.environments.nemo_gym import NeMoGymClient, NeMoGymOptions
 from openhands_rl_plugin.environments.nemo_gym.rows import PARAMETERS, GymRow
 from openhands_rl_plugin.environments.openenv.client import OpenEnvClient, OpenEnvOptions
+from openhands_rl_plugin.environments.verifiers.environment import VerifiersEnvironment, VerifiersOptions
 from openhands_rl_plugin.testing import check_environment
 
 pytestmark = pytest.mark.slow
@@ -409,6 +411,25 @@ async def test_nemo_gym_s_tools_are_played_and_paid_as_by_its_own_agent(
                 told = await player.step(action)
                 assert told.messages and not told.terminated
             last = await player.step(Message(role="assistant", content=f"Action: {answer}" if react else answer))
+            assert (last.reward, last.terminated) == (own, True) and own == paid
+            await player.close()
+
+
+async def test_verifiers_plays_a_server_of_nemo_gym_and_pays_the_same():
+    python, server = named("OPENHANDS_RL_VERIFIERS_PYTHON"), "example_multi_step"
+    [row, *_] = nemo_rows(server)
+    with nemo_server(SIMPLE.format(server, "ExampleMultiStep")) as (url, _):
+        data = _examples()[f"resources_servers/{server}"]
+        taskset = {"dataset": str(data), "task": {"resources_url": url}}
+        for made, paid in ((_synonyms(row), 1.0), (_synonyms(row)[:1], 0.0)):
+            own = await _as_its_own_agent_would(url, row, made, "done")
+            player = VerifiersEnvironment(VerifiersOptions(python=python, taskset_options=taskset))
+            await player.reset(task(environment="verifiers/nemo_gym"))
+            for tool, arguments in made:
+                called = f'<tool_call>\n{{"name": "{tool}", "arguments": {arguments}}}\n</tool_call>'
+                told = await player.step(Message(role="assistant", content=called))
+                assert told.messages and not told.terminated
+            last = await player.step(Message(role="assistant", content="done"))
             assert (last.reward, last.terminated) == (own, True) and own == paid
             await player.close()
 

@@ -1,11 +1,12 @@
 """Verifiers' own rollout of one task with scripted answers, by its own harness and client: what its reward is.
 
-PYTHON own_rollout.py '{"taskset": ID, "index": N, "answers": [message, ...]}'     # prints JSON
+PYTHON own_rollout.py '{"taskset": ID, "options": {}, "index": N, "answers": [message, ...]}'     # prints JSON
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -16,6 +17,11 @@ import verifiers.v1 as vf
 from aiohttp import web
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.utils.loaders import env_config_type, load_environment, resolve_env_config
+
+with contextlib.suppress(ImportError):
+    import nltk
+
+    nltk.download = lambda *names, **options: True  # Its words are those that are here.
 
 OUT = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
@@ -44,7 +50,7 @@ async def main() -> None:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    taskset = {"id": job["taskset"]}
+    taskset = {**job["options"], "id": job["taskset"]}
     role = next(iter(agent_config_fields(env_config_type(job["taskset"])(taskset=taskset))))
     seat = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
     env = load_environment(resolve_env_config({"taskset": taskset, role: seat}))

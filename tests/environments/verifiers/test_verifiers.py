@@ -154,15 +154,17 @@ def python() -> str:
     return found
 
 
-def their_own(python: str, taskset: str, index: int, *answers: dict[str, Any]) -> dict[str, Any]:
+def their_own(python: str, taskset: str, index: int, *answers: dict[str, Any], **options: Any) -> dict[str, Any]:
     """What verifiers' own rollout of the same answers is worth."""
-    job = json.dumps({"taskset": taskset, "index": index, "answers": answers})
+    job = json.dumps({"taskset": taskset, "options": options, "index": index, "answers": answers})
     path = os.pathsep.join((str(Path(python).parent), os.environ["PATH"]))
     environ = {**os.environ, "PYTHONPATH": str(HERE), "PATH": path}
     command = [python, str(HERE / "own_rollout.py"), job]
     done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    found = json.loads(done.stdout)
+    assert found["errors"] == []
+    return found
 
 
 def scores(found: Trajectory) -> dict[str, float]:
@@ -229,6 +231,28 @@ async def test_an_environment_that_talks_back_is_played_turn_by_turn(python: str
     assert told == ["Guess a number from 1 to 9.", *["lower", "higher", "lower", "lower"][: len(guesses) - 1]] or told[
         1:
     ] == ["lower"] * (len(guesses) - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("guesses", "paid"), [(["l", "a", "m", "p"], 1.0), (["l", *"qvwxyz"], 0.25), (["lamp"], 1.0)])
+async def test_its_own_taskset_of_textarena_is_played(
+    python: str, guesses: list[str], paid: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    words = tmp_path / "corpora/words"
+    words.mkdir(parents=True)
+    for name in ("en", "en-basic"):
+        (words / name).write_text("lamp\n")
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path))
+    answers = [f"[{guess}]" for guess in guesses]
+    with monkeypatch.context() as offline:  # nltk's own words would take the place of these
+        for name in ("HTTP_PROXY", "HTTPS_PROXY"):
+            offline.setenv(name, "http://127.0.0.1:9")
+        offline.setenv("NO_PROXY", "127.0.0.1,localhost")
+        found = await played(make("textarena", taskset_options={"game": "Hangman-v0"}), *answers)
+    theirs = their_own(python, "textarena", 0, *map(spoken, answers), game="Hangman-v0")
+    assert (found.failure, found.stop) == (None, StopReason.TERMINATED)
+    assert (found.episode_return, scores(found)) == (theirs["reward"], theirs["rewards"])
+    assert scores(found) == {"game_reward": paid}
 
 
 @pytest.mark.slow
