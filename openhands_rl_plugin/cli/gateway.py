@@ -12,7 +12,7 @@ from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
 from openhands_rl_plugin.cli.options.foreground import add_access_log, log_accesses_if_asked
 from openhands_rl_plugin.cli.options.stores import STORE_HELP, storage_at
 from openhands_rl_plugin.config.build import open_storage
-from openhands_rl_plugin.config.rl import ServingSettings
+from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.models.gateway.config import GatewayConfig
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 async def run(args: argparse.Namespace) -> int:
     """Record until stopped. Raises ``RLError`` when the options, the port or the storage cannot be used."""
     settings = load_settings(args.config) if args.config is not None else None
-    config = read_fields(args, GatewayConfig, _served_by(settings.serving) if settings else {})
+    config = read_fields(args, GatewayConfig, _known_from(settings) if settings else {})
     if settings is not None and args.store is None:
         storage, where = open_storage(settings), f"the {settings.storage_backend} storage of {args.config}"
     else:
@@ -58,14 +58,16 @@ async def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _served_by(serving: ServingSettings) -> dict[str, object]:
+def _known_from(settings: RLSettings) -> dict[str, object]:
+    serving, reward = settings.serving, settings.reward
     found = {
         "upstream": serving.base_url,
         "base_model": serving.model,
         "adapters_path": serving.adapters_directory,
         "upstream_key_env": serving.api_key_env,
     }
-    return {name: value for name, value in found.items() if value}
+    found = {name: value for name, value in found.items() if value}
+    return found | {"reward_min": reward.gateway_min, "reward_max": reward.gateway_max}
 
 
 async def _serve(config: GatewayConfig, storage: TrajectoryStorage, where: str) -> None:

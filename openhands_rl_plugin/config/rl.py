@@ -16,6 +16,7 @@ from urllib.parse import urlsplit, urlunsplit
 from pydantic import (
     AfterValidator,
     Field,
+    FiniteFloat,
     ValidationError,
     ValidationInfo,
     model_validator,
@@ -163,6 +164,8 @@ class RewardSettings(Settings):
 
     name: Annotated[str, _registered("rewards")] = Field(default="return", description="reward that training maximises")
     options: JsonObject = Field(default_factory=dict, description="options of that reward")
+    gateway_min: FiniteFloat = Field(default=-1.0, description="lowest reward that a client may tell the gateway")
+    gateway_max: FiniteFloat = Field(default=1.0, description="highest reward that a client may tell the gateway")
 
     def overridden(self, name: str | None, options: JsonObject | None = None) -> Self:
         """A copy with another reward and the given options, or with other options for the same reward."""

@@ -52,6 +52,11 @@ class EndRequest(BaseModel):
     success: bool | None = None
     evidence: Annotated[JsonObject, Field(default_factory=dict)]
 
+    @property
+    def told(self) -> float | None:
+        """The reward, ``None`` when the request tells none."""
+        return self.reward if self.reward is not None or self.success is None else float(self.success)
+
 
 class Gateway:
     """Request handlers of the gateway; they share one recorder and one pool of sessions."""
@@ -185,6 +190,11 @@ class Gateway:
             return response_of(error_reply(400, f"{where}: {problem['msg']}", "BadRequestError"))
         if too_deep(outcome.evidence):
             return response_of(error_reply(400, f"evidence: has more than {DEEPEST} levels", "BadRequestError"))
+        low, high = self._config.reward_min, self._config.reward_max
+        if (reward := outcome.told) is not None and not low <= reward <= high:
+            # One reward far above the others decides what is learnt, and anybody who may write here can tell it.
+            message = f"reward: has to be from {low:g} to {high:g}; raise --reward-min or --reward-max of the gateway"
+            return response_of(error_reply(400, message, "BadRequestError"))
         evidence: JsonObject = {**outcome.evidence, "ended_by": "client"}
         if outcome.success is not None:
             evidence["success"] = outcome.success
@@ -197,7 +207,7 @@ class Gateway:
         return response_of(Reply(200, dump_object(answer)))
 
     async def _score(self, trajectory_id: str, outcome: EndRequest) -> bool:
-        reward = outcome.reward if outcome.reward is not None or outcome.success is None else float(outcome.success)
+        reward = outcome.told
         if reward is None:
             return False
         detail: JsonObject = {} if outcome.success is None else {"success": outcome.success}

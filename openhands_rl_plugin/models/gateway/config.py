@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from openhands_rl_plugin.config.rl import HttpUrl, SafeName, VariableName
 from openhands_rl_plugin.core.errors import ConfigError
@@ -73,10 +73,14 @@ class GatewayConfig(BaseModel):
         description="parameters that a request leaves open: neutral: temperature and top_p 1, no top_k, min_p or "
         "penalty, as training needs; model: left to the server",
     )
+    reward_min: FiniteFloat = Field(default=-1.0, description="lowest reward that a client may end a session with")
+    reward_max: FiniteFloat = Field(default=1.0, description="highest reward that a client may end a session with")
     keep_alive: float = Field(default=10.0, gt=0, description="seconds between keep-alive comments in a stream")
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
+        if self.reward_min > self.reward_max:
+            raise ValueError("--reward-min is above --reward-max")
         if self.alias and self.adapter is None:
             raise ValueError("--alias needs --adapter")
         if self.adapter is not None and not self.base_model:

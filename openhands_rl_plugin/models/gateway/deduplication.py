@@ -107,4 +107,4 @@ class PendingCalls:
 
 def _is_marked_retry(headers: Mapping[str, str]) -> bool:
     count = headers.get("x-stainless-retry-count", "")
-    return count.isdecimal() and int(count) > 0
+    return count.isascii() and count.isdecimal() and count.strip("0") != ""

@@ -36,7 +36,7 @@ class GeneratorMetrics:
     def ended(self, sequence: SequenceState) -> None:
         """Count a sequence that left the scheduler: finished, failed or cancelled."""
         reason = sequence.finish_reason or "abort"
-        self._ended.add(finished_reason=reason, **self._labels)
+        self._ended.add(1, finished_reason=reason, **self._labels)
         self._prompt.add(sequence.prompt_len, **self._labels)
         self._sampled.add(len(sequence.ids) - sequence.prompt_len, **self._labels)
         self._asked.add(sequence.prompt_len, **self._labels)

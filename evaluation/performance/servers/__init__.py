@@ -1,0 +1,1 @@
+"""Hostile requests against the four servers."""

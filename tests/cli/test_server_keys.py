@@ -1,0 +1,26 @@
+"""The one rule of the four servers, as a user meets it: a line, before anything is loaded."""
+
+from __future__ import annotations
+
+import pytest
+
+from openhands_rl_plugin.cli import main
+
+SERVERS = {
+    "serve": ["--model", "no-such-model"],
+    "gateway": ["--upstream", "http://127.0.0.1:9/v1", "--store", "./never-made"],
+    "agent": ["--base-url", "http://127.0.0.1:9/v1", "--model", "m"],
+    "env": ["webshop", "--products", "999999999"],
+}
+
+
+@pytest.mark.parametrize("command", SERVERS)
+def test_a_public_address_needs_a_key(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OPENHANDS_RL_API_KEY", raising=False)
+    assert main([command, *SERVERS[command], "--host", "0.0.0.0", "--port", "0"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: --host 0.0.0.0: others on the network could use") and said.count("\n") == 1
+    assert "OPENHANDS_RL_API_KEY" in said and not list(tmp_path.iterdir())
