@@ -12,11 +12,11 @@ from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from openhands_rl_plugin.cli.options.ending import ENDING, PATIENCE
+from openhands_rl_plugin.cli.options.foreground import sayable
 from openhands_rl_plugin.core.errors import RLError, describe
-from openhands_rl_plugin.core.transcript import visible
 
 COMMANDS: Mapping[str, str] = {
     "adapters": "list the versions of an adapter, publish one, or roll back",
@@ -99,6 +99,9 @@ class _Parser(argparse.ArgumentParser):
                 self.error(f"unknown option {word}; did you mean {nearest[0]}?")
         return known, unknown
 
+    def error(self, message: str) -> NoReturn:
+        super().error(sayable(message))
+
 
 def program() -> int:
     """``main`` as a program of its own, which decides what signals do."""
@@ -164,7 +167,7 @@ def _run(command: ModuleType, args: argparse.Namespace) -> int:
         return _fail("\n".join(f"error: {line}" for line in str(error).splitlines()), FAILED)
     except Exception as error:
         if os.environ.get(DEBUG):
-            traceback.print_exc()
+            print(sayable(traceback.format_exc()), file=sys.stderr)
         return _fail(f"error: {describe(error)} (set {DEBUG}=1 to see where)", FAILED)
 
 
@@ -186,5 +189,5 @@ def _ended() -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    print(visible(message), file=sys.stderr)
+    print(sayable(message), file=sys.stderr)
     return code

@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 
 from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
-from openhands_rl_plugin.cli.options.foreground import add_access_log, log_accesses_if_asked, wait_until_stopped
+from openhands_rl_plugin.cli.options.foreground import (
+    add_access_log,
+    log_accesses_if_asked,
+    sayable,
+    wait_until_stopped,
+)
 
 EPILOG = """examples:
   openhands-rl agent --base-url http://127.0.0.1:8100/v1 --model policy-v000007 --tools think final my_tools:Search
@@ -34,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     config = read_fields(args, AgentConfig)
     log_accesses_if_asked(args)
     with running_agent(config) as url:
-        print(f"{config.model} of {config.base_url} with {', '.join(config.tools) or 'no tools'}", flush=True)
+        print(sayable(f"{config.model} of {config.base_url} with {', '.join(config.tools) or 'no tools'}"), flush=True)
         print(f"base_url: {url}/v1; Ctrl-C stops it", flush=True)
         wait_until_stopped()
     return 0

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.options.fields import checked, given_fields
+from openhands_rl_plugin.cli.options.foreground import sayable
 from openhands_rl_plugin.cli.options.stored import finite
 from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
 from openhands_rl_plugin.cli.options.suites import add_bounds, add_repositories, add_tasks, open_backend
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     by = agent_strategy(plan, settings)
     _check_temperature(args, by)
     if args.dry_run:
-        print("\n".join(_describe(plan, suite, settings, by, args)))
+        print(sayable("\n".join(_describe(plan, suite, settings, by, args))))
         return 0
     # Otherwise OpenHands logs every step.
     os.environ.setdefault("LOG_LEVEL", "ERROR")
@@ -297,7 +298,7 @@ def _check_parts(args: argparse.Namespace, evaluation: Evaluation, suite: Suite,
         check_environment_server(settings)
     instances = [entry.instance for entry in evaluation.eval_tasks if entry.instance is not None]
     if not args.no_grade and instances and (left := check_gradable(instances, containers=args.backend == "docker")):
-        print(left, file=sys.stderr)
+        print(sayable(left), file=sys.stderr)
 
 
 @asynccontextmanager
@@ -363,7 +364,10 @@ def _report(plan: EvaluationPlan, *, graded: bool) -> int:
     if unknown:
         why = commonest((each.instance_id, each.reason or each.kind.value) for each in unknown)
         again = "; play them again with --retry-failed" if _any_infrastructure(unknown) else ""
-        print(f"{len(unknown)} of {len(outcomes)} attempts say nothing about the agent{why}{again}", file=sys.stderr)
+        print(
+            f"{len(unknown)} of {len(outcomes)} attempts say nothing about the agent{sayable(why)}{again}",
+            file=sys.stderr,
+        )
     return int(len(unknown) == len(outcomes))
 
 

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from openhands_rl_plugin.cli.options.foreground import sayable
 from openhands_rl_plugin.cli.options.stored import add_filters, filter_of, positive
 from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
 from openhands_rl_plugin.core.errors import ConfigError
@@ -79,11 +80,11 @@ async def run(args: argparse.Namespace) -> int:
             )
     print(f"{args.out}: {report.rows} rows of {report.trajectories} trajectories")
     for reason, times in report.left_out.most_common(10):
-        print(f"  {times} left out: {reason}")
+        print(f"  {times} left out: {sayable(reason)}")
     if check is not None:
         print(f"  {check.rendered} rows rendered by the chat template of {args.model}, arguments as {arguments}")
         for reason, times in check.refused.most_common(10):
-            print(f"  {times} rows refused: {reason}")
+            print(f"  {times} rows refused: {sayable(reason)}")
     return 0
 
 

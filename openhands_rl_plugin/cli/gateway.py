@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
-from openhands_rl_plugin.cli.options.foreground import add_access_log, log_accesses_if_asked
+from openhands_rl_plugin.cli.options.foreground import add_access_log, log_accesses_if_asked, sayable
 from openhands_rl_plugin.cli.options.stores import STORE_HELP, storage_at
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings
@@ -76,7 +76,7 @@ async def _serve(config: GatewayConfig, storage: TrajectoryStorage, where: str) 
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
         async with running_gateway(config, storage) as url:
-            print(f"recording {config.upstream} into {where}", flush=True)
+            print(sayable(f"recording {config.upstream} into {where}"), flush=True)
             print(f"base_url: {url}/v1 (or {url}/session/NAME/v1); Ctrl-C stops it", flush=True)
             with suppress(asyncio.CancelledError):
                 await asyncio.Event().wait()

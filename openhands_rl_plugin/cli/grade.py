@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from openhands_rl_plugin.cli.options.foreground import sayable
 from openhands_rl_plugin.cli.options.stored import positive
 from openhands_rl_plugin.cli.options.suites import add_repositories, open_backend
 from openhands_rl_plugin.core.errors import ConfigError
@@ -80,7 +81,7 @@ async def run(args: argparse.Namespace) -> int:
     instances = _chosen(read_instances(args.instances), args.ids)
     found = read_predictions(args.predictions, instances)
     for problem in found.problems[:_SHOWN]:
-        print(f"left out: {problem}", file=sys.stderr)
+        print(f"left out: {sayable(problem)}", file=sys.stderr)
     if len(found.problems) > _SHOWN:
         print(f"left out: {len(found.problems) - _SHOWN} more", file=sys.stderr)
     if not found.rows:
@@ -93,7 +94,7 @@ async def run(args: argparse.Namespace) -> int:
         asked = {each.instance_id for each in predictions}
         chosen = [instance for instance in instances if instance.instance_id in asked]
         if left := check_gradable(chosen, containers=args.backend == "docker"):
-            print(left, file=sys.stderr)
+            print(sayable(left), file=sys.stderr)
         with progress_bar("grading", len(predictions)) as bar:
 
             def show(prediction: PatchPrediction, verdict: PatchVerdict) -> None:
@@ -107,7 +108,7 @@ async def run(args: argparse.Namespace) -> int:
     failed = [each for each in graded.verdicts.values() if each.kind is VerdictKind.INFRASTRUCTURE]
     if failed:
         why = commonest((verdict.instance_id, verdict.reason) for verdict in failed)
-        print(f"{len(failed)} of {len(graded.verdicts)} have no verdict{why}", file=sys.stderr)
+        print(f"{len(failed)} of {len(graded.verdicts)} have no verdict{sayable(why)}", file=sys.stderr)
     return int(len(failed) == len(graded.verdicts))
 
 

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from openhands_rl_plugin.cli.options.foreground import sayable
 from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
 from openhands_rl_plugin.trajectories.exchange.formats import recognised_source, source_of, table
 
@@ -50,7 +51,7 @@ async def run(args: argparse.Namespace) -> int:
         with progress_bar("importing", source.total, in_bytes=source.in_bytes) as bar:
             report = await import_source(source, storage, skip_bad=args.skip_bad, advanced=bar.update)
     for message in report.bad[:_SHOWN]:
-        print(f"skipped: {message}", file=sys.stderr)
+        print(f"skipped: {sayable(message)}", file=sys.stderr)
     print(
         f"{args.into}: {report.new} new trajectories of {report.records} records, {report.scores} scores"
         + (f"; {len(report.bad)} bad records skipped" if report.bad else "")

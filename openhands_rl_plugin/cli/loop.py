@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.options.fields import add_fields, checked, given_fields, settings_from
-from openhands_rl_plugin.cli.options.foreground import silence_libraries
+from openhands_rl_plugin.cli.options.foreground import sayable, silence_libraries
 from openhands_rl_plugin.cli.options.suites import add_bounds, add_repositories, add_tasks, open_backend
 from openhands_rl_plugin.cli.options.versions import BASE, starting_point
 from openhands_rl_plugin.config.rl import LoopSettings, RLSettings
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     tasks = loop_tasks(_source(args), settings)
     start = _start(args, settings)
     if args.dry_run:
-        print("\n".join(_describe(args, settings, tasks, start)))
+        print(sayable("\n".join(_describe(args, settings, tasks, start))))
         return 0
     with held(args.run_dir.absolute()):
         return _play(args, settings, tasks, start)

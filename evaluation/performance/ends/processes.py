@@ -91,7 +91,5 @@ def _become(words: Sequence[str], log: Path) -> NoReturn:
     try:
         code = program()
     finally:
-        for thread in threading.enumerate():  # as the interpreter does at its end
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # as the interpreter does at its end
         os._exit(code)

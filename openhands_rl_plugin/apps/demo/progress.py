@@ -7,7 +7,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from openhands_rl_plugin.apps.demo.summary import COLUMNS, evaluation_rows
-from openhands_rl_plugin.core.transcript import one_line
+from openhands_rl_plugin.core.transcript import one_line, visible
 from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
 from openhands_rl_plugin.training.loop.sync import LoopListener
@@ -46,7 +46,7 @@ class ProgressListener(LoopListener):
 
     def noted(self, line: str) -> None:
         """Print it."""
-        self.console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
+        self.console.print(f"  {visible(line)}", highlight=False, soft_wrap=True, markup=False)
 
     def advanced(self, stage: str, activity: str, done: int, total: int) -> None:
         """Move the lower bar."""
@@ -65,7 +65,7 @@ class ProgressListener(LoopListener):
     def stage_finished(self, record: StageRecord) -> None:
         """Move the upper bar and print a line."""
         self._progress.advance(self._run)
-        self.console.print(stage_line(record), highlight=False, soft_wrap=True)
+        self.console.print(stage_line(record), highlight=False, soft_wrap=True, markup=False)
 
     def _show(self, description: str, done: int, total: int | None) -> None:
         if description != self._shown:

@@ -6,6 +6,7 @@ import argparse
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from openhands_rl_plugin.cli.options.foreground import sayable
 from openhands_rl_plugin.cli.options.stored import add_filters, add_store, author, filter_of, finite, json_object
 from openhands_rl_plugin.cli.options.stores import open_store
 from openhands_rl_plugin.config.registry import build
@@ -130,6 +131,6 @@ def _print_report(report: ScoreReport, reward: Reward, *, dry_run: bool) -> None
             f"{failure.kind}: {failure.message.removeprefix('GraderError: ')}" for _, failure in report.unscored
         )
         for reason, count in reasons.most_common(_SHOWN):
-            print(f"  {count} x {reason}")
+            print(f"  {count} x {sayable(reason)}")
         if len(reasons) > _SHOWN:
             print(f"  and {len(reasons) - _SHOWN} other reasons")

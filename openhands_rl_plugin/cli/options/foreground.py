@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import threading
 import warnings
 from contextlib import suppress
+
+from openhands_rl_plugin.core.redaction import REDACTED, redact_text
+from openhands_rl_plugin.core.transcript import visible
+
+_LOGIN = re.compile(r"/([^\s/:@'\"]*):[^\s/@'\"]+@")
+"""That of a URL, also of one that was taken for a path and has lost a slash."""
+
+
+def sayable(text: str) -> str:
+    """What others wrote, for a terminal or a log: errors repeat URLs with passwords, and what servers echo."""
+    return visible(redact_text(_LOGIN.sub(rf"/\1:{REDACTED}@", text)))
 
 
 def wait_until_stopped(ended: threading.Event | None = None) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from pydantic import TypeAdapter
 
 from openhands_rl_plugin.cli.options.fields import add_fields, given_fields, option_of
+from openhands_rl_plugin.cli.options.foreground import sayable
 from openhands_rl_plugin.cli.options.stored import add_filters, json_object
 from openhands_rl_plugin.cli.options.stores import STORE_HELP
 from openhands_rl_plugin.cli.options.versions import LATEST, publish_servers, starting_point
@@ -186,9 +187,9 @@ class PolicyTraining(TrainingRun):
         causes = dataset.excluded.causes()
         print(f"  episodes: {dataset.used} used; left out:{'' if causes else ' none'}")
         for cause in causes:
-            print(f"    {cause}")
+            print(f"    {sayable(cause)}")
         for warning in dataset.warnings():
-            print(f"  warning: {warning}")
+            print(f"  warning: {sayable(warning)}")
         longest = max((len(sample.input_ids) for sample in dataset.samples), default=0)
         if dataset.samples:
             print(f"  {_sizes(dataset.samples)}")

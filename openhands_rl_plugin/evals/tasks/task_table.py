@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.table import Table
+from rich.text import Text
 
+from openhands_rl_plugin.core.redaction import redact_text
+from openhands_rl_plugin.core.transcript import visible
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.lineage import TasksLineage
 
@@ -21,7 +24,7 @@ def table_of(instances: Sequence[Instance], lineage: TasksLineage | None) -> Tab
     for each in instances:
         task = known.get(each.instance_id)
         check = task.check if task is not None else None
-        table.add_row(
+        cells = (
             each.instance_id,
             str(each.extra.get("split", "")),
             task.modifier if task is not None else "",
@@ -30,4 +33,5 @@ def table_of(instances: Sequence[Instance], lineage: TasksLineage | None) -> Tab
             "no" if check is None else "yes" if not check.problems else check.problems[0],
             each.problem_statement.partition("\n")[0],
         )
+        table.add_row(*(Text(visible(redact_text(cell))) for cell in cells))
     return table

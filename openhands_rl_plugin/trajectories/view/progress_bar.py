@@ -15,6 +15,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from openhands_rl_plugin.core.transcript import visible
 from openhands_rl_plugin.trajectories.view.progress import TimesColumn
 
 
@@ -42,7 +43,7 @@ class ProgressBar:
 
     def print(self, line: str) -> None:
         """Print a line above the bar, on a terminal or not."""
-        self._progress.console.print(line, highlight=False, soft_wrap=True, markup=False)
+        self._progress.console.print(visible(line), highlight=False, soft_wrap=True, markup=False)
 
 
 @contextmanager

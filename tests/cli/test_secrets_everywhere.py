@@ -1,0 +1,202 @@
+"""Keys in settings, variables, URLs, prompts and what servers echo: no command prints or writes any of them."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.evals.runs.llm import KEY_VARIABLE
+
+_LETTERS = "Zq7Lw3Xn9Vb5Kd1Rt8"
+KEYS = {
+    place: f"{prefix}{number}{_LETTERS[number:]}{_LETTERS[:number]}{number}Hs4Gy6"
+    for number, (place, prefix) in enumerate(
+        {
+            "OPENHANDS_RL_API_KEY": "orl-",
+            "OPENAI_API_KEY": "sk-proj-",
+            "HF_TOKEN": "hf_",
+            "MY_SERVER_KEY": "",
+            "llm.api_key": "sk-",
+            "url of a server": "pw",
+            "url of an environment": "pw",
+            "prompt": "sk-ant-api03-",
+        }.items()
+    )
+}
+
+
+class Echo(BaseHTTPRequestHandler):
+    """Refuses everything, and says in its error what it was sent, as badly configured servers do."""
+
+    def do_GET(self) -> None:
+        self.refuse()
+
+    def do_POST(self) -> None:
+        self.refuse()
+
+    def do_DELETE(self) -> None:
+        self.refuse()
+
+    def refuse(self) -> None:
+        sent = self.rfile.read(int(self.headers.get("content-length") or 0)).decode(errors="replace")
+        told = f"401 for {self.path} with {dict(self.headers)} and {sent}; every key: {' '.join(KEYS.values())}"
+        body = json.dumps({"error": {"message": told}, "detail": told}).encode()
+        self.send_response(401, "Bad key")
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        return None
+
+
+@contextmanager
+def echo() -> Iterator[int]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+
+
+CONFIG = """
+[llm]
+api_key = "{key}"
+[llm.eval]
+model = "openai/planted"
+base_url = "http://deploy:{server}@127.0.0.1:{port}/v1"
+api_key = "{key}"
+[rl]
+env_name = "webshop"
+env_server_base = "http://deploy:{environment}@127.0.0.1:{port}"
+[rl.serving]
+base_url = "http://deploy:{server}@127.0.0.1:{port}/v1"
+model = "planted"
+api_key_env = "MY_SERVER_KEY"
+adapters_path = "adapters"
+[rl.storage]
+path = "store"
+"""
+
+
+def commands(port: int, folder: Path) -> dict[str, list[list[str]]]:
+    """Every command, so that it reads the keys and meets the server that echoes them."""
+    url = f"http://deploy:{KEYS['url of a server']}@127.0.0.1:{port}/v1"
+    config, rows, store = str(folder / "config.toml"), str(folder / "rows.jsonl"), str(folder / "store")
+    configured, model = ["--config", config], ["--base-url", url, "--model", "planted"]
+    mongodb = f"mongodb://deploy:{KEYS['url of a server']}@127.0.0.1:{port}/rl?serverSelectionTimeoutMS=300"
+    play = [*configured, "--llm", "eval", "--retries", "0"]
+    return {
+        "adapters": [["adapters", what, *configured] for what in ("list", "publish", "rollback")],
+        "agent": [["agent", "--base-url", url, "--model", "planted", "--tools", url, "--port", "0"]],
+        "chat": [["chat", *model], ["chat", *model, "--record", mongodb]],
+        "compare": [["compare", rows, url], ["compare", store, mongodb]],
+        "config": [["config", "check", config], ["config", "check", rows]],
+        "demo": [["demo", "--model", url, "--run-dir", str(folder / "demo")]],
+        "doctor": [
+            ["doctor", *configured, "--quick"],
+            ["doctor", *configured, "--quick", "--json"],
+            ["doctor", "drift", mongodb],
+        ],
+        "env": [["env", "webshop", "--host", url, "--port", "0"]],
+        "evaluate": [
+            ["evaluate", rows, *play, "--out", str(folder / "out")],
+            ["evaluate", "environment", *play, "--agent", "RLAgent", "--tasks", "2", "--out", str(folder / "out2")],
+            ["evaluate", rows, *play, "--dry-run", "--store", mongodb],
+            ["evaluate", rows, *model, "--api-key-env", "MY_SERVER_KEY", "--out", str(folder / "out3")],
+        ],
+        "export": [
+            ["export", store, "--format", "sft", "--out", str(folder / "sft.jsonl")],
+            ["export", mongodb, "--format", "sft", "--out", str(folder / "sft.jsonl")],
+        ],
+        "gateway": [["gateway", "--upstream", url, "--store", mongodb, "--port", "0"]],
+        "grade": [["grade", rows, "--instances", rows, "--out", str(folder / "graded"), "--mirror", url]],
+        "import": [["import", rows, "--into", store], ["import", rows, "--into", mongodb]],
+        "label": [["label", store, "--id", "x", "--comment", KEYS["prompt"]], ["label", mongodb]],
+        "list": [["list", store], ["list", mongodb], ["list", "OPENAI_API_KEY"]],
+        "loop": [["loop", "environment", *configured, "--tasks", "4", "--run-dir", str(folder / "loop")]],
+        "report": [["report", store], ["report", rows, "--store", mongodb]],
+        "score": [
+            ["score", store, "--reward", "return"],
+            ["score", store, "--reward", "matching", "--options", json.dumps({"api_key": KEYS["prompt"]})],
+            ["score", mongodb, "--reward", "return"],
+        ],
+        "serve": [["serve", "--model", url], ["serve", "--model", "planted", "--host", url]],
+        "show": [["show", store, "x"], ["show", mongodb, "x"]],
+        "stats": [["stats", store], ["stats", mongodb]],
+        "tasks": [
+            ["tasks", "list", rows],
+            ["tasks", "check", rows],
+            ["tasks", "make", url, "--out", str(folder / "t")],
+        ],
+        "train": [["train", store, "--model", url, *configured], ["train", mongodb, "--model", "planted", *configured]],
+    }
+
+
+def forms(key: str) -> set[str]:
+    """A key as it may stand in a log."""
+    return {
+        key,
+        quote(key, safe=""),
+        base64.b64encode(key.encode()).decode().rstrip("="),
+        base64.b64encode(f"deploy:{key}".encode()).decode().rstrip("="),
+    }
+
+
+def found_in(text: str) -> list[str]:
+    return [place for place, key in KEYS.items() if any(form in text for form in forms(key))]
+
+
+def test_every_command_is_walked() -> None:
+    assert commands(1, Path()).keys() == cli.COMMANDS.keys()
+
+
+@pytest.mark.parametrize("debug", ["", "1"], ids=["plain", "with OPENHANDS_RL_DEBUG"])
+@pytest.mark.parametrize("command", cli.COMMANDS)
+@pytest.mark.timeout(120)
+def test_no_key_is_printed_or_written(
+    command: str, debug: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, key in KEYS.items():
+        if name.isupper():
+            monkeypatch.setenv(name, key)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv(cli.DEBUG, debug)
+    monkeypatch.setenv(KEY_VARIABLE, "")  # `evaluate` puts the key of the configuration there
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    with echo() as port:
+        given = {"key": KEYS["llm.api_key"], "server": KEYS["url of a server"], "port": port}
+        (tmp_path / "config.toml").write_text(CONFIG.format(environment=KEYS["url of an environment"], **given))
+        row = {
+            "instance_id": "a__b-1",
+            "repo": "a/b",
+            "base_commit": "c",
+            "version": "1",
+            "patch": "",
+            "test_patch": "",
+        }
+        asked = f"Use OPENAI_API_KEY={KEYS['prompt']} and http://deploy:{KEYS['url of a server']}@127.0.0.1/x"
+        row |= {"problem_statement": asked, "FAIL_TO_PASS": "[]", "PASS_TO_PASS": "[]"}
+        row |= {"model_name_or_path": "m", "model_patch": f"+{KEYS['prompt']}"}
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        own = {tmp_path / "config.toml", tmp_path / "rows.jsonl"}
+        for words in commands(port, tmp_path)[command]:
+            code = cli.main(words)
+            printed = capfd.readouterr()
+            assert code != 2, printed.err
+            assert found_in(printed.out) == [] and found_in(printed.err) == [], (words[:2], printed)
+    files = [file for file in tmp_path.rglob("*") if file.is_file() and file not in own]
+    assert {str(file): found for file in files if (found := found_in(file.read_text(errors="replace")))} == {}
