@@ -310,7 +310,7 @@ def test_the_user_imports_public_names_only() -> None:
 
 def test_exceptions_are_caught_by_name() -> None:
     """Catching everything is for ``errors.boundary`` and outermost lines; elsewhere it must end in a bare ``raise``."""
-    outermost = {"core/errors.py", "cli/__init__.py", "hosts/v0/autoload.py"}
+    outermost = {"core/errors.py", "cli/__init__.py", "hosts/v0/autoload.py", "models/generator/generator.py"}
     wrong = [
         f"{file.relative_to(ROOT)}:{node.lineno}"
         for file in sources()

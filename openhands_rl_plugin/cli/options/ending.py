@@ -23,7 +23,7 @@ PATIENCE = 3.0
 """Seconds to clean up in, unless a command says otherwise: children have ended two seconds later."""
 
 
-class Ending:
+class ProcessEnd:
     """The end of one process. ``advice``: how to go on. ``patience``: seconds to clean up in after a signal.
 
     ``own_interrupt``: Ctrl-C has a meaning of its own and ends nothing. ``number``: the signal that came, 0 for none.
@@ -89,4 +89,4 @@ class Ending:
         os._exit(self.code)
 
 
-ENDING = Ending()
+ENDING = ProcessEnd()

@@ -25,7 +25,7 @@ _HELD_BODIES = 1024 * MIB
 _LEFT = 499
 
 
-class Guard:
+class GuardedApp:
     """An ASGI application behind a door. The application gets a request when its body has arrived."""
 
     def __init__(

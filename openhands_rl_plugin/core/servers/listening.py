@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
-from openhands_rl_plugin.core.servers.asgi import MIB, Guard
+from openhands_rl_plugin.core.servers.asgi import MIB, GuardedApp
 from openhands_rl_plugin.core.servers.connections import ConnectionLimits, Connections
 from openhands_rl_plugin.core.servers.door import Door
 from openhands_rl_plugin.core.servers.metrics import Metrics
@@ -90,7 +90,7 @@ def serving(
     ``InfrastructureError`` when it does not start.
     """
     connections, metrics = Connections(limits), metrics or Metrics()
-    guard = Guard(
+    guard = GuardedApp(
         app,
         door or Door(),
         max_body_bytes=max_body_bytes,

@@ -23,7 +23,7 @@ from openhands_rl_plugin.core.types import JsonObject, Score, StopReason
 from openhands_rl_plugin.models.engines.extensions import Clock
 from openhands_rl_plugin.models.gateway.config import GatewayConfig
 from openhands_rl_plugin.models.gateway.deduplication import PendingCall
-from openhands_rl_plugin.models.gateway.guard import Guard, response_of
+from openhands_rl_plugin.models.gateway.guard import RequestGuard, response_of
 from openhands_rl_plugin.models.gateway.json_text import DEEPEST, dump_object, parse_object, too_deep
 from openhands_rl_plugin.models.gateway.protocols.chat_completions import CHAT
 from openhands_rl_plugin.models.gateway.protocols.messages import MESSAGES
@@ -75,7 +75,7 @@ class Gateway:
         self._recorder = Recorder(config, self._upstream, clock)
         self._left: set[asyncio.Task[Reply]] = set()
         self.metrics = Metrics()
-        self._guard = Guard(config, self.metrics, connections, lambda: len(self._left))
+        self._guard = RequestGuard(config, self.metrics, connections, lambda: len(self._left))
         self.sessions = SessionPool(
             storage,
             run_id=config.run_id,

@@ -32,7 +32,7 @@ _LARGE_BODIES = 16
 _LEFT = 499
 
 
-class Guard:
+class RequestGuard:
     """The middlewares of the gateway. ``busy``: how many requests are in flight for clients that left."""
 
     def __init__(
