@@ -39,16 +39,19 @@ def search_path() -> str:
 
 
 class SandboxLimits(Frozen):
-    """Limits of a session: bytes of private memory for each process, processes, bytes of one file and of ``/tmp``,
-    and bytes of one command's output that are kept (the middle is dropped).
+    """Limits of a session: bytes of memory and processes of all of it, bytes of one file, of ``/tmp`` and ``/dev/shm``,
+    bytes that it may add to its workspace (``disk``), and bytes of one command's output that are kept (the middle is
+    dropped).
 
-    The kernel does not apply the number of processes to root.
+    Memory and processes are bounded by a control group where one can be made; else the first process of the sandbox
+    counts them, as it does the blocks of the workspace, ten times a second, and ends all others.
     """
 
     memory: int = Field(default=8 * _GIBIBYTE, ge=1)
     processes: int = Field(default=4096, ge=1)
     file: int = Field(default=4 * _GIBIBYTE, ge=1)
     temporary: int = Field(default=2 * _GIBIBYTE, ge=1)
+    disk: int = Field(default=32 * _GIBIBYTE, ge=1)
     output: int = Field(default=28_000, ge=2)
 
     def as_rlimits(self) -> dict[str, int]:
@@ -151,7 +154,7 @@ class BubblewrapSandbox:
         """``command`` behind ``bwrap`` and its mounts. Raises ``ConfigError`` where there is no bubblewrap."""
         # Behind ``around`` this user may be root in a namespace of its own.
         user = ("--uid", str(os.getuid()), "--gid", str(os.getgid())) if self._around else ()
-        mounts = [*empty_root(), *system_mounts()]
+        mounts = [*empty_root(), *system_mounts(network=self._network)]
         options = ("--as-pid-1", *user)
         return [
             *self._around,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import select
@@ -11,13 +10,15 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from importlib.resources import files
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from openhands_rl_plugin.core.errors import InfrastructureError
-from openhands_rl_plugin.environments.workspace.sandbox import INSIDE, Sandbox, SandboxLimits, search_path
+from openhands_rl_plugin.environments.workspace import cgroups
+from openhands_rl_plugin.environments.workspace.cgroups import ControlGroup
+from openhands_rl_plugin.environments.workspace.inside import Bound, supervisor_program
+from openhands_rl_plugin.environments.workspace.sandbox import Sandbox, SandboxLimits, SubprocessSandbox, search_path
 from openhands_rl_plugin.environments.workspace.visible import bash
 
 _START_PATIENCE = 20.0
@@ -74,6 +75,7 @@ class Shell:
         self._variables = dict(variables or {})
         self._start_in = start or sandbox.workspace
         self._process: subprocess.Popen[bytes] | None = None
+        self._group: ControlGroup | None = None
         self._one_at_a_time = threading.Lock()
         self._closed = threading.Event()
 
@@ -141,10 +143,12 @@ class Shell:
         return self._process
 
     def _start(self) -> subprocess.Popen[bytes]:
+        # Its real place: a virtual environment may be reached by a link that is hidden.
+        command = self._sandbox.wrap([os.path.realpath(sys.executable), "-I", "-S", "-c", supervisor_program()])
+        group = self._group = cgroups.take(self._limits.processes, self._limits.memory)
         try:
             process = subprocess.Popen(
-                # Its real place: a virtual environment may be reached by a link that is hidden.
-                self._sandbox.wrap([os.path.realpath(sys.executable), "-I", "-S", "-c", _supervisor_source()]),
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -153,15 +157,23 @@ class Shell:
                 bufsize=0,
             )
         except OSError as error:
+            self._leave_group()
             raise InfrastructureError(f"no sandbox could be started: {error}") from error
         try:
+            if group is not None:
+                group.add(process.pid)
             self._exchange(process, self._setup(), _START_PATIENCE)
+            if group is not None:
+                group.add_family(process.pid)
+        except OSError as error:
+            self._end(process)
+            raise InfrastructureError(f"no sandbox could be started: its bounds: {error}") from error
         except SandboxEndedError as error:
             raise InfrastructureError(f"no sandbox could be started: {error}") from error
         return process
 
     def _setup(self) -> dict[str, object]:
-        sandbox = self._sandbox
+        sandbox, limits = self._sandbox, self._limits
         return {
             "bash": bash(),
             "env": self._environment(),
@@ -170,7 +182,14 @@ class Shell:
             "state": sandbox.state,
             "output_bytes": self._limits.output,
             "limits": self._limits.as_rlimits(),
-            "subreaper": sandbox.workspace != INSIDE,
+            "bounds": Bound(
+                processes=limits.processes,
+                memory=limits.memory,
+                disk=limits.disk,
+                folder=sandbox.workspace,
+                grouped=self._group is not None,
+                isolated=not isinstance(sandbox, SubprocessSandbox),
+            ).model_dump(mode="json"),
         }
 
     def _environment(self) -> dict[str, str]:
@@ -232,8 +251,9 @@ class Shell:
             self._said = (process.stderr.read() or b"").decode("utf-8", "replace")
             process.stderr.close()
             process.stdout.close()
+        self._leave_group()
 
-
-@functools.cache
-def _supervisor_source() -> str:
-    return files("openhands_rl_plugin.environments.workspace").joinpath("supervisor.py").read_text(encoding="utf-8")
+    def _leave_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            cgroups.give_back(group)

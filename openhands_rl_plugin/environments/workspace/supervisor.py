@@ -1,9 +1,11 @@
 """The first process of a session's sandbox: starts a new bash for each command; all processes end with it.
 
-The text of this file is executed (``python -I -S -c <text>``) in the sandbox, so it may use the standard library only.
+The text of this file is executed (``python -I -S -c <text>``) in the sandbox, so it may use the standard library and
+``bounds``, whose text precedes it, only.
 It speaks JSON lines: the first line on stdin is the set-up, every other one a request; every request gets one answer.
 
-* Set-up: ``{"bash", "env", "cwd", "start", "state", "output_bytes", "limits": {name: bytes or count}, "subreaper"}``;
+* Set-up: ``{"bash", "env", "cwd", "start", "state", "output_bytes", "limits": {name: bytes or count}, "bounds"}``
+  (as in ``bounds``);
   commands begin in ``start``, and in ``cwd`` when their directory is gone.
 * Request: ``{"command", "timeout", "cwd", "keep"}``; ``timeout`` in seconds or null; ``cwd`` and ``keep`` are for a
   command that runs in another directory and does not change the shell's state.
@@ -24,14 +26,35 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Iterable
+
+from openhands_rl_plugin.environments.workspace.bounds import (
+    KILL_PATIENCE,
+    POLL,
+    POLL_AFTER_KILL,
+    Bounds,
+    close_to_others,
+    exit_code,
+    family,
+    kill_all,
+)
 
 # State is saved by an EXIT trap and read by the next shell, so that a shell which is killed, replaced by `exec` or
 # ended by `exit` leaves the state of the command before. The command comes from a file: an argument is limited to
 # 128 KiB. Its own `eval` keeps a syntax error in it from ending the script before the trap is set.
+# Where a session's memory is full, the kernel ends a command, by its score, and not the supervisor.
 SCRIPT = r"""
+{ echo 500 > /proc/self/oom_score_adj; } 2>/dev/null
 shopt -s expand_aliases
 [[ -r $1 ]] && . "$1" 2>/dev/null
+[[ -n $6 ]] && { __rl_drop() {
+local LC_ALL=C __rl_name __rl_value __rl_total=0
+for __rl_name in $(compgen -e); do
+__rl_value=$__rl_name=${!__rl_name}
+if (( ${#__rl_value} > 131070 || __rl_total + ${#__rl_value} > 1500000 )); then
+export -n "$__rl_name"; unset -v "$__rl_name"
+echo "bash: the exported variable $__rl_name was dropped: with ${#__rl_value} bytes no program could be started" >&2
+else (( __rl_total += ${#__rl_value} )); fi
+done; }; __rl_drop; unset -f __rl_drop; }
 cd -- "$3" 2>/dev/null || { cd -- "$4" && echo "bash: $3 is gone; the working directory is $4 now" >&2; }
 __rl_state=$5
 [[ -n $5 ]] && trap '{ declare -p; declare -f; alias -p; umask -p; echo "#complete"; } >| "$__rl_state" 2>/dev/null
@@ -40,9 +63,9 @@ eval "set --
 $(<"$2")"
 """
 
-POLL_AFTER_KILL = 0.01
-KILL_PATIENCE = 5.0
 CHUNK = 65536
+# Programs take 128 KiB of one variable and 2 MiB of all; a shorter state holds no such variable.
+LONG_STATE = 120_000
 
 
 class Output:
@@ -85,6 +108,7 @@ class Supervisor:
         self.output = Output(0)
         self.shell = 0
         self.status: int | None = None
+        self.bounds = Bounds(setup["bounds"])
         self.watch_children()
 
     def watch_children(self) -> None:
@@ -146,7 +170,10 @@ class Supervisor:
                 timed_out = True
                 self.kill_command()
                 break
-            self.serve(left)
+            if reason := self.bounds.crossed():
+                self.bounds.end_all()
+                self.output.tail += f"[All processes were ended: {reason}.]\n".encode()
+            self.serve(POLL if left is None else min(left, POLL))
         self.finish()
         if keep and self.status is not None and not timed_out:
             self.keep_state()
@@ -166,11 +193,12 @@ class Supervisor:
         self.pipe, write_end = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.pipe, False)
         self.output, self.status = Output(self.setup["output_bytes"]), None
-        known = os.path.exists(self.state)
+        known = os.path.getsize(self.state) if os.path.exists(self.state) else 0
+        long = "long" if known > LONG_STATE else ""
         save_to = self.state + ".new" if keep else ""
-        self.shell = os.posix_spawn(
+        self.shell = self.spawn(
             self.setup["bash"],
-            ["bash", "-c", SCRIPT, "bash", self.state, script, cwd, self.setup["cwd"], save_to],
+            ["bash", "-c", SCRIPT, "bash", self.state, script, cwd, self.setup["cwd"], save_to, long],
             {} if known else self.setup["env"],
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
@@ -182,6 +210,23 @@ class Supervisor:
         )
         os.close(write_end)
         self.selector.register(self.pipe, selectors.EVENT_READ, self.collect)
+
+    def spawn(self, *arguments, **options) -> int:
+        """A process. Where background processes leave no room for one, all of them are ended."""
+        try:
+            return os.posix_spawn(*arguments, **options)
+        except BlockingIOError:
+            self.background.add(b"[All processes were ended: there was no room for another one.]\n")
+        deadline = time.monotonic() + KILL_PATIENCE
+        while True:
+            self.bounds.end_all()
+            self.reap_dead()
+            try:
+                return os.posix_spawn(*arguments, **options)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(POLL_AFTER_KILL)
 
     def serve(self, timeout: float | None) -> None:
         for key, _ in self.selector.select(timeout):
@@ -215,6 +260,14 @@ class Supervisor:
             # The shell first: it would report the death of the others.
             kill_all([self.shell, *family(self.shell)])
             self.serve(POLL_AFTER_KILL)
+        while left := family(self.shell):
+            if time.monotonic() > deadline:
+                # They start faster than they are found.
+                self.bounds.end_all()
+                break
+            kill_all(left)
+            self.serve(POLL_AFTER_KILL)
+            self.reap_dead()
 
     def keep_state(self) -> None:
         new = self.state + ".new"
@@ -235,7 +288,10 @@ class Supervisor:
         self.selector.register(self.requests, selectors.EVENT_READ, None)
         try:
             while True:
-                ready = self.selector.select()
+                ready = self.selector.select(POLL if has_children() else None)
+                if reason := self.bounds.crossed():
+                    self.bounds.end_all()
+                    self.background.add(f"[All processes were ended: {reason}.]\n".encode())
                 for key, _ in ready:
                     if key.data is not None:
                         key.data(key.fd)
@@ -245,35 +301,13 @@ class Supervisor:
             self.selector.unregister(self.requests)
 
 
-def exit_code(status: int) -> int:
-    """The exit code as a shell reports it: 128 + the signal's number for a killed process."""
-    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-
-
-def processes() -> dict[int, tuple[int, int]]:
-    """``pid -> (parent, session)`` of every process that can be seen."""
-    found = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    fields = file.read().rpartition(b")")[2].split()
-            except OSError:
-                continue
-            found[int(name)] = (int(fields[1]), int(fields[3]))
-    return found
-
-
-def family(root: int) -> set[int]:
-    """All descendants of ``root``, and all processes of a session that ``root`` leads."""
-    table = processes()
-    members = {pid for pid, (_, session) in table.items() if session == root}
-    growing = True
-    while growing:
-        more = {pid for pid, (parent, _) in table.items() if parent == root or parent in members} - members
-        members |= more
-        growing = bool(more)
-    return members - {root, os.getpid()}
+def has_children() -> bool:
+    """Whether any process is left, running or not."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def name_of(pid: int) -> str:
@@ -283,14 +317,6 @@ def name_of(pid: int) -> str:
             return file.read().strip()
     except OSError:
         return ""
-
-
-def kill_all(pids: Iterable[int]) -> None:
-    for pid in pids:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
 
 
 def adopt_orphans() -> None:
@@ -316,8 +342,9 @@ def end_everything() -> None:
 def main() -> None:
     requests = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    close_to_others()
     setup = json.loads(requests.readline())
-    if setup["subreaper"]:
+    if not setup["bounds"]["isolated"]:
         adopt_orphans()
     os.makedirs(os.path.dirname(setup["state"]), mode=0o700, exist_ok=True)
     os.makedirs(setup["env"]["HOME"], exist_ok=True)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.environments.workspace.settings_copy import settings_copy
 
 # Where systems keep programs and their libraries.
 _SYSTEM = frozenset({"bin", "gnu", "nix", "sbin", "usr"})
@@ -27,10 +28,12 @@ _ETC = (
     *("resolv.conf", "rpc", "services", "shells", "ssl/cert.pem", "ssl/certs", "ssl/openssl.cnf", "terminfo"),
     *("timezone", "xdg"),
 )
+_OF_NETWORK = ("/etc/hosts", "/etc/resolv.conf")
 _JAVA = "java-"
 # Of an installation: beside these lie pip's and conda's settings, and a prefix may be a whole home.
 OF_A_PREFIX = ("bin", "include", "lib", "lib64", "libexec", "pyvenv.cfg", "share", "ssl")
 """The parts of an installation of Python or conda that hold programs and libraries."""
+_HARMLESS = frozenset({".gitignore", ".lock", ".ready", "CACHEDIR.TAG", "BUILD", "doc", "man", "ready"})
 
 
 class HostPaths(Frozen):
@@ -55,9 +58,10 @@ def is_system(name: str) -> bool:
     return name == "etc" or _has_programs(name)
 
 
-def system_mounts() -> list[str]:
-    """The system's programs, their libraries and settings, read-only."""
-    return [*program_mounts(), *settings_mounts()]
+def system_mounts(*, network: bool = False, links: bool = True) -> list[str]:
+    """The system's programs, their libraries and settings, read-only; with a ``network``, as it resolves names now."""
+    mounts = [*program_mounts(links=links), "--ro-bind", settings_copy(_settings()), "/etc"]
+    return [*mounts, *(part for name in _OF_NETWORK if network for part in ("--ro-bind-try", name, name))]
 
 
 def program_mounts(*, links: bool = True) -> list[str]:
@@ -65,12 +69,14 @@ def program_mounts(*, links: bool = True) -> list[str]:
     return [part for mount in _programs() if links or mount[0] != "--symlink" for part in mount]
 
 
-@functools.cache
-def settings_mounts() -> tuple[str, ...]:
-    """The files and folders of ``/etc`` that programs look for."""
-    names = [*_ETC, *(name for name in os.listdir("/etc") if name.startswith(_JAVA))]
-    found = [f"/etc/{name}" for name in names if os.path.exists(f"/etc/{name}")]
-    return tuple(part for path in sorted(found) for part in ("--ro-bind-try", path, path))
+def settings_mounts() -> list[str]:
+    """The files and folders of ``/etc`` that programs look for, in a folder to which others can be added."""
+    found = [f"/etc/{name}" for name in _settings() if os.path.exists(f"/etc/{name}")]
+    return [part for path in found for part in ("--ro-bind-try", path, path)]
+
+
+def _settings() -> list[str]:
+    return sorted([*_ETC, *(name for name in os.listdir("/etc") if name.startswith(_JAVA))])
 
 
 @functools.cache
@@ -90,18 +96,14 @@ def interpreter_mounts(*, packages: bool, closed: bool = False, others: Sequence
 
     ``closed``: nothing can be put beside what is mounted, where ``/`` is writable.
     """
-    return list(_interpreter(sys.prefix, sys.base_prefix, packages, closed, tuple(others)))
-
-
-@functools.cache
-def _interpreter(prefix: str, base: str, packages: bool, closed: bool, others: tuple[str, ...]) -> tuple[str, ...]:
+    prefix, base = sys.prefix, sys.base_prefix
     names: dict[str, Sequence[str]] = {os.path.realpath(prefix): OF_A_PREFIX if packages else ("bin", "pyvenv.cfg")}
     names |= {os.path.realpath(path): OF_A_PREFIX for path in (base, *others)}
     mounts = prefix_mounts(names, closed=closed)
     for named in {base, prefix, *others} - set(names):
         if not is_system(named.split("/")[1]):
             mounts += ["--symlink", os.path.realpath(named), named]
-    return tuple(mounts)
+    return mounts
 
 
 def prefix_mounts(prefixes: Mapping[str, Sequence[str]], *, closed: bool) -> list[str]:
@@ -110,9 +112,20 @@ def prefix_mounts(prefixes: Mapping[str, Sequence[str]], *, closed: bool) -> lis
     own = [prefix for prefix in sorted(prefixes) if not _has_programs(prefix.split("/")[1])]
     mounts: list[str] = []
     for prefix in own:
+        if set(prefixes[prefix]) == set(OF_A_PREFIX) and _holds_only_parts(prefix):
+            mounts += ["--ro-bind", prefix, prefix]
+            continue
         mounts += ["--size", "65536", "--tmpfs", prefix] if closed else []
         mounts += [part for name in prefixes[prefix] for part in _part(prefix, name)]
     return [*mounts, *(part for prefix in own if closed for part in ("--remount-ro", prefix))]
+
+
+def _holds_only_parts(prefix: str) -> bool:
+    """One mount is as good then, and faster."""
+    try:
+        return not {*os.listdir(prefix)} - {*OF_A_PREFIX, *_HARMLESS}
+    except OSError:
+        return False
 
 
 def _part(prefix: str, name: str) -> tuple[str, ...]:

@@ -15,10 +15,9 @@ from openhands_rl_plugin.environments.workspace.visible import (
     interpreter_paths,
     is_system,
     program_mounts,
-    settings_mounts,
+    system_mounts,
 )
 
-_ETC_SIZE = str(2**20)
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -48,9 +47,8 @@ class HarborSandbox:
 
     def wrap(self, command: Sequence[str], shared: Sequence[Path] = ()) -> list[str]:
         """``command`` behind ``bwrap`` and its mounts. Raises ``ConfigError`` where there is no bubblewrap."""
-        system = program_mounts(links=False)
         _restore_links(self._root)
-        for inside in ("/dev", "/etc", "/proc", "/run", *system[2::3]):
+        for inside in ("/dev", "/etc", "/proc", "/run", *program_mounts(links=False)[2::3]):
             clear_way(self._root, inside)
         for path in (*interpreter_paths(), *self._pythons):
             clear_way(self._root, path if os.path.realpath(path) == path else os.path.dirname(path))
@@ -58,9 +56,9 @@ class HarborSandbox:
                 remove(f"{self._root}{path}")
         for _, host, inside in self._mounts:
             clear_way(self._root, inside, folder=os.path.isdir(host))
-        root = ("--bind", str(self._root), "/", *system, "--size", _ETC_SIZE, "--tmpfs", "/etc", *settings_mounts())
+        root = ("--bind", str(self._root), "/", *system_mounts(network=self._network, links=False))
         return [
-            *isolate((*root, "--remount-ro", "/etc"), network=self._network, options=("--as-pid-1",)),
+            *isolate(root, network=self._network, options=("--as-pid-1",)),
             *interpreter_mounts(packages=False, closed=True, others=self._pythons),
             *(part for mount in self._mounts for part in mount),
             *("--chdir", "/", "--"),

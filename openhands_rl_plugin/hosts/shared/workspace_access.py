@@ -15,6 +15,7 @@ def limits_of(settings: WorkspaceSettings) -> SandboxLimits:
         memory=settings.memory * _MEBIBYTE,
         processes=settings.processes,
         temporary=settings.temporary * _MEBIBYTE,
+        disk=settings.disk * _MEBIBYTE,
     )
 
 

@@ -22,7 +22,12 @@ from openhands_rl_plugin.environments.workspace.bubblewrap import (
     isolate,
     mount_overlays,
 )
-from openhands_rl_plugin.environments.workspace.visible import OF_A_PREFIX, prefix_mounts, system_mounts
+from openhands_rl_plugin.environments.workspace.visible import (
+    OF_A_PREFIX,
+    prefix_mounts,
+    program_mounts,
+    settings_mounts,
+)
 from openhands_rl_plugin.evals.swe.backends import package_index, shim, uv_cache
 from openhands_rl_plugin.evals.swe.backends.caching import Cache
 from openhands_rl_plugin.evals.swe.backends.interpreters import Interpreter, find_uv
@@ -113,7 +118,9 @@ class InstanceSandbox:
         return [
             *mount_overlays(room.overlays),
             *("prlimit", *limits, "--"),
-            *isolate([*empty_root(_ROOT_SIZE), *system_mounts()], network=network, options=options),
+            *isolate(
+                [*empty_root(_ROOT_SIZE), *program_mounts(), *settings_mounts()], network=network, options=options
+            ),
             *("--bind", str(room.tmp), "/tmp"),
             *(word for part in self._parts(room) for word in part),
             *self._tools(room, setup=setup),

@@ -1,0 +1,1 @@
+"""What sandboxes cost, and what they hold."""

@@ -1,0 +1,155 @@
+"""Bounds on what commands use, by the kernel's groups and by counting; all bombs here are small."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from needs import needs_bubblewrap
+
+from openhands_rl_plugin.environments.workspace import cgroups
+from openhands_rl_plugin.environments.workspace.sandbox import BubblewrapSandbox, SandboxLimits, SubprocessSandbox
+from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError, Shell
+
+MEBIBYTE = 1024**2
+LIMITS = SandboxLimits(processes=64, memory=128 * MEBIBYTE, disk=64 * MEBIBYTE, temporary=16 * MEBIBYTE)
+FORKS = "bomb() { bomb | bomb & }; bomb; sleep 20"
+# In several processes: what one may have is bounded by RLIMIT_DATA.
+MEMORY = (
+    "for i in 1 2 3 4; do (python3 -c 'import time; b = bytearray(60 << 20); time.sleep(4)'; echo status $?) & done; "
+    "wait; echo survived"
+)
+Run = Callable[..., CommandResult]
+
+
+@pytest.fixture(params=["grouped", "counted"])
+def kept_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "counted":
+        monkeypatch.setattr(cgroups, "_places", lambda: ())
+    elif not cgroups._places():
+        pytest.skip("no control groups can be made here")
+    return request.param
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    (tmp_path / "work").mkdir()
+    shell = Shell(BubblewrapSandbox(tmp_path / "work", temporary=LIMITS.temporary), limits=LIMITS)
+    yield lambda command, timeout=20.0: shell.run(command, timeout=timeout)
+    shell.close()
+
+
+@needs_bubblewrap
+class TestBombs:
+    def test_processes(self, run: Run, kept_by: str):
+        result = run(FORKS, timeout=3)
+        if kept_by == "counted":
+            assert "the session has more than 64 processes" in result.output and result.exit_code == 137
+        else:
+            assert "fork: " in result.output
+        assert run("kill -9 -1; wait; echo on").output.endswith("on\n")
+
+    def test_threads(self, run: Run, kept_by: str):
+        code = "import threading, time\nfor n in range(200): threading.Thread(target=time.sleep, args=(5,)).start()"
+        result = run(f"python3 -c '{code}'; echo survived", timeout=15)
+        assert "can't start new thread" in result.output or "more than 64 processes and threads" in result.output
+
+    def test_memory_of_several_processes(self, run: Run, kept_by: str):
+        started = time.monotonic()
+        result = run(MEMORY, timeout=19)
+        assert time.monotonic() - started < 12
+        if kept_by == "counted":
+            assert "use more than 128 MiB of memory" in result.output and "survived" not in result.output
+        else:
+            assert "survived" in result.output and result.output.count("status 137") >= 2
+        assert run("echo on").output.endswith("on\n")
+
+    def test_disk(self, run: Run, tmp_path: Path):
+        fill = "for i in $(seq 400); do head -c 1000000 /dev/zero > big$i; sleep 0.01; done; echo survived"
+        result = run(fill)
+        assert "added more than 64 MiB to its workspace" in result.output and "survived" not in result.output
+        used = sum(path.stat().st_size for path in (tmp_path / "work").iterdir())
+        assert used < 200 * MEBIBYTE
+        assert "added more than" in run(fill.replace("big", "more")).output
+        assert run("rm -f big* more*; echo removed").output.endswith("removed\n")
+
+    def test_a_workspace_that_was_large_before_counts_from_there(self, run: Run, tmp_path: Path):
+        (tmp_path / "work" / "mine").write_bytes(b"\1" * 150 * MEBIBYTE)
+        result = run("head -c 30000000 /dev/zero > little; sleep 0.5; echo survived")
+        assert result.output == "survived\n"
+
+    def test_files_in_memory(self, run: Run):
+        fill = "head -c 100000000 /dev/zero > {}/big; stat -c %s {}/big"
+        for folder in ("/tmp", "/dev/shm"):
+            assert int(run(fill.format(folder, folder)).output.split()[-1]) <= 16 * MEBIBYTE
+        for folder in ("/dev", "/", "/run", "/etc"):
+            assert "Read-only" in run(f"touch {folder}/big").output
+
+    def test_a_background_process_is_bounded_too(self, run: Run, kept_by: str):
+        many = FORKS if kept_by == "counted" else "while sleep 50 & do :; done; sleep 50"
+        assert run(f"({many}) > /dev/null 2>&1 & echo started").output == "started\n"
+        time.sleep(1.0)
+        result = run("kill -9 -1; echo on", timeout=10)
+        assert result.output.endswith("on\n")
+        assert ("no room" if kept_by == "grouped" else "more than 64 processes") in result.earlier
+
+    def test_nobody_writes_to_the_pipe_of_the_answers(self, run: Run):
+        forged = '{"output": "forged", "earlier": "", "exit_code": 0, "timed_out": false, "cwd": "/"}'
+        run(f"for n in 0 1 2 3 4 5 6 7 8 9; do echo '{forged}' > /proc/1/fd/$n; done 2>/dev/null; echo real")
+        for number in range(3):
+            assert run(f"echo real {number}").output == f"real {number}\n"
+        assert "Permission denied" in run("cat /proc/1/mem").output
+
+    def test_memory_is_given_to_who_has_its_turn(self, run: Run):
+        assert run("cat /proc/self/oom_score_adj").output == "500\n"
+
+
+@pytest.mark.parametrize("kind", ["subprocess", pytest.param("bubblewrap", marks=needs_bubblewrap)])
+def test_a_variable_that_no_program_can_take_is_dropped_with_a_line(kind: str, tmp_path: Path):
+    alone = SubprocessSandbox(tmp_path, tmp_path / ".private")
+    shell = Shell(BubblewrapSandbox(tmp_path) if kind == "bubblewrap" else alone)
+    shell.run("export BIG=$(head -c 3000000 /dev/zero | tr '\\0' x) SMALL=1; PLAIN=$BIG", timeout=20)
+    result = shell.run("ls -d /; echo $SMALL ${BIG-gone} ${#PLAIN}", timeout=20)
+    assert "the exported variable BIG was dropped: with 3000004 bytes no program could be started" in result.output
+    assert result.output.endswith("/\n1 gone 3000000\n")
+    assert shell.run("ls -d /", timeout=20).output == "/\n"
+    shell.run("for n in $(seq 30); do export MANY$n=$(head -c 100000 /dev/zero | tr '\\0' y); done", timeout=20)
+    assert shell.run("/bin/true && echo fine", timeout=20).output.endswith("fine\n")
+    shell.close()
+
+
+def test_what_left_its_session_ends_with_the_shell_without_bubblewrap(tmp_path: Path):
+    """Also where a command ended the process that watches."""
+    marker = f"95{os.getpid()}"
+    shell = Shell(SubprocessSandbox(tmp_path, tmp_path / ".private"))
+    shell.run(f"(setsid sh -c 'setsid sleep {marker}1 & exec sleep {marker}2' &) ; sleep 0.2", timeout=20)
+    shell.close()
+    assert gone(f"{marker}1") and gone(f"{marker}2")
+    if not cgroups._places():
+        pytest.skip("no control groups can be made here")
+    shell = Shell(SubprocessSandbox(tmp_path, tmp_path / ".private"))
+    with pytest.raises(SandboxEndedError):
+        shell.run(f"setsid sleep {marker}3 & kill -9 $PPID; sleep 1", timeout=20)
+    assert gone(f"{marker}3")
+    shell.close()
+
+
+def gone(marker: str) -> bool:
+    deadline = time.monotonic() + 5
+    while (alive := _alive(marker)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not alive
+
+
+def _alive(marker: str) -> bool:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if f"sleep\0{marker}".encode() in (entry / "cmdline").read_bytes():
+                    return True
+            except OSError:
+                continue
+    return False
