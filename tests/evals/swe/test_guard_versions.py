@@ -165,6 +165,7 @@ ATTACKED = (
     ),
     *("items found in memory get another function", "a plugin by pytest.ini that knows the test's name"),
     *("conftest: one report rewritten", "a plugin by setup.cfg that rewrites one report", "__eq__ by setattr"),
+    *("what runtest raises is lost, once", "the caller by an exception's traceback", "the test's file by a relative"),
 )
 
 

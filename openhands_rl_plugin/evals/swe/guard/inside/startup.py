@@ -126,6 +126,10 @@ def sealing(getframe: Any, telling: Any) -> Any:
     members = []  # type: Any
     held = []  # type: Any
     hooks = []  # type: Any
+    tests = []  # type: Any
+
+    def same(now: Any, kept: Any) -> bool:
+        return len(now) == len(kept) and all(now.get(name) is kept[name] for name in kept)
 
     def seal(owners: Any) -> None:
         if members:
@@ -147,19 +151,23 @@ def sealing(getframe: Any, telling: Any) -> Any:
             held.append((each, dict(vars(each))))
         for caller in manager.get_hookcallers(reporter):
             hooks.extend((caller, each, each.function) for each in caller.get_hookimpls() if each.plugin is reporter)
-        held.append((None, dict(reporter.collected)))
+        tests.append((reporter.collected, dict(reporter.collected)))
 
-    def changed() -> str:
+    def changed(done: bool) -> str:
         frame = getframe(2)
         if codes and (frame.f_code is not telling or frame.f_back.f_code not in codes):
             return "another speaks for it"
         for owner, name, value, code in members:
-            if vars(owner).get(name) is not value or code_of(value) is not code:
+            # Code that is put into a function is heard of by itself.
+            if vars(owner).get(name) is not value or (done and code_of(value) is not code):
                 return str(name)
         for thing, kept in held:
-            now = held[0][0].collected if thing is None else vars(thing)
-            if len(now) != len(kept) or any(now.get(name) is not kept[name] for name in kept):
+            if not same(vars(thing), kept):
                 return "what it keeps"
+        for now, kept in tests:
+            # There may be thousands, and an event for each.
+            if len(now) != len(kept) or (done and not same(now, kept)):
+                return "the tests it keeps"
         for caller, each, function in hooks:
             if each.function is not function or each not in caller.get_hookimpls():
                 return "its hooks"
@@ -230,8 +238,9 @@ def listener(name: str, telling: Any, send: Any) -> Any:
             said.add(record)
             send(record)
 
+    getframe = sys._getframe
     origin, strangers = callers()
-    seal, keep, changed = sealing(sys._getframe, telling)
+    seal, keep, changed = sealing(getframe, telling)
     ran, looked = importing(GUARD + "/" + name + ".py", once), reaching(origin, once)
 
     def hear(event: str, args: Any) -> None:
@@ -244,13 +253,15 @@ def listener(name: str, telling: Any, send: Any) -> Any:
     def hook(event: str, args: Any) -> None:
         if event not in watched:
             return
+        if event == "object.__getattr__" and (args[1] not in READ or getframe(1).f_code.co_filename[:7] == "/guard/"):
+            return
         me = get_ident()
         if me in busy:
             return
         busy.add(me)
         try:
             if event == name:
-                why = changed()
+                why = changed(args[0] in ("softened", "finish"))
                 if why:
                     once("tampered", why)
                 if args[0] in ("seal", "kept"):
