@@ -127,9 +127,10 @@ def test_no_command_hands_a_terminal_what_it_would_obey(
     row |= {"problem_statement": TEXT, "FAIL_TO_PASS": "[]", "PASS_TO_PASS": "[]", "split": TEXT}
     row |= {"model_name_or_path": TEXT, "model_patch": TEXT}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    places = {"STORE": str(store), "ROWS": str(tmp_path / "rows.jsonl"), "OUT": str(tmp_path / "out")}
+    places: dict[str, str] = {"STORE": str(store), "ROWS": str(tmp_path / "rows.jsonl"), "OUT": str(tmp_path / "out")}
     places |= {name: str(tmp_path / name.lower()) for name in ("OUT.jsonl", "OUT2.jsonl")}
-    code = cli.main([places.get(word, word) for word in COMMANDS[name]])
+    words: list[str] = [places.get(word, word) for word in COMMANDS[name]]
+    code = cli.main(words)
     printed = capsys.readouterr()
     said = printed.out + printed.err
     assert said.strip() and "Traceback" not in said and (code != 2 or name in WRONG), (code, said)

@@ -12,6 +12,7 @@ from openhands_rl_plugin.apps.demo.summary import (
     evaluations,
     success_difference,
 )
+from openhands_rl_plugin.core.files import PRIVATE, write_file
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Adapter, Trajectory
 from openhands_rl_plugin.evals.report.charts import Point, Series, html_page, line_chart, shown
@@ -40,7 +41,7 @@ async def write_report(
         "<h2>Before and after: the goals with the largest gain in return</h2>",
         *(_pair(*pair) for pair in _examples(before, after)),
     ]
-    path.write_text(html_page("openhands-rl demo", body), encoding="utf-8")
+    write_file(path, html_page("openhands-rl demo", body), PRIVATE)
     return path
 
 
