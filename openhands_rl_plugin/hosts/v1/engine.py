@@ -234,6 +234,8 @@ class ConversationEngine:
     ) -> LLMResponse:
         """With metrics of its own, which are added up: the SDK keeps the request under way in the LLM's telemetry."""
         asked.reset_metrics()
+        # Old releases make it when it is asked for, and their ``completion`` does not ask.
+        assert asked.telemetry is not None
         response = asked.completion(list(call.prompt), tools, **arguments)
         with self._counting:
             call.llm.metrics.merge(asked.metrics)
