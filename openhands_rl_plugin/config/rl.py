@@ -255,6 +255,10 @@ class RLSettings(Settings):
         default=AUTO, description="source of completions without OpenHands; auto: as the model needs it"
     )
     max_workers: int = Field(default=10, ge=1, le=4096, description="concurrent episodes")
+    host: Literal["auto", "v0", "v1"] = Field(
+        default="auto",
+        description="OpenHands to run: v0 (openhands-ai 1.6), v1 (its SDK), auto: the installed one",
+    )
     executor: Literal["processes", "ray"] = Field(
         default="processes", description="where OpenHands episodes run: local worker processes, or Ray actors"
     )

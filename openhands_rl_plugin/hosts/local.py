@@ -1,4 +1,4 @@
-"""The only module that names a host: its runner in this process. Importing it does not import OpenHands."""
+"""The only module that names hosts: their runners in this process. Importing it does not import OpenHands."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Protocol
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
+from openhands_rl_plugin.hosts.installed import host_of
+from openhands_rl_plugin.hosts.shared.environment_runner import EnvironmentRunner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 
@@ -26,7 +28,18 @@ class HostRunner(Protocol):
 def local_runner(
     settings: RLSettings, options: HostOptions | None = None, *, storage: EpisodeSink | None = None
 ) -> HostRunner:
-    """A runner whose sessions run in this process. Raises ``ConfigError`` for settings that the host cannot use."""
-    from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
+    """A runner whose sessions run in this process, of the host that ``[rl] host`` says.
 
-    return ControllerRunner(settings, options, storage=storage)
+    OpenHands V1 has no part in episodes of an environment: there are no tools in them. Raises ``ConfigError`` for
+    settings that the host cannot use.
+    """
+    options = options or HostOptions()
+    if host_of(settings) == "v0":
+        from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
+
+        return ControllerRunner(settings, options, storage=storage)
+    if options.environment_mode:
+        return EnvironmentRunner(settings, options, storage=storage)
+    from openhands_rl_plugin.hosts.v1.driver import ConversationRunner
+
+    return ConversationRunner(settings, options, storage=storage)

@@ -15,7 +15,6 @@ from openhands_rl_plugin.core.protocols import (
     LLMEngine,
     OffersTools,
     Strategy,
-    TrajectoryStorage,
 )
 from openhands_rl_plugin.core.records import EpisodeStart, trajectory_id
 from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
@@ -35,7 +34,7 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.rollout.capabilities import ReservesForks, reward_when_cut
-from openhands_rl_plugin.rollout.journal import EpisodeJournal, JournalledEngine
+from openhands_rl_plugin.rollout.journal import EpisodeJournal, EpisodeSink, JournalledEngine
 
 _Begin = Callable[[Task, Limits], Awaitable[None]]
 
@@ -57,7 +56,7 @@ class AgentSession:
         policy: PolicyRef,
         limits: Limits | None = None,
         tools: Sequence[JsonObject] = (),
-        storage: TrajectoryStorage | None = None,
+        storage: EpisodeSink | None = None,
     ) -> None:
         self._environment = environment
         self._strategy = strategy

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import openhands.sdk.agent.agent as stock
 from openhands.sdk.agent import Agent
@@ -44,6 +44,9 @@ class RLAgent(Agent):
     """
 
     rl: dict[str, Any] = Field(default_factory=dict, description="The [rl] section of openhands_rl_plugin.")
+
+    replays_sampled: ClassVar[bool] = True
+    """Calls that the SDK repaired are replayed to the model as they were sampled, so that prompts extend each other."""
 
     _conversations: Conversations = PrivateAttr(default_factory=Conversations)
 
@@ -87,12 +90,16 @@ class RLAgent(Agent):
         self._conversations.close()
         super().close()
 
+    def episode_of(self, conversation: LocalConversation) -> ConversationEpisode | None:
+        """The newest episode of a conversation; ``None`` before its first step and where the plugin failed."""
+        return self._conversations.episode_of(conversation)
+
     @contextmanager
     def _playing(self, conversation: LocalConversation) -> Iterator[Agent]:
         """The agent for one step."""
         bound = current_episode()
         settings = bound.settings if bound is not None else settings_from_sections({"rl": self.rl})
-        episode = self._conversations.begin_step(conversation, self.llm, settings)
+        episode = self._conversations.begin_step(conversation, self.llm, settings, exact=self.replays_sampled)
         if episode is None:
             yield self
             return
@@ -108,6 +115,12 @@ class RLAgent(Agent):
             episode.end(over.stop)
         finally:
             self._conversations.end_step(conversation)
+
+
+class RecordedAgent(RLAgent):
+    """The stock agent with what it sends, recorded: to compare with."""
+
+    replays_sampled: ClassVar[bool] = False
 
 
 class _Summaries:

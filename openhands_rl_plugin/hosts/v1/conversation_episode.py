@@ -74,7 +74,8 @@ class EpisodeOver(Exception):
 class ConversationEpisode:
     """The state of one episode. ``standalone`` stores it when no runner does.
 
-    ``calls``: those of the conversation's earlier episodes too. ``own`` samples in the place of the SDK's LLM.
+    ``calls``: those of the conversation's earlier episodes too; ``exact``: they are replayed as they were sampled.
+    ``own`` samples in the place of the SDK's LLM.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class ConversationEpisode:
         calls: SampledCalls,
         own: LLMEngine | None,
         standalone: StandaloneRun | None,
+        exact: bool = True,
     ) -> None:
         self.episode = episode
         self.session = str(conversation.state.id)
@@ -94,6 +96,7 @@ class ConversationEpisode:
         self._followed = WorkspaceConversation(episode.tree)
         self._engine = ConversationEngine(episode, own)
         self._calls = calls
+        self._exact = exact
         self._standalone = standalone
         self._job: Job[int] | None = None
         self._decided: LLMResponse | None = None
@@ -111,6 +114,11 @@ class ConversationEpisode:
         return self._conversation()
 
     @property
+    def standalone(self) -> bool:
+        """Whether no runner stores the episode."""
+        return self._standalone is not None
+
+    @property
     def status(self) -> Status:
         """The conversation's; of one that is gone the last that was seen."""
         if (conversation := self.conversation) is not None:
@@ -124,6 +132,8 @@ class ConversationEpisode:
 
         When the plugin itself fails, a conversation without a runner goes on with a plain completion.
         """
+        if self.over:
+            raise EpisodeOver(self.episode.stop or StopReason.ERROR)
         try:
             with boundary(FailureKind.INFRASTRUCTURE, "rl.agent"):
                 outcome = self._decide(llm, messages, tools, arguments)
@@ -173,14 +183,20 @@ class ConversationEpisode:
         self.end(StopReason.ERROR)
 
     def end(self, stop: StopReason | None = None) -> None:
-        """Close the episode: ``stop``, or why the conversation ended. Idempotent; errors are logged."""
+        """End the episode: ``stop``, or why the conversation ended. Idempotent; errors are logged.
+
+        One without a runner is stored with its evidence and closed.
+        """
         if not self._claim():
             return
         try:
             with boundary(FailureKind.INFRASTRUCTURE, "rl.end"):
-                self._conclude(stop)
+                self._note_end(stop)
                 if self._standalone is not None:
-                    self._standalone.keep(failure=self.episode.failure)
+                    evidence, failure = end_evidence(runtime_of(self.session), self.episode, self.episode.failure)
+                    self.episode.evidence = evidence or self.episode.evidence
+                    self._standalone.keep(failure=failure)
+                    self.release()
         except RLError as error:
             # Why it failed was said already.
             level = logging.DEBUG if self.failed else logging.WARNING
@@ -188,24 +204,21 @@ class ConversationEpisode:
 
     def end_at_exit(self) -> None:
         """Note why the conversation ended, before the process does: ``StandaloneRun`` stores it afterwards."""
-        if self._claim():
+        if self._standalone is not None and self._claim():
             self._note_end(None)
             if self._workspace is not None:
                 self.episode.evidence, _ = self._workspace.conclude()
-                self._workspace.close()
+            self.release()
+
+    def release(self) -> None:
+        """Remove what was kept of the workspace's start."""
+        if self._workspace is not None:
+            self._workspace.close()
 
     def _claim(self) -> bool:
         with self._ending:
             over, self.over = self.over, True
         return not over
-
-    def _conclude(self, stop: StopReason | None) -> None:
-        self._note_end(stop)
-        evidence, failure = end_evidence(runtime_of(self.session), self.episode, self.episode.failure)
-        self.episode.evidence = evidence or self.episode.evidence
-        self.episode.failure = failure
-        if self._workspace is not None:
-            self._workspace.close()
 
     def _note_end(self, stop: StopReason | None) -> None:
         failure = None
@@ -248,7 +261,7 @@ class ConversationEpisode:
     def _turn(
         self, llm: LLM, messages: list[SdkMessage], tools: Sequence[ToolDefinition], arguments: dict[str, Any]
     ) -> ConversationTurn:
-        prompt = self._calls.put_back(messages)
+        prompt = self._calls.put_back(messages) if self._exact else messages
         tree = self.episode.tree
         # A copy: the SDK marks messages for the prompt cache while it writes them.
         rewritten = self._followed.follow(llm.format_messages_for_llm([each.model_copy() for each in prompt]))

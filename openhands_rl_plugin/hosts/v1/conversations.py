@@ -59,7 +59,9 @@ class Conversations:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return type(self)()
 
-    def begin_step(self, conversation: LocalConversation, llm: LLM, settings: RLSettings) -> ConversationEpisode | None:
+    def begin_step(
+        self, conversation: LocalConversation, llm: LLM, settings: RLSettings, *, exact: bool
+    ) -> ConversationEpisode | None:
         """The episode of the agent's next step; ``None`` when the step is to be the stock agent's.
 
         After an answer to the ``finish`` tool's message, or an end that the watch saw, a new episode begins.
@@ -72,7 +74,8 @@ class Conversations:
         if played is not None and played.episode is not None and _answered(played, conversation):
             played.episode.end(StopReason.TERMINATED)
         if played is None or played.episode is None or played.episode.over:
-            played = self._begin(conversation, llm, settings, played.calls if played else SampledCalls())
+            calls = played.calls if played else SampledCalls()
+            played = self._begin(conversation, llm, settings, calls, exact)
             with self._lock:
                 self._played[session] = played
             self._watch()
@@ -90,6 +93,12 @@ class Conversations:
         if played.episode is not None and played.episode.failed:
             played.episode = None
 
+    def episode_of(self, conversation: LocalConversation) -> ConversationEpisode | None:
+        """The conversation's newest episode; ``None`` before its first step and without the plugin."""
+        with self._lock:
+            played = self._played.get(str(conversation.state.id))
+        return played.episode if played is not None else None
+
     def close(self) -> None:
         """End the episodes of the conversations that are being closed. Blocks."""
         for session, played in self._all():
@@ -102,7 +111,7 @@ class Conversations:
         """End the episodes of conversations that have ended by themselves. Blocks."""
         for session, played in self._all():
             episode = played.episode
-            if episode is None or episode.over or played.stepping:
+            if episode is None or episode.over or played.stepping or not episode.standalone:
                 continue
             status = episode.status
             settled = played.seen == (status, played.steps)
@@ -124,11 +133,18 @@ class Conversations:
         with self._lock:
             self._played.pop(session, None)
 
-    def _begin(self, conversation: LocalConversation, llm: LLM, settings: RLSettings, calls: SampledCalls) -> _Played:
+    def _begin(
+        self,
+        conversation: LocalConversation,
+        llm: LLM,
+        settings: RLSettings,
+        calls: SampledCalls,
+        exact: bool,
+    ) -> _Played:
         bound = current_episode()
         try:
             with boundary(FailureKind.INFRASTRUCTURE, "rl.begin"):
-                return _Played(calls, _episode(conversation, llm, settings, calls))
+                return _Played(calls, _episode(conversation, llm, settings, calls, exact))
         except RLError as error:
             if bound is not None:
                 raise
@@ -171,7 +187,11 @@ def _answered(played: _Played, conversation: LocalConversation) -> bool:
 
 
 def _episode(
-    conversation: LocalConversation, llm: LLM, settings: RLSettings, calls: SampledCalls
+    conversation: LocalConversation,
+    llm: LLM,
+    settings: RLSettings,
+    calls: SampledCalls,
+    exact: bool,
 ) -> ConversationEpisode:
     episode = current_episode()
     standalone = None
@@ -186,9 +206,11 @@ def _episode(
             environment_mode=False,
         )
         standalone = StandaloneRun(episode)
-    own = engine_for(settings, model=episode.request.served_model or base_model, base_model=base_model)
+    # An engine of the project is sent the tree's messages, which are those that were sampled.
+    served = episode.request.served_model or base_model
+    own = engine_for(settings, model=served, base_model=base_model) if exact else None
     if own is None and isinstance(llm, RouterLLM):
         raise ConfigError("RLAgent needs one model for a whole episode, not a router")
     if own is None and llm.uses_responses_api():
         raise ConfigError(f"{llm.model} is asked through the Responses API, which has no token ids: use another model")
-    return ConversationEpisode(episode, conversation, calls=calls, own=own, standalone=standalone)
+    return ConversationEpisode(episode, conversation, calls=calls, own=own, standalone=standalone, exact=exact)

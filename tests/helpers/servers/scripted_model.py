@@ -69,6 +69,7 @@ class ScriptedModel:
         self.requests: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.context: int | None = None
         self.adapters: dict[str, str] = {}
+        self.cached: int | None = 7
         self.delay = 0.0
         self.at_once = 0
         self.most_at_once = 0
@@ -114,7 +115,10 @@ class ScriptedModel:
         self._count += 1
         prompt, sampled = self.prompt_ids(body["messages"]), self.message_ids(answer) if "role" in answer else []
         logprobs = [self.logprob_of(token) for token in sampled]
-        return JSONResponse(completion(body, answer, f"chatcmpl-{self._count}", prompt, sampled, logprobs))
+        document = completion(body, answer, f"chatcmpl-{self._count}", prompt, sampled, logprobs)
+        if self.cached is None:
+            del document["usage"]["prompt_tokens_details"]
+        return JSONResponse(document)
 
 
 def completion(

@@ -31,6 +31,8 @@ def server() -> Iterator[object]:
     from scripted_model import serve
 
     with serve() as model:
+        # With today's litellm the SDK's telemetry fails at these details, with the stock agent too.
+        model.cached = None if version("openhands-sdk").startswith("1.49.") else model.cached
         yield model
 
 

@@ -1,0 +1,66 @@
+"""Which OpenHands this environment has. Imports none."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Literal
+
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.errors import ConfigError
+
+HostName = Literal["v0", "v1"]
+
+V0_PACKAGE, V1_PACKAGES = "openhands-ai", ("openhands-sdk", "openhands-tools")
+OLDEST_SDK = (1, 15)
+
+_FIRST_WITHOUT_V0 = (1, 7)
+_INSTALL = {"v0": "openhands_rl_plugin[openhands]", "v1": "openhands_rl_plugin[sdk]"}
+
+
+def installed_hosts() -> tuple[HostName, ...]:
+    """Those that can be used. Where V0 is, its own SDK (1.15) is too."""
+    v0, sdk = version_of(V0_PACKAGE), [version_of(package) for package in V1_PACKAGES]
+    found: list[HostName] = []
+    if v0 is not None and release_of(v0) < _FIRST_WITHOUT_V0:
+        found.append("v0")
+    if all(each is not None and release_of(each) >= OLDEST_SDK for each in sdk):
+        found.append("v1")
+    return tuple(found)
+
+
+def host_of(settings: RLSettings) -> HostName:
+    """The host of ``[rl] host``: by default V0 where it is installed, else V1.
+
+    Raises ``ConfigError`` with the package to install when there is none, or not the one that is set.
+    """
+    installed = installed_hosts()
+    if settings.host != "auto":
+        if settings.host in installed:
+            return settings.host
+        raise ConfigError(f"[rl] host: {_missing(settings.host)}")
+    if installed:
+        return installed[0]
+    raise ConfigError(f"[rl] host: {_missing('v1')}; or V0: pip install '{_INSTALL['v0']}'")
+
+
+def version_of(package: str) -> str | None:
+    """The installed version; ``None`` without the package."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def release_of(version: str) -> tuple[int, int]:
+    """Its first two numbers: ``"1.58.0"`` -> ``(1, 58)``; zeros for what is no release."""
+    major, _, rest = version.partition(".")
+    minor = rest.partition(".")[0]
+    return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else (0, 0)
+
+
+def _missing(host: HostName) -> str:
+    packages = (V0_PACKAGE,) if host == "v0" else V1_PACKAGES
+    has = ", ".join(f"{package} {found}" for package in packages if (found := version_of(package)) is not None)
+    wanted = "openhands-ai 1.6" if host == "v0" else "openhands-sdk and openhands-tools 1.15 or newer"
+    own = "in an environment of its own: " if host == "v0" or version_of(V0_PACKAGE) else ""
+    return f"OpenHands {host.upper()} needs {wanted} ({has or 'not'} installed); {own}pip install '{_INSTALL[host]}'"
