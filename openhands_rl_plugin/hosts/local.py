@@ -8,7 +8,7 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.installed import host_of
-from openhands_rl_plugin.hosts.shared.environment_runner import EnvironmentRunner
+from openhands_rl_plugin.hosts.shared.environment_sessions import EnvironmentSessions
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 
@@ -39,7 +39,7 @@ def local_runner(
 
         return ControllerRunner(settings, options, storage=storage)
     if options.environment_mode:
-        return EnvironmentRunner(settings, options, storage=storage)
+        return EnvironmentSessions(settings, options, storage=storage)
     from openhands_rl_plugin.hosts.v1.driver import ConversationRunner
 
     return ConversationRunner(settings, options, storage=storage)

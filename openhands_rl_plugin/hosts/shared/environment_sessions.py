@@ -21,7 +21,7 @@ from openhands_rl_plugin.rollout.journal import EpisodeSink
 from openhands_rl_plugin.rollout.session import AgentSession
 
 
-class EnvironmentRunner:
+class EnvironmentSessions:
     """An ``EpisodeRunner`` over ``AgentSession`` and the server of ``[rl.serving]``. Imports no OpenHands.
 
     With a ``storage`` episodes are stored while they run. Raises ``ConfigError`` when there is no server or model, the
