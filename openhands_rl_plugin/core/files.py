@@ -88,3 +88,11 @@ def file_sha256(path: Path) -> str:
     """Hexadecimal digest of a file's content. Raises ``OSError``."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; false for a name that no file can have, and where it cannot be looked for."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False

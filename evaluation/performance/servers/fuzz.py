@@ -39,7 +39,9 @@ _HONEST = {
     "webshop": ("/reset", {"idx": 3}),
 }
 _TRACEBACK = "Traceback (most recent call last)"
-_SENDERS = 4
+_SENDERS = 2
+_SMALL = ("--threads", "1", "--max-model-len", "64")
+"""What asks for no bound generates 64 tokens at most, which is no hang."""
 
 
 @dataclass
@@ -70,17 +72,20 @@ def servers(model: str, folder: Path) -> Iterator[list[Server]]:
     with ExitStack() as stack:
 
         def start(name: str, *words: str) -> Server:
-            return stack.enter_context(_started(name, folder, words))
+            return stack.enter_context(started(name, folder, words))
 
-        serve = start("serve", "serve", "--model", model, "--served-model-name", "tiny", "--threads", "1")
+        serve = start("serve", "serve", "--model", model, "--served-model-name", "tiny", *_SMALL)
         upstream = f"{serve.url}/v1"
         gateway = start("gateway", "gateway", "--upstream", upstream, "--store", str(folder / "store"))
-        agent = start("agent", "agent", "--base-url", upstream, "--model", "tiny", "--tools", "think")
+        agent = start(
+            "agent", "agent", "--base-url", upstream, "--model", "tiny", "--max-tokens", "8", "--max-turns", "2"
+        )
         yield [serve, gateway, agent, start("webshop", "env", "webshop", "--products", "100")]
 
 
 @contextmanager
-def _started(name: str, folder: Path, words: tuple[str, ...]) -> Iterator[Server]:
+def started(name: str, folder: Path, words: tuple[str, ...]) -> Iterator[Server]:
+    """A server of the command line with these words, on a free port, until the block ends."""
     log = folder / f"{name}.log"
     command = [sys.executable, "-m", "openhands_rl_plugin", *words, "--port", "0"]
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
@@ -141,7 +146,7 @@ def _hostile(server: Server, tally: Tally, count: int, seed: int) -> None:
 
 def _problem(outcome: Outcome) -> str:
     if outcome.seconds > HANGS_AFTER:
-        return f"took {outcome.seconds:.1f} s"
+        return "took more than 5 s"
     if outcome.label in ("refused", "500"):
         return outcome.label
     return "a traceback in the answer" if _TRACEBACK.encode() in outcome.answer else ""
@@ -176,7 +181,8 @@ def main() -> None:
     for name, tally in tallies.items():
         print(json.dumps({"server": name, "sent": tally.sent, "outcomes": dict(tally.outcomes), "bad": len(tally.bad)}))
         print(json.dumps({"honest": tally.honest, "lost": len(tally.lost), "slowest_s": round(tally.slowest, 2)}))
-        for each in (*tally.bad[:10], *tally.lost[:5]):
+        shown = {each.partition(":")[0]: each for each in reversed(tally.bad)}
+        for each in (*shown.values(), *tally.lost[:5]):
             print(f"    {each}")
     print(f"{time.monotonic() - started:.0f} s")
     sys.exit(any(tally.bad or tally.lost for tally in tallies.values()))

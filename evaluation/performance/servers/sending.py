@@ -41,7 +41,7 @@ def send(url: str, request: Hostile) -> Outcome:
         except OSError:
             pass  # it was refused before its end: the answer is there
         answer = _answer(client)
-    status = answer.split(b" ", 2)[1].decode("latin-1") if answer.startswith(b"HTTP/1.1 ") else "closed"
+    status = answer.split(b" ", 2)[1].decode("latin-1") if answer.startswith(b"HTTP/1.") else "closed"
     return Outcome(status, time.monotonic() - started, answer)
 
 

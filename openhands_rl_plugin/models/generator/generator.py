@@ -20,10 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from openhands_rl_plugin.core.errors import InfrastructureError, describe
+from openhands_rl_plugin.core.errors import InfrastructureError, RLError, boundary, describe
+from openhands_rl_plugin.core.files import is_file
 from openhands_rl_plugin.core.memory import forget_unused
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.servers.metrics import Metrics
+from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.errors import (
     InvalidUserInput,
@@ -220,8 +222,8 @@ class Generator:
     def _read_model(self, path: Path) -> ServedModel:
         first = path == Path(self.config.model)
         directory = self._first if first else path
-        if not (directory / "config.json").is_file():
-            raise NotFound(f"There is no model in {directory}.", param="model_path")
+        if not is_file(directory / "config.json"):
+            raise NotFound(f"There is no model in {str(directory)[:200]}.", param="model_path")
         name = self.config.model if first else str(path)
         try:
             fresh = ServedModel(self.config.model_copy(update={"model": name}), directory)
@@ -287,11 +289,12 @@ class Generator:
 
     def _run(self) -> None:
         try:
-            while self._poll_inbox():
-                self._finish_requests(self._scheduler.step())
-        except BaseException as error:  # callers must not wait for ever
+            with boundary(FailureKind.MODEL, "generator"):
+                while self._poll_inbox():
+                    self._finish_requests(self._scheduler.step())
+        except RLError as error:  # callers must not wait for ever
             self._failure = error
-            _LOG.critical("the generator has stopped", exc_info=error)
+            _LOG.critical("the generator has stopped", exc_info=error.__cause__)
         finally:
             with self._lock:
                 self._closing = True

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from openhands_rl_plugin.core.files import is_file
 from openhands_rl_plugin.models.adapters.peft_format import CONFIG_FILE, UNSUPPORTED_OPTIONS, WEIGHTS_FILE
 from openhands_rl_plugin.models.generator.errors import NotFound, ServingError
 from openhands_rl_plugin.models.generator.linear import LoRAWeights, Projection
@@ -60,9 +61,9 @@ def read_adapter(
 
 
 def _read_config(name: str, path: Path) -> LoraConfig:
-    if not (path / CONFIG_FILE).is_file():
-        raise NotFound(f"Loading lora {name} failed: No adapter found for {path}", param="lora_path")
-    if not (path / WEIGHTS_FILE).is_file():
+    if not is_file(path / CONFIG_FILE):
+        raise NotFound(f"Loading lora {name} failed: No adapter found for {str(path)[:200]}", param="lora_path")
+    if not is_file(path / WEIGHTS_FILE):
         raise _load_error(name, f"{path} has no {WEIGHTS_FILE} (pickled weights are not loaded)")
     try:
         raw = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 BLOCK_TOKENS = 16
+_NODE_BYTES = 2048
+"""What Python and torch keep for a block beside its keys and values."""
 Block = tuple[int, ...]
 
 
@@ -106,4 +108,4 @@ def _full_blocks(ids: Sequence[int], limit: int) -> list[Block]:
 
 
 def _size(node: _Node) -> int:
-    return 0 if node.kv is None else node.kv.numel() * node.kv.element_size()
+    return 0 if node.kv is None else node.kv.numel() * node.kv.element_size() + _NODE_BYTES

@@ -125,7 +125,7 @@ def test_equal_prompts_together_are_computed_once(generator: Generator) -> None:
 
 def test_the_cache_keeps_to_its_bound(tiny_model: Path) -> None:
     # 2 layers x keys and values x 2 heads x 16 x 4 bytes = 512 bytes a token; room for three blocks of 16.
-    config = GeneratorConfig(model=str(tiny_model), dtype="float32", threads=1, cache_bytes=3 * 16 * 512)
+    config = GeneratorConfig(model=str(tiny_model), dtype="float32", threads=1, cache_bytes=3 * (16 * 512 + 2048))
     with Generator(config) as generator:
         for salt in range(4):
             generator.generate(prompt(40, salt), DecodingParams(max_tokens=1))

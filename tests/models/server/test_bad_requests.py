@@ -102,6 +102,17 @@ def test_tokenising_leaves_the_interpreter_to_others(generator: Generator) -> No
     assert max(gaps) < max(0.5 * seconds, 0.2)
 
 
+@pytest.mark.parametrize("path", ["x" * 4000, "\u00e9/" * 1000, "a\u0000b", "/proc/1/root/x", ""])
+def test_a_path_that_cannot_be_is_refused(http: httpx.Client, path: str) -> None:
+    load = ask_path(http, "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": path})
+    replace = ask_path(http, "/update_weights_from_disk", {"model_path": path, "weight_version": "x"})
+    assert load in (400, 404) and replace in (400, 404)
+
+
+def ask_path(http: httpx.Client, path: str, body: dict[str, str]) -> int:
+    return http.post(path, json=body).status_code
+
+
 def test_metrics_have_vllms_names(http: httpx.Client) -> None:
     assert ask(http, max_tokens=3, ignore_eos=True).status_code == 200
     text = http.get("/metrics").text
