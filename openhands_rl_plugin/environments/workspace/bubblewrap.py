@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.environments.workspace.seccomp import filtering
 
 # Creating a namespace takes milliseconds; the limit is generous for machines under load.
 _PROBE_TIMEOUT = 20.0
@@ -48,7 +49,7 @@ def _search(options: tuple[str, ...]) -> tuple[str, str]:
     problems = []
     for program in _programs():
         mounts = ("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc")
-        command = [program, "--unshare-all", *options, *mounts, "true"]
+        command = filtering([program, "--unshare-all", *options, *mounts, "true"])
         try:
             subprocess.run(
                 command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_PROBE_TIMEOUT
@@ -75,17 +76,19 @@ def _programs() -> Iterator[str]:
 def isolate(
     mounts: Sequence[str], *, network: bool = False, options: Sequence[str] = (), shared_memory: int = _SHARED_MEMORY
 ) -> list[str]:
-    """The beginning of a command line: own namespaces, no capabilities, ``mounts`` for ``/``, a new ``/proc``, and a
-    read-only ``/dev`` with ``shared_memory`` bytes in ``/dev/shm``. More options may follow, then the command.
+    """The beginning of a command line: own namespaces, no capabilities, system calls filtered, ``mounts`` for ``/``, a
+    new ``/proc``, and a read-only ``/dev`` with ``shared_memory`` bytes in ``/dev/shm``. More options may follow, then
+    the command.
 
     Raises ``ConfigError`` like ``find_bubblewrap``.
     """
-    return [
+    command = [
         *(find_bubblewrap(), "--unshare-all", *(("--share-net",) if network else ())),
         *("--new-session", "--cap-drop", "ALL", *options),
         *(*mounts, "--dev", "/dev", "--size", str(shared_memory), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
         *("--proc", "/proc"),
     ]
+    return filtering(command)
 
 
 def empty_root(size: int = _ROOT_SIZE) -> list[str]:

@@ -20,7 +20,11 @@ _MOST_BYTES = 2**20
 
 def settings_copy(names: Sequence[str]) -> str:
     """The folder with copies of these files and folders of ``/etc``, as far as everybody may read them."""
-    return _made(tuple(names), os.getpid())
+    folder = _made(tuple(names), os.getpid())
+    if not os.path.isdir(folder):  # folders of temporary files are swept
+        _made.cache_clear()
+        folder = _made(tuple(names), os.getpid())
+    return folder
 
 
 @functools.cache
