@@ -117,6 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ``kill`` (SIGTERM).
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    ENDING.begin()
     name = next((word for word in words if not word.startswith("-")), None)
     if name is not None and name not in COMMANDS and not {"-h", "--help", "--version"} & set(words):
         return _fail(f"error: {_unknown(name)}", WRONG_USAGE)
@@ -148,9 +149,8 @@ def module_of(command: str) -> str:
 
 
 def _run(command: ModuleType, args: argparse.Namespace) -> int:
-    ENDING.advice = getattr(command, "RESUME", "")
-    ENDING.patience = getattr(command, "PATIENCE", PATIENCE)
-    ENDING.own_interrupt = hasattr(command, "OWN_INTERRUPT")
+    own = hasattr(command, "OWN_INTERRUPT")
+    ENDING.begin(getattr(command, "RESUME", ""), getattr(command, "PATIENCE", PATIENCE), own_interrupt=own)
     try:
         code = command.run(args)
         if isinstance(code, Coroutine):

@@ -79,9 +79,11 @@ class Fork:
 
 def _become(words: Sequence[str], log: Path) -> NoReturn:
     """Be the command until its end."""
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # until the command decides what they do
     from openhands_rl_plugin.cli import program
 
-    os.setsid()
     said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for number, other in ((0, nothing), (1, said), (2, said)):

@@ -36,6 +36,12 @@ class ProcessEnd:
         self.own_interrupt = False
         self._said = threading.Lock()
 
+    def begin(self, advice: str = "", patience: float = PATIENCE, *, own_interrupt: bool = False) -> None:
+        """What holds for the command that begins now: the arguments are the fields."""
+        self.advice, self.patience, self.own_interrupt = advice, patience, own_interrupt
+        if not self.number:
+            self._said = threading.Lock()  # tests have several commands in one process
+
     def install(self) -> None:
         """From now on SIGTERM interrupts the main thread as SIGINT does, and both are bounded. Once a process."""
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as of a job in the background: ignored
