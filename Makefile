@@ -15,7 +15,7 @@ V1 := .venv-v1/bin
 READY_V1 := .venv-v1/.ready
 
 # The tests that have something to say with OpenHands V1; all others run with V0.
-TESTS_V1 := tests/hosts/v1 tests/hosts/shared tests/test_imports.py
+TESTS_V1 := tests/hosts/v1 tests/hosts/shared tests/config/test_host.py tests/test_imports.py
 
 help: ## This list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -285,13 +284,12 @@ async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan, suite: Suite
 def _check_parts(args: argparse.Namespace, evaluation: Evaluation, suite: Suite, settings: RLSettings) -> None:
     """Raise for what all episodes would fail of: the host, the model server, the environment, the interpreters."""
     from openhands_rl_plugin.config.build import check_environment_server
-    from openhands_rl_plugin.core.errors import MissingExtraError
+    from openhands_rl_plugin.config.host import host_of
     from openhands_rl_plugin.evals.runs.suites import ENVIRONMENT
     from openhands_rl_plugin.evals.swe.preflight import check_gradable
     from openhands_rl_plugin.models.engines.preflight import check_model_server
 
-    if find_spec("openhands") is None:
-        raise MissingExtraError("openhands-ai", "openhands")
+    host_of(settings)
     model = evaluation.plan.model
     check_model_server(model.base_url, model.name, os.environ.get(model.api_key_env))
     if suite.name == ENVIRONMENT:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.hosts.installed import host_of
 from openhands_rl_plugin.hosts.shared.environment_sessions import EnvironmentSessions
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.rollout.journal import EpisodeSink

@@ -7,13 +7,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 
 from openhands_rl_plugin.cli.doctor_checks.findings import Finding, fail, ok, warn
+from openhands_rl_plugin.config.host import V0_PACKAGE, V1_PACKAGES, HostName, installed_hosts, version_of
 from openhands_rl_plugin.core.errors import ConfigError, describe
 from openhands_rl_plugin.environments.workspace.bubblewrap import find_bubblewrap
 
-HOST, HOST_VERSION = "openhands-ai", "1.6"
+HOST, HOST_VERSION = V0_PACKAGE, "1.6"
 REGISTRATION_SECONDS = 180.0
 """Importing OpenHands takes 10 seconds, 20 before its files are compiled; slow disks need more."""
 
@@ -21,15 +22,24 @@ _OLDEST_PYTHON, _NEWEST_PYTHON = (3, 12), (3, 13)
 _CORE = ("httpx", "pydantic", "rich", "starlette", "uvicorn")
 _OWN = "openhands_rl_plugin"
 _OF_EXTRA = re.compile(r"(?P<package>[A-Za-z0-9._-]+).*;.*extra == ['\"](?P<extra>[\w-]+)['\"]")
-_NOT_LISTED = {"all", "openhands"}
-_REGISTERED = """
+_NOT_LISTED = {"all", "openhands", "sdk"}
+_REGISTERED_V0 = """
 import logging
 logging.disable(logging.CRITICAL)
 import openhands.agenthub
 from openhands.controller.agent import Agent
 print("registered as", Agent.get_cls("RLAgent").__module__)
 """
+_REGISTERED_V1 = """
+import logging
+logging.disable(logging.CRITICAL)
+import openhands_rl_plugin.hosts.v1
+from openhands.sdk import AgentBase
+agent = AgentBase.model_validate({"kind": "RLAgent", "llm": {"model": "openai/m"}, "tools": []})
+print("registered as", type(agent).__module__)
+"""
 _REMEDY = 'the line classpath = "openhands_rl_plugin.hosts.v0.agent.RLAgent" in [agent.RLAgent] works without it'
+_REMEDY_V1 = "install the package anew: pip install --force-reinstall 'openhands_rl_plugin[sdk]'"
 
 
 def check_installation(*, registration: bool = True) -> Iterator[Finding]:
@@ -37,10 +47,12 @@ def check_installation(*, registration: bool = True) -> Iterator[Finding]:
     yield _python()
     yield _core()
     yield from (_extra(name, packages) for name, packages in _extras().items())
-    installed = _version(HOST)
-    yield _host(installed)
-    if installed is not None and registration:
-        yield _registration()
+    hosts = installed_hosts()
+    yield _host(hosts)
+    if registration and "v0" in hosts:
+        yield _registration("V0", _REGISTERED_V0, _REMEDY)
+    elif registration and hosts:
+        yield _registration("V1", _REGISTERED_V1, _REMEDY_V1)
     yield _bubblewrap()
 
 
@@ -52,8 +64,8 @@ def _python() -> Finding:
 
 
 def _core() -> Finding:
-    versions = {name: _version(name) for name in _CORE}
-    own = _version(_OWN)
+    versions = {name: version_of(name) for name in _CORE}
+    own = version_of(_OWN)
     if missing := [name for name, found in versions.items() if found is None]:
         return fail("packages", f"{', '.join(missing)} missing", "pip install --upgrade openhands_rl_plugin")
     listed = ", ".join(f"{name} {found}" for name, found in versions.items())
@@ -74,7 +86,7 @@ def _extras() -> dict[str, list[str]]:
 
 
 def _extra(name: str, packages: Sequence[str]) -> Finding:
-    versions = {package: _version(package) for package in packages}
+    versions = {package: version_of(package) for package in packages}
     what = f"extra {name}"
     if missing := [package for package, found in versions.items() if found is None]:
         remedy = f"needed for this only: pip install 'openhands_rl_plugin[{name}]'"
@@ -82,22 +94,30 @@ def _extra(name: str, packages: Sequence[str]) -> Finding:
     return ok(what, ", ".join(f"{package} {found}" for package, found in versions.items()))
 
 
-def _host(installed: str | None) -> Finding:
-    if installed is None:
-        remedy = "to run inside OpenHands: pip install 'openhands_rl_plugin[openhands]'"
-        return warn("host", f"{HOST} is not installed", remedy)
-    if installed.split(".")[:2] != HOST_VERSION.split("."):
+def _host(hosts: Sequence[HostName]) -> Finding:
+    v0 = version_of(HOST)
+    sdk = ", ".join(f"{package} {version_of(package)}" for package in V1_PACKAGES)
+    if "v0" in hosts:
+        # What V0 brings of V1 is an old release; with ``[rl] host = "v1"`` it is used all the same.
+        return ok("host", f"OpenHands V0: {HOST} {v0}" + (f"; also V1: {sdk}" if "v1" in hosts else ""))
+    if "v1" in hosts:
+        return ok("host", f"OpenHands V1: {sdk}")
+    if v0 is not None:
         remedy = f"pip install '{HOST}=={HOST_VERSION}.*': the last one with an agent registry and a controller"
-        return fail("host", f"{HOST} {installed} is not {HOST_VERSION}", remedy)
-    return ok("host", f"{HOST} {installed}")
+        return fail("host", f"{HOST} {v0} is not {HOST_VERSION}", remedy)
+    remedy = (
+        "to run inside OpenHands: pip install 'openhands_rl_plugin[sdk]' (V1) or 'openhands_rl_plugin[openhands]' (V0)"
+    )
+    old = [f"{package} {found}" for package in V1_PACKAGES if (found := version_of(package)) is not None]
+    return warn("host", f"{', '.join(old)} alone or too old" if old else "OpenHands is not installed", remedy)
 
 
-def _registration() -> Finding:
+def _registration(host: str, program: str, remedy: str) -> Finding:
     """Look the agent up in a new process, as OpenHands does."""
     environ = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _REGISTERED],
+            [sys.executable, "-c", program],
             capture_output=True,
             text=True,
             timeout=REGISTRATION_SECONDS,
@@ -105,11 +125,11 @@ def _registration() -> Finding:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return fail("registration", f"OpenHands cannot be imported: {describe(error)}", _REMEDY)
+        return fail("registration", f"OpenHands {host} cannot be imported: {describe(error)}", remedy)
     if done.returncode == 0 and done.stdout.strip().startswith("registered as"):
         return ok("registration", f"RLAgent {done.stdout.strip()}")
     said = (done.stderr.strip().splitlines() or ["no answer"])[-1]
-    return fail("registration", f"OpenHands does not know RLAgent ({said})", _REMEDY)
+    return fail("registration", f"OpenHands {host} does not know RLAgent ({said})", remedy)
 
 
 def _bubblewrap() -> Finding:
@@ -121,10 +141,3 @@ def _bubblewrap() -> Finding:
             str(error),
             'no agent works on files until it does; without isolation: [rl.workspace] isolation = "none"',
         )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
