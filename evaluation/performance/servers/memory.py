@@ -18,13 +18,13 @@ import httpx
 
 from evaluation.performance.servers.fuzz import started
 
-_WARM = 1000
+_WARM = 2000
 _CLIENTS = 4
 _MIB = 1024**2
 
 
 def grown(model: str, folder: Path, cache_bytes: int, requests: int) -> tuple[float, float]:
-    """Resident MiB after the first thousand requests, and how much they grew in ``requests`` more."""
+    """Resident MiB after the first requests, and how much they grew in ``requests`` more."""
     words = ("serve", "--model", model, "--served-model-name", "tiny", "--threads", "1")
     with (
         started("serve", folder, (*words, "--cache-bytes", str(cache_bytes))) as server,
