@@ -22,6 +22,7 @@ from openhands_rl_plugin.environments.workspace.bubblewrap import (
     isolate,
     mount_overlays,
 )
+from openhands_rl_plugin.environments.workspace.inside import Bound, bounded
 from openhands_rl_plugin.environments.workspace.visible import (
     OF_A_PREFIX,
     prefix_mounts,
@@ -50,9 +51,14 @@ _ROOT = ("--unshare-user", "--uid", "0", "--gid", "0")
 
 
 class InstanceLimits(Frozen):
-    """Limits in a sandbox: bytes of private memory for a process, and bytes of one file."""
+    """Limits in a sandbox: bytes of memory, processes with their threads, bytes added to ``/testbed`` and of one file.
+
+    They are counted by the sandbox's first process, which ends all others, and for one process kept by the kernel.
+    """
 
     memory: int = 16 * _GIBIBYTE
+    processes: int = 8192
+    disk: int = 64 * _GIBIBYTE
     file: int = 8 * _GIBIBYTE
 
 
@@ -110,6 +116,7 @@ class InstanceSandbox:
         """The command line that runs ``program`` in ``room``, in ``/testbed`` if that exists. ``capabilities``: more
         than root has in a container. ``setup``: with the user's package index, and its credentials.
         """
+        has_testbed = bool(room.overlays) or (room.layer / "testbed").exists()
         limits = [f"--data={self._limits.memory}", f"--fsize={self._limits.file}", "--core=0"]
         settings = {**self._variables(room, network=network, setup=setup), **(variables or {})}
         allowed = [word for name in (*_CAPABILITIES, *capabilities) for word in ("--cap-add", f"CAP_{name}")]
@@ -126,9 +133,13 @@ class InstanceSandbox:
             *self._tools(room, setup=setup),
             *(word for each in shown for word in _bind(each)),
             *("--clearenv", *(word for pair in settings.items() for word in ("--setenv", *pair))),
-            *("--chdir", "/testbed" if room.overlays or (room.layer / "testbed").exists() else "/", "--"),
-            *program,
+            *("--chdir", "/testbed" if has_testbed else "/", "--"),
+            *bounded(self._bound(has_testbed), f"{CONDA}/host-python", program),
         ]
+
+    def _bound(self, has_testbed: bool) -> Bound:
+        limits, disk = self._limits, self._limits.disk if has_testbed else 0
+        return Bound(processes=limits.processes, memory=limits.memory, disk=disk, folder="/testbed")
 
     def _parts(self, room: Room) -> Iterator[tuple[str, str, str]]:
         for name, inside in PARTS.items():
