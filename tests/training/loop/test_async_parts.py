@@ -284,7 +284,7 @@ async def test_the_router_asks_for_the_version_in_use(tmp_path: Path) -> None:
             others = ["m", "m:", "other-v000001", "m:other-v000001", None, 3]
             assert [await asked(name) for name in others] == others
             assert await asked(first.name, "/v1/load_lora_adapter") == first.name, "only completions are routed"
-            assert (await client.post(f"{url}/v1/completions", content=b"[1]")).status_code == 200
+            assert (await client.post(f"{url}/v1/completions", json=[1])).status_code == 200
 
 
 async def test_a_router_without_a_server_says_so(tmp_path: Path) -> None:
