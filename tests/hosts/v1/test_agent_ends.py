@@ -159,6 +159,7 @@ sys.path[:0] = ["tests/helpers", "tests/helpers/servers"]
 from scripted_model import serve
 from sdk_play import converse, finish, make_agent, make_llm
 with serve() as server:
+    server.cached = None
     server.script("exit", [finish()])
     folder = Path(sys.argv[1])
     conversation = converse(make_agent(make_llm(server, "exit"), folder / "store"), folder)
@@ -169,7 +170,7 @@ with serve() as server:
 
 async def test_a_process_that_ends_without_closing_stores_why_it_ended(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     [episode] = await stored(tmp_path / "store")
     assert episode.stop is StopReason.TERMINATED and "Traceback" not in done.stderr
