@@ -19,9 +19,11 @@ from openhands_rl_plugin.cli.options.foreground import sayable
 from openhands_rl_plugin.core.errors import RLError, describe
 
 COMMANDS: Mapping[str, str] = {
+    "acp": "RLAgent for editors and GUIs that speak the Agent Client Protocol (Zed, Agent Canvas), over stdio",
     "adapters": "list the versions of an adapter, publish one, or roll back",
     "agent": "serve a policy with its tools: every chat request is answered after all tool calls",
     "chat": "talk to a served policy in the terminal, with tools",
+    "cli": "OpenHands' own CLI with RLAgent as its agent",
     "compare": "compare two evaluations over the same tasks, with a p-value",
     "config": "check a configuration file and print the effective settings",
     "demo": "train a small model to shop inside OpenHands: roll out, train, reload, evaluate",
@@ -36,6 +38,7 @@ COMMANDS: Mapping[str, str] = {
     "list": "list stored episodes",
     "loop": "roll out, train and publish in turn, over an environment or a suite of tasks",
     "report": "report evaluations: pass@1, pass@k, best@k, failures, tokens, cost",
+    "run": "let the agent work on a task in a folder, and record it",
     "score": "score stored episodes with a reward, a verifier, or your own verdict",
     "serve": "serve a model and its LoRA adapters over an OpenAI-compatible API",
     "show": "show a stored episode: its messages, with rewards, versions and token counts",
@@ -49,9 +52,12 @@ exit code and may be a coroutine. It may have ``EPILOG`` (examples), ``RESUME`` 
 """
 
 _MODULES = {
+    "acp": "work.acp",
+    "cli": "work.openhands_cli",
     "import": "import_",
     "label": "judging.label",
     "list": "list_",
+    "run": "work.run",
     "score": "judging.score",
     "train": "train.train",
 }

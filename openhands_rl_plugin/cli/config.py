@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from openhands_rl_plugin.config.build import check_plugins
 from openhands_rl_plugin.config.starting import starting_config
-from openhands_rl_plugin.config.toml import has_settings, load_settings
+from openhands_rl_plugin.config.toml import has_settings, load_settings, toml_of
 from openhands_rl_plugin.core.errors import ConfigError
 
 EPILOG = """examples:
@@ -52,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         check_plugins(settings)
     except ConfigError as error:
         raise ConfigError("\n".join(f"{args.file}: {line}" for line in str(error).splitlines())) from error
-    print("\n".join(_toml("rl", settings.model_dump(mode="json"))))
+    print(toml_of({"rl": settings.model_dump(mode="json")}), end="")
     return 0
 
 
@@ -73,13 +71,3 @@ def _init(args: argparse.Namespace) -> int:
         f"  python -m openhands.core.main --config-file {args.file} -t 'What is to be done'"
     )
     return 0
-
-
-def _toml(section: str, table: Mapping[str, object]) -> Iterator[str]:
-    # JSON and TOML have the same notation of strings, numbers, booleans and lists of strings.
-    yield f"[{section}]"
-    yield from (f"{key} = {json.dumps(value)}" for key, value in table.items() if not isinstance(value, Mapping))
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield ""
-            yield from _toml(f"{section}.{key}", value)

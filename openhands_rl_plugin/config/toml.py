@@ -7,9 +7,12 @@ on to plugins.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from datetime import date, time
 from pathlib import Path
 
 from openhands_rl_plugin.config.rl import RLSettings
@@ -29,7 +32,7 @@ def load_settings(path: Path, environ: Mapping[str, str] | None = None) -> RLSet
     ``api_key_env`` or ``uri_env`` names a variable that is not set in ``environ`` (default: the process's).
     """
     try:
-        settings = settings_from_sections(_read(path))
+        settings = settings_from_sections(read_document(path))
         secrets = os.environ if environ is None else environ
         settings.serving.api_key(secrets)
         if settings.storage_backend == "mongodb":
@@ -41,13 +44,13 @@ def load_settings(path: Path, environ: Mapping[str, str] | None = None) -> RLSet
 
 def has_settings(path: Path) -> bool:
     """Whether the file has any of ``SECTIONS``. Raises ``ConfigError``."""
-    document = _read(path)
-    return any(_section(document, name) is not None for name in SECTIONS)
+    document = read_document(path)
+    return any(table_of(document, name) is not None for name in SECTIONS)
 
 
 def settings_from_sections(document: Table) -> RLSettings:
     """Merge the sections of a whole configuration document. Raises ``ConfigError``."""
-    sections = {name: table for name in SECTIONS if (table := _section(document, name)) is not None}
+    sections = {name: table for name in SECTIONS if (table := table_of(document, name)) is not None}
     merged: dict[str, object] = {}
     for table in sections.values():
         merged = _merge(merged, table)
@@ -59,7 +62,8 @@ def settings_from_sections(document: Table) -> RLSettings:
     return RLSettings.model_validate(merged, context={"locate": locate})
 
 
-def _read(path: Path) -> Table:
+def read_document(path: Path) -> Table:
+    """The whole file. Raises ``ConfigError``."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -70,7 +74,8 @@ def _read(path: Path) -> Table:
         raise ConfigError(f"is not valid TOML: {error}") from error
 
 
-def _section(document: Table, name: Location) -> Table | None:
+def table_of(document: Table, name: Location) -> Table | None:
+    """A section; ``None`` without it. Raises ``ConfigError`` where it is no table."""
     found: object = document
     for depth, key in enumerate(name):
         found = found.get(key) if isinstance(found, Mapping) else None
@@ -79,6 +84,41 @@ def _section(document: Table, name: Location) -> Table | None:
         if depth == len(name) - 1 and not isinstance(found, Mapping):
             raise ConfigError(f"[{'.'.join(name)}] must be a table, got {found!r:.80}")
     return found if isinstance(found, Mapping) else None
+
+
+def toml_of(document: Table) -> str:
+    """A document as TOML; without comments, and ``None`` is left out."""
+    return "\n".join(_lines((), document)).strip() + "\n"
+
+
+def _lines(name: tuple[str, ...], table: Table) -> Iterator[str]:
+    if name:
+        yield f"\n[{'.'.join(map(_key, name))}]"
+    yield from (
+        f"{_key(key)} = {_value(value)}"
+        for key, value in table.items()
+        if not isinstance(value, Mapping) and value is not None
+    )
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _lines((*name, key), value)
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=False)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, str):
+        # JSON's notation of a string is TOML's, but for this character.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_key(key)} = {_value(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_value, value))}]"
+    return value.isoformat() if isinstance(value, date | time) else str(value)
 
 
 def _merge(below: Table, above: Table) -> dict[str, object]:

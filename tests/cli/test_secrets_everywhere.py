@@ -99,9 +99,11 @@ def commands(port: int, folder: Path) -> dict[str, list[list[str]]]:
     mongodb = f"mongodb://deploy:{KEYS['url of a server']}@127.0.0.1:{port}/rl?serverSelectionTimeoutMS=300"
     play = [*configured, "--llm", "eval", "--retries", "0"]
     return {
+        "acp": [["acp", *configured]],
         "adapters": [["adapters", what, *configured] for what in ("list", "publish", "rollback")],
         "agent": [["agent", "--base-url", url, "--model", "planted", "--tools", url, "--port", "0"]],
         "chat": [["chat", *model], ["chat", *model, "--record", mongodb]],
+        "cli": [["cli", *configured]],
         "compare": [["compare", rows, url], ["compare", store, mongodb]],
         "config": [["config", "check", config], ["config", "check", rows]],
         "demo": [["demo", "--model", url, "--run-dir", str(folder / "demo")]],
@@ -128,6 +130,11 @@ def commands(port: int, folder: Path) -> dict[str, list[list[str]]]:
         "list": [["list", store], ["list", mongodb], ["list", "OPENAI_API_KEY"]],
         "loop": [["loop", "environment", *configured, "--tasks", "4", "--run-dir", str(folder / "loop")]],
         "report": [["report", store], ["report", rows, "--store", mongodb]],
+        "run": [
+            ["run", "-t", KEYS["prompt"], *configured],
+            ["run", "-t", "Think.", *configured, *model, "--workspace", config],
+            ["run", "-t", "Think.", *configured, "--model", "planted", "--api-key-env", KEYS["prompt"]],
+        ],
         "score": [
             ["score", store, "--reward", "return"],
             ["score", store, "--reward", "matching", "--options", json.dumps({"api_key": KEYS["prompt"]})],

@@ -1,0 +1,1 @@
+"""RLAgent behind the Agent Client Protocol, which editors and GUIs speak with agents."""

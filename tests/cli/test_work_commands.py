@@ -1,0 +1,139 @@
+"""``run``, ``acp`` and ``cli`` where no SDK is needed: options, files, errors; and ``run`` with OpenHands V0."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+from scripted_model import call, says, serve
+
+from openhands_rl_plugin.cli import main
+from openhands_rl_plugin.config.work import WorkOptions, work_of
+from openhands_rl_plugin.core.errors import ConfigError
+
+FILE = """
+[llm]
+model = "openai/policy"
+base_url = "http://127.0.0.1:8100/v1"
+temperature = 0.5
+
+[llm.other]
+model = "openai/other"
+
+[rl]
+max_turns = 7
+rollout_strategy = "BestOfN"
+strategy = { n = 3 }
+
+[rl.serving]
+base_url = "http://127.0.0.1:8100/v1"
+model = "policy"
+
+[agent.RLAgent.rl]
+max_turns = 9
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "config.toml"
+    path.write_text(FILE)
+    return path
+
+
+def test_the_file_says_the_model_and_the_settings(file: Path) -> None:
+    work = work_of(WorkOptions(config=file), {})
+    assert work.llm == {
+        "model": "openai/policy",
+        "base_url": "http://127.0.0.1:8100/v1",
+        "temperature": 0.5,
+        "api_key": "none",
+    }
+    assert work.settings.max_turns == 9 and work.rl["strategy"] == {"n": 3}
+    # What the file leaves open stays open: a seed, for example, makes runs equal.
+    assert set(work.rl) == {"max_turns", "rollout_strategy", "strategy", "serving"}
+
+
+def test_options_count_more_than_the_file(file: Path) -> None:
+    options = WorkOptions(
+        config=file, model="newer", base_url="http://127.0.0.1:9/v1", strategy="MCTS", max_turns=3, store="here"
+    )
+    work = work_of(options, {})
+    assert (work.llm["model"], work.llm["base_url"]) == ("openai/newer", "http://127.0.0.1:9/v1")
+    assert work.settings.serving.model == "newer" and work.settings.serving.base_url == "http://127.0.0.1:9/v1"
+    assert work.settings.max_turns == 3 and work.settings.storage.path == "here"
+    assert work.settings.rollout_strategy == "MCTS" and "strategy" not in work.rl
+
+
+def test_a_model_behind_no_server_keeps_its_name() -> None:
+    assert work_of(WorkOptions(model="anthropic/claude"), {}).llm == {"model": "anthropic/claude"}
+
+
+def test_a_key_is_read_from_the_environment_and_never_among_the_settings(file: Path) -> None:
+    work = work_of(WorkOptions(config=file, api_key_env="MY_KEY"), {"MY_KEY": "sk-secret"})
+    assert work.llm["api_key"] == "sk-secret" and "sk-secret" not in str(work.rl)
+    assert work.settings.serving.api_key_env == "MY_KEY"
+    with pytest.raises(ConfigError, match="the environment variable MY_KEY is not set"):
+        work_of(WorkOptions(config=file, api_key_env="MY_KEY"), {})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "-t", "Think."], "error: which model? give --model NAME --base-url URL"),
+        (["run", "-t", " "], "error: the task is empty; say what is to be done"),
+        (["run", "-f", "absent.md"], "error: --file: absent.md cannot be read"),
+        (["run", "-t", "Think.", "--config", "absent.toml"], "error: absent.toml: there is no such file"),
+        (["run", "-t", "Think.", "--model", "m", "--base-url", "here"], "error: --base-url: must be an http://"),
+        (["run", "-t", "Think.", "--model", "m", "--strategy", "Best"], "'Best'"),
+        (["acp"], "error: which model? give --model NAME --base-url URL"),
+        (["cli"], "error: OpenHands' CLI 1.16 is needed (not installed)"),
+    ],
+)
+def test_what_cannot_be_used_is_said_in_one_line(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 1
+    err = capfd.readouterr().err
+    assert said in err and err.count("\n") == 1, err
+
+
+def has_v0() -> bool:
+    try:
+        return version("openhands-ai").startswith("1.6.")
+    except PackageNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not has_v0(), reason="needs OpenHands V0")
+def test_run_plays_a_task_with_openhands_v0(tmp_path: Path) -> None:
+    answers = [
+        says("I write.", call("execute_bash", {"command": "echo hello > greeting.txt", "security_risk": "LOW"})),
+        says("Done.", call("finish", {"message": "It is written."})),
+    ]
+    environ = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HOME": str(tmp_path),
+        "TMPDIR": str(tmp_path),
+        "MY_KEY": "sk-secret",
+    }
+    with serve() as server:
+        server.script("writer", answers)
+        given = ["--model", "writer", "--base-url", server.url, "--api-key-env", "MY_KEY", "--store", "store"]
+        (tmp_path / "config.toml").write_text("[llm]\nnative_tool_calling = true\n[agent]\nenable_mcp = false\n[rl]\n")
+        command = ["openhands-rl", "run", "-t", "Write hello", "--workspace", "project", *given]
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=250)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert (tmp_path / "project/greeting.txt").read_text() == "hello\n"
+    assert re.search(r"recorded in store as \w{8}: 2 completions; token ids: yes", output), output
+    assert "sk-secret" not in output and server.requests["writer"]
+    assert not list(tmp_path.glob("openhands-rl-*"))

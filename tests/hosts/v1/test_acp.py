@@ -1,0 +1,217 @@
+"""``openhands-rl acp`` as an editor sees it: the real process, the protocol package's own client, the real SDK."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import acp
+import pytest
+import pytest_asyncio
+from acp_play import Connected, connected
+from scripted_model import ScriptedModel, call, says
+from sdk_play import TERMINAL, finish, repair, stored, think
+
+from openhands_rl_plugin.core.types import StopReason, Trajectory
+
+# Starting the process takes most of the time, so one serves all tests but one.
+pytestmark = [pytest.mark.timeout(280), pytest.mark.asyncio(loop_scope="module")]
+
+MAX_TURNS = 4
+
+
+def options(server: ScriptedModel, model: str, *more: str) -> list[str]:
+    limits = ["--max-turns", str(MAX_TURNS)]
+    return ["--model", model, "--base-url", server.url, "--store", "store", "--conversations", "kept", *limits, *more]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def editing(server: ScriptedModel, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Connected]:
+    """The process, in a folder of its own, with the model ``acp``."""
+    async with connected(tmp_path_factory.mktemp("acp"), *options(server, "acp")) as connection:
+        yield connection
+
+
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+async def forgotten(editing: Connected, server: ScriptedModel) -> None:
+    editing.editor.forget()
+    server.scripts["acp"].clear()
+    server.requests["acp"].clear()
+
+
+async def ended_episode(editing: Connected, session: str) -> Trajectory:
+    """The episode of a session that nobody closed, once it has ended."""
+    for _ in range(300):
+        found = await episodes_of(editing.log.parent, session)
+        if found and found[0].stop is not StopReason.UNFINISHED:
+            assert len(found) == 1
+            return found[0]
+        await asyncio.sleep(0.1)
+    raise AssertionError("the episode did not end")
+
+
+async def episodes_of(folder: Path, session: str) -> list[Trajectory]:
+    return [each for each in await stored(folder / "store") if each.group_id.replace("-", "") == session]
+
+
+async def opened(editing: Connected, workspace: Path, mode: str = "auto") -> str:
+    """A new session in ``mode``."""
+    session = await editing.agent.new_session(cwd=str(workspace), mcp_servers=[])
+    assert session.modes.current_mode_id == "ask"
+    await editing.agent.set_session_mode(session_id=session.session_id, mode_id=mode)
+    return session.session_id
+
+
+async def test_a_prompt_streams_what_happens_asks_before_it_changes_and_is_recorded(
+    editing: Connected, server: ScriptedModel, workspace: Path
+) -> None:
+    server.script("acp", repair(workspace))
+    editor = editing.editor
+    assert editing.hello.protocol_version == acp.PROTOCOL_VERSION
+    assert editing.hello.agent_capabilities.load_session
+    id = await opened(editing, workspace, "ask")
+    done = await editing.agent.prompt(session_id=id, prompt=[acp.text_block("Correct calc.py.")])
+    assert done.stop_reason == "end_turn"
+    assert editor.said() == "I look.I correct it.done"
+    assert [update.title for update in editor.updates if update.session_update == "tool_call"] == [
+        f"file_editor: view {workspace}/calc.py",
+        f"file_editor: str_replace {workspace}/calc.py",
+        f"terminal: cd {workspace} && cat calc.py",
+    ]
+    kinds = {update.kind for update in editor.updates if update.session_update == "tool_call"}
+    assert kinds == {"read", "edit", "execute"}
+    ended = [update for update in editor.updates if update.session_update == "tool_call_update"]
+    assert [update.status for update in ended] == ["completed"] * 3
+    assert "return a + b" in ended[2].content[0].content.text
+    # Looking at a file is not asked about; a change and a command are.
+    assert [asked.title.split()[0] for asked in editor.asked] == ["file_editor:", "terminal:"]
+    known = {update.tool_call_id for update in editor.updates if update.session_update == "tool_call"}
+    assert {asked.tool_call_id for asked in editor.asked} <= known
+    assert (workspace / "calc.py").read_text() == "def add(a, b):\n    return a + b\n"
+    episode = await ended_episode(editing, id)
+    assert episode.stop is StopReason.TERMINATED and episode.failure is None
+    assert [node.tokens.extends for node in episode.nodes if node.tokens] == [False, True, True, True]
+
+
+async def test_who_refuses_is_obeyed_and_who_allows_all_is_asked_no_more(
+    editing: Connected, server: ScriptedModel, workspace: Path
+) -> None:
+    commands = [("touch no", "c1"), ("touch yes", "c2"), ("touch too", "c3")]
+    server.script("acp", [says(None, call(TERMINAL, {"command": text}, id)) for text, id in commands])
+    server.script("acp", [finish()])
+    editing.editor.forget(lambda number: ["no", "always"][number])
+    id = await opened(editing, workspace, "ask")
+    done = await editing.agent.prompt(session_id=id, prompt=[acp.text_block("Touch.")])
+    assert done.stop_reason == "end_turn" and len(editing.editor.asked) == 2
+    assert sorted(file.name for file in workspace.iterdir()) == ["calc.py", "too", "yes"]
+    ended = [update.status for update in editing.editor.updates if update.session_update == "tool_call_update"]
+    assert ended == ["failed", "completed", "completed"]
+    heard = [message for message in server.requests["acp"][1]["messages"] if message["role"] == "tool"]
+    assert "refused" in str(heard[-1]["content"])
+
+
+async def test_who_dismisses_a_question_ends_the_turn(
+    editing: Connected, server: ScriptedModel, workspace: Path
+) -> None:
+    server.script("acp", [says(None, call(TERMINAL, {"command": "touch no"}, "c1")), finish("later")])
+    editing.editor.forget(lambda number: None)
+    id = await opened(editing, workspace, "ask")
+    done = await editing.agent.prompt(session_id=id, prompt=[acp.text_block("Touch.")])
+    assert done.stop_reason == "cancelled" and not (workspace / "no").exists()
+    done = await editing.agent.prompt(session_id=id, prompt=[acp.text_block("Leave it.")])
+    assert done.stop_reason == "end_turn" and editing.editor.said() == "later" and not (workspace / "no").exists()
+
+
+async def test_cancel_ends_a_completion_at_once_and_the_session_goes_on(
+    editing: Connected, server: ScriptedModel, workspace: Path
+) -> None:
+    server.script("acp", [think("slow"), think("again"), finish()])
+    id = await opened(editing, workspace)
+    server.delay = 10.0
+    asked = asyncio.ensure_future(editing.agent.prompt(session_id=id, prompt=[acp.text_block("Think.")]))
+    while not server.at_once:
+        await asyncio.sleep(0.05)
+    started, server.delay = time.monotonic(), 0.0
+    await editing.agent.cancel(session_id=id)
+    assert (await asked).stop_reason == "cancelled" and time.monotonic() - started < 8
+    # The server's own answer comes too late, and takes its place in the script.
+    while server.at_once:
+        await asyncio.sleep(0.05)
+    done = await editing.agent.prompt(session_id=id, prompt=[acp.text_block("Go on.")])
+    assert done.stop_reason == "end_turn" and editing.editor.said() == "done"
+
+
+async def test_cancel_ends_a_command(editing: Connected, server: ScriptedModel, workspace: Path) -> None:
+    server.script("acp", [says(None, call(TERMINAL, {"command": "touch began; sleep 60"}, "c1")), finish()])
+    id = await opened(editing, workspace)
+    asked = asyncio.ensure_future(editing.agent.prompt(session_id=id, prompt=[acp.text_block("Sleep.")]))
+    while not (workspace / "began").exists():
+        await asyncio.sleep(0.05)
+    started = time.monotonic()
+    await editing.agent.cancel(session_id=id)
+    assert (await asked).stop_reason == "cancelled" and time.monotonic() - started < 25
+
+
+async def test_sessions_side_by_side_do_not_wait_for_each_other(
+    editing: Connected, server: ScriptedModel, workspace: Path
+) -> None:
+    server.script("acp", [finish() for _ in range(8)])
+    ids = [await opened(editing, workspace) for _ in range(8)]
+    server.delay, server.most_at_once = 4.0, 0
+    try:
+        hello = [acp.text_block("Hello.")]
+        done = await asyncio.gather(*(editing.agent.prompt(session_id=id, prompt=hello) for id in ids))
+    finally:
+        server.delay = 0.0
+    assert {each.stop_reason for each in done} == {"end_turn"} and server.most_at_once == 8
+
+
+async def test_a_limit_of_the_settings_is_told(editing: Connected, server: ScriptedModel, workspace: Path) -> None:
+    server.script("acp", [think(str(turn), f"c{turn}") for turn in range(MAX_TURNS + 1)])
+    id = await opened(editing, workspace)
+    done = await editing.agent.prompt(session_id=id, prompt=[acp.text_block("Think.")])
+    assert done.stop_reason == "max_turn_requests"
+    assert editing.editor.said("agent_thought_chunk") == "0123"
+
+
+async def test_what_cannot_be_done_is_said_in_one_line(
+    editing: Connected, server: ScriptedModel, workspace: Path
+) -> None:
+    with pytest.raises(acp.RequestError, match="is not the absolute path of a folder"):
+        await editing.agent.new_session(cwd="here", mcp_servers=[])
+    id = await opened(editing, workspace)
+    with pytest.raises(acp.RequestError, match="no more script for acp") as failed:
+        await editing.agent.prompt(session_id=id, prompt=[acp.text_block("Think.")])
+    assert "\n" not in str(failed.value)
+    with pytest.raises(acp.RequestError, match="no mode is called 'never'"):
+        await editing.agent.set_session_mode(session_id=id, mode_id="never")
+    with pytest.raises(acp.RequestError, match="no session 00000000000000000000000000000000 is kept in"):
+        await editing.agent.load_session(cwd=str(workspace), session_id="0" * 32, mcp_servers=[])
+    hello = await editing.agent.initialize(protocol_version=99)
+    assert hello.protocol_version == acp.PROTOCOL_VERSION
+    said = editing.log.read_text()
+    assert "error: the client speaks version 99" in said and "INFO" not in said, said
+
+
+async def test_a_conversation_is_loaded_by_a_later_process_with_all_that_was_said(
+    editing: Connected, server: ScriptedModel, workspace: Path
+) -> None:
+    server.script("acp", repair(workspace))
+    id = await opened(editing, workspace)
+    await editing.agent.prompt(session_id=id, prompt=[acp.text_block("Correct calc.py.")])
+    live, folder = editing.editor.kinds(), editing.log.parent
+    # The strategy and the model may be others than before.
+    server.script("acp-second", [finish("again")])
+    async with connected(folder, *options(server, "acp-second", "--strategy", "BestOfN")) as later:
+        await later.agent.load_session(cwd=str(workspace), session_id=id, mcp_servers=[])
+        assert later.editor.said("user_message_chunk") == "Correct calc.py."
+        assert [kind for kind in later.editor.kinds() if kind != "user_message_chunk"] == live
+        done = await later.agent.prompt(session_id=id, prompt=[acp.text_block("And now?")])
+        assert done.stop_reason == "end_turn" and later.editor.said().endswith("again")
+        assert await later.ended() == 0
+    said = [message["content"] for message in server.requests["acp-second"][0]["messages"] if message["role"] == "user"]
+    assert "Correct calc.py." in str(said) and "And now?" in str(said)
+    first, second = await episodes_of(folder, id)
+    assert first.policy != second.policy and {first.stop, second.stop} == {StopReason.TERMINATED}
