@@ -32,7 +32,7 @@ from openhands_rl_plugin.models.gateway.protocols.responses_api import RESPONSES
 from openhands_rl_plugin.models.gateway.recorder import NOT_RECORDED, Recorder
 from openhands_rl_plugin.models.gateway.replies import EVENTS, Reply, error_reply
 from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecordable
-from openhands_rl_plugin.models.gateway.session_names import named_session, session_name
+from openhands_rl_plugin.models.gateway.session_names import SessionName, named_session, session_name
 from openhands_rl_plugin.models.gateway.sessions import SessionPool
 from openhands_rl_plugin.models.gateway.upstream import Upstream, forwarded_headers
 
@@ -118,7 +118,9 @@ class Gateway:
         except Unrecordable as problem:
             self._recorder.unrecorded(problem)
             return await self._forward(request, protocol.path, body, NOT_RECORDED)
-        session = await self.sessions.open(self._session_name(request, call))
+        named = self._session_name(request, call)
+        self._recorder.named(named)
+        session = await self.sessions.open(named.name)
         headers, query = request.headers.copy(), _query(request)
         call_in_flight = session.pending.join(
             protocol.path,
@@ -139,10 +141,10 @@ class Gateway:
                 self._left.add(call_in_flight.task)
                 call_in_flight.task.add_done_callback(self._left.discard)
 
-    def _session_name(self, request: web.Request, call: ClientRequest) -> str:
+    def _session_name(self, request: web.Request, call: ClientRequest) -> SessionName:
         in_path = request.match_info.get("session", "")
         if not in_path and call.continues and (known := self._recorder.session_of(call.continues)):
-            return known
+            return SessionName(known, "response")
         return session_name(in_path, request.remote or "", request.headers, call.document, call.messages)
 
     async def pass_through(self, request: web.Request) -> web.StreamResponse:
@@ -181,7 +183,7 @@ class Gateway:
 
     async def end(self, request: web.Request) -> web.Response:
         """POST /session/{session}/end: end the episode; ``reward`` or ``success`` is stored as its score."""
-        name = session_name(request.match_info["session"], "", {}, {}, ())
+        name = session_name(request.match_info["session"], "", {}, {}, ()).name
         try:
             outcome = EndRequest.model_validate_json(await request.read() or b"{}")
         except ValidationError as error:

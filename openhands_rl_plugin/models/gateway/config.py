@@ -73,6 +73,11 @@ class GatewayConfig(BaseModel):
         description="parameters that a request leaves open: neutral: temperature and top_p 1, no top_k, min_p or "
         "penalty, as training needs; model: left to the server",
     )
+    restore_calls: bool = Field(
+        default=False,
+        description="tool calls that a client repaired and wrote anew (OpenHands V1) go to the model server as they "
+        "were sampled, so that every prompt extends the one before; known by their ids",
+    )
     reward_min: FiniteFloat = Field(default=-1.0, description="lowest reward that a client may end a session with")
     reward_max: FiniteFloat = Field(default=1.0, description="highest reward that a client may end a session with")
     keep_alive: float = Field(default=10.0, gt=0, description="seconds between keep-alive comments in a stream")

@@ -25,13 +25,14 @@ from openhands_rl_plugin.models.engines.extensions import (
 from openhands_rl_plugin.models.gateway.config import GatewayConfig
 from openhands_rl_plugin.models.gateway.json_text import dump_object, parse_object
 from openhands_rl_plugin.models.gateway.live import LiveAnswer
-from openhands_rl_plugin.models.gateway.protocols.chat_completions import added_fields
+from openhands_rl_plugin.models.gateway.protocols.chat_completions import CHAT, added_fields
 from openhands_rl_plugin.models.gateway.protocols.protocol import WireProtocol
 from openhands_rl_plugin.models.gateway.protocols.responses_api import RESPONSES
 from openhands_rl_plugin.models.gateway.replies import EVENTS, JSON, Reply, error_reply
 from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecordable, upstream_body
 from openhands_rl_plugin.models.gateway.responses import UpstreamResponse, fields_not_asked_for, without_fields
 from openhands_rl_plugin.models.gateway.routing import AdapterRoute
+from openhands_rl_plugin.models.gateway.session_names import OPENING, SessionName
 from openhands_rl_plugin.models.gateway.sessions import Session
 from openhands_rl_plugin.models.gateway.upstream import Upstream, UpstreamError, forwarded_headers
 
@@ -46,7 +47,8 @@ class Counts:
     """Counters of a gateway since its start.
 
     ``missing``: how many recorded answers lack token ids or logprobs, by cause. ``unrecorded_paths``: requests for
-    completions in protocols that are not recorded.
+    completions in protocols that are not recorded. ``named_by``: requests by what named their session.
+    ``restored_calls``: tool calls of requests that were put back as they were sampled.
     """
 
     recorded: int = 0
@@ -54,6 +56,8 @@ class Counts:
     upstream_errors: int = 0
     missing: Counter[str] = field(default_factory=Counter)
     unrecorded_paths: Counter[str] = field(default_factory=Counter)
+    named_by: Counter[str] = field(default_factory=Counter)
+    restored_calls: int = 0
 
     def told(self) -> JsonObject:
         """All of them, for ``/health``."""
@@ -63,6 +67,8 @@ class Counts:
             "upstream_errors": self.upstream_errors,
             "missing": dict(self.missing),
             "unrecorded_paths": dict(self.unrecorded_paths),
+            "named_by": dict(self.named_by),
+            "restored_calls": self.restored_calls,
         }
 
 
@@ -72,6 +78,7 @@ class Recorder:
     def __init__(self, config: GatewayConfig, upstream: Upstream, clock: Clock = time.monotonic) -> None:
         self._upstream = upstream
         self._pins = config.pin_sessions
+        self._restores = config.restore_calls
         self._fills = config.sampling_defaults == "neutral"
         self._extensions = ExtensionTable(clock)
         self._sessions_of: OrderedDict[str, str] = OrderedDict()
@@ -108,6 +115,9 @@ class Recorder:
         The events of a streamed answer go to ``live`` as they come, the last ones when the answer is stored. Then only
         the reply's status counts: an error came too late for the client to see it as one.
         """
+        if self._restores and protocol is CHAT:
+            call, restored = session.episode.with_sampled_calls(call)
+            self.counts.restored_calls += restored
         model = self._model(session, call.model)
         wanted = [name for name in protocol.wanted(call) if self._fills or name != SAMPLING]
         attempt = self._extensions.attempt(model, wanted)
@@ -140,6 +150,15 @@ class Recorder:
         """Count an answer that cannot be recorded."""
         _LOG.warning("not recorded: %s", problem)
         self.counts.unrecorded += 1
+
+    def named(self, session: SessionName) -> None:
+        """Count a request by what named its session; the first one that nothing named is logged."""
+        if session.named_by == OPENING and not self.counts.named_by[OPENING]:
+            _LOG.warning(
+                "a conversation sends no id: those with the same first messages become one episode; "
+                "give each a base_url of its own (/session/NAME/v1) or the header x-litellm-session-id"
+            )
+        self.counts.named_by[session.named_by] += 1
 
     def unrecorded_path(self, path: str) -> None:
         """Count a request in a protocol that is not recorded; the first one is logged."""

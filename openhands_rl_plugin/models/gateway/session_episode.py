@@ -30,6 +30,7 @@ from openhands_rl_plugin.models.gateway.conversation import ClientConversation
 from openhands_rl_plugin.models.gateway.node_tokens import NodeTokens
 from openhands_rl_plugin.models.gateway.requests import ClientRequest
 from openhands_rl_plugin.models.gateway.responses import RecordedChoice, UpstreamResponse
+from openhands_rl_plugin.models.gateway.sampled_calls import with_sampled_calls
 from openhands_rl_plugin.models.gateway.side_requests import TOOLS, SideRequests
 from openhands_rl_plugin.models.gateway.token_id_text import canonical
 from openhands_rl_plugin.rollout.journal import GrowingEpisode
@@ -89,6 +90,10 @@ class SessionEpisode:
         """The weights that gave the first answer; what was asked beside the episode may be of others."""
         known = [node for node in self._tree.nodes if node.policy is not None]
         return next((node.policy for node in known if kind_of(node) == TURN), known[0].policy if known else None)
+
+    def with_sampled_calls(self, call: ClientRequest) -> tuple[ClientRequest, int]:
+        """The request with the session's tool calls as they were sampled, and how many that changes."""
+        return with_sampled_calls(call, self._tree)
 
     async def record(
         self,

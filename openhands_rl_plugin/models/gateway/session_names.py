@@ -10,14 +10,16 @@ The first of these that is present is its name:
    or ``litellm_session_id`` beside them;
 5. a digest of the client's address and user agent, and of all messages up to the first user message.
 
-By the last rule, conversations with the same first messages share a session and are branches of one tree.
+By the last rule, conversations with the same first messages share a session and are branches of one tree. It is all
+that is left for OpenHands' SDK before 1.18.1, which sends no id. From then on it sends the id of the conversation as
+``prompt_cache_key``, and from 1.30 also in the header, which alone arrives with models ``litellm_proxy/...`` of 1.58.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from openhands_rl_plugin.core.messages import WireMessage, text_of
 from openhands_rl_plugin.models.gateway.json_text import Json, parse_object
@@ -25,18 +27,27 @@ from openhands_rl_plugin.models.gateway.json_text import Json, parse_object
 HEADERS = ("x-litellm-session-id", "x-claude-code-session-id")
 _IN_USER_ID = "_session_"
 LONGEST = 200
+OPENING = "opening"
+
+
+class SessionName(NamedTuple):
+    """The name of a session, and which of the rules gave it."""
+
+    name: str
+    named_by: Literal["path", "header", "prompt_cache_key", "metadata", "opening", "response"]
 
 
 def session_name(
     path_name: str, client: str, headers: Mapping[str, str], document: Json, messages: Sequence[WireMessage]
-) -> str:
+) -> SessionName:
     """The name of the session. ``path_name``: from the path, or empty; ``client``: the client's address."""
-    return (
-        named_session(path_name, headers)
-        or _name(document.get("prompt_cache_key"))
-        or _from_metadata(document)
-        or _from_opening(client, headers, messages)
-    )
+    if name := named_session(path_name, headers):
+        return SessionName(name, "path" if _name(path_name) else "header")
+    if name := _name(document.get("prompt_cache_key")):
+        return SessionName(name, "prompt_cache_key")
+    if name := _from_metadata(document):
+        return SessionName(name, "metadata")
+    return SessionName(_from_opening(client, headers, messages), OPENING)
 
 
 def named_session(path_name: str, headers: Mapping[str, str]) -> str:

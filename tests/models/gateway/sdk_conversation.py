@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.metadata import version
 
 from openhands.sdk import LLM, Agent, Conversation, Tool  # pyright: ignore[reportMissingImports]
 from openhands.tools.file_editor import FileEditorTool  # pyright: ignore[reportMissingImports]
@@ -18,5 +19,10 @@ tools = [Tool(name=TerminalTool.name, params={"terminal_type": "subprocess"}), T
 conversation = Conversation(agent=Agent(llm=llm, tools=tools), workspace=workspace, visualizer=None)
 conversation.send_message("Write a note.")
 conversation.run()
-print(json.dumps({"id": str(conversation.id), "status": conversation.state.execution_status.value}))
+report = {
+    "id": str(conversation.id),
+    "status": conversation.state.execution_status.value,
+    "sdk": version("openhands-sdk"),
+}
+print(json.dumps(report))
 conversation.close()

@@ -75,7 +75,7 @@ def test_requests(protocol: WireProtocol, document: Any, part: Any):
             json.dumps([call.parameters, call.tools])
             call.sampling()
             protocol.wanted(call)
-            assert session_name("", "client", {}, call.document, call.messages)
+            assert session_name("", "client", {}, call.document, call.messages).name
 
 
 @PROTOCOLS

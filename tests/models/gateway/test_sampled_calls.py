@@ -1,0 +1,121 @@
+"""Tool calls that a client repairs go to the model server as they were sampled, when that is asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from aiohttp import web
+from worlds import SYSTEM, TOOL, Body, Model, sampled_ids, user, world
+
+SAMPLED = '{"path": "a.py",  "view_range": "[1, 2]"}'
+REPAIRED = '{"path": "a.py", "view_range": [1, 2]}'
+
+
+class Caller:
+    """Calls ``view`` in every answer, with the arguments of its turn."""
+
+    def __init__(self, *arguments: str, same_id: bool = False) -> None:
+        self._arguments = arguments
+        self._same_id = same_id
+        self._turns = 0
+        self.model = Model(behave=self)
+
+    async def __call__(self, request: web.Request, body: Body) -> web.Response:
+        function = {"name": "view", "arguments": self._arguments[self._turns]}
+        identity = "call_0" if self._same_id else f"call_{self._turns}"
+        message = {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": identity, "type": "function", "function": function}],
+        }
+        self._turns += 1
+        answer = self.model.completion({**body, "n": 1})
+        entry = answer["choices"][0]["logprobs"]["content"][0]
+        ids = sampled_ids(message)
+        answer["choices"][0] |= {"message": message, "token_ids": ids, "logprobs": {"content": [entry for _ in ids]}}
+        return web.json_response(answer)
+
+
+def repaired(message: Body) -> Body:
+    """As OpenHands' SDK replays it: another text of the arguments."""
+    calls = []
+    for call in message["tool_calls"]:
+        try:
+            arguments = json.loads(call["function"]["arguments"])
+            arguments |= {"view_range": json.loads(arguments["view_range"])} if "view_range" in arguments else {}
+        except ValueError:
+            arguments = {}
+        calls.append({**call, "function": {**call["function"], "arguments": json.dumps(arguments)}})
+    return {**message, "tool_calls": calls}
+
+
+async def played(path: Path, caller: Caller, turns: int, **options: bool) -> tuple[list[Body], list[bool], Body]:
+    """What the server was sent last, which prompts extend the one before, and ``/health``."""
+    messages: list[Body] = [SYSTEM, user("look")]
+    async with world(path, caller.model, **options) as gateway:
+        for _ in range(turns):
+            said = repaired(await gateway.say(*messages, tools=[TOOL]))
+            result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "1 line"}
+            messages += [said, result]
+        health = (await gateway.http.get("/health")).json()
+        (trajectory,) = await gateway.stored()
+    extends = [node.tokens.extends for node in trajectory.sampled() if node.tokens]
+    assert len(extends) == turns
+    return caller.model.bodies[-1]["messages"], extends, health
+
+
+def arguments_in(messages: list[Body]) -> list[str]:
+    return [call["function"]["arguments"] for each in messages for call in each.get("tool_calls") or ()]
+
+
+async def test_repaired_calls_are_put_back_and_every_prompt_extends_the_one_before(tmp_path: Path):
+    sent, extends, health = await played(tmp_path, Caller(*[SAMPLED] * 4), 4, restore_calls=True)
+    assert arguments_in(sent) == [SAMPLED] * 3
+    assert extends == [False, True, True, True]
+    assert health["restored_calls"] == 1 + 2 + 3
+
+
+async def test_without_the_option_the_clients_own_text_is_sent(tmp_path: Path):
+    sent, extends, health = await played(tmp_path, Caller(*[SAMPLED] * 3), 3)
+    assert arguments_in(sent) == [REPAIRED] * 2
+    # Each turn breaks the prefix of the one before.
+    assert extends == [False, False, False]
+    assert health["restored_calls"] == 0
+
+
+async def test_arguments_that_are_no_json_stay_repaired(tmp_path: Path):
+    sent, _, health = await played(tmp_path, Caller('{"path": ', SAMPLED, SAMPLED), 3, restore_calls=True)
+    assert arguments_in(sent) == ["{}", SAMPLED]
+    assert health["restored_calls"] == 1
+
+
+async def test_an_id_that_a_server_uses_again_is_that_of_its_place(tmp_path: Path):
+    other = '{"path": "b.py",  "view_range": "[3, 4]"}'
+    sent, extends, _ = await played(tmp_path, Caller(SAMPLED, other, SAMPLED, same_id=True), 3, restore_calls=True)
+    assert arguments_in(sent) == [SAMPLED, other]
+    assert extends == [False, True, True]
+
+
+async def test_after_a_condensation_calls_are_put_back_by_their_ids(tmp_path: Path):
+    caller = Caller(SAMPLED, SAMPLED, SAMPLED)
+    async with world(tmp_path, caller.model, restore_calls=True) as gateway:
+        first = repaired(await gateway.say(SYSTEM, user("look"), tools=[TOOL]))
+        result = {"role": "tool", "tool_call_id": "call_0", "content": "1 line"}
+        second = repaired(await gateway.say(SYSTEM, user("look"), first, result, tools=[TOOL]))
+        shorter = [SYSTEM, user("in short: it looked"), second, {**result, "tool_call_id": "call_1"}]
+        await gateway.say(*shorter, tools=[TOOL])
+    assert arguments_in(caller.model.bodies[-1]["messages"]) == [SAMPLED]
+
+
+async def test_health_says_what_named_the_sessions(tmp_path: Path):
+    async with world(tmp_path) as gateway:
+        body = {"model": "policy", "messages": [user("one")]}
+        await gateway.http.post("/session/mine/v1/chat/completions", json=body)
+        await gateway.http.post("/v1/chat/completions", json=body, headers={"x-litellm-session-id": "mine"})
+        await gateway.http.post("/v1/chat/completions", json={**body, "prompt_cache_key": "mine"})
+        await gateway.http.post("/v1/chat/completions", json={**body, "metadata": {"session_id": "mine"}})
+        for _ in range(2):
+            await gateway.http.post("/v1/chat/completions", json=body)
+        health = (await gateway.http.get("/health")).json()
+    assert health["named_by"] == {"path": 1, "header": 1, "prompt_cache_key": 1, "metadata": 1, "opening": 2}
