@@ -19,6 +19,12 @@ from openhands_rl_plugin.hosts.v1 import RLAgent
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 
+@pytest.fixture(autouse=True)
+def warnings_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A runner of the same process makes OpenHands' logger quiet."""
+    caplog.set_level(logging.WARNING, logger="openhands")
+
+
 class BrokenStrategy:
     """Fails at its second turn."""
 
