@@ -86,9 +86,17 @@ def isolate(
         *(find_bubblewrap(), "--unshare-all", *(("--share-net",) if network else ())),
         *("--new-session", "--cap-drop", "ALL", *options),
         *(*mounts, "--dev", "/dev", "--size", str(shared_memory), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
-        *("--proc", "/proc"),
+        *("--proc", "/proc", *_kernel_settings()),
     ]
     return filtering(command)
+
+
+def _kernel_settings() -> list[str]:
+    """Mounts that keep the kernel's settings from root: it owns them (``core_pattern`` names a program that the host
+    runs) without any capability, and bubblewrap closes ``/proc/sys`` only where it looks writable."""
+    if os.geteuid() != 0:
+        return []
+    return [part for name in ("sys", "pressure") for part in ("--ro-bind-try", f"/proc/{name}", f"/proc/{name}")]
 
 
 def empty_root(size: int = _ROOT_SIZE) -> list[str]:

@@ -32,6 +32,15 @@ for line in open(sys.argv[1]):
     except OSError as error:
         continue
     print("REACHED", kind, path)
+settings = [os.path.join(place, name) for at in ("/proc/sys", "/proc/pressure") for place, _, names in os.walk(at)
+            for name in names]
+for path in settings:
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError:
+        continue
+    print("REACHED kernel", path)
+    break
 print("TRIED")
 """
 

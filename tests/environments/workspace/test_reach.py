@@ -98,7 +98,8 @@ def test_without_isolation_all_of_it_is_reached(tmp_path: Path):
     root.mkdir()
     with planted(tmp_path) as lines, abstract_sockets() as abstract:
         said = in_shell(SubprocessSandbox(root, tmp_path / "private"), root, [*lines, *abstract])
-    assert said.count("REACHED") == len([*lines, *abstract])
+    # Root owns the kernel's settings, without any capability.
+    assert said.count("REACHED") == len([*lines, *abstract]) + (os.geteuid() == 0)
 
 
 @pytest.mark.parametrize(
