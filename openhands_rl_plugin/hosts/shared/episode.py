@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, Protocol
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.clipping import clip
@@ -28,6 +29,7 @@ from openhands_rl_plugin.core.types import (
     Observation,
     PolicyRef,
     SamplingParams,
+    Score,
     StopReason,
     StrategySpec,
     Times,
@@ -61,7 +63,8 @@ class HostEpisode:
     ``environment_mode``: the model sees only the environment's observations; else it works in a workspace with the
     tools of OpenHands' CodeAct agent, in ``workspace`` if given. ``base_model`` is the served name of the model without
     an adapter, ``token_ids`` whether token ids are requested from the server. ``error`` must stop the whole run; it is
-    kept here because OpenHands' controller handles any exception by ending only the session.
+    kept here because OpenHands' controller handles any exception by ending only the session. ``opinion``: what a critic
+    said of it last, stored at its end.
     """
 
     def __init__(
@@ -93,8 +96,10 @@ class HostEpisode:
         self.failure: Failure | None = None
         self.evidence: JsonObject | None = None
         self.error: StorageError | ConfigError | None = None
+        self.opinion: Score | None = None
         self.started = time.time()
         self._journal: EpisodeJournal | None = None
+        self._sink: LoopBoundStorage | None = None
         self._checked_nodes = 0
         self._wrong_tokens = False
 
@@ -120,7 +125,8 @@ class HostEpisode:
         start = EpisodeStart.for_request(
             self.request, strategy=self.strategy_spec, policy=self._policy, started=self.started
         )
-        self._journal = EpisodeJournal(LoopBoundStorage(storage, loop), start)
+        self._sink = LoopBoundStorage(storage, loop)
+        self._journal = EpisodeJournal(self._sink, start)
 
     def keep(self) -> None:
         """Store the nodes since the last call. Blocks: do not call it on the storage's event loop or that of
@@ -142,8 +148,13 @@ class HostEpisode:
     async def end(self, trajectory: Trajectory) -> None:
         """Close the episode in the storage, if it is stored while it runs. Raises ``StorageError``."""
         if self._journal is not None:
-            end = self._journal.end(trajectory)
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(end, background().loop))
+            await self._in_background(self._journal.end(trajectory))
+        if self._sink is not None and self.opinion is not None:
+            score = self.opinion.model_copy(update={"trajectory_id": trajectory.id})
+            await self._in_background(self._sink.add_scores((score,)))
+
+    async def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, background().loop))
 
     def refuse(self, error: ConfigError) -> None:
         """Fail the episode with an error of the settings, which also stops the run."""

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart
-from openhands_rl_plugin.core.types import Trajectory
+from openhands_rl_plugin.core.types import Score, Trajectory
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 
 # Seconds between checks whether the loop was closed.
 _CHECK_INTERVAL = 1.0
+
+
+@runtime_checkable
+class _TakesScores(Protocol):
+    async def add_scores(self, scores: Sequence[Score], /) -> None: ...
 
 
 class LoopBoundStorage:
@@ -40,6 +45,11 @@ class LoopBoundStorage:
     async def end(self, end: EpisodeEnd) -> None:
         """As in ``TrajectoryStorage``."""
         await self._on_loop(self._storage.end(end))
+
+    async def add_scores(self, scores: Sequence[Score]) -> None:
+        """As in ``TrajectoryStorage``; nothing where the storage is a pipe to another process."""
+        if isinstance(self._storage, _TakesScores):
+            await self._on_loop(self._storage.add_scores(scores))
 
     async def drop(self, trajectory_ids: Sequence[str]) -> int:
         """As in ``TrajectoryStorage``."""

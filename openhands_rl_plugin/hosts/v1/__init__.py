@@ -1,6 +1,8 @@
 """OpenHands V1 (``openhands-sdk`` 1.15 and newer), whose agents run in conversations.
 
-Importing the package registers ``RLAgent``: ``agent-server --import-modules openhands_rl_plugin.hosts.v1``.
+Importing the package registers ``RLAgent`` and ``RewardCritic``:
+``agent-server --import-modules openhands_rl_plugin.hosts.v1``.
 """
 
 from openhands_rl_plugin.hosts.v1.agent import RLAgent as RLAgent
+from openhands_rl_plugin.hosts.v1.critic import RewardCritic as RewardCritic

@@ -29,6 +29,7 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.hosts.shared.episode import current_episode
 from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode, EpisodeOver
 from openhands_rl_plugin.hosts.v1.conversations import Conversations
+from openhands_rl_plugin.hosts.v1.critic import judged_in
 from openhands_rl_plugin.hosts.v1.policy_llm import PolicyLLM
 
 # Absent before 1.23, whose conversations have no ``arun``.
@@ -104,12 +105,13 @@ class RLAgent(Agent):
             yield self
             return
         try:
-            yield self.model_copy(
-                update={
-                    "llm": PolicyLLM.over(self.llm, episode),
-                    "condenser": _recorded(self.condenser, _Summaries(episode)),
-                }
-            )
+            with judged_in(episode.episode):
+                yield self.model_copy(
+                    update={
+                        "llm": PolicyLLM.over(self.llm, episode),
+                        "condenser": _recorded(self.condenser, _Summaries(episode)),
+                    }
+                )
         except EpisodeOver as over:
             conversation.state.execution_status = Status.FINISHED
             episode.end(over.stop)

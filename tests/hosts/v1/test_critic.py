@@ -1,0 +1,192 @@
+"""Rewards as critics of real conversations: scores on events, episodes and in the store; what fails costs nobody."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openhands.sdk import Agent
+from openhands.sdk.conversation import ConversationExecutionStatus as Status
+from openhands.sdk.conversation import LocalConversation
+from openhands.sdk.critic import CriticBase
+from openhands.sdk.critic.base import IterativeRefinementConfig
+from openhands.sdk.event import ActionEvent, MessageEvent
+from pydantic import ValidationError
+from scripted_model import ScriptedModel, says
+from sdk_play import converse, finish, make_agent, make_llm, think
+
+from openhands_rl_plugin.core.judgements import newest_outcome
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import Score, StopReason, Trajectory
+from openhands_rl_plugin.hosts.v1.critic import CRITIC, RewardCritic
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+THIRDS = "critic_rewards:ShareOfThree"
+
+
+def played(
+    server: ScriptedModel, workspace: Path, name: str, answers: list[dict], critic: CriticBase, **changes: Any
+) -> LocalConversation:
+    server.script(name, answers)
+    agent = make_agent(make_llm(server, name), workspace.parent / "store", tools=(), critic=critic, **changes)
+    conversation = converse(agent, workspace)
+    conversation.send_message("Think.")
+    conversation.run()
+    conversation.close()
+    return conversation
+
+
+def scores_on(conversation: LocalConversation) -> list[float | None]:
+    """Of the agent's actions and messages, in order."""
+    said = (each for each in conversation.state.events if isinstance(each, ActionEvent | MessageEvent))
+    results = [each.critic_result for each in said if each.source == "agent"]
+    return [result.score if result is not None else None for result in results]
+
+
+async def judged(workspace: Path) -> tuple[Trajectory, tuple[Score, ...]]:
+    async with FileTrajectoryStorage(workspace.parent / "store") as storage:
+        [found] = [each async for each in storage.find(TrajectoryFilter(finished=None))]
+    return found
+
+
+def on_nodes(episode: Trajectory) -> list[Any]:
+    return [node.metadata[CRITIC]["score"] if CRITIC in node.metadata else None for node in episode.sampled()]
+
+
+async def test_every_action_is_scored_on_its_event_its_node_and_in_the_store(
+    server: ScriptedModel, workspace: Path
+) -> None:
+    critic = RewardCritic(reward=THIRDS, options={"name": "think"}, mode="all_actions")
+    answers = [think("a", "call-1"), think("b", "call-2"), finish()]
+    conversation = played(server, workspace, "all-actions", answers, critic)
+    assert scores_on(conversation) == pytest.approx([1 / 3, 2 / 3, 2 / 3])
+    episode, scores = await judged(workspace)
+    assert episode.stop is StopReason.TERMINATED
+    assert on_nodes(episode) == pytest.approx([1 / 3, 2 / 3, 2 / 3])
+    [score] = scores
+    assert score.reward == pytest.approx(2 / 3) and score.reward_version == "verifier-critic@thirds-1@think"
+    assert newest_outcome(scores) is None, "an opinion is no outcome"
+
+
+async def test_only_the_end_is_scored_unless_all_actions_are_asked_for(server: ScriptedModel, workspace: Path) -> None:
+    conversation = played(server, workspace, "end", [think("a"), finish()], RewardCritic(reward=THIRDS))
+    assert scores_on(conversation) == [None, pytest.approx(1 / 3)]
+    episode, scores = await judged(workspace)
+    assert on_nodes(episode) == [None, pytest.approx(1 / 3)] and len(scores) == 1
+
+
+async def test_a_message_is_scored_too(server: ScriptedModel, workspace: Path) -> None:
+    critic = RewardCritic(reward="critic_rewards:AnswersWithIds")
+    conversation = played(server, workspace, "message", [says("I am done.")], critic)
+    assert scores_on(conversation) == [1.0], "the episode is judged as it was sampled, with its token ids"
+
+
+async def test_refinement_goes_on_until_the_score_is_high_enough(server: ScriptedModel, workspace: Path) -> None:
+    critic = RewardCritic(
+        reward=THIRDS, iterative_refinement=IterativeRefinementConfig(success_threshold=0.9, max_iterations=5)
+    )
+    answers = [finish("one", "call-1"), finish("two", "call-2"), finish("three", "call-3"), finish("four", "call-4")]
+    conversation = played(server, workspace, "refine", answers, critic)
+    assert scores_on(conversation) == pytest.approx([1 / 3, 2 / 3, 1.0])
+    said = [event for event in conversation.state.events if isinstance(event, MessageEvent) and event.source == "user"]
+    assert len(said) == 3 and conversation.state.execution_status == Status.FINISHED
+    episode, [score] = await judged(workspace)
+    assert score.reward == 1.0 and len(episode.acted()) == 3
+    assert [node.tokens.extends for node in episode.sampled() if node.tokens] == [False, True, True]
+
+
+@pytest.mark.parametrize("blocks", [False, pytest.param(True, marks=pytest.mark.slow)])
+async def test_a_slow_judgement_is_given_up_and_a_pause_waits_no_longer(
+    server: ScriptedModel, workspace: Path, blocks: bool
+) -> None:
+    name = f"slow-{blocks}"
+    server.script(name, [think(str(at), f"call-{at}") for at in range(50)])
+    options = {"seconds": 6.0 if blocks else 60.0, "blocks": blocks}
+    critic = RewardCritic(reward="critic_rewards:Slow", options=options, mode="all_actions", timeout=1.0)
+    agent = make_agent(make_llm(server, name), workspace.parent / "store", tools=(), critic=critic)
+    conversation = converse(agent, workspace)
+    conversation.send_message("Think.")
+    running = threading.Thread(target=conversation.run, daemon=True)
+    running.start()
+    while not server.requests[name]:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    begun = time.monotonic()
+    conversation.pause()
+    running.join(30.0)
+    assert time.monotonic() - begun < 5.0, "less than any of the two judgements"
+    assert not running.is_alive() and conversation.state.execution_status == Status.PAUSED
+    assert set(scores_on(conversation)) == {None}
+    conversation.close()
+    _, scores = await judged(workspace)
+    assert scores == ()
+    if blocks:
+        time.sleep(6.0)  # its loop is that of the other critics
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"error": "no such file\nand more"}, "no score of critic_rewards:Broken: ValueError: no such file"),
+        ({}, "no score of critic_rewards:Broken: there is nothing to judge yet"),
+        ({"reward": 3.0}, "no score of critic_rewards:Broken: 3 is outside of reward_range [0, 1]; widen it"),
+        ({"wrong": 1}, "no score of critic_rewards:Broken: reward 'critic_rewards:Broken': wrong"),
+    ],
+)
+async def test_an_error_is_one_line_and_no_score(
+    server: ScriptedModel, workspace: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], cause: str
+) -> None:
+    sdk = logging.getLogger("openhands.sdk.agent.critic_mixin")
+    sdk.addHandler(caplog.handler)
+    try:
+        critic = RewardCritic(reward="critic_rewards:Broken", options=options)
+        conversation = played(server, workspace, "broken", [finish()], critic)
+    finally:
+        sdk.removeHandler(caplog.handler)
+    assert scores_on(conversation) == [None]
+    [line] = {each.getMessage() for each in caplog.records if "Critic" in each.getMessage()}
+    assert cause in line and "\n" not in line
+    assert not [each for each in caplog.records if each.exc_info]
+    episode, scores = await judged(workspace)
+    assert scores == () and episode.stop is StopReason.TERMINATED and on_nodes(episode) == [None]
+
+
+def test_rewards_of_another_range_become_scores(server: ScriptedModel, workspace: Path) -> None:
+    critic = RewardCritic(reward="critic_rewards:Broken", options={"reward": -0.5}, reward_range=(-1.0, 1.0))
+    assert scores_on(played(server, workspace, "range", [finish()], critic)) == [0.25]
+
+
+def test_it_is_stored_with_its_agent_and_names_are_checked() -> None:
+    critic = RewardCritic(reward=THIRDS, options={"name": "x"}, timeout=3.0, mode="all_actions")
+    again = CriticBase.model_validate(critic.model_dump())
+    assert isinstance(again, RewardCritic) and again.model_dump() == critic.model_dump()
+    with pytest.raises(ValidationError, match="no-such-reward"):
+        RewardCritic(reward="no-such-reward")
+    with pytest.raises(ValidationError, match="has to be below"):
+        RewardCritic(reward=THIRDS, reward_range=(1.0, 0.0))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_trained_verifier_is_a_critic(server: ScriptedModel, workspace: Path, verifier: Path) -> None:
+    critic = RewardCritic(options={"adapter": str(verifier)}, mode="all_actions", timeout=120.0)
+    conversation = played(server, workspace, "verifier", [think("tests pass", "call-1"), finish()], critic)
+    scores = scores_on(conversation)
+    assert len(scores) == 2 and all(score is not None and 0.0 <= score <= 1.0 for score in scores)
+    episode, [score] = await judged(workspace)
+    assert on_nodes(episode) == scores and score.reward == scores[-1]
+    assert score.reward_version.startswith("verifier-critic@verifier-1@")
+
+
+def test_the_stock_agent_is_judged_by_what_its_events_say(server: ScriptedModel, workspace: Path) -> None:
+    server.script("stock", [think("a", "call-1"), finish()])
+    critic = RewardCritic(reward=THIRDS, options={"name": "think"}, mode="all_actions")
+    conversation = converse(Agent(llm=make_llm(server, "stock"), tools=[], critic=critic), workspace)
+    conversation.send_message("Think.")
+    conversation.run()
+    conversation.close()
+    assert scores_on(conversation) == pytest.approx([1 / 3, 1 / 3])
