@@ -45,6 +45,13 @@ class Editor:
         """As new, with other answers."""
         self.updates, self.asked, self.answer = [], [], answer
 
+    async def settled(self) -> None:
+        """Wait until nothing comes any more: the package does not hand out notifications before a response."""
+        known = -1
+        while known != len(self.updates):
+            known = len(self.updates)
+            await asyncio.sleep(0.3)
+
     def kinds(self) -> list[str]:
         """The updates' kinds, in order."""
         return [update.session_update for update in self.updates]

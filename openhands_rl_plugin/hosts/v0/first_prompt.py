@@ -26,8 +26,8 @@ from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.hosts.shared.end_evidence import workspace_command
 from openhands_rl_plugin.hosts.shared.litellm_calls import OPENAI_COMPATIBLE, split_provider
 from openhands_rl_plugin.hosts.shared.options import check_engine_setting
+from openhands_rl_plugin.hosts.shared.served_adapter import adapter_in_use
 from openhands_rl_plugin.hosts.v0.settings import under_headless_main
-from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.engines.server_models import (
     ListedModel,
     ListedModels,
@@ -126,21 +126,7 @@ class FirstPrompt:
 
         ``None``: sample from the model of ``[llm]``, because nothing was published there.
         """
-        serving = self._settings.serving
-        if not (serving.base_url and self._listed):
-            return None
-        current = AdapterStore(serving.adapters_directory).current(serving.adapter)
-        if current is None:
-            return None
-        for listed in self._listed:
-            if listed.id in (current.name, f"{self._model}:{current.name}") and listed.parent in (None, self._model):
-                return listed.id
-        openhands_logger.warning(
-            f"{current.name} is not loaded on {self._model} at {self._url}, so that model itself is sampled; load it "
-            f"with: openhands-rl adapters publish --adapters {serving.adapters_directory} --adapter {serving.adapter} "
-            f"--version {current.version} --base-url {self._url}"
-        )
-        return None
+        return adapter_in_use(self._settings.serving, self._listed, model=self._model, url=self._url)
 
     def _context(self) -> int | None:
         """Tokens; of an adapter those of its base model."""

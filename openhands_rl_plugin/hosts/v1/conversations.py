@@ -21,11 +21,13 @@ from openhands_rl_plugin.core.errors import ConfigError, RLError, boundary
 from openhands_rl_plugin.core.types import FailureKind, StopReason
 from openhands_rl_plugin.hosts.shared.episode import current_episode
 from openhands_rl_plugin.hosts.shared.litellm_calls import split_provider
+from openhands_rl_plugin.hosts.shared.served_adapter import adapter_in_use, listed_models
 from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun, standalone_episode
 from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode
 from openhands_rl_plugin.hosts.v1.endings import ENDED, last_instruction, said_finish
 from openhands_rl_plugin.hosts.v1.policy_engines import engine_for
 from openhands_rl_plugin.hosts.v1.values import SampledCalls
+from openhands_rl_plugin.models.adapters.store import AdapterStore
 
 log = logging.getLogger("openhands")
 
@@ -186,6 +188,15 @@ def _answered(played: _Played, conversation: LocalConversation) -> bool:
     return any(isinstance(event, MessageEvent) and event.source == "user" for event in later)
 
 
+def _published(settings: RLSettings, base_model: str) -> str | None:
+    """The newest adapter version on the server of ``[rl.serving]``, if there is one."""
+    serving = settings.serving
+    if not serving.base_url or AdapterStore(serving.adapters_directory).current(serving.adapter) is None:
+        return None
+    listed = listed_models(serving.base_url, serving.api_key() or None)
+    return adapter_in_use(serving, listed, model=base_model, url=serving.base_url)
+
+
 def _episode(
     conversation: LocalConversation,
     llm: LLM,
@@ -204,6 +215,7 @@ def _episode(
             instruction=last_instruction(conversation.state.events),
             base_model=base_model,
             environment_mode=False,
+            served_model=_published(settings, base_model),
         )
         standalone = StandaloneRun(episode)
     # An engine of the project is sent the tree's messages, which are those that were sampled.

@@ -6,11 +6,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import acp
 import pytest
 import pytest_asyncio
 from acp_play import Connected, connected
+from openhands.sdk.conversation import LocalConversation
 from scripted_model import ScriptedModel, call, says
 from sdk_play import TERMINAL, finish, repair, stored, think
 
@@ -20,6 +22,9 @@ from openhands_rl_plugin.core.types import StopReason, Trajectory
 pytestmark = [pytest.mark.timeout(280), pytest.mark.asyncio(loop_scope="module")]
 
 MAX_TURNS = 4
+INTERRUPTED = pytest.mark.skipif(
+    not hasattr(LocalConversation, "interrupt"), reason="an SDK before 1.23 stops after a step only"
+)
 
 
 def options(server: ScriptedModel, model: str, *more: str) -> list[str]:
@@ -39,6 +44,13 @@ async def forgotten(editing: Connected, server: ScriptedModel) -> None:
     editing.editor.forget()
     server.scripts["acp"].clear()
     server.requests["acp"].clear()
+
+
+async def ask(editing: Connected, session: str, text: str) -> Any:
+    """The response, when all updates before it have been heard."""
+    done = await editing.agent.prompt(session_id=session, prompt=[acp.text_block(text)])
+    await editing.editor.settled()
+    return done
 
 
 async def ended_episode(editing: Connected, session: str) -> Trajectory:
@@ -72,7 +84,7 @@ async def test_a_prompt_streams_what_happens_asks_before_it_changes_and_is_recor
     assert editing.hello.protocol_version == acp.PROTOCOL_VERSION
     assert editing.hello.agent_capabilities.load_session
     id = await opened(editing, workspace, "ask")
-    done = await editing.agent.prompt(session_id=id, prompt=[acp.text_block("Correct calc.py.")])
+    done = await ask(editing, id, "Correct calc.py.")
     assert done.stop_reason == "end_turn"
     assert editor.said() == "I look.I correct it.done"
     assert [update.title for update in editor.updates if update.session_update == "tool_call"] == [
@@ -103,7 +115,7 @@ async def test_who_refuses_is_obeyed_and_who_allows_all_is_asked_no_more(
     server.script("acp", [finish()])
     editing.editor.forget(lambda number: ["no", "always"][number])
     id = await opened(editing, workspace, "ask")
-    done = await editing.agent.prompt(session_id=id, prompt=[acp.text_block("Touch.")])
+    done = await ask(editing, id, "Touch.")
     assert done.stop_reason == "end_turn" and len(editing.editor.asked) == 2
     assert sorted(file.name for file in workspace.iterdir()) == ["calc.py", "too", "yes"]
     ended = [update.status for update in editing.editor.updates if update.session_update == "tool_call_update"]
@@ -118,19 +130,20 @@ async def test_who_dismisses_a_question_ends_the_turn(
     server.script("acp", [says(None, call(TERMINAL, {"command": "touch no"}, "c1")), finish("later")])
     editing.editor.forget(lambda number: None)
     id = await opened(editing, workspace, "ask")
-    done = await editing.agent.prompt(session_id=id, prompt=[acp.text_block("Touch.")])
+    done = await ask(editing, id, "Touch.")
     assert done.stop_reason == "cancelled" and not (workspace / "no").exists()
-    done = await editing.agent.prompt(session_id=id, prompt=[acp.text_block("Leave it.")])
+    done = await ask(editing, id, "Leave it.")
     assert done.stop_reason == "end_turn" and editing.editor.said() == "later" and not (workspace / "no").exists()
 
 
+@INTERRUPTED
 async def test_cancel_ends_a_completion_at_once_and_the_session_goes_on(
     editing: Connected, server: ScriptedModel, workspace: Path
 ) -> None:
     server.script("acp", [think("slow"), think("again"), finish()])
     id = await opened(editing, workspace)
     server.delay = 10.0
-    asked = asyncio.ensure_future(editing.agent.prompt(session_id=id, prompt=[acp.text_block("Think.")]))
+    asked = asyncio.ensure_future(ask(editing, id, "Think."))
     while not server.at_once:
         await asyncio.sleep(0.05)
     started, server.delay = time.monotonic(), 0.0
@@ -139,14 +152,15 @@ async def test_cancel_ends_a_completion_at_once_and_the_session_goes_on(
     # The server's own answer comes too late, and takes its place in the script.
     while server.at_once:
         await asyncio.sleep(0.05)
-    done = await editing.agent.prompt(session_id=id, prompt=[acp.text_block("Go on.")])
+    done = await ask(editing, id, "Go on.")
     assert done.stop_reason == "end_turn" and editing.editor.said() == "done"
 
 
+@INTERRUPTED
 async def test_cancel_ends_a_command(editing: Connected, server: ScriptedModel, workspace: Path) -> None:
     server.script("acp", [says(None, call(TERMINAL, {"command": "touch began; sleep 60"}, "c1")), finish()])
     id = await opened(editing, workspace)
-    asked = asyncio.ensure_future(editing.agent.prompt(session_id=id, prompt=[acp.text_block("Sleep.")]))
+    asked = asyncio.ensure_future(ask(editing, id, "Sleep."))
     while not (workspace / "began").exists():
         await asyncio.sleep(0.05)
     started = time.monotonic()
@@ -161,8 +175,7 @@ async def test_sessions_side_by_side_do_not_wait_for_each_other(
     ids = [await opened(editing, workspace) for _ in range(8)]
     server.delay, server.most_at_once = 4.0, 0
     try:
-        hello = [acp.text_block("Hello.")]
-        done = await asyncio.gather(*(editing.agent.prompt(session_id=id, prompt=hello) for id in ids))
+        done = await asyncio.gather(*(ask(editing, id, "Hello.") for id in ids))
     finally:
         server.delay = 0.0
     assert {each.stop_reason for each in done} == {"end_turn"} and server.most_at_once == 8
@@ -171,7 +184,7 @@ async def test_sessions_side_by_side_do_not_wait_for_each_other(
 async def test_a_limit_of_the_settings_is_told(editing: Connected, server: ScriptedModel, workspace: Path) -> None:
     server.script("acp", [think(str(turn), f"c{turn}") for turn in range(MAX_TURNS + 1)])
     id = await opened(editing, workspace)
-    done = await editing.agent.prompt(session_id=id, prompt=[acp.text_block("Think.")])
+    done = await ask(editing, id, "Think.")
     assert done.stop_reason == "max_turn_requests"
     assert editing.editor.said("agent_thought_chunk") == "0123"
 
@@ -183,7 +196,7 @@ async def test_what_cannot_be_done_is_said_in_one_line(
         await editing.agent.new_session(cwd="here", mcp_servers=[])
     id = await opened(editing, workspace)
     with pytest.raises(acp.RequestError, match="no more script for acp") as failed:
-        await editing.agent.prompt(session_id=id, prompt=[acp.text_block("Think.")])
+        await ask(editing, id, "Think.")
     assert "\n" not in str(failed.value)
     with pytest.raises(acp.RequestError, match="no mode is called 'never'"):
         await editing.agent.set_session_mode(session_id=id, mode_id="never")
@@ -200,15 +213,16 @@ async def test_a_conversation_is_loaded_by_a_later_process_with_all_that_was_sai
 ) -> None:
     server.script("acp", repair(workspace))
     id = await opened(editing, workspace)
-    await editing.agent.prompt(session_id=id, prompt=[acp.text_block("Correct calc.py.")])
+    await ask(editing, id, "Correct calc.py.")
     live, folder = editing.editor.kinds(), editing.log.parent
     # The strategy and the model may be others than before.
     server.script("acp-second", [finish("again")])
     async with connected(folder, *options(server, "acp-second", "--strategy", "BestOfN")) as later:
         await later.agent.load_session(cwd=str(workspace), session_id=id, mcp_servers=[])
+        await later.editor.settled()
         assert later.editor.said("user_message_chunk") == "Correct calc.py."
         assert [kind for kind in later.editor.kinds() if kind != "user_message_chunk"] == live
-        done = await later.agent.prompt(session_id=id, prompt=[acp.text_block("And now?")])
+        done = await ask(later, id, "And now?")
         assert done.stop_reason == "end_turn" and later.editor.said().endswith("again")
         assert await later.ended() == 0
     said = [message["content"] for message in server.requests["acp-second"][0]["messages"] if message["role"] == "user"]
