@@ -19,6 +19,7 @@ processes never delay an answer. The end of stdin ends the supervisor and all pr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -188,7 +189,7 @@ class Supervisor:
 
     def start(self, command: str, cwd: str, keep: bool) -> None:
         script = self.state + ".command"
-        with open(script, "w", encoding="utf-8", errors="surrogateescape") as file:
+        with open(script, "w", encoding="utf-8", errors="surrogateescape", opener=open_new) as file:
             file.write(command)
         self.pipe, write_end = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.pipe, False)
@@ -272,11 +273,11 @@ class Supervisor:
     def keep_state(self) -> None:
         new = self.state + ".new"
         try:
-            with open(new, "rb") as file:
+            with open(new, "rb", opener=open_at_once) as file:
                 file.seek(-len(b"#complete\n"), os.SEEK_END)
-                complete = file.read() == b"#complete\n"
-            with open(new + ".cwd", encoding="utf-8", errors="surrogateescape") as file:
-                cwd = file.read()
+                complete = file.read(len(b"#complete\n")) == b"#complete\n"
+            with open(new + ".cwd", "rb", opener=open_at_once) as file:
+                cwd = os.read(file.fileno(), CHUNK).decode("utf-8", "surrogateescape")
         except OSError:
             return
         if complete and cwd:
@@ -299,6 +300,18 @@ class Supervisor:
                     return
         finally:
             self.selector.unregister(self.requests)
+
+
+def open_new(path: str, _: int) -> int:
+    """For writing. A command may have put a pipe there, at which the counting would wait for a reader."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+
+def open_at_once(path: str, _: int) -> int:
+    """For reading, without waiting at a pipe and without following a link to what has no end."""
+    return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def has_children() -> bool:

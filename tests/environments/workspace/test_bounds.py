@@ -104,6 +104,14 @@ class TestBombs:
             assert run(f"echo real {number}").output == f"real {number}\n"
         assert "Permission denied" in run("cat /proc/1/mem").output
 
+    def test_pipes_in_place_of_the_shell_s_own_files_end_no_counting(self, run: Run):
+        """The one that counts would wait at them, for as long as a command may take."""
+        run("cd /tmp/.shell && rm -f state.command && mkfifo state.command; cd /workspace")
+        assert run("echo on", timeout=3).output == "on\n"
+        reader = "(while :; do cat /tmp/.shell/state.new.cwd; done > /dev/null 2>&1 &)"
+        run(f"rm -f /tmp/.shell/state.new.cwd; mkfifo /tmp/.shell/state.new.cwd; {reader}", timeout=3)
+        assert run("echo on", timeout=3).output == "on\n"
+
     def test_memory_is_given_to_who_has_its_turn(self, run: Run):
         assert run("cat /proc/self/oom_score_adj").output == "500\n"
 
