@@ -28,8 +28,9 @@ def make_llm(server: ScriptedModel, model: str, **changes: Any) -> LLM:
 
 
 def make_agent(llm: LLM, store: Path, *, tools: Sequence[str] = (TERMINAL, EDITOR), **changes: Any) -> RLAgent:
-    """``rl`` is merged with a file storage in ``store``."""
-    rl = {"max_turns": 50, **changes.pop("rl", {}), "storage": {"path": str(store), "durable": False}}
+    """With the SDK's own tools. ``rl`` is merged with a file storage in ``store``."""
+    own = {"max_turns": 50, "workspace": {"isolation": "none"}}
+    rl = {**own, **changes.pop("rl", {}), "storage": {"path": str(store), "durable": False}}
     return RLAgent(llm=llm, tools=[Tool(name=name) for name in tools], rl=rl, **changes)
 
 

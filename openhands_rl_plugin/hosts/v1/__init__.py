@@ -1,8 +1,9 @@
 """OpenHands V1 (``openhands-sdk`` 1.15 and newer), whose agents run in conversations.
 
-Importing the package registers ``RLAgent`` and ``RewardCritic``:
+Importing the package registers ``RLAgent``, its tools and the rewards as critics:
 ``agent-server --import-modules openhands_rl_plugin.hosts.v1``.
 """
 
 from openhands_rl_plugin.hosts.v1.agent import RLAgent as RLAgent
 from openhands_rl_plugin.hosts.v1.critic import RewardCritic as RewardCritic
+from openhands_rl_plugin.hosts.v1.sandboxed import tools as tools

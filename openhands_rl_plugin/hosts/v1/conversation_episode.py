@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from openhands.sdk.conversation import LocalConversation
 from openhands.sdk.conversation.state import ConversationExecutionStatus as Status
@@ -43,6 +43,8 @@ from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun
 from openhands_rl_plugin.hosts.shared.workspace_conversation import WorkspaceConversation
 from openhands_rl_plugin.hosts.v1.endings import conversation_end
 from openhands_rl_plugin.hosts.v1.engine import LLM_ERRORS, ConversationEngine, ConversationTurn
+from openhands_rl_plugin.hosts.v1.sandboxed.workspace import ConversationWorkspace
+from openhands_rl_plugin.hosts.v1.sandboxed.world import ConversationWorld
 from openhands_rl_plugin.hosts.v1.stock_workspace import StockWorkspace
 from openhands_rl_plugin.hosts.v1.values import SampledCalls, offered_tools
 
@@ -50,17 +52,6 @@ log = logging.getLogger("openhands")
 
 # How a server says that a prompt is too long; an engine of the project has no error of its own for that.
 _TOO_LONG = ("context length", "context window", "maximum context", "max_model_len", "too many tokens")
-
-
-@runtime_checkable
-class ForksConversations(Protocol):
-    """A workspace of a conversation, registered under the conversation's id, that search can fork."""
-
-    def world(
-        self, conversation: LocalConversation, turn: ConversationTurn, engine: ConversationEngine
-    ) -> SessionWorld | None:
-        """The live conversation during one decision; ``None`` when it cannot be forked now."""
-        ...
 
 
 class EpisodeOver(Exception):
@@ -104,7 +95,10 @@ class ConversationEpisode:
         self._full = False
         self._last_status = Status.RUNNING
         self._workspace: StockWorkspace | None = None
-        if runtime_of(self.session) is None:
+        runtime = runtime_of(self.session)
+        if isinstance(runtime, ConversationWorkspace):
+            runtime.begin()
+        elif runtime is None:
             self._workspace = StockWorkspace(Path(str(conversation.workspace.working_dir)))
             register_runtime(self.session, self._workspace)
 
@@ -271,8 +265,8 @@ class ConversationEpisode:
 
     def _world(self, turn: ConversationTurn) -> SessionWorld | None:
         runtime, conversation = runtime_of(self.session), self.conversation
-        if isinstance(runtime, ForksConversations) and conversation is not None:
-            return runtime.world(conversation, turn, self._engine)
+        if isinstance(runtime, ConversationWorkspace) and conversation is not None:
+            return ConversationWorld(conversation, runtime, turn, self._engine, self._calls)
         return None
 
     def _undecided(self, caught: CaughtFailure) -> Exception:

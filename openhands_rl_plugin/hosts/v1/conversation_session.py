@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import uuid
 
 from openhands.sdk import LLM
 from openhands.sdk.context.condenser import CondenserBase, LLMSummarizingCondenser
@@ -19,7 +20,7 @@ from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason, Tra
 from openhands_rl_plugin.hosts.shared.end_evidence import end_evidence
 from openhands_rl_plugin.hosts.shared.episode import LAST_ERROR, HostEpisode, bind_episode
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
-from openhands_rl_plugin.hosts.shared.sessions import runtime_of
+from openhands_rl_plugin.hosts.shared.sessions import register_runtime, runtime_of
 from openhands_rl_plugin.hosts.v1.agent import RecordedAgent, RLAgent
 from openhands_rl_plugin.hosts.v1.endings import BOUNDARY, said_finish
 from openhands_rl_plugin.hosts.v1.session_tools import SessionTools, session_tools
@@ -57,8 +58,12 @@ class ConversationSession:
         with self._opening, boundary(FailureKind.INFRASTRUCTURE, "openhands.start"):
             tools = self._tools = session_tools(self._settings, self._options, self._episode)
             agent = self._agent = self._make_agent(tools)
+            session = uuid.uuid4()
+            if tools.workspace is not None:
+                register_runtime(str(session), tools.workspace)
             conversation = self._conversation = LocalConversation(
                 agent=agent,
+                conversation_id=session,
                 workspace=str(tools.folder),
                 visualizer=None,
                 stuck_detection=self._options.stuck_detection,
@@ -140,7 +145,7 @@ class ConversationSession:
     def _make_agent(self, tools: SessionTools) -> RLAgent:
         llm = self._llm("agent")
         kind = RLAgent if self._options.agent == RL_AGENT else RecordedAgent
-        return kind(llm=llm, tools=list(tools.tools), condenser=self._condenser())
+        return kind(llm=llm, tools=list(tools.tools), condenser=self._condenser(), rl=tools.rl)
 
     def _llm(self, usage: str) -> LLM:
         serving, options = self._settings.serving, self._options

@@ -10,6 +10,7 @@ import os
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.validation import unknown_name
+from openhands_rl_plugin.environments.workspace.sandbox import check_bubblewrap
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
 from openhands_rl_plugin.hosts.shared.session_runner import HostSession, SessionHostRunner
@@ -26,9 +27,10 @@ class ConversationRunner(SessionHostRunner):
         agent = self._options.agent
         if agent not in (RL_AGENT, STOCK_AGENT):
             raise ConfigError(unknown_name("agent of OpenHands V1", agent, [RL_AGENT, STOCK_AGENT]))
-        from openhands_rl_plugin.hosts.v1.session_tools import check_isolation
+        from openhands_rl_plugin.hosts.v1.session_tools import is_isolated
 
-        check_isolation(self._settings, self._options)
+        if is_isolated(self._settings, self._options):
+            check_bubblewrap()
         if "LOG_LEVEL" not in os.environ:
             logging.getLogger("openhands").setLevel(logging.ERROR)
 

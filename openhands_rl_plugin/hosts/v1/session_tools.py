@@ -12,39 +12,49 @@ from openhands.tools.file_editor import FileEditorTool
 from openhands.tools.terminal import TerminalTool
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.environments.workspace.copies import remove_tree
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.options import HostOptions
+from openhands_rl_plugin.hosts.v1.sandboxed.workspace import ConversationWorkspace
 
 
 @dataclass(frozen=True)
 class SessionTools:
-    """``folder`` is what the SDK takes for its workspace; ``private``: it is removed with the session."""
+    """``folder`` is what the SDK takes for its workspace; ``private``: it is removed with the session.
+
+    ``workspace`` is the sandbox of the tools; ``None`` where they are the SDK's own, with the rights of this process.
+    """
 
     tools: Sequence[Tool]
     folder: Path
     private: bool
+    workspace: ConversationWorkspace | None
+
+    @property
+    def rl(self) -> dict[str, object]:
+        """What the agent says of its tools."""
+        return {"workspace": {"isolation": "none"}} if self.workspace is None else {}
 
     def close(self) -> None:
-        """Remove the folder, if nobody else has it. Blocks."""
+        """End the sandbox, and remove the folder if nobody else has it. Blocks."""
+        if self.workspace is not None:
+            self.workspace.close()
         if self.private:
             remove_tree(self.folder)
 
 
 def session_tools(settings: RLSettings, options: HostOptions, episode: HostEpisode) -> SessionTools:
     """The tools of an episode's session. Raises ``ConfigError`` where they cannot be isolated as asked."""
-    check_isolation(settings, options)
     given = episode.workspace
     folder = Path(tempfile.mkdtemp(prefix="openhands-rl-")) if given is None else given.root / given.repository
+    workspace = None
+    if is_isolated(settings, options):
+        workspace = ConversationWorkspace.open(folder, settings.workspace, task=given)
     terminal = Tool(name=TerminalTool.name, params={"no_change_timeout_seconds": options.command_timeout})
-    return SessionTools((terminal, Tool(name=FileEditorTool.name)), folder.resolve(), private=given is None)
+    tools = (terminal, Tool(name=FileEditorTool.name))
+    return SessionTools(tools, folder.resolve(), private=given is None, workspace=workspace)
 
 
-def check_isolation(settings: RLSettings, options: HostOptions) -> None:
-    """Raise ``ConfigError`` unless no isolation is asked for: the SDK's tools have the rights of this process."""
-    if (options.isolation or settings.workspace.isolation) != "none":
-        raise ConfigError(
-            "[rl.workspace] isolation: the tools of OpenHands V1 run with the rights of this process; set "
-            'isolation = "none" where that is right, or [rl] host = "v0"'
-        )
+def is_isolated(settings: RLSettings, options: HostOptions) -> bool:
+    """Whether the tools work in bubblewrap."""
+    return (options.isolation or settings.workspace.isolation) != "none"

@@ -46,6 +46,12 @@ class SampledCalls:
         for call in message.tool_calls:
             self._by_id.setdefault(call.id, []).append(call)
 
+    def copied(self) -> SampledCalls:
+        """The same calls, for a conversation that goes on by itself."""
+        twin = SampledCalls()
+        twin._by_id = {id: list(calls) for id, calls in self._by_id.items()}
+        return twin
+
     def put_back(self, messages: Sequence[SdkMessage]) -> list[SdkMessage]:
         """The messages with the calls as they were sampled. Servers may use an id again, so the newest comes first."""
         seen: dict[str, int] = {}

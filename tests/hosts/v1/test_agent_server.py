@@ -35,7 +35,7 @@ def conversation(server: ScriptedModel, model: str, workspace: Path, **changes: 
             "kind": "RLAgent",
             "llm": llm,
             "tools": [{"name": "terminal"}, {"name": "file_editor"}],
-            "rl": {"max_turns": 20, "storage": storage},
+            "rl": {"max_turns": 20, "storage": storage, "workspace": {"isolation": "none"}},
         },
         # A title would be asked of the same model.
         "autotitle": False,

@@ -137,7 +137,6 @@ async def test_a_condenser_asks_the_policy(server: ScriptedModel) -> None:
     ("changes", "settings", "message"),
     [
         ({"agent": "CodeActAgent"}, {}, "CodeActAgent"),
-        ({"isolation": "bubblewrap"}, {}, "isolation"),
         ({}, {"host": "v0"}, r"\[rl\] host: OpenHands V0 needs openhands-ai 1.6"),
         ({}, {"serving": ServingSettings()}, r"\[rl.serving\] base_url"),
     ],

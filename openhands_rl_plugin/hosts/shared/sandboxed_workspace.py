@@ -1,0 +1,190 @@
+"""A folder in bubblewrap with a shell, its evidence, and copies of all of it for search."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import os
+import signal
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from openhands_rl_plugin.config.workspace import WorkspaceSettings
+from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
+from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
+from openhands_rl_plugin.core.types import Failure, JsonObject
+from openhands_rl_plugin.environments.workspace.check import check_workspace
+from openhands_rl_plugin.environments.workspace.copies import ForkLimits, Tree, copy_tree, fork_tree, remove_tree
+from openhands_rl_plugin.environments.workspace.files import Workspace
+from openhands_rl_plugin.environments.workspace.patch import Baseline
+from openhands_rl_plugin.environments.workspace.sandbox import INSIDE, BubblewrapSandbox, check_bubblewrap
+from openhands_rl_plugin.environments.workspace.shell import CommandResult, Shell
+from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
+from openhands_rl_plugin.hosts.shared.workspace_access import limits_of, paths_of
+
+TEMPORARY = "/tmp"
+
+_OUTPUT = 2 * 1024**2
+_LIMITS = ForkLimits()
+
+
+class SandboxedWorkspace:
+    """The workspace of one session at ``/workspace``, whatever the folder's place on the host. All methods block.
+
+    ``task``: the folder is that of a task, with its own mounts and variables. The constructor records the folder's
+    content as the start of the session; it raises ``ConfigError`` where bubblewrap does not work.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: WorkspaceSettings,
+        *,
+        task: TaskWorkspace | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        check_bubblewrap()
+        root = (task.root if task is not None else folder).resolve()
+        within = task.repository if task is not None else ""
+        self._limits = limits_of(settings).model_copy(update={"output": _OUTPUT})
+        self._variables = {**(variables or {}), **(task.variables if task is not None else {})}
+        self._sandbox = BubblewrapSandbox(
+            root, temporary=self._limits.temporary, task_workspace=task, paths=paths_of(settings)
+        )
+        self.start = f"{INSIDE}/{within}" if within else INSIDE
+        self._tree = Tree(root)
+        self._evidence: JsonObject | None = None
+        self._use(Path(tempfile.mkdtemp(prefix="openhands-rl-workspace-")).resolve(), self._new_shell(self.start))
+        self._within = within
+        self._remember("start")
+
+    def begin(self) -> None:
+        """What is evidence begins now, where ``conclude`` has ended what was before."""
+        if self._evidence is not None:
+            self._remember(f"start-{uuid.uuid4().hex}")
+
+    def _remember(self, name: str) -> None:
+        recorded = self.private / name
+        recorded.mkdir(mode=0o700)
+        self._evidence = None
+        self._baseline = Baseline(self._tree.directory, recorded, self._within)
+        self._baseline.remember(self._sandbox)
+
+    def run(self, command: str, *, timeout: float | None, keep: bool = True) -> CommandResult:
+        """As ``Shell.run``."""
+        return self._shell.run(command, timeout=timeout, keep=keep)
+
+    def files(self, below: str) -> Workspace:
+        """Access to the files below ``/workspace``, or ``/tmp``, whose names begin with ``/workspace`` there, too."""
+        if below == INSIDE and self._tree.overlay is None:
+            return Workspace(self._tree.directory)
+        return Workspace(self._shell.path_from_host(below))
+
+    def interrupt(self) -> None:
+        """Send Ctrl-C (SIGINT) to the command that is running, and to what it started in the foreground."""
+        # The first process of the sandbox, as this machine calls it.
+        first = self._shell.path_from_host("/").parts[2]
+        shell = next((child for child in _children(first) if self._sandbox.state in _arguments(child)), None)
+        for pid, session in _sessions():
+            if session == shell:
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGINT)
+
+    def restart(self) -> None:
+        """End all processes, and go on with a new shell in the session's first folder. Files stay, in ``/tmp`` too."""
+        old, new = self._shell, self._new_shell(self.start)
+        with suppress(InfrastructureError):
+            self._copy_temporary(old, new, frozenset({Path(self._sandbox.state).parent.name}), threading.Event())
+        self._shell = new
+        old.close()
+
+    def fork(self, stop: threading.Event) -> Self:
+        """Copies of the files and of the shell's state. The caller closes it; until then this one must not change.
+
+        Raises ``BadEnvironmentError`` when processes run or the workspace cannot be copied, ``InfrastructureError``
+        when copying fails or ``stop`` is set meanwhile.
+        """
+        stands = self._shell.snapshot()
+        if stands.processes:
+            raise BadEnvironmentError(
+                f"the workspace cannot be forked while processes run in it ({', '.join(stands.processes)}): they "
+                "cannot be copied; end them, or use a strategy that needs no forks"
+            )
+        twin = copy.copy(self)
+        private = Path(tempfile.mkdtemp(prefix="openhands-rl-fork-")).resolve()
+        shell: Shell | None = None
+        try:
+            twin._tree = fork_tree(self._tree, private, limits=_LIMITS, stop=stop)
+            twin._sandbox = self._sandbox.over(twin._tree.directory, twin._tree.mounting())
+            shell = twin._new_shell(stands.cwd)
+            self._copy_temporary(self._shell, shell, frozenset(), stop)
+        except BaseException:
+            if shell is not None:
+                shell.close()
+            remove_tree(private)
+            raise
+        twin._evidence = None
+        twin._use(private, shell)
+        return twin
+
+    def changes(self) -> JsonObject:
+        """The changes since the session began: a patch and the names of the files."""
+        sandbox = self._sandbox
+        if self._tree.overlay is not None:
+            sandbox = sandbox.over(self._tree.directory, self._tree.mounting(read_only=True))
+        return self._baseline.changes(sandbox, copied=self._tree.method in ("reflink", "copy"))
+
+    def conclude(self) -> tuple[JsonObject | None, Failure | None]:
+        """The changes, and no failure. A second call returns the same."""
+        if self._evidence is None:
+            self._evidence = self.changes()
+        return self._evidence, None
+
+    def check(self, asked: WorkspaceCommand) -> CommandEvidence:
+        """Run a reward's command over the workspace as it stands, in a fresh sandbox."""
+        return check_workspace(asked, self._sandbox, self._variables, self._limits, start=self.start)
+
+    def close(self) -> None:
+        """End all processes and remove what is not the folder itself. Idempotent."""
+        atexit.unregister(self.close)
+        self._shell.close()
+        remove_tree(self.private)
+
+    def _use(self, private: Path, shell: Shell) -> None:
+        self.private, self._shell = private, shell
+        atexit.register(self.close)
+
+    def _new_shell(self, start: str) -> Shell:
+        return Shell(self._sandbox, self._variables, self._limits, start=start)
+
+    def _copy_temporary(self, old: Shell, new: Shell, without: frozenset[str], stop: threading.Event) -> None:
+        left_out = self._sandbox.host_names_in_tmp | without
+        source, target = old.path_from_host(TEMPORARY), new.path_from_host(TEMPORARY)
+        copy_tree(source, target, limits=_LIMITS, stop=stop, leave_out=left_out)
+
+
+def _children(pid: str) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+
+
+def _arguments(pid: str) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def _sessions() -> Iterator[tuple[str, str]]:
+    """``(process, session)`` of all processes."""
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with suppress(OSError):
+                yield name, Path(f"/proc/{name}/stat").read_text(errors="replace").rpartition(")")[2].split()[3]

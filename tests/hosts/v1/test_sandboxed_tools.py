@@ -1,0 +1,217 @@
+"""The tools ``terminal`` and ``file_editor`` over the project's sandbox, in real conversations of the SDK."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from needs import needs_bubblewrap
+from openhands.sdk.conversation import LocalConversation
+from openhands.sdk.event import ObservationEvent
+from openhands.sdk.llm import TextContent
+from scripted_model import ScriptedModel, call, says
+from sdk_play import EDITOR, TERMINAL, converse, finish, make_agent, make_llm, stored
+
+pytestmark = needs_bubblewrap
+
+_PRIVATE = ("openhands-rl-fork-", "openhands-rl-workspace-")
+_numbers = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def no_folder_is_left(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A closed conversation leaves nothing in the folder for temporary files."""
+    folder = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield
+    assert [path.name for path in folder.iterdir() if path.name.startswith(_PRIVATE)] == []
+
+
+def run(command: str, **more: Any) -> tuple[str, dict[str, Any]]:
+    """An action of the terminal."""
+    return TERMINAL, {"command": command, **more}
+
+
+def edit(command: str, path: str, **more: Any) -> tuple[str, dict[str, Any]]:
+    """An action of the editor."""
+    return EDITOR, {"command": command, "path": path, **more}
+
+
+def opened(server: ScriptedModel, name: str, folder: Path, isolation: str = "bubblewrap") -> LocalConversation:
+    """A conversation whose tools are in ``isolation``."""
+    rl = {"workspace": {"isolation": isolation}}
+    return converse(make_agent(make_llm(server, name), folder.parent / f"store-{isolation}", rl=rl), folder)
+
+
+def play(conversation: LocalConversation, server: ScriptedModel, actions: Sequence[tuple[str, dict]]) -> list[str]:
+    """What the model is told of each action."""
+    name = conversation.agent.llm.model.partition("/")[2]
+    server.script(name, [says(None, call(*action, f"call-{next(_numbers)}")) for action in actions])
+    server.script(name, [finish(id=f"call-{next(_numbers)}")])
+    known = len(conversation.state.events)
+    conversation.send_message("Go on.")
+    conversation.run()
+    new = [conversation.state.events[at] for at in range(known, len(conversation.state.events))]
+    told = [event.observation.to_llm_content for event in new if isinstance(event, ObservationEvent)]
+    return ["".join(part.text for part in parts if isinstance(part, TextContent)) for parts in told][:-1]
+
+
+def test_the_model_is_told_the_same_as_by_the_stock_tools(
+    server: ScriptedModel, workspace: Path, tmp_path: Path
+) -> None:
+    """The same actions in two equal folders; only the folder's name differs."""
+    (tmp_path / "other").mkdir()
+    stock_folder = tmp_path / "other" / "project"
+    stock_folder.mkdir()
+    for folder in (workspace, stock_folder):
+        (folder / "calc.py").write_text("def add(a, b):\n    return a - b\n")
+        (folder / "sub").mkdir()
+        (folder / "sub" / "x.txt").write_text("x\n")
+        (folder / ".hidden").touch()
+
+    def actions(root: str) -> list[tuple[str, dict]]:
+        return [
+            edit("view", root),
+            edit("view", f"{root}/calc.py", view_range=[1, 1]),
+            edit("str_replace", f"{root}/calc.py", old_str="a - b", new_str="a + b"),
+            edit("str_replace", f"{root}/calc.py", old_str="nothing", new_str="x"),
+            edit("insert", f"{root}/calc.py", insert_line=0, new_str="# first"),
+            edit("undo_edit", f"{root}/calc.py"),
+            edit("create", f"{root}/new.py", file_text="one\n"),
+            edit("create", f"{root}/new.py", file_text="two\n"),
+            edit("view", f"{root}/missing.py"),
+            edit("view", "calc.py"),
+            # With its first command, the stock terminal shows what is left of its own start.
+            run("true"),
+            run(f"cd {root}/sub && cat x.txt && false"),
+            run("export NUMBER=7; greet() { echo hi $NUMBER; }"),
+            run("greet; pwd; printf 'no newline'"),
+            run("", is_input=False),
+            run("C-c", is_input=True),
+        ]
+
+    own, stock = opened(server, "own", workspace), opened(server, "stock", stock_folder, "none")
+    mine = play(own, server, actions("/workspace"))
+    theirs = [text.replace(str(stock_folder), "/workspace") for text in play(stock, server, actions(str(stock_folder)))]
+    sent = server.requests["own"][0], server.requests["stock"][0]
+    own.close(), stock.close()
+
+    def without_python(text: str) -> str:
+        return "\n".join(line for line in text.split("\n") if not line.startswith("[Python interpreter: "))
+
+    del mine[10], theirs[10]
+    assert [without_python(text) for text in mine] == [without_python(text) for text in theirs]
+    assert str(sent[0]["tools"]) == str(sent[1]["tools"]).replace(str(stock_folder), "/workspace")
+    assert str(workspace) not in str(server.requests["own"])
+    assert (workspace / "calc.py").read_text() == (stock_folder / "calc.py").read_text()
+
+
+def test_state_and_files_last_and_nothing_else_of_the_host_is_seen(server: ScriptedModel, workspace: Path) -> None:
+    (workspace.parent / "secret.txt").write_text("key\n")
+    conversation = opened(server, "state", workspace)
+    told = play(
+        conversation,
+        server,
+        [
+            run("mkdir -p deep && cd deep && export A=1 && echo note > /tmp/note"),
+            run("pwd; echo $A; cat /tmp/note"),
+            run(f"cat {workspace.parent}/secret.txt; ls {workspace.parent}; echo $?"),
+            edit("view", str(workspace.parent / "secret.txt")),
+            edit("create", "/tmp/made.py", file_text="print(1)\n"),
+            run("cat /tmp/made.py; ln -s /etc/passwd link"),
+            edit("view", "/workspace/deep/link"),
+            run("", reset=True),
+            run("pwd; echo -$A-; cat /tmp/note"),
+        ],
+    )
+    conversation.close()
+    assert told[1].startswith("/workspace/deep\n1\nnote\n")
+    assert "[Current working directory: /workspace/deep]" in told[1]
+    assert "key" not in told[2] and "No such file" in told[2]
+    assert "does not exist" in told[3] and "outside of /workspace" in told[6]
+    assert told[5].startswith("print(1)")
+    assert told[7].startswith("Terminal session has been reset.")
+    assert told[8].startswith("/workspace\n--\nnote\n")
+
+
+def test_a_megabyte_of_output_and_bytes_that_are_no_text(server: ScriptedModel, workspace: Path) -> None:
+    (workspace / "latin.py").write_bytes("# Stra\xdfe, caf\xe9, na\xefve, \xfcber\nx = 1\n".encode("latin-1") * 20)
+    conversation = opened(server, "bytes", workspace)
+    told = play(
+        conversation,
+        server,
+        [
+            run("head -c 1048576 /dev/zero | tr '\\0' y; echo; echo last"),
+            run("printf '\\xff\\xfeok\\n'"),
+            edit("insert", "/workspace/latin.py", insert_line=0, new_str="y = 2"),
+            run("python3 -c 'print(\"z\" * 20000)'"),
+        ],
+    )
+    conversation.close()
+    assert len(told[0]) == 30_000 and "y\nlast\n[The command" in told[0] and "response clipped" in told[0]
+    assert "\ufffd\ufffdok" in told[1]
+    assert (workspace / "latin.py").read_bytes().startswith(b"y = 2\n# Stra\xdfe, caf\xe9")
+    assert told[3].startswith("z" * 20_000)
+
+
+def test_a_command_over_its_time_can_be_waited_for_and_interrupted(server: ScriptedModel, workspace: Path) -> None:
+    conversation = opened(server, "times", workspace)
+    told = play(
+        conversation,
+        server,
+        [
+            run("export KEPT=yes; sleep 1.5; echo finished", timeout=0.3),
+            run("echo no"),
+            run("some text", is_input=True),
+            run("", timeout=20),
+            run("echo begun; sleep 60; echo never", timeout=0.3),
+            run("C-c", is_input=True),
+            run("echo $KEPT"),
+        ],
+    )
+    conversation.close()
+    assert "[The command timed out after 0.3 seconds. You may wait longer" in told[0] and "exit code" not in told[0]
+    assert 'Your command "echo no" is NOT executed' in told[1]
+    assert "empty standard input" in told[2]
+    assert told[3].startswith("[Below is the output of the previous command.]\nfinished\n")
+    assert "[Command finished with exit code 0]" in told[3]
+    assert "begun" in told[5] and "never" not in told[5] and "[Command finished with exit code 130]" in told[5]
+    assert told[6].startswith("yes\n")
+
+
+def test_an_interrupt_from_another_thread_ends_the_command(server: ScriptedModel, workspace: Path) -> None:
+    conversation = opened(server, "interrupt", workspace)
+    tools = conversation.agent.tools_map if conversation.send_message("Begin.") is None else {}
+    executor = tools[TERMINAL].executor
+    timer = threading.Timer(0.5, executor.interrupt)
+    timer.start()
+    began = time.monotonic()
+    [told] = play(conversation, server, [run("sleep 30", timeout=25)])
+    conversation.close()
+    assert time.monotonic() - began < 15 and "[Command finished with exit code 130]" in told
+
+
+def test_secrets_reach_commands_and_are_masked(server: ScriptedModel, workspace: Path) -> None:
+    conversation = opened(server, "secrets", workspace)
+    conversation.update_secrets({"API_KEY": "hunter-two-22"})
+    told = play(conversation, server, [run("echo $API_KEY | tr a-z A-Z; echo $API_KEY")])
+    conversation.close()
+    assert told[0].startswith("HUNTER-TWO-22\n") and "hunter-two-22" not in told[0]
+
+
+async def test_each_task_of_a_conversation_has_its_own_changes_as_evidence(
+    server: ScriptedModel, workspace: Path
+) -> None:
+    conversation = opened(server, "twice", workspace)
+    play(conversation, server, [run("echo one > one.txt")])
+    play(conversation, server, [run("echo two > two.txt")])
+    conversation.close()
+    first, second = await stored(workspace.parent / "store-bubblewrap")
+    assert first.evidence["changed_files"] == {"one.txt": "added"}
+    assert second.evidence["changed_files"] == {"two.txt": "added"}
