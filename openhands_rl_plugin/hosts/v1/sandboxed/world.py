@@ -267,13 +267,15 @@ def _branch_agent(live: Agent) -> BranchAgent:
 
 
 def _copy_events(source: ConversationState, target: ConversationState) -> None:
-    # Before 1.31 a conversation is a list of events, later the branch of a tree of them.
+    # Before 1.31 a conversation is a list of events, later the branch of a tree of them: names that the former lacks.
+    old: Any = source
+    new: Any = target
     branching = hasattr(source, "active_branch")
-    for event in source.active_branch() if branching else source.events:
+    for event in old.active_branch() if branching else source.events:
         target.events.append(event.model_copy())
     if branching:
-        target.leaf_event_id = source.leaf_event_id
-        target.rebuild_view()
+        new.leaf_event_id = old.leaf_event_id
+        new.rebuild_view()
 
 
 def _wire(llm: LLM, messages: Sequence[SdkMessage]) -> list[dict[str, Any]]:
