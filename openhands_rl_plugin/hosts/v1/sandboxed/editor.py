@@ -35,7 +35,7 @@ class _History(FileHistoryManager):
         return super()._get_history_key(file_path.relative_to(self._copies), counter)
 
 
-class WorkspaceEditor:
+class ConversationEditor:
     """One session's editor, with the undo history of its files. Calls run one at a time."""
 
     def __init__(self, workspace: SandboxedWorkspace) -> None:
@@ -45,9 +45,9 @@ class WorkspaceEditor:
         self._editor: FileEditor | None = None
         self._calls = threading.Lock()
 
-    def forked(self, workspace: SandboxedWorkspace) -> WorkspaceEditor:
+    def forked(self, workspace: SandboxedWorkspace) -> ConversationEditor:
         """An editor of a fork, with this one's undo history."""
-        twin = WorkspaceEditor(workspace)
+        twin = ConversationEditor(workspace)
         if self._editor is not None:
             shutil.copytree(self._scratch / "history", twin._scratch / "history")
         return twin

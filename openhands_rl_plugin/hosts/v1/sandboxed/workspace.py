@@ -12,14 +12,14 @@ from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, JsonObject
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
-from openhands_rl_plugin.hosts.v1.sandboxed.editor import WorkspaceEditor
+from openhands_rl_plugin.hosts.v1.sandboxed.editor import ConversationEditor
 from openhands_rl_plugin.hosts.v1.sandboxed.terminal import Terminal
 
 
 class ConversationWorkspace:
     """What the tools ``terminal`` and ``file_editor`` of one conversation work on. All methods block."""
 
-    def __init__(self, sandboxed: SandboxedWorkspace, terminal: Terminal, editor: WorkspaceEditor) -> None:
+    def __init__(self, sandboxed: SandboxedWorkspace, terminal: Terminal, editor: ConversationEditor) -> None:
         self.sandboxed = sandboxed
         self.terminal = terminal
         self.editor = editor
@@ -36,7 +36,7 @@ class ConversationWorkspace:
     ) -> ConversationWorkspace:
         """A workspace over ``folder``, which is used as it is, or over the task's. Raises ``ConfigError``."""
         sandboxed = SandboxedWorkspace(folder, settings, task=task, variables=variables)
-        return cls(sandboxed, Terminal(sandboxed), WorkspaceEditor(sandboxed))
+        return cls(sandboxed, Terminal(sandboxed), ConversationEditor(sandboxed))
 
     def fork(self, stop: threading.Event) -> ConversationWorkspace:
         """As ``SandboxedWorkspace.fork``, with the editor's history."""
