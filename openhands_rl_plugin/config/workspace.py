@@ -9,6 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from openhands_rl_plugin.config.fields import Settings
 from openhands_rl_plugin.config.host_paths import checked_path
+from openhands_rl_plugin.config.network import check_host
 
 
 class WorkspaceSettings(Settings):
@@ -25,6 +26,12 @@ class WorkspaceSettings(Settings):
     writable: tuple[str, ...] = Field(
         default=(), strict=False, description="folders and files of the host that commands may change"
     )
+    network: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description='what commands may reach: lists ("pypi", "npm", "crates", "github") and hosts ("*.example.com")',
+    )
+    traffic: int = Field(default=8192, ge=1, description="MiB that a session may exchange with them")
     memory: int = Field(default=8192, ge=64, description="MiB of memory of all processes of a session")
     processes: int = Field(default=4096, ge=16, description="processes of a session at a time")
     temporary: int = Field(default=2048, ge=1, description="MiB of /tmp, and of /dev/shm")
@@ -46,3 +53,10 @@ class WorkspaceSettings(Settings):
         for text in texts:
             checked_path(text, whole_home=info.data.get("whole_home", False))
         return texts
+
+    @field_validator("network")
+    @classmethod
+    def _check_network(cls, names: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if names and info.data.get("isolation") == "none":
+            raise ValueError('isolation = "none" leaves commands the whole network; remove one of the two')
+        return tuple(check_host(name) for name in names)

@@ -10,7 +10,7 @@ from importlib.resources import files
 from openhands_rl_plugin.core.types import Frozen
 
 _BOUNDS = "openhands_rl_plugin.environments.workspace.bounds"
-_BOTH = """import sys, types
+_BOTH = """{before}import sys, types
 module = sys.modules[{name!r}] = types.ModuleType({name!r})
 exec({bounds!r}, module.__dict__)
 exec({supervisor!r})
@@ -37,10 +37,9 @@ def bounded(bound: Bound, python: str, command: Sequence[str]) -> list[str]:
     return [python, "-I", "-S", "-c", _text("bounds"), given, *command]
 
 
-@functools.cache
-def supervisor_program() -> str:
-    """The text of the supervisor, with the bounds that it imports."""
-    return _BOTH.format(name=_BOUNDS, bounds=_text("bounds"), supervisor=_text("supervisor"))
+def supervisor_program(before: str = "") -> str:
+    """The text of the supervisor, with the bounds that it imports; ``before`` is executed first."""
+    return _BOTH.format(before=before, name=_BOUNDS, bounds=_text("bounds"), supervisor=_text("supervisor"))
 
 
 @functools.cache

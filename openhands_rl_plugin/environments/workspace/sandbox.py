@@ -19,6 +19,7 @@ from pydantic import Field
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.workspace.bubblewrap import empty_root, find_bubblewrap, isolate
+from openhands_rl_plugin.environments.workspace.network.session import AllowedNetwork
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace, WorkspaceMount
 from openhands_rl_plugin.environments.workspace.visible import (
     HostPaths,
@@ -116,7 +117,8 @@ class SubprocessSandbox:
 
 class BubblewrapSandbox:
     """The system's programs, this interpreter and the ``paths`` of the host, the workspace at ``/workspace``, private
-    ``/tmp``, processes and devices, no capabilities, and no network unless asked for.
+    ``/tmp``, processes and devices, no capabilities, and no network unless asked for: the host's, or by a proxy that a
+    ``Shell`` starts.
 
     A ``task_workspace`` adds its own mounts, and takes this interpreter's packages away.
     """
@@ -125,7 +127,7 @@ class BubblewrapSandbox:
         self,
         root: Path,
         *,
-        network: bool = False,
+        network: bool | AllowedNetwork = False,
         temporary: int = SandboxLimits().temporary,
         task_workspace: TaskWorkspace | None = None,
         paths: HostPaths | None = None,
@@ -136,7 +138,8 @@ class BubblewrapSandbox:
         self._root = str(root)
         self._bound = self._root
         self._around: tuple[str, ...] = ()
-        self._network = network
+        self._network = network is True
+        self.allowed = network if isinstance(network, AllowedNetwork) else None
         self._temporary = temporary
         self._task_workspace = task_workspace
         self._paths = paths or HostPaths()

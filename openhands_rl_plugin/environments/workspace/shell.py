@@ -14,11 +14,18 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from openhands_rl_plugin.core.errors import InfrastructureError
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.environments.workspace import cgroups
 from openhands_rl_plugin.environments.workspace.cgroups import ControlGroup
 from openhands_rl_plugin.environments.workspace.inside import Bound, supervisor_program
-from openhands_rl_plugin.environments.workspace.sandbox import Sandbox, SandboxLimits, SubprocessSandbox, search_path
+from openhands_rl_plugin.environments.workspace.network.session import SessionProxy
+from openhands_rl_plugin.environments.workspace.sandbox import (
+    BubblewrapSandbox,
+    Sandbox,
+    SandboxLimits,
+    SubprocessSandbox,
+    search_path,
+)
 from openhands_rl_plugin.environments.workspace.visible import bash
 
 _START_PATIENCE = 20.0
@@ -76,6 +83,8 @@ class Shell:
         self._start_in = start or sandbox.workspace
         self._process: subprocess.Popen[bytes] | None = None
         self._group: ControlGroup | None = None
+        self._allowed = sandbox.allowed if isinstance(sandbox, BubblewrapSandbox) else None
+        self._proxy: SessionProxy | None = None
         self._one_at_a_time = threading.Lock()
         self._closed = threading.Event()
 
@@ -143,10 +152,13 @@ class Shell:
         return self._process
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # Its real place: a virtual environment may be reached by a link that is hidden.
-        command = self._sandbox.wrap([os.path.realpath(sys.executable), "-I", "-S", "-c", supervisor_program()])
-        group = self._group = cgroups.take(self._limits.processes, self._limits.memory)
+        proxy = self._proxy = SessionProxy(self._allowed) if self._allowed else None
+        program = supervisor_program(proxy.program() if proxy else "")
+        group = None
         try:
+            # Its real place: a virtual environment may be reached by a link that is hidden.
+            command = self._sandbox.wrap([os.path.realpath(sys.executable), "-I", "-S", "-c", program])
+            group = self._group = cgroups.take(self._limits.processes, self._limits.memory)
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -155,11 +167,17 @@ class Shell:
                 env={"PATH": os.environ.get("PATH", os.defpath)},
                 start_new_session=True,
                 bufsize=0,
+                pass_fds=(proxy.handle,) if proxy else (),
             )
         except OSError as error:
-            self._leave_group()
+            self._leave()
             raise InfrastructureError(f"no sandbox could be started: {error}") from error
+        except ConfigError:
+            self._leave()
+            raise
         try:
+            if proxy is not None:
+                proxy.handed_on()
             if group is not None:
                 group.add(process.pid)
             self._exchange(process, self._setup(), _START_PATIENCE)
@@ -195,7 +213,8 @@ class Shell:
     def _environment(self) -> dict[str, str]:
         inherited = {name: os.environ[name] for name in _HOST_VARIABLES if name in os.environ}
         quiet = {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "GIT_TERMINAL_PROMPT": "0"}
-        return {**inherited, "PATH": search_path(), **quiet, "HOME": self._sandbox.home, **self._variables}
+        ways = self._allowed.environment() if self._allowed else {}
+        return {**inherited, "PATH": search_path(), **quiet, "HOME": self._sandbox.home, **ways, **self._variables}
 
     def _exchange(self, process: subprocess.Popen[bytes], request: object, patience: float | None) -> bytes:
         assert process.stdin is not None
@@ -251,9 +270,12 @@ class Shell:
             self._said = (process.stderr.read() or b"").decode("utf-8", "replace")
             process.stderr.close()
             process.stdout.close()
-        self._leave_group()
+        self._leave()
 
-    def _leave_group(self) -> None:
+    def _leave(self) -> None:
+        proxy, self._proxy = self._proxy, None
+        if proxy is not None:
+            proxy.close()
         group, self._group = self._group, None
         if group is not None:
             cgroups.give_back(group)

@@ -260,6 +260,14 @@ def test_folders_of_the_host_are_shown_where_the_settings_name_them(make: Make, 
     assert (tmp_path / "write" / "file").read_text() == "writenew\n"
 
 
+@needs_bubblewrap
+def test_the_hosts_of_the_settings_are_reached_by_a_proxy_and_no_others(make: Make):
+    runtime = make(extended={"rl": {"workspace": {"network": ["*.example.com"]}}})
+    ask = "import urllib.request; urllib.request.urlopen('http://other.example')"
+    said = command(runtime, f'echo $https_proxy; python3 -c "{ask}"').content
+    assert said.startswith("http://127.0.0.1:3128\n") and said.endswith("HTTP Error 403: Refused")
+
+
 def test_through_the_event_stream(make: Make):
     runtime = make()
     stream, seen = runtime.event_stream, []
