@@ -23,7 +23,7 @@ LISTS: Mapping[str, tuple[str, ...]] = {
 """What the names stand for. ``pypi`` has the index of this machine's pip and uv besides (``index_addresses``)."""
 
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
-_HOST = re.compile(rf"(\*\.)?({_LABEL}\.)+(?=[^:]*[A-Za-z])(?!0[xX]){_LABEL}(:[0-9]{{1,5}})?")
+_HOST = rf"(\*\.)?({_LABEL}\.)+(?=[^:]*[A-Za-z])(?!0[xX]){_LABEL}(:[0-9]{{1,5}})?"
 _PIP = ("/etc/pip.conf", "~/.pip/pip.conf", "~/.config/pip/pip.conf")
 _UV = ("/etc/uv/uv.toml", "~/.config/uv/uv.toml")
 
@@ -34,7 +34,7 @@ def check_host(text: str) -> str:
         return text
     if re.fullmatch(r"[\w-]*", text):
         raise ValueError(f'{unknown_name("list", text, LISTS)}; hosts have a dot: "example.com", "*.example.com"')
-    if _HOST.fullmatch(text) is None or not 0 < int(text.partition(":")[2] or 1) < 2**16:
+    if re.fullmatch(_HOST, text) is None or not 0 < int(text.partition(":")[2] or 1) < 2**16:
         raise ValueError(
             f'{text!r} is no name of a host: "example.com", "*.example.com" (those below it), '
             '"example.com:8443"; addresses of IP and of the web are none'

@@ -9,7 +9,7 @@ import pytest
 from openhands_rl_plugin.config.network import LISTS, hosts_of, index_addresses
 from openhands_rl_plugin.config.toml import settings_from_sections
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.environments.workspace.network.session import AllowedNetwork
+from openhands_rl_plugin.environments.workspace.network.allowed import AllowedNetwork
 from openhands_rl_plugin.hosts.shared.workspace_access import network_of
 
 TOKEN = "tok-5b81e0c9d2"

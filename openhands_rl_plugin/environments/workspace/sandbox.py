@@ -19,7 +19,7 @@ from pydantic import Field
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.workspace.bubblewrap import empty_root, find_bubblewrap, isolate
-from openhands_rl_plugin.environments.workspace.network.session import AllowedNetwork
+from openhands_rl_plugin.environments.workspace.network.allowed import AllowedNetwork
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace, WorkspaceMount
 from openhands_rl_plugin.environments.workspace.visible import (
     HostPaths,

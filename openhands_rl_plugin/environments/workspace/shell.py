@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -18,7 +19,6 @@ from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.environments.workspace import cgroups
 from openhands_rl_plugin.environments.workspace.cgroups import ControlGroup
 from openhands_rl_plugin.environments.workspace.inside import Bound, supervisor_program
-from openhands_rl_plugin.environments.workspace.network.session import SessionProxy
 from openhands_rl_plugin.environments.workspace.sandbox import (
     BubblewrapSandbox,
     Sandbox,
@@ -27,6 +27,9 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
     search_path,
 )
 from openhands_rl_plugin.environments.workspace.visible import bash
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.environments.workspace.network.session import SessionProxy
 
 _START_PATIENCE = 20.0
 _ANSWER_PATIENCE = 15.0
@@ -152,7 +155,7 @@ class Shell:
         return self._process
 
     def _start(self) -> subprocess.Popen[bytes]:
-        proxy = self._proxy = SessionProxy(self._allowed) if self._allowed else None
+        proxy = self._proxy = self._make_proxy()
         program = supervisor_program(proxy.program() if proxy else "")
         group = None
         try:
@@ -189,6 +192,13 @@ class Shell:
         except SandboxEndedError as error:
             raise InfrastructureError(f"no sandbox could be started: {error}") from error
         return process
+
+    def _make_proxy(self) -> SessionProxy | None:
+        if self._allowed is None:
+            return None
+        from openhands_rl_plugin.environments.workspace.network.session import SessionProxy
+
+        return SessionProxy(self._allowed)
 
     def _setup(self) -> dict[str, object]:
         sandbox, limits = self._sandbox, self._limits

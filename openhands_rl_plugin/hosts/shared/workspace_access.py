@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from openhands_rl_plugin.config.network import IndexAddresses, hosts_of, index_addresses
 from openhands_rl_plugin.config.workspace import WorkspaceSettings
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.environments.workspace.network.session import AllowedNetwork
+from openhands_rl_plugin.environments.workspace.network.allowed import AllowedNetwork
 from openhands_rl_plugin.environments.workspace.sandbox import SandboxLimits
 from openhands_rl_plugin.environments.workspace.visible import HostPaths
 

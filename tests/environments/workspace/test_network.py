@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import io
 import logging
 import os
 import signal
+import socket
 import socketserver
 import sys
 import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -21,8 +23,8 @@ from typing import ClassVar
 import pytest
 from needs import needs_bubblewrap
 
-from openhands_rl_plugin.environments.workspace.network.proxy import Proxy, is_public
-from openhands_rl_plugin.environments.workspace.network.session import AllowedNetwork
+from openhands_rl_plugin.environments.workspace.network.allowed import AllowedNetwork
+from openhands_rl_plugin.environments.workspace.network.proxy import Proxy, RefusedTargetError, is_public
 from openhands_rl_plugin.environments.workspace.sandbox import BubblewrapSandbox
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, Shell
 
@@ -79,7 +81,7 @@ class StubIndex(BaseHTTPRequestHandler):
         pass
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving(server: socketserver.TCPServer) -> Iterator[int]:
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
@@ -98,7 +100,7 @@ def index() -> Iterator[int]:
         yield port
 
 
-@contextmanager
+@contextlib.contextmanager
 def session(folder: Path, allowed: AllowedNetwork) -> Iterator[Run]:
     shell = Shell(BubblewrapSandbox(folder, network=allowed))
     try:
@@ -236,6 +238,39 @@ def test_refused_hosts_are_logged_once_and_counted(tmp_path: Path, caplog: pytes
 
 
 @needs_bubblewrap
+def test_the_log_stays_short_when_many_hosts_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    many = """import socket
+for number in range(600):
+    with socket.create_connection(("127.0.0.1", 3128)) as proxy:
+        proxy.sendall(b"CONNECT h%d.example:443 HTTP/1.1\\r\\n\\r\\n" % number)
+        proxy.recv(1000)
+"""
+    with caplog.at_level(logging.WARNING), session(tmp_path, AllowedNetwork(hosts=("pypi.org",))) as run:
+        assert run(f"python3 - <<'END'\n{many}END").exit_code == 0
+    assert len(caplog.records) == 502 and "600 refused in all" in caplog.records[-1].getMessage()
+
+
+@needs_bubblewrap
+def test_the_process_that_reads_what_commands_send_has_no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SOME_API_KEY", "k-83hf7d")
+    marker = f"keys{os.getpid()}.example"
+    with session(tmp_path, AllowedNetwork(hosts=(marker,))) as run:
+        run("true")
+        (proxy,) = found(marker)
+        assert b"k-83hf7d" not in (proxy / "environ").read_bytes()
+
+
+@needs_bubblewrap
+def test_an_idle_connection_ends(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with session(tmp_path, of_index(port, idle=0.4)) as run:
+            began = time.monotonic()
+            said = run(talk(f"CONNECT localhost:{port} HTTP/1.1\r\n\r\n"), 20.0).output
+    assert said.startswith("HTTP/1.1 200 ") and time.monotonic() - began > 0.4
+
+
+@needs_bubblewrap
 def test_a_session_has_so_much_traffic_and_no_more(tmp_path: Path, index: int):
     get = talk(f"GET http://localhost:{index}/large HTTP/1.1\r\n\r\n", "2>&1 | wc -c")
     with session(tmp_path, of_index(index, traffic=4 * 1024**2)) as run:
@@ -281,13 +316,17 @@ def test_the_proxy_ends_with_the_session_and_with_its_host(end: str, tmp_path: P
 
 
 def alive(marker: str) -> bool:
+    return bool(found(marker))
+
+
+def found(marker: str) -> list[Path]:
+    """The folders in ``/proc`` of the processes whose command line holds ``marker``."""
+    folders = []
     for entry in Path("/proc").iterdir():
-        try:
+        with contextlib.suppress(OSError):
             if entry.name.isdigit() and marker.encode() in (entry / "cmdline").read_bytes():
-                return True
-        except OSError:
-            continue
-    return False
+                folders.append(entry)
+    return folders
 
 
 @needs_bubblewrap
@@ -316,8 +355,29 @@ def test_public_addresses():
 
 
 def test_names_below_a_name_and_ports():
-    proxy = Proxy({"hosts": ["*.example.com", "plain.example:8443"], "index": [], "traffic": 1})
+    proxy = Proxy({"hosts": ["*.example.com", "plain.example:8443"], "index": [], "traffic": 1, "idle": 1})
     allowed = [("a.example.com", 443), ("a.b.example.com", 80), ("plain.example", 8443)]
     assert [proxy.why_not(*each) for each in allowed] == ["", "", ""]
     for host, port in [("example.com", 443), ("badexample.com", 443), ("plain.example", 443), ("a.example.com", 8443)]:
         assert proxy.why_not(host, port)
+
+
+async def test_the_address_that_was_checked_is_the_one_that_is_used(monkeypatch: pytest.MonkeyPatch):
+    """A name that has another address at every question; nothing here can be a name server, so the answers are made."""
+    answers, used = ["127.0.0.1", "8.8.8.8", "127.0.0.1"], []
+
+    async def look_up(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (answers.pop(0), port))]
+
+    async def open_connection(host: str, port: int, **_: object) -> None:
+        used.append(host)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+    monkeypatch.setattr(asyncio, "open_connection", open_connection)
+    proxy = Proxy({"hosts": ["a.example"], "index": [], "traffic": 1, "idle": 1})
+    with pytest.raises(RefusedTargetError, match="its address is private"):
+        await proxy.connect("a.example:443")
+    with pytest.raises(RefusedTargetError, match="cannot be reached"):
+        await proxy.connect("a.example:443")
+    assert used == ["8.8.8.8"] and answers == ["127.0.0.1"]

@@ -1,7 +1,7 @@
 """The HTTP proxy of one session, as a process of its own that only uses the standard library.
 
 ``python -I -S proxy.py CHANNEL RULES``: ``CHANNEL`` is a socket, over which the sandbox hands its listening socket
-over; ``RULES`` is JSON, the fields of ``session.AllowedNetwork``. Tunnels (CONNECT) and plain requests with a whole
+over; ``RULES`` is JSON, the fields of ``allowed.AllowedNetwork``. Tunnels (CONNECT) and plain requests with a whole
 address go to allowed hosts, at an address that was looked up and checked here; everything else is refused.
 
 One JSON line on stdout for each refused target, ``[target, reason]``, when it is refused first. The end of stdin ends
@@ -24,7 +24,6 @@ CHUNK = 2**16
 MOST_CONNECTIONS = 128
 MOST_TARGETS = 500
 PATIENCE = 30.0
-IDLE = 120.0
 PORTS = (80, 443)
 TARGET = re.compile(r"([A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})")
 HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\r\n\0]*)")
@@ -58,6 +57,7 @@ class Proxy:
         self.hosts: list[str] = rules["hosts"]
         self.index: list[str] = rules["index"]
         self.left: int = rules["traffic"]
+        self.idle: float = rules["idle"]
         self.open = 0
         self.refused: Counter[str] = Counter()
 
@@ -88,10 +88,9 @@ class Proxy:
             writer.close()
 
     def note(self, refused: RefusedTargetError) -> None:
-        target = refused.target
+        full = len(self.refused) >= MOST_TARGETS
+        target = "others" if full and refused.target not in self.refused else refused.target
         if target not in self.refused:
-            if len(self.refused) >= MOST_TARGETS:
-                target = "others"
             print(json.dumps([target, str(refused)]), flush=True)
         self.refused[target] += 1
 
@@ -189,7 +188,7 @@ class Proxy:
     ) -> None:
         """Pass bytes both ways until both sides end, one fails, nothing comes, or the traffic is used up."""
         clock = asyncio.get_running_loop().time
-        async with asyncio.timeout(IDLE) as idle:
+        async with asyncio.timeout(self.idle) as idle:
 
             async def pass_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter, most: int | None) -> None:
                 while most != 0 and (data := await source.read(CHUNK if most is None else min(CHUNK, most))):
@@ -199,7 +198,7 @@ class Proxy:
                     most = None if most is None else most - len(data)
                     sink.write(data)
                     await sink.drain()
-                    idle.reschedule(clock() + IDLE)
+                    idle.reschedule(clock() + self.idle)
                 if most is None and sink.can_write_eof():
                     sink.write_eof()
 

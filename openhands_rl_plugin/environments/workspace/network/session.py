@@ -10,46 +10,19 @@ import sys
 import threading
 from importlib.resources import files
 
-from pydantic import Field
-
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.redaction import redacting_logger
-from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.environments.workspace.network.allowed import PORT, AllowedNetwork
 
 _LOG = redacting_logger(__name__)
 _CLOSE_PATIENCE = 2.0
 # The shell before bwrap uses the first ten for itself.
 _LEAST_HANDLE = 20
-_PORT = 3128
-_ADDRESS = f"http://127.0.0.1:{_PORT}"
-_PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
-_LOCAL = ("localhost", "127.0.0.1", "::1")
 _HAND_OVER = """import socket
 with socket.socket(fileno={handle}) as channel, socket.create_server(("127.0.0.1", {port})) as listener:
     socket.send_fds(channel, [b"!"], [listener.fileno()])
 del socket, channel, listener
 """
-
-
-class AllowedNetwork(Frozen):
-    """What a session reaches through its proxy, and how much: ``traffic`` bytes, of both directions together.
-
-    ``hosts``: ``name``, ``*.name`` (below it), each with ``:port`` for another one than 80 and 443, and never at a
-    private address. ``index``: ``host:port`` of the user's package index, at whatever address it is. ``variables``:
-    settings of programs in the sandbox.
-    """
-
-    hosts: tuple[str, ...]
-    index: tuple[str, ...] = ()
-    variables: dict[str, str] = Field(default_factory=dict)
-    traffic: int = Field(default=8 * 1024**3, ge=1)
-
-    def environment(self) -> dict[str, str]:
-        """Variables that lead programs to the proxy; what listens in the sandbox itself needs none."""
-        index = {each.rpartition(":")[0] for each in self.index}
-        direct = ",".join(name for name in _LOCAL if name not in index)
-        ways = {**dict.fromkeys(_PROXY_VARIABLES, _ADDRESS), "NO_PROXY": direct, "no_proxy": direct}
-        return {**ways, **self.variables}
 
 
 class SessionProxy:
@@ -64,11 +37,12 @@ class SessionProxy:
             command = [sys.executable, "-I", "-S", str(files(__package__).joinpath("proxy.py")), str(outside.fileno())]
             try:
                 self._process = subprocess.Popen(
-                    [*command, allowed.model_dump_json(include={"hosts", "index", "traffic"})],
+                    [*command, allowed.model_dump_json(exclude={"variables"})],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
                     pass_fds=(outside.fileno(),),
+                    env={},  # it reads what commands send, so it holds no keys
                     start_new_session=True,
                 )
             except OSError as error:
@@ -83,7 +57,7 @@ class SessionProxy:
 
     def program(self) -> str:
         """What the sandbox's first process executes before anything else: it listens, and hands that over."""
-        return _HAND_OVER.format(handle=self.handle, port=_PORT)
+        return _HAND_OVER.format(handle=self.handle, port=PORT)
 
     def handed_on(self) -> None:
         """The sandbox has been started: only it holds the handle now, or nobody."""
@@ -108,7 +82,7 @@ class SessionProxy:
     def _read(self) -> None:
         assert self._process.stdout is not None
         with self._process.stdout as lines:
-            for line in lines:
+            for line in (each for each in lines if each.endswith(b"\n")):
                 said = json.loads(line)
                 if isinstance(said, dict):
                     self.refused = said
