@@ -8,23 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
 _REFUSED = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-length: 0\r\n\r\n"
+_READ = 16 * 1024
+"""Bytes of one connection in one turn of the event loop: of tiny chunks, h11 takes a second for the usual 256 KiB."""
 Peer = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
     """``most``: connections at once. ``request``: seconds from a request's first byte, or from the connection, to its
-    last byte. ``idle``: seconds between two requests. ``reading``: seconds in which a client must go on reading."""
+    last byte. ``idle``: seconds between two requests. ``reading``: seconds in which a client must go on reading.
+    ``parsing``: seconds of processor time for the bytes of one request."""
 
     most: int = 1024
     request: float = 60.0
     idle: float = 75.0
     reading: float = 60.0
+    parsing: float = 2.0
 
 
 class Connections:
@@ -93,9 +99,12 @@ class _Bounded(asyncio.Protocol):
         self._begun = False
         self._timer: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None
+        self._parsing = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        with suppress(AttributeError):  # other event loops than asyncio's
+            setattr(transport, "max_size", _READ)  # noqa: B010
         self._peer = peer_of(transport.get_extra_info("peername"))
         self._admitted = self._owner.admit(self._peer, self)
         if not self._admitted:
@@ -128,8 +137,13 @@ class _Bounded(asyncio.Protocol):
         if not self._admitted:
             return
         if not self._begun:
+            self._parsing = 0.0
             self.expect_request(self._owner.limits.request, begun=True)
+        started = time.thread_time()
         self._inner.data_received(data)
+        self._parsing += time.thread_time() - started
+        if self._parsing > self._owner.limits.parsing:
+            self._late()
 
     def eof_received(self) -> bool | None:
         return self._inner.eof_received() if self._admitted else None

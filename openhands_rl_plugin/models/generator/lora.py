@@ -14,7 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from openhands_rl_plugin.core.errors import CaughtFailure, boundary
 from openhands_rl_plugin.core.files import is_file
+from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.models.adapters.peft_format import CONFIG_FILE, UNSUPPORTED_OPTIONS, WEIGHTS_FILE
 from openhands_rl_plugin.models.generator.errors import NotFound, ServingError
 from openhands_rl_plugin.models.generator.linear import LoRAWeights, Projection
@@ -48,15 +50,20 @@ def read_adapter(
     ``base_model`` is the served model's path or name, compared with the one the adapter was trained on. Raises
     ``NotFound`` when there is no adapter, ``ServingError`` when it does not fit the model; messages have one line.
     """
-    config = _read_config(name, path)
-    _check_config(name, config, base_model)
-    pairs = _read_pairs(name, path, projections)
-    layers: dict[str, LoRAWeights] = {}
-    for projection in {id(p): p for p in projections.values()}.values():
-        members = {n: pairs[n] for n in projection.names if n in pairs}
-        if members:
-            scalings = {n: _scaling(config, n) for n in members}
-            layers[projection.key] = _fuse(projection, members, scalings, dtype, device)
+    try:
+        # peft takes fields of any type, and fails where it uses them.
+        with boundary(FailureKind.MODEL, "adapter"):
+            config = _read_config(name, path)
+            _check_config(name, config, base_model)
+            pairs = _read_pairs(name, path, projections)
+            layers: dict[str, LoRAWeights] = {}
+            for projection in {id(p): p for p in projections.values()}.values():
+                members = {n: pairs[n] for n in projection.names if n in pairs}
+                if members:
+                    scalings = {n: _scaling(config, n) for n in members}
+                    layers[projection.key] = _fuse(projection, members, scalings, dtype, device)
+    except CaughtFailure as caught:
+        raise _load_error(name, f"it cannot be used: {caught.failure.message}") from caught
     return LoadedAdapter(name, str(path), layers)
 
 

@@ -72,6 +72,18 @@ def test_a_request_that_never_ends_is_dropped(half: bytes) -> None:
         assert 0.3 < time.monotonic() - started < 3
 
 
+def test_a_body_in_chunks_of_one_byte_is_dropped_before_it_takes_the_server_s_time() -> None:
+    limits = ConnectionLimits(request=8, parsing=0.1)
+    with server(limits) as url, connect(url, seconds=8) as client:
+        client.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+        with pytest.raises(ConnectionError):
+            for _ in range(100):
+                client.sendall(b"1\r\na\r\n" * 20_000)
+        large = request(body=b"1" * 8_000_000, host="localhost", content_type="application/json")
+        assert exchange(url, large).endswith(b"8000000")
+        assert metric(url, "http_connections_late_total") == 1
+
+
 def test_a_byte_now_and_then_does_not_help() -> None:
     with server() as url, connect(url) as client:
         client.sendall(HEAD + b"Content-Length: 999\r\n\r\n")
