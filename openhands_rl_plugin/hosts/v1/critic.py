@@ -184,7 +184,7 @@ def _told_by(events: Sequence[LLMConvertibleEvent], stop: StopReason, evidence: 
     """The conversation as its events tell it."""
     tree = EpisodeTree()
     for each in LLMConvertibleEvent.events_to_messages(list(events)):
-        message = _message(each)
+        message = message_of(each)
         if message.role == "assistant":
             tree.commit(tree.propose(Completion(message=message, policy=_UNKNOWN)))
         else:
@@ -205,7 +205,7 @@ def _told_by(events: Sequence[LLMConvertibleEvent], stop: StopReason, evidence: 
     )
 
 
-def _message(said: SdkMessage) -> Message:
+def message_of(said: SdkMessage) -> Message:
     text = "\n".join(part.text for part in said.content if isinstance(part, TextContent))
     return Message(
         role=said.role,

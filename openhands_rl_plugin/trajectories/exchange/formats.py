@@ -22,7 +22,6 @@ from openhands_rl_plugin.trajectories.exchange import (
     sft,
     trajectories,
     trees,
-    v1_events,
     verifier,
 )
 from openhands_rl_plugin.trajectories.exchange.agents import (
@@ -45,6 +44,8 @@ from openhands_rl_plugin.trajectories.exchange.reading import (
     row_source,
     rows_of,
 )
+from openhands_rl_plugin.trajectories.exchange.v1 import events as v1_events
+from openhands_rl_plugin.trajectories.exchange.v1 import write as v1_write
 from openhands_rl_plugin.trajectories.exchange.writing import Columns, Folder, JsonFile, ParquetFile, Sink
 
 _JSON_ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
@@ -170,7 +171,11 @@ FORMATS: Mapping[str, Format] = {
         ),
         Format(
             "v1-events",
-            "stored conversations of the OpenHands V1 SDK (events)",
+            "stored conversations of the OpenHands V1 SDK: a folder of events each",
+            None,
+            lambda trajectory, scores, beaten: v1_write.rows(trajectory, scores),
+            _ALL,
+            folder=True,
             recognises=v1_events.recognises,
             source=v1_events.source,
         ),

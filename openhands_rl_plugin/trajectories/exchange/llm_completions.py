@@ -38,7 +38,7 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
 from openhands_rl_plugin.trajectories.exchange.reading import Source, Unit, files_below, read_document
 from openhands_rl_plugin.trajectories.exchange.text_tools import read_system_prompt
 from openhands_rl_plugin.trajectories.exchange.v0_read import Response
-from openhands_rl_plugin.trajectories.exchange.v1_read import read_tool
+from openhands_rl_plugin.trajectories.exchange.v1.read import read_tool
 from openhands_rl_plugin.trajectories.exchange.writing import safe_name
 
 

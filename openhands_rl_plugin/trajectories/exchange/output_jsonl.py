@@ -32,7 +32,7 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
 from openhands_rl_plugin.trajectories.exchange.judgement import patch_of, resolved
 from openhands_rl_plugin.trajectories.exchange.v0_read import EventReader
 from openhands_rl_plugin.trajectories.exchange.v0_write import history
-from openhands_rl_plugin.trajectories.exchange.v1_read import read_log
+from openhands_rl_plugin.trajectories.exchange.v1.read import read_log
 
 _TEST_LISTS = ("FAIL_TO_PASS", "PASS_TO_PASS")
 

@@ -137,8 +137,8 @@ class ParquetFile(_Staged):
 class Folder:
     """One file a row, in a folder for its group; the folder must not exist, or be empty.
 
-    A name is "group/owner/file". The first owner of a group has the folder ``group``, the second one
-    ``attempt_2/group``, and so on.
+    A name is "group/owner/file", or "group/owner/folder/file". The first owner of a group has the folder ``group``, the
+    second one ``attempt_2/group``, and so on.
     """
 
     def __init__(self, target: Path) -> None:
@@ -157,12 +157,13 @@ class Folder:
 
     def write(self, name: str, row: JsonObject) -> None:
         """Write ``row`` to its file."""
-        group, owner, file_name = (safe_name(part) for part in name.split("/"))
+        group, owner, *inner, file_name = (safe_name(part) for part in name.split("/"))
         owners = self._owners.setdefault(group, [])
         if owner not in owners:
             owners.append(owner)
         attempt = owners.index(owner) + 1
         folder = self._staged / group if attempt == 1 else self._staged / f"attempt_{attempt}" / group
+        folder = folder.joinpath(*inner)
         file = folder / file_name
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -216,7 +216,7 @@ def test_a_truncated_archive_is_an_error(tmp_path: Path, capsys: pytest.CaptureF
             ("export", "STORE", "--format", "sft-txt", "--out", "x"),
             "unknown format 'sft-txt'; did you mean 'sft-text'?",
         ),
-        (("export", "STORE", "--format", "v1-events", "--out", "x"), "'v1-events' is for import only"),
+        (("export", "STORE", "--format", "swe-agent", "--out", "x"), "'swe-agent' is for import only"),
         (("import", "STORE", "--format", "verifier", "--into", "x"), "'verifier' is for export only"),
         (("import", "nowhere", "--format", "agentgym", "--into", "x"), "nowhere: no such file or folder"),
         (("export", "nowhere", "--format", "agentgym", "--out", "x"), "nowhere: this folder does not exist"),

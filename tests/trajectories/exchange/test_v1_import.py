@@ -12,8 +12,8 @@ from exchange_samples import DATA
 from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.types import JsonObject, Message, PolicyRef, StopReason, ToolCall, Trajectory
-from openhands_rl_plugin.trajectories.exchange import v1_events
-from openhands_rl_plugin.trajectories.exchange.v1_read import read_log
+from openhands_rl_plugin.trajectories.exchange.v1 import events as v1_events
+from openhands_rl_plugin.trajectories.exchange.v1.read import read_log
 
 VERSIONS = ["1.15", "1.58"]
 

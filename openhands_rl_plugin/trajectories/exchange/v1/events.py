@@ -11,7 +11,7 @@ from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Pol
 from openhands_rl_plugin.trajectories.exchange.episodes import Ending, Imported, Origin, end_of, finished
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, Foreign, parse
 from openhands_rl_plugin.trajectories.exchange.reading import Source, Unit, files_below, read_document, rows_of
-from openhands_rl_plugin.trajectories.exchange.v1_read import Log, read_log
+from openhands_rl_plugin.trajectories.exchange.v1.read import Log, read_log
 
 ENVIRONMENT = "openhands"
 _STATE = "base_state.json"

@@ -1,0 +1,1 @@
+"""Stored conversations of OpenHands' V1 SDK, read and written."""

@@ -1,0 +1,101 @@
+"""What the SDK persists of a conversation of RLAgent, what RLAgent recorded, and the one made of the other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+from openhands.sdk.event import Event, LLMConvertibleEvent
+from scripted_model import ScriptedModel, call, says
+from sdk_play import converse, finish, make_agent, make_llm, repair, stored, think
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.core.types import Message, ToolCall, Trajectory
+from openhands_rl_plugin.hosts.v1.critic import message_of
+from openhands_rl_plugin.trajectories.exchange.formats import FORMATS
+from openhands_rl_plugin.trajectories.exchange.v1 import events as v1_events
+
+
+async def recorded(server: ScriptedModel, workspace: Path, name: str, answers: list[dict]) -> tuple[Trajectory, Path]:
+    """The episode, and the folder of the SDK's own events."""
+    server.script(name, answers)
+    kept = workspace.parent / "kept"
+    agent = make_agent(make_llm(server, name), workspace.parent / "store")
+    conversation = converse(agent, workspace, persistence_dir=str(kept))
+    conversation.send_message("Correct calc.py.")
+    conversation.run()
+    conversation.close()
+    [episode] = await stored(workspace.parent / "store")
+    return episode, kept
+
+
+def imported(folder: Path) -> Trajectory:
+    [unit] = v1_events.source(folder).units
+    return unit.read().trajectory
+
+
+def answers_to(workspace: Path) -> list[dict]:
+    both = says("Both.", call("think", '{"thought":  "a"}', "call-a"), call("think", {"thought": "b"}, "call-b"))
+    return [*repair(workspace)[:-1], both, think("again", "call-c"), finish(id="call-d")]
+
+
+def calls_in(messages: tuple[Message, ...]) -> list[ToolCall]:
+    return [each for message in messages for each in message.tool_calls]
+
+
+def plain(messages: tuple[Message, ...]) -> list[Message]:
+    return [message.model_copy(update={"content": message.content or None}) for message in messages]
+
+
+async def test_the_sdks_own_events_hold_every_message_and_call_of_the_episode(
+    server: ScriptedModel, workspace: Path
+) -> None:
+    episode, kept = await recorded(server, workspace, "persisted", answers_to(workspace))
+    found = imported(kept)
+    assert found.stop is episode.stop and found.task.instruction == episode.task.instruction
+    ours, theirs = calls_in(episode.messages()), calls_in(found.messages())
+    assert [(each.id, each.name) for each in theirs] == [(each.id, each.name) for each in ours] and len(ours) == 7
+    # The SDK repairs the arguments of one and writes all anew; what they say is the same otherwise.
+    repaired = [one.id for one, other in zip(ours, theirs, strict=True) if not same(one, other)]
+    assert repaired in ([], ["call-1"])
+    texts = [[message.content for message in plain(each.messages())] for each in (episode, found)]
+    # The result of finish is an event, too, which no prompt had.
+    assert texts[1] == [*texts[0], "done"]
+
+
+def same(one: ToolCall, other: ToolCall) -> bool:
+    return json.loads(one.arguments) == json.loads(other.arguments)
+
+
+async def test_an_exported_episode_is_a_conversation_that_the_sdk_reads(
+    server: ScriptedModel, workspace: Path, tmp_path: Path
+) -> None:
+    episode, _ = await recorded(server, workspace, "exported", answers_to(workspace))
+    target = tmp_path / "exported"
+    form = FORMATS["v1-events"]
+    with form.sink(target) as sink:
+        for name, row in form.files()(episode, (), ()):
+            sink.write(name, row)
+    files = sorted(target.rglob("event-*.json"))
+    events = [Event.model_validate_json(file.read_text()) for file in files]
+    told = [each for each in events if isinstance(each, LLMConvertibleEvent)]
+    again = tuple(message_of(each) for each in LLMConvertibleEvent.events_to_messages(told))
+    # The calls as they were sampled, to the character.
+    assert plain(again) == plain(episode.messages())
+    found = imported(target)
+    assert plain(found.messages()) == plain(episode.messages())
+    assert [tool["function"] for tool in found.tools] == [tool["function"] for tool in episode.tools]
+    assert found.stop is episode.stop
+    assert [node.sampled for node in found.nodes] == [episode.nodes[at].sampled for at in episode.path()]
+
+
+async def test_the_export_command_writes_folders_that_the_import_command_reads(
+    server: ScriptedModel, workspace: Path, tmp_path: Path
+) -> None:
+    episode, _ = await recorded(server, workspace, "commands", answers_to(workspace))
+    store, target, back = workspace.parent / "store", tmp_path / "folders", tmp_path / "back"
+    assert await asyncio.to_thread(cli.main, ["export", str(store), "--format", "v1-events", "--out", str(target)]) == 0
+    assert await asyncio.to_thread(cli.main, ["import", str(target), "--into", str(back)]) == 0
+    [found] = await stored(back)
+    assert plain(found.messages()) == plain(episode.messages())
