@@ -78,5 +78,14 @@ def test_a_task_in_the_cli_is_played_by_rlagent_and_recorded(tmp_path: Path) -> 
     sampled = [node for node in episode.nodes if node.sampled]
     assert episode.stop is StopReason.TERMINATED and len(sampled) == 2
     assert [node.tokens.extends for node in sampled if node.tokens] == [False, True]
+    # Another run goes on with the conversation.
+    [kept] = (tmp_path / "home/.openhands/conversations").iterdir()
+    with serve() as server:
+        server.script("cli", [says(None, call("finish", {"message": "Still there."}, "c3"))])
+        done = run(server, "cli", tmp_path, *options, "--resume", kept.name, "-t", "Is it there?")
+        heard = str(server.requests["cli"][0]["messages"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Write hello into greeting.txt" in heard and "Is it there?" in heard
+    assert [each.stop for each in episodes(tmp_path / "store")] == [StopReason.TERMINATED] * 2
     [state] = (tmp_path / "home/.openhands").rglob("base_state.json")
     assert json.loads(state.read_text())["agent"]["kind"] == "RLAgent"

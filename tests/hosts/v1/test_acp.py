@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import acp
 import pytest
 import pytest_asyncio
+from acp.schema import EnvVariable, McpServerStdio
 from acp_play import Connected, connected
 from openhands.sdk.conversation import LocalConversation
 from scripted_model import ScriptedModel, call, says
@@ -187,6 +189,35 @@ async def test_a_limit_of_the_settings_is_told(editing: Connected, server: Scrip
     done = await ask(editing, id, "Think.")
     assert done.stop_reason == "max_turn_requests"
     assert editing.editor.said("agent_thought_chunk") == "0123"
+
+
+async def test_the_clients_mcp_servers_are_the_agents_tools(
+    editing: Connected, server: ScriptedModel, workspace: Path
+) -> None:
+    script = workspace / "weather.py"
+    script.write_text(
+        "import os\nfrom fastmcp import FastMCP\nserver = FastMCP('w')\n@server.tool\ndef sky(city: str) -> str:\n"
+        "    return f'{city}: {os.environ[\"SKY\"]}'\n\n\nserver.run(show_banner=False)\n"
+    )
+    given = McpServerStdio(
+        name="weather", command=sys.executable, args=[str(script)], env=[EnvVariable(name="SKY", value="blue")]
+    )
+    session = await editing.agent.new_session(cwd=str(workspace), mcp_servers=[given])
+    await editing.agent.set_session_mode(session_id=session.session_id, mode_id="auto")
+
+    def policy(body: dict) -> dict:
+        [name] = [tool["function"]["name"] for tool in body["tools"] if tool["function"]["name"].endswith("sky")]
+        asked = any(message["role"] == "tool" for message in body["messages"])
+        return finish() if asked else says(None, call(name, {"city": "Rome"}, "c1"))
+
+    server.policies["acp"] = policy
+    try:
+        done = await ask(editing, session.session_id, "How is the weather?")
+    finally:
+        del server.policies["acp"]
+    assert done.stop_reason == "end_turn"
+    [ended] = [update for update in editing.editor.updates if update.session_update == "tool_call_update"]
+    assert ended.status == "completed" and "Rome: blue" in ended.content[0].content.text
 
 
 async def test_what_cannot_be_done_is_said_in_one_line(

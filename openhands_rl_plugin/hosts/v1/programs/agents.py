@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from openhands.sdk import LLM, Tool
 from openhands.tools.file_editor import FileEditorTool
@@ -30,7 +31,9 @@ def make_agent(work: OwnWork, *, mcp_servers: JsonObject | None = None) -> RLAge
 
     Raises ``ConfigError`` for an ``[llm]`` that the SDK refuses.
     """
-    mcp = {"mcp_config": {"mcpServers": mcp_servers}} if mcp_servers else {}
+    # Early releases take any table, and read this form of it; later ones have a model of a server.
+    wrapped = RLAgent.model_fields["mcp_config"].annotation == dict[str, Any]
+    mcp = {"mcp_config": {"mcpServers": mcp_servers} if wrapped else mcp_servers} if mcp_servers else {}
     return RLAgent.model_validate({"llm": make_llm(work.llm), "tools": list(offered()), "rl": work.rl, **mcp})
 
 
