@@ -153,6 +153,8 @@ class HarborEnvironment:
         if self._container is None or self._ended:
             return None
         self._ended = self._truncated = True
+        # A host ends an episode without cancelling its step, whose command would go on until its own limit.
+        await asyncio.to_thread(self._container.interrupt)
         self._rewards.append(reward := await self._test())
         return Observation(reward=reward, truncated=True)
 

@@ -23,7 +23,7 @@ ROW = with_extra(instance("c0ffee"), image="swebench/sweb.eval.x86_64.a_1776_b-1
 
 PROGRAM = """\
 #!/usr/bin/env python3
-import json, os, shutil, subprocess, sys
+import json, os, re, shutil, subprocess, sys
 words = sys.argv[1:]
 with open(os.environ["CALLS"], "a") as file:
     file.write(json.dumps(words) + "\\n")
@@ -39,7 +39,8 @@ if words[0] == "ps":
     print(os.environ.get("LEFT", "another-container"))
 if words[0] == "exec":
     if any("git apply --verbose" in word for word in words):
-        print("Applied patch calc.py cleanly.")
+        mark = re.search(r"echo (\\w{16});", " ".join(words))[1]
+        print(mark, "Applied patch calc.py cleanly.", "", mark, sep="\\n")
     elif "/bin/bash" in words:
         word = sys.stdin.readline().strip()
         print(f"+{word} : '>>>>> Start Test Output'")

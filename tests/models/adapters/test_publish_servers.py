@@ -12,7 +12,6 @@ from typing import get_args
 import httpx
 import pytest
 import torch
-from openhands_rl_plugin.core.http_server import listening, serving
 from safetensors.torch import load_file, save_file
 from sglang_double import BASE, SGLangDouble, running_sglang
 from starlette.applications import Starlette
@@ -25,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError, PublishError, StorageError
+from openhands_rl_plugin.core.servers.listening import listening, serving
 from openhands_rl_plugin.core.types import Adapter, Probe
 from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
