@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from scripted_model import ScriptedModel, call, says, serve
@@ -10,15 +13,20 @@ from scripted_model import ScriptedModel, call, says, serve
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, TrainingSettings
 from openhands_rl_plugin.core.acted import CONDENSATION, TURN, kind_of
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Sample, Task, Trajectory
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 from openhands_rl_plugin.training.credit.credit import credited_samples
-from openhands_rl_plugin.training.data.batch import samples_of
+from openhands_rl_plugin.training.data.batch import pack, samples_of
 from openhands_rl_plugin.training.data.eligibility import off_policy_sampling
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 CONDENSER = {"type": "llm", "max_size": 10, "keep_first": 3}
 TURNS = 12
+ROOT = Path(__file__).parents[3]
+V1 = Path(os.environ.get("OPENHANDS_RL_SDK_PYTHON") or ROOT / ".venv-v1" / "bin" / "python")
+HELPERS = ROOT / "tests" / "helpers" / "servers"
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +96,42 @@ async def test_summaries_are_trained_when_that_is_asked_for(server: ScriptedMode
 async def test_a_condenser_that_openhands_does_not_know_is_refused(server: ScriptedModel) -> None:
     with pytest.raises(ConfigError, match="Unknown condenser type: magic"):
         await play(server, "magic", condenser={"type": "magic"})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not V1.exists(), reason="OpenHands V1 is not installed beside: make test-v1")
+async def test_episodes_of_v0_and_v1_are_in_one_store_and_one_batch(server: ScriptedModel, tmp_path: Path) -> None:
+    async with FileTrajectoryStorage(tmp_path / "store") as storage:
+        await storage.add(await play(server, "both-v0"))
+    said = iter(range(1000))
+
+    def policy(body: dict) -> dict:
+        number = next(said)
+        if not body.get("tools"):
+            return says(f"summary {number}")
+        if number > TURNS:
+            return says(None, call("finish", {"message": "done"}, f"call-{number}"))
+        return says(f"turn {number}", call("think", {"thought": f"hm {number}"}, f"call-{number}"))
+
+    server.policies["both-v1"] = policy
+    (tmp_path / "work").mkdir()
+    words = [str(V1), str(HELPERS / "v1_conversation.py"), server.url, "both-v1", str(tmp_path / "store")]
+    environ = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "OH_PERSISTENCE_DIR": str(tmp_path / "own")}
+    ran = subprocess.run(
+        [*words, str(tmp_path / "work")], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=240
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    async with FileTrajectoryStorage(tmp_path / "store") as storage:
+        episodes = [episode async for episode, _ in storage.find(TrajectoryFilter())]
+    assert {episode.policy.base_model for episode in episodes} == {"both-v0", "both-v1"}
+    assert all(len(episode.ends()) > 1 for episode in episodes)
+    samples = [sample for episode in episodes for sample in samples_of(episode)]
+    assert trained(samples) == sum(sampled(episode, TURN) for episode in episodes)
+    assert trained(samples) == sum(trained(samples_of(episode)) for episode in episodes)
+    [batch] = pack(samples, sum(len(sample.input_ids) for sample in samples))
+    assert len(batch) == len(samples) and {sample.trajectory_id for sample in batch} == {each.id for each in episodes}
+    group = [episode.model_copy(update={"group_id": "both"}) for episode in episodes]
+    credited = credited_samples(group, [1.0, 0.0], TrainingSettings())
+    assert trained(credited.samples) == trained(samples)
+    assert {sample.advantage > 0 for sample in credited.samples} == {True, False}
