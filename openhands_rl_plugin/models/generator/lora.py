@@ -167,7 +167,10 @@ def _fuse(
             up[row : row + size, column : column + b.shape[1]] = b
             column += b.shape[1]
         row += size
-    return LoRAWeights(down.to(device, dtype), up.to(device, dtype))
+    fused = LoRAWeights(down.to(device, dtype), up.to(device, dtype))
+    if not (fused.lora_a.isfinite().all() and fused.lora_b.isfinite().all()):
+        raise ValueError(f"{projection.key} has weights that {dtype} cannot hold")
+    return fused
 
 
 def _load_error(name: str, cause: str) -> ServingError:

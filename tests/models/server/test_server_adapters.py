@@ -96,6 +96,23 @@ def test_unfit_adapters_are_refused_with_one_line(http: httpx.Client, adapter_a:
     assert {card["id"] for card in http.get("/v1/models").json()["data"]} == {"tiny", "a", "b"}
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"lora_alpha": None}, {"lora_alpha": "8"}, {"lora_alpha": 1e308}, {"r": 0}, {"rank_pattern": {".*": None}}),
+        *({"base_model_name_or_path": 5}, {"rank_pattern": {"(": 4}}, {"alpha_pattern": 7}),
+    ],
+)
+def test_a_config_with_values_of_any_kind_is_refused_with_one_line(
+    http: httpx.Client, adapter_a: Path, tmp_path: Path, changes: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    refused = load(http, "odd", edited_config(tmp_path / "odd", adapter_a, **changes))
+    assert (refused.status_code, "\n" in refused.json()["error"]["message"]) == (400, False), refused.text
+    (tmp_path / "odd" / "adapter_config.json").write_text("[" * 100_000)
+    assert load(http, "odd", tmp_path / "odd").status_code == 400
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_the_number_of_adapters_is_bounded(http: httpx.Client, adapter_a: Path) -> None:
     try:
         answers = [load(http, f"many-{i}", adapter_a).status_code for i in range(8)]
