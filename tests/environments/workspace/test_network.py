@@ -225,6 +225,15 @@ def test_there_is_no_way_beside_the_proxy(tmp_path: Path, index: int):
 
 
 @needs_bubblewrap
+def test_a_fork_has_the_same_network_also_to_an_index_on_loopback_by_its_address(tmp_path: Path, index: int):
+    twin = BubblewrapSandbox(tmp_path, network=AllowedNetwork(hosts=(), index=(f"127.0.0.1:{index}",))).over(tmp_path)
+    shell = Shell(twin)
+    ask = f'import urllib.request; print(urllib.request.urlopen("http://127.0.0.1:{index}/simple/tiny/").status)'
+    assert shell.run(f"python3 -c '{ask}'", timeout=20).output == "200\n"
+    shell.close()
+
+
+@needs_bubblewrap
 def test_refused_hosts_are_logged_once_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING), session(tmp_path, AllowedNetwork(hosts=("pypi.org",))) as run:
         for _ in range(3):

@@ -30,7 +30,7 @@ class AllowedNetwork(Frozen):
 
     def environment(self) -> dict[str, str]:
         """Variables that lead programs to the proxy; what listens in the sandbox itself needs none."""
-        index = {each.rpartition(":")[0] for each in self.index}
+        index = {each.rpartition(":")[0].strip("[]") for each in self.index}
         direct = ",".join(name for name in _LOCAL if name not in index)
         ways = {**dict.fromkeys(_PROXY_VARIABLES, f"http://127.0.0.1:{PORT}"), "NO_PROXY": direct, "no_proxy": direct}
         return {**ways, **self.variables}
