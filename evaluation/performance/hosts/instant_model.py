@@ -1,7 +1,8 @@
 """An OpenAI-compatible server that answers at once from a script in the prompt; for measuring everything but a model.
 
 A script is ``SCRIPT[...]TPIRCS`` with a JSON list of replies in any message: the n-th completion of a conversation is
-the n-th reply, and the last one is repeated. A reply is ``{"text": ...}``, ``{"bash": ...}`` or ``{"finish": ...}``.
+the n-th reply, and the last one is repeated. A reply is ``{"text": ...}``, ``{"bash": ...}``, ``{"terminal": ...}`` or
+``{"think": ...}`` (OpenHands V1) or ``{"finish": ...}``.
 
     python -m evaluation.performance.hosts.instant_model [--delay 0.0]     # prints its base URL
 """
@@ -125,7 +126,12 @@ def _replies(messages: list[Body]) -> list[dict[str, str]]:
 
 
 def _message(reply: dict[str, str], turn: int) -> Body:
-    tools = {"bash": ("execute_bash", "command"), "finish": ("finish", "message")}
+    tools = {
+        "bash": ("execute_bash", "command"),
+        "terminal": ("terminal", "command"),
+        "think": ("think", "thought"),
+        "finish": ("finish", "message"),
+    }
     for kind, (tool, argument) in tools.items():
         if kind in reply:
             arguments = {argument: reply[kind]} | ({"security_risk": "LOW"} if kind == "bash" else {})

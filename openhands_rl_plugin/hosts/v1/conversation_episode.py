@@ -46,7 +46,7 @@ from openhands_rl_plugin.hosts.v1.engine import LLM_ERRORS, ConversationEngine, 
 from openhands_rl_plugin.hosts.v1.sandboxed.workspace import ConversationWorkspace
 from openhands_rl_plugin.hosts.v1.sandboxed.world import ConversationWorld
 from openhands_rl_plugin.hosts.v1.stock_workspace import StockWorkspace
-from openhands_rl_plugin.hosts.v1.values import SampledCalls, offered_tools
+from openhands_rl_plugin.hosts.v1.values import OfferedTools, SampledCalls
 
 log = logging.getLogger("openhands")
 
@@ -87,6 +87,7 @@ class ConversationEpisode:
         self._followed = WorkspaceConversation(episode.tree)
         self._engine = ConversationEngine(episode, own)
         self._calls = calls
+        self._offered = OfferedTools()
         self._exact = exact
         self._standalone = standalone
         self._job: Job[int] | None = None
@@ -259,7 +260,7 @@ class ConversationEpisode:
         tree = self.episode.tree
         # A copy: the SDK marks messages for the prompt cache while it writes them.
         rewritten = self._followed.follow(llm.format_messages_for_llm([each.model_copy() for each in prompt]))
-        offered = offered_tools(tools, arguments)
+        offered = self._offered.of(tools, arguments)
         tree.tools = tree.tools or offered
         return ConversationTurn(llm, tree.messages(), prompt, tools, offered, arguments, rewritten)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -75,11 +76,22 @@ class SampledCalls:
         return call.model_copy(update={"name": own.name, "arguments": own.arguments})
 
 
-def offered_tools(tools: Sequence[ToolDefinition], arguments: Mapping[str, Any]) -> tuple[JsonObject, ...]:
-    """The tools as the SDK sends them. ``arguments``: what the agent gives its LLM beside messages and tools."""
-    risk = bool(arguments.get("add_security_risk_prediction"))
-    offered: list[Any] = [tool.to_openai_tool(add_security_risk_prediction=risk) for tool in tools]
-    return tuple(offered)
+class OfferedTools:
+    """The tools as the SDK sends them, written once for the same tools: their schemas take milliseconds."""
+
+    def __init__(self) -> None:
+        self._tools: tuple[ToolDefinition, ...] = ()
+        self._risk = False
+        self._offered: tuple[JsonObject, ...] = ()
+
+    def of(self, tools: Sequence[ToolDefinition], arguments: Mapping[str, Any]) -> tuple[JsonObject, ...]:
+        """``arguments``: what the agent gives its LLM beside messages and tools."""
+        risk = bool(arguments.get("add_security_risk_prediction"))
+        same = len(tools) == len(self._tools) and all(map(operator.is_, tools, self._tools))
+        if not same or risk != self._risk:
+            offered: list[Any] = [tool.to_openai_tool(add_security_risk_prediction=risk) for tool in tools]
+            self._tools, self._risk, self._offered = tuple(tools), risk, tuple(offered)
+        return self._offered
 
 
 def has_images(messages: Sequence[SdkMessage]) -> bool:

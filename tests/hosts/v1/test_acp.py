@@ -81,7 +81,7 @@ async def opened(editing: Connected, workspace: Path, mode: str = "auto") -> str
 async def test_a_prompt_streams_what_happens_asks_before_it_changes_and_is_recorded(
     editing: Connected, server: ScriptedModel, workspace: Path
 ) -> None:
-    server.script("acp", repair(workspace))
+    server.script("acp", repair(Path("/workspace")))
     editor = editing.editor
     assert editing.hello.protocol_version == acp.PROTOCOL_VERSION
     assert editing.hello.agent_capabilities.load_session
@@ -90,9 +90,9 @@ async def test_a_prompt_streams_what_happens_asks_before_it_changes_and_is_recor
     assert done.stop_reason == "end_turn"
     assert editor.said() == "I look.I correct it.done"
     assert [update.title for update in editor.updates if update.session_update == "tool_call"] == [
-        f"file_editor: view {workspace}/calc.py",
-        f"file_editor: str_replace {workspace}/calc.py",
-        f"terminal: cd {workspace} && cat calc.py",
+        "file_editor: view /workspace/calc.py",
+        "file_editor: str_replace /workspace/calc.py",
+        "terminal: cd /workspace && cat calc.py",
     ]
     kinds = {update.kind for update in editor.updates if update.session_update == "tool_call"}
     assert kinds == {"read", "edit", "execute"}
@@ -242,7 +242,7 @@ async def test_what_cannot_be_done_is_said_in_one_line(
 async def test_a_conversation_is_loaded_by_a_later_process_with_all_that_was_said(
     editing: Connected, server: ScriptedModel, workspace: Path
 ) -> None:
-    server.script("acp", repair(workspace))
+    server.script("acp", repair(Path("/workspace")))
     id = await opened(editing, workspace)
     await ask(editing, id, "Correct calc.py.")
     live, folder = editing.editor.kinds(), editing.log.parent

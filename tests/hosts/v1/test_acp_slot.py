@@ -36,7 +36,7 @@ def test_the_sdk_and_so_openhands_gui_talk_to_it_in_their_slot_for_agents_of_oth
     )
     slot["acp_command"][0], slot["acp_command"][3] = str(PROGRAM), str(config)
     monkeypatch.setenv("HOME", str(tmp_path))
-    server.script("slot", repair(workspace))
+    server.script("slot", repair(Path("/workspace")))
     agent = settings.ACPAgentSettings.model_validate(slot).create_agent()
     conversation = Conversation(agent=agent, workspace=str(workspace), visualizer=None)
     try:

@@ -39,13 +39,13 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
 async def test_a_task_is_worked_on_and_the_last_line_says_what_was_recorded(
     server: ScriptedModel, workspace: Path, tmp_path: Path
 ) -> None:
-    server.script("run-repair", repair(workspace))
+    server.script("run-repair", repair(Path("/workspace")))
     given = ["--workspace", str(workspace), "--model", "run-repair", "--base-url", server.url, "--store", "store"]
     process = start(tmp_path, "-t", "Correct calc.py.", *given)
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, out + err
     lines = out.splitlines()
-    assert lines[:3] == ["I look.", f"[file_editor: view {workspace}/calc.py]", "I correct it."]
+    assert lines[:3] == ["I look.", "[file_editor: view /workspace/calc.py]", "I correct it."]
     assert "done" in lines and (workspace / "calc.py").read_text() == "def add(a, b):\n    return a + b\n"
     [episode] = await stored(tmp_path / "store")
     assert episode.stop is StopReason.TERMINATED

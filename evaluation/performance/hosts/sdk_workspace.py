@@ -1,0 +1,215 @@
+"""What a step, its recording and a fork cost in OpenHands V1, against the stock agent and the stock tools.
+
+    .venv-v1/bin/python -m evaluation.performance.hosts.sdk_workspace [--conversations 16] [--steps 10] [--repeats 3] \
+        [--json FILE]
+
+* steps: so many conversations in one process, each with so many commands (``echo``), after a first one that starts
+  the shell; with the stock agent and its tools, ``RLAgent`` with the stock tools, and ``RLAgent`` with its own;
+* recording: processor milliseconds of this process a step, of one conversation that only thinks, so that no tool has a
+  part in it; the stock agent and ``RLAgent`` in turn;
+* fork: a conversation of 20 steps with a workspace of 64 MB in 3,000 files.
+
+The model answers at once, in a process of its own. Repeats are interleaved; figures are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+os.environ.update(LITELLM_LOCAL_MODEL_COST_MAP="True", OPENHANDS_SUPPRESS_BANNER="1", LOG_LEVEL="ERROR")
+os.environ.setdefault("OH_PERSISTENCE_DIR", tempfile.mkdtemp(prefix="rl-sdk-"))
+
+from openhands.sdk import LLM, Agent, Tool
+from openhands.sdk.conversation import LocalConversation
+from openhands.sdk.event import ObservationEvent
+from openhands.tools.file_editor import FileEditorTool
+from openhands.tools.terminal import TerminalTool
+from pydantic import SecretStr
+
+from evaluation.performance.hosts.instant_model import instant_model, script
+from openhands_rl_plugin.core.concurrency import background
+from openhands_rl_plugin.core.types import Message
+from openhands_rl_plugin.hosts.shared.sessions import runtime_of
+from openhands_rl_plugin.hosts.v1 import RLAgent
+from openhands_rl_plugin.hosts.v1.engine import ConversationTurn
+from openhands_rl_plugin.hosts.v1.sandboxed.workspace import ConversationWorkspace
+from openhands_rl_plugin.hosts.v1.sandboxed.world import ConversationWorld
+from openhands_rl_plugin.hosts.v1.values import SampledCalls
+
+STEPS_RATIO, RECORDING_MS, FORK_MS = 3.0, 3.0, 200.0
+KINDS = ("stock", "recorded, stock tools", "recorded, own tools")
+FILES, BYTES, FILES_A_FOLDER = 3000, 64 * 1024 * 1024, 50
+
+
+def make_agent(kind: str, url: str, store: Path) -> Agent:
+    """One of ``KINDS``."""
+    llm = LLM(
+        model="openai/instant",
+        base_url=url,
+        api_key=SecretStr("none"),
+        usage_id="agent",
+        num_retries=0,
+        reasoning_effort=None,
+        caching_prompt=False,
+    )
+    tools = [Tool(name=TerminalTool.name), Tool(name=FileEditorTool.name)]
+    if kind == "stock":
+        return Agent(llm=llm, tools=tools)
+    isolation = "bubblewrap" if kind == KINDS[2] else "none"
+    rl = {"max_turns": 200, "storage": {"path": str(store)}, "workspace": {"isolation": isolation}}
+    return RLAgent(llm=llm, tools=tools, rl=rl)
+
+
+def converse(kind: str, url: str, folder: Path) -> LocalConversation:
+    """A conversation over a folder, with nothing said."""
+    folder.mkdir(parents=True, exist_ok=True)
+    agent = make_agent(kind, url, folder.parent / "store")
+    return LocalConversation(
+        agent=agent, workspace=str(folder), visualizer=None, stuck_detection=False, max_iteration_per_run=500
+    )
+
+
+def told(conversation: LocalConversation) -> list[str]:
+    """What the tools answered."""
+    return [event.observation.text for event in conversation.state.events if isinstance(event, ObservationEvent)]
+
+
+def steps_a_second(kind: str, url: str, folder: Path, conversations: int, steps: int) -> tuple[float, int]:
+    """Over all conversations, from the second step of all on; and how many answers were not what was echoed."""
+    began: list[float] = []
+    ready = threading.Barrier(conversations, action=lambda: began.append(time.perf_counter()))
+    replies = [{"terminal": f"echo answer-{number}"} for number in range(steps)]
+
+    def play(number: int) -> int:
+        conversation = converse(kind, url, folder / str(number))
+        # Answers are counted over the whole conversation, and the first script in it holds.
+        conversation.send_message(script([{"terminal": "true"}, {"finish": "ready"}, *replies, {"finish": "done"}]))
+        conversation.run()
+        known = len(told(conversation))
+        ready.wait()
+        conversation.send_message("Go on.")
+        conversation.run()
+        ended.append(time.perf_counter())
+        answers = told(conversation)[known:-1]
+        conversation.close()
+        return steps - sum(f"answer-{at}" in answer for at, answer in enumerate(answers))
+
+    ended: list[float] = []
+    with ThreadPoolExecutor(conversations) as pool:
+        lost = sum(pool.map(play, range(conversations)))
+    return conversations * steps / (max(ended) - began[0]), lost
+
+
+def processor_ms(kind: str, url: str, folder: Path, steps: int) -> float:
+    """Processor milliseconds of this process a step, of one conversation that thinks."""
+    conversation = converse(kind, url, folder)
+    conversation.send_message(
+        script([*({"think": f"thought {number}"} for number in range(steps + 5)), {"finish": ""}])
+    )
+    # The first steps import parts of litellm, and start the sandbox.
+    conversation.agent.step(conversation, conversation._on_event)
+    for _ in range(4):
+        conversation.agent.step(conversation, conversation._on_event)
+    began = time.process_time()
+    for _ in range(steps):
+        conversation.agent.step(conversation, conversation._on_event)
+    spent = time.process_time() - began
+    conversation.close()
+    return 1000 * spent / steps
+
+
+def fill(folder: Path) -> None:
+    """Random bytes in many files."""
+    for number in range(FILES):
+        file = folder / f"d{number // FILES_A_FOLDER}" / f"f{number}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(os.urandom(BYTES // FILES))
+
+
+def fork_ms(url: str, folder: Path, forks: int) -> list[float]:
+    """Milliseconds of each fork, one after the other."""
+    fill(folder)
+    conversation = converse(KINDS[2], url, folder)
+    conversation.send_message(script([*([{"terminal": "ls | head -3"}] * 20), {"finish": "done"}]))
+    conversation.run()
+    workspace = runtime_of(str(conversation.state.id))
+    assert isinstance(workspace, ConversationWorkspace)
+    turn = ConversationTurn(conversation.agent.llm, path=(Message(role="user", content="x"),))
+    engine: Any = None
+
+    async def measure() -> list[float]:
+        times = []
+        for _ in range(forks):
+            os.sync()
+            world = ConversationWorld(conversation, workspace, turn, engine, SampledCalls())
+            began = time.perf_counter()
+            await world.fork()
+            times.append(1000 * (time.perf_counter() - began))
+            await world.close()
+        return times
+
+    times = background().wait_for(measure())
+    conversation.close()
+    return times
+
+
+def repeated(measure: Callable[[str], float], kinds: tuple[str, ...], repeats: int) -> dict[str, list[float]]:
+    """Each kind in turn, in changing order."""
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for number in range(repeats):
+        for kind in kinds if number % 2 == 0 else reversed(kinds):
+            found[kind].append(measure(kind))
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--conversations", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    lost: dict[str, int] = dict.fromkeys(KINDS, 0)
+    with instant_model() as url, tempfile.TemporaryDirectory(prefix="rl-sdk-") as made:
+        numbers = iter(range(1000))
+
+        def fresh() -> Path:
+            return Path(made) / str(next(numbers)) / "w"
+
+        def rate(kind: str) -> float:
+            found, missing = steps_a_second(kind, url, fresh(), options.conversations, options.steps)
+            lost[kind] += missing
+            return found
+
+        recording = repeated(lambda kind: processor_ms(kind, url, fresh(), 40), KINDS[:2], 2 * options.repeats)
+        rates = repeated(rate, KINDS, options.repeats)
+        forks = fork_ms(url, fresh(), 5 * options.repeats)
+    medians = {kind: statistics.median(values) for kind, values in rates.items()}
+    added = [own - stock for stock, own in zip(recording[KINDS[0]], recording[KINDS[1]], strict=True)]
+    print(f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    for kind in KINDS:
+        print(f"{kind}: {medians[kind]:.1f} steps a second; {lost[kind]} answers lost")
+    print(f"own tools / stock: {medians[KINDS[2]] / medians[KINDS[0]]:.2f} (bound {STEPS_RATIO:g})")
+    print(f"a step of the stock agent: {statistics.median(recording[KINDS[0]]):.1f} ms of processor time")
+    print(f"recording adds {statistics.median(added):.1f} ms (bound {RECORDING_MS:g}): {[round(x, 1) for x in added]}")
+    print(f"fork: {statistics.median(forks):.0f} ms, at most {max(forks):.0f} (bound {FORK_MS:g})")
+    if options.json:
+        options.json.write_text(json.dumps({"recording": recording, "rates": rates, "forks": forks, "lost": lost}))
+
+
+if __name__ == "__main__":
+    main()
