@@ -148,7 +148,7 @@ async def test_an_error_is_one_line_and_no_score(
     finally:
         sdk.removeHandler(caplog.handler)
     assert scores_on(conversation) == [None]
-    [line] = {each.getMessage() for each in caplog.records if "Critic" in each.getMessage()}
+    [line] = {each.getMessage() for each in caplog.records if "Critic evaluation" in each.getMessage()}
     assert cause in line and "\n" not in line
     assert not [each for each in caplog.records if each.exc_info]
     episode, scores = await judged(workspace)
