@@ -18,7 +18,7 @@ EPILOG = """examples:
   echo "Say what this code does" | openhands-rl run -f -
 
 OpenHands V1 (its SDK) plays it in this process; where only V0 is installed, `python -m openhands.core.main` does. [rl]
-host decides where both could. The agent works with your rights in the folder. Ctrl-C stops it; what was sampled stays.
+host decides where both could. Commands stay in the folder ([rl.workspace]). Ctrl-C stops it; what was sampled stays.
 """
 
 
