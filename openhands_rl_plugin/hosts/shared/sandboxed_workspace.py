@@ -25,7 +25,7 @@ from openhands_rl_plugin.environments.workspace.patch import Baseline
 from openhands_rl_plugin.environments.workspace.sandbox import INSIDE, BubblewrapSandbox, check_bubblewrap
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, Shell
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.hosts.shared.workspace_access import limits_of, paths_of
+from openhands_rl_plugin.hosts.shared.workspace_access import limits_of, network_of, paths_of
 
 TEMPORARY = "/tmp"
 
@@ -54,7 +54,11 @@ class SandboxedWorkspace:
         self._limits = limits_of(settings).model_copy(update={"output": _OUTPUT})
         self._variables = {**(variables or {}), **(task.variables if task is not None else {})}
         self._sandbox = BubblewrapSandbox(
-            root, temporary=self._limits.temporary, task_workspace=task, paths=paths_of(settings)
+            root,
+            network=network_of(settings),
+            temporary=self._limits.temporary,
+            task_workspace=task,
+            paths=paths_of(settings),
         )
         self.start = f"{INSIDE}/{within}" if within else INSIDE
         self._tree = Tree(root)
