@@ -30,6 +30,7 @@ _LARGE_BODY = 4 * MIB
 _LARGE_BODIES = 16
 """How many large bodies are received at once; the others wait, within the time that a request has to arrive."""
 _LEFT = 499
+_UNREAD = "UnsupportedMediaType"
 
 
 class RequestGuard:
@@ -86,6 +87,9 @@ class RequestGuard:
             headers = {name.lower(): ",".join(request.headers.getall(name)) for name in request.headers}
             if (refused := self._door.refusal(request.method, request.path, headers)) is not None:
                 return response_of(error_reply(refused.status, refused.message, refused.kind))
+            if headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+                # It would be a thousand times as large as it announces.
+                return response_of(error_reply(415, "Compressed bodies are not read: send it as it is.", _UNREAD))
             await self._receive(request)
             self._connections.arrived(_peer(request))
             if request.path in (HEALTH, METRICS):
@@ -115,9 +119,7 @@ class RequestGuard:
             return
         if (request.content_length or 0) > self._config.max_body_bytes:
             raise web.HTTPRequestEntityTooLarge(self._config.max_body_bytes, request.content_length or 0)
-        # A compressed body has a thousand times the size that it announces.
-        packed = request.headers.get("content-encoding", "identity").lower() != "identity"
-        large = packed or request.content_length is None or request.content_length > _LARGE_BODY
+        large = request.content_length is None or request.content_length > _LARGE_BODY
         try:
             async with self._large if large else nullcontext():
                 await request.read()

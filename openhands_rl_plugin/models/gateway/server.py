@@ -51,6 +51,7 @@ async def running_gateway(
             shutdown_timeout=_SHUTDOWN_SECONDS,
             keepalive_timeout=connections.limits.idle,
             logger=library_logger(),
+            auto_decompress=False,
         )
         await runner.setup()
         assert runner.server is not None, "it was set up"
