@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import logging
+import zlib
 from pathlib import Path
 
 import httpx
@@ -56,6 +59,19 @@ async def test_the_range_is_configured(tmp_path: Path) -> None:
         assert (await gateway.http.post(END, json={"reward": 200})).json()["scored"]
     with pytest.raises(ValueError, match="--reward-min is above"):
         GatewayConfig.model_validate({"upstream": "http://m/v1", "reward_min": 2})
+
+
+async def test_no_body_is_unpacked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    asked = json.dumps({"model": "m", "messages": [user("one")]}).encode()
+    path, host = "/v1/chat/completions", "localhost"
+    bodies = {"gzip": gzip.compress(asked), "deflate": zlib.compress(asked), "zstd": b"no zstd", "GZIP, br": b"no gzip"}
+    async with world(tmp_path) as gateway:
+        for encoding, body in bodies.items():
+            packed = request(path, body=body, host=host, content_type=JSON, content_encoding=encoding)
+            assert await sent(gateway.url, packed) == 415
+        plain = request(path, body=asked, host=host, content_type=JSON, content_encoding="identity")
+        assert await sent(gateway.url, plain) == 200
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 async def test_what_is_no_http_is_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
