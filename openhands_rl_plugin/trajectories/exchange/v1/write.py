@@ -34,18 +34,17 @@ def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[tuple[str,
         "execution_status": _STATUS.get(trajectory.stop, "paused"),
     }
     yield f"{name}/base_state.json", state
-    for number, event in enumerate(_linked(trajectory, list(_events(trajectory, nodes)))):
+    for number, event in enumerate(_dated(trajectory, list(_events(trajectory, nodes)))):
         yield f"{name}/events/event-{number:05d}-{event['id']}.json", event
 
 
-def _linked(trajectory: Trajectory, events: Sequence[JsonObject]) -> Iterator[JsonObject]:
-    """With times, from the episode's start to its end, and the event before each."""
-    times, before = trajectory.times, None
+def _dated(trajectory: Trajectory, events: Sequence[JsonObject]) -> Iterator[JsonObject]:
+    """With times, from the episode's start to its end. No event names the one before: SDK 1.15 has no field for it."""
+    times = trajectory.times
     step = (times.finished - times.started) / max(1, len(events) - 1)
     for number, event in enumerate(events):
         stamp = date_of(times.started + number * step).replace(tzinfo=None).isoformat()
-        yield {**event, "timestamp": stamp, "parent_id": before}
-        before = event["id"]
+        yield {**event, "timestamp": stamp}
 
 
 def _events(trajectory: Trajectory, nodes: Sequence[Node]) -> Iterator[JsonObject]:
