@@ -60,7 +60,7 @@ async def run(args: argparse.Namespace) -> int:
 
 def _known_from(settings: RLSettings) -> dict[str, object]:
     serving, reward = settings.serving, settings.reward
-    found = {
+    found: dict[str, object] = {
         "upstream": serving.base_url,
         "base_model": serving.model,
         "adapters_path": serving.adapters_directory,

@@ -75,7 +75,8 @@ def read_pip(words: list[str], listed: Callable[[str], list[str] | None]) -> tup
                 return wanted, False
             wanted += lines
         elif _PIP_VALUES.fullmatch(option):
-            value or next(rest, "")
+            if not value:
+                next(rest, "")
         elif not word.startswith("-"):
             wanted.append(word)
     complete = all(_REQUIREMENT.fullmatch(word) for word in wanted)
