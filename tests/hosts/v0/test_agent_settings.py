@@ -56,8 +56,12 @@ def test_openhands_still_warns_in_the_words_that_the_filter_reads(tmp_path, monk
     file.write_text(f'[core]\nfile_store = "memory"\ncache_dir = "{tmp_path}"\n[rl]\nmax_turns = 3\n')
     rl_filter = RLSectionFilter()
     monkeypatch.setattr(openhands_logger, "filters", [rl_filter])  # not the plugin's own, which holds the warning back
-    monkeypatch.setattr(openhands_logger, "level", logging.WARNING)  # a runner in another test may have raised it
-    load_from_toml(OpenHandsConfig(), str(file))
+    level = openhands_logger.level  # a runner in another test may have raised it
+    openhands_logger.setLevel(logging.WARNING)
+    try:
+        load_from_toml(OpenHandsConfig(), str(file))
+    finally:
+        openhands_logger.setLevel(level)
     assert rl_filter.file == file
 
 

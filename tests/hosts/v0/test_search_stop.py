@@ -47,11 +47,17 @@ def server() -> Iterator[ScriptedModel]:
         yield model
 
 
+def left_behind() -> set[Path]:
+    """All but the copy of settings that a process keeps for all of its sandboxes."""
+    found = Path(tempfile.gettempdir()).glob("openhands-rl-*")
+    return {folder for folder in found if not folder.name.startswith("openhands-rl-etc-")}
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    before = set(Path(tempfile.gettempdir()).glob("openhands-rl-*"))
+    before = left_behind()
     yield
-    assert set(Path(tempfile.gettempdir()).glob("openhands-rl-*")) == before
+    assert left_behind() == before
     assert not running(SLEEP)
 
 
