@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ API_KEY = "OPENHANDS_RL_API_KEY"
 """The environment variable of the key that clients of a server must send, unless an option names another."""
 HEALTH, METRICS = "/health", "/metrics"
 _KEY_REMEDY = "start the server with a key and send it"
+_HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^\[\]:@/\s]+))(?::\d*)?")
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
 
 
@@ -89,10 +91,9 @@ def is_loopback(host: str) -> bool:
 
 
 def _name_of(host: str) -> str:
-    """``127.0.0.1:8100`` -> ``127.0.0.1``; ``[::1]:8100`` -> ``::1``."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]
+    """``127.0.0.1:8100`` -> ``127.0.0.1``; ``[::1]:8100`` -> ``::1``; empty for what is no host."""
+    found = _HOST.fullmatch(host)
+    return (found[1] or found[2]) if found else ""
 
 
 def _has_body(headers: Mapping[str, str]) -> bool:

@@ -24,6 +24,7 @@ MAX_START_BYTES = 512 * 1024 * 1024
 MAX_START_FILES = 50_000
 
 _PATIENCE = 30
+_MEMORY_KIB = 8 * 1024**2
 _KINDS = {"A": "added", "D": "deleted", "M": "modified", "T": "modified"}
 _ATTRIBUTES = "* !diff !filter !text !eol !ident !working-tree-encoding\n"
 _SETTINGS = {
@@ -114,7 +115,9 @@ class Baseline:
         return {**_patch(patch), **_changed_files(names)}
 
     def _run(self, sandbox: Sandbox, index: Path, script: str, *arguments: str, copied: bool = False) -> bytes:
-        bounded = ["timeout", "--signal=KILL", str(_PATIENCE), "bash", "-ec", script, "bash", *arguments]
+        # Git writes and holds no more than this, whatever the session left for it to read. In KiB.
+        bounds = f"ulimit -f {2 * MAX_START_BYTES // 1024}; ulimit -v {_MEMORY_KIB}\n"
+        bounded = ["timeout", "--signal=KILL", str(_PATIENCE), "bash", "-ec", bounds + script, "bash", *arguments]
         command = sandbox.wrap(bounded, [self._directory])
         done = subprocess.run(
             command,

@@ -48,7 +48,18 @@ def test_without_a_key_programs_of_this_machine_are_let_in(url: str, host: str) 
     assert status(exchange(url, request(host=host, method="GET", body=b""))) == 200
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", "", "[::2]"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example:80",
+        "",
+        "[::2]",
+        "[::1]evil.example",
+        "127.0.0.1:80@evil.example",
+    ],
+)
 def test_a_name_that_was_rebound_to_this_machine_is_refused(url: str, host: str) -> None:
     for sent in (request(host=host, content_type=JSON), request(path="/health", host=host, method="GET", body=b"")):
         assert status(exchange(url, sent)) == 403

@@ -66,6 +66,20 @@ def test_a_change_in_the_second_of_the_start_is_seen(sandbox: Sandbox, root: Pat
     assert baseline.changes(sandbox)["changed_files"] == {"old.py": "modified"}
 
 
+def test_a_huge_file_without_content_does_not_fill_the_disk(
+    changed: Changed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(changes, "MAX_START_BYTES", 2**20)
+
+    def work(root: Path) -> None:
+        with open(root / "huge", "wb") as file:
+            file.truncate(2**26)
+
+    found = changed(work)
+    assert found["git_patch"] is None and str(found["git_patch_missing"]).startswith("the end could not be compared")
+    assert sum(path.stat().st_size for path in (tmp_path / "start.git").rglob("*")) < 2**23
+
+
 @pytest.mark.parametrize("repository", ["none", "clean", "dirty"])
 def test_the_patch_leads_from_the_start_to_the_end(changed: Changed, root: Path, tmp_path: Path, repository: str):
     (root / "kept.txt").write_text("kept\n")
