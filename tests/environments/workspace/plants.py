@@ -47,7 +47,7 @@ print("TRIED")
 
 @contextmanager
 def planted(*more: Path) -> Iterator[list[str]]:
-    """Lines for ``REACH``: in each place that this user can write a file, its folder, and two sockets that listen."""
+    """Lines for ``REACH``: in each place that this user can write a file, its folder, and three sockets that listen."""
     name = f"rl-plant-{uuid.uuid4().hex[:12]}"
     with ExitStack() as stack:
         lines = []
@@ -61,7 +61,9 @@ def planted(*more: Path) -> Iterator[list[str]]:
             (folder / "secret").write_text("s3cret")
             (folder / "secret").chmod(0o644)
             lines += [f"file {folder}/secret", f"folder {folder}"]
-            lines += [f"{kind} {_listen(stack, kind, folder)}" for kind in ("SOCK_STREAM", "SOCK_DGRAM")]
+            lines += [
+                f"{kind} {_listen(stack, kind, folder)}" for kind in ("SOCK_STREAM", "SOCK_DGRAM", "SOCK_SEQPACKET")
+            ]
         yield lines
 
 
@@ -95,6 +97,6 @@ def _listen(stack: ExitStack, kind: str, folder: Path) -> Path:
         link.symlink_to(folder)
         server.bind(str(link / kind))
     os.chmod(place, 0o777)
-    if kind == "SOCK_STREAM":
+    if kind != "SOCK_DGRAM":
         server.listen(64)
     return place

@@ -25,7 +25,7 @@ from openhands_rl_plugin.evals.tasks.sources.trees import PLAIN, SourceTree, Tre
 
 pytestmark = needs_bubblewrap
 Attempt = Callable[[Path, list[str]], str]
-_FEWEST = 50 if os.geteuid() == 0 else 12
+_FEWEST = 60 if os.geteuid() == 0 else 12
 
 
 def in_shell(sandbox: Sandbox, root: Path, lines: list[str]) -> str:

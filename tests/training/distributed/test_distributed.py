@@ -98,7 +98,10 @@ def check_same_model(model: Path, together: Path, alone: Path, kind: str, *, par
     found = json.loads((together / kind / "metrics.json").read_text())
     assert found.pop("parts") == expected.pop("parts") * parts
     low = "low" in kind
-    assert found == pytest.approx(expected, rel=3e-2 if low else 5e-5, abs=3e-2 if low else 5e-5)
+    # The norm adds up every gradient of the model, and with them the rounding of two orders of sums.
+    norm = {"grad_norm": pytest.approx(expected.pop("grad_norm"), rel=3e-2 if low else 5e-5)}
+    assert {"grad_norm": found.pop("grad_norm")} == norm
+    assert found == pytest.approx(expected, rel=3e-2 if low else 1e-5, abs=3e-2 if low else 1e-5)
     made = read_trained(together / kind / "model")
     ours, theirs = (load_file(each / kind / "model" / "model.safetensors") for each in (together, alone))
     assert ours.keys() == theirs.keys() and made.step == expected["steps"]
