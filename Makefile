@@ -2,7 +2,7 @@
 # CPU=1 the first time: PyTorch without CUDA, 1 GB to download instead of 3, for a machine without a GPU.
 # Options go into ARGS:  make demo ARGS=--tiny    make test ARGS="-k storage"    A Python of your choice: make PYTHON=...
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-v1 test-v1-matrix test-slow test-vllm test-peers test-containers lint format clean
+.PHONY: help setup demo docs reference test test-v1 test-v1-matrix test-slow test-vllm test-peers test-containers lint format clean
 .DELETE_ON_ERROR:
 
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -14,6 +14,10 @@ READY := .venv/.ready
 V1 := .venv-v1/bin
 READY_V1 := .venv-v1/.ready
 
+READY_DOCS := .venv-docs/.ready
+# Pages that are made from the source, by .ci/docs/generate.py.
+COG := -I .ci/docs -p "import generate" $(shell grep -rl '\[\[\[cog' docs)
+
 # The tests that have something to say with OpenHands V1; all others run with V0.
 TESTS_V1 := tests/hosts/v1 tests/hosts/shared tests/config/test_host.py tests/test_imports.py
 
@@ -24,6 +28,14 @@ setup: $(READY) ## Make the environment
 
 demo: $(READY) ## Train a small model in the embedded shop and show the report
 	$(BIN)/openhands-rl demo $(ARGS)
+
+# In .venv-docs, 115 MB, from the same lock; nothing else is fetched, then or when a page is read.
+docs: $(READY_DOCS) ## Build the documentation into build/docs
+	.venv-docs/bin/zensical build --strict --clean -f .zensical.toml
+	.venv-docs/bin/python .ci/docs/check.py build/docs
+
+reference: $(READY) ## Write the pages that are made from the source
+	$(BIN)/cog -r $(COG)
 
 test: lint ## Check the style and the types, run the fast tests
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
@@ -56,13 +68,14 @@ lint: $(READY) ## Check the style and the types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
+	$(BIN)/cog --check $(COG)
 
 format: $(READY) ## Format the code
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 clean: ## Remove the environment
-	rm -rf .venv .venv-v1 .uv .peers .containers
+	rm -rf .venv .venv-v1 .venv-docs .uv .peers .containers
 
 $(READY): pyproject.toml uv.lock .ci/setup
 	@PYTHON="$(PYTHON)" .ci/setup
@@ -70,4 +83,8 @@ $(READY): pyproject.toml uv.lock .ci/setup
 
 $(READY_V1): pyproject.toml uv.lock .ci/setup $(READY)
 	@PYTHON="$(PYTHON)" .ci/setup v1
+	@touch $@
+
+$(READY_DOCS): pyproject.toml uv.lock .ci/setup
+	@PYTHON="$(PYTHON)" .ci/setup docs
 	@touch $@

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class LLMEngine(Protocol):
     """A source of completions.
 
-    Example:
+    Examples:
         >>> engine = ScriptedEngine(["left", "right"])
         >>> completions = asyncio.run(engine.complete([Message(role="user", content="Which way?")], n=2))
         >>> [completion.message.content for completion in completions]
@@ -77,7 +77,7 @@ class LLMEngine(Protocol):
 class StreamingEngine(Protocol):
     """An engine that can show an answer while it is sampled. A capability, not a flag.
 
-    Example:
+    Examples:
         >>> isinstance(ScriptedEngine([]), StreamingEngine)
         False
     """
@@ -96,7 +96,7 @@ class StreamingEngine(Protocol):
 class Environment(Protocol):
     """One episode of one task. Single use: reset once, close once.
 
-    Example:
+    Examples:
         >>> async def episode(environment: Environment) -> float:
         ...     await environment.reset(Task(id="walk", environment="grid", data={"goal": [1, 0]}))
         ...     observation = await environment.step(Message(role="assistant", content="I go right"))
@@ -156,7 +156,7 @@ class Environment(Protocol):
 class Forkable(Protocol):
     """An environment that can be copied in mid-episode. A capability, not a flag.
 
-    Example:
+    Examples:
         >>> isinstance(GridEnvironment(), Forkable)
         True
     """
@@ -178,7 +178,7 @@ class Forkable(Protocol):
 class OffersTools(Protocol):
     """An environment whose actions are tool calls, which the model server is given.
 
-    Example:
+    Examples:
         >>> isinstance(GridEnvironment(), OffersTools)
         False
     """
@@ -192,7 +192,7 @@ class OffersTools(Protocol):
 class Strategy(Protocol):
     """Decides one turn; someone else executes it.
 
-    Example:
+    Examples:
         >>> from openhands_rl_plugin import StandardReActStrategy
         >>> from openhands_rl_plugin.core.tree import EpisodeTree
         >>> from openhands_rl_plugin.core.types import Observation
@@ -227,7 +227,7 @@ class TrajectoryStorage(Protocol):
     An episode is stored at once by ``add``, or as it runs by ``begin``, ``grow`` and ``end``. All of them may be
     repeated: what is known already is not stored again.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from openhands_rl_plugin import FileTrajectoryStorage
         >>> async def stored(storage: TrajectoryStorage) -> int:
@@ -300,7 +300,7 @@ class TrajectoryStorage(Protocol):
 class SkipsDamage(Protocol):
     """A storage that can leave out what is damaged. A capability, not a flag.
 
-    Example:
+    Examples:
         >>> from openhands_rl_plugin import FileTrajectoryStorage
         >>> isinstance(FileTrajectoryStorage("./trajectories"), SkipsDamage)  # see trajectories/sqlite/repair.py
         False
@@ -319,7 +319,7 @@ class SkipsDamage(Protocol):
 class TakesLabels(Protocol):
     """A storage that keeps labels beside the scores. A capability, not a flag.
 
-    Example:
+    Examples:
         >>> from openhands_rl_plugin import FileTrajectoryStorage
         >>> isinstance(FileTrajectoryStorage("./trajectories"), TakesLabels)
         True
@@ -337,7 +337,7 @@ class TakesLabels(Protocol):
 class Reward(Protocol):
     """A pure function over a stored trajectory.
 
-    Example:
+    Examples:
         >>> from openhands_rl_plugin.rewards.outcome import ReturnReward
         >>> asyncio.run(ReturnReward()(example_trajectory())).reward
         1.0
@@ -363,7 +363,7 @@ class Reward(Protocol):
 class EpisodeRunner(Protocol):
     """Plays whole episodes: in-process sessions, or OpenHands' controller.
 
-    Example:
+    Examples:
         >>> class Recorded:
         ...     async def run(self, request: EpisodeRequest) -> Trajectory:
         ...         return example_trajectory()

@@ -1,6 +1,6 @@
 """For tests of plugins: a scripted engine, toy environments and a conformance check for each kind of plugin.
 
-Example:
+Examples:
     >>> import asyncio
     >>> from openhands_rl_plugin import StandardReActStrategy
     >>> asyncio.run(check_strategy(StandardReActStrategy()))

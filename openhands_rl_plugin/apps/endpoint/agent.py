@@ -39,8 +39,9 @@ class AgentRuntime:
         options: of the ``ToolEnvironment``.
         limits: of one request. ``max_response_length`` is the maximum number of tokens of each model response.
         sampling: defaults for parameters that a request does not set.
-        make_strategy, strategy_spec: the strategy, ReAct by default. Only ReAct streams text: other strategies sample
-            candidates that are discarded.
+        make_strategy: makes the strategy of a request, ReAct by default. Only ReAct streams text: other strategies
+            sample candidates that are discarded.
+        strategy_spec: its name and options, for the records.
         storage: records every conversation under ``run_id``; ``None``: no recording. It is not closed.
     """
 

@@ -1,0 +1,193 @@
+"""What pages of docs/ have from the source: cog runs this (``make reference`` writes, ``make lint`` checks).
+
+In a page:  <!-- [[[cog generate.cli() ]]] --> ... <!-- [[[end]]] -->
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+with suppress(ImportError):  # check.py only asks for the names
+    import cog
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "openhands_rl_plugin"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
+
+
+# --- the command line
+
+
+def cli() -> None:
+    """A section for each command, with its options and examples."""
+    from openhands_rl_plugin.cli import COMMANDS, parser_of
+
+    for name in COMMANDS:
+        parents = parser_of(name)
+        (commands,) = (each for each in parents._actions if isinstance(each, argparse._SubParsersAction))
+        _command(f"openhands-rl {name}", commands.choices[name], COMMANDS[name], 2)
+
+
+def _command(name: str, parser: argparse.ArgumentParser, text: str, level: int) -> None:
+    cog.outl(f"\n{'#' * level} {name}\n\n{_cell(text[:1].upper() + text[1:])}.")
+    rows = [(action, _named(action)) for action in parser._actions if not _left_out(action)]
+    if rows:
+        cog.outl("\n| argument | meaning |\n|---|---|")
+    for action, named in rows:
+        cog.outl(f"| {named} | {_cell(_meaning(action))} |")
+    if parser.epilog and level == 2:
+        examples = parser.epilog.strip("\n").removeprefix("examples:\n").removeprefix("example:\n")
+        cog.outl(f"\n```text\n{examples}\n```")
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            helps = {each.dest: each.help or "" for each in action._choices_actions}
+            for each, below in action.choices.items():
+                _command(f"{name} {each}", below, helps.get(each, ""), level + 1)
+
+
+def _left_out(action: argparse.Action) -> bool:
+    return action.help == argparse.SUPPRESS or isinstance(
+        action, (argparse._HelpAction, argparse._SubParsersAction, argparse._VersionAction)
+    )
+
+
+def _named(action: argparse.Action) -> str:
+    value = action.metavar or (action.dest if not action.option_strings else action.dest.upper())
+    if isinstance(value, tuple):
+        value = " ".join(value)
+    if action.choices is not None and action.metavar is None:
+        value = "{" + ",".join(map(str, action.choices)) + "}"
+    value = value.replace("|", "\\|")
+    if not action.option_strings:
+        return f"`{value}`"
+    names = ", ".join(action.option_strings)
+    return f"`{names}`" if action.nargs == 0 else f"`{names} {value}`"
+
+
+def _meaning(action: argparse.Action) -> str:
+    text = (action.help or "").replace("%%", "%")
+    default = action.default
+    if default in (None, False, "", argparse.SUPPRESS) or default == [] or default == {} or "(default" in text:
+        return text.replace("%(default)s", str(default))
+    home = str(Path.home())
+    return f"{text} (default: {str(default).replace(home, '~')})"
+
+
+# --- the configuration
+
+
+def configuration() -> None:
+    """A table for each section of ``config/example.toml``, with its comments."""
+    text = (PACKAGE / "config/example.toml").read_text(encoding="utf-8")
+    for section in re.split(r"^(?=\[)", text, flags=re.MULTILINE)[1:]:
+        head, _, body = section.partition("\n")
+        name, _, about = head.partition("]")
+        cog.outl(f"\n## {name}]\n")
+        lines = [about.strip(), *body.splitlines()]
+        notes, rows = _entries(lines)
+        if notes:
+            cog.outl(" ".join(notes) + "\n")
+        cog.outl("| key | value | meaning |\n|---|---|---|")
+        for key, value, meaning in rows:
+            cog.outl(f"| `{key}` | `{value.replace('|', chr(92) + '|')}` | {_cell(meaning)} |")
+
+
+_ENTRY = re.compile(r"(?P<off># )?(?P<key>\w+) = (?P<value>[^#]*?)\s*(?:#\s?(?P<meaning>.*))?")
+
+
+def _entries(lines: list[str]) -> tuple[list[str], list[tuple[str, str, str]]]:
+    notes: list[str] = []
+    rows: list[tuple[str, str, str]] = []
+    for line in lines:
+        if found := _ENTRY.fullmatch(line):
+            rows.append((found["key"], found["value"].strip(), found["meaning"] or ""))
+        elif (text := line.strip().removeprefix("#").strip()) and line.startswith(" ") and rows:
+            key, value, meaning = rows[-1]
+            rows[-1] = (key, value, f"{meaning} {text}")
+        elif text:
+            notes.append(text.replace("<", "&lt;"))
+    return notes, rows
+
+
+# --- the Python API
+
+_GROUPS = {
+    "Agent": ["RLAgent", "RLAgentConfig", "AgentRuntime", "AgentSession", "demo_model"],
+    "Values": [
+        "Task", "Message", "Observation", "Trajectory", "Score", "PolicyRef", "SamplingParams", "Limits",
+        "EpisodeRequest", "EpisodeTree", "TrajectoryFilter", "Frozen",
+    ],
+    "Settings": ["RLSettings", "load_settings"],
+    "Environments and tools": ["BaseEnvClient", "WebEnvClient", "ToolBase", "ToolEnvironment"],
+    "Strategies": ["StandardReActStrategy", "ToTStrategy", "MCTSStrategy"],
+    "Engines, adapters, templates": ["OpenAIEngine", "AdapterStore", "make_template"],
+    "Stores": ["FileTrajectoryStorage", "MongoDBTrajectoryStorage"],
+    "Errors": ["RLError", "ConfigError"],
+}  # fmt: skip
+
+
+def exports() -> dict[str, str]:
+    """Public name -> its full path."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    (found,) = (
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "_EXPORTS"
+    )
+    given = ast.literal_eval(found)
+    parts = {name: target.partition(":") for name, target in given.items()}
+    return {name: f"openhands_rl_plugin.{module}.{at or name}" for name, (module, _, at) in parts.items()}
+
+
+def api() -> None:
+    """The public names by topic, for mkdocstrings. A name without a topic ends the build."""
+    paths = exports()
+    grouped = [name for names in _GROUPS.values() for name in names]
+    if odd := set(paths) ^ set(grouped):
+        raise SystemExit(f".ci/docs/generate.py: _GROUPS differs from openhands_rl_plugin.__all__ by {sorted(odd)}")
+    for title, names in _GROUPS.items():
+        cog.outl(f"\n## {title}")
+        done: set[str] = set()
+        for name in names:
+            if paths[name] in done or name == "RLAgentConfig":
+                continue
+            done.add(paths[name])
+            cog.outl(f"\n::: {paths[name]}")
+    cog.outl("\n`RLAgentConfig` is another name of `RLSettings`.")
+
+
+# --- where things are
+
+
+def questions() -> None:
+    """AGENTS.md's table of questions."""
+    text = (PACKAGE / "AGENTS.md").read_text(encoding="utf-8")
+    cog.outl("\n| question | file | name |\n|---|---|---|")
+    for row in re.findall(r"^\| [^|]+\? \| `[^`]+` \| `[^`]+` \|$", text, re.MULTILINE):
+        cog.outl(row)
+
+
+def pages() -> Iterator[tuple[str, str, str]]:
+    """Path, title and first sentence of each page, in the order of the navigation."""
+    order = re.findall(r'"([\w/-]+\.md)"', (ROOT / ".zensical.toml").read_text(encoding="utf-8"))
+    for path in order:
+        text = (ROOT / "docs" / path).read_text(encoding="utf-8")
+        title = re.findall(r"^# (.*)$", text, re.MULTILINE)[0]
+        body = re.sub(r"<!--.*?-->", "", text.partition(f"# {title}\n")[2], flags=re.DOTALL)
+        first = next(part for part in re.split(r"\n\s*\n", body.strip()) if part[:1].isalpha() or part[:1] in "`*[")
+        plain = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", " ".join(first.split()))
+        yield path, title, re.split(r"(?<=[.:])\s", plain)[0].rstrip(":")
+
+
+def llms() -> None:
+    """The list of pages that language models read."""
+    for path, title, first in pages():
+        cog.outl(f"- [{title}]({path}): {first}")
