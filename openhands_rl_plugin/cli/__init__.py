@@ -43,6 +43,7 @@ COMMANDS: Mapping[str, str] = {
     "serve": "serve a model and its LoRA adapters over an OpenAI-compatible API",
     "show": "show a stored episode: its messages, with rewards, versions and token counts",
     "stats": "statistics of stored episodes: success, reward, turns, tokens, failures",
+    "studio": "see stored episodes, runs, evaluations and adapters in the browser, and label them",
     "tasks": "make tasks from real packages, check their quality, list them",
     "train": "train an adapter on stored episodes",
 }

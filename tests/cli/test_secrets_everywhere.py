@@ -143,6 +143,7 @@ def commands(port: int, folder: Path) -> dict[str, list[list[str]]]:
         "serve": [["serve", "--model", url], ["serve", "--model", "planted", "--host", url]],
         "show": [["show", store, "x"], ["show", mongodb, "x"]],
         "stats": [["stats", store], ["stats", mongodb]],
+        "studio": [["studio", rows], ["studio", mongodb], ["studio", store, "--host", url]],
         "tasks": [
             ["tasks", "list", rows],
             ["tasks", "check", rows],

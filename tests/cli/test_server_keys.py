@@ -1,4 +1,4 @@
-"""The one rule of the four servers, as a user meets it: a line, before anything is loaded."""
+"""The one rule of all servers, as a user meets it: a line, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ SERVERS = {
     "serve": ["--model", "no-such-model"],
     "gateway": ["--upstream", "http://127.0.0.1:9/v1", "--store", "./never-made"],
     "agent": ["--base-url", "http://127.0.0.1:9/v1", "--model", "m"],
+    "studio": ["mongodb://127.0.0.1:9/never"],
     "env": ["webshop", "--products", "999999999"],
 }
 

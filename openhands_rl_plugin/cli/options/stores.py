@@ -54,8 +54,7 @@ async def open_store(
     """
     storage = storage_at(where)
     try:
-        if not where.endswith(_CONFIGURATION) and _mongodb_uri(where) is None:
-            _check_folder(where, create)
+        check_store(where, create=create)
         if skip_damaged:
             async with readable(where, storage) as whole:
                 yield whole
@@ -71,7 +70,10 @@ async def open_store(
         await storage.close()
 
 
-def _check_folder(where: str, create: bool) -> None:
+def check_store(where: str, *, create: bool = False) -> None:
+    """Raise ``ConfigError`` for a folder that has no store in it; of a database only its URI is looked at."""
+    if where.endswith(_CONFIGURATION) or _mongodb_uri(where) is not None:
+        return
     folder = Path(where).expanduser()
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{where}: this is a file; give the folder of a store" + _meant(folder))

@@ -48,12 +48,12 @@ class Door:
                 return None
             return Refusal(401, "Unauthorized", "The API key is missing or wrong.")
         host, origin = headers.get("host", ""), headers.get("origin")
-        if not is_loopback(_name_of(host)):
+        if not is_loopback(host_name(host)):
             return Refusal(403, "Forbidden", f"The host {host[:100]!r} is not this machine's loopback; {_KEY_REMEDY}.")
         foreign = origin is not None and origin.lower() != f"http://{host.lower()}"
         if foreign or headers.get("sec-fetch-site") in ("cross-site", "same-site"):
             return Refusal(403, "Forbidden", f"Web pages of other origins are refused; {_KEY_REMEDY}.")
-        if method not in _WITHOUT_BODY and _has_body(headers) and not _is_json(headers.get("content-type", "")):
+        if method not in _WITHOUT_BODY and _has_body(headers) and not is_json(headers.get("content-type", "")):
             message = f"The body has to be sent as Content-Type: application/json, or {_KEY_REMEDY}."
             return Refusal(415, "UnsupportedMediaType", message)
         return None
@@ -90,7 +90,7 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-def _name_of(host: str) -> str:
+def host_name(host: str) -> str:
     """``127.0.0.1:8100`` -> ``127.0.0.1``; ``[::1]:8100`` -> ``::1``; empty for what is no host."""
     found = _HOST.fullmatch(host)
     return (found[1] or found[2]) if found else ""
@@ -100,6 +100,7 @@ def _has_body(headers: Mapping[str, str]) -> bool:
     return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
 
 
-def _is_json(content_type: str) -> bool:
+def is_json(content_type: str) -> bool:
+    """Whether a ``Content-Type`` is that of JSON, which a page cannot send to another origin unasked."""
     kind = content_type.partition(";")[0].strip().lower()
     return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))

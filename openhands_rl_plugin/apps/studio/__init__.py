@@ -1,0 +1,1 @@
+"""The studio: stored episodes, runs, evaluations and adapters in the browser. Start with ``server.running_studio``."""

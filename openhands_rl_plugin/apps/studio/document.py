@@ -1,0 +1,70 @@
+"""The one HTML document, its import map and the headers that bind a browser; the modules are served as they are."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+STATIC = Path(__file__).parent / "static"
+_VENDORED = STATIC / "vendor" / "vendor.toml"
+_OWN = "studio/"
+BOOT = "studio/boot"
+"""The module that a page begins with."""
+
+HEADERS: Mapping[str, str] = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=(), payment=(), usb=()",
+}
+"""Of every response."""
+
+
+def modules() -> dict[str, Path]:
+    """Import name -> file: ``studio/NAME`` for each ``static/NAME.mjs``, and the names in ``vendor/vendor.toml``."""
+    own = {
+        _OWN + file.relative_to(STATIC).with_suffix("").as_posix(): file
+        for file in sorted(STATIC.rglob("*.mjs"))
+        if "vendor" not in file.relative_to(STATIC).parts
+    }
+    return own | {name: STATIC / "vendor" / each["file"] for name, each in vendored().items()}
+
+
+def vendored() -> dict[str, dict[str, str]]:
+    """Import name -> ``file``, ``version``, ``licence`` and ``sha256`` of what others made."""
+    return tomllib.loads(_VENDORED.read_text(encoding="utf-8")) if _VENDORED.exists() else {}
+
+
+def import_map() -> str:
+    """The text of the import map of the served page."""
+    places = {name: f"/static/{file.relative_to(STATIC).as_posix()}" for name, file in modules().items()}
+    return json.dumps({"imports": places}, separators=(",", ":"))
+
+
+def document() -> str:
+    """The HTML of every page; which one it is, its address says."""
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n<title>Studio</title>\n'
+        f'<script type="importmap">{import_map()}</script>\n'
+        '<link rel="stylesheet" href="/static/studio.css">\n'
+        '<script type="module" src="/static/boot.mjs"></script>\n</head>\n'
+        '<body><div id="app"><noscript>The studio needs JavaScript.</noscript></div></body>\n</html>\n'
+    )
+
+
+def content_security_policy() -> str:
+    """Nothing but the studio's own modules, style and data; the import map by its digest."""
+    digest = base64.b64encode(hashlib.sha256(import_map().encode()).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'self' 'sha256-{digest}'; style-src 'self'; img-src 'self' data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'"
+    )

@@ -1,0 +1,57 @@
+"""Runs the studio in a thread beside its caller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from starlette.routing import Route
+
+from openhands_rl_plugin.apps.studio.app import build_app
+from openhands_rl_plugin.apps.studio.config import StudioConfig
+from openhands_rl_plugin.apps.studio.sources import StudioSources
+from openhands_rl_plugin.apps.studio.tickets import Tickets
+from openhands_rl_plugin.core.servers.connections import ConnectionLimits
+from openhands_rl_plugin.core.servers.listening import listening, serving
+
+
+class RunningStudio(NamedTuple):
+    """``url``: without a token; ``link`` opens one browser."""
+
+    url: str
+    tickets: Tickets
+
+    @property
+    def link(self) -> str:
+        """The address for the next browser; it works once."""
+        return f"{self.url}/?token={self.tickets.token}"
+
+
+@contextmanager
+def running_studio(
+    config: StudioConfig, sources: StudioSources, *, limits: ConnectionLimits | None = None
+) -> Iterator[RunningStudio]:
+    """A server in a background thread, which closes ``sources`` at the end.
+
+    Raises ``ConfigError`` for a public host without a key and for a tokenizer that cannot be read,
+    ``PortUnavailableError`` when the port is taken.
+    """
+    tickets = Tickets()
+    door = config.door(tickets)
+    app = build_app(config, sources, tickets, door.key)
+    routes = [route.path for route in app.routes if isinstance(route, Route)]
+    with (
+        listening(config.host, config.port) as listener,
+        serving(
+            app,
+            listener,
+            door=door,
+            routes=routes,
+            max_body_bytes=config.max_body_bytes,
+            limits=limits,
+            log_level="critical",
+            lifespan="on",
+        ) as url,
+    ):
+        yield RunningStudio(url, tickets)

@@ -1,0 +1,67 @@
+"""The list and one episode, the same from SQLite and from MongoDB."""
+
+from __future__ import annotations
+
+import pytest
+from studio_client import Client, Opener, fill
+
+from openhands_rl_plugin.core.types import Message, Node
+from openhands_rl_plugin.testing.samples import sample_episode
+
+
+def test_the_list_has_the_newest_first(opener: Opener, client: Client) -> None:
+    fill(opener, [sample_episode(f"episode {at}", reward=at / 8) for at in range(5)])
+    browser = client(opener())
+    page = browser.get("/api/episodes?limit=2").json()
+    assert page["total"] == 5
+    assert page["rows"]["id"] == ["episode 4", "episode 3"]
+    assert page["rows"]["return"] == [0.5, 0.375] and "reward" not in page["rows"]
+    assert page["rows"]["adapter"] == ["shop", "shop"] and page["rows"]["tokens"] == [8, 8]
+    assert browser.get("/api/episodes?limit=0").status_code == 400
+
+
+def test_an_episode_comes_as_a_skeleton_and_its_bodies_by_the_page(opener: Opener, client: Client) -> None:
+    sample = sample_episode("one")
+    long = "\N{HOT BEVERAGE}" * 300_000
+    many = tuple(Node(parent=5 + at, message=Message(role="user", content=f"{at}")) for at in range(100))
+    nodes = (*sample.nodes, *many, Node(parent=105, message=Message(role="user", content=long)))
+    fill(opener, [sample.model_copy(update={"nodes": nodes, "head": 106})])
+    browser = client(opener())
+    header = browser.get("/api/episodes/one").json()
+    assert header["task"]["instruction"] == "Walk." and header["policy"]["version"] == 7
+    assert header["nodes"]["parent"][:6] == [None, 0, 0, 1, 3, 4]
+    assert header["nodes"]["calls"][:3] == [None, ["search"], ["search"]]
+    assert header["nodes"]["sampled_tokens"][1] == 2 and header["nodes"]["visits"][2] == 3
+    assert len(header["nodes"]["text"][106]) == 160
+    first = browser.get("/api/episodes/one/nodes").json()
+    assert (len(first["nodes"]["node"]), first["next"], first["total"]) == (64, 64, 107)
+    last = browser.get("/api/episodes/one/nodes?from=100").json()
+    assert (last["nodes"]["node"], last["next"]) == ([100, 101, 102, 103, 104, 105], 106)
+    part = browser.get("/api/episodes/one/nodes?from=106").json()["nodes"]
+    assert part["rest"] == [256 * 1024]
+    rest = browser.get(f"/api/episodes/one/nodes?from=106&skip={part['rest'][0]}").json()["nodes"]
+    assert part["content"][0] + rest["content"][0] == long and "rest" not in rest
+    assert browser.get("/api/episodes/other").status_code == 404
+
+
+def test_tokens_come_as_columns_of_ids_and_logprobs(opener: Opener, client: Client) -> None:
+    sample = sample_episode("one")
+    fill(opener, [sample])
+    browser = client(opener())
+    found = browser.get("/api/episodes/one/nodes/1/tokens").json()
+    assert (found["total"], found["prompt"], found["extends"]) == (5, 3, False)
+    assert found["tokens"]["id"] == [1, 2, 70_000, 3, 4]
+    assert found["tokens"]["logprob"] == pytest.approx([None, None, None, -0.1, 0.0])
+    assert "text" not in found["tokens"] and "--tokenizer" in found["tokenizer"]
+    assert browser.get("/api/episodes/one/nodes/0/tokens").json()["total"] == 0
+    assert browser.get("/api/episodes/one/nodes/6/tokens").status_code == 404
+
+
+def test_what_has_not_changed_is_not_sent_again(opener: Opener, client: Client) -> None:
+    fill(opener, [sample_episode("one")])
+    browser = client(opener())
+    for path in ("/api/episodes", "/api/episodes/one"):
+        first = browser.get(path)
+        again = browser.get(path, headers={"If-None-Match": first.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+    assert browser.get("/api/episodes/one").headers["content-encoding"] == "gzip"

@@ -1,0 +1,45 @@
+"""A store that is filled, and the studio's application behind its door."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from starlette.testclient import TestClient
+
+from openhands_rl_plugin.apps.studio.app import build_app
+from openhands_rl_plugin.apps.studio.config import StudioConfig
+from openhands_rl_plugin.apps.studio.sources import StudioSources
+from openhands_rl_plugin.apps.studio.tickets import Tickets
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.servers.asgi import GuardedApp
+from openhands_rl_plugin.core.servers.connections import Connections
+from openhands_rl_plugin.core.servers.metrics import Metrics
+from openhands_rl_plugin.core.servers.observed import ObservedRequests
+from openhands_rl_plugin.core.types import Trajectory
+
+Opener = Callable[[], TrajectoryStorage]
+Client = Callable[..., TestClient]
+
+
+def fill(opener: Opener, episodes: Sequence[Trajectory]) -> None:
+    async def store() -> None:
+        storage = opener()
+        for episode in episodes:
+            await storage.add(episode)
+        await storage.close()
+
+    asyncio.run(store())
+
+
+def guarded(config: StudioConfig, sources: StudioSources, tickets: Tickets) -> GuardedApp:
+    """The application behind its door, as ``running_studio`` serves it."""
+    door, connections, metrics = config.door(tickets), Connections(), Metrics()
+    return GuardedApp(
+        build_app(config, sources, tickets, door.key),
+        door,
+        max_body_bytes=config.max_body_bytes,
+        connections=connections,
+        metrics=metrics,
+        observed=ObservedRequests(metrics, connections),
+    )
