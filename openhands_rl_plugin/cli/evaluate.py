@@ -99,7 +99,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _add_agent(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--agent", default="CodeActAgent", metavar="NAME", help="OpenHands agent")
+    agent = "RLAgent, an agent of OpenHands, or stock: its own (default)"
+    group.add_argument("--agent", default="stock", metavar="NAME", help=agent)
     group.add_argument("--strategy", default="", metavar="NAME", help="of RLAgent (default: [rl] rollout_strategy)")
     option = "option of the strategy; may be repeated"
     group.add_argument("--strategy-option", action="append", default=[], metavar="NAME=JSON", help=option)
@@ -151,6 +152,7 @@ def _add_runs(group: argparse._ArgumentGroup) -> None:
 
 
 def _plan(args: argparse.Namespace) -> tuple[EvaluationPlan, Suite]:
+    from openhands_rl_plugin.config.host import agent_named, host_of
     from openhands_rl_plugin.config.rl import RLSettings
     from openhands_rl_plugin.config.success import success_rule
     from openhands_rl_plugin.config.toml import load_settings
@@ -167,7 +169,10 @@ def _plan(args: argparse.Namespace) -> tuple[EvaluationPlan, Suite]:
     bounds = {name: getattr(settings, own) for name, own in _BOUNDS.items() if own in said}
     given = {name: value for name, value in given_fields(args, EvaluationPlan).items() if value is not None}
     environment = WEBSHOP if suite.name == WEBSHOP else settings.env_name
+    host = host_of(settings)
     chosen = {
+        "agent": agent_named(args.agent, host),
+        "host": host,
         "suite": suite.name,
         "dataset": suite.dataset,
         "split": suite.split,
@@ -282,14 +287,12 @@ async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan, suite: Suite
 
 
 def _check_parts(args: argparse.Namespace, evaluation: Evaluation, suite: Suite, settings: RLSettings) -> None:
-    """Raise for what all episodes would fail of: the host, the model server, the environment, the interpreters."""
+    """Raise for what all episodes would fail of: the model server, the environment, the interpreters."""
     from openhands_rl_plugin.config.build import check_environment_server
-    from openhands_rl_plugin.config.host import host_of
     from openhands_rl_plugin.evals.runs.suites import ENVIRONMENT
     from openhands_rl_plugin.evals.swe.preflight import check_gradable
     from openhands_rl_plugin.models.engines.preflight import check_model_server
 
-    host_of(settings)
     model = evaluation.plan.model
     check_model_server(model.base_url, model.name, os.environ.get(model.api_key_env))
     if suite.name == ENVIRONMENT:

@@ -12,7 +12,10 @@ HostName = Literal["v0", "v1"]
 
 V0_PACKAGE, V1_PACKAGES = "openhands-ai", ("openhands-sdk", "openhands-tools")
 OLDEST_SDK = (1, 15)
+STOCK = "stock"
+"""Names OpenHands' own agent, whichever OpenHands there is."""
 
+_STOCK_AGENTS: dict[HostName, str] = {"v0": "CodeActAgent", "v1": "Agent"}
 _FIRST_WITHOUT_V0 = (1, 7)
 _INSTALL = {"v0": "openhands_rl_plugin[openhands]", "v1": "openhands_rl_plugin[sdk]"}
 
@@ -41,6 +44,11 @@ def host_of(settings: RLSettings) -> HostName:
     if installed:
         return installed[0]
     raise ConfigError(f"[rl] host: {_missing('v1')}; or V0: pip install '{_INSTALL['v0']}'")
+
+
+def agent_named(name: str, host: HostName) -> str:
+    """``name``, or what the host calls its own agent."""
+    return _STOCK_AGENTS[host] if name == STOCK else name
 
 
 def version_of(package: str) -> str | None:

@@ -1,8 +1,8 @@
 """An OpenAI-compatible server that answers at once from a script in the prompt; for measuring everything but a model.
 
 A script is ``SCRIPT[...]TPIRCS`` with a JSON list of replies in any message: the n-th completion of a conversation is
-the n-th reply, and the last one is repeated. A reply is ``{"text": ...}``, ``{"bash": ...}``, ``{"terminal": ...}`` or
-``{"think": ...}`` (OpenHands V1) or ``{"finish": ...}``.
+the n-th reply, and the last one is repeated. A reply is ``{"text": ...}``, ``{"bash": ...}`` (in the tool that is
+offered for commands), ``{"think": ...}`` or ``{"finish": ...}``.
 
     python -m evaluation.performance.hosts.instant_model [--delay 0.0]     # prints its base URL
 """
@@ -82,7 +82,9 @@ def completion(request: Body) -> Body:
     messages = request["messages"]
     replies = _replies(messages)
     turn = sum(message["role"] == "assistant" for message in messages)
-    message = _message(replies[min(turn, len(replies) - 1)], turn)
+    offered = [tool["function"]["name"] for tool in request.get("tools") or ()]
+    shell = "terminal" if "terminal" in offered else "execute_bash"
+    message = _message(replies[min(turn, len(replies) - 1)], turn, shell)
     _, *sampled = _token_ids(message)
     prompt = [*(token for one in messages for token in _token_ids(one)), ord("a")]
     logprobs = {"content": [{"token": "x", "logprob": _LOGPROB, "bytes": None, "top_logprobs": []} for _ in sampled]}
@@ -125,10 +127,9 @@ def _replies(messages: list[Body]) -> list[dict[str, str]]:
     return [{"text": "There is no script in the prompt."}]
 
 
-def _message(reply: dict[str, str], turn: int) -> Body:
+def _message(reply: dict[str, str], turn: int, shell: str) -> Body:
     tools = {
-        "bash": ("execute_bash", "command"),
-        "terminal": ("terminal", "command"),
+        "bash": (shell, "command"),
         "think": ("think", "thought"),
         "finish": ("finish", "message"),
     }

@@ -90,12 +90,12 @@ def steps_a_second(kind: str, url: str, folder: Path, conversations: int, steps:
     """Over all conversations, from the second step of all on; and how many answers were not what was echoed."""
     began: list[float] = []
     ready = threading.Barrier(conversations, action=lambda: began.append(time.perf_counter()))
-    replies = [{"terminal": f"echo answer-{number}"} for number in range(steps)]
+    replies = [{"bash": f"echo answer-{number}"} for number in range(steps)]
 
     def play(number: int) -> int:
         conversation = converse(kind, url, folder / str(number))
         # Answers are counted over the whole conversation, and the first script in it holds.
-        conversation.send_message(script([{"terminal": "true"}, {"finish": "ready"}, *replies, {"finish": "done"}]))
+        conversation.send_message(script([{"bash": "true"}, {"finish": "ready"}, *replies, {"finish": "done"}]))
         conversation.run()
         known = len(told(conversation))
         ready.wait()
@@ -142,7 +142,7 @@ def fork_ms(url: str, folder: Path, forks: int) -> list[float]:
     """Milliseconds of each fork, one after the other."""
     fill(folder)
     conversation = converse(KINDS[2], url, folder)
-    conversation.send_message(script([*([{"terminal": "ls | head -3"}] * 20), {"finish": "done"}]))
+    conversation.send_message(script([*([{"bash": "ls | head -3"}] * 20), {"finish": "done"}]))
     conversation.run()
     workspace = runtime_of(str(conversation.state.id))
     assert isinstance(workspace, ConversationWorkspace)

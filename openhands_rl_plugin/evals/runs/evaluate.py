@@ -142,6 +142,7 @@ def settings_of(plan: EvaluationPlan, config: Path | None) -> RLSettings:
     temperature = 0.0 if plan.model.temperature is None else plan.model.temperature
     chosen = settings.model_copy(
         update={
+            "host": plan.host or settings.host,
             "serving": serving,
             "rollout_strategy": strategy,
             "strategy": options,

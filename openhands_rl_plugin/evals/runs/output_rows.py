@@ -26,6 +26,7 @@ def metadata_of(plan: EvaluationPlan, run: RunSpec, started: float, by: AgentStr
     """``metadata.json``, with OpenHands' keys; other settings are in ``details``. ``by``: the strategy."""
     own: JsonObject = {
         "suite": plan.suite,
+        "host": plan.host,
         "run": run.index,
         "temperature": run.temperature if by is None or by.temperature is None else by.temperature,
         "seed": plan.seed,

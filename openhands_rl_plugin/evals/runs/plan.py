@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from openhands_rl_plugin.config.host import HostName
 from openhands_rl_plugin.config.success import SuccessRule
 from openhands_rl_plugin.core.types import EpisodeRequest, Frozen, JsonObject, Limits, SamplingParams, Task
 from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
@@ -40,13 +41,14 @@ class EvaluationPlan(Frozen):
     for each run, the last one repeated; empty for the model's. ``retries`` bounds the retries of an episode, and of a
     grading, after infrastructure failures. ``max_prompt_length`` and ``max_obs_length`` are in tokens; without the
     latter the model's ``max_message_chars`` bounds observations. ``success``: what resolves a task of an environment,
-    ``environment``: its name and options.
+    ``environment``: its name and options. ``host``: of OpenHands, V0 or V1 (default: what ``[rl]`` says).
     """
 
     suite: str
     dataset: str
     split: str
     agent: str
+    host: HostName | None = None
     model: EvaluatedModel
     base_model: str = ""
     out: Path

@@ -18,7 +18,7 @@ from openhands_rl_plugin.evals.runs.run_files import METADATA, OUTPUT, read_rows
 
 _MODEL = ("model", "top_p", "max_output_tokens", "max_message_chars", "native_tool_calling")
 _DETAILS = (
-    *("temperature", "seed", "timeout", "test_timeout"),
+    *("host", "temperature", "seed", "timeout", "test_timeout"),
     *("strategy", "strategy_options", "limits", "success", "environment"),
 )
 _LONGEST = 60

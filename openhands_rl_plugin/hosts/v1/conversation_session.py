@@ -30,6 +30,8 @@ _CONTINUE = (
     "a question."
 )
 _LONGEST_ERROR = 2000
+# The SDK says it with a status only; these are V0's words.
+_STUCK = "Agent got stuck in a loop"
 # Seconds for the conversation's thread after its tools were closed.
 _PATIENCE = 30.0
 # A turn takes one iteration; one with a summary or without a call more.
@@ -179,6 +181,8 @@ class ConversationSession:
 
 
 def _last_error(conversation: LocalConversation) -> str:
+    if conversation.state.execution_status == Status.STUCK:
+        return _STUCK
     errors = (event for event in reversed(conversation.state.events) if isinstance(event, ConversationErrorEvent))
     last = next(errors, None)
     return f"{last.code}: {last.detail}"[:_LONGEST_ERROR] if last is not None else ""

@@ -1,8 +1,9 @@
 """A conversation as OpenHands V0's events, from which OpenHands itself makes the same messages again.
 
-Every call becomes an action with the whole response in its ``tool_call_metadata``: ``run`` for ``execute_bash``,
-``finish``, and ``call_tool_mcp`` for any other function, because that one carries arbitrary arguments. Results become
-observations whose content is the text as the model got it. Tokens, rewards and branches have no place in events.
+Every call becomes an action with the whole response in its ``tool_call_metadata``: ``run`` for ``execute_bash``
+and V1's ``terminal``, ``finish``, and ``call_tool_mcp`` for any other function, because that one carries arbitrary
+arguments. Results become observations whose content is the text as the model got it. Tokens, rewards and branches have
+no place in events.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from openhands_rl_plugin.trajectories.exchange.conversations import wire_of
 from openhands_rl_plugin.trajectories.exchange.dates import date_of
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, from_text
 
-_SHELL = {"execute_bash", "execute_powershell"}
+_SHELL = {"execute_bash", "execute_powershell", "terminal"}
 _MCP = "call_tool_mcp"
 
 

@@ -11,6 +11,8 @@ import pytest
 from git_backend import make_instances
 
 from openhands_rl_plugin.cli import main
+from openhands_rl_plugin.config.host import agent_named, host_of
+from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.runs.llm import KEY_VARIABLE, evaluated_model
 from openhands_rl_plugin.evals.runs.prompts import instruction_of
@@ -19,6 +21,7 @@ from openhands_rl_plugin.evals.swe.dataset import row_of
 from openhands_rl_plugin.evals.swe.types import Instance
 
 ROOT = Path(__file__).parents[3]
+STOCK = agent_named("stock", host_of(RLSettings()))
 SCRIPTS = sorted(file for file in (ROOT / "evaluation" / "scripts").glob("*.sh") if file.name != "common.sh")
 CONFIG = """\
 [llm]
@@ -121,7 +124,7 @@ def test_whose_adapter_is_evaluated(rows: Path, config: Path, tmp_path: Path, ca
         (["--model", "policy-v000007", "--base-model", "other"], "policy-v000007 on other at"),
         (["--model", "org/sgl:policy-v000007", "--config", str(config)], "policy-v000007 on org/sgl at"),
         (["--model", "org/base", "--config", str(config)], "model: org/base at"),
-        (["--model", "policy-v000007", "--agent", "CodeActAgent", "--base-model", "b"], "policy-v000007 on b at"),
+        (["--model", "policy-v000007", "--agent", "stock", "--base-model", "b"], "policy-v000007 on b at"),
     ):
         assert main([*words, *options]) == 0
         assert said in capsys.readouterr().out
@@ -139,7 +142,7 @@ def test_whose_adapter_is_evaluated(rows: Path, config: Path, tmp_path: Path, ca
         (["ROWS", "--llm", "evil"], "did you mean 'eval'"),
         (["ROWS", "--agent", "RLAgent", "--strategy", "BestOfM"], "BestOfN"),
         (["ROWS", "--agent", "RLAgent", "--strategy-option", "n"], "NAME=VALUE"),
-        (["ROWS", "--strategy", "BestOfN"], "--strategy: only RLAgent has a strategy, not CodeActAgent"),
+        (["ROWS", "--strategy", "BestOfN"], f"--strategy: only RLAgent has a strategy, not {STOCK}"),
         (["ROWS", "--strategy", "Nonsense"], "give --agent RLAgent too"),
         (["ROWS", "--strategy-option", "n=2"], "--strategy-option: only RLAgent has a strategy"),
         (["ROWS", "--agent", "RLAgent", "--temperature", "0.7"], "BestOfN samples at its own temperature (1)"),
@@ -150,7 +153,7 @@ def test_whose_adapter_is_evaluated(rows: Path, config: Path, tmp_path: Path, ca
         (["ROWS", "--temperatures", "0;1"], "numbers with commas"),
         (["ROWS", "--api-key-env", "NOT_THERE_AT_ALL"], "NOT_THERE_AT_ALL is not set"),
         (["environment", "--agent", "RLAgent"], "--tasks N"),
-        (["webshop"], "webshop is an environment, which only RLAgent supports, not CodeActAgent"),
+        (["webshop"], f"webshop is an environment, which only RLAgent supports, not {STOCK}"),
         (["swe-local", "--dataset-file", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )

@@ -11,6 +11,8 @@ from git_backend import GitBackend, make_instances
 from needs import needs_bubblewrap
 
 from evaluation.performance.hosts.instant_model import instant_model, script
+from openhands_rl_plugin.config.host import agent_named, host_of
+from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import JsonObject, Score, Trajectory
@@ -28,6 +30,7 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorag
 
 pytestmark = needs_bubblewrap
 
+STOCK = agent_named("stock", host_of(RLSettings()))
 SUITE = Suite(name="adders", dataset="owner/adders", split="test")
 FIXED = [{"bash": "sed -i s/-/+/ adder.py"}, {"finish": "done"}]
 SPOILT = [{"bash": "echo 'import sys; sys.exit(0)' >> adder.py; sed -i 's/a - b/a * b/' adder.py"}, {"finish": "done"}]
@@ -54,7 +57,7 @@ def plan_for(model: str, out: Path, **more) -> EvaluationPlan:
     evaluated = EvaluatedModel(
         name="org/instant", base_url=model, input_cost_per_token=0.001, output_cost_per_token=0.01, num_retries=1
     )
-    given = {"agent": "CodeActAgent", "workers": 4, "graders": 2, "max_iterations": 12, "timeout": 60.0, **more}
+    given = {"agent": STOCK, "workers": 4, "graders": 2, "max_iterations": 12, "timeout": 60.0, **more}
     plan = {"suite": SUITE.name, "dataset": SUITE.dataset, "split": SUITE.split, "model": evaluated, "out": out}
     return EvaluationPlan.model_validate({**plan, **given})
 
@@ -125,7 +128,7 @@ async def test_a_run_from_the_checkout_to_the_report(model: str, tmp_path: Path)
     first = outcomes["0"]
     assert first.cost == pytest.approx(first.prompt_tokens * 0.001 + first.completion_tokens * 0.01)
 
-    directory = plan.out / "owner__adders-test/CodeActAgent/instant_maxiter_12_N_v1-run_0"
+    directory = plan.out / f"owner__adders-test/{STOCK}/instant_maxiter_12_N_v1-run_0"
     rows = {row["instance_id"][-1]: row for row in lines(directory / "output.jsonl")}
     fields = {"instance_id", "test_result", "instruction", "metadata", "history", "metrics", "instance"}
     assert set(rows["0"]) == fields and set(rows["3"]) == {*fields, "error"}
@@ -216,7 +219,32 @@ async def test_the_shop_is_started_for_the_run(model: str, tmp_path: Path):
     (row, *_) = lines(next(plan.out.rglob("output.jsonl")))
     assert row["test_result"]["report"] == {"resolved": False} and row["instance"]["environment"] == "webshop"
     with pytest.raises(ConfigError, match="only RLAgent supports"):
-        await played(plan.model_copy(update={"agent": "CodeActAgent"}), entries, None, suite)
+        await played(plan.model_copy(update={"agent": STOCK}), entries, None, suite)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", ["RLAgent", STOCK])
+async def test_worker_processes(agent: str, model: str, tmp_path: Path):
+    entries = entries_of(make_instances(tmp_path, 3), [FIXED, SPOILT, FIXED])
+    search = {"strategy": "BestOfN", "strategy_options": {"n": 2, "value": "model"}} if agent == "RLAgent" else {}
+    plan = plan_for(model, tmp_path / "out", agent=agent, workers=3, **search)
+    outcomes = {each.instance_id[-1]: each for each in await played(plan, entries, GitBackend(tmp_path), processes=2)}
+    assert [outcomes[name].resolved for name in "012"] == [True, False, True]
+    for trajectory, scores in await stored(plan):
+        assert trajectory.strategy.name == (search.get("strategy") or agent) and len(scores) == 1
+        assert all(node.tokens is not None for node in trajectory.nodes if node.sampled) == (agent == "RLAgent")
+
+
+async def test_a_run_of_another_openhands_is_not_gone_on_with(model: str, tmp_path: Path):
+    entries = entries_of(make_instances(tmp_path, 1), [FIXED])
+    host = host_of(RLSettings())
+    plan = plan_for(model, tmp_path / "out", agent="RLAgent", host=host)
+    assert len(await played(plan, entries, GitBackend(tmp_path))) == 1
+    (metadata,) = plan.out.rglob("metadata.json")
+    other = "v1" if host == "v0" else "v0"
+    metadata.write_text(metadata.read_text().replace(f'"host": "{host}"', f'"host": "{other}"'))
+    with pytest.raises(ConfigError, match=f'host: "{other}", now "{host}"'):
+        await played(plan, entries, GitBackend(tmp_path))
 
 
 async def test_two_processes_do_not_write_the_same_run(model: str, tmp_path: Path):

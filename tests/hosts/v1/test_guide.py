@@ -21,6 +21,7 @@ from openhands.sdk.llm import Message, TextContent
 from scripted_model import ScriptedModel, says
 from sdk_play import TERMINAL, finish, stored
 
+from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.core.types import StopReason
 from openhands_rl_plugin.hosts.v1 import RLAgent
 
@@ -131,3 +132,10 @@ def test_the_benchmarks_command_is_one_that_they_know(monkeypatch: pytest.Monkey
     parsed: argparse.Namespace = get_parser().parse_args(words)
     assert (parsed.llm_config_path, parsed.workspace, parsed.max_iterations) == ("llm.json", "docker", 100)
     assert "OPENHANDS_EVAL_AGENT_SERVER_IMAGE" in (Path(BENCHMARKS) / "benchmarks/utils/constants.py").read_text()
+
+
+@pytest.mark.parametrize("agent", ["stock", "RLAgent"])
+def test_the_evaluations_are_planned(agent: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program, *words = command(f"--agent {agent}")
+    assert program == "openhands-rl" and main([*words, "--out", str(tmp_path), "--dry-run"]) == 0
+    assert f"agent: {'RLAgent with BestOfN' if agent == 'RLAgent' else 'Agent'}, " in capsys.readouterr().out
